@@ -5,19 +5,21 @@
 # make test-weekly   further cases of what daily tests prove, and larger ones
 # make test-map   make test, traced, which writes tests/source_map.json: needs Python 3.12, in an environment of its own
 # make test-table  the seconds of the last make test-all, into tests/seconds.json and CONTRIBUTING.md
-# make test-of X  the tests of one room or package: make test-of feed, make test-of NAME=triton_kernels
+# make test-of X  the tests of one package: make test-of feed, make test-of NAME=triton_kernels
 # make test-processors  all tests three times, as on other processors: either product, and neither AVX-512 nor AMX
 # make test-newest  make test with the newest of everything that pyproject.toml admits, in an environment of its own
 # make test-oldest  make test with the lowest versions that pyproject.toml claims, in an environment of its own
 # make test-3.12, make test-3.13  make test on another Python, in an environment of its own
 # make test-ray-next  what touches Ray, with the newest Ray that pyproject.toml admits, in an environment of its own
-# make report-3.6  docs/kernels-3.6.md: what ships, compiled by the oldest Triton, in an environment of its own; ten minutes
+# make kernels    docs/kernels.md, and build/kernels.md with a row for each kernel: all of them compiled; some ten minutes
+# make report-3.6  build/kernels-3.6.md: what ships, compiled by the oldest Triton, in an environment of its own; ten minutes
 # make install    make .venv and install Raystride and what its developers need into it
 # make ui         the MLflow UI over the runs in runs/
 # make pictures   the pictures of docs/, from two trainings and a browser: some five minutes
 # make sanitize   compute-sanitizer over the kernels, where there is an NVIDIA GPU
 # make lint       ruff, mypy and import-linter, as in continuous integration
-# make map        the map of docs/house.md, from the docstrings of packages and modules
+# make settings   docs/settings.md, from the dataclasses of the settings
+# make map        the map of docs/architecture.md, from the docstrings of packages and modules
 # make bill       build/raystride.cdx.json: a bill of materials of .venv, in CycloneDX's format
 # make audit      the bill, and every pinned version beside the advisories of PyPI, which it has to reach
 # make help       these lines
@@ -36,8 +38,10 @@ WORKERS ?= $(shell cores=$$(getconf _NPROCESSORS_ONLN); echo $$((cores < 5 ? cor
 SIDE_BY_SIDE := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 PYTEST := $(RUN) -m pytest $(SIDE_BY_SIDE)
 PIP := $(RUN) -m pip install --quiet --disable-pip-version-check -c constraints.txt
+# As a path that editors and type checkers follow, and not by a hook of Python's import, which they do not.
+EDITABLE := --config-settings editable_mode=compat
 
-.PHONY: help install train test test-all test-changed test-weekly test-map test-table test-of test-processors test-newest test-oldest test-ray-next report-3.6 ui pictures sanitize lint map bill audit
+.PHONY: help install train test test-all test-changed test-weekly test-map test-table test-of test-processors test-newest test-oldest test-ray-next kernels report-3.6 ui pictures sanitize lint map settings bill audit
 .DEFAULT_GOAL := train
 
 help:
@@ -47,12 +51,12 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit("Raystride needs Python 3.11 or newer, this is " + sys.version.split()[0]) if sys.version_info < (3, 11) else 0'
 	@echo "installing into $(VENV): some 3 GB, two to five minutes"
 	@$(PYTHON) -m venv $(VENV)
-	@$(PIP) -e .
+	@$(PIP) $(EDITABLE) -e .
 	@touch $@
 
 $(VENV)/.developed: $(VENV)/.installed
 	@echo "installing what developers need into $(VENV)"
-	@$(PIP) -e ".[dev]"
+	@$(PIP) $(EDITABLE) -e ".[dev]"
 	@touch $@
 
 install: $(VENV)/.developed
@@ -78,17 +82,17 @@ test-table:
 	@$(RUN) -m tests.seconds build/test-seconds.json
 
 ifeq ($(firstword $(MAKECMDGOALS)),test-of)
-# The word after test-of is a room's name and no target, also where a target has that name.
+# The word after test-of is a package's name and no target, also where a target has that name.
 NAME ?= $(word 2,$(MAKECMDGOALS))
-ROOM := $(wildcard $(foreach place,pipelines/$(NAME) $(NAME) pipelines/test_$(NAME).py test_$(NAME).py,tests/$(place)))
-ifeq ($(ROOM),)
+PACKAGE := $(wildcard $(foreach place,pipelines/$(NAME) $(NAME) pipelines/test_$(NAME).py test_$(NAME).py,tests/$(place)))
+ifeq ($(PACKAGE),)
 $(error NAME is '$(NAME)': it must be one of $(filter-out %.py __%,$(notdir $(wildcard tests/pipelines/* tests/*))))
 endif
 .PHONY: $(wordlist 2,9,$(MAKECMDGOALS))
 $(wordlist 2,9,$(MAKECMDGOALS)): ;@:
 
 test-of: install
-	@$(PYTEST) $(ROOM)
+	@$(PYTEST) $(PACKAGE)
 else
 train: $(VENV)/.installed
 	@echo "training configs/lm_python.yaml on Ray; results go to $(STORAGE)/"
@@ -116,7 +120,7 @@ test-3.%: .venv-3.%/.installed
 .venv-newest/.installed: pyproject.toml
 	@echo "installing the newest of everything into .venv-newest: some 8 GB"
 	@$(PYTHON) -m venv .venv-newest
-	@.venv-newest/bin/python -m pip install --quiet --disable-pip-version-check --upgrade -e ".[dev]"
+	@.venv-newest/bin/python -m pip install --quiet --disable-pip-version-check --upgrade $(EDITABLE) -e ".[dev]"
 	@touch $@
 
 .venv-oldest/.installed: pyproject.toml tests/versions.py
@@ -124,13 +128,13 @@ test-3.%: .venv-3.%/.installed
 	@$(PYTHON) -m venv .venv-oldest
 	@.venv-oldest/bin/python -m pip install --quiet --disable-pip-version-check packaging
 	@.venv-oldest/bin/python -m tests.versions --lowest > .venv-oldest/constraints.txt
-	@.venv-oldest/bin/python -m pip install --quiet --disable-pip-version-check -c .venv-oldest/constraints.txt -e ".[dev]"
+	@.venv-oldest/bin/python -m pip install --quiet --disable-pip-version-check -c .venv-oldest/constraints.txt $(EDITABLE) -e ".[dev]"
 	@touch $@
 
 .venv-3.%/.installed: pyproject.toml constraints.txt
 	@echo "installing into .venv-3.$*: some 3 GB, and 5 more where PyTorch comes with CUDA"
 	@python3.$* -m venv .venv-3.$*
-	@.venv-3.$*/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
+	@.venv-3.$*/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt $(EDITABLE) -e ".[dev]"
 	@touch $@
 
 test-ray-next: $(NEXT)/.installed
@@ -142,11 +146,14 @@ $(NEXT)/.installed: pyproject.toml constraints.txt
 	@echo "installing into $(NEXT): some 3 GB, two minutes where the index is near"
 	@$(PYTHON) -m venv $(NEXT)
 	@grep -v '^ray==' constraints.txt > $(NEXT)/constraints.txt
-	@$(NEXT)/bin/python -m pip install --quiet --disable-pip-version-check --upgrade -c $(NEXT)/constraints.txt -e ".[dev]"
+	@$(NEXT)/bin/python -m pip install --quiet --disable-pip-version-check --upgrade -c $(NEXT)/constraints.txt $(EDITABLE) -e ".[dev]"
 	@touch $@
 
+kernels: install
+	@$(RUN) -m raystride.triton_kernels.compile_report --write build/kernels.md --page docs/kernels.md
+
 report-3.6: $(TRITON_36)/.installed
-	@$(TRITON_36)/bin/python -m raystride.triton_kernels.compile_report --shipped --write docs/kernels-3.6.md --command "make $@"
+	@$(TRITON_36)/bin/python -m raystride.triton_kernels.compile_report --shipped --write build/kernels-3.6.md
 
 # The kernels need no more than these two.
 $(TRITON_36)/.installed: constraints.txt
@@ -158,7 +165,7 @@ $(TRITON_36)/.installed: constraints.txt
 	@touch $@
 
 ui: $(VENV)/.installed
-	@$(RUN) -m raystride.pipelines.record.ui --storage $(STORAGE)
+	@$(RUN) -m raystride.pipelines.record.mlflow.ui --storage $(STORAGE)
 
 pictures: install
 	@$(RUN) -m tests.browser.pictures
@@ -188,5 +195,8 @@ lint: install
 	@$(RUN) -m mypy
 	@$(VENV)/bin/lint-imports --no-cache --no-logo
 
+settings: install
+	@$(RUN) -m tests.settings_page
+
 map: install
-	@$(RUN) -m tests.house_map
+	@$(RUN) -m tests.architecture_map

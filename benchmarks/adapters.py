@@ -22,28 +22,28 @@ import torch
 
 from benchmarks.pairs import Comparison, command_line, machine, machine_line, report, take_turns
 from raystride.pipelines.config import (
-    Checkpoint,
+    CheckpointConfig,
     Config,
-    Data,
-    Launch,
-    Lora,
-    Model,
-    Optimizer,
-    Record,
-    Sample,
-    Tokenizer,
-    Train,
-    Validation,
+    DataConfig,
+    LaunchConfig,
+    LoraConfig,
+    ModelConfig,
+    OptimizerConfig,
+    RecordConfig,
+    SampleConfig,
+    TokenizerConfig,
+    TrainConfig,
+    ValidationConfig,
 )
-from raystride.pipelines.files import Folder
-from raystride.pipelines.launch.driver import train
-from raystride.pipelines.launch.many import many_of
-from raystride.pipelines.launch.screen import Quiet
+from raystride.pipelines.console.screen import SilentScreen
+from raystride.pipelines.launch.adapters_job import expand_adapters
+from raystride.pipelines.launch.train_job import train
+from raystride.pipelines.lora.peft import write_adapter
 from raystride.pipelines.prepare.prepare import prepare
+from raystride.pipelines.storage.folder import Folder
 from raystride.pipelines.tasks import build_task
-from raystride.pipelines.train.peft import write_adapter
+from raystride.pipelines.worker.build import build_training
 from raystride.pipelines.worker.job import Job, WorkerInfo
-from raystride.pipelines.worker.worker import build_training
 from tests.bases import BYTES, write_base
 
 RATES = (5e-4, 8e-4, 1.2e-3, 2e-3, 3e-3, 5e-3, 8e-3, 1.2e-2)
@@ -51,23 +51,23 @@ RATES = (5e-4, 8e-4, 1.2e-3, 2e-3, 3e-3, 5e-3, 8e-3, 1.2e-2)
 
 def settings(given: argparse.Namespace, folder: Path) -> Config:
     """A training of adapters on a base that is written there."""
-    shape = Model(flavour="llama", layers=4, heads=4, width=given.width, context=64)
+    shape = ModelConfig(architecture="llama", layers=4, heads=4, hidden_size=given.width, context=64)
     files = sorted(Path(os.__file__).parent.glob("[a-h]*.py"))
     (folder / "text.txt").write_text("\n".join(file.read_text(errors="replace") for file in files))
     base = write_base(folder / "base", shape, vocabulary=BYTES)
     return Config(
         storage=str(folder),
-        data=Data(source=str(folder / "text.txt"), kind="text", validation="tail"),
-        tokenizer=Tokenizer(kind="bytes"),
+        data=DataConfig(source=str(folder / "text.txt"), kind="text", validation="tail"),
+        tokenizer=TokenizerConfig(kind="bytes"),
         model=replace(shape, init_from=str(base)),
-        lora=Lora(rank=8),
-        optimizer=Optimizer(learning_rate=3e-3, schedule="constant", warmup_steps=0, weight_decay=0.0),
-        train=Train(steps=given.steps, slots=1, slot_size=4, log_every=given.steps, precision="fp32"),
-        validation=Validation(every=0, samples=128),
-        checkpoint=Checkpoint(every=0),
-        record=Record(mlflow=False),
-        sample=Sample(tokens=0),
-        launch=Launch(mode="inline"),
+        lora=LoraConfig(rank=8),
+        optimizer=OptimizerConfig(learning_rate=3e-3, schedule="constant", warmup_steps=0, weight_decay=0.0),
+        train=TrainConfig(steps=given.steps, slots=1, slot_size=4, log_every=given.steps, precision="fp32"),
+        validation=ValidationConfig(every=0, samples=128),
+        checkpoint=CheckpointConfig(every=0),
+        record=RecordConfig(mlflow=False),
+        sample=SampleConfig(tokens=0),
+        launch=LaunchConfig(mode="inline"),
     )
 
 
@@ -75,7 +75,7 @@ def many_against_runs(given: argparse.Namespace, folder: Path) -> Comparison:
     """Seconds of so many adapters, at once and one after another."""
     each = {"optimizer.learning_rate": list(RATES[: given.adapters])}
     config = settings(given, folder)
-    config = replace(config, lora=replace(config.lora, adapters=given.adapters, each=each))
+    config = replace(config, lora=replace(config.lora, adapters=given.adapters, variants=each))
     rounds = iter(range(10**6))
 
     def timed(make: Callable[[str], None]) -> float:
@@ -84,11 +84,11 @@ def many_against_runs(given: argparse.Namespace, folder: Path) -> Comparison:
         return time.perf_counter() - began
 
     def at_once(name: str) -> None:
-        train(replace(config, run=name), Folder(str(folder)), Quiet())
+        train(replace(config, run=name), Folder(str(folder)), SilentScreen())
 
     def one_by_one(name: str) -> None:
-        for one in many_of(replace(config, run=name)):
-            train(one, Folder(str(folder)), Quiet())
+        for one in expand_adapters(replace(config, run=name)):
+            train(one, Folder(str(folder)), SilentScreen())
 
     at_once("warm")  # imports, and products that are timed once for a machine
     ways = {f"{given.adapters} runs": partial(timed, one_by_one), "at once": partial(timed, at_once)}
@@ -100,7 +100,7 @@ def ours_beside_peft(given: argparse.Namespace, folder: Path) -> list[Comparison
     """Seconds of the steps alone, and the validation loss afterwards."""
     config = settings(given, folder)
     task = build_task(config)
-    prepared = prepare(config, Folder(str(folder)), task, on_ray=False, echo=lambda _: None)
+    prepared = prepare(config, Folder(str(folder)), task, on_ray=False, log=lambda _: None)
     rounds = iter(range(10**6))
 
     def built() -> Any:
@@ -155,7 +155,7 @@ def _with_trainer(config: Config, training: Any, folder: Path) -> tuple[float, f
     arguments = TrainingArguments(
         output_dir=str(folder / "trainer"),
         max_steps=config.train.steps,
-        per_device_train_batch_size=config.train.batch,
+        per_device_train_batch_size=config.train.samples_per_step,
         learning_rate=rule.learning_rate,
         lr_scheduler_type="constant",
         adam_beta1=rule.betas[0],
@@ -175,7 +175,7 @@ def _with_trainer(config: Config, training: Any, folder: Path) -> tuple[float, f
     trainer.train()
     seconds = time.perf_counter() - began
     model.save_pretrained(str(folder / "learned"))
-    from raystride.pipelines.train.peft import read_adapter
+    from raystride.pipelines.lora.peft import read_adapter
 
     read_adapter(training.model, config.lora, Folder(str(folder / "learned")))
     return seconds, training.validate()["val_loss"]

@@ -20,30 +20,31 @@ import torch
 
 from benchmarks.pairs import Comparison, command_line, machine, machine_line, report, take_turns
 from raystride.model.transformer import Decoder
-from raystride.pipelines.config import Model, Optimizer
-from raystride.pipelines.files import Folder
-from raystride.pipelines.train.checkpoint import Checkpoints, named_tensors
-from raystride.pipelines.train.optimizer import Updater, build_optimizer
-from raystride.pipelines.train.state import TrainState
+from raystride.pipelines.checkpoint.manager import Checkpoints, named_tensors
+from raystride.pipelines.checkpoint.train_state import TrainState
+from raystride.pipelines.checkpoint.updater import Updater
+from raystride.pipelines.config import ModelConfig, OptimizerConfig
+from raystride.pipelines.storage.folder import Folder
+from raystride.pipelines.train.optimizer import build_optimizer
 
 MODELS = {
-    "small": (Model(width=128, layers=4, heads=4, context=64), 256, 8),
-    "60 M parameters": (Model(width=640, layers=10, heads=10, context=16), 16_384, 1),
+    "small": (ModelConfig(hidden_size=128, layers=4, heads=4, context=64), 256, 8),
+    "60 M parameters": (ModelConfig(hidden_size=640, layers=10, heads=10, context=16), 16_384, 1),
 }
 """Shape, vocabulary and samples of a step."""
 CALM = 5
 """Steps between two saves by which a calm step is known."""
-LEAST = 2
+MIN_WATCHED_STEPS = 2
 """Steps that are watched after a save."""
 
 
 class Loop:
     """A training that can be held up."""
 
-    def __init__(self, shape: Model, words: int, samples: int) -> None:
+    def __init__(self, shape: ModelConfig, words: int, samples: int) -> None:
         torch.manual_seed(0)
         self.model = Decoder(shape, words)
-        self.optimizer: Updater = build_optimizer(Optimizer(), self.model)
+        self.optimizer: Updater = build_optimizer(OptimizerConfig(), self.model)
         self._ids = torch.randint(0, words, (samples, shape.context))
         self.steps = 0
         self.seconds()
@@ -79,7 +80,7 @@ def hold_up(loop: Loop, save: Callable[[], None], under_way: Callable[[], bool])
     save()
     call = time.perf_counter() - began
     after: list[float] = []
-    while under_way() or len(after) < LEAST:
+    while under_way() or len(after) < MIN_WATCHED_STEPS:
         after.append(loop.seconds())
     return Held(call, sum(after) - calm * len(after), len(after))
 
@@ -88,7 +89,7 @@ def compare(name: str, given: argparse.Namespace, folder: Path) -> list[Comparis
     """Both ways of saving one model, in turns."""
     folder.mkdir()
     loop = Loop(*MODELS[name])
-    checkpoints = Checkpoints(Folder.at(str(folder / "ours")), "a1", keep=1)
+    checkpoints = Checkpoints(Folder.from_uri(str(folder / "ours")), "a1", keep=1)
     header = {"run": "benchmark"}
 
     def ours() -> None:
@@ -98,17 +99,17 @@ def compare(name: str, given: argparse.Namespace, folder: Path) -> list[Comparis
     def theirs() -> None:
         torch.save(named_tensors(loop.model, loop.optimizer), folder / "state.pt")
 
-    first = hold_up(loop, ours, checkpoints.under_way)
+    first = hold_up(loop, ours, checkpoints.is_saving)
     size = sum(tensor.nbytes for tensor in named_tensors(loop.model, loop.optimizer).values())
     print(f"\n{name}: {size / 1e6:,.1f} MB; the first save, into fresh memory, held the loop up for {first.total:.3f} s")
     ways = {
         "torch.save": partial(hold_up, loop, theirs, lambda: False),
-        "ours": partial(hold_up, loop, ours, checkpoints.under_way),
+        "ours": partial(hold_up, loop, ours, checkpoints.is_saving),
     }
     held = take_turns(
         ways, given.rounds, lambda _, got: f"call {got.call:.4f} s, {got.steps} steps after it {got.after:+.3f} s"
     )
-    checkpoints.wait()
+    checkpoints.wait_for_save()
     totals = {way: [each.total for each in values] for way, values in held.items()}
     calls = {way: [each.call for each in values] for way, values in held.items()}
     return [

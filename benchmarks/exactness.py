@@ -33,8 +33,8 @@ from benchmarks.peers.bare_loop import bare_steps
 from benchmarks.workers import make_job, settings
 from raystride.pipelines.train.optimizer import learning_rate
 from raystride.pipelines.train.step import train_step
+from raystride.pipelines.worker.build import build_training
 from raystride.pipelines.worker.job import Job, WorkerInfo
-from raystride.pipelines.worker.worker import build_training
 
 WORKERS = 2
 LEFT_OUT = 10
@@ -43,7 +43,7 @@ LEFT_OUT = 10
 
 def run_schedules(count: int, work: Path) -> dict[str, Any]:
     """Runs schedules 0, 1, 2, ... and says how many ended with the same parameters and every sample once an epoch."""
-    from raystride.pipelines.record.audit import Broken, audit
+    from raystride.pipelines.record.audit import AuditFailed, audit
     from tests.faults.schedules import draw_schedule, exact_job, run_schedule
     from tests.tiny import write_text
 
@@ -61,7 +61,7 @@ def run_schedules(count: int, work: Path) -> dict[str, Any]:
         found["identical"] += outcome.summary["parameters_sha256"] == calm["parameters_sha256"]
         try:
             found["every sample once"] += audit(job.folder / "checkpoints").samples == calm["samples_seen"]
-        except Broken as reason:
+        except AuditFailed as reason:
             print(f"  schedule {seed}: {reason}", flush=True)
         if (seed + 1) % 10 == 0 or seed + 1 == count:
             print(f"  {seed + 1} schedules, {found['identical']} identical, {time.perf_counter() - began:.0f} s", flush=True)
@@ -79,7 +79,7 @@ def our_steps(job: Job, place: WorkerInfo, steps: int) -> Iterator[int]:
     """Our training without its loop, a step each time that the next one is asked for."""
     training = build_training(job, place, [], lambda: False, lambda _: None)
     for step in training.loader.steps(0, steps):
-        rate = learning_rate(job.config.optimizer, step.number, steps, job.config.model.width)
+        rate = learning_rate(job.config.optimizer, step.number, steps, job.config.model.hidden_size)
         train_step(training.strategy, training.model, training.optimizer, step, training.rules, rate)
         yield step.number
 

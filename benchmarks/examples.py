@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 
 from raystride.pipelines.config import Config
-from raystride.pipelines.files import Folder
 from raystride.pipelines.prepare.manifest import Manifest, Shard, Shards
+from raystride.pipelines.storage.folder import Folder
 
 LABELS = [str(number) for number in range(10)]
 IMAGE = (3, 32, 32)
@@ -45,8 +45,8 @@ def prepare_examples(config: Config, folder: Path, count: int) -> Folder:
             rows_offset=0,
             rows=count,
         )
-        splits[split] = Shards.of([shard])
-    place = Folder.at(str(folder))
+        splits[split] = Shards.from_shards([shard])
+    place = Folder.from_uri(str(folder))
     facts: dict[str, Any] = {"vocabulary_size": words, "end_id": 0, "tokenizers": [], "learned": learned}
     Manifest(fingerprint="random", id_type="uint16", splits=splits, **facts).save(place)
     return place

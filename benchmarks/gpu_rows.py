@@ -23,10 +23,10 @@ import numpy as np
 from benchmarks.gpu_record import Row
 from raystride.pipelines.config import Config
 from raystride.pipelines.config.parse import from_yaml
-from raystride.pipelines.files import Folder
 from raystride.pipelines.prepare.manifest import Manifest, Shard, Shards
 from raystride.pipelines.record.entry import Entry
 from raystride.pipelines.record.sender import Receipt
+from raystride.pipelines.storage.folder import Folder
 from raystride.pipelines.worker.job import Job, WorkerInfo
 from raystride.triton_kernels.configurations import KERNELS
 from raystride.triton_kernels.processes import end_with_parent
@@ -108,7 +108,7 @@ def _check_part(names: tuple[str, ...], of: int, number: int) -> list[dict[str, 
 
     from raystride.triton_kernels.device_checks import run_checks
 
-    found = run_checks(torch.device("cuda"), chosen=names or ("*",), part=(number, of))
+    found = run_checks(torch.device("cuda"), patterns=names or ("*",), part=(number, of))
     return [asdict(each) | {"failed": each.failed} for each in found]
 
 
@@ -140,14 +140,22 @@ def gpt2_small() -> Config:
 def one_billion() -> Config:
     """A Llama of 1.0 billion parameters on 2,048 tokens."""
     small = gpt2_small()
-    shape = {"flavour": "llama", "layers": 18, "width": 2048, "heads": 16, "kv_heads": 16, "context": 2048, "bias": False}
+    shape = {
+        "architecture": "llama",
+        "layers": 18,
+        "hidden_size": 2048,
+        "heads": 16,
+        "kv_heads": 16,
+        "context": 2048,
+        "bias": False,
+    }
     return replace(small, model=replace(small.model, **shape), train=replace(small.train, slots=8, slot_size=4))
 
 
 def train(config: Config, model: Mapping[str, str], device: str = "cuda", **changes: Any) -> dict[str, Any]:
     """Trains on random text by the worker that `--launch inline` runs; the figures of its summary. `model` and `changes` are
     settings of those sections."""
-    from raystride.pipelines.worker.worker import run_worker
+    from raystride.pipelines.worker.run import run_worker
 
     config = replace(config, model=replace(config.model, **model), train=replace(config.train, **changes))
     with tempfile.TemporaryDirectory(prefix="gpu-") as scratch:
@@ -156,7 +164,7 @@ def train(config: Config, model: Mapping[str, str], device: str = "cuda", **chan
             config=config,
             run="measured",
             attempt="a1",
-            folder=Folder.at(str(folder / "run")),
+            folder=Folder.from_uri(str(folder / "run")),
             prepared=random_text(folder, config.tokenizer.vocabulary_size, TOKENS if device == "cuda" else TOKENS // 1000),
             device=device,
             threads=1,
@@ -170,7 +178,7 @@ def twice(slots: int, device: str = "cuda") -> dict[str, Any]:
     config = gpt2_small()
     config = replace(
         config,
-        model=replace(config.model, layers=4, width=256, heads=4, context=256),
+        model=replace(config.model, layers=4, hidden_size=256, heads=4, context=256),
         train=replace(
             config.train,
             hours=0,
@@ -197,8 +205,8 @@ def random_text(folder: Path, words: int, tokens: int) -> Folder:
         ids = (np.random.default_rng(0).zipf(1.3, count) % words).astype(np.uint16)
         ids.tofile(prepared / split / "00000.arrow")
         shard = Shard(file=f"{split}/00000.arrow", tokens=count, documents=1, bytes=ids.nbytes, sha256="", ids_offset=0)
-        shards[split] = Shards.of([shard])
-    place = Folder.at(str(prepared))
+        shards[split] = Shards.from_shards([shard])
+    place = Folder.from_uri(str(prepared))
     Manifest(fingerprint="random", id_type="uint16", vocabulary_size=words, end_id=0, splits=shards).save(place)
     return place
 

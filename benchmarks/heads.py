@@ -20,7 +20,7 @@ from pathlib import Path
 import psutil
 
 from benchmarks.runs import ENVIRONMENT, ROOT, TIMEOUT_S, Failed
-from raystride.pipelines.deploy.own_ray import free_ports
+from raystride.pipelines.deploy.own_ray import reserve_ports
 
 RAY = str(Path(sys.executable).with_name("ray"))
 PORTS = ("port", "dashboard-port", "dashboard-agent-listen-port", "ray-client-server-port")
@@ -64,20 +64,23 @@ class Head:
 def head(cpus: int, given: Mapping[str, str] | None = None) -> Iterator[Head]:
     """A cluster of one node with so many processors for the block; `given` is its environment instead of a benchmark's."""
     temporary = Path("/tmp") / f"rs-{secrets.token_hex(3)}"  # sockets lie below it: their paths may have 107 bytes
-    ports = dict(zip(PORTS, free_ports(len(PORTS), "127.0.0.1"), strict=True))
     away = ("RAY_ADDRESS", "PYTHONPATH")
     ours = {name: value for name, value in os.environ.items() if name not in away} | ENVIRONMENT
     environment = dict(given or ours | {"HOME": str(temporary), "RAY_AUTH_MODE": "disabled"})
     environment["RAY_TMPDIR"] = str(temporary)
-    environment["RAY_API_SERVER_ADDRESS"] = f"http://127.0.0.1:{ports['dashboard-port']}"
-    started = Head(environment, f"127.0.0.1:{ports['port']}")
-    given = [f"--{name}={port}" for name, port in ports.items()]
-    temporary.mkdir()
-    try:
-        started.ray("start", "--head", f"--num-cpus={cpus}", f"--temp-dir={temporary}", "--disable-usage-stats", *given)
-        yield started
-    finally:
-        _end(temporary)
+    with reserve_ports(len(PORTS), "127.0.0.1") as held:
+        ports = dict(zip(PORTS, held, strict=True))
+        environment["RAY_API_SERVER_ADDRESS"] = f"http://127.0.0.1:{ports['dashboard-port']}"
+        started = Head(environment, f"127.0.0.1:{ports['port']}")
+        options = [f"--{name}={port}" for name, port in ports.items()]
+        temporary.mkdir()
+        try:
+            started.ray(
+                "start", "--head", f"--num-cpus={cpus}", f"--temp-dir={temporary}", "--disable-usage-stats", *options
+            )
+            yield started
+        finally:
+            _end(temporary)
 
 
 def _end(temporary: Path) -> None:

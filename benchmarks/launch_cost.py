@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from benchmarks.pairs import Comparison, command_line, machine, machine_line, report, take_turns
 from raystride.triton_kernels.attention import attention
 from raystride.triton_kernels.dispatch import use_kernels
-from raystride.triton_kernels.launch import Grid, assumed_architecture, launcher
+from raystride.triton_kernels.launch import Grid, assumed_architecture, use_launcher
 from raystride.triton_kernels.rms_norm import add_rms_norm
 from raystride.triton_kernels.rope import rope
 from raystride.triton_kernels.swiglu import swiglu
@@ -62,7 +62,7 @@ def ways() -> dict[str, Callable[[], float]]:
         "swiglu": lambda: swiglu(x, x),
     }
     peer: Callable[[], torch.Tensor] = lambda: F.scaled_dot_product_attention(*small, is_causal=True)  # noqa: E731
-    stubbed = partial(launcher, _stub)
+    stubbed = partial(use_launcher, _stub)
     found = {"PyTorch's attention, forward": partial(host_us, peer, nullcontext)}
     found["PyTorch's attention, forward and backward"] = partial(host_us, both(peer), nullcontext)
     with stubbed():
@@ -79,7 +79,7 @@ def main() -> None:
     use_kernels("auto")
     found = machine("1 thread")
     print(machine_line(found, ("torch", "triton")))
-    with launcher(_stub), assumed_architecture("sm_90"):
+    with use_launcher(_stub), assumed_architecture("sm_90"):
         use_kernels("triton")
         each = ways()
     with assumed_architecture("sm_90"):

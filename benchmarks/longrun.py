@@ -22,13 +22,13 @@ from pathlib import Path
 import psutil
 
 import raystride
-from raystride.pipelines.files import Folder
-from raystride.pipelines.phases import PARTS
+from raystride.pipelines.checkpoint.layout import checkpoint_names
+from raystride.pipelines.phases import EXCLUSIVE_PHASES
 from raystride.pipelines.prepare.manifest import Manifest, Shards
 from raystride.pipelines.record.entry import Entry, WorkerTime, new_entry
-from raystride.pipelines.record.group import Group
+from raystride.pipelines.record.group import Aggregator
 from raystride.pipelines.record.journal import Journal
-from raystride.pipelines.train.names import checkpoint_names
+from raystride.pipelines.storage.folder import Folder
 
 ATTEMPT = "20260101-000000-aaaa"
 ENTRIES_A_SEGMENT = 2_000
@@ -36,7 +36,7 @@ SETTINGS = {
     "tokenizer.kind": "bytes",
     "launch.mode": "inline",
     "record.mlflow": False,
-    "model": {"layers": 1, "heads": 2, "width": 16, "context": 64},
+    "model": {"layers": 1, "heads": 2, "hidden_size": 16, "context": 64},
     "train": {"slots": 2, "slot_size": 2, "log_every": 1},
     "sample.tokens": 0,
     "validation": {"every": 0, "samples": 4},
@@ -56,7 +56,7 @@ def make_data(storage: Path, shards: int) -> None:
         name = f"train/{number:05}-copy.arrow"
         os.link(place / first.file, place / name)
         many.append(replace(first, file=name))
-    replace(manifest, splits=manifest.splits | {"train": Shards.of(many)}).save(Folder(str(place)))
+    replace(manifest, splits=manifest.splits | {"train": Shards.from_shards(many)}).save(Folder(str(place)))
 
 
 def train(storage: Path, steps: int) -> None:
@@ -67,8 +67,8 @@ def train(storage: Path, steps: int) -> None:
 
 def make_journal(folder: Folder, steps: int, workers: int) -> None:
     """Writes a journal as the recorder does, from what rank 0 logs and what the workers tell of their time."""
-    journal, group, waiting, sequence = Journal(folder, ATTEMPT), Group(), list[Entry](), 0
-    shares = {f"phase_{part}_share": 1 / 8 for part in PARTS}
+    journal, group, waiting, sequence = Journal(folder, ATTEMPT), Aggregator(), list[Entry](), 0
+    shares = {f"phase_{part}_share": 1 / 8 for part in EXCLUSIVE_PHASES}
     for step in range(1, steps + 1):
         values = shares | {"train_loss": 2 + 1 / step, "tokens_per_second": 1e5, "step_seconds_mean": 0.1}
         made = [new_entry("metrics", values, step, 1.7e9 + step)]
@@ -77,8 +77,8 @@ def make_journal(folder: Folder, steps: int, workers: int) -> None:
                 "rank": rank, "world": workers, "node": f"node{rank // 8}", "steps": 1, "seconds": 0.1, "own_s": 0.09,
                 "data_s": 0.0,
             }  # fmt: skip
-            group.takes(new_entry("rank", times, step))
-        for entry in made + group.made():
+            group.ingest(new_entry("rank", times, step))
+        for entry in made + group.drain():
             sequence += 1
             entry |= {"attempt": ATTEMPT, "sender": "rank0.0", "sequence": sequence}
             waiting.append(entry)
@@ -138,7 +138,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         here = ["--storage", place]
         steps = given.checkpoints + 4
         again = f"from pathlib import Path; from benchmarks.longrun import train; train(Path({place!r}), {steps})"
-        measured("import", "-c", "import torch, raystride.pipelines.launch.driver")
+        measured("import", "-c", "import torch, raystride.pipelines.launch.train_job")
         measured("resume", "-c", again)
         measured("show", "-m", "raystride", "runs", "show", "long", *here)
         measured("audit", "-m", "raystride", "runs", "audit", "long", *here)

@@ -30,20 +30,20 @@ from benchmarks.pairs import command_line, machine, machine_line
 from benchmarks.storages import Storages, size_of
 from benchmarks.workers import make_job, read_job, settings, write_job
 from raystride.pipelines.config import Config, SettingError
-from raystride.pipelines.files import Folder
 from raystride.pipelines.memory.estimate import MemoryEstimate, estimate
+from raystride.pipelines.storage.folder import Folder
 from raystride.pipelines.worker.job import Job, WorkerInfo
 
 PARTS = ("parameters", "gradients", "optimizer", "activations", "tensors")
 AIM = 0.15
 """A prediction is wrong by so much of what is measured at most."""
 SHAPES = {
-    "small": "--model.width=128 --model.layers=4 --model.context=64",
-    "wide": "--model.width=512 --model.layers=3 --model.context=64 --train.slot_size=1",
-    "long context": "--model.width=64 --model.layers=2 --model.context=512",
-    "big vocabulary": "--model.width=64 --model.layers=2 --model.context=64 --tokenizer.kind=bpe",
+    "small": "--model.hidden_size=128 --model.layers=4 --model.context=64",
+    "wide": "--model.hidden_size=512 --model.layers=3 --model.context=64 --train.slot_size=1",
+    "long context": "--model.hidden_size=64 --model.layers=2 --model.context=512",
+    "big vocabulary": "--model.hidden_size=64 --model.layers=2 --model.context=64 --tokenizer.kind=bpe",
 }
-FLAVOURS = {"gpt2": "", "llama, 2 kv": "--model.flavour=llama --model.kv_heads=2"}
+FLAVOURS = {"gpt2": "", "llama, 2 kv": "--model.architecture=llama --model.kv_heads=2"}
 WAYS = {
     "bf16": "--train.precision=bf16",
     "pure_bf16": "--train.precision=pure_bf16",
@@ -55,12 +55,12 @@ WAYS = {
 }
 TASKS = {
     "classification": "--task=classification",
-    "classification, dropout 0.1": "--task=classification --model.flavour=llama --model.dropout=0.1",
+    "classification, dropout 0.1": "--task=classification --model.architecture=llama --model.dropout=0.1",
     "classification, bundles": "--task=classification --train.slot_tokens=512 --model.pooling=attention",
-    "translation": "--task=translation --model.flavour=original",
+    "translation": "--task=translation --model.architecture=original",
     "translation, dropout 0.1": "--task=translation --model.dropout=0.1 --tokenizer.shared=false",
     "translation, bundles": "--task=translation --train.slot_tokens=512 --model.encoder_layers=2",
-    "preference": "--task=preference --objective.reference_free=true --model.flavour=llama",
+    "preference": "--task=preference --objective.reference_free=true --model.architecture=llama",
     "preference, bundles": "--task=preference --objective.reference_free=true --train.slot_tokens=520",
     "images": "--task=images --train.slot_size=16",
     "images, wide": "--task=images --model.channels=[32,64] --model.hidden=[256] --train.activation_checkpointing=full",
@@ -82,14 +82,14 @@ MESHES = {
     2: {
         "tensor": "--scaling.tensor=2",
         "tensor, exact": "--scaling.tensor=2 --train.exact=true",
-        "tensor, own head": "--scaling.tensor=2 --model.tied=false",
-        "tensor, llama": "--scaling.tensor=2 --model.flavour=llama",
+        "tensor, own head": "--scaling.tensor=2 --model.tie_embeddings=false",
+        "tensor, llama": "--scaling.tensor=2 --model.architecture=llama",
         "tensor, activations full": "--scaling.tensor=2 --train.activation_checkpointing=full",
         "context": "--scaling.context=2",
         "context, by heads": "--scaling.context=2 --scaling.context_exchange=heads",
         "context, by keys": "--scaling.context=2 --scaling.context_exchange=keys",
         "pipeline": "--scaling.pipeline=2",
-        "pipeline, own head": "--scaling.pipeline=2 --model.tied=false",
+        "pipeline, own head": "--scaling.pipeline=2 --model.tie_embeddings=false",
         "pipeline, activations full": "--scaling.pipeline=2 --train.activation_checkpointing=full",
         "pipeline, interleaved": "--scaling.pipeline=2 --scaling.schedule=interleaved --model.layers=4",
         "pipeline, there and back": "--scaling.pipeline=2 --scaling.schedule=zbv --model.layers=4",
@@ -145,14 +145,14 @@ def _job(config: Config, storage: Path, name: str) -> Job:
     if config.task == "language_model":
         return make_job(config, storage, threads=1)
     prepared = prepare_examples(config, storage / name.replace(", ", "-"), count=128)
-    folder = Folder.at(str(storage / "job"))
+    folder = Folder.from_uri(str(storage / "job"))
     return Job(config=config, run="job", attempt="a1", folder=folder, prepared=prepared, device="cpu", threads=1)
 
 
 def measure(job: Job, place: WorkerInfo) -> dict[str, float]:
     """Bytes that this worker holds, by part, in the second step of a job."""
     from raystride.pipelines.train.step import train_step
-    from raystride.pipelines.worker.worker import build_training
+    from raystride.pipelines.worker.build import build_training
 
     training = build_training(job, place, [], lambda: False, lambda _: None)
     model, optimizer, strategy = training.model, training.optimizer, training.strategy
@@ -163,14 +163,14 @@ def measure(job: Job, place: WorkerInfo) -> dict[str, float]:
         parameters, states = _zero(partitions, parameters)
     else:
         states = [value for p in parameters for value in optimizer.state(p).values()]
-    summed = strategy.gradients
+    summed = strategy.local_gradients
     seen: list[torch.Tensor] = []
 
     def gradients_of_the_step() -> list[torch.Tensor]:
         seen[:] = summed()
         return seen
 
-    strategy.gradients = gradients_of_the_step  # type: ignore[method-assign]
+    strategy.local_gradients = gradients_of_the_step  # type: ignore[method-assign]
     with Storages(before=_gradients(strategy, parameters), ignoring=[*parameters, *states]) as alive:
         if job.device == "cuda":
             torch.cuda.reset_peak_memory_stats()
@@ -190,16 +190,16 @@ def _gradients(strategy: Any, parameters: list[torch.nn.Parameter]) -> list[torc
     found = [p.grad for p in parameters if p.grad is not None]
     summed = strategy._all_buckets() if hasattr(strategy, "_all_buckets") else [getattr(strategy, "_buckets", None)]
     for buckets in filter(None, summed):
-        found += [*buckets.flat, *getattr(buckets, "_received", [])]
+        found += [*buckets.flat, *getattr(buckets, "_receive_buffers", [])]
         found += [flat for row in getattr(buckets, "_rows", []) for flat in row]
     return found
 
 
 def _zero(partitions: Any, parameters: list[torch.nn.Parameter]) -> tuple[list[Any], list[torch.Tensor]]:
     """What a worker holds under ZeRO: parameters (in stage 3 its parts), and fp32 partitions with their state."""
-    from raystride.pipelines.strategies.partitions import _flats
+    from raystride.pipelines.strategies.partitions import _flat_partitions
 
-    flats = _flats(partitions._zero)
+    flats = _flat_partitions(partitions._zero)
     held = [value for flat in flats for value in partitions._rule.state(flat).values()]
     return [getattr(p, "ds_tensor", p) for p in parameters], [*flats, *held]
 
@@ -221,7 +221,8 @@ def measure_on(workers: int, jobs: list[tuple[str, Job]], folder: Path) -> dict[
         listener.bind(("127.0.0.1", 0))
         port = str(listener.getsockname()[1])
     files = [
-        str(write_job(replace(job, folder=Folder.at(f"{job.folder}-{number}")))) for number, (_, job) in enumerate(jobs)
+        str(write_job(replace(job, folder=Folder.from_uri(f"{job.folder}-{number}"))))
+        for number, (_, job) in enumerate(jobs)
     ]
     with ThreadPoolExecutor(workers) as pool:
         ranks = [

@@ -28,7 +28,7 @@ import torch
 from benchmarks import runs
 from benchmarks.pairs import machine, machine_line
 from benchmarks.workers import make_job, read_job, settings, write_job
-from raystride.pipelines.files import Folder
+from raystride.pipelines.storage.folder import Folder
 from raystride.pipelines.worker.job import Job, WorkerInfo
 
 STEPS = 30
@@ -80,8 +80,8 @@ class Case:
         packing, tied, flavour = self.variant
         flags = [f"--scaling.{each}" for each in self.mesh.split()]
         flags += [
-            f"--model.flavour={flavour}",
-            f"--model.tied={str(tied == 'tied').lower()}",
+            f"--model.architecture={flavour}",
+            f"--model.tie_embeddings={str(tied == 'tied').lower()}",
             f"--model.dropout={self.dropout}",
         ]
         if flavour == "llama":
@@ -121,7 +121,7 @@ def _turns(mesh: str, turn: int) -> str:
 
 def make_case(case: Case, text: Path, storage: Path) -> Job:
     """The job of a case, and of one worker for its like."""
-    always = ["--model.layers=8", "--model.heads=8", "--model.width=32", "--model.context=32", "--train.slots=8"]
+    always = ["--model.layers=8", "--model.heads=8", "--model.hidden_size=32", "--model.context=32", "--train.slots=8"]
     always += ["--train.slot_size=2", "--train.micro_batch_slots=1", "--train.dropout_masks=place", f"--train.steps={STEPS}"]
     always += ["--train.log_every=1", "--optimizer.learning_rate=0.003", "--optimizer.warmup_steps=2"]
     # Gradients that are nothing but rounding would be blown up to whole updates by a smaller eps, and courses drift apart.
@@ -156,20 +156,20 @@ class _Watch:
 
 def follow(job: Job, place: WorkerInfo) -> Course:
     """The course of a job; all its workers call it together, with a process group if there are several."""
-    from raystride.pipelines.strategies.spread import whole_gradients
-    from raystride.pipelines.worker.worker import build_training
+    from raystride.pipelines.strategies.parameter_layout import full_gradients
+    from raystride.pipelines.worker.build import build_training
 
     course = Course()
     training = build_training(job, place, [_Watch(course)], lambda: False, lambda _: None)  # type: ignore[list-item]
-    reduce, steps = training.strategy.reduce, itertools.count(1)
+    reduce, steps = training.strategy.reduce_gradients, itertools.count(1)
 
     def reduced(measured: torch.Tensor) -> torch.Tensor:
         total = reduce(measured)
         if next(steps) in (1, STEPS):
-            course.gradients.append({name: each.clone() for name, each in whole_gradients(training.model)})
+            course.gradients.append({name: each.clone() for name, each in full_gradients(training.model)})
         return total
 
-    training.strategy.reduce = reduced  # type: ignore[method-assign]
+    training.strategy.reduce_gradients = reduced  # type: ignore[method-assign]
     began = time.perf_counter()
     training.run()
     course.seconds = time.perf_counter() - began
@@ -250,7 +250,9 @@ def _on(workers: int, jobs: Sequence[Job], folder: Path) -> list[Course]:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         port = str(listener.getsockname()[1])
-    files = [str(write_job(replace(job, folder=Folder.at(f"{folder}/job-{number}")))) for number, job in enumerate(jobs)]
+    files = [
+        str(write_job(replace(job, folder=Folder.from_uri(f"{folder}/job-{number}")))) for number, job in enumerate(jobs)
+    ]
     answer = folder / "courses.pt"
     with ThreadPoolExecutor(workers) as pool:
         ranks = [

@@ -12,40 +12,47 @@ import sys
 from dataclasses import replace
 
 from benchmarks.pairs import command_line
-from raystride.pipelines.cluster.resources import Resources, resolve
-from raystride.pipelines.config import Config, Model, Scaling, Tokenizer, Train
-from raystride.pipelines.launch.mesh_choice import choose_mesh
-from raystride.pipelines.launch.preflight import GIB, checks_of_settings, estimate_memory
-from raystride.pipelines.scaling_model.terms import bubble_of, traffic_of
-from raystride.pipelines.sweep.observed import work_of
+from raystride.pipelines.cluster.resources import Resources, resolve_allocation
+from raystride.pipelines.config import Config, ModelConfig, ScalingConfig, TokenizerConfig, TrainConfig
+from raystride.pipelines.preflight.checks import GIB, check_settings, estimate_memory
+from raystride.pipelines.preflight.choose_mesh import choose_mesh
+from raystride.pipelines.scaling_model.terms import bubble_fraction, step_traffic
+from raystride.pipelines.sweep.observed import build_work
 from raystride.pipelines.sweep.result import Result
 
-LLAMA = {"flavour": "llama", "tied": False}
+LLAMA = {"architecture": "llama", "tie_embeddings": False}
 MODELS = {
-    "124M (GPT-2)": Model(layers=12, heads=12, width=768, context=1024),
-    "1.6B (GPT-2 XL)": Model(layers=48, heads=25, width=1600, context=1024),
-    "7B (Llama 2)": Model(layers=32, heads=32, width=4096, context=4096, feed_forward=11008, **LLAMA),
-    "13B (Llama 2)": Model(layers=40, heads=40, width=5120, context=4096, feed_forward=13824, **LLAMA),
-    "70B (Llama 2)": Model(layers=80, heads=64, kv_heads=8, width=8192, context=4096, feed_forward=28672, **LLAMA),
-    "7B, context 131,072": Model(layers=32, heads=32, width=4096, context=131072, feed_forward=11008, **LLAMA),
+    "124M (GPT-2)": ModelConfig(layers=12, heads=12, hidden_size=768, context=1024),
+    "1.6B (GPT-2 XL)": ModelConfig(layers=48, heads=25, hidden_size=1600, context=1024),
+    "7B (Llama 2)": ModelConfig(layers=32, heads=32, hidden_size=4096, context=4096, ffn_size=11008, **LLAMA),
+    "13B (Llama 2)": ModelConfig(layers=40, heads=40, hidden_size=5120, context=4096, ffn_size=13824, **LLAMA),
+    "70B (Llama 2)": ModelConfig(layers=80, heads=64, kv_heads=8, hidden_size=8192, context=4096, ffn_size=28672, **LLAMA),
+    "7B, context 131,072": ModelConfig(layers=32, heads=32, hidden_size=4096, context=131072, ffn_size=11008, **LLAMA),
 }
-CLUSTERS = {"8 x 24 GiB": (1, 24), "8 x 80 GiB": (1, 80), "4 nodes of 8 x 80 GiB": (4, 80), "16 such nodes": (16, 80)}
+CLUSTERS = {
+    "8 x 24 GiB": (1, 24),
+    "8 x 80 GiB": (1, 80),
+    "4 nodes of 8 x 80 GiB": (4, 80),
+    "16 such nodes": (16, 80),
+}
 """Nodes of eight GPUs, and GiB of each."""
 EACH, WORDS = 8, 32_000
 GIVEN = {"70B (Llama 2)": {"tensor": 8, "pipeline": 4}, "7B, context 131,072": {"context": 8}}
 """Meshes to lay beside those that are chosen."""
 
 
-def row(name: str, shape: Model, cluster: str, given: dict[str, int]) -> str:
+def row(name: str, shape: ModelConfig, cluster: str, given: dict[str, int]) -> str:
     """A line of the table; of what is `given`, or else chosen."""
     nodes, gib = CLUSTERS[cluster]
     there = Resources(64.0 * nodes, EACH * nodes, 2**40, gib * GIB, nodes=nodes, node_cpus=(64.0,) * nodes)
-    train = Train(slots=EACH * nodes, slot_size=1, micro_batch_slots=1, precision="bf16", activation_checkpointing="full")
-    scaling = Scaling(mesh="auto", device="cuda", workers=EACH * nodes, **given)
-    config = Config(model=shape, train=train, scaling=scaling, tokenizer=Tokenizer(vocabulary_size=WORDS))
+    train = TrainConfig(
+        slots=EACH * nodes, slot_size=1, micro_batch_slots=1, precision="bf16", activation_checkpointing="full"
+    )
+    scaling = ScalingConfig(mesh="auto", device="cuda", workers=EACH * nodes, **given)
+    config = Config(model=shape, train=train, scaling=scaling, tokenizer=TokenizerConfig(vocabulary_size=WORDS))
     config = choose_mesh(config, there, None, lambda _: None)
-    share, scaling = resolve(config, there), config.scaling
-    if not all(check.passed for check in checks_of_settings(config, share, there, WORDS)):
+    share, scaling = resolve_allocation(config, there), config.scaling
+    if not all(check.passed for check in check_settings(config, share, there, WORDS)):
         return f"| {name} | {cluster} | none fits | | | | |"
     result = Result(
         key="",
@@ -59,8 +66,8 @@ def row(name: str, shape: Model, cluster: str, given: dict[str, int]) -> str:
         places_per_node=EACH,
         tokens_per_step=train.slots * shape.context,
     )
-    work = work_of(replace(config, scaling=replace(scaling, strategy=_strategy(scaling))), result)
-    traffic, need = traffic_of(work), estimate_memory(config, share, WORDS)
+    work = build_work(replace(config, scaling=replace(scaling, strategy=_strategy(scaling))), result)
+    traffic, need = step_traffic(work), estimate_memory(config, share, WORDS)
     assert need
     ways = (traffic.gathers, traffic.ring, traffic.blocking, traffic.passing)
     inside, between = (sum(getattr(way, f"{part}_bytes") for way in ways) / GIB for part in ("intra", "inter"))
@@ -68,11 +75,11 @@ def row(name: str, shape: Model, cluster: str, given: dict[str, int]) -> str:
     named = ", ".join(f"{each} {n}" for each in ("pipeline", "context", "tensor") if (n := getattr(scaling, each)) > 1)
     between_groups = f" x {groups}, {_strategy(scaling)}" if groups > 1 else ""
     of = f"{named}{between_groups}" if named else _strategy(scaling)
-    idle = f"{bubble_of(work):.0%}" if scaling.pipeline > 1 else ""
+    idle = f"{bubble_fraction(work):.0%}" if scaling.pipeline > 1 else ""
     return f"| {name} | {cluster} | {of} | {need.total / GIB:.1f} | {idle} | {inside:.1f} | {between:.1f} |"
 
 
-def _strategy(scaling: Scaling) -> str:
+def _strategy(scaling: ScalingConfig) -> str:
     return "ddp" if scaling.strategy == "auto" else scaling.strategy
 
 

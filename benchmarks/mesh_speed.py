@@ -32,7 +32,7 @@ from benchmarks.mesh import write_documents
 from benchmarks.pairs import machine, machine_line
 from benchmarks.workers import make_job, read_job, settings, write_job
 from raystride.pipelines.config import Config
-from raystride.pipelines.files import Folder
+from raystride.pipelines.storage.folder import Folder
 from raystride.pipelines.worker.job import Job, WorkerInfo
 from raystride.triton_kernels.attention_context import bytes_sent
 from raystride.triton_kernels.context_plan import context_plan
@@ -57,10 +57,10 @@ SLOTS, LAYERS, WIDTH, CONTEXT, HEADS, WORDS, STEPS = 8, 8, 256, 256, 8, 257, 12
 
 def make(mesh: str, workers: int, text: Path, storage: Path) -> Job:
     """The job of a mesh."""
-    shape = f"--model.layers={LAYERS} --model.heads={HEADS} --model.width={WIDTH} --model.context={CONTEXT}"
-    steps = f"--train.slots={SLOTS} --train.slot_size=1 --train.micro_batch_slots=1 --train.steps={STEPS}"
-    rest = "--model.flavour=llama --model.tied=false --model.linear=torch --tokenizer.kind=bytes --data.kind=json"
-    quiet = "--data.column=text --validation.every=0 --checkpoint.every=0 --sample.tokens=0 --model.dropout=0"
+    shape = f"--model.layers={LAYERS} --model.heads={HEADS} --model.hidden_size={WIDTH} --model.context={CONTEXT}"
+    steps = f"--train.slots={SLOTS} --train.slot_size=1 --train.micro_batch_slots=1 --train.steps={STEPS} --sample.tokens=0"
+    rest = "--model.architecture=llama --model.tie_embeddings=false --model.linear=torch --model.dropout=0"
+    quiet = "--tokenizer.kind=bytes --data.kind=json --data.column=text --validation.every=0 --checkpoint.every=0"
     flags = [*shape.split(), *steps.split(), *rest.split(), *quiet.split(), *(f"--scaling.{each}" for each in mesh.split())]
     return make_job(settings(f"--data.source={text}", f"--scaling.workers={workers}", *flags), storage, threads=1)
 
@@ -113,9 +113,9 @@ class Counted:
 
 def measure(job: Job, place: WorkerInfo) -> dict[str, Any]:
     """Seconds of a step, the share of the pipeline's in which this worker computed a stage, and bytes by dimension."""
-    from raystride.pipelines.strategies.stages import DecoderStage
+    from raystride.pipelines.strategies.mesh.pipeline_stage import DecoderStage
     from raystride.pipelines.train.step import train_step
-    from raystride.pipelines.worker.worker import build_training
+    from raystride.pipelines.worker.build import build_training
 
     training = build_training(job, place, [], lambda: False, lambda _: None)
     strategy: Any = training.strategy
@@ -123,7 +123,7 @@ def measure(job: Job, place: WorkerInfo) -> dict[str, Any]:
     if pipeline := getattr(strategy, "_pipeline", None):
         _time_stages(pipeline, busy)
         assert all(isinstance(stage, DecoderStage) for stage in pipeline.stages.values())
-    devices = getattr(strategy, "_devices", None)
+    devices = getattr(strategy, "_device_mesh", None)
     groups = {name: devices.get_group(name) for name in ("tensor", "context", "pipeline")} if devices else {}
     seconds, shares, counted = [], [], Counted(groups)
     for number, step in enumerate(training.loader.steps(0, STEPS)):
@@ -140,7 +140,7 @@ def measure(job: Job, place: WorkerInfo) -> dict[str, Any]:
 
 def _time_stages(pipeline: Any, busy: list[float]) -> None:
     """Has what stages compute counted, and how long the pipeline runs."""
-    from raystride.pipelines.strategies import pipeline as module
+    from raystride.pipelines.strategies.mesh import pipeline as module
 
     def timed(function: Callable[..., Any], place: int) -> Callable[..., Any]:
         def run(*arguments: Any, **named: Any) -> Any:
@@ -153,7 +153,7 @@ def _time_stages(pipeline: Any, busy: list[float]) -> None:
 
     for name in ("forward_one_chunk", "backward_one_chunk", "backward_weight_one_chunk"):
         setattr(module._Stage, name, timed(getattr(module._Stage, name), 0))
-    pipeline.run = timed(pipeline.run, 1)
+    pipeline.run_micro_batches = timed(pipeline.run_micro_batches, 1)
 
 
 def bubble(config: Config) -> float | None:
@@ -200,7 +200,7 @@ def run(mesh: str, workers: int, folder: Path) -> str:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         port = str(listener.getsockname()[1])
-    file = str(write_job(replace(job, folder=Folder.at(f"{folder}/job"))))
+    file = str(write_job(replace(job, folder=Folder.from_uri(f"{folder}/job"))))
     with ThreadPoolExecutor(workers) as pool:
         ranks = [
             pool.submit(runs.run, "-m", "benchmarks.mesh_speed", "--rank", str(rank), str(workers), port, file)

@@ -1,11 +1,11 @@
 """Draws small faults over the product's own code, and says which tests see them.
 
-Lines are drawn by seed, from each room in proportion to its lines, and one fault of each. It is made in a copy of the tree
-and tried with the module's mirrored test file, then with the room's other usual tests; the first failure ends it, and so
+Lines are drawn by seed, from each package in proportion to its lines, one fault of each. It is made in a copy of the tree,
+and tried with the module's mirrored test file, then with the package's other usual tests; the first failure ends it, and so
 does a hang. Each result is a line of a file at once, so `--resume` goes on after a kill. Faults that no test could see are
 listed with their reason in benchmarks/mutants_equivalent.json. `--again` tries survivors once more, wherever they are now.
 
-    python -m benchmarks.mutants --rooms feed train --count 60 --seed 1       # a minute or less each
+    python -m benchmarks.mutants --packages feed train --count 60 --seed 1       # a minute or less each
     python -m benchmarks.mutants --again; python -m benchmarks.mutants --table
 """
 
@@ -28,23 +28,24 @@ from benchmarks.mutation_operators import Fault, find_faults
 from benchmarks.pytest_server import PytestServer
 
 ROOT = Path(__file__).resolve().parents[1]
-ROOMS = {
-    **{room: f"pipelines/{room}" for room in ("feed", "strategies", "train", "record", "prepare", "tasks", "evaluate")},
-    **{room: f"pipelines/{room}" for room in ("sweep", "launch")},
+PACKAGES = {
+    **{package: f"pipelines/{package}" for package in ("feed", "strategies", "train", "checkpoint", "lora", "record")},
+    **{package: f"pipelines/{package}" for package in ("prepare", "tasks", "evaluate", "sweep", "launch", "preflight")},
+    **{package: f"pipelines/{package}" for package in ("run_store", "console")},
     "credentials": "pipelines/credentials.py",
     "resources": "pipelines/cluster/resources.py",
 }
 EQUIVALENT = Path(__file__).with_name("mutants_equivalent.json")
-OUTCOMES = ("mirrored file", "room", "equivalent", "survived")
-LIMIT, LEAST_LIMIT_S, QUICK_S = 4, 60.0, 120.0
+OUTCOMES = ("mirrored file", "package", "equivalent", "survived")
+LIMIT, MIN_LIMIT_S, QUICK_S = 4, 60.0, 120.0
 """A run that takes so many times its usual seconds, and these at least, hangs; of a file that was not measured the last."""
 PYTEST = ["-q", "-m", "not long", "-p", "no:cacheprovider", "--hypothesis-seed=0", "--no-header"]
 
 
-def sources_of(room: str) -> list[Path]:
-    """The modules of a room, relative to the root."""
-    place = ROOT / ROOMS[room]
-    files = sorted(place.glob("*.py")) if place.is_dir() else [place]
+def sources_of(package: str) -> list[Path]:
+    """The modules of a package, relative to the root."""
+    place = ROOT / PACKAGES[package]
+    files = sorted(place.rglob("*.py")) if place.is_dir() else [place]
     return [file.relative_to(ROOT) for file in files]
 
 
@@ -61,21 +62,27 @@ def draw_faults(sources: dict[str, str], count: int, seed: str) -> list[Fault]:
 
 
 def share_out(lines: dict[str, int], count: int) -> dict[str, int]:
-    """How many of `count` draws each room has, in proportion to its lines (Hamilton's largest remainders), 1 at least."""
+    """How many of `count` draws each package has, in proportion to its lines (Hamilton's largest remainders), 1 at least."""
     total = sum(lines.values())
-    exact = {room: count * own / total for room, own in lines.items()}
-    shares = {room: max(1, int(wanted)) for room, wanted in exact.items()}
-    for room in sorted(exact, key=lambda room: int(exact[room]) - exact[room])[: max(0, count - sum(shares.values()))]:
-        shares[room] += 1
+    exact = {package: count * own / total for package, own in lines.items()}
+    shares = {package: max(1, int(wanted)) for package, wanted in exact.items()}
+    for package in sorted(exact, key=lambda package: int(exact[package]) - exact[package])[
+        : max(0, count - sum(shares.values()))
+    ]:
+        shares[package] += 1
     return shares
 
 
-def draw_rooms(rooms: Sequence[str], count: int, seed: int) -> list[tuple[str, Fault]]:
-    """Faults of all rooms, each with its room, shuffled, so that what a run has done that was stopped is of all rooms."""
-    texts = {room: {str(path): (ROOT / path).read_text() for path in sources_of(room)} for room in rooms}
-    lines = {room: sum(text.count("\n") for text in sources.values()) for room, sources in texts.items()}
+def draw_packages(packages: Sequence[str], count: int, seed: int) -> list[tuple[str, Fault]]:
+    """Returns faults of all packages, each with its package, shuffled: a run that is stopped has tried some of each."""
+    texts = {package: {str(path): (ROOT / path).read_text() for path in sources_of(package)} for package in packages}
+    lines = {package: sum(text.count("\n") for text in sources.values()) for package, sources in texts.items()}
     shares = share_out(lines, count)
-    drawn = [(room, fault) for room in rooms for fault in draw_faults(texts[room], shares[room], f"{seed} {room}")]
+    drawn = [
+        (package, fault)
+        for package in packages
+        for fault in draw_faults(texts[package], shares[package], f"{seed} {package}")
+    ]
     random.Random(seed).shuffle(drawn)
     return drawn
 
@@ -144,12 +151,12 @@ class Copy:
 
 
 def find_tests(path: str, folder: Path) -> tuple[list[str], list[str]]:
-    """A module's mirrored test file, if it has one, and the other test files of its room."""
+    """A module's mirrored test file, if it has one, and the other test files of its package."""
     source = Path(path)
-    room = folder / "tests" / source.parent
-    mirrored = room / f"test_{source.name}"
-    one_file = path == ROOMS["credentials"]
-    others = [] if one_file else [file for file in sorted(room.glob("test_*.py")) if file != mirrored]
+    package = folder / "tests" / source.parent
+    mirrored = package / f"test_{source.name}"
+    one_file = path == PACKAGES["credentials"]
+    others = [] if one_file else [file for file in sorted(package.rglob("test_*.py")) if file != mirrored]
     names = [[str(file.relative_to(folder)) for file in files if file.exists()] for files in ([mirrored], others)]
     return names[0], names[1]
 
@@ -157,7 +164,7 @@ def find_tests(path: str, folder: Path) -> tuple[list[str], list[str]]:
 def try_fault(copy: Copy, fault: Fault, quick: bool = False) -> tuple[str, str]:
     """Makes a fault and runs its tests until one fails; the outcome, and the test. The copy is as before afterwards.
 
-    With `quick`, of the room's other test files those alone that name the module, if any does, and none is measured before.
+    With `quick`, only those of the package's other test files that name the module, if any does; none is measured before.
     """
     source = (copy.folder / fault.path).read_text()
     mirrored, others = find_tests(fault.path, copy.folder)
@@ -166,7 +173,7 @@ def try_fault(copy: Copy, fault: Fault, quick: bool = False) -> tuple[str, str]:
         if not quick:
             copy.measure(tests)
         passing = [test for test in tests if copy.seconds.get(test, 0.0) < math.inf]
-        limit_s = max(LEAST_LIMIT_S, LIMIT * sum(copy.seconds.get(test, QUICK_S) for test in passing))
+        limit_s = max(MIN_LIMIT_S, LIMIT * sum(copy.seconds.get(test, QUICK_S) for test in passing))
         copy.write(fault.path, fault.apply(source))
         try:
             if passing and (failed := copy.find_failure(passing, limit_s)):
@@ -184,9 +191,9 @@ class Results:
         lines = path.read_text().splitlines() if path.exists() else []
         self.rows = {tuple(row["name"]): row for row in map(json.loads, lines)}
 
-    def add(self, room: str, fault: Fault, outcome: str, test: str, seconds: float) -> None:
+    def add(self, package: str, fault: Fault, outcome: str, test: str, seconds: float) -> None:
         """Appends a result."""
-        row = {"room": room, "name": list(fault.name), "number": fault.number, "new": fault.new[:80]}
+        row = {"package": package, "name": list(fault.name), "number": fault.number, "new": fault.new[:80]}
         row |= {"outcome": outcome, "test": test, "seconds": round(seconds, 1)}
         self.rows[fault.name] = row
         self._path.parent.mkdir(parents=True, exist_ok=True)
@@ -200,33 +207,33 @@ def read_equivalent() -> dict[tuple[Any, ...], str]:
 
 
 def make_table(rows: Iterable[dict[str, Any]], equivalent: dict[tuple[Any, ...], str]) -> str:
-    """The outcomes by room, and the survivors, in Markdown."""
+    """The outcomes by package, and the survivors, in Markdown."""
     counts: dict[str, Counter[str]] = {}
     survivors = []
     for row in rows:
         same = row["outcome"] == "survived" and tuple(row["name"]) in equivalent
         outcome = "equivalent" if same else row["outcome"]
-        counts.setdefault(row["room"], Counter())[outcome] += 1
+        counts.setdefault(row.get("package") or row["room"], Counter())[outcome] += 1
         if outcome == "survived":
             path, line, operator, _ = row["name"]
             survivors.append(f"- {path.removeprefix('pipelines/')}, {operator}: `{line}`")
-    counts = {room: counts[room] for room in ROOMS if room in counts}
+    counts = {package: counts[package] for package in PACKAGES if package in counts}
     counts["all"] = sum(counts.values(), Counter())
     lines = [
-        "| room | drawn | killed by the mirrored file | killed by the room | equivalent | survived | killed of the rest |",
+        "| package | drawn | killed by mirrored file | killed by package | equivalent | survived | killed of the rest |",
         "| --- | ---: | ---: | ---: | ---: | ---: | ---: |",
     ]
-    for room, own in counts.items():
-        killed, rest = own["mirrored file"] + own["room"], own.total() - own["equivalent"]
+    for package, own in counts.items():
+        killed, rest = own["mirrored file"] + own["package"], own.total() - own["equivalent"]
         figures = [own.total(), *(own[outcome] for outcome in OUTCOMES), f"{100 * killed / max(1, rest):.0f} %"]
-        lines.append(f"| {room} | " + " | ".join(map(str, figures)) + " |")
+        lines.append(f"| {package} | " + " | ".join(map(str, figures)) + " |")
     return "\n".join([*lines, *(["", "Survivors:", "", *sorted(survivors)] if survivors else [])])
 
 
 def main() -> None:
     """Draws, tries, and prints the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rooms", nargs="*", choices=ROOMS, default=list(ROOMS))
+    parser.add_argument("--packages", "--rooms", nargs="*", choices=PACKAGES, default=list(PACKAGES))
     parser.add_argument("--count", type=int, default=60)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--results", type=Path, default=ROOT / "build" / "mutants.jsonl")
@@ -240,11 +247,11 @@ def main() -> None:
         lost = [
             row for row in results.rows.values() if row["outcome"] == "survived" and tuple(row["name"]) not in equivalent
         ]
-        found = [(row["room"], find_again(row["name"])) for row in lost]
-        chosen = [(room, fault) for room, fault in found if fault is not None]
+        found = [(row.get("package") or row["room"], find_again(row["name"])) for row in lost]
+        chosen = [(package, fault) for package, fault in found if fault is not None]
     elif not given.table:
-        chosen = draw_rooms(given.rooms, given.count, given.seed)
-        chosen = [(room, fault) for room, fault in chosen if not (given.resume and fault.name in results.rows)]
+        chosen = draw_packages(given.packages, given.count, given.seed)
+        chosen = [(package, fault) for package, fault in chosen if not (given.resume and fault.name in results.rows)]
     else:
         chosen = []
     with tempfile.TemporaryDirectory() as scratch, PytestServer() as server:
@@ -252,12 +259,12 @@ def main() -> None:
         known = given.results.with_suffix(".seconds.json")
         if known.exists() and (given.resume or given.again):
             copy.seconds = json.loads(known.read_text())
-        for number, (room, fault) in enumerate(chosen, 1):
+        for number, (package, fault) in enumerate(chosen, 1):
             began = time.monotonic()
             outcome, test = try_fault(copy, fault, given.quick)
             known.parent.mkdir(parents=True, exist_ok=True)
             known.write_text(json.dumps(copy.seconds))
-            results.add(room, fault, outcome, test, time.monotonic() - began)
+            results.add(package, fault, outcome, test, time.monotonic() - began)
             print(
                 f"{number}/{len(chosen)} {outcome:<13} {fault.path}:{fault.number} {fault.operator}: {fault.line} [{test}]",
                 flush=True,

@@ -15,13 +15,13 @@ import numpy as np
 import torch
 
 from benchmarks.pairs import Comparison, command_line, machine, machine_line, report, take_turns
-from raystride.pipelines.config import Config, Model, Train
-from raystride.pipelines.feed.bundles import bundle
+from raystride.pipelines.config import Config, ModelConfig, TrainConfig
+from raystride.pipelines.feed.bundles import bundle_examples
 from raystride.pipelines.tasks.completion import Completion
 from raystride.pipelines.tasks.language_model import LanguageModel
 from raystride.pipelines.tasks.task import Inputs
 
-SHAPE = Model(flavour="llama", layers=4, heads=4, width=256, context=512)
+SHAPE = ModelConfig(architecture="llama", layers=4, heads=4, hidden_size=256, context=512)
 FACTS = {"vocabulary_size": 4096, "end_id": 0}
 SAMPLES = 16
 """Pairs of a batch that is padded as drawn; others have as many tokens, padding included or not."""
@@ -42,13 +42,13 @@ def make_pairs(middle: int) -> dict[str, tuple[Completion, list[Batch]]]:
     masks = [np.ones(len(row), bool) for row in rows]
     padded, packed = (Completion(Config(task="completion", model=SHAPE, train=each), FACTS) for each in _TRAIN)
     most = sum(map(len, rows)) // BATCHES
-    bundles = bundle(np.array([[len(row)] for row in rows]), most)
+    bundles = bundle_examples(np.array([[len(row)] for row in rows]), most)
     chunks = [range(first, first + SAMPLES) for first in range(0, len(rows), SAMPLES)]
 
     def batches(task: Completion, groups: list[range] | list[np.ndarray]) -> list[Batch]:
         return [task.collate([rows[i] for i in group], [masks[i] for i in group]) for group in groups]
 
-    alike = [bundles.members(number) for number in range(bundles.count)]
+    alike = [bundles.members(number) for number in range(bundles.num_bundles)]
     return {
         "padded": (padded, batches(padded, chunks)),
         "padded, of like length": (padded, batches(padded, alike)),
@@ -68,7 +68,7 @@ def make_windows(middle: int) -> dict[str, tuple[LanguageModel, list[Batch]]]:
     }
 
 
-_TRAIN = (Train(), Train(packing="documents"))
+_TRAIN = (TrainConfig(), TrainConfig(packing="documents"))
 
 
 def pass_over(task: LanguageModel, batches: list[Batch]) -> Callable[[], float]:

@@ -27,38 +27,38 @@ from benchmarks.pairs import Comparison, command_line, machine, machine_line, re
 from benchmarks.runs import small_text
 from raystride.model.generate import choose_token, generate
 from raystride.model.transformer import Decoder
-from raystride.pipelines.config import Answering, Config, Data, Model, Sample, Tokenizer
-from raystride.pipelines.evaluate.answering import Answerer
+from raystride.pipelines.config import Config, DataConfig, ModelConfig, PredictorConfig, SampleConfig, TokenizerConfig
+from raystride.pipelines.evaluate.answering import Predictor
 from raystride.pipelines.evaluate.export import export_hugging_face
-from raystride.pipelines.evaluate.opening import Opened
-from raystride.pipelines.files import Folder
+from raystride.pipelines.evaluate.load_run import LoadedModel
 from raystride.pipelines.prepare.prepare import prepare
+from raystride.pipelines.storage.folder import Folder
 from raystride.pipelines.tasks import build_task
 from raystride.pipelines.tokenizers import Tokenizers
 
 ROWS, NEW = 256, 32
-_answerers: dict[str, Answerer]
+_predictors: dict[str, Predictor]
 _pipeline: Any
 """Of a worker."""
 LONG = 256
 """Tokens of the generation with and without the cache."""
 
 
-def build(folder: Path) -> Opened:
+def build(folder: Path) -> LoadedModel:
     """A model with fresh weights, as if it had been trained; the same ones each time."""
     folder.mkdir(exist_ok=True)
     config = Config(
-        data=Data(source=str(small_text(folder)), kind="text", validation="tail"),
-        tokenizer=Tokenizer(kind="bpe", vocabulary_size=4096),
-        model=Model(flavour="llama", layers=6, heads=6, width=384, context=512),
+        data=DataConfig(source=str(small_text(folder)), kind="text", validation="tail"),
+        tokenizer=TokenizerConfig(kind="bpe", vocabulary_size=4096),
+        model=ModelConfig(architecture="llama", layers=6, heads=6, hidden_size=384, context=512),
     )
-    prepared = prepare(config, Folder(str(folder)), build_task(config), on_ray=False, echo=lambda _: None)
+    prepared = prepare(config, Folder(str(folder)), build_task(config), on_ray=False, log=lambda _: None)
     torch.manual_seed(0)
     task = build_task(config, prepared.manifest.facts, Tokenizers(prepared.folder, ["tokenizer"]))
-    return Opened(config, task, task.build_model().eval(), 0, prepared.folder)
+    return LoadedModel(config, task, task.build_model().eval(), 0, prepared.folder)
 
 
-def prompts(opened: Opened, rows: int) -> list[str]:
+def prompts(opened: LoadedModel, rows: int) -> list[str]:
     """Pieces of the text, of 4 to 40 words."""
     words = Path(opened.config.data.source).read_text().split()
     return [" ".join(words[number * 50 : number * 50 + 4 + number * 7 % 37]) for number in range(rows)]
@@ -66,15 +66,15 @@ def prompts(opened: Opened, rows: int) -> list[str]:
 
 def _load(folder: Path, batch: int) -> None:
     """Makes this process a worker."""
-    global _answerers, _pipeline
+    global _predictors, _pipeline
     torch.set_num_threads(1)
     opened = build(folder / str(os.getpid()))
     _pipeline = open_pipeline(opened, folder / str(os.getpid()), batch)
-    _answerers = {
-        precision: Answerer(
+    _predictors = {
+        precision: Predictor(
             opened,
-            Answering(run="benchmark", batch=batch, threads=1, precision=precision),
-            Sample(tokens=NEW, temperature=0.0),
+            PredictorConfig(run="benchmark", batch=batch, threads=1, precision=precision),
+            SampleConfig(tokens=NEW, temperature=0.0),
         )
         for precision in ("fp32", "bf16")
     }
@@ -82,7 +82,7 @@ def _load(folder: Path, batch: int) -> None:
 
 def _continue(texts: list[str], precision: str = "fp32") -> list[str]:
     """What a worker does with the rows of a part."""
-    return [row["continuation"] for row in _answerers[precision].answer((text,) for text in texts)]
+    return [row["continuation"] for row in _predictors[precision].predict((text,) for text in texts)]
 
 
 def _pipe(texts: list[str]) -> list[str]:
@@ -110,7 +110,7 @@ def piped(pipeline: Any, texts: list[str]) -> float:
     return len(texts) / (time.perf_counter() - began)
 
 
-def open_pipeline(opened: Opened, folder: Path, batch: int) -> Any:
+def open_pipeline(opened: LoadedModel, folder: Path, batch: int) -> Any:
     """`transformers`' text generation with the exported model; prompts are padded on the left, as it asks for."""
     os.environ["HF_HUB_OFFLINE"] = "1"
     import transformers

@@ -30,10 +30,10 @@ _SAMPLE_S = 0.5
 
 def corpus(folder: Path, megabytes: int) -> int:
     """Fills a folder with copies of the standard library's source; bytes written."""
-    from raystride.pipelines.sources.source import standard_library
+    from raystride.pipelines.sources.source import standard_library_files
 
     # load_dataset leaves out folders whose names begin with two underscores.
-    files = [file for file in standard_library() if "/__" not in str(Path(file.name).parent)]
+    files = [file for file in standard_library_files() if "/__" not in str(Path(file.name).parent)]
     written, copy = 0, 0
     while written < megabytes * 1_000_000:
         for file in files:
@@ -49,13 +49,13 @@ def corpus(folder: Path, megabytes: int) -> int:
 
 def trained_tokenizer(folder: Path) -> Path:
     """A `tokenizer.json` trained on the standard library."""
-    from raystride.pipelines.config import Tokenizer
-    from raystride.pipelines.files import Folder
-    from raystride.pipelines.sources.source import standard_library
+    from raystride.pipelines.config import TokenizerConfig
+    from raystride.pipelines.sources.source import standard_library_files
+    from raystride.pipelines.storage.folder import Folder
     from raystride.pipelines.tokenizers import train_tokenizer
 
-    texts = (Path(file.uri).read_text(encoding="utf-8") for file in standard_library())
-    train_tokenizer(Tokenizer(), texts, Folder(str(folder)), print)
+    texts = (Path(file.uri).read_text(encoding="utf-8") for file in standard_library_files())
+    train_tokenizer(TokenizerConfig(), texts, Folder(str(folder)), print)
     return folder / "tokenizer.json"
 
 
@@ -63,13 +63,13 @@ def run_ours(text: Path, tokenizer: Path, out: Path) -> int:
     """Prepares with Raystride; tokens."""
     import ray
 
-    from raystride.pipelines.config import Config, Data, Tokenizer
-    from raystride.pipelines.files import Folder
+    from raystride.pipelines.config import Config, DataConfig, TokenizerConfig
     from raystride.pipelines.prepare.prepare import prepare
+    from raystride.pipelines.storage.folder import Folder
     from raystride.pipelines.tasks.language_model import LanguageModel
 
     ray.init(num_cpus=_CORES, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
-    config = Config(data=Data(source=str(text)), tokenizer=Tokenizer(kind="file", file=str(tokenizer)))
+    config = Config(data=DataConfig(source=str(text)), tokenizer=TokenizerConfig(kind="file", file=str(tokenizer)))
     manifest = prepare(config, Folder(str(out)), LanguageModel(config)).manifest
     ray.shutdown()
     return manifest.tokens("train") + manifest.tokens("validation")

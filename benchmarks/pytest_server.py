@@ -3,7 +3,7 @@
 It loads nothing of ours, which each run takes from its own tree.
 
     with PytestServer() as server:
-        code, lines = server.run(folder, ["-q", "tests/test_house.py"], limit_s=60.0)
+        code, lines = server.run(folder, ["-q", "tests/test_architecture.py"], limit_s=60.0)
 """
 
 import json

@@ -24,14 +24,14 @@ from typing import Any
 import torch
 
 from benchmarks.pairs import Spread, command_line, machine, machine_line, report
-from raystride.pipelines.config.run import Record
-from raystride.pipelines.files import Folder
+from raystride.pipelines.config.run import RecordConfig
 from raystride.pipelines.observers.host_monitor import HostMonitor
 from raystride.pipelines.observers.observer import Observer, RunFacts
 from raystride.pipelines.observers.throughput import Throughput
 from raystride.pipelines.observers.tracker import Tracker
 from raystride.pipelines.record import Recorder, Sender
 from raystride.pipelines.record.entry import new_entry
+from raystride.pipelines.storage.folder import Folder
 
 Step = Callable[[], float]
 WARM_UP_TIMEOUT_S = 60.0
@@ -158,7 +158,7 @@ def main() -> None:
         storage = Folder(scratch)
 
         def arguments(name: str) -> tuple[Any, ...]:
-            return storage / name, name, "a1", Record(), storage, {}, {}, None
+            return storage / name, name, "a1", RecordConfig(), storage, {}, {}, None
 
         manager = RecorderProcess(ctx=get_context("spawn"))
         manager.start()

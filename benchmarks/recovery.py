@@ -1,8 +1,8 @@
 """From a loss to the end of the first step after it, in seconds: a worker by SIGKILL, and a whole node.
 
 Two workers of one thread train nanoGPT's small model and save every 20 steps. A worker that dies is followed by another
-group of two on the same local cluster (`launch.restarts`). A node that dies leaves one worker on the other of two nodes,
-which are processes of this machine (`scaling.least_workers`); here Ray looks after its nodes each half second, and with
+group of two on the same local cluster (`launch.max_restarts`). A node that dies leaves one worker on the other of two nodes,
+which are processes of this machine (`scaling.min_workers`); here Ray looks after its nodes each half second, and with
 `--patient` as it does by default, each 3 s and five times. A loss is when the signal was sent; a step's end is when rank 0
 logged it in the journal.
 
@@ -28,8 +28,8 @@ import psutil
 
 from benchmarks import runs
 from benchmarks.pairs import Spread, command_line, machine, machine_line, report, take_turns
-from raystride.pipelines.files import Folder
 from raystride.pipelines.record import read_entries
+from raystride.pipelines.storage.folder import Folder
 
 Recovery = dict[str, float]
 """Seconds of each part of a recovery, in order; their sum is the whole."""
@@ -89,7 +89,7 @@ def running(storage: Path, *flags: str, **environment: str) -> Iterator[Run]:
         text=True,
     )
     try:
-        run = Run(process, Folder.at(str(storage / name)))
+        run = Run(process, Folder.from_uri(str(storage / name)))
         run.wait(lambda groups: bool(groups) and len(steps(groups[0])) >= STEPS)
         yield run
         process.send_signal(signal.SIGINT)
@@ -114,7 +114,7 @@ def recovered(run: Run, lost_at: float) -> Recovery:
 
 def lose_a_worker(storage: Path, flags: Sequence[str]) -> Recovery:
     """A run on a cluster of its own, one of whose workers gets a SIGKILL."""
-    with running(storage, *flags, "--launch.restarts=3") as run:
+    with running(storage, *flags, "--launch.max_restarts=3") as run:
         children = psutil.Process(run.process.pid).children(recursive=True)
         victim = [child for child in children if "RayTrainWorker" in " ".join(child.cmdline())][1]
         lost_at = time.time()
@@ -130,7 +130,7 @@ def lose_a_node(storage: Path, flags: Sequence[str], system: dict[str, int]) -> 
     cluster = Cluster(initialize_head=True, head_node_args=head)
     try:
         node = cluster.add_node(num_cpus=1)
-        address = (f"--launch.address={cluster.address}", "--launch.restarts=3", "--scaling.least_workers=1")
+        address = (f"--launch.address={cluster.address}", "--launch.max_restarts=3", "--scaling.min_workers=1")
         # Without a word a driver sends this machine's token, where there is one, and this cluster has none.
         with running(storage, *flags, *address, RAY_AUTH_MODE="disabled") as run:
             lost_at = time.time()

@@ -32,11 +32,11 @@ from benchmarks.pairs import Comparison, command_line, machine, machine_line, re
 from benchmarks.peers import environments, far_ours
 from benchmarks.peers.far_reading import ReadingJob
 from benchmarks.runs import ROOT, Failed
-from raystride.pipelines.feed.opening import open_feed
+from raystride.pipelines.feed.open_dataset import open_feed
 from raystride.pipelines.feed.order import Order
 from raystride.pipelines.feed.plan import Plan
-from raystride.pipelines.feed.shuffling import belady
-from raystride.pipelines.files import Folder
+from raystride.pipelines.feed.shuffling import count_belady_fetches
+from raystride.pipelines.storage.folder import Folder
 from raystride.pipelines.tasks import build_task
 from tests.cluster.hosts import Hosts, unable
 from tests.storage import BUCKET, KEYS
@@ -202,13 +202,15 @@ def optimum(bench: Bench) -> float:
     config = far_ours.config_of(job)
     task = build_task(config, {"vocabulary_size": 2**16, "end_id": 0})
     feed = open_feed(config, task, Folder(job.place))
-    (shards,) = feed.train.far
+    (shards,) = feed.train.remote_shards
     read: list[int] = []
     for step in range(job.epochs * job.batches):
         both = [feed.plan.positions(step, step + 1, rank, WORKERS)[0] for rank in range(WORKERS)]
-        pieces = [feed.train.pieces(feed.plan.order.at(positions))[0] for positions in both]
+        pieces = [feed.train.locate_pieces(feed.plan.order.sample_ids_at(positions))[0] for positions in both]
         read += list(dict.fromkeys(np.concatenate(pieces).tolist()))
-    return belady(read, max(1, job.cache_bytes // shards.piece_bytes)) * shards.piece_bytes / (2 * bench.tokens)
+    return (
+        count_belady_fetches(read, max(1, job.cache_bytes // shards.piece_bytes)) * shards.piece_bytes / (2 * bench.tokens)
+    )
 
 
 def seek() -> None:
@@ -218,7 +220,7 @@ def seek() -> None:
         took = []
         for _ in range(200):
             began = time.perf_counter()
-            plan.order.at(plan.positions(step, step + 1, 0, WORKERS)[0])
+            plan.order.sample_ids_at(plan.positions(step, step + 1, 0, WORKERS)[0])
             took.append(time.perf_counter() - began)
         print(f"samples of step {step:,}: {1e6 * statistics.median(took):.0f} us")
 

@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.pairs import Comparison
-from raystride.pipelines.files import Folder
 from raystride.pipelines.record import read_entries
+from raystride.pipelines.storage.folder import Folder
 
 ROOT = Path(__file__).resolve().parents[1]
 TEXT_BYTES = 1_115_394
@@ -73,10 +73,10 @@ def run(*arguments: str, ends: Collection[int] = (0,)) -> Finished:
 
 def small_text(folder: Path) -> Path:
     """A file with as much of the standard library's source as nanoGPT's text is long, ASCII only as that is."""
-    from raystride.pipelines.sources.source import standard_library
+    from raystride.pipelines.sources.source import standard_library_files
 
     target, text = folder / "text.txt", ""
-    for file in standard_library():
+    for file in standard_library_files():
         content = Path(file.uri).read_text(encoding="utf-8")
         text += content if content.isascii() else ""
         if len(text) >= TEXT_BYTES:
@@ -101,12 +101,12 @@ def train(storage: Path, *flags: str) -> dict[str, Any]:
     """Trains a run of a new name; its summary, and in `start` the seconds of each part of the start."""
     name = f"run-{secrets.token_hex(4)}"
     run("ray_jobs/train.py", *flags, "--storage", str(storage), "--run", name)
-    return dict(Folder.at(str(storage / name)).read_json("summary.json")) | {"start": start_of(storage, name)}
+    return dict(Folder.from_uri(str(storage / name)).read_json("summary.json")) | {"start": start_of(storage, name)}
 
 
 def start_of(storage: Path, name: str) -> dict[str, float]:
     """The seconds of each part of a run's start."""
-    return _start(read_entries(Folder.at(str(storage / name))))
+    return _start(read_entries(Folder.from_uri(str(storage / name))))
 
 
 def seconds(*arguments: str) -> float:

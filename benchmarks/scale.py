@@ -24,11 +24,11 @@ from benchmarks.scale_checkpoint import checkpoint_rows
 from benchmarks.scale_recorder import heartbeat_rows, metrics_rows, recorder_rows
 from benchmarks.scale_rows import Row
 from benchmarks.scale_start import rendezvous_rows
-from raystride.pipelines.feed.mixture import MOST_SOURCES, Mixture, MixtureSource, schedule
+from raystride.pipelines.feed.mixture import MAX_SOURCES, Mixture, MixtureSource, build_schedule
 from raystride.pipelines.feed.order import Order
-from raystride.pipelines.feed.plan import share
-from raystride.pipelines.files import Folder
+from raystride.pipelines.feed.plan import worker_slots
 from raystride.pipelines.prepare.manifest import Manifest, Shard, Shards
+from raystride.pipelines.storage.folder import Folder
 
 RANKS = (8, 64, 512, 4096, 8192)
 SHARDS_A_RANK = 128
@@ -38,7 +38,7 @@ OPEN = """
 import sys, time
 from pathlib import Path
 from raystride.pipelines.feed.stream import TokenStream
-from raystride.pipelines.files import Folder
+from raystride.pipelines.storage.folder import Folder
 from raystride.pipelines.prepare.manifest import Manifest
 resident = lambda: 4096 * int(Path("/proc/self/statm").read_text().split()[1])
 before, began = resident(), time.perf_counter()
@@ -52,7 +52,7 @@ print(time.perf_counter() - began, resident() - before)
 def data_rows(ranks: int) -> Iterator[Row]:
     """A data manifest with shards for so many workers: committed, and opened in a process of its own."""
     count = SHARDS_A_RANK * ranks
-    shards = Shards.of(
+    shards = Shards.from_shards(
         Shard(
             file=f"train/{number:07}.arrow", tokens=20_000_000 + number, documents=9, bytes=40_000_000,
             sha256=f"{number * 0x9E3779B97F4A7C15:064x}"[-64:], ids_offset=512, rows_offset=40_000_000, rows=9,
@@ -81,24 +81,24 @@ def plan_rows(ranks: int) -> Iterator[Row]:
     """Whose the slots of a step are, as each worker works it out for itself."""
     began = time.perf_counter()
     for rank in range(ranks):
-        share(ranks, rank, ranks)
+        worker_slots(ranks, rank, ranks)
     yield Row("plan, a step's slots", ranks, seconds=(time.perf_counter() - began) / ranks, note="each worker")
 
 
 def mixture_rows(sources: int) -> Iterator[Row]:
     """A mixture of so many sources, each of which gives four epochs and no more: planned, and found again at a resume."""
-    sources = min(sources, MOST_SOURCES)
+    sources = min(sources, MAX_SOURCES)
     sizes = [1_000 + 7 * number for number in range(sources)]
     order = (MixtureSource(f"s{number}", Order(size, number), 4 * size) for number, size in enumerate(sizes))
     there, wanted = list(order), [(0, sizes)]
-    schedule.cache_clear()
+    build_schedule.cache_clear()
     began = time.perf_counter()
-    mixture = Mixture.planned(there, wanted)
+    mixture = Mixture.from_weights(there, wanted)
     planned = time.perf_counter() - began
     content = json.dumps(mixture.to_json())
-    schedule.cache_clear()
+    build_schedule.cache_clear()
     began = time.perf_counter()
-    again = Mixture.planned(there, wanted, Mixture.from_json(json.loads(content)), sum(sizes))
+    again = Mixture.from_weights(there, wanted, Mixture.from_json(json.loads(content)), sum(sizes))
     resumed = time.perf_counter() - began
     assert again == mixture
     note = f"{sources} sources with epochs_at_most, {len(mixture.phases)} phases; each worker, once"

@@ -19,13 +19,20 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 from benchmarks.scale_rows import Row
-from raystride.pipelines.files import Folder
-from raystride.pipelines.train.agreement import BRANCHES
-from raystride.pipelines.train.index import as_metadata, index_name, index_of, key_of, pieces_of, table_of
-from raystride.pipelines.train.names import MANIFEST
-from raystride.pipelines.train.planning import Held, held_by, own_and_shared
+from raystride.pipelines.checkpoint.index import (
+    encode_index,
+    encode_table,
+    find_pieces,
+    hash_name,
+    index_file_name,
+    to_dcp_metadata,
+)
+from raystride.pipelines.checkpoint.layout import MANIFEST
+from raystride.pipelines.checkpoint.plan import Holdings, holdings_of, split_own_and_shared
+from raystride.pipelines.distributed.collectives import BRANCHES
+from raystride.pipelines.storage.folder import Folder
 
-TENSORS, MOST_PIECES = 3000, 3_072_000
+TENSORS, MAX_PIECES = 3000, 3_072_000
 """A thousand parameters with their two moments; and as many of them as make three million pieces."""
 ROWS, WIDTH = 16_384, 64
 
@@ -50,12 +57,12 @@ def sharded(ranks: int, rank: int, count: int) -> dict[str, torch.Tensor]:
 
 def write_files(folder: Folder, names: list[str], ranks: int) -> dict[str, Any]:
     """The files of all ranks, and the manifest."""
-    rows, keys = ROWS // ranks, [key_of(name) for name in names]
+    rows, keys = ROWS // ranks, [hash_name(name) for name in names]
     size = rows * WIDTH * 4
     for rank in range(ranks):
         begin, sizes = (rank * rows, 0), (rows, WIDTH)
         table = [([key, number * size, size], begin, sizes) for number, key in enumerate(keys)]
-        folder.put(index_name("d", rank), table_of(table))
+        folder.put(index_file_name("d", rank), encode_table(table))
     hashed = {"bytes": len(names) * size, "sha256": "0" * 64}
     files = {f"d/rank-{rank}.{kind}": hashed for rank in range(ranks) for kind in ("bin", "npy")}
     fed = {str(rank): f"{rank:016x}" for rank in range(ranks)}
@@ -67,17 +74,17 @@ def write_files(folder: Folder, names: list[str], ranks: int) -> dict[str, Any]:
 
 def checkpoint_rows(ranks: int) -> Iterator[Row]:
     """What a save makes each rank and the first one compute, and a resume each of the same, half and another number."""
-    count = min(TENSORS, MOST_PIECES // ranks)
+    count = min(TENSORS, MAX_PIECES // ranks)
     began = time.perf_counter()
     tensors = sharded(ranks, ranks // 2, count)
     plan = create_default_local_save_plan(tensors, False)
-    own, shared = own_and_shared(tensors, plan.items, ranks)
-    held = held_by(tensors, shared, ranks // 2)
-    index = index_of([(item, 0, 0) for item in own])
+    own, shared = split_own_and_shared(tensors, plan.items, ranks)
+    held = holdings_of(tensors, shared, ranks // 2)
+    index = encode_index([(item, 0, 0) for item in own])
     seconds = time.perf_counter() - began
     yield Row("checkpoint, a rank's plan", ranks, seconds=seconds, bytes=len(index), note=f"{count} tensors")
     began = time.perf_counter()
-    reduce(Held.merge, [held_by(tensors, {}, rank) for rank in range(min(ranks - 1, BRANCHES))], held)
+    reduce(Holdings.merge, [holdings_of(tensors, {}, rank) for rank in range(min(ranks - 1, BRANCHES))], held)
     merged = time.perf_counter() - began
     yield Row("checkpoint, merged by the first", ranks, seconds=merged, note=f"of {min(ranks - 1, BRANCHES)} below it")
     with tempfile.TemporaryDirectory() as place:
@@ -97,19 +104,19 @@ def checkpoint_rows(ranks: int) -> Iterator[Row]:
             rank = readers // 2
             wanted = sharded(readers, rank, count)
             began = time.perf_counter()
-            pieces = pieces_of(folder, manifest, "d", rank, wanted)
-            create_default_local_load_plan(wanted, as_metadata(manifest["tensors"], pieces))
+            pieces = find_pieces(folder, manifest, "d", rank, wanted)
+            create_default_local_load_plan(wanted, to_dcp_metadata(manifest["tensors"], pieces))
             seconds = time.perf_counter() - began
             read = len({piece["file"] for each in pieces.values() for piece in each})
             note = f"{read} ranks' files hold it"
             yield Row(f"resume, {said}", ranks, seconds=seconds, bytes=read * size / ranks, note=note)
         wanted = sharded(ranks, ranks - 1, count)
         began = time.perf_counter()
-        pieces_of(folder, manifest | {"world": 1}, "d", 0, wanted)
+        find_pieces(folder, manifest | {"world": 1}, "d", 0, wanted)
         note = "as where a mesh orders its ranks otherwise"
         yield Row("resume, all files are looked into", ranks, seconds=time.perf_counter() - began, bytes=size, note=note)
         began = time.perf_counter()
         one = {name: torch.empty(ROWS, WIDTH, device="meta") for name in tensors}
-        pieces_of(folder, manifest, "d", 0, one)
+        find_pieces(folder, manifest, "d", 0, one)
         yield Row("resume, one process has it all", ranks, seconds=time.perf_counter() - began, bytes=size)
     dist.destroy_process_group()

@@ -15,15 +15,15 @@ from typing import Any
 
 from benchmarks.scale_rows import Row
 from raystride.pipelines.cluster.recorder_handle import RecorderHandle
-from raystride.pipelines.config.run import Record
-from raystride.pipelines.files import Folder
+from raystride.pipelines.config.run import RecordConfig
 from raystride.pipelines.hang.detector import HangDetector
 from raystride.pipelines.hang.heartbeat import Heartbeat
 from raystride.pipelines.hang.process import Process
 from raystride.pipelines.record.entry import Entry, WorkerTime, new_entry
-from raystride.pipelines.record.group import Group
-from raystride.pipelines.record.relay import CALLS_A_SECOND, Call
+from raystride.pipelines.record.group import Aggregator
+from raystride.pipelines.record.relay import MAX_CALLS_PER_S, Call
 from raystride.pipelines.record.sender import INTERVAL_S
+from raystride.pipelines.storage.folder import Folder
 
 A_NODE = 8
 LOG_S = 10.0
@@ -50,8 +50,8 @@ def beat(rank: int, ranks: int, number: int) -> Heartbeat:
     """A worker's sign of life."""
     node = rank // A_NODE
     process = Process(rank=rank, world=ranks, node=f"10.0.0.{node}", node_id=f"{node:056x}", pid=1000 + rank, started=1)
-    moved = float(number)
-    return Heartbeat(process=process, number=number, inside="step", moved=moved, stepped=moved, own=0.9 * moved)
+    mark = float(number)
+    return Heartbeat(process=process, number=number, current_phase="step", progress_mark=mark, step_s=mark, own_s=0.9 * mark)
 
 
 def said(kind: str, rank: int, world: int, number: int) -> Call:
@@ -86,7 +86,7 @@ class Spoken:
         import ray
 
         storage = Folder(place)
-        settings = Record(mlflow=False, tensorboard=False)
+        settings = RecordConfig(mlflow=False, tensorboard=False)
         self.handle = RecorderHandle.start(storage / "run", "run", "a1", settings, storage, {}, {}, None)
         number = ray.get(self.handle.actor.__ray_call__.remote(lambda _: os.getpid()))
         self._process = psutil.Process(number)
@@ -121,7 +121,7 @@ def recorder_rows(ranks: int) -> Iterator[Row]:
         posts = LOG_S / INTERVAL_S
         yield _recorder_row("recorder, each worker by itself", ranks, 1, alone, posts)
         # A worker's call is answered when its node's next one is, and half a second later it calls again.
-        pause = INTERVAL_S + ranks / A_NODE / CALLS_A_SECOND
+        pause = INTERVAL_S + ranks / A_NODE / MAX_CALLS_PER_S
         yield _recorder_row("recorder, through one of a node", ranks, A_NODE, by_node, LOG_S / pause)
     finally:
         ray.shutdown()
@@ -139,11 +139,11 @@ def _recorder_row(what: str, ranks: int, together: int, costs: Mapping[str, floa
 def heartbeat_rows(ranks: int) -> Iterator[Row]:
     """The driver's look at the heartbeats of all workers, once in `HEARTBEAT_S`, with the pickling on their way to it."""
     detector = HangDetector("auto", HEARTBEAT_S)
-    detector.look({rank: beat(rank, ranks, 1) for rank in range(ranks)}, 0.0)
+    detector.check({rank: beat(rank, ranks, 1) for rank in range(ranks)}, 0.0)
     beats = {rank: beat(rank, ranks, 2) for rank in range(ranks)}
     began = time.perf_counter()
     size = len(pickle.dumps(beats))
-    detector.look(beats, HEARTBEAT_S)
+    detector.check(beats, HEARTBEAT_S)
     seconds = time.perf_counter() - began
     yield Row("hang detector, a look", ranks, seconds=seconds, bytes=size, share=seconds / HEARTBEAT_S, note="in the driver")
 
@@ -154,7 +154,7 @@ HOST_FIGURES = ("cpu", "memory_used", "disk_read", "disk_written", "network_sent
 
 def metrics_rows(ranks: int) -> Iterator[Row]:
     """The names and values that readings of so many nodes and GPUs become in MLflow, at a reading each 5 s."""
-    nodes, group = math.ceil(ranks / A_NODE), Group()
+    nodes, group = math.ceil(ranks / A_NODE), Aggregator()
     told = [[f"gpu_{gpu}_{name}" for gpu in range(A_NODE) for name in GPU_FIGURES], list(HOST_FIGURES)]
     names, values, rounds = set[str](), 0, 3
     began = time.perf_counter()
@@ -164,10 +164,10 @@ def metrics_rows(ranks: int) -> Iterator[Row]:
             for read in told:
                 entry = new_entry("system", {prefix + name: 1.0 for name in read}, number)
                 entry |= {"sender": f"rank{node * A_NODE}.0"}
-                for each in ([] if group.takes(entry) else [entry]) + group.made():
+                for each in ([] if group.ingest(entry) else [entry]) + group.drain():
                     names |= set(each["values"])
                     values += len(each["values"])
-    for each in group.rest():
+    for each in group.flush():
         names |= set(each["values"])
         values += len(each["values"])
     seconds = (time.perf_counter() - began) / rounds

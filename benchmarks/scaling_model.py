@@ -21,13 +21,13 @@ import yaml
 from benchmarks.pairs import command_line, machine, machine_line
 from raystride.pipelines.scaling_model import (
     ClusterDescription,
-    HeldBack,
+    HoldOut,
     NetworkLink,
     Observation,
     ScalingModel,
     Work,
     WorkMesh,
-    held_back,
+    hold_out,
 )
 
 TABLES = Path(__file__).with_name("published_scaling.yaml")
@@ -110,7 +110,7 @@ def guess(trials: Sequence[Observation], work: Work, up_to: int) -> float:
     return work.tokens_per_worker * work.effort * largest.seconds / done
 
 
-def show(found: HeldBack, guesses: Sequence[float], model: ScalingModel) -> None:
+def show(found: HoldOut, guesses: Sequence[float], model: ScalingModel) -> None:
     """Every prediction, then every unknown."""
     print(
         f"  {'model':<22}{'GPUs':>5}  {'published':>10}  {'predicted':>10}  {'80 % interval':<22}{'error':>7}  {'guess':>7}"
@@ -138,7 +138,7 @@ def main() -> None:
     guess_errors: list[float] = []
     for name, stated in yaml.safe_load(TABLES.read_text()).items():
         trials, cluster, up_to = read(stated), described(stated), stated["fit_up_to"]
-        found = held_back(trials, cluster, above_workers=up_to)
+        found = hold_out(trials, cluster, above_workers=up_to)
         guesses = [guess(trials, work, up_to) for work, _, _ in found.trials]
         missed = [abs(guessed / measured - 1) for guessed, (_, _, measured) in zip(guesses, found.trials, strict=True)]
         print(f"\n{name}, {stated['date']} ({stated['source']})")
@@ -147,10 +147,10 @@ def main() -> None:
         if given.each:
             show(found, guesses, ScalingModel.fit([one for one in trials if one.work.workers <= up_to], cluster))
         if "speed" not in stated:  # else of networks that no trial ran, which the model would refuse to predict
-            errors += map(abs, found.errors)
+            errors += map(abs, found.relative_errors)
             guess_errors += missed
-        table = {"table": name, "trials": len(found.trials), "inside": found.inside}
-        figures.append(table | {"median": found.median, "worst": found.worst, "guess": statistics.median(missed)})
+        table = {"table": name, "trials": len(found.trials), "inside": found.coverage}
+        figures.append(table | {"median": found.median, "worst": found.max_error, "guess": statistics.median(missed)})
     print(f"\nall {len(errors)} trials of networks that the fit saw: {spread(errors)} (aim: median at most {AIM:.0%})")
     print(f"guessed: {spread(guess_errors)}")
     if given.json:

@@ -23,9 +23,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.pairs import Spread, command_line, machine, machine_line, report
-from raystride.pipelines.files import Folder
 from raystride.pipelines.record import read_entries
-from raystride.pipelines.record.audit import Broken, audit
+from raystride.pipelines.record.audit import AuditFailed, audit
+from raystride.pipelines.storage.folder import Folder
 from tests.clock import no_clock, wrong_clock
 from tests.cluster.faults import WORKER, full_disk, kill_tables, kill_worker, processes, slowed
 from tests.cluster.hosts import unable
@@ -35,14 +35,14 @@ from tests.tiny import write_text
 STEPS = 2500
 NODES = 3
 FLAGS = f"""
-    --model.layers 2 --model.heads 2 --model.width 16 --model.context 16 --tokenizer.kind bytes --sample.tokens 0
+    --model.layers 2 --model.heads 2 --model.hidden_size 16 --model.context 16 --tokenizer.kind bytes --sample.tokens 0
     --train.slots 4 --train.slot_size 2 --train.log_every 5 --train.exact true --checkpoint.every 50 --train.steps {STEPS}
     --data.kind text --data.validation tail --data.validation_fraction 0.1 --validation.every 0
     --optimizer.schedule constant --record.mlflow false
 """.split()
 ELASTIC = f"""
-    --scaling.workers {NODES} --scaling.least_workers 1 --scaling.resize_every_s 5
-    --launch.restarts 9 --launch.resubmit 9 --launch.timeout_s 120
+    --scaling.workers {NODES} --scaling.min_workers 1 --scaling.resize_every_s 5
+    --launch.max_restarts 9 --launch.max_resubmissions 9 --launch.timeout_s 120
 """.split()
 SOON = {
     "RAY_health_check_period_ms": "1000",
@@ -50,7 +50,8 @@ SOON = {
     "RAY_health_check_failure_threshold": "4",
 }
 """Has the head give up a host that does not answer sooner than by Ray's own settings, which takes some 30 s."""
-LIMIT_S = 420.0
+LIMIT_S = 1800.0
+"""Longest time that a run may take: on a busy machine each step takes ten times as long as on a quiet one."""
 AIMS = {"worker": 10.0, "host": 25.0, "head": 40.0, "partition": 60.0}
 """Seconds of standstill on a quiet machine, at most."""
 
@@ -252,8 +253,8 @@ def _wait(true: Callable[[], object], otherwise: str = "", limit_s: float = LIMI
 def _audited(checkpoints: Path) -> str:
     """What is wrong with the samples that a run was fed; empty where nothing is."""
     try:
-        audit(Folder.at(str(checkpoints)))
-    except (Broken, OSError, ValueError, KeyError, IndexError) as error:
+        audit(Folder.from_uri(str(checkpoints)))
+    except (AuditFailed, OSError, ValueError, KeyError, IndexError) as error:
         return f"{type(error).__name__}: {error}"
     return ""
 
@@ -261,7 +262,7 @@ def _audited(checkpoints: Path) -> str:
 def standstill(run: Path) -> float:
     """The longest time between two steps that were made for the first time, in seconds."""
     newest, at, longest = 0, 0.0, 0.0
-    for entry in sorted(read_entries(Folder.at(str(run))), key=lambda each: each["time"]):
+    for entry in sorted(read_entries(Folder.from_uri(str(run))), key=lambda each: each["time"]):
         step = entry.get("step") or 0
         if entry["kind"] == "metrics" and "train_loss" in entry["values"] and step > newest:
             longest = max(longest, entry["time"] - at) if at else 0.0

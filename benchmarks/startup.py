@@ -2,7 +2,7 @@
 what each command takes, beside the imports that it cannot do without.
 
 Two workers on a local cluster that each run starts anew, or jobs submitted to a running one; data prepared before, nanoGPT's
-small model. Ours by its fast start, by the stock TorchTrainer (`--launch.lean false`), and inline, without Ray. Both
+small model. Ours by its fast start, by the stock TorchTrainer (`--launch.fast_start false`), and inline, without Ray. Both
 sides count from the moment at which the operating system started the process, of a submitted job its entry point's.
 
     python -m benchmarks.startup --rounds 4                    # about 12 minutes on two cores
@@ -30,7 +30,7 @@ PEER = "stock TorchTrainer"
 RAY = ("--scaling.workers=2", "--scaling.threads=1")
 OURS = {
     "lean": RAY,
-    "not lean": (*RAY, "--launch.lean=false"),
+    "not lean": (*RAY, "--launch.fast_start=false"),
     "inline": ("--launch.mode=inline",),
 }
 AIMS = {"lean": "at most 0.65", "inline": "at most 3.5 s"}
@@ -52,7 +52,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     ),
 }
 """By command, the modules that it cannot do without, and the aim."""
-SMALL = ("--model.layers=1", "--model.width=16", "--model.heads=2", "--data.validation=tail", "--checkpoint.every=3")
+SMALL = ("--model.layers=1", "--model.hidden_size=16", "--model.heads=2", "--data.validation=tail", "--checkpoint.every=3")
 """A network and data whose computing takes no time."""
 PARTS = {
     "driver": "interpreter, imports, settings",

@@ -20,11 +20,11 @@ from benchmarks.pairs import command_line, machine, machine_line
 from benchmarks.runs import ROOT, run
 from raystride.pipelines.config import Config
 from raystride.pipelines.config.parse import from_yaml
-from raystride.pipelines.feed.bundles import bundle
+from raystride.pipelines.feed.bundles import bundle_examples
 from raystride.pipelines.feed.cache import NodeCache
 from raystride.pipelines.feed.stream import TokenStream
-from raystride.pipelines.files import Folder
 from raystride.pipelines.prepare.manifest import Manifest
+from raystride.pipelines.storage.folder import Folder
 from raystride.pipelines.tasks import build_task
 
 STEPS = {"lm_python": 60, "classify_packages": 60, "translate_reversal": 100, "images_digits": 600}
@@ -69,10 +69,10 @@ def padding(storage: Path, preset: str, *flags: str) -> tuple[float, float]:
     folder, config = Folder(place), from_yaml(Config, file.read_text())
     manifest = Manifest.load(folder)
     stream = TokenStream(folder, manifest, "train", NodeCache(storage, 0))
-    sizes = build_task(config, manifest.facts).sizes(*stream.heads())
-    bundled = bundle(sizes, config.train.slot_tokens)
+    sizes = build_task(config, manifest.facts).sizes(*stream.read_heads())
+    bundled = bundle_examples(sizes, config.train.slot_tokens)
     order = np.random.default_rng(0).permutation(len(sizes))
-    batches = np.array_split(order, bundled.count)
+    batches = np.array_split(order, bundled.num_bundles)
     padded = sum(len(batch) * int(sizes[batch].max(0).sum()) for batch in batches)
     return bundled.padding, 1 - float(sizes.sum()) / padded
 

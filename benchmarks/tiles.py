@@ -16,7 +16,7 @@ import torch
 
 from benchmarks.pairs import Comparison, command_line, machine, machine_line, report, take_turns
 from raystride.triton_kernels.attention import attention
-from raystride.triton_kernels.configurations import KERNELS, Tile, forced_tile, tiles
+from raystride.triton_kernels.configurations import KERNELS, Tile, forced_tile, list_tiles
 from raystride.triton_kernels.launch import architecture
 
 WIDTH, TOKENS = 2_048, 16_384
@@ -45,7 +45,7 @@ def calls(head_size: int, length: int, kernel: str) -> Callable[[], object]:
 def compare(kernel: str, head_size: int, length: int, rounds: int) -> Comparison:
     """Milliseconds of the shipped tile of a kernel beside its alternatives, in turns."""
     name, call = architecture(torch.device("cuda", 0)), calls(head_size, length, kernel)
-    shipped, *others = tiles(kernel, name, head_size, torch.bfloat16)
+    shipped, *others = list_tiles(kernel, name, head_size, torch.bfloat16)
     ways = {f"{shipped} shipped": partial(timed, kernel, shipped, call)}
     ways |= {str(one): partial(timed, kernel, one, call) for one in others}
     what = f"{kernel}, head size {head_size}, {name}, ms"

@@ -18,11 +18,11 @@ from typing import Any
 from benchmarks import runs
 from raystride.pipelines.config import Config
 from raystride.pipelines.config.parse import parse
-from raystride.pipelines.files import Folder
 from raystride.pipelines.prepare.prepare import prepare
+from raystride.pipelines.storage.folder import Folder
 from raystride.pipelines.tasks import build_task
 from raystride.pipelines.worker.job import Job, WorkerInfo
-from raystride.pipelines.worker.rehearsal import forget_entries
+from raystride.pipelines.worker.rehearsal import discard_entries
 
 
 def settings(*flags: str) -> Config:
@@ -32,8 +32,8 @@ def settings(*flags: str) -> Config:
 
 def make_job(config: Config, storage: Path, threads: int) -> Job:
     """A job on prepared data, as the driver makes it."""
-    folder = Folder.at(str(storage))
-    prepared = prepare(config, folder, build_task(config), on_ray=False, echo=lambda _: None)
+    folder = Folder.from_uri(str(storage))
+    prepared = prepare(config, folder, build_task(config), on_ray=False, log=lambda _: None)
     run = folder / "job"
     return Job(config=config, run="job", attempt="a1", folder=run, prepared=prepared.folder, device="cpu", threads=threads)
 
@@ -65,11 +65,11 @@ def run_workers(job: Job, world: int) -> dict[str, Any]:
 
 def main(file: str, rank: int, world: int, port: str) -> None:
     """What each process runs; prints its summary as JSON."""
-    from raystride.pipelines.worker.worker import run_worker
+    from raystride.pipelines.worker.run import run_worker
 
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
     place = WorkerInfo(rank=rank, world=world, local_rank=rank)
-    print(json.dumps(run_worker(read_job(file), place, forget_entries, lambda: False)))
+    print(json.dumps(run_worker(read_job(file), place, discard_entries, lambda: False)))
 
 
 if __name__ == "__main__":

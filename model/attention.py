@@ -1,7 +1,7 @@
 """Multi-head self-attention with grouped heads, rotary positions and a key-value cache, causal or not.
 
 Shapes: x (B, T, C); q (B, H, T, D); k and v (B, G, T, D); C = H D unless `head_size` is given.
-The arithmetic is in `raystride.triton_kernels`: `attention`, and `attention_packed` where documents are packed.
+The arithmetic is in `raystride.triton_kernels`: `attention`, and `attention_packed` for packed documents.
 
     layer = Attention(width=128, heads=4, kv_heads=2)
     y = layer(x, rotation)                                    # (B, T, 128) -> (B, T, 128)
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from raystride.model.dropout import seed_tensor
+from raystride.model.dropout import module_seed_tensor
 from raystride.model.linear import Linear, Products
 from raystride.model.norm import RMSNorm
 from raystride.triton_kernels.attention import attention
@@ -23,13 +23,13 @@ from raystride.triton_kernels.rope import rope
 
 Packed = Callable[..., torch.Tensor]
 Rotation = tuple[torch.Tensor, ...]
-"""Cosine and sine of the rotary angles, each (B or 1, 1, T, D or less); behind them those of layers with an own base."""
+"""Cosine and sine of the rotary angles, each (B or 1, 1, T, D or less), then those of layers with their own base."""
 
 
 class LayerCache:
-    """Keys and values that one layer has computed, (B, G, capacity, D) each, filled up to `length`.
+    """Key-value cache of one layer, (B, G, capacity, D) each, filled up to `length`.
 
-    No dataclass: FSDP2 hands blocks copies of those, and what a copy is filled with is lost.
+    No dataclass: FSDP2 passes copies of those to blocks, and data written to a copy is lost.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -38,9 +38,9 @@ class LayerCache:
         self.values: torch.Tensor | None = None
 
     def extend(self, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Adds keys and values (B, G, T, D) and returns all so far. The capacity must suffice."""
+        """Appends keys and values (B, G, T, D) and returns all so far. The capacity must suffice."""
         if self.keys is None or self.values is None:
-            # Room for all that may come, so that a step of writing copies its own keys alone.
+            # Allocated at full capacity, so that a decoding step copies only its own keys.
             batch, groups, _, size = k.shape
             self.keys, self.values = (x.new_empty(batch, groups, self.capacity, size) for x in (k, v))
         end = self.length + k.shape[2]
@@ -50,23 +50,23 @@ class LayerCache:
         return self.keys[:, :, :end], self.values[:, :, :end]
 
     def select(self, rows: torch.Tensor) -> None:
-        """Keeps the rows of these numbers (n,), in this order; one may stand twice, but no more than there were."""
+        """Keeps the rows at these indices (n,), in this order; an index may repeat, but n may not exceed the rows before."""
         if self.keys is None or self.values is None:
             return
         for name, old in (("keys", self.keys), ("values", self.values)):
-            # Into the memory that is there: indexing by rows has copied them before they are written over.
+            # In place: indexing by rows copies them before they are overwritten.
             kept = old[: len(rows)]
             kept[:, :, : self.length] = old[rows, :, : self.length]
             setattr(self, name, kept)
 
 
 class Attention(nn.Module):
-    """Self-attention; fewer key and value heads than query heads make it grouped (Ainslie et al., 2023)."""
+    """Self-attention, grouped if there are fewer key and value heads than query heads (Ainslie et al., 2023)."""
 
     number: int | None = None
-    """As a `Dropout`'s, for the weights that are dropped."""
+    """As in `Dropout`, for dropout of the attention weights."""
     first_head: int = 0
-    """Of the heads that are here, the first one's number in the whole."""
+    """Index of the first local head among all heads."""
 
     def __init__(
         self,
@@ -82,15 +82,15 @@ class Attention(nn.Module):
         softcap: float = 0.0,
         scale: float | None = None,
         window: int = 0,
-        turned_by: int | None = 0,
+        rotation_index: int | None = 0,
         dropout: float = 0.0,
         products: Products,
         causal: bool = True,
     ) -> None:
-        """`qk_norm`: the eps of RMSNorms over each head's query and key (Dehghani et al., 2023); None: without.
+        """`qk_norm`: the eps of RMSNorms over each head's query and key (Dehghani et al., 2023); None: no norms.
 
-        `scale` multiplies scores, `window` keys are seen; see `triton_kernels.attention`. `turned_by`: which cosine and sine
-        of the rotation turn queries and keys, 0 the first, 1 those behind; None: they are not turned.
+        `scale` multiplies scores, `window` keys are visible; see `triton_kernels.attention`; if not `causal`, half a window
+        on either side. `rotation_index`: the pair of cosine and sine in the rotation, 0 or 1; None: no rotation.
         """
         super().__init__()
         self.causal = causal
@@ -99,9 +99,9 @@ class Attention(nn.Module):
         self.q_norm, self.k_norm = (None if qk_norm is None else RMSNorm(self.head_size, eps=qk_norm) for _ in "qk")
         self.out = Linear(heads * self.head_size, width, bias=bias or out_bias, products=products)
         self.norm_eps, self.dropout, self.softcap = qk_norm or 0.0, dropout, softcap
-        self.scale, self.window, self.turned_by = scale, window, turned_by
+        self.scale, self.window, self.rotation_index = scale, window, rotation_index
         self.packed: Packed = attention_packed
-        """Attention over packed documents; another where a worker has a part of their tokens."""
+        """Attention over packed documents; replaced if a worker has a part of their tokens."""
 
     def forward(
         self,
@@ -112,15 +112,15 @@ class Attention(nn.Module):
         key_lengths: torch.Tensor | None = None,
         documents: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """(B, T, C) -> (B, T, C). `mask` (B, 1, T, S) and `key_lengths` (B,) hide padding on top of the order.
+        """Maps x (B, T, C) to (B, T, C). `mask` (B, 1, T, S) and `key_lengths` (B,) hide padding besides the causal mask.
 
-        With `documents` (n + 1,) no token sees beyond its own document: the tokens of all rows, one row after another, are
-        cut into documents there, the last of these numbers being B T. For training alone: without cache, mask and lengths.
+        With `documents` (n + 1,) tokens see only their own document: these are offsets into the tokens of all rows, one row
+        after another, and end with B T. For training only: without cache, mask and lengths.
         """
         batch, tokens, _ = x.shape
         heads = self.qkv(x).view(batch, tokens, -1, self.head_size).transpose(1, 2)  # (B, H + 2 G, T, D)
         q, k, v = heads.split((self.heads, self.kv_heads, self.kv_heads), dim=1)
-        q, k = self._placed(q, k, rotation)
+        q, k = self._apply_positions(q, k, rotation)
         if cache is not None:
             k, v = cache.extend(k, v)
         rules: dict[str, Any] = {
@@ -130,19 +130,28 @@ class Attention(nn.Module):
             "window": self.window,
             "scale": self.scale,
         }
+        if self.window and not self.causal:
+            # No kernel has a bidirectional window, so these layers use PyTorch with a mask.
+            rules["window"], mask, key_lengths = (
+                0,
+                bidirectional_window_mask(tokens, self.window, key_lengths, x.device),
+                None,
+            )
         if rules["dropout"] and self.number is not None:
-            rules |= {"seed": seed_tensor(x.device, self.number), "first_head": self.first_head}
+            rules |= {"seed": module_seed_tensor(x.device, self.number), "first_head": self.first_head}
         if documents is not None:
-            q, k, v = (each.transpose(1, 2).flatten(0, 1) for each in (q, k, v))  # (B T, H or G, D)
+            q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))  # (B T, H or G, D)
             y = self.packed(q, k, v, documents, documents, **rules)
             return self.out(y.view(batch, tokens, -1))  # type: ignore[no-any-return]
         y = attention(q, k, v, mask=mask, key_lengths=key_lengths, **rules)
         return self.out(y.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
 
-    def _placed(self, q: torch.Tensor, k: torch.Tensor, rotation: Rotation | None) -> tuple[torch.Tensor, torch.Tensor]:
-        """q and k, normalised and turned as this layer has it."""
+    def _apply_positions(
+        self, q: torch.Tensor, k: torch.Tensor, rotation: Rotation | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Normalises and rotates q and k as this layer is configured."""
         weights = [norm.weight for norm in (self.q_norm, self.k_norm) if norm is not None]
-        turn = () if rotation is None or self.turned_by is None else rotation[2 * self.turned_by :][:2]
+        turn = () if rotation is None or self.rotation_index is None else rotation[2 * self.rotation_index :][:2]
         if turn and turn[0].shape[-1] == self.head_size:
             return rope(q, k, *turn, *weights, eps=self.norm_eps)
         if self.q_norm is not None and self.k_norm is not None:
@@ -154,6 +163,20 @@ class Attention(nn.Module):
         return q, k
 
 
+def bidirectional_window_mask(
+    tokens: int, window: int, lengths: torch.Tensor | None, device: torch.device | None = None
+) -> torch.Tensor:
+    """Returns a mask, True where a token sees another at most window / 2 away: (T, T), or (B, 1, T, T) with lengths (B,).
+
+    Padding sees itself, so that no row is without a key.
+    """
+    places = torch.arange(tokens, device=device)
+    seen = (places[:, None] - places).abs() <= window // 2
+    if lengths is None:
+        return seen
+    return (seen & (places < lengths[:, None, None, None])) | (places[:, None] == places)
+
+
 def rotation_table(
     positions: torch.Tensor,
     head_size: int,
@@ -161,10 +184,10 @@ def rotation_table(
     scaling: tuple[float, float, float, float] | None = None,
     factor: float = 1.0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cosine and sine for positions (B or 1, T): angles position / factor * theta^(-2 i / D), in fp32.
+    """Returns cosine and sine for positions (B or 1, T): angles position / factor * theta^(-2 i / D), in fp32.
 
     With `scaling` (factor, low, high, context) a frequency that turns fewer than `low` times in `context` is divided by the
-    factor, one that turns more than `high` times is kept, and between them it goes over evenly (Llama 3.1).
+    factor, one that turns more than `high` times is kept, with linear interpolation between them (Llama 3.1).
     """
     exponent = torch.arange(0, head_size, 2, dtype=torch.float32, device=positions.device) / head_size
     radius = theta**exponent

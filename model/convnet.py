@@ -1,9 +1,9 @@
-"""A convolutional classifier of images, built layer by layer from the sizes that it is given.
+"""Convolutional image classifier, built layer by layer from the given sizes.
 
-Stages of a 3 x 3 convolution, ReLU and 2 x 2 max-pooling (LeCun et al., 1998, section II; here while the image is large
+Stages of a 3 x 3 convolution, ReLU and 2 x 2 max-pooling (LeCun et al., 1998, section II; while the image is large
 enough), then fully connected layers. Shapes: images (B, channels, height, width) -> logits (B, classes), or with targets
-(B,) -> the loss sum and the number of targets that count. Images come as uint8, a quarter of what floats would carry to the
-device, or as floats in [0, 1].
+(B,) -> the loss sum and the number of targets that count. Images are uint8, a quarter of the bytes of floats to transfer,
+or floats in [0, 1].
 
     model = ConvNet((3, 32, 32), classes=10, channels=(16, 32, 64), hidden=(512, 128))
     loss_sum, counted = model(images, targets)
@@ -22,12 +22,12 @@ from raystride.triton_kernels.mse import mse
 from raystride.triton_kernels.relu import relu
 
 MEAN, DEVIATION = 0.5, 0.5
-"""With which pixels in [0, 1] are normalised to [-1, 1]."""
+"""Defaults that normalise pixels in [0, 1] to [-1, 1]."""
 Loss = Literal["cross_entropy", "mse"]
 
 
 class Stage(nn.Module):
-    """Convolution, ReLU, and pooling where it still can."""
+    """Convolution, ReLU, and optional pooling."""
 
     def __init__(self, inputs: int, outputs: int, *, pool: bool) -> None:
         super().__init__()
@@ -35,7 +35,7 @@ class Stage(nn.Module):
         self.pool = nn.MaxPool2d(2) if pool else nn.Identity()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """(B, inputs, H, W) -> (B, outputs, H / 2, W / 2), rounded down; without pooling of the same size."""
+        """Maps x (B, inputs, H, W) to (B, outputs, H / 2, W / 2), rounded down; without pooling H and W stay."""
         return self.pool(relu(self.convolution(x)))  # type: ignore[no-any-return]
 
 
@@ -58,9 +58,9 @@ class ConvNet(nn.Module):
         mean: tuple[float, ...] = (),
         deviation: tuple[float, ...] = (),
     ) -> None:
-        """`image` is (channels, height, width); `linear` chooses the products on CPUs, as `model.linear` has it.
+        """`image` is (channels, height, width); `linear` chooses the matmul backend on CPUs, see `model.linear`.
 
-        `mean` and `deviation` normalise pixels in [0, 1], a number a channel; without them they come into [-1, 1].
+        `mean` and `deviation` normalise pixels in [0, 1], one number a channel; by default pixels are mapped to [-1, 1].
         """
         super().__init__()
         self.image, self.classes = image, classes
@@ -79,10 +79,10 @@ class ConvNet(nn.Module):
         self.layers = nn.ModuleList(
             Linear(inputs, outputs, bias=True, products=self.products) for inputs, outputs in pairwise(widths)
         )
-        self._initialise()
+        self._initialize_weights()
 
-    def _initialise(self) -> None:
-        """N(0, sqrt(2 / inputs)), which keeps variances through ReLU (He et al., 2015, eq. 10); the last layer has none."""
+    def _initialize_weights(self) -> None:
+        """Draws N(0, sqrt(2 / inputs)), for ReLU (He et al., 2015, eq. 10); the last layer without ReLU sqrt(1 / inputs)."""
         for name, parameter in self.named_parameters():
             if parameter.dim() < 2:
                 nn.init.zeros_(parameter)
@@ -91,7 +91,7 @@ class ConvNet(nn.Module):
                 nn.init.kaiming_normal_(parameter, nonlinearity="linear" if last else "relu")
 
     def forward(self, images: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Sum of the images' losses over targets that are not -100, and how many those are; smoothed in training alone.
+        """Returns the sum of losses over targets other than -100, and their number; labels are smoothed only in training.
 
         An image's loss is its cross-entropy in nats, or under `mse` the mean over the classes of the squared distance
         between its logits and the one-hot target.
@@ -102,12 +102,12 @@ class ConvNet(nn.Module):
         counts = targets != IGNORED
         hot = (targets[:, None] == torch.arange(self.classes, device=targets.device)).to(logits.dtype)
         wanted = (1.0 - smoothing) * hot + smoothing / self.classes
-        # An image that does not count is where it should be, and so adds nothing to loss and gradient.
+        # An ignored image equals its target, so it adds nothing to loss and gradient.
         kept = counts[:, None]
         return mse(logits.where(kept, 0.0), wanted.where(kept, 0.0)) * len(targets), counts.sum()
 
     def logits(self, images: torch.Tensor) -> torch.Tensor:
-        """(B, channels, height, width), uint8, or floats in [0, 1] -> (B, classes)."""
+        """Maps images (B, channels, height, width), uint8 or floats in [0, 1], to logits (B, classes)."""
         x = images.to(next(self.parameters()).dtype)
         x = x / 255.0 if images.dtype == torch.uint8 else x
         x = x.sub(MEAN).div(DEVIATION) if self.mean is None else x.sub(self.mean).div(self.deviation)
@@ -119,5 +119,5 @@ class ConvNet(nn.Module):
         return self.layers[-1](x)  # type: ignore[no-any-return]
 
     def flops_per_image(self) -> float:
-        """Operations to train on an image."""
+        """Returns the FLOPs to train on an image."""
         return convnet_flops(self.image, self.classes, channels=self.channels, hidden=self.hidden)

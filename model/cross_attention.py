@@ -1,7 +1,7 @@
-"""Attention from a decoder to the memory that an encoder has left: queries from one, keys and values from the other.
+"""Cross-attention: queries from a decoder, keys and values from an encoder's memory.
 
 Shapes: x (R, T, C), memory (B, S, C), of which the first lengths (B,) of each sentence count -> (R, T, C). R is a multiple
-of B: neighbouring rows of x share a sentence, and read its keys and values once.
+of B: neighbouring rows of x share a sentence, whose keys and values are read once.
 
     layer = CrossAttention(width=128, heads=4, kv_heads=2)
     y = layer(x, memory, lengths)                             # (6, T, 128), (2, S, 128) -> (6, T, 128)
@@ -10,30 +10,30 @@ of B: neighbouring rows of x share a sentence, and read its keys and values once
 import torch
 from torch import nn
 
-from raystride.model.dropout import seed_tensor
+from raystride.model.dropout import module_seed_tensor
 from raystride.model.linear import Linear, Products
 from raystride.triton_kernels.attention import attention
 
 
 class MemoryCache:
-    """Keys and values of the memory, (B, G, S, D) each, once a layer has computed them; no dataclass, as LayerCache."""
+    """Keys and values of the memory, (B, G, S, D) each, once a layer has computed them; no dataclass, like LayerCache."""
 
     def __init__(self) -> None:
         self.keys: torch.Tensor | None = None
         self.values: torch.Tensor | None = None
 
     def select(self, sentences: torch.Tensor) -> None:
-        """Keeps the sentences of these numbers (n,), in this order."""
+        """Keeps the sentences at these indices (n,), in this order."""
         if self.keys is not None and self.values is not None:
             self.keys, self.values = self.keys[sentences], self.values[sentences]
 
 
 class CrossAttention(nn.Module):
-    """Every query sees the whole memory of its sentence (Vaswani et al., 2017, section 3.2.3)."""
+    """Cross-attention; every query sees the full memory of its sentence (Vaswani et al., 2017, section 3.2.3)."""
 
     number: int | None = None
     first_head: int = 0
-    """As self-attention's."""
+    """As in self-attention."""
 
     def __init__(
         self,
@@ -56,7 +56,7 @@ class CrossAttention(nn.Module):
     def forward(
         self, x: torch.Tensor, memory: torch.Tensor, lengths: torch.Tensor, cache: MemoryCache | None = None
     ) -> torch.Tensor:
-        """(R, T, C) -> (R, T, C). A cache is filled at its first use; then the memory is not read again."""
+        """Maps x (R, T, C) to (R, T, C). A cache is filled at its first use; then the memory is not read again."""
         sentences = memory.shape[0]
         q = self.q(x).view(sentences, -1, self.heads, self.head_size).transpose(1, 2)
         if cache is None or cache.keys is None or cache.values is None:
@@ -67,6 +67,6 @@ class CrossAttention(nn.Module):
         else:
             k, v = cache.keys, cache.values
         dropout = self.dropout if self.training else 0.0
-        seed = seed_tensor(x.device, self.number) if dropout and self.number is not None else None
+        seed = module_seed_tensor(x.device, self.number) if dropout and self.number is not None else None
         y = attention(q, k, v, key_lengths=lengths, dropout=dropout, seed=seed, first_head=self.first_head)
         return self.out(y.transpose(1, 2).flatten(2).view(*x.shape[:2], -1))  # type: ignore[no-any-return]

@@ -1,13 +1,12 @@
-"""Parameters of which this worker holds a part: rows or columns of what the whole model has under that name.
+"""Sharded parameters: this worker holds rows or columns of a full parameter.
 
-A network is built whole in name alone. Before its first values are drawn, `cut_before_drawn` lets a plan put small
-parameters in the place of the whole ones, for which no page of memory has been touched yet; what is drawn, or read from a
-folder, is then one whole tensor at a time, of which the part is kept. So the values are those of one worker, and nobody
-holds them all.
+A network is built with full parameters, whose memory is not touched yet. Before they are initialized, `cut_before_init`
+lets a plan replace them by parts. Initial values, or those read from a folder, are then made one full tensor at a time, of
+which the part is kept. So the values equal those of one worker, and no worker holds them all.
 
-    with cut_before_drawn(lambda model: cut_parameter(model.embedding, "weight", Cut(whole, 0, (range(0, 128),)))):
+    with cut_before_init(lambda model: cut_parameter(model.embedding, "weight", Cut(whole, 0, (range(0, 128),)))):
         model = Decoder(config.model, vocabulary_size=4096)
-    shape_of_whole(model.embedding.weight)                       # (4096, C), of which 128 rows are here
+    full_shape(model.embedding.weight)                       # (4096, C), of which 128 rows are local
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -20,84 +19,84 @@ from torch import nn
 
 @dataclass(frozen=True)
 class Cut:
-    """Which part of a whole tensor a worker holds: ranges along a dimension, one after another."""
+    """The part of a full tensor that a worker holds: ranges along a dimension, concatenated."""
 
-    whole: tuple[int, ...]
-    """The whole tensor's shape."""
+    full_shape: tuple[int, ...]
+    """Shape of the full tensor."""
     dimension: int
     ranges: tuple[range, ...]
-    """In the whole; none: nothing of it is here."""
+    """Ranges in the full tensor; empty if nothing of it is local."""
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the part."""
+        """Shape of the part."""
         length = sum(map(len, self.ranges))
-        return (*self.whole[: self.dimension], length, *self.whole[self.dimension + 1 :])
+        return (*self.full_shape[: self.dimension], length, *self.full_shape[self.dimension + 1 :])
 
-    def of(self, whole: torch.Tensor) -> torch.Tensor:
-        """The part of a whole tensor, a copy."""
-        pieces = [whole.narrow(self.dimension, each.start, len(each)) for each in self.ranges]
-        return torch.cat(pieces, self.dimension) if pieces else whole.narrow(self.dimension, 0, 0).clone()
+    def local_part(self, whole: torch.Tensor) -> torch.Tensor:
+        """Returns a copy of the part of a full tensor."""
+        parts = [whole.narrow(self.dimension, rows.start, len(rows)) for rows in self.ranges]
+        return torch.cat(parts, self.dimension) if parts else whole.narrow(self.dimension, 0, 0).clone()
 
-    def pieces(self, rows: range) -> Iterator[tuple[range, range, tuple[int, ...]]]:
-        """The part's `rows` as boxes of the whole: (rows of the part, columns of the part, where the box begins).
+    def iter_boxes(self, rows: range) -> Iterator[tuple[range, range, tuple[int, ...]]]:
+        """Yields the part's `rows` as boxes of the full tensor: (rows of the part, columns of the part, start of the box).
 
-        Columns are along dimension 1, and there are none to name, range(0), where the whole has one dimension.
+        Columns are along dimension 1; they are range(0) if the full tensor has one dimension.
         """
-        columns = self.shape[1] if len(self.whole) > 1 else 0
-        rest = (0,) * (len(self.whole) - 2)
+        columns = self.shape[1] if len(self.full_shape) > 1 else 0
+        rest = (0,) * (len(self.full_shape) - 2)
         done = 0
-        for each in self.ranges:
-            here = range(done, done + len(each))
+        for own_range in self.ranges:
+            here = range(done, done + len(own_range))
             done = here.stop
             if self.dimension == 1:
-                if len(rows) and len(each):
-                    yield rows, here, (rows.start, each.start, *rest)
+                if len(rows) and len(own_range):
+                    yield rows, here, (rows.start, own_range.start, *rest)
                 continue
             inside = range(max(rows.start, here.start), min(rows.stop, here.stop))
             if inside:
-                begin = (each.start + inside.start - here.start,)
+                begin = (own_range.start + inside.start - here.start,)
                 yield inside, range(columns), (*begin, 0, *rest) if columns else begin
 
 
 def cut_parameter(module: nn.Module, name: str, cut: Cut) -> None:
-    """Puts a parameter of the part's shape, without values, in the place of a whole one."""
+    """Replaces a full parameter by one of the part's shape, without values."""
     before = module.get_parameter(name)
-    # Zeros where it was a vector: those are never drawn, and a network begins with zeros or ones in them.
-    first = cut.of(before.detach()) if before.dim() < 2 else torch.empty(cut.shape, dtype=before.dtype)
+    # Vectors keep their values: they are never drawn, and a network begins with zeros or ones in them.
+    first = cut.local_part(before.detach()) if before.dim() < 2 else torch.empty(cut.shape, dtype=before.dtype)
     parameter = nn.Parameter(first, requires_grad=before.requires_grad)
     parameter.cut = cut  # type: ignore[attr-defined]
     setattr(module, name, parameter)
 
 
-def cut_of(parameter: torch.Tensor) -> Cut | None:
-    """Which part of a whole a fresh model's parameter is; None: it is whole."""
+def get_cut(parameter: torch.Tensor) -> Cut | None:
+    """Returns the cut of a fresh model's parameter; None if it is unsharded."""
     return getattr(parameter, "cut", None)
 
 
-def shape_of_whole(parameter: torch.Tensor) -> Sequence[int]:
-    """The shape of the whole of which a fresh model's parameter is a part, or its own."""
-    cut = cut_of(parameter)
-    return tuple(parameter.shape) if cut is None else cut.whole
+def full_shape(parameter: torch.Tensor) -> Sequence[int]:
+    """Returns the shape of a fresh model's full parameter, which is its own if it is unsharded."""
+    cut = get_cut(parameter)
+    return tuple(parameter.shape) if cut is None else cut.full_shape
 
 
 @torch.no_grad()
-def fill(parameter: torch.Tensor, values: Callable[[torch.Tensor], object]) -> None:
-    """Gives a parameter values; `values` writes them into a whole tensor. Random numbers are drawn as for one worker."""
-    if (cut := cut_of(parameter)) is None:
+def fill_parameter(parameter: torch.Tensor, values: Callable[[torch.Tensor], object]) -> None:
+    """Fills a parameter; `values` writes into a full tensor. Random numbers are drawn as on one worker."""
+    if (cut := get_cut(parameter)) is None:
         values(parameter)
         return
-    whole = torch.empty(cut.whole, dtype=parameter.dtype)
+    whole = torch.empty(cut.full_shape, dtype=parameter.dtype)
     values(whole)
-    parameter.copy_(cut.of(whole))
+    parameter.copy_(cut.local_part(whole))
 
 
 _plan: Callable[[nn.Module], None] | None = None  # of the process: constructors cannot be handed it
 
 
 @contextmanager
-def cut_before_drawn(plan: Callable[[nn.Module], None]) -> Iterator[None]:
-    """Has `plan` cut the parameters of the network that is built inside, once, before any value of its matrices is drawn."""
+def cut_before_init(plan: Callable[[nn.Module], None]) -> Iterator[None]:
+    """Lets `plan` cut the parameters of a network built inside, once, before its matrices are initialized."""
     global _plan
     before, _plan = _plan, plan
     try:
@@ -106,8 +105,8 @@ def cut_before_drawn(plan: Callable[[nn.Module], None]) -> Iterator[None]:
         _plan = before
 
 
-def cut_now(model: nn.Module) -> None:
-    """Applies the plan to a network whose modules are all there; it is for the network's own constructor to call."""
+def apply_cut_plan(model: nn.Module) -> None:
+    """Applies the plan to a network with all its modules; called by the network's own constructor."""
     global _plan
     plan, _plan = _plan, None
     if plan is not None:

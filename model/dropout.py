@@ -1,10 +1,10 @@
-"""Dropout whose masks follow from where a number stands, not from how many were drawn before.
+"""Dropout with masks that depend on the position of an element, not on the number of earlier draws.
 
-By default masks come one after another from the device's generator, which is seeded by (seed, step, slot). Workers that
-share a slot's layers or tokens have not drawn what came before, so among them each mask has a seed of its own, made of the
-generator's and of the module's number, is drawn for the whole slot, and cut to what is here: the same masks on any mesh.
+By default masks are drawn in sequence from the device's generator, which is seeded by (seed, step, slot). Workers that split
+a slot's layers or tokens have not made the earlier draws. Among them each mask has its own seed, made of the generator's and
+of the module's number; it is drawn for the full slot and cut to the local part: the same masks on any mesh.
 
-    number_dropouts(model)                                    # from here on by place
+    number_dropouts(model)                                    # from here on position-based masks
     y = model.dropout(x)                                      # (B, T, C) -> (B, T, C)
 """
 
@@ -16,45 +16,45 @@ import torch.nn.functional as F
 from torch import nn
 
 Part = Callable[[tuple[int, ...], Any], tuple[tuple[int, ...], Callable[[torch.Tensor], torch.Tensor]]]
-"""(shape of what is here, `documents` of a block) -> shape of the whole, and what cuts from a whole what is here."""
+"""(local shape, `documents` of a block) -> full shape, and a function that cuts the local part from a full mask."""
 
 
 class Dropout(nn.Module):
-    """Zeros a share of numbers, and divides the rest by what is left (Srivastava et al., 2014)."""
+    """Zeros elements with a probability, and divides the rest by 1 - probability (Srivastava et al., 2014)."""
 
     number: int | None = None
-    """Which of a network's it is; None: masks come one after another."""
+    """Index of this module in its network; None: masks are drawn in sequence."""
     part: Part | None = None
-    """What of a whole stream is here; None: all."""
+    """Local part of a full stream; None: all."""
 
-    def __init__(self, share: float) -> None:
+    def __init__(self, probability: float) -> None:
         super().__init__()
-        self.share = share
+        self.probability = probability
 
     def forward(self, x: torch.Tensor, documents: Any = None) -> torch.Tensor:
-        """(B, T, C) -> (B, T, C); `documents` as the block was given them."""
-        if not self.training or not self.share:
+        """Maps x (B, T, C) to (B, T, C); `documents` as in the block."""
+        if not self.training or not self.probability:
             return x
         if self.number is None:
-            return F.dropout(x, self.share)
+            return F.dropout(x, self.probability)
         shape, cut = self.part(tuple(x.shape), documents) if self.part else (tuple(x.shape), None)
         kept = torch.empty(shape, dtype=x.dtype, device=x.device)
-        kept.bernoulli_(1 - self.share, generator=_generator(x.device, seed_here(x.device, self.number)))
-        kept.div_(1 - self.share)
+        kept.bernoulli_(1 - self.probability, generator=_seeded_generator(x.device, module_seed(x.device, self.number)))
+        kept.div_(1 - self.probability)
         return x * (cut(kept) if cut else kept)
 
 
 def number_dropouts(model: nn.Module) -> None:
-    """Has a network's masks follow from their place, in attention's weights, too; it must still have all its modules."""
+    """Makes a network's masks position-based, also in attention's weights; the network must still have all its modules."""
     numbered = [module for module in model.modules() if hasattr(type(module), "number")]
     for number, module in enumerate(numbered):
         module.number = number  # type: ignore[assignment]
 
 
-def seed_here(device: torch.device, number: int) -> int:
-    """The seed of a module's mask in the micro-batch that is being computed, below 2^62.
+def module_seed(device: torch.device, number: int) -> int:
+    """Returns the seed of a module's mask in the current micro-batch, below 2^62.
 
-    Made of the seed that the device's generator was last given, which a recomputation for the backward restores.
+    It is made of the device generator's last seed, which a recomputation in the backward restores.
     """
     if device.type == "cuda":
         base = torch.cuda.default_generators[torch.cuda.current_device()].initial_seed()
@@ -67,15 +67,15 @@ def seed_here(device: torch.device, number: int) -> int:
     return (mixed ^ (mixed >> 31)) >> 2
 
 
-def seed_tensor(device: torch.device, number: int) -> torch.Tensor:
-    """The same for a kernel, (1,) int64 on the device."""
-    return torch.full((1,), seed_here(device, number), dtype=torch.int64, device=device)
+def module_seed_tensor(device: torch.device, number: int) -> torch.Tensor:
+    """Returns `module_seed` for a kernel, (1,) int64 on the device."""
+    return torch.full((1,), module_seed(device, number), dtype=torch.int64, device=device)
 
 
 _generators: dict[torch.device, torch.Generator] = {}
 
 
-def _generator(device: torch.device, seed: int) -> torch.Generator:
+def _seeded_generator(device: torch.device, seed: int) -> torch.Generator:
     if device not in _generators:
         _generators[device] = torch.Generator(device)
     return _generators[device].manual_seed(seed)

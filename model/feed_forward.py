@@ -1,5 +1,5 @@
-"""The feed-forward of a block: ReLU (Vaswani et al., 2017), GELU for GPT-2 (Hendrycks and Gimpel, 2016), SwiGLU for Llama
-(Shazeer, 2020), GeGLU for Gemma (the same paper).
+"""Feed-forward networks of a block: ReLU (Vaswani et al., 2017), GELU for GPT-2 (Hendrycks and Gimpel, 2016), SwiGLU for
+Llama (Shazeer, 2020), GeGLU for Gemma and ModernBERT (the same paper).
 
 block = SwiGLU(128, 384)
 y = block(x)                                              # (B, T, 128) -> (B, T, 128)
@@ -15,7 +15,7 @@ from raystride.triton_kernels.swiglu import swiglu
 
 
 class GELU(nn.Module):
-    """W2 gelu(W1 x); `tanh`: by the approximation."""
+    """W2 gelu(W1 x); `tanh`: GELU by its approximation."""
 
     def __init__(self, width: int, hidden: int, *, bias: bool = False, tanh: bool = False, products: Products) -> None:
         super().__init__()
@@ -56,14 +56,15 @@ class SwiGLU(nn.Module):
 
 
 class GeGLU(nn.Module):
-    """W2 (gelu(W1 x) * W3 x), GELU by its approximation, without biases."""
+    """W2 (gelu(W1 x) * W3 x), without biases; `tanh`: GELU by its approximation."""
 
-    def __init__(self, width: int, hidden: int, *, products: Products) -> None:
+    def __init__(self, width: int, hidden: int, *, tanh: bool = True, products: Products) -> None:
         super().__init__()
+        self.tanh = tanh
         self.gate = Linear(width, hidden, products=products)
         self.up = Linear(width, hidden, products=products)
         self.down = Linear(hidden, width, products=products)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """(B, T, C) -> (B, T, C)."""
-        return self.down(gelu(self.gate(x), tanh=True) * self.up(x))  # type: ignore[no-any-return]
+        return self.down(gelu(self.gate(x), tanh=self.tanh) * self.up(x))  # type: ignore[no-any-return]

@@ -1,4 +1,4 @@
-"""Writing text with a decoder and a key-value cache: temperature, top-k, top-p, for a batch of prompts at once.
+"""Text generation with a decoder and a key-value cache: temperature, top-k, top-p, for a batch of prompts.
 
 Prompts of different lengths are padded on the left and the padding is masked, so each row continues at its own last token.
 When the context is full, the cache is rebuilt from the newer half of each row.
@@ -27,9 +27,9 @@ def generate(
     top_p: float = 1.0,
     seed: int = 0,
 ) -> Iterator[list[int]]:
-    """Yields the next id of each prompt, `tokens` times. No prompt may be empty; `temperature` 0 takes the likeliest.
+    """Yields the next id of each prompt, `tokens` times. No prompt may be empty; `temperature` 0 is greedy.
 
-    Raises ValueError where there is no prompt, or one without ids.
+    Raises ValueError if there is no prompt, or one without ids.
     """
     if not prompts or not all(prompts):
         raise ValueError("every prompt needs at least one token; begin an empty one with the tokenizer's end token")
@@ -41,14 +41,14 @@ def generate(
     model.eval()
     try:
         for _ in range(tokens):
-            with torch.no_grad():  # not inference mode: a model in shards keeps what it gathers
+            with torch.no_grad():  # not inference mode: a sharded model keeps the gathered tensors
                 if not caches or caches[0].length >= model.shape.context:
                     # The first pass, or no room for one more position: start over from the newer half.
                     keep = model.shape.context if not caches else max(1, model.shape.context // 2)
-                    caches, padding = _fresh_caches(model, rows, keep)
-                    logits = _prefill(model, [row[-keep:] for row in rows], caches, padding)
+                    caches, padding = _allocate_caches(model, rows, keep)
+                    logits = _prefill_caches(model, [row[-keep:] for row in rows], caches, padding)
                 else:
-                    logits = _step(model, [row[-1] for row in rows], caches, padding)
+                    logits = _decode_step(model, [row[-1] for row in rows], caches, padding)
                 chosen = choose_token(logits, temperature=temperature, top_k=top_k, top_p=top_p, generator=generator)
             next_ids: list[int] = chosen.tolist()
             for row, token in zip(rows, next_ids, strict=True):
@@ -61,28 +61,28 @@ def generate(
 def choose_token(
     logits: torch.Tensor, *, temperature: float, top_k: int, top_p: float, generator: torch.Generator | None = None
 ) -> torch.Tensor:
-    """One id a row from logits (B, V). Top-p keeps the smallest set of likeliest ids that reaches p (Holtzman, 2020)."""
+    """Samples an id a row from logits (B, V). Top-p keeps the fewest likeliest ids that reach p (Holtzman, 2020)."""
     if temperature == 0:
         return logits.argmax(-1)
     ordered, ids = (logits.float() / temperature).sort(dim=-1, descending=True)
     if top_k:
         ordered[:, top_k:] = -torch.inf
     probabilities = ordered.softmax(-1)
-    # What lies ahead of an id, so that the likeliest one always stays.
+    # The mass before an id, so that the likeliest one always stays.
     before = probabilities.cumsum(-1) - probabilities
     probabilities = probabilities.masked_fill(before >= top_p, 0.0)
     picked = torch.multinomial(probabilities, 1, generator=generator)
     return ids.gather(-1, picked)[:, 0]
 
 
-def _fresh_caches(model: Decoder, rows: list[list[int]], keep: int) -> tuple[list[LayerCache], torch.Tensor]:
-    """Empty caches for `context` positions, and how many positions of padding each row begins with, (B)."""
+def _allocate_caches(model: Decoder, rows: list[list[int]], keep: int) -> tuple[list[LayerCache], torch.Tensor]:
+    """Returns empty caches for `context` positions, and the number of padding positions before each row, (B)."""
     lengths = [min(len(row), keep) for row in rows]
     caches = [LayerCache(model.shape.context) for _ in range(model.shape.layers)]
     return caches, torch.tensor([max(lengths) - length for length in lengths], device=next(model.parameters()).device)
 
 
-def _prefill(model: Decoder, rows: list[list[int]], caches: list[LayerCache], padding: torch.Tensor) -> torch.Tensor:
+def _prefill_caches(model: Decoder, rows: list[list[int]], caches: list[LayerCache], padding: torch.Tensor) -> torch.Tensor:
     """Runs the prompts through the model; returns the logits (B, V) after each row's last token."""
     longest = max(map(len, rows))
     ids = torch.tensor([[PADDING] * (longest - len(row)) + row for row in rows], device=padding.device)
@@ -97,8 +97,8 @@ def _prefill(model: Decoder, rows: list[list[int]], caches: list[LayerCache], pa
     return model.logits(hidden[:, -1])
 
 
-def _step(model: Decoder, last: list[int], caches: list[LayerCache], padding: torch.Tensor) -> torch.Tensor:
-    """One more token a row against the caches; returns logits (B, V)."""
+def _decode_step(model: Decoder, last: list[int], caches: list[LayerCache], padding: torch.Tensor) -> torch.Tensor:
+    """Runs one more token a row against the caches; returns logits (B, V)."""
     column = caches[0].length
     ids = torch.tensor(last, device=padding.device)[:, None]
     mask = None

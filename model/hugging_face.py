@@ -1,105 +1,57 @@
-"""A decoder's weights to and from the layouts of Hugging Face.
+"""Weights of a decoder, or of an encoder with a classifier's head, to and from the layouts of Hugging Face.
 
     gpt2 flavour     GPT2LMHeadModel
-    llama flavour    the first of `hugging_face_families` that can say what it is: LlamaForCausalLM, Qwen2ForCausalLM, ...
+    llama flavour    the first of `hugging_face_families` that can describe it: LlamaForCausalLM, Qwen2ForCausalLM, ...
+    bert flavour     BertForSequenceClassification, or another of `hugging_face_encoders`
 
-Queries, keys and values lie in the same order, and RoPE pairs number i of a head with i + D / 2 in both. What differs: GPT-2
-keeps linear weights as (in, out) and always has biases, which are zeros where the model has none; the others keep queries,
-keys and values apart, but for Phi-3, which keeps even gate and up in one; Gemma's norms hold what is added to 1. What
-`config.json` says of the arithmetic is in `model.hugging_face_config`.
+Queries, keys and values have the same order, and RoPE pairs dimension i of a head with i + D / 2 in both. Differences: GPT-2
+always has biases, zeros if the model has none; Gemma's norms store weight - 1. Names and shapes are in
+`model.hugging_face_layout`, the reading of `config.json` in `model.hugging_face_config`.
 
     description, tensors = to_hugging_face(model, end_id=0)       # config.json, and tensors by name
     from_hugging_face(other, description, tensors)                # `other` gives the same logits
+    description, tensors = encoder_to_hugging_face(classifier, labels=["no", "yes"], padding=0)
+    begun = encoder_from_hugging_face(other, description, tensors, labels=["no", "yes"])    # []: nothing newly initialized
 """
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
 
-from raystride.model.cut import fill, shape_of_whole
-from raystride.model.hugging_face_config import check_description, describe, model_type
+from raystride.model.classifier import Classifier
+from raystride.model.cut import fill_parameter, full_shape, get_cut
+from raystride.model.hugging_face_config import (
+    AnyType,
+    check_description,
+    complete_description,
+    describe,
+    described_type,
+    model_type,
+)
+from raystride.model.hugging_face_encoders import ENCODER_FAMILIES, encoder_type
+from raystride.model.hugging_face_layout import (
+    HALVES,
+    HEAD_MODULES,
+    SEGMENTS,
+    Layout,
+    check_tensors,
+    full_names,
+    layout_of,
+)
 from raystride.model.linear import Linear
+from raystride.model.lora import fully_trained_modules
 from raystride.model.norm import RMSNorm
-from raystride.model.shape import key_width, query_width, sandwich_norm
+from raystride.model.shape import ENCODERS, key_width, query_width
 from raystride.model.transformer import Decoder
 
 
 @dataclass(frozen=True)
-class _Layout:
-    """Where our modules lie: our name and theirs, which are several for rows of one tensor of ours."""
-
-    root: str
-    blocks: str
-    outside: dict[str, tuple[str, ...]]
-    inside: dict[str, tuple[str, ...]]
-    biased: tuple[str, ...] = ()
-    """Ours that always have a bias there."""
-    transposed: bool = False
-    """Linear weights in blocks are (in, out)."""
-    added: bool = False
-    """RMSNorm's weights there are what is added to 1."""
-
-    def theirs(self, name: str) -> tuple[str, ...]:
-        """Their names of one of our modules; none for one that holds no weights itself."""
-        match = re.fullmatch(r"blocks\.(\d+)\.(.+)", name)
-        if match is None:
-            return self.outside.get(name, ())
-        return tuple(f"{self.blocks}.{match[1]}.{each}" for each in self.inside.get(match[2], ()))
-
-
-_GPT2 = _Layout(
-    root="transformer.",
-    blocks="transformer.h",
-    outside={
-        "embedding": ("transformer.wte",),
-        "positions": ("transformer.wpe",),
-        "norm": ("transformer.ln_f",),
-        "head": ("lm_head",),
-    },
-    inside={
-        "norm1": ("ln_1",),
-        "attention.qkv": ("attn.c_attn",),
-        "attention.out": ("attn.c_proj",),
-        "norm2": ("ln_2",),
-        "feed_forward.up": ("mlp.c_fc",),
-        "feed_forward.down": ("mlp.c_proj",),
-    },
-    biased=("norm", "norm1", "attention.qkv", "attention.out", "norm2", "feed_forward.up", "feed_forward.down"),
-    transposed=True,
-)
-_LLAMA = _Layout(
-    root="model.",
-    blocks="model.layers",
-    outside={"embedding": ("model.embed_tokens",), "norm": ("model.norm",), "head": ("lm_head",)},
-    inside={
-        "norm1": ("input_layernorm",),
-        "attention.qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-        "attention.out": ("self_attn.o_proj",),
-        "norm2": ("post_attention_layernorm",),
-        "feed_forward.gate": ("mlp.gate_proj",),
-        "feed_forward.up": ("mlp.up_proj",),
-        "feed_forward.down": ("mlp.down_proj",),
-    },
-)
-_HEAD_NORMS = {"attention.q_norm": ("self_attn.q_norm",), "attention.k_norm": ("self_attn.k_norm",)}
-_SANDWICH = {
-    "norm2": ("pre_feedforward_layernorm",),
-    "norm3": ("post_attention_layernorm",),
-    "norm4": ("post_feedforward_layernorm",),
-}
-_FUSED, _HALVES = "mlp.gate_up_proj.weight", ("mlp.gate_proj.weight", "mlp.up_proj.weight")
-"""Of Phi-3: the rows of the second follow those of the first in one tensor."""
-_NO_WEIGHT = re.compile(r"\.attn\.(masked_)?bias$|\.rotary_emb\.inv_freq$")
-"""Constants that older folders hold among the weights: the causal mask, the rotary frequencies."""
-
-
-@dataclass(frozen=True)
-class _Home:
-    """One of our tensors, and those of theirs that hold its rows, one after the other."""
+class _TensorMapping:
+    """One of our tensors, and the Hugging Face tensors that hold its rows, concatenated."""
 
     module: nn.Module
     kind: str
@@ -113,147 +65,228 @@ class _Home:
         return tensor
 
 
-def names_there(model: nn.Module) -> Callable[[str], tuple[str, ...]]:
-    """From our name of a module to theirs, which are several for rows of one of ours; none where no layout has it."""
-    if not isinstance(model, Decoder):
-        return lambda name: ()
-    try:
-        kind = model_type(model.shape)
-    except ValueError:
-        return lambda name: ()
-    theirs = _layout(model, kind).theirs
-    # Phi-3 has gate and up in one layer, see `half_there`.
-    return (lambda name: () if name.endswith(("gate", "up")) else theirs(name)) if kind == "phi3" else theirs
+def hf_names(model: nn.Module) -> Callable[[str], tuple[str, ...]]:
+    """Returns a function from our name of a module to its Hugging Face names: several if they share its rows.
 
-
-def half_there(model: nn.Module, name: str) -> tuple[str, int] | None:
-    """Of our module whose rows are the first (0) or second (1) half of one of theirs, that one's name, and which half."""
-    if not isinstance(model, Decoder) or names_there(model)(name) or not name.endswith(("gate", "up")):
-        return None
-    try:
-        (theirs,) = _layout(model, model_type(model.shape)).theirs(name)
-    except ValueError:
-        return None
-    for number, half in enumerate(_HALVES):
-        if f"{theirs}.weight".endswith(half):
-            return f"{theirs}.weight".replace(half, _FUSED).removesuffix(".weight"), number
-    return None
-
-
-def to_hugging_face(model: Decoder, end_id: int) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-    """What `config.json` says of a model, and its weights by their names there, fp32 copies on the CPU.
-
-    `end_id` is the id that ends a document. Raises ValueError, with the setting's name, for what no layout can say.
+    It returns none if no layout has the module. Phi-3 and ModernBERT fuse gate and up into one layer, whose name both get:
+    see `fused_half`.
     """
-    description = describe(model.shape, model.vocabulary_size, end_id)
+    layout = _find_layout(model)
+    if layout is None:
+        return lambda name: ()
+    return lambda name: tuple(_fused_name(layout, hf_name) or hf_name for hf_name in layout.names_of(name))
+
+
+def peft_modules_to_save(model: nn.Module) -> tuple[str, ...]:
+    """Returns PEFT's names of a classifier's fully trained modules; none for another network."""
+    layout = _find_layout(model) if fully_trained_modules(model) else None
+    return layout.saved if layout else ()
+
+
+def fused_half(model: nn.Module, name: str) -> int | None:
+    """Returns which half (0 or 1) of a fused Hugging Face layer one of our modules is; None if it is a full layer."""
+    layout = _find_layout(model)
+    if layout is None or not layout.fused:
+        return None
+    return next((number for number, end in enumerate(("gate", "up")) if name.endswith(f"feed_forward.{end}")), None)
+
+
+def _find_layout(model: nn.Module) -> Layout | None:
+    """Returns the layout of a network; None if no layout has it."""
+    if not (isinstance(model, Decoder) or (isinstance(model, Classifier) and model.shape.architecture in ENCODERS)):
+        return None
+    try:
+        kind: AnyType = model_type(model.shape)
+    except ValueError:
+        return None
+    return layout_of(model.shape, kind)
+
+
+def _fused_name(layout: Layout, name: str) -> str:
+    """Returns the fused layer of a gate or an up; empty for another module."""
+    for half in HALVES if layout.fused else ():
+        if f"{name}.weight".endswith(half):
+            return f"{name}.weight".removesuffix(half) + layout.fused
+    return ""
+
+
+def to_hugging_face(model: Decoder, end_id: int, *, family: str = "auto") -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    """Returns the `config.json` of a model, and its weights by their Hugging Face names, fp32 copies on the CPU.
+
+    `end_id` is the id that ends a document; `family` the base's `model_type`, if the settings do not name it. Raises
+    ValueError, with the setting's name, for a setting that no layout supports.
+    """
+    shape = model.shape if family == "auto" else replace(model.shape, family=family)  # type: ignore[type-var]
+    description = describe(shape, model.vocabulary_size, end_id)
+    return description, _export_tensors(model, layout_of(shape, description["model_type"]))
+
+
+def _export_tensors(model: Decoder | Classifier, layout: Layout) -> dict[str, torch.Tensor]:
+    """Returns the weights by their names in a layout, fp32 copies on the CPU."""
     tensors: dict[str, torch.Tensor] = {}
-    layout = _layout(model, description["model_type"])
-    for home in _homes(model, layout):
-        value = torch.zeros(sum(home.rows)) if home.ours is None else home.ours.detach().to("cpu", torch.float32)
-        value = value - 1 if layout.added and isinstance(home.module, RMSNorm) else value
-        for name, part in zip(home.names, value.split(home.rows), strict=True):
-            part = part.t() if home.transposed else part
-            # A copy in any case: safetensors takes no views, and no memory that two names share.
+    for mapping in _tensor_mappings(model, layout):
+        value = torch.zeros(sum(mapping.rows)) if mapping.ours is None else mapping.ours.detach().to("cpu", torch.float32)
+        value = value - 1 if layout.added and isinstance(mapping.module, RMSNorm) else value
+        for name, part in zip(mapping.names, value.split(mapping.rows), strict=True):
+            part = part.t() if mapping.transposed else part
+            # Always a copy: safetensors takes no views, and no memory shared by two names.
             tensors[name] = part.clone(memory_format=torch.contiguous_format)
-    if description["model_type"] == "phi3":
-        for name in [name for name in tensors if name.endswith(_HALVES[0])]:
-            start = name.removesuffix(_HALVES[0])
-            tensors[start + _FUSED] = torch.cat([tensors.pop(start + half) for half in _HALVES])
-    return description, tensors
+    for name in [name for name in tensors if layout.fused and name.endswith(HALVES[0])]:
+        start = name.removesuffix(HALVES[0])
+        tensors[f"{start}{layout.fused}.weight"] = torch.cat([tensors.pop(start + half) for half in HALVES])
+    return tensors
+
+
+def encoder_to_hugging_face(
+    model: Classifier, labels: Sequence[str], padding: int | None = None, *, family: str = "auto"
+) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    """Returns the `config.json` of an encoder with a classifier's head, and its weights, like `to_hugging_face`.
+
+    `padding` is the padding id; None: the family's. Raises ValueError, with the setting's name, for a setting that the
+    layout does not support.
+    """
+    shape = model.shape if family == "auto" else replace(model.shape, family=family)  # type: ignore[type-var]
+    kind = encoder_type(shape)
+    theirs, layout = ENCODER_FAMILIES[kind], layout_of(shape, kind)
+    described = theirs.describe(shape)
+    tensors = _export_tensors(model, layout)
+    if theirs.positions_before:
+        name = f"{layout.outside['positions'][0]}.weight"
+        tensors[name] = torch.cat((tensors[name].new_zeros(theirs.positions_before, shape.hidden_size), tensors[name]))
+    if theirs.segments:  # the first text's vector is in the positions, see `encoder_from_hugging_face`
+        tensors[layout.root + SEGMENTS] = torch.zeros(2, shape.hidden_size)
+    words = model.embedding.num_embeddings
+    padding = theirs.padding if padding is None else padding
+    return {
+        "architectures": [theirs.architecture],
+        "model_type": kind,
+        **described,
+        "vocab_size": words,
+        "pad_token_id": padding if padding < words else None,
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "id2label": {str(number): label for number, label in enumerate(labels)},
+        "label2id": {label: number for number, label in enumerate(labels)},
+        "problem_type": "single_label_classification",
+        "dtype": "float32",
+    }, tensors
 
 
 def from_hugging_face(
-    model: Decoder, description: Mapping[str, Any], tensors: Mapping[str, torch.Tensor], *, spare_ids: bool = False
+    model: Decoder,
+    description: Mapping[str, Any],
+    tensors: Mapping[str, torch.Tensor],
+    *,
+    spare_ids: bool = False,
+    share_frozen: bool = False,
 ) -> None:
-    """Gives a model the weights of a folder, from its `config.json` and its tensors.
+    """Loads the weights of a Hugging Face folder into a model, from its `config.json` and its tensors.
 
     `spare_ids`: the folder may have more ids than the model, and the last ones are left out. Qwen pads its vocabulary so.
-    Raises ValueError, a sentence about the folder, where the model is another one or the weights are not all there; it may
-    then hold some of them.
+    `share_frozen`: parameters without gradients use the tensors themselves, without a copy, if dtype and order match: for a
+    memory-mapped file the processes of a machine hold them once. Raises ValueError, a sentence about the folder, if the
+    model is another one or weights are missing.
     """
-    check_description(model.shape, description)
-    kind = description["model_type"]
-    layout = _layout(model, kind)
-    found = _by_full_name(model, layout, description, tensors)
+    shape = model.shape
+    check_description(shape, description)
+    description = complete_description(description)
+    layout = layout_of(shape, described_type(description))
+    stored = full_names(layout, tensors)
+    sizes = {name: tuple(tensors[name].shape) for name in stored.values()}
+    check_tensors(shape, description, sizes, vocabulary_size=model.vocabulary_size, spare_ids=spare_ids)
+    embedding = stored[f"{layout.outside['embedding'][0]}.weight"]
+    if model.head is not None and description["tie_word_embeddings"]:
+        stored["lm_head.weight"] = embedding
+    elif (
+        model.head is None and (head := stored.get("lm_head.weight")) and not torch.equal(tensors[head], tensors[embedding])
+    ):
+        raise ValueError("its lm_head.weight is not its embedding, though its config.json ties one to the other")
     with torch.no_grad():
-        for home in _homes(model, layout):
-            parts = [_take(found, tensors, name) for name in home.names]
-            if layout.added and isinstance(home.module, RMSNorm):
+        for mapping in _tensor_mappings(model, layout):
+            parts = [_read_tensor(stored, tensors, name, layout) for name in mapping.names]
+            if layout.added and isinstance(mapping.module, RMSNorm):
                 parts = [part.float() + 1 for part in parts]
-            _fill(model, home, parts, spare_ids)
-    if rest := sorted(name for name in found if not _NO_WEIGHT.search(name)):
-        raise ValueError(f"it has weights for which a `{kind}` here has no place: {', '.join(rest[:4])}")
+            _load_tensor(mapping, parts, share_frozen)
 
 
-def _layout(model: Decoder, kind: str) -> _Layout:
-    """Where the modules of a model lie in a folder of this model type."""
-    if kind == "gpt2":
-        return _GPT2
-    shape, inside = model.shape, dict(_LLAMA.inside)
-    inside |= _HEAD_NORMS if shape.qk_norm else {}
-    inside |= _SANDWICH if sandwich_norm(shape) else {}
-    inside |= {"attention.qkv": ("self_attn.qkv_proj",)} if kind == "phi3" else {}
-    biased = ("attention.qkv",) * shape.qkv_bias + ("attention.out",) * shape.out_bias
-    return replace(_LLAMA, inside=inside, biased=biased, added=sandwich_norm(shape))
+def encoder_from_hugging_face(
+    model: Classifier,
+    description: Mapping[str, Any],
+    tensors: Mapping[str, torch.Tensor],
+    *,
+    labels: Sequence[str] = (),
+    spare_ids: bool = False,
+    share_frozen: bool = False,
+) -> list[str]:
+    """Loads a folder's encoder into a classifier, like `from_hugging_face`; returns the modules that keep their own values.
+
+    These are the head, unless the folder has one for the same labels (in any order), and the layer before it, if the folder
+    has none. There are no text pairs here, so BERT's vector for all tokens of a first text is added to the positions.
+    """
+    shape = model.shape
+    check_description(shape, description)
+    kind = described_type(description)
+    layout, family = layout_of(shape, kind), ENCODER_FAMILIES[kind]  # type: ignore[index]
+    stored = full_names(layout, tensors)
+    sizes = {name: tuple(tensors[name].shape) for name in stored.values()}
+    check_tensors(shape, description, sizes, vocabulary_size=model.embedding.num_embeddings, spare_ids=spare_ids)
+    order, begun = _label_rows(description, labels), []
+    with torch.no_grad():
+        for mapping in _tensor_mappings(model, layout):
+            ours = next((head_module for head_module in HEAD_MODULES if getattr(model, head_module) is mapping.module), "")
+            if ours and (not {*mapping.names} <= stored.keys() or (ours == "head" and not order)):
+                begun.append(ours)
+                continue
+            parts = [_read_tensor(stored, tensors, name, layout) for name in mapping.names]
+            if mapping.module is model.positions:
+                parts = [parts[0][family.positions_before :]]
+                parts = [parts[0] + tensors[stored[layout.root + SEGMENTS]][0]] if family.segments else parts
+            if ours == "head":
+                parts = [parts[0][order]]
+            _load_tensor(mapping, parts, share_frozen)
+    return [head_module for head_module in HEAD_MODULES if head_module in begun]
 
 
-def _homes(model: Decoder, layout: _Layout) -> Iterator[_Home]:
-    """Every tensor of the layout, in the model's order."""
+def _label_rows(description: Mapping[str, Any], labels: Sequence[str]) -> list[int]:
+    """Returns the rows of a folder's head for these labels, in their order; none if it has other labels."""
+    named = {str(label): int(number) for number, label in (description.get("id2label") or {}).items()}
+    return [named[label] for label in labels] if named.keys() == {*labels} else []
+
+
+def _tensor_mappings(model: Decoder | Classifier, layout: Layout) -> Iterator[_TensorMapping]:
+    """Yields the mapping of every tensor of the layout, in the model's order."""
     apart = (query_width(model.shape), key_width(model.shape), key_width(model.shape))
     for name, module in model.named_modules():
-        names = layout.theirs(name)
+        names = () if isinstance(module, nn.Identity) else layout.names_of(name)
         biased = re.sub(r"^blocks\.\d+\.", "", name) in layout.biased
         for kind in ("weight", "bias")[: 1 + biased] if names else ():
-            rows = apart if len(names) == 3 else (shape_of_whole(module.get_parameter("weight"))[0],)
+            rows = apart if len(names) == 3 else (full_shape(module.get_parameter("weight"))[0],)
             transposed = layout.transposed and kind == "weight" and isinstance(module, Linear) and module is not model.head
-            yield _Home(module, kind, tuple(f"{each}.{kind}" for each in names), rows, transposed)
+            yield _TensorMapping(module, kind, tuple(f"{hf_name}.{kind}" for hf_name in names), rows, transposed)
 
 
-def _by_full_name(
-    model: Decoder, layout: _Layout, description: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]
-) -> dict[str, str]:
-    """The folder's names by the full ones (OpenAI's GPT-2 leaves the root away), with a head where we have one."""
-    found = {name if name.startswith((layout.root, "lm_head.")) else layout.root + name: name for name in tensors}
-    embedding = found.get(f"{layout.outside['embedding'][0]}.weight")
-    if model.head is not None:
-        if description.get("tie_word_embeddings", layout is _GPT2) and embedding:
-            found["lm_head.weight"] = embedding
-    # Some folders write a tied head out; only one that differs from the embedding is a mistake.
-    elif (head := found.pop("lm_head.weight", None)) and embedding and not torch.equal(tensors[head], tensors[embedding]):
-        raise ValueError("its lm_head.weight is not its embedding, though its config.json ties one to the other")
-    return found
+def _read_tensor(stored: Mapping[str, str], tensors: Mapping[str, torch.Tensor], name: str, layout: Layout) -> torch.Tensor:
+    """Returns a tensor by its full name, or its half of a fused one."""
+    half = next((number for number, suffix in enumerate(HALVES) if name.endswith(suffix)), None)
+    if name not in stored and half is not None:
+        return tensors[stored[f"{name.removesuffix(HALVES[half])}{layout.fused}.weight"]].chunk(2)[half]
+    return tensors[stored[name]]
 
 
-def _take(found: dict[str, str], tensors: Mapping[str, torch.Tensor], name: str) -> torch.Tensor:
-    half = next((each for each, suffix in enumerate(_HALVES) if name.endswith(suffix)), None)
-    if name not in found and half is not None and (fused := name.removesuffix(_HALVES[half]) + _FUSED) in found:
-        stored = tensors[found.pop(fused) if half else found[fused]]  # the second half is asked for last
-        return stored.chunk(2)[half]
-    if name not in found:
-        raise ValueError(f"it has no tensor {name}")
-    return tensors[found.pop(name)]
+def _load_tensor(mapping: _TensorMapping, parts: list[torch.Tensor], share_frozen: bool) -> None:
+    """Fills one of our tensors; of ids and of learned positions it takes the first ones."""
+    ours, rows = mapping.ours, sum(mapping.rows)
+    if share_frozen and ours is not None and _can_share(ours, parts, mapping):
+        ours.data = parts[0][:rows]
+        return
+    read = torch.cat([part.t() if mapping.transposed else part for part in parts])
+    if ours is not None:
+        fill_parameter(ours, lambda whole: whole.copy_(read[:rows]))
+    elif read.any():
+        raise ValueError(f"it has biases, {mapping.names[0]} among them: set --model.bias true")
 
 
-def _fill(model: Decoder, home: _Home, parts: list[torch.Tensor], spare_ids: bool) -> None:
-    """Copies what was read into our tensor. Of learned positions, the first ones suffice."""
-    if spare_ids and home.module in (model.embedding, model.head):
-        parts = [parts[0][: model.vocabulary_size]]
-    if home.module is model.positions:
-        if len(parts[0]) < model.shape.context:
-            raise ValueError(f"it has {len(parts[0])} positions: lower model.context, {model.shape.context}, to that")
-        parts = [parts[0][: model.shape.context]]
-    if home.module is model.embedding and len(parts[0]) != model.vocabulary_size:
-        raise ValueError(
-            f"its vocabulary has {len(parts[0])} ids and the run's tokenizer {model.vocabulary_size}: train with its own, "
-            "--tokenizer.kind file --tokenizer.file FOLDER/tokenizer.json"
-        )
-    inner = shape_of_whole(home.module.get_parameter("weight"))[1:] if home.kind == "weight" else ()
-    for name, part, rows in zip(home.names, parts, home.rows, strict=True):
-        expected = (rows, *inner)[::-1] if home.transposed else (rows, *inner)
-        if tuple(part.shape) != expected:
-            raise ValueError(f"its tensor {name} is {tuple(part.shape)}: the settings make it {expected}")
-    if home.ours is not None:
-        read = torch.cat([part.t() if home.transposed else part for part in parts])
-        fill(home.ours, lambda whole: whole.copy_(read))
-    elif any(part.any() for part in parts):
-        raise ValueError(f"it has biases, {home.names[0]} among them: set --model.bias true")
+def _can_share(ours: torch.Tensor, parts: list[torch.Tensor], mapping: _TensorMapping) -> bool:
+    """Returns whether one of our tensors equals a single one of the folder in dtype and order, and is frozen."""
+    alike = len(parts) == 1 and not mapping.transposed and parts[0].dtype == ours.dtype and parts[0].device == ours.device
+    return alike and not ours.requires_grad and get_cut(ours) is None

@@ -1,82 +1,91 @@
-"""The families of decoders of Llama's kind that Hugging Face's `config.json` names, and what each can say in it.
+"""Hugging Face decoder families of Llama's kind, and the settings that the `config.json` of each supports.
 
-A family is Llama with peculiarities, each a setting of ours: some that all of its models have, some that they may have. So
-the family of a decoder is the first that can say all that the decoder has. GPT-2 stands apart, in `hugging_face_config`.
+A family is Llama with deviations, each one of our settings: some hold for all of its models, some for some. The family of a
+decoder is that of its base (`model.family`); a decoder without a base has the first family that supports all its settings.
+GPT-2 is separate, in `hugging_face_config`.
 
     kind = family_of(config.model)                            # "gemma2" for a decoder with its norms, gate and caps
     FAMILIES[kind].describe(config.model)                     # {"hidden_activation": "gelu_pytorch_tanh", ...}
-    settings, arithmetic = FAMILIES[kind].read(description)   # {"gate": "gelu", ...}, and what no setting of ours says
+    settings, arithmetic = FAMILIES[kind].read(description)   # {"gate": "gelu", ...}, and the other keys
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from raystride.model.shape import DecoderShape, UnfitError, head_size, hidden_width, sandwich_norm, window_of
+from raystride.model.shape import DecoderShape, UnfitError, head_size, hidden_width, is_sandwich_norm, layer_window
 
 ModelType = Literal["llama", "qwen2", "qwen3", "mistral", "smollm3", "phi3", "gemma2", "gemma3_text"]
 Read = tuple[dict[str, Any], dict[str, tuple[Any, list[Any]]]]
-"""The settings that a description asks for; and by its keys what they cannot ask for, as it is and as it may be."""
+"""The settings of a description; and for its other keys the value and the allowed values."""
 _SCALING = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
-"""The numbers of `model.rope_scaling` by their names."""
+"""Keys of the numbers of `model.rope_scaling`."""
 _FULL, _SLIDING = "full_attention", "sliding_attention"
-_PECULIAR: dict[str, tuple[Any, str]] = {
+_LLAMA_DEFAULTS: dict[str, tuple[Any, str]] = {
     "qk_norm": (False, "qk_norm"),
     "softcap": (0.0, "attn_logit_softcapping"),
     "logit_softcap": (0.0, "final_logit_softcapping"),
     "gate": ("silu", "hidden_act"),
     "scaled_embedding": (False, "scaled_embedding"),
-    "query_scalar": (0, "query_pre_attn_scalar"),
+    "query_pre_attn_scalar": (0, "query_pre_attn_scalar"),
     "window": (0, "sliding_window"),
     "window_layers": ((), "layer_types"),
     "window_rope_theta": (0.0, "rope_local_base_freq"),
-    "unrotated_layers": ((), "no_rope_layers"),
-    "rotary_share": (1.0, "partial_rotary_factor"),
+    "nope_layers": ((), "no_rope_layers"),
+    "rotary_fraction": (1.0, "partial_rotary_factor"),
     "rope_factor": (1.0, "rope_type"),
     "rope_scaling": (None, "rope_type"),
     "qkv_bias": (False, "attention_bias"),
     "out_bias": (False, "attention_bias"),
 }
-"""Settings that set families apart: their values in plain Llama, and the keys that ask for others."""
+"""Settings in which families differ: their values in plain Llama, and the keys of `config.json` for others."""
 
 
 @dataclass(frozen=True)
 class DecoderFamily:
-    """What one `model_type` says."""
+    """A decoder family: one `model_type` of `config.json`."""
 
     architecture: str
     fixed: Mapping[str, Any] = field(default_factory=dict)
     """Settings that differ from Llama's in each of its models."""
     marks: frozenset[str] = frozenset()
-    """Settings without which a decoder is not written as one of this family, though some of it lack them."""
+    """Settings that a decoder needs to be exported as this family, though some of its models lack them."""
     others: frozenset[str] = frozenset()
     """Settings that differ in some of its models."""
     defaults: Mapping[str, Any] = field(default_factory=dict)
-    """What a key is that is missing, where that is not what it is for Llama."""
+    """Defaults of missing keys that differ from Llama's."""
     even_heads: bool = False
-    """The number of heads must divide the width."""
+    """Whether the number of heads must divide the width."""
     own_padding: bool = True
-    """It has a padding id by default, which may lie beyond a small vocabulary."""
+    """Whether it has a padding id by default, which may lie beyond a small vocabulary."""
 
     @property
     def is_gemma(self) -> bool:
-        """Its keys are those of Gemma."""
+        """Whether its keys are those of Gemma."""
         return "gate" in self.fixed
 
-    def amiss(self, shape: DecoderShape) -> dict[str, Any]:
-        """Settings of a decoder that this family cannot say, by name; or those that it must have."""
-        own = _peculiar(shape)
+    def with_defaults(self, description: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns a description with this family's values of the keys that it lacks."""
+        return {"tie_word_embeddings": False, **self.defaults, **description}
+
+    def unsupported_settings(self, shape: DecoderShape, *, marked: bool = True) -> dict[str, Any]:
+        """Returns the settings of a decoder, by name, that this family does not support or requires otherwise.
+
+        `marked`: the family's `marks` are required as well.
+        """
+        own = _non_default_settings(shape)
         known = self.marks | self.others | self.fixed.keys()
         found = {name: value for name, value in own.items() if name not in known}
         if "out_bias" in self.others and shape.qkv_bias != shape.out_bias:
             found |= {name: True for name in ("qkv_bias", "out_bias") if name in own}
-        return found | {name: getattr(shape, name) for name in (self.fixed.keys() | self.marks) - own.keys()}
+        needed = self.fixed.keys() | self.marks if marked else self.fixed.keys()
+        return found | {name: getattr(shape, name) for name in needed - own.keys()}
 
     def describe(self, shape: DecoderShape) -> dict[str, Any]:
-        """What `config.json` says of a decoder of this family, but for ids and its class."""
+        """Returns the `config.json` of a decoder of this family without ids and its class."""
         described: dict[str, Any] = {
             "max_position_embeddings": shape.context,
-            "hidden_size": shape.width,
+            "hidden_size": shape.hidden_size,
             "intermediate_size": hidden_width(shape),
             "num_hidden_layers": shape.layers,
             "num_attention_heads": shape.heads,
@@ -87,10 +96,10 @@ class DecoderFamily:
             "attention_bias": shape.qkv_bias and shape.out_bias,
             "attention_dropout": shape.dropout,
         }
-        windowed = [window_of(shape, layer) > 0 for layer in range(shape.layers)]
+        windowed = [layer_window(shape, layer) > 0 for layer in range(shape.layers)]
         if self.is_gemma:
             described["hidden_activation"] = "gelu_pytorch_tanh"
-            described["query_pre_attn_scalar"] = shape.query_scalar or head_size(shape)
+            described["query_pre_attn_scalar"] = shape.query_pre_attn_scalar or head_size(shape)
             described["attn_logit_softcapping"] = shape.softcap or None
             described["final_logit_softcapping"] = shape.logit_softcap or None
         else:
@@ -98,49 +107,49 @@ class DecoderFamily:
         if "window" in self.others | self.marks:
             described["sliding_window"] = shape.window or (shape.context if self.is_gemma else None)
         if "window_layers" in self.others and (shape.window or self.is_gemma):
-            described["layer_types"] = [_SLIDING if each else _FULL for each in windowed]
+            described["layer_types"] = [_SLIDING if is_windowed else _FULL for is_windowed in windowed]
             described |= {} if self.is_gemma else {"use_sliding_window": True, "max_window_layers": 0}
-        if "unrotated_layers" in self.marks:
-            described["no_rope_layers"] = [int(layer not in shape.unrotated_layers) for layer in range(shape.layers)]
+        if "nope_layers" in self.marks:
+            described["no_rope_layers"] = [int(layer not in shape.nope_layers) for layer in range(shape.layers)]
         return described | ({"pad_token_id": None} if self.own_padding else {})
 
     def read(self, description: Mapping[str, Any]) -> Read:
-        """What settings a description asks for. Raises KeyError for a size that it has not."""
-        found = {**self.defaults, **description}
+        """Returns the settings of a description. Raises KeyError for a missing size."""
+        found = self.with_defaults(description)
         width, heads, layers = found["hidden_size"], found["num_attention_heads"], found["num_hidden_layers"]
         size = found.get("head_dim") or self.defaults.get("head_dim") or width // heads
         types, scalar = self._layer_types(found, layers), found.get("query_pre_attn_scalar") or size
         windows = tuple(layer for layer, kind in enumerate(types) if kind == _SLIDING)
         biased, turned = bool(found.get("attention_bias")), found.get("no_rope_layers") or [1] * layers
-        if "unrotated_layers" in self.marks and "no_rope_layers" not in description:
+        if "nope_layers" in self.marks and "no_rope_layers" not in description:
             every = found.get("no_rope_layer_interval", 4)
             turned = [(layer + 1) % every for layer in range(layers)]
         settings = {
-            "flavour": "llama",
+            "architecture": "llama",
             "norm": "pre",
             "layers": layers,
             "heads": heads,
             "kv_heads": found.get("num_key_value_heads") or heads,
-            "width": width,
+            "hidden_size": width,
             "head_size": size,
-            "feed_forward": found["intermediate_size"],
+            "ffn_size": found["intermediate_size"],
             "norm_eps": found.get("rms_norm_eps", 1e-6),
-            "tied": found.get("tie_word_embeddings", False),
-            **{name: plain for name, (plain, _) in _PECULIAR.items()},
+            "tie_embeddings": found["tie_word_embeddings"],
+            **{name: plain for name, (plain, _) in _LLAMA_DEFAULTS.items()},
             "qkv_bias": biased,
             "out_bias": biased,
             "softcap": found.get("attn_logit_softcapping") or 0.0,
             "logit_softcap": found.get("final_logit_softcapping") or 0.0,
-            "query_scalar": 0 if scalar == size else scalar,
+            "query_pre_attn_scalar": 0 if scalar == size else scalar,
             "window": found["sliding_window"] if windows else 0,
             "window_layers": () if len(windows) == layers else windows,
-            "unrotated_layers": tuple(layer for layer, turn in enumerate(turned) if not turn),
+            "nope_layers": tuple(layer for layer, turn in enumerate(turned) if not turn),
         }
         rope, arithmetic = self._read_rope(found, windows=bool(windows))
         settings |= rope
         known = self.fixed.keys() | self.marks | self.others
-        for name in _PECULIAR.keys() - known:
-            plain, key = _PECULIAR[name]
+        for name in _LLAMA_DEFAULTS.keys() - known:
+            plain, key = _LLAMA_DEFAULTS[name]
             if settings[name] != plain and key not in arithmetic:
                 arithmetic[key] = (found.get(key), [None if plain in (0, ()) else plain])
         activation, wanted = ("hidden_activation", "gelu_pytorch_tanh") if self.is_gemma else ("hidden_act", "silu")
@@ -152,7 +161,7 @@ class DecoderFamily:
         return settings | dict(self.fixed), arithmetic
 
     def _layer_types(self, found: Mapping[str, Any], layers: int) -> list[str]:
-        """Each layer's attention."""
+        """Returns the attention type of each layer."""
         window, named = found.get("sliding_window"), found.get("layer_types")
         if "window" not in self.marks | self.others or not window:
             return list(named or [_FULL] * layers)
@@ -167,7 +176,7 @@ class DecoderFamily:
         return list(named or [_SLIDING if layer >= first else _FULL for layer in range(layers)])
 
     def _read_rope(self, found: Mapping[str, Any], *, windows: bool) -> Read:
-        """The settings of rotary positions, where `windows` are layers that may have a base of their own."""
+        """Returns the settings of rotary positions; `windows`: windowed layers exist, which may have their own base."""
         rope = found.get("rope_parameters") or found.get("rope_scaling") or {}
         own_base = "window_rope_theta" in self.others
         local: Mapping[str, Any] = rope.get(_SLIDING) or {}
@@ -179,25 +188,27 @@ class DecoderFamily:
             "rope_theta": theta,
             "rope_scaling": tuple(rope[key] for key in _SCALING) if kind == "llama3" else None,
             "rope_factor": rope["factor"] if kind == "linear" else 1.0,
-            "rotary_share": share,
+            "rotary_fraction": share,
         }
         if own_base and windows:
             base = local.get("rope_theta") or found.get("rope_local_base_freq", 10000.0)
             settings["window_rope_theta"] = 0.0 if base == theta and kind == "default" else base
         allowed = {"rope_scaling": "llama3", "rope_factor": "linear"}
-        arithmetic = {"rope_type": (kind, ["default", *(each for name, each in allowed.items() if name in self.others)])}
+        arithmetic = {
+            "rope_type": (kind, ["default", *(rope_type for name, rope_type in allowed.items() if name in self.others)])
+        }
         if (apart := local.get("rope_type", "default")) != "default":
             arithmetic["rope_type"] = (apart, ["default"])
         return settings, arithmetic
 
 
-def _peculiar(shape: DecoderShape) -> dict[str, Any]:
-    """What sets a decoder apart from plain Llama: settings by their names, with their values."""
-    found = {name: getattr(shape, name) for name, (plain, _) in _PECULIAR.items() if getattr(shape, name) != plain}
-    if sandwich_norm(shape):
+def _non_default_settings(shape: DecoderShape) -> dict[str, Any]:
+    """Returns the settings in which a decoder differs from plain Llama, by name."""
+    found = {name: getattr(shape, name) for name, (plain, _) in _LLAMA_DEFAULTS.items() if getattr(shape, name) != plain}
+    if is_sandwich_norm(shape):
         found["norm"] = shape.norm
-    if shape.query_scalar == head_size(shape):
-        found.pop("query_scalar", None)
+    if shape.query_pre_attn_scalar == head_size(shape):
+        found.pop("query_pre_attn_scalar", None)
     return found
 
 
@@ -208,13 +219,13 @@ def _describe_rope(shape: DecoderShape) -> dict[str, Any]:
         rope |= {"rope_type": "llama3"} | dict(zip(_SCALING, (*factors, int(context)), strict=True))
     elif shape.rope_factor != 1:
         rope |= {"rope_type": "linear", "factor": shape.rope_factor}
-    if shape.rotary_share != 1:
-        rope["partial_rotary_factor"] = shape.rotary_share
-    # Read by transformers 4, where 5 reads the parameters after them.
+    if shape.rotary_fraction != 1:
+        rope["partial_rotary_factor"] = shape.rotary_fraction
+    # Read by transformers 4; 5 reads the parameters after them.
     old: dict[str, Any] = {"rope_theta": shape.rope_theta}
     old |= {"rope_scaling": rope} if rope["rope_type"] != "default" else {}
-    old |= {"partial_rotary_factor": shape.rotary_share} if shape.rotary_share != 1 else {}
-    if not (sandwich_norm(shape) and shape.qk_norm):
+    old |= {"partial_rotary_factor": shape.rotary_fraction} if shape.rotary_fraction != 1 else {}
+    if not (is_sandwich_norm(shape) and shape.qk_norm):
         return old | {"rope_parameters": rope}
     if not shape.window_rope_theta:
         return old | {"rope_local_base_freq": shape.rope_theta, "rope_parameters": {_FULL: rope, _SLIDING: rope}}
@@ -252,13 +263,13 @@ FAMILIES: dict[ModelType, DecoderFamily] = {
     ),
     "smollm3": DecoderFamily(
         "SmolLM3ForCausalLM",
-        marks=frozenset({"unrotated_layers"}),
+        marks=frozenset({"nope_layers"}),
         others=_ROPE | _BIASED,
         defaults={"num_key_value_heads": 4, "tie_word_embeddings": True, "rope_theta": 2e6},
     ),
     "phi3": DecoderFamily(
         "Phi3ForCausalLM",
-        marks=frozenset({"rotary_share"}),
+        marks=frozenset({"rotary_fraction"}),
         others=frozenset({"window"}),
         defaults={"rms_norm_eps": 1e-5},
         even_heads=True,
@@ -266,7 +277,7 @@ FAMILIES: dict[ModelType, DecoderFamily] = {
     "gemma2": DecoderFamily(
         "Gemma2ForCausalLM",
         _GEMMA,
-        others=_ROPE | _WINDOWS | _BIASED | {"softcap", "logit_softcap", "query_scalar"},
+        others=_ROPE | _WINDOWS | _BIASED | {"softcap", "logit_softcap", "query_pre_attn_scalar"},
         defaults=_GEMMA_DEFAULTS
         | {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0, "sliding_window_pattern": 2},
         even_heads=True,
@@ -274,35 +285,57 @@ FAMILIES: dict[ModelType, DecoderFamily] = {
     "gemma3_text": DecoderFamily(
         "Gemma3ForCausalLM",
         _GEMMA | {"qk_norm": True},
-        others=_ROPE | _WINDOWS | _BIASED | {"logit_softcap", "query_scalar", "window_rope_theta"},
+        others=_ROPE | _WINDOWS | _BIASED | {"logit_softcap", "query_pre_attn_scalar", "window_rope_theta"},
         defaults=_GEMMA_DEFAULTS,
         even_heads=True,
     ),
 }
-"""By what `config.json` calls them, the plainest first."""
+"""Families by their `model_type`, the plainest first."""
 
 
 def family_of(shape: DecoderShape) -> ModelType:
-    """The first family that can say what a decoder of flavour `llama` is.
+    """Returns the family of a decoder of flavour `llama`: the configured one, else the plainest that supports it.
 
-    Raises ValueError, with the settings' names, where there is none.
+    Raises ValueError, with the settings' names, if there is none.
     """
-    found: dict[ModelType, dict[str, Any]] = {kind: family.amiss(shape) for kind, family in FAMILIES.items()}
+    if shape.family != "auto":
+        return _check_family(shape)
+    found: dict[ModelType, dict[str, Any]] = {kind: family.unsupported_settings(shape) for kind, family in FAMILIES.items()}
     nearest = min(found, key=lambda kind: len(found[kind]))
     if not found[nearest]:
-        if FAMILIES[nearest].even_heads and shape.width % shape.heads:
-            raise UnfitError(
-                f"model.heads is {shape.heads}: in the layout of `{nearest}` it must divide model.width, {shape.width}",
-                setting="model.heads",
-                value=shape.heads,
-            )
+        _check_heads(shape, nearest)
         return nearest
-    family, wrong = FAMILIES[nearest], found[nearest]
+    raise _unfit_error(shape, nearest, found[nearest], f"no layout says that{{beside}}; the nearest is `{nearest}`")
+
+
+def _check_family(shape: DecoderShape) -> ModelType:
+    """Returns the configured family. Raises ValueError if it does not support the decoder."""
+    for kind, family in FAMILIES.items():
+        if kind == shape.family:
+            if wrong := family.unsupported_settings(shape, marked=False):
+                raise _unfit_error(shape, kind, wrong, f"model.family `{kind}` cannot say that{{beside}}")
+            _check_heads(shape, kind)
+            return kind
+    message = f"model.family is {shape.family!r}: with model.architecture `llama` it must be one of {', '.join(FAMILIES)}"
+    raise UnfitError(message, setting="model.family", value=shape.family)
+
+
+def _check_heads(shape: DecoderShape, kind: ModelType) -> None:
+    """Raises ValueError if the family requires heads that divide the width, and they do not."""
+    if FAMILIES[kind].even_heads and shape.hidden_size % shape.heads:
+        raise UnfitError(
+            f"model.heads is {shape.heads}: in the layout of `{kind}` it must divide model.hidden_size, {shape.hidden_size}",
+            setting="model.heads",
+            value=shape.heads,
+        )
+
+
+def _unfit_error(shape: DecoderShape, kind: ModelType, wrong: Mapping[str, Any], why: str) -> UnfitError:
+    """Returns the error about settings that a family does not support."""
     named = ", ".join(f"model.{name} is {value}" for name, value in wrong.items())
-    beside = [f"model.{name}" for name in _peculiar(shape) if name not in wrong]
-    why = f" beside {', '.join(beside)}" if beside else ""
-    wants = [f"model.{name} {value}" for name, value in family.fixed.items() if name in wrong]
-    needs = f", which has {', '.join(wants)}" if wants else ""
+    beside = [f"model.{name}" for name in _non_default_settings(shape) if name not in wrong]
+    wants = [f"model.{name} {value}" for name, value in FAMILIES[kind].fixed.items() if name in wrong]
+    why = why.format(beside=f" beside {', '.join(beside)}" if beside else "")
     name, value = next(iter(wrong.items()))
-    message = f"{named}: no layout says that{why}; the nearest is `{nearest}`{needs}"
-    raise UnfitError(message, setting=f"model.{name}", value=value)
+    message = f"{named}: {why}" + (f", which has {', '.join(wants)}" if wants else "")
+    return UnfitError(message, setting=f"model.{name}", value=value)

@@ -1,4 +1,4 @@
-"""Losses from logits: of few classes from all of them, of a decoder whose logits are bounded from some rows at a time.
+"""Cross-entropy losses: plain for few classes, and chunked by rows for a decoder with soft-capped logits.
 
 loss_sum, counted = cross_entropy(logits, targets, label_smoothing=0.1)
 loss_sum, counted = capped_cross_entropy(hidden, head, targets, softcap=30.0, product=F.linear)
@@ -13,13 +13,13 @@ from torch.utils.checkpoint import checkpoint
 from raystride.model.shape import IGNORED
 
 ROWS = 1024
-"""Rows of logits that are there at once."""
+"""Rows of logits held at once."""
 
 
 def cross_entropy(
     logits: torch.Tensor, targets: torch.Tensor, *, weights: torch.Tensor | None = None, label_smoothing: float = 0.0
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Sum of the losses in nats over targets that are not IGNORED (in fp32 at least), and how many those are (int64).
+    """Returns the sum of losses in nats over targets other than IGNORED (in fp32 at least), and their number (int64).
 
     logits (N, classes); targets (N), int64; `weights` (classes,) multiply the losses of their classes and change no count.
     `label_smoothing` spreads that share of a target's probability evenly over the classes (Szegedy et al., 2016, section 7).
@@ -38,9 +38,9 @@ def capped_cross_entropy(
     softcap: float,
     product: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `triton_kernels.linear_cross_entropy`, of logits l that become softcap tanh(l / softcap), as Gemma 2 has it.
+    """Returns `triton_kernels.linear_cross_entropy` of soft-capped logits, softcap tanh(l / softcap), as in Gemma 2.
 
-    x (..., C), weight (V, C), targets (...). Logits are there for `ROWS` rows at once, and computed again in the backward.
+    x (..., C), weight (V, C), targets (...). Logits are held for `ROWS` rows at once, and recomputed in the backward.
     """
 
     def loss(rows: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:

@@ -1,7 +1,7 @@
-"""Normalisation over the last dimension, with fp32 statistics.
+"""LayerNorm and RMSNorm over the last dimension, with fp32 statistics.
 
-A norm that only linear layers read (`narrow`) writes what autocast would round its result to before their products: the same
-numbers in half the memory.
+A norm that only linear layers read (`narrow`) writes its result in the autocast dtype: the same numbers, since autocast
+would round them before the products, in half the memory.
 
 LayerNorm (Ba et al., 2016): y = (x - mean) / sqrt(var + eps) * g + b.  RMSNorm (Zhang and Sennrich, 2019):
 y = x / sqrt(mean(x^2) + eps) * g.
@@ -19,7 +19,7 @@ from raystride.triton_kernels.rms_norm import add_rms_norm, rms_norm
 
 
 class LayerNorm(nn.Module):
-    """LayerNorm with an optional bias, as GPT-2 has it."""
+    """LayerNorm with an optional bias, as in GPT-2."""
 
     def __init__(self, width: int, *, bias: bool = True, eps: float = 1e-5, narrow: bool = False) -> None:
         super().__init__()
@@ -29,15 +29,15 @@ class LayerNorm(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """(..., C) -> (..., C)."""
-        return layer_norm(x, self.weight, self.bias, eps=self.eps, dtype=_dtype(x, self.narrow))
+        return layer_norm(x, self.weight, self.bias, eps=self.eps, dtype=_output_dtype(x, self.narrow))
 
     def add(self, branch: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The norm of x + branch, and x + branch; all (..., C)."""
-        return add_layer_norm(branch, x, self.weight, self.bias, eps=self.eps, dtype=_dtype(x, self.narrow))
+        """Returns the norm of x + branch, and x + branch; all (..., C)."""
+        return add_layer_norm(branch, x, self.weight, self.bias, eps=self.eps, dtype=_output_dtype(x, self.narrow))
 
 
 class RMSNorm(nn.Module):
-    """RMSNorm as Llama has it."""
+    """RMSNorm as in Llama."""
 
     def __init__(self, width: int, *, eps: float = 1e-5, narrow: bool = False) -> None:
         super().__init__()
@@ -46,15 +46,15 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """(..., C) -> (..., C)."""
-        return rms_norm(x, self.weight, eps=self.eps, dtype=_dtype(x, self.narrow))
+        return rms_norm(x, self.weight, eps=self.eps, dtype=_output_dtype(x, self.narrow))
 
     def add(self, branch: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The norm of x + branch, and x + branch; all (..., C)."""
-        return add_rms_norm(branch, x, self.weight, eps=self.eps, dtype=_dtype(x, self.narrow))
+        """Returns the norm of x + branch, and x + branch; all (..., C)."""
+        return add_rms_norm(branch, x, self.weight, eps=self.eps, dtype=_output_dtype(x, self.narrow))
 
 
-def _dtype(x: torch.Tensor, narrow: bool) -> torch.dtype | None:
-    """What a norm of x is rounded to; None: as it comes."""
+def _output_dtype(x: torch.Tensor, narrow: bool) -> torch.dtype | None:
+    """Returns the dtype to which a norm of x is rounded; None: unchanged."""
     if not narrow or x.device.type not in ("cuda", "cpu") or not torch.is_autocast_enabled(x.device.type):
         return None
     return torch.get_autocast_dtype(x.device.type)

@@ -1,19 +1,21 @@
-"""What a network must be told of itself, and what follows from it without building one.
+"""Shape settings of a network, and its parameter counts and FLOPs without building it.
 
 `raystride.pipelines.config.Model` has all of these attributes, so the model needs no import from there.
 
-    count_parameters(Model(width=768, layers=12, heads=12), vocabulary_size=50257)
+    count_parameters(ModelConfig(hidden_size=768, layers=12, heads=12), vocabulary_size=50257)
 """
 
 from itertools import pairwise
 from typing import Literal, Protocol
 
+ENCODERS = ("bert", "modernbert")
+"""Flavours of bidirectional encoders, which do not generate."""
 IGNORED = -100
-"""The target that every loss leaves out; PyTorch's own default."""
+"""The target that every loss ignores; PyTorch's own default."""
 
 
 class UnfitError(ValueError):
-    """A setting that a network, its layout or its adapters cannot have: `setting` by its full name, and its `value`."""
+    """A setting that does not fit a network, its layout or its adapters: its full name `setting`, and its `value`."""
 
     def __init__(self, message: str = "", *, setting: str = "", value: object = None) -> None:
         super().__init__(message)
@@ -24,7 +26,9 @@ class DecoderShape(Protocol):
     """Sizes and choices of a decoder; `raystride.pipelines.config.Model` documents each."""
 
     @property
-    def flavour(self) -> Literal["gpt2", "llama", "original"]: ...
+    def architecture(self) -> Literal["gpt2", "llama", "original", "bert", "modernbert"]: ...
+    @property
+    def family(self) -> str: ...
     @property
     def norm(self) -> Literal["auto", "pre", "post", "sandwich"]: ...
     @property
@@ -34,9 +38,9 @@ class DecoderShape(Protocol):
     @property
     def kv_heads(self) -> int: ...
     @property
-    def width(self) -> int: ...
+    def hidden_size(self) -> int: ...
     @property
-    def feed_forward(self) -> int: ...
+    def ffn_size(self) -> int: ...
     @property
     def context(self) -> int: ...
     @property
@@ -60,7 +64,7 @@ class DecoderShape(Protocol):
     @property
     def gelu(self) -> Literal["exact", "tanh"]: ...
     @property
-    def tied(self) -> bool | None: ...
+    def tie_embeddings(self) -> bool | None: ...
     @property
     def window(self) -> int: ...
     @property
@@ -68,15 +72,15 @@ class DecoderShape(Protocol):
     @property
     def window_rope_theta(self) -> float: ...
     @property
-    def unrotated_layers(self) -> tuple[int, ...]: ...
+    def nope_layers(self) -> tuple[int, ...]: ...
     @property
-    def rotary_share(self) -> float: ...
+    def rotary_fraction(self) -> float: ...
     @property
     def rope_factor(self) -> float: ...
     @property
     def out_bias(self) -> bool: ...
     @property
-    def query_scalar(self) -> int: ...
+    def query_pre_attn_scalar(self) -> int: ...
     @property
     def gate(self) -> Literal["silu", "gelu"]: ...
     @property
@@ -96,6 +100,8 @@ class ClassifierShape(DecoderShape, Protocol):
     def windows(self) -> tuple[int, ...]: ...
     @property
     def window_channels(self) -> int: ...
+    @property
+    def head_dense(self) -> Literal["none", "tanh", "relu", "gelu"]: ...
 
 
 class TranslatorShape(DecoderShape, Protocol):
@@ -106,128 +112,172 @@ class TranslatorShape(DecoderShape, Protocol):
 
 
 def hidden_width(shape: DecoderShape) -> int:
-    """The feed-forward's width: as set, else 4 C, or 8/3 C rounded up to a multiple of 64 (llama)."""
-    if shape.feed_forward:
-        return shape.feed_forward
-    return -(-8 * shape.width // (3 * 64)) * 64 if shape.flavour == "llama" else 4 * shape.width
+    """Returns the feed-forward's width: as set, else 4 C, or 8/3 C rounded up to a multiple of 64 (llama)."""
+    if shape.ffn_size:
+        return shape.ffn_size
+    return -(-8 * shape.hidden_size // (3 * 64)) * 64 if shape.architecture == "llama" else 4 * shape.hidden_size
 
 
-def post_norm(shape: DecoderShape) -> bool:
-    """Whether blocks normalise after each addition and not before each of their parts."""
-    return shape.flavour == "original" if shape.norm == "auto" else shape.norm == "post"
+def is_rotated(shape: DecoderShape) -> bool:
+    """Returns whether positions are rotary."""
+    return shape.architecture in ("llama", "modernbert")
 
 
-def sandwich_norm(shape: DecoderShape) -> bool:
-    """Whether blocks normalise before each of their parts and what each gives as well."""
+def is_gated(shape: DecoderShape) -> bool:
+    """Returns whether the feed-forward is gated: its activation is multiplied by another projection of the input."""
+    return shape.architecture in ("llama", "modernbert")
+
+
+def has_learned_positions(shape: DecoderShape) -> bool:
+    """Returns whether each position has a learned vector, which is added to the embedding."""
+    return shape.architecture in ("gpt2", "bert")
+
+
+def has_first_norm(shape: DecoderShape, layer: int) -> bool:
+    """Returns whether a block normalises the input of its attention; ModernBERT's first block gets a normalised input."""
+    return shape.architecture != "modernbert" or layer > 0
+
+
+def is_post_norm(shape: DecoderShape) -> bool:
+    """Returns whether blocks normalise after each addition instead of before each of their parts."""
+    return shape.architecture in ("original", "bert") if shape.norm == "auto" else shape.norm == "post"
+
+
+def is_sandwich_norm(shape: DecoderShape) -> bool:
+    """Returns whether blocks normalise both before and after each of their parts."""
     return shape.norm == "sandwich"
 
 
-def window_of(shape: DecoderShape, layer: int) -> int:
-    """The keys that a position of this block sees, its own among them; 0: all before it."""
+def layer_window(shape: DecoderShape, layer: int) -> int:
+    """Returns the number of keys that a position of this block sees, its own included; 0: all before it."""
     return shape.window if not shape.window_layers or layer in shape.window_layers else 0
 
 
 def rotary_size(shape: DecoderShape) -> int:
-    """How many numbers of a head are turned, an even number."""
-    return int(head_size(shape) * shape.rotary_share)
+    """Returns the number of rotated dimensions of a head, an even number."""
+    return int(head_size(shape) * shape.rotary_fraction)
 
 
 def has_biases(shape: DecoderShape) -> bool:
-    """Whether linear layers and LayerNorm have biases."""
-    return shape.bias or shape.flavour == "original"
+    """Returns whether linear layers and LayerNorm have biases."""
+    return shape.bias or shape.architecture in ("original", "bert")
 
 
 def head_size(shape: DecoderShape) -> int:
-    """Numbers of a head's query, key or value: as set, else C / H."""
-    return shape.head_size or shape.width // shape.heads
+    """Returns the dimension of a head: as set, else C / H."""
+    return shape.head_size or shape.hidden_size // shape.heads
 
 
 def query_width(shape: DecoderShape) -> int:
-    """Numbers of all queries of a token, H D."""
+    """Returns the width of all queries of a token, H D."""
     return shape.heads * head_size(shape)
 
 
 def key_width(shape: DecoderShape) -> int:
-    """Numbers of all keys of a token, G D, and of all values."""
+    """Returns the width of all keys (or all values) of a token, G D."""
     return (shape.kv_heads or shape.heads) * head_size(shape)
 
 
 def is_tied(shape: DecoderShape) -> bool:
-    """Whether the head is the embedding: as set, else as the flavour has it."""
-    return shape.flavour != "llama" if shape.tied is None else shape.tied
+    """Returns whether the head is the embedding: as set, else as in the flavour."""
+    return shape.architecture != "llama" if shape.tie_embeddings is None else shape.tie_embeddings
 
 
 def count_parameters(shape: DecoderShape, vocabulary_size: int) -> int:
-    """Parameters of the decoder, tied ones once, without building it."""
-    embeddings = vocabulary_size * shape.width * (1 if is_tied(shape) else 2)
-    return embeddings + _positions(shape) + shape.layers * _block(shape) + _final_norm(shape)
+    """Returns the number of parameters of the decoder, tied ones once, without building it."""
+    embeddings = vocabulary_size * shape.hidden_size * (1 if is_tied(shape) else 2)
+    return embeddings + _position_parameters(shape) + shape.layers * _block_parameters(shape) + _final_norm_parameters(shape)
 
 
-def classifier_parameters(shape: ClassifierShape, vocabulary_size: int, classes: int) -> int:
-    """Parameters of the classifier, without building it."""
-    pooling = shape.width if shape.pooling == "attention" else sum(window_sizes(shape))
-    blocks = shape.layers * _block(shape) + _final_norm(shape)
-    return vocabulary_size * shape.width + _positions(shape) + blocks + pooling + (pooled_width(shape) + 1) * classes
+def count_classifier_parameters(shape: ClassifierShape, vocabulary_size: int, classes: int) -> int:
+    """Returns the number of parameters of the classifier, without building it."""
+    pooling = shape.hidden_size if shape.pooling == "attention" else sum(window_sizes(shape))
+    blocks = shape.layers * _block_parameters(shape) + _final_norm_parameters(shape) + sum(dense_sizes(shape))
+    if shape.architecture in ENCODERS:
+        blocks += _norm_parameters(shape) * (
+            1 if has_first_norm(shape, 0) else 0
+        )  # a norm of the embedding, and maybe one fewer
+    return (
+        vocabulary_size * shape.hidden_size
+        + _position_parameters(shape)
+        + blocks
+        + pooling
+        + (pooled_width(shape) + 1) * classes
+    )
 
 
 def pooled_width(shape: ClassifierShape) -> int:
-    """Numbers that a classifier's head reads of a text."""
-    return len(shape.windows) * shape.window_channels if shape.pooling == "windows" else shape.width
+    """Returns the input width of a classifier's head."""
+    return len(shape.windows) * shape.window_channels if shape.pooling == "windows" else shape.hidden_size
+
+
+def dense_sizes(shape: ClassifierShape) -> list[int]:
+    """Returns the size of each parameter between a classifier's pooling and its head."""
+    if shape.head_dense == "none":
+        return []
+    inputs = pooled_width(shape)
+    sizes = [inputs * inputs] + [inputs] * has_dense_bias(shape)
+    return sizes + ([inputs] * (2 if has_biases(shape) else 1) if shape.head_dense == "gelu" else [])
+
+
+def has_dense_bias(shape: ClassifierShape) -> bool:
+    """Returns whether the layer between pooling and the head has a bias; ModernBERT's has none."""
+    return shape.head_dense != "gelu" or has_biases(shape)
 
 
 def window_sizes(shape: ClassifierShape) -> list[int]:
-    """Numbers of each parameter of pooling by windows: weights and biases of each size."""
+    """Returns the size of each parameter of pooling by windows: weights and biases of each window size."""
     if shape.pooling != "windows":
         return []
-    return [each * shape.window_channels for size in shape.windows for each in (size * shape.width, 1)]
+    return [factor * shape.window_channels for size in shape.windows for factor in (size * shape.hidden_size, 1)]
 
 
 def flops_per_token(shape: DecoderShape, vocabulary_size: int, tokens: float | None = None) -> float:
-    """Operations to train on a token: 6 a matrix weight, 12 L H D T for attention (Chowdhery et al., 2022, app. B).
+    """Returns FLOPs to train on a token: 6 a matrix weight, 12 L H D T for attention (Chowdhery et al., 2022, app. B).
 
-    T is `tokens`, how long samples are; None: the context.
+    T is `tokens`, the length of samples; None: the context.
     """
-    weights = shape.layers * matrices(shape) + vocabulary_size * shape.width
+    weights = shape.layers * block_matrix_weights(shape) + vocabulary_size * shape.hidden_size
     return 6.0 * weights + 12.0 * shape.layers * query_width(shape) * (tokens or shape.context)
 
 
 def classifier_flops_per_token(shape: ClassifierShape, tokens: float | None = None) -> float:
-    """Operations to train on a token of a classifier, as `flops_per_token`; its head, once a text, is left out."""
-    windows = sum(shape.windows) * shape.width * shape.window_channels if shape.pooling == "windows" else 0
+    """Returns FLOPs to train on a token of a classifier, as `flops_per_token`; its head, used once a text, is left out."""
+    windows = sum(shape.windows) * shape.hidden_size * shape.window_channels if shape.pooling == "windows" else 0
     return flops_per_token(shape, 0, tokens) + 6.0 * windows
 
 
 def attention_weights(shape: DecoderShape) -> int:
-    """Weights of a block's attention: queries, keys, values, and the output."""
-    return shape.width * (2 * query_width(shape) + 2 * key_width(shape))
+    """Returns the number of weights of a block's attention: queries, keys, values, and the output."""
+    return shape.hidden_size * (2 * query_width(shape) + 2 * key_width(shape))
 
 
-def translator_parameters(shape: TranslatorShape, source_vocabulary: int, target_vocabulary: int | None = None) -> int:
-    """Parameters of the translator, without building it; without `target_vocabulary` both languages share one."""
+def count_translator_parameters(shape: TranslatorShape, source_vocabulary: int, target_vocabulary: int | None = None) -> int:
+    """Returns the number of parameters of the translator, without building it; `target_vocabulary` None: a shared one."""
     words = source_vocabulary + (target_vocabulary or 0)
-    blocks = (shape.encoder_layers or shape.layers) * _block(shape)
-    blocks += shape.layers * (_block(shape) + _attention(shape) + _norm(shape))
-    return words * shape.width + 2 * _positions(shape) + blocks + 2 * _final_norm(shape)
+    blocks = (shape.encoder_layers or shape.layers) * _block_parameters(shape)
+    blocks += shape.layers * (_block_parameters(shape) + _attention_parameters(shape) + _norm_parameters(shape))
+    return words * shape.hidden_size + 2 * _position_parameters(shape) + blocks + 2 * _final_norm_parameters(shape)
 
 
 def translator_flops_per_token(shape: TranslatorShape, target_vocabulary: int, tokens: float | None = None) -> float:
-    """Operations to train on a target token and on a source token beside it, where both sides have `tokens`."""
+    """Returns FLOPs to train on a target token and a source token, if both sides have `tokens`."""
     encoder_layers = shape.encoder_layers or shape.layers
-    weights = (encoder_layers + shape.layers) * matrices(shape) + shape.layers * attention_weights(shape)
+    weights = (encoder_layers + shape.layers) * block_matrix_weights(shape) + shape.layers * attention_weights(shape)
     attentions = encoder_layers + 2 * shape.layers
     attention = 12.0 * attentions * query_width(shape) * (tokens or shape.context)
-    return 6.0 * (weights + target_vocabulary * shape.width) + attention
+    return 6.0 * (weights + target_vocabulary * shape.hidden_size) + attention
 
 
-def convnet_parameters(
+def count_convnet_parameters(
     image: tuple[int, int, int], classes: int, *, channels: tuple[int, ...], hidden: tuple[int, ...]
 ) -> int:
-    """Parameters of the convolutional network for images (channels, height, width), without building it."""
+    """Returns the number of parameters of the ConvNet for images (channels, height, width), without building it."""
     return sum((inputs + 1) * outputs for inputs, outputs, _ in convnet_layers(image, classes, channels, hidden))
 
 
 def convnet_flops(image: tuple[int, int, int], classes: int, *, channels: tuple[int, ...], hidden: tuple[int, ...]) -> float:
-    """Operations to train on an image: 6 a weight and place where it is used."""
+    """Returns FLOPs to train on an image: 6 for each weight at each of its positions."""
     layers = convnet_layers(image, classes, channels, hidden)
     return 6.0 * sum(inputs * outputs * places for inputs, outputs, places in layers)
 
@@ -235,7 +285,7 @@ def convnet_flops(image: tuple[int, int, int], classes: int, *, channels: tuple[
 def convnet_layers(
     image: tuple[int, int, int], classes: int, channels: tuple[int, ...], hidden: tuple[int, ...]
 ) -> list[tuple[int, int, int]]:
-    """Numbers that an output is made of, outputs, and places of each layer: a convolution is a matrix at every pixel."""
+    """Returns (inputs, outputs, positions) of each layer: a convolution is a matrix at every pixel."""
     planes, height, width = image
     layers = []
     for outputs in channels:
@@ -247,34 +297,34 @@ def convnet_layers(
     return layers + [(inputs, outputs, 1) for inputs, outputs in pairwise(widths)]
 
 
-def matrices(shape: DecoderShape) -> int:
-    """Weights of a block's matrices."""
-    return attention_weights(shape) + (3 if shape.flavour == "llama" else 2) * shape.width * hidden_width(shape)
+def block_matrix_weights(shape: DecoderShape) -> int:
+    """Returns the number of weights in a block's matrices."""
+    return attention_weights(shape) + (3 if is_gated(shape) else 2) * shape.hidden_size * hidden_width(shape)
 
 
-def _block(shape: DecoderShape) -> int:
-    """Parameters of a block with one attention."""
-    biases = hidden_width(shape) + shape.width if has_biases(shape) else 0
+def _block_parameters(shape: DecoderShape) -> int:
+    """Returns the number of parameters of a block with one attention."""
+    biases = hidden_width(shape) + shape.hidden_size if has_biases(shape) else 0
     own = query_width(shape) + 2 * key_width(shape) if shape.qkv_bias and not has_biases(shape) else 0
-    own += shape.qk_norm * 2 * head_size(shape) + (shape.out_bias and not has_biases(shape)) * shape.width
-    norms = (4 if sandwich_norm(shape) else 2) * _norm(shape)
-    return matrices(shape) - attention_weights(shape) + biases + _attention(shape) + own + norms
+    own += shape.qk_norm * 2 * head_size(shape) + (shape.out_bias and not has_biases(shape)) * shape.hidden_size
+    norms = (4 if is_sandwich_norm(shape) else 2) * _norm_parameters(shape)
+    return block_matrix_weights(shape) - attention_weights(shape) + biases + _attention_parameters(shape) + own + norms
 
 
-def _attention(shape: DecoderShape) -> int:
-    """Parameters of an attention to a memory, and of one to itself but for what Qwen adds."""
-    biases = query_width(shape) + 2 * key_width(shape) + shape.width if has_biases(shape) else 0
+def _attention_parameters(shape: DecoderShape) -> int:
+    """Returns the number of parameters of an attention, without Qwen's biases and norms."""
+    biases = query_width(shape) + 2 * key_width(shape) + shape.hidden_size if has_biases(shape) else 0
     return attention_weights(shape) + biases
 
 
-def _norm(shape: DecoderShape) -> int:
-    return 2 * shape.width if has_biases(shape) else shape.width
+def _norm_parameters(shape: DecoderShape) -> int:
+    return 2 * shape.hidden_size if has_biases(shape) else shape.hidden_size
 
 
-def _final_norm(shape: DecoderShape) -> int:
-    return 0 if post_norm(shape) else _norm(shape)
+def _final_norm_parameters(shape: DecoderShape) -> int:
+    return 0 if is_post_norm(shape) else _norm_parameters(shape)
 
 
-def _positions(shape: DecoderShape) -> int:
-    """Learned positions, which only one flavour has."""
-    return shape.context * shape.width if shape.flavour == "gpt2" else 0
+def _position_parameters(shape: DecoderShape) -> int:
+    """Returns the number of parameters of learned positions."""
+    return shape.context * shape.hidden_size if has_learned_positions(shape) else 0

@@ -16,11 +16,11 @@ from torch import nn
 from raystride.model.attention import LayerCache, Rotation
 from raystride.model.block import (
     Block,
+    add_positions,
     build_final_norm,
     build_positions,
     build_rotation,
-    initialise,
-    with_positions,
+    initialize_weights,
 )
 from raystride.model.dropout import Dropout
 from raystride.model.linear import Linear, Products, linear
@@ -38,26 +38,26 @@ class Decoder(nn.Module):
         super().__init__()
         self.shape, self.vocabulary_size = shape, vocabulary_size
         self.cross_entropy: Loss = linear_cross_entropy
-        """The loss from hidden states and the head's weight; another where a worker holds a part of the head."""
+        """Loss from hidden states and the head's weight; replaced if a worker holds a part of the head."""
         self.products = Products(shape.linear)
-        self.embedding = nn.Embedding(vocabulary_size, shape.width)
+        self.embedding = nn.Embedding(vocabulary_size, shape.hidden_size)
         self.positions = build_positions(shape)
         self.dropout = Dropout(shape.dropout)
         self.blocks = nn.ModuleList(Block(shape, self.products, layer=layer) for layer in range(shape.layers))
         self.norm = build_final_norm(shape)
-        self.head = None if is_tied(shape) else Linear(shape.width, vocabulary_size, products=self.products)
+        self.head = None if is_tied(shape) else Linear(shape.hidden_size, vocabulary_size, products=self.products)
         if self.head is None:
-            self.products.add(vocabulary_size, shape.width)
-        initialise(self, shape, additions=2 * shape.layers)
+            self.products.count_layer(vocabulary_size, shape.hidden_size)
+        initialize_weights(self, shape, additions=2 * shape.layers)
 
     def forward(self, ids: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Sum of the cross-entropies in nats over targets that are not -100, and how many those are."""
+        """Returns the sum of cross-entropies in nats over targets other than -100, and their number."""
         return self.loss(self.hidden(ids), targets)
 
     def loss(self, hidden: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """From the normalised last hidden states (B, T, C): what `forward` returns."""
+        """Returns the result of `forward` from the normalised last hidden states (B, T, C)."""
         product = partial(linear, products=self.products)
-        head = self._head().to(hidden.dtype)  # one that is frozen may be held in fewer bits than what is computed with it
+        head = self._head_weight().to(hidden.dtype)  # a frozen head may be stored in fewer bits
         if self.shape.logit_softcap:
             return capped_cross_entropy(hidden, head, targets, softcap=self.shape.logit_softcap, product=product)
         return self.cross_entropy(hidden, head, targets, product=product)
@@ -70,24 +70,24 @@ class Decoder(nn.Module):
         mask: torch.Tensor | None = None,
         documents: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """The normalised last hidden states (B, T, C) of ids (B, T); `positions` (B or 1, T) default to 0, 1, 2, ...
+        """Returns the normalised last hidden states (B, T, C) of ids (B, T); `positions` (B or 1, T) default to 0, 1, 2, ...
 
-        `documents` (n + 1,) are where documents begin in all rows, and their end: none sees another, and each has its own
-        positions.
+        `documents` (n + 1,) are the offsets of documents in all rows, with the end: documents do not see each other, and
+        each has its own positions.
         """
         if documents is not None and positions is None:
             positions = document_positions(documents, ids.numel()).view(ids.shape)
         x, rotation = self.embed(ids, positions, documents), build_rotation(ids, self.shape, positions)
-        return self.norm(self.through(x, rotation, caches, mask, documents))  # type: ignore[no-any-return]
+        return self.norm(self.forward_blocks(x, rotation, caches, mask, documents))  # type: ignore[no-any-return]
 
     def embed(
         self, ids: torch.Tensor, positions: torch.Tensor | None = None, documents: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """The stream (B, T, C) as the first block takes it."""
-        x = with_positions(self.embedding(ids), self.shape, self.positions, positions)
+        """Returns the input (B, T, C) of the first block."""
+        x = add_positions(self.embedding(ids), self.shape, self.positions, positions)
         return self.dropout(x, documents)  # type: ignore[no-any-return]
 
-    def through(
+    def forward_blocks(
         self,
         x: torch.Tensor,
         rotation: Rotation | None,
@@ -95,36 +95,36 @@ class Decoder(nn.Module):
         mask: torch.Tensor | None = None,
         documents: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """The stream (B, T, C) after the blocks that are here."""
+        """Runs the local blocks on the stream x (B, T, C)."""
         for layer, block in enumerate(self.blocks):
             x = block(x, rotation, caches[layer] if caches else None, mask, None, documents)
         return x
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """(B, T, C) -> (B, T, V)."""
-        found = linear(hidden, self._head(), products=self.products)
+        """Maps hidden states (B, T, C) to logits (B, T, V)."""
+        found = linear(hidden, self._head_weight(), products=self.products)
         bound = self.shape.logit_softcap
         return bound * torch.tanh(found / bound) if bound else found
 
-    def _head(self) -> torch.Tensor:
+    def _head_weight(self) -> torch.Tensor:
         return self.embedding.weight if self.head is None else self.head.weight
 
     def flops_per_token(self) -> float:
-        """Operations to train on a token, of samples as long as the context."""
+        """Returns the FLOPs to train on a token, for samples as long as the context."""
         return flops_per_token(self.shape, self.vocabulary_size)
 
 
 class PackedDecoder(Decoder):
-    """A decoder that is trained on packed documents: the same network, which takes where they begin as well."""
+    """A decoder trained on packed documents: the same network with document offsets as a further input."""
 
     def forward(  # type: ignore[override]
         self, ids: torch.Tensor, documents: torch.Tensor, targets: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """As Decoder's; `documents` (n + 1,) as `hidden` takes them."""
+        """Returns the same as `Decoder.forward`; `documents` (n + 1,) as in `hidden`."""
         return self.loss(self.hidden(ids, documents=documents), targets)
 
 
 def document_positions(documents: torch.Tensor, tokens: int) -> torch.Tensor:
-    """Each token's position in its document, (tokens,) int64, from where documents begin and their end (n + 1,)."""
+    """Returns each token's position in its document, (tokens,) int64, from document offsets (n + 1,)."""
     starts = documents[:-1].long().repeat_interleave(documents.diff(), output_size=tokens)
     return torch.arange(tokens, device=documents.device) - starts

@@ -1,6 +1,7 @@
-"""Commands that are printed to be pasted: quoted for the shell, and started by what works where the user is.
+"""Shell commands that are printed for users to paste, quoted, and with a program that their shell finds.
 
-pasted("evaluate", "my run", "/runs", "--split test")    # raystride evaluate --run 'my run' --storage /runs --split test
+shell_command("evaluate", "my run", "/runs", "--split test")
+# raystride evaluate --run 'my run' --storage /runs --split test
 """
 
 import os
@@ -11,17 +12,17 @@ from shutil import which
 
 
 @cache
-def program() -> str:
-    """What starts a job: the installed command where a shell finds it, else this Python."""
+def launch_command() -> str:
+    """Returns the installed command if it is on the path, else `PYTHON -m raystride`."""
     return "raystride" if which("raystride") else f"{quote(sys.executable)} -m raystride"
 
 
-def pasted(word: str, run: str = "", storage: str = "", more: str = "") -> str:
-    """A job's command; `more` stands as it is. A storage is left out that is the default one, `runs` in this folder."""
-    given = [program(), word, f"--run {quote(run)}" if run else "", of_storage(storage), more]
+def shell_command(word: str, run: str = "", storage: str = "", more: str = "") -> str:
+    """Returns a job's command, with `more` appended unquoted. The default storage, `runs` in this folder, is left out."""
+    given = [launch_command(), word, f"--run {quote(run)}" if run else "", storage_flag(storage), more]
     return " ".join(part for part in given if part)
 
 
-def of_storage(storage: str) -> str:
-    """The flag that names a storage, by its absolute path or URI; nothing where that is the default."""
+def storage_flag(storage: str) -> str:
+    """Returns the flag for a storage, an absolute path or URI; "" for the default one."""
     return f"--storage {quote(storage)}" if storage and storage != os.path.abspath("runs") else ""

@@ -1,8 +1,8 @@
-"""Standard output and error as streams that never raise: what is shown cannot end what is done.
+"""Wraps standard output and error in streams that never raise, so that output errors cannot end a job.
 
 A reader may go away (`| head`, a killed `tee`, a closed terminal), a disk may be full, an encoding may lack our characters,
-and there may be no stream at all. Characters that the encoding lacks are written as plain ones. After the first error a
-stream is quiet, and what it would have shown is kept.
+and there may be no stream at all. Characters that the encoding lacks are written as ASCII. After its first error a stream is
+silent, and its later lines are kept.
 
     with protected_output():
         print("━━ step 3")                                    # never raises
@@ -18,42 +18,42 @@ from contextlib import contextmanager, suppress
 from errno import EIO, EPIPE
 from typing import Any, TextIO, cast
 
-MAX_UNSHOWN = 2000
-"""Lines that are kept of what could not be shown, the newest."""
+MAX_UNSHOWN_LINES = 2000
+"""The number of newest unshown lines that are kept."""
 PLAIN = str.maketrans({"━": "=", "╌": "-", "─": "-", "…": "...", "→": "->", "×": "x", "·": ".", "•": "*", "±": "+-"})
-"""Characters of ours, and how they are written if the encoding lacks them."""
-GONE = (EPIPE, EIO)
-"""Errors of a stream whose reader has gone away, which is no fault worth a warning; nor is a stream that was closed."""
+"""Our characters, and their replacements if the encoding lacks them."""
+READER_GONE = (EPIPE, EIO)
+"""Errors of a stream after its reader has gone away; no warning is printed for these, nor for a closed stream."""
 
-_unshown: deque[str] = deque(maxlen=MAX_UNSHOWN)
+_unshown: deque[str] = deque(maxlen=MAX_UNSHOWN_LINES)
 
 
 class ProtectedStream(io.TextIOBase):
-    """A text stream over another one, or over none, that never raises when it is written to."""
+    """A text stream around another one, or around None; its writes never raise."""
 
     def __init__(self, stream: TextIO | None) -> None:
         self.stream = stream
         self.error: Exception | None = None if stream is not None else OSError("there is no such stream")
-        self._pending: deque[str] = deque(maxlen=MAX_UNSHOWN)
-        """Texts since the last flush, which the stream below may still hold."""
+        self._pending: deque[str] = deque(maxlen=MAX_UNSHOWN_LINES)
+        """Texts since the last flush, which the wrapped stream may still buffer."""
 
     @property
     def encoding(self) -> str:  # type: ignore[override]
-        """The encoding of the stream below."""
+        """The encoding of the wrapped stream."""
         return getattr(self.stream, "encoding", None) or "utf-8"
 
     def writable(self) -> bool:
-        """Returns True: what cannot be shown is kept."""
+        """Returns True: unshown text is kept."""
         return True
 
     def isatty(self) -> bool:
-        """Returns whether a terminal shows it."""
+        """Returns whether the wrapped stream is a terminal."""
         with suppress(OSError, ValueError):
             return self.error is None and self.stream is not None and self.stream.isatty()
         return False
 
     def fileno(self) -> int:
-        """Returns the descriptor of the stream below. Raises io.UnsupportedOperation if there is none."""
+        """Returns the descriptor of the wrapped stream. Raises io.UnsupportedOperation if there is none."""
         if self.stream is None:
             raise io.UnsupportedOperation("there is no stream")
         return self.stream.fileno()
@@ -62,32 +62,32 @@ class ProtectedStream(io.TextIOBase):
         """Writes a text, or keeps it if the stream has failed; returns its length."""
         if self.error is None and self.stream is not None:
             try:
-                self.stream.write(_encodable(text, self.encoding))
+                self.stream.write(_make_encodable(text, self.encoding))
                 self._pending.append(text)
                 return len(text)
             except (OSError, ValueError) as error:
-                self._fail(error)
-        _keep(text)
+                self._handle_failure(error)
+        _keep_unshown(text)
         return len(text)
 
     def flush(self) -> None:
-        """Hands what was written to the system."""
+        """Flushes the wrapped stream."""
         if self.error is None and self.stream is not None:
             try:
                 self.stream.flush()
                 self._pending.clear()
             except (OSError, ValueError) as error:
-                self._fail(error)
+                self._handle_failure(error)
 
-    def _fail(self, error: Exception) -> None:
+    def _handle_failure(self, error: Exception) -> None:
         self.error = error
-        _keep("".join(self._pending))
-        # What is left in the buffer below would raise once more when Python ends.
+        _keep_unshown("".join(self._pending))
+        # The rest of the wrapped stream's buffer would raise once more when Python exits.
         with suppress(OSError, ValueError):
             null = os.open(os.devnull, os.O_WRONLY)
             os.dup2(null, self.fileno())
             os.close(null)
-        if isinstance(error, OSError) and error.errno not in GONE and sys.stderr is not self:
+        if isinstance(error, OSError) and error.errno not in READER_GONE and sys.stderr is not self:
             name = "standard output" if sys.stdout is self else "a stream"
             print(f"warning: {name} cannot be written ({error}); what follows is not shown", file=sys.stderr)
 
@@ -97,11 +97,11 @@ class ProtectedStream(io.TextIOBase):
 
 @contextmanager
 def protected_output() -> Iterator[None]:
-    """Keeps standard output and error from raising in the block, also if one of them does not exist."""
+    """Protects standard output and error in the block, also if one of them does not exist."""
     if sys.stdout is None or sys.stderr is None:
         _fill_descriptors()
-    before = sys.stdout, sys.stderr
-    protected = [stream if isinstance(stream, ProtectedStream) else ProtectedStream(stream) for stream in before]
+    previous_streams = sys.stdout, sys.stderr
+    protected = [stream if isinstance(stream, ProtectedStream) else ProtectedStream(stream) for stream in previous_streams]
     sys.stdout, sys.stderr = (cast(TextIO, stream) for stream in protected)
     try:
         yield
@@ -109,11 +109,11 @@ def protected_output() -> Iterator[None]:
         for stream in protected:
             stream.flush()
         if [id(sys.stdout), id(sys.stderr)] == [id(stream) for stream in protected]:
-            sys.stdout, sys.stderr = before
+            sys.stdout, sys.stderr = previous_streams
 
 
 def take_unshown() -> list[str]:
-    """Returns the lines that could not be shown since the last call, the newest 2,000."""
+    """Returns and clears the lines that could not be shown since the last call, the newest 2,000."""
     lines = list(_unshown)
     _unshown.clear()
     return lines
@@ -122,7 +122,7 @@ def take_unshown() -> list[str]:
 def _fill_descriptors() -> None:
     """Opens the null device for each of the standard descriptors that is closed.
 
-    Otherwise the next file or pipe that is opened gets its number, and children take that for their output.
+    Otherwise the next file or pipe that is opened gets its number, and children would use that as their output.
     """
     for descriptor in range(3):
         try:
@@ -135,15 +135,15 @@ def _fill_descriptors() -> None:
             os.set_inheritable(descriptor, True)
 
 
-def _keep(text: str) -> None:
+def _keep_unshown(text: str) -> None:
     _unshown.extend(line for line in text.splitlines() if line.strip())
 
 
-def _encodable(text: str, encoding: str) -> str:
+def _make_encodable(text: str, encoding: str) -> str:
     try:
         text.encode(encoding)
     except UnicodeEncodeError:
         return text.translate(PLAIN).encode(encoding, "replace").decode(encoding)
-    except LookupError:  # an encoding that Python does not know writes for itself
+    except LookupError:  # an encoding that Python does not know: the stream handles it
         pass
     return text

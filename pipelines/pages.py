@@ -1,8 +1,8 @@
-"""HTML pages that people open in a browser: one file each, without a script, font or picture from elsewhere.
+"""Builds self-contained HTML pages: one file each, without external scripts, fonts or pictures.
 
-    text = page("Where the time goes", paragraph("Forward takes half."), table(["phase", "ms"], [["forward", "5.1"]]))
+    text = html_page("Time per phase", paragraph("Forward takes half."), table(["phase", "ms"], [["forward", "5.1"]]))
 
-The parts take plain text and escape it; pictures are SVG.
+The parts escape their plain text; pictures are SVG.
 """
 
 from collections.abc import Iterable, Sequence
@@ -21,14 +21,14 @@ td{white-space:normal}.text:first-child{min-width:8rem}tr,svg{break-inside:avoid
 
 @dataclass(frozen=True)
 class Link:
-    """A table's cell that leads to another page."""
+    """A table cell with a link to another page."""
 
     text: str
     address: str
 
 
-def page(title: str, *parts: str) -> str:
-    """A whole HTML document of parts made by the functions below."""
+def html_page(title: str, *parts: str) -> str:
+    """Returns an HTML document of parts from the functions below."""
     view = '<meta name="viewport" content="width=device-width">'
     head = f'<meta charset="utf-8">{view}<title>{escape(title)}</title><style>{STYLE}</style>'
     body = "\n".join([f"<h1>{escape(title)}</h1>", *parts])
@@ -36,47 +36,51 @@ def page(title: str, *parts: str) -> str:
 
 
 def heading(text: str) -> str:
-    """A heading within the page."""
+    """Returns a second-level heading."""
     return f"<h2>{escape(text)}</h2>"
 
 
 def paragraph(text: str) -> str:
-    """Text as a paragraph."""
+    """Returns a paragraph."""
     return f"<p>{escape(text)}</p>"
 
 
-def preformatted(text: str) -> str:
-    """Text whose lines stay as they are."""
+def preformatted_text(text: str) -> str:
+    """Returns preformatted text, with its line breaks."""
     return f'<div class="scroll"><pre>{escape(text)}</pre></div>'
 
 
-def missing(text: str) -> str:
-    """A paragraph that says why there is nothing to see here."""
+def empty_note(text: str) -> str:
+    """Returns a paragraph that explains why a section is empty."""
     return f'<p class="none">{escape(text)}</p>'
 
 
-def items(texts: Iterable[str]) -> str:
-    """A list with a bullet for each text."""
+def bullet_list(texts: Iterable[str]) -> str:
+    """Returns a bullet list."""
     return "<ul>" + "".join(f"<li>{escape(text)}</li>" for text in texts) + "</ul>"
 
 
-def picture(svg: str) -> str:
-    """A picture, which small screens scroll rather than make unreadable."""
+def svg_figure(svg: str) -> str:
+    """Returns an SVG picture that scrolls on small screens instead of shrinking."""
     return f'<div class="scroll">{svg}</div>'
 
 
-def table(head: Sequence[str], rows: Iterable[Sequence[str | Link]], texts: int = 1) -> str:
-    """A table whose first `texts` columns are text and whose others are figures; `head` may be empty."""
+def html_table(head: Sequence[str], rows: Iterable[Sequence[str | Link]], texts: int = 1) -> str:
+    """Returns a table: the first `texts` columns are text, the others figures; `head` may be empty."""
 
-    def line(cells: Sequence[str | Link], kind: str) -> str:
+    def render_row(cells: Sequence[str | Link], kind: str) -> str:
         opened = [f'<{kind} class="text">'] * texts + [f"<{kind}>"] * (len(cells) - texts)
-        return "<tr>" + "".join(f"{tag}{_inside(cell)}</{kind}>" for tag, cell in zip(opened, cells, strict=True)) + "</tr>"
+        return (
+            "<tr>"
+            + "".join(f"{tag}{_render_cell(cell)}</{kind}>" for tag, cell in zip(opened, cells, strict=True))
+            + "</tr>"
+        )
 
-    lines = [line(head, "th")] if head else []
-    return "\n".join(['<div class="scroll"><table>', *lines, *(line(row, "td") for row in rows), "</table></div>"])
+    lines = [render_row(head, "th")] if head else []
+    return "\n".join(['<div class="scroll"><table>', *lines, *(render_row(row, "td") for row in rows), "</table></div>"])
 
 
-def _inside(cell: str | Link) -> str:
+def _render_cell(cell: str | Link) -> str:
     if isinstance(cell, str):
         return escape(cell)
     return f'<a href="{escape(cell.address)}">{escape(cell.text)}</a>'

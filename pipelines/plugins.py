@@ -1,12 +1,13 @@
-"""Tasks, sources and observers of one's own: how they register, and how every process that needs them finds them.
+"""Registers users' tasks, sources and observers, and loads them in every process that needs them.
 
     @register_source("tickets")                               # then: data.source tickets
     def tickets() -> Iterator[dict[str, str]]: ...
 
     load_plugins(["my_project.tasks", "tickets.py"])          # the setting `plugins`: modules, or files
 
-What a module or a file registers is found again wherever the settings travel. What the running script itself registers
-(`__main__`) goes along to workers by value, in `Carried`, and only it can open the run: its settings then say `__main__`.
+Plug-ins of a module or file are imported again in every process that has the settings. Plug-ins of the running script
+(`__main__`) travel to workers by value, in `PluginBundle`, and only that script can open the run: its settings then contain
+`__main__`.
 """
 
 import sys
@@ -22,97 +23,97 @@ from typing import Any, TypeVar
 
 from raystride.pipelines.config import Config, SettingError
 
-GROUP = "raystride.plugins"
-"""The entry points by which an installed package names modules that register something."""
+ENTRY_POINT_GROUP = "raystride.plugins"
+"""The entry-point group in which installed packages list modules that register plug-ins."""
 SCRIPT = "__main__"
-"""Stands in a run's settings for the script that trained it."""
+"""In a run's settings, the script that trained it."""
 
-Documents = Callable[..., Iterator[Any]]
-"""What yields texts, tuples in the order of a task's columns, or mappings by the names of columns; it may take the split."""
-OWN_TASKS = ("language_model", "completion", "preference", "classification", "translation", "images")
-"""The names of those of `pipelines.tasks`, which imports this module and not the other way round."""
+DocumentFunction = Callable[..., Iterator[Any]]
+"""Yields texts, tuples in the order of a task's columns, or mappings by column name; may take the split as an argument."""
+BUILT_IN_TASKS = ("language_model", "completion", "preference", "classification", "translation", "images")
+"""The names of the tasks in `pipelines.tasks`, listed here since that package imports this module."""
 TASKS: dict[str, Any] = {}
-"""Subclasses of Task by name, besides those of `pipelines.tasks`."""
-SOURCES: dict[str, tuple[Documents, str]] = {}
-"""Functions by the name of their source, each with its version."""
+"""Registered subclasses of Task by name, without those of `pipelines.tasks`."""
+SOURCES: dict[str, tuple[DocumentFunction, str]] = {}
+"""Registered functions by source name, each with its version."""
 OBSERVERS: dict[str, Callable[[], Any]] = {}
-"""What makes an Observer, by its qualified name."""
+"""Factories of Observers, by qualified name."""
 
-Made = TypeVar("Made", bound=Callable[..., Any])
+RegisteredT = TypeVar("RegisteredT", bound=Callable[..., Any])
 
 
-def register_task(name: str) -> Callable[[Made], Made]:
-    """Makes `task: NAME` train this subclass of Task. Raises ValueError for a name that another class has."""
+def register_task(name: str) -> Callable[[RegisteredT], RegisteredT]:
+    """Registers a subclass of Task as `task: NAME`. Raises ValueError if another class has that name."""
 
-    def register(task: Made) -> Made:
-        if name in OWN_TASKS:
+    def register(task: RegisteredT) -> RegisteredT:
+        if name in BUILT_IN_TASKS:
             raise ValueError(f"the task {name!r} is one of Raystride's own: give yours another name")
-        _refuse_another("task", name, TASKS.get(name), task)
+        _check_not_registered("task", name, TASKS.get(name), task)
         TASKS[name] = task
         return task
 
     return register
 
 
-def register_source(name: str, version: str = "") -> Callable[[Made], Made]:
-    """Makes `data.source: NAME` read the documents that the function yields, in the same order each time.
+def register_source(name: str, version: str = "") -> Callable[[RegisteredT], RegisteredT]:
+    """Registers a function as `data.source: NAME`. It must yield its documents in the same order each time.
 
-    A function of one argument is told which split is asked for: `data.split`, or what follows a `#` in the source's name.
-    Its data is prepared again when the function's code changes; give it another `version` when only the data changed.
-    Raises ValueError for a name that another function has.
+    A function with one argument gets the split: `data.split`, or the part of the source's name after a `#`. Its data is
+    prepared again when the function's code changes; give it another `version` when only the data changed. Raises ValueError
+    if another function has that name.
     """
 
-    def register(function: Made) -> Made:
+    def register(function: RegisteredT) -> RegisteredT:
         if name == "python":
             raise ValueError("the source 'python' is one of Raystride's own: give yours another name")
-        _refuse_another("source", name, SOURCES.get(name, (None,))[0], function)
+        _check_not_registered("source", name, SOURCES.get(name, (None,))[0], function)
         SOURCES[name] = (function, version)
         return function
 
     return register
 
 
-def register_observer(factory: Made) -> Made:
-    """Has every worker make one of these (a subclass of Observer, or a function that returns one) and call its hooks.
+def register_observer(factory: RegisteredT) -> RegisteredT:
+    """Registers an Observer subclass, or a function that returns an Observer; each worker creates one and calls its hooks.
 
-    What its `on_log` adds to the measurements is recorded with them.
+    Values that its `on_log` adds to the metrics are recorded with them.
     """
     OBSERVERS[f"{factory.__module__}.{factory.__qualname__}"] = factory
     return factory
 
 
-def _refuse_another(kind: str, name: str, known: Any, new: Any) -> None:
-    """A module that is loaded again, as in a notebook, registers the same thing anew; anything else is a mistake."""
+def _check_not_registered(kind: str, name: str, known: Any, new: Any) -> None:
+    """Raises ValueError if another object has the name; a reloaded module, as in a notebook, may register the same again."""
     if known is not None and (known.__module__, known.__qualname__) != (new.__module__, new.__qualname__):
         raise ValueError(f"the {kind} {name!r} is registered twice: give one of them another name")
 
 
 def load_plugins(plugins: Iterable[str]) -> None:
-    """Imports these modules and files in this process; a second call does nothing more.
+    """Imports these modules and files in this process, each once.
 
-    Raises SettingError, which names the plug-in, where one is not there or fails.
+    Raises SettingError, which names the plug-in, if one is missing or fails.
     """
     for plugin in plugins:
         if plugin != SCRIPT:
-            _load(plugin)
+            _load_plugin(plugin)
 
 
 @cache
 def installed_plugins() -> tuple[str, ...]:
-    """The modules that installed packages name under `GROUP`. Looked up once, in 30 ms: workers are told them."""
-    return tuple(sorted({point.module for point in entry_points(group=GROUP)}))
+    """Returns the modules that installed packages list under `ENTRY_POINT_GROUP`; a look-up of 30 ms, done once a job."""
+    return tuple(sorted({point.module for point in entry_points(group=ENTRY_POINT_GROUP)}))
 
 
 @cache
-def _load(plugin: str) -> None:
-    file = plugin_file(plugin)
+def _load_plugin(plugin: str) -> None:
+    file = find_plugin_file(plugin)
     try:
         if file is None:
             import_module(plugin)
         else:
             _load_file(file)
     except ModuleNotFoundError as error:
-        # The plug-in itself is missing, or a package that it lies in; any other name is one that it imports in vain.
+        # The plug-in itself is missing, or its package; any other name is an import inside it that fails.
         if error.name is None or not f"{plugin}.".startswith(f"{error.name}."):
             raise SettingError(f"plugins: {plugin!r} fails: {error!r}", setting="plugins", value=plugin) from error
         raise SettingError(
@@ -125,8 +126,8 @@ def _load(plugin: str) -> None:
         raise SettingError(f"plugins: {plugin!r} fails: {error!r}", setting="plugins", value=plugin) from error
 
 
-def plugin_file(plugin: str) -> Path | None:
-    """The file that a plug-in names, as it stands or beside what is imported; None for a module. Raises SettingError."""
+def find_plugin_file(plugin: str) -> Path | None:
+    """Returns a plug-in's file, searched here and on `sys.path`; None for a module. Raises SettingError."""
     if not plugin.endswith(".py"):
         return None
     for place in ("", *sys.path):
@@ -137,14 +138,14 @@ def plugin_file(plugin: str) -> Path | None:
     raise SettingError(message, setting="plugins", value=plugin)
 
 
-def plugin_code(plugins: Iterable[str]) -> list[str]:
-    """The files and folders that hold these plug-ins, for a model that leaves this machine. Raises SettingError."""
+def plugin_paths(plugins: Iterable[str]) -> list[str]:
+    """Returns the files and folders of these plug-ins, to export them with a model. Raises SettingError."""
     found = []
     for plugin in plugins:
         if plugin == SCRIPT:
             message = "plugins is __main__: what a script has registered cannot leave it; put it into a module"
             raise SettingError(message, setting="plugins", value=plugin)
-        file = plugin_file(plugin)
+        file = find_plugin_file(plugin)
         module = None if file else import_module(plugin.partition(".")[0])
         places = [str(file)] if file else list(getattr(module, "__path__", [])) or [str(getattr(module, "__file__", ""))]
         found.append(places[0])
@@ -152,7 +153,7 @@ def plugin_code(plugins: Iterable[str]) -> list[str]:
 
 
 def _load_file(file: Path) -> None:
-    """Imports a file under a name of its own; its classes travel by value, since no other process knows that name."""
+    """Imports a file under a unique module name; its classes are pickled by value, as other processes lack that module."""
     name = f"raystride_plugin_{file.stem}_{sha256(str(file).encode()).hexdigest()[:8]}"
     spec = spec_from_file_location(name, file)
     assert spec is not None
@@ -160,15 +161,15 @@ def _load_file(file: Path) -> None:
     module = module_from_spec(spec)
     sys.modules[name] = module
     spec.loader.exec_module(module)
-    if find_spec("ray"):  # the loop runs without
+    if find_spec("ray"):  # the training loop runs without Ray
         from ray import cloudpickle
 
         cloudpickle.register_pickle_by_value(module)
 
 
 @dataclass(frozen=True)
-class Carried:
-    """What the running script has registered, which travels to workers by value, and the plug-ins of installed packages."""
+class PluginBundle:
+    """Plug-ins of the running script, pickled to workers by value, and the plug-in modules of installed packages."""
 
     installed: tuple[str, ...] = ()
     tasks: dict[str, Any] = field(default_factory=dict)
@@ -176,8 +177,8 @@ class Carried:
     observers: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
-    def here(cls) -> "Carried":
-        """What the script of this process has registered, and the plug-ins of its installed packages, to be sent along."""
+    def collect(cls) -> "PluginBundle":
+        """Collects the plug-ins of this process's script and of its installed packages, to send them to workers."""
         return cls(
             installed_plugins(),
             {name: task for name, task in TASKS.items() if task.__module__ == SCRIPT},
@@ -185,10 +186,10 @@ class Carried:
             {name: made for name, made in OBSERVERS.items() if made.__module__ == SCRIPT},
         )
 
-    def needed(self, config: Config) -> list[str]:
-        """The plug-ins without which a run of these settings cannot be opened, to be named in them: installed ones, and the
-        script. Needs `register`."""
-        read = [each.data for each in config.by_source().values()]
+    def required_plugins(self, config: Config) -> list[str]:
+        """Returns the plug-ins that a run with these settings requires, to list them there: installed ones, and the script.
+        Needs `register`."""
+        read = [plugins_config.data for plugins_config in config.by_source().values()]
         sources = (name for data in read for name in (data.source, data.validation_source, data.test_source))
         named = {name.partition("#")[0] for name in sources if name}
         used = [TASKS[config.task]] if config.task in TASKS else []
@@ -198,7 +199,7 @@ class Carried:
         return [plugin for plugin in self.installed if plugin.partition(".")[0] in packages] + script
 
     def register(self) -> None:
-        """Registers all of it in the process that it travelled to. Raises SettingError where an installed plug-in fails."""
+        """Registers all plug-ins in the receiving process. Raises SettingError if an installed plug-in fails."""
         load_plugins(self.installed)
         TASKS.update(self.tasks)
         SOURCES.update(self.sources)

@@ -1,4 +1,4 @@
-"""Variables of other programs in the environment: which Raystride heeds, and how. `docs/commands.md` shows this table.
+"""Environment variables of other programs that Raystride uses. `docs/commands.md` shows this table.
 
 exempt_loopback_from_proxies()                            # before the first connection of a command
 """
@@ -32,13 +32,13 @@ VARIABLES = {
     "NO_COLOR": "has the live line without colours",
     "RAYSTRIDE_STORAGE": "is what a relative `--storage` is relative to",
 }
-"""What becomes of each; several that belong together are one key."""
+"""The effect of each variable; related ones share a key."""
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 PROXIES = ("http_proxy", "https_proxy", "all_proxy")
 
 
 def exempt_loopback_from_proxies(environment: MutableMapping[str, str] = os.environ) -> None:
-    """Adds this machine's own addresses to those that are reached without a proxy, if a proxy is set at all."""
+    """Adds this machine's own addresses to NO_PROXY, if a proxy is set."""
     if not any(environment.get(spelling) for name in PROXIES for spelling in (name, name.upper())):
         return
     exempt = [host.strip() for name in ("no_proxy", "NO_PROXY") for host in environment.get(name, "").split(",")]

@@ -1,1 +1,1 @@
-"""One thin script a job: parse the settings, call one function, print where to look."""
+"""Scripts for `ray job submit -- python ray_jobs/train.py`, one for each job; each runs the command `raystride`."""

@@ -1,15 +1,24 @@
-"""Raystride: say what to train; it trains it reliably on a Ray cluster, and shows with evidence how it should be run there.
+"""Raystride: reliable, reproducible transformer training on Ray, with measured answers on how to scale it.
 
     run = raystride.train("lm_python", {"train.steps": 200}, run="mine")
     run.summary["val_loss"]; run.metrics("train_loss").to_pandas(); model = run.load_model("best")
     print(raystride.generate(run, "def main():"))
 
-The folders of the repository are the packages below this one (`raystride/model` links to `model`, and so on), so that a
-user's own `model.py` stands in nobody's way. Nothing is imported before it is asked for.
+The repository's folders are subpackages of this one (`raystride/model` links to `model`, and so on), so that they cannot
+clash with a user's own `model.py`. Names are imported lazily.
 """
 
+import sys
 from importlib import import_module
+from os.path import dirname, isdir
 from typing import TYPE_CHECKING, Any
+
+if not isdir(f"{dirname(__file__)}/pipelines"):
+    sys.tracebacklimit = 0  # the message is enough
+    raise ImportError(
+        "raystride/pipelines is no folder: this clone has no symbolic links. Clone it again with `git clone -c "
+        "core.symlinks=true` (on Windows inside WSL), or install a wheel of Raystride"
+    )
 
 __version__ = "0.2.0"
 
@@ -17,7 +26,7 @@ if TYPE_CHECKING:
     from raystride.api import check, evaluate, export, generate, predict, prepare, sweep, train
     from raystride.pipelines.cluster.cluster import CannotRun
     from raystride.pipelines.config import Config, SettingError
-    from raystride.pipelines.launch.failure import TrainingFailed
+    from raystride.pipelines.console.failure import TrainingFailed
     from raystride.pipelines.observers.observer import Observer
     from raystride.pipelines.plugins import register_observer, register_source, register_task
     from raystride.pipelines.sources.faults import DataError
@@ -33,9 +42,9 @@ _HOMES = {
     "Observer": "pipelines.observers.observer",
     "Run": "run",
     "Task": "pipelines.tasks.task",
-    "TrainingFailed": "pipelines.launch.failure",
+    "TrainingFailed": "pipelines.console.failure",
 }
-"""Where each name is made."""
+"""The module of each public name."""
 
 __all__ = [
     "CannotRun",
@@ -61,7 +70,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """A name of `__all__`, imported when it is first asked for. Raises AttributeError for any other."""
+    """Imports a name of `__all__` at its first use. Raises AttributeError for any other."""
     if name not in _HOMES:
         raise AttributeError(f"module 'raystride' has no attribute {name!r}")
     value = getattr(import_module(f"raystride.{_HOMES[name]}"), name)

@@ -1,4 +1,4 @@
-"""`python -m raystride WORD`: the command where its script is not on the path."""
+"""`python -m raystride WORD`: the command, if its script is not on the path."""
 
 import sys
 

@@ -1,76 +1,74 @@
-"""The command `raystride`: each of its words is a job, and what follows is the job's own.
+"""The command `raystride`: the first word names a job, the other arguments belong to the job.
 
 raystride train --config lm_python --train.steps 500
 raystride --help
 """
 
+import difflib
 import sys
 from collections.abc import Sequence
 from importlib import import_module
-from itertools import takewhile
+from pathlib import Path
 
 import raystride
 from raystride.pipelines.output import protected_output
-from raystride.pipelines.signals import report_interruption, signals_raise
+from raystride.pipelines.signals import raise_on_signals, report_interruption
 from raystride.pipelines.variables import exempt_loopback_from_proxies
 
 JOBS = {
-    "train": ("ray_jobs.train", "train, or go on with a run"),
-    "sweep": ("ray_jobs.sweep", "measure many settings, and say which to use"),
-    "check": ("ray_jobs.check", "see whether a configuration will run here"),
-    "prepare": ("ray_jobs.prepare", "prepare its data alone"),
-    "evaluate": ("ray_jobs.evaluate", "score a trained model"),
-    "predict": ("ray_jobs.predict", "answer questions with it"),
-    "generate": ("ray_jobs.generate", "write text with it"),
-    "export": ("ray_jobs.export", "write it for other programs"),
-    "serve": ("ray_jobs.serve", "answer requests with it, by OpenAI's protocol"),
-    "deploy": ("ray_jobs.deploy", "write what takes it to containers, Slurm, Kubernetes, a cloud"),
-    "runs": ("pipelines.launch.runs", "list, show, compare, prune, audit runs"),
-    "report": ("ray_jobs.report", "build a run's page anew"),
-    "ui": ("pipelines.record.ui", "show all runs in MLflow"),
-    "certificates": ("pipelines.cluster.certificates", "make certificates for TLS between a cluster's hosts"),
-    "presets": ("command", "list the configurations that come along"),
+    "train": ("jobs.train", "train or resume a run"),
+    "sweep": ("jobs.sweep", "measure many settings and recommend the best"),
+    "check": ("jobs.check", "report whether a configuration will run here"),
+    "prepare": ("jobs.prepare", "prepare the data of a configuration"),
+    "evaluate": ("jobs.evaluate", "score a trained model on a test set"),
+    "predict": ("jobs.predict", "run inference on files or text"),
+    "generate": ("jobs.generate", "generate text with a trained model"),
+    "export": ("jobs.export", "export a model (Hugging Face, MLflow)"),
+    "serve": ("jobs.serve", "serve a model (OpenAI API)"),
+    "deploy": ("pipelines.deploy.driver", "generate deployment files (Compose, Slurm, KubeRay, cloud)"),
+    "runs": ("pipelines.run_store.commands", "list, show, compare, prune and audit runs"),
+    "report": ("jobs.report", "rebuild a run's HTML report"),
+    "ui": ("pipelines.record.mlflow.ui", "show all runs in MLflow"),
+    "certificates": ("pipelines.cluster.certificates", "make TLS certificates for a cluster's hosts"),
+    "presets": ("jobs.presets", "list the configurations that come along, or print one"),
+    "completion": ("jobs.completion", "print a shell's completion script"),
 }
-"""The module of each word, whose `main` takes the rest of the line, and what it does."""
+"""By word: the module with the job's `main`, and the job's description."""
 
 
 def run(arguments: Sequence[str] | None = None) -> int:
-    """Runs what the command line (of the process, if none is given) says; returns the exit code.
+    """Runs a command line (the process's, if none is given); returns the exit code.
 
-    Signals are heeded from here on, and output that fails ends nothing.
+    Handles termination signals, and survives output that cannot be written.
     """
     exempt_loopback_from_proxies()
     with protected_output():
         try:
-            with signals_raise():
-                return _run(arguments)
+            with raise_on_signals():
+                return _run_command(arguments)
         except KeyboardInterrupt as signalled:
             return report_interruption(signalled)
 
 
-def _run(arguments: Sequence[str] | None) -> int:
+def run_script(file: str) -> None:
+    """Runs the job with the name of a script of `ray_jobs`, and exits with its exit code."""
+    sys.exit(run([Path(file).stem, *sys.argv[1:]]))
+
+
+def _run_command(arguments: Sequence[str] | None) -> int:
     word, *rest = (sys.argv[1:] if arguments is None else list(arguments)) or ["--help"]
     if word in ("-h", "--help"):
-        print("raystride WORD [settings], where `raystride WORD --help` tells more of each word\n")
+        print("usage: raystride COMMAND [options]\n\ncommands (raystride COMMAND --help explains each):")
         print("\n".join(f"  {name:<12} {about}" for name, (_, about) in JOBS.items()))
         return 0
     if word == "--version":
         print(raystride.__version__)
         return 0
     if word not in JOBS:
-        print(f"error: raystride has no word {word!r}; it has {', '.join(JOBS)}", file=sys.stderr)
+        similar = difflib.get_close_matches(word, JOBS, 1)
+        meant = f"did you mean {similar[0]}?" if similar else f"commands are {', '.join(JOBS)}"
+        print(f"error: unknown command {word!r}; {meant}", file=sys.stderr)
         return 2
     if "" not in sys.path:
-        sys.path.insert(0, "")  # as for scripts: plug-ins lie in the project's folder
+        sys.path.insert(0, "")  # as for scripts: plug-ins are in the project's folder
     return int(import_module(f"raystride.{JOBS[word][0]}").main(rest))
-
-
-def main(arguments: Sequence[str]) -> int:
-    """`raystride presets`: a line each."""
-    from raystride.pipelines.config.parse import presets
-
-    for name, file in presets().items():
-        about = takewhile(lambda line: line.startswith("#"), file.read_text().splitlines())
-        print(f"{name:<20} {' '.join(line.removeprefix('#').strip() for line in about).split('. ')[0].rstrip('.')}")
-    print("\nnext     raystride train --config NAME")
-    return 0

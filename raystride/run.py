@@ -1,4 +1,4 @@
-"""A run as a library sees it: what is written in its folder, opened by name.
+"""Read access to a run by name: its summary, metrics, checkpoints and model.
 
 run = Run.open("lm_python-1f3a90c2", "runs")
 run.summary["val_loss"]; run.metrics(["train_loss", "val_loss"]).to_pandas(); model = run.load_model("best")
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from raystride.pipelines.config import Config, SettingError
 from raystride.pipelines.config.parse import from_yaml
-from raystride.pipelines.files import Folder
+from raystride.pipelines.storage.folder import Folder
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -20,33 +20,33 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class StoredCheckpoint:
-    """A whole checkpoint of a run."""
+    """A committed checkpoint of a run."""
 
     step: int
     folder: str
-    """Where it lies."""
+    """Its path or URI."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """A training, finished or under way. What it tells is read when it is asked for."""
+    """A training run, finished or in progress. Its properties are read on access."""
 
     name: str
     folder: Folder
 
     @classmethod
     def open(cls, name: str, storage: str = "runs") -> "Run":
-        """The run of that name below a folder or filesystem URI. Raises SettingError where there is none."""
-        place = Folder.at(storage)
+        """Opens the run of that name below a folder or filesystem URI. Raises SettingError if there is none."""
+        place = Folder.from_uri(storage)
         if not (place / name).exists("config.yaml"):
-            others = [each for each in place.names() if (place / each).exists("config.yaml")]
+            others = [other_name for other_name in place.names() if (place / other_name).exists("config.yaml")]
             message = f"there is no run {name!r} in {place} (there is: {', '.join(others) or 'none'})"
             raise SettingError(message, setting="run", value=name, allowed=tuple(others))
         return cls(name, place / name)
 
     @property
     def storage(self) -> str:
-        """The folder or filesystem URI that the run's folder lies in."""
+        """The parent of the run's folder, a path or filesystem URI."""
         return self.folder.parent.uri
 
     @property
@@ -56,14 +56,14 @@ class Run:
 
     @cached_property
     def settings(self) -> Config:
-        """The settings of the newest attempt. Raises FileNotFoundError where there is none."""
+        """The settings of the newest attempt. Raises FileNotFoundError if there is none."""
         return from_yaml(Config, self.folder.read("config.yaml").decode())
 
     def metrics(self, names: str | Sequence[str] | None = None) -> "pa.Table":
-        """Measurements by step, oldest first: columns `step` (int64), `time` (seconds since 1970), and one float64 a name.
+        """Returns the metrics by step, oldest first: columns `step` (int64), `time` (seconds since 1970), a float64 a name.
 
-        A row a measurement, null where it lacks a name; rows without any of them are left out. Without names all there are.
-        A step that was trained again after a resume stands there once, as trained last. `.to_pandas()` works.
+        One row per measurement, null for a missing name; rows with none of the names are dropped. Without `names`, all
+        metrics. A step that was trained again after a resume appears once, as last trained. `.to_pandas()` works.
         """
         import pyarrow as pa
 
@@ -85,31 +85,33 @@ class Run:
 
     @property
     def checkpoints(self) -> list[StoredCheckpoint]:
-        """The checkpoints that were committed and not pruned, oldest first."""
-        from raystride.pipelines.train.checkpoint import Checkpoints
+        """The committed checkpoints that are not pruned, oldest first."""
+        from raystride.pipelines.checkpoint.manager import Checkpoints
 
         kept = Checkpoints(self.folder / "checkpoints", attempt="", keep=1)
-        return [StoredCheckpoint(int(name.removeprefix("step-")), (kept.folder / name).uri) for name in sorted(kept.steps())]
+        return [
+            StoredCheckpoint(int(name.removeprefix("step-")), (kept.folder / name).uri) for name in sorted(kept.list_names())
+        ]
 
     def load_model(self, checkpoint: str | int = "best") -> "nn.Module":
-        """The trained network in evaluation mode, on the CPU: of the checkpoint `best`, `last`, or of a step.
+        """Returns the trained network in evaluation mode, on the CPU, from the checkpoint `best`, `last`, or of a step.
 
-        Raises SettingError where there is no such checkpoint.
+        Raises SettingError if there is no such checkpoint.
         """
-        from raystride.pipelines.evaluate.opening import open_run
+        from raystride.pipelines.evaluate.load_run import open_run
 
         return open_run(Folder(self.storage), self.name, checkpoint).model
 
     @property
     def report_path(self) -> str:
-        """Where the run's page is, or will be when it has ended: one self-contained HTML file."""
+        """The path of the run's report, one self-contained HTML file that is written when the run ends."""
         return str(self.folder / "report.html")
 
     @property
     def mlflow_url(self) -> str | None:
-        """The address of the run's page in MLflow (of a database: while `raystride ui` runs); None where MLflow has none."""
-        from raystride.pipelines.record.links import run_link
-        from raystride.pipelines.record.mlflow_log import MLFLOW_REFERENCE
+        """The URL of the run's page in MLflow (of a database: while `raystride ui` runs); None if MLflow has none."""
+        from raystride.pipelines.record.mlflow.links import run_link
+        from raystride.pipelines.record.mlflow.log import MLFLOW_REFERENCE
 
         if not self.folder.exists(MLFLOW_REFERENCE):
             return None

@@ -91,9 +91,9 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 
 def _start_cluster() -> None:
-    from raystride.pipelines.cluster.cluster import start_local
+    from raystride.pipelines.cluster.cluster import start_local_ray
 
-    start_local(num_cpus=2, log_to_driver=False, logging_level=logging.ERROR)
+    start_local_ray(num_cpus=2, log_to_driver=False, logging_level=logging.ERROR)
 
 
 @pytest.fixture(scope="session")

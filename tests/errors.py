@@ -1,9 +1,9 @@
 """Errors that a user can cause, by their fields: a sentence may be worded anew, what it is about may not.
 
-with refused("train.steps", -1): Train(steps=-1)
-with refused("data.follow", True, names=["data.start_after_mib"]): Data(follow=True)
+with refused("train.steps", -1): TrainConfig(steps=-1)
+with refused("data.follow", True, names=["data.start_after_mib"]): DataConfig(follow=True)
 with unreadable("rows.csv", line=3, column="text"): read("data/rows.csv")
-with rejected("task.yaml", "num_node"): look_at_sky(files)
+with rejected("job.sbatch", "syntax error"): check_files("slurm", files)
 with cannot_run("nodes", "5", "4"): plan(...)
 """
 
@@ -19,7 +19,7 @@ from raystride.pipelines.config import SettingError
 from raystride.pipelines.sources.faults import DataError
 
 if TYPE_CHECKING:
-    from raystride.pipelines.deploy.schemas import FileError
+    from raystride.pipelines.deploy.validate import FileError
 
 
 @contextmanager
@@ -46,7 +46,7 @@ def unreadable(file: str = "", *, names: Sequence[str] = (), **fields: Any) -> I
 @contextmanager
 def rejected(file: str, *names: str) -> Iterator["pytest.ExceptionInfo[FileError]"]:
     """Expects a FileError about this rendered file, with one fault that says all `names`, as the sentence does."""
-    from raystride.pipelines.deploy.schemas import FileError  # with the packages of schemas, which few tests need
+    from raystride.pipelines.deploy.validate import FileError  # with the packages of templates, which few tests need
 
     with pytest.raises(FileError) as raised:
         yield raised

@@ -29,7 +29,7 @@ class RecordingForward:
         self.slots: list[int] = []
 
     @contextmanager
-    def inside(self, batch: Any) -> Iterator[None]:
+    def micro_batch_context(self, batch: Any) -> Iterator[None]:
         """Notes the slot of the micro-batch that the block computes."""
         self.slots.append(batch.slot)
         yield

@@ -17,10 +17,10 @@ import torch
 from torch.nn.functional import cross_entropy
 from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, SequentialLR
 
-from raystride.pipelines.config import Scaling
+from raystride.pipelines.config import ScalingConfig
 from raystride.pipelines.train.step import micro_batch_seed
+from raystride.pipelines.worker.build import build_training
 from raystride.pipelines.worker.job import Job, WorkerInfo
-from raystride.pipelines.worker.worker import build_training
 
 LOSS, NORM = 1e-6, 1e-5
 """Relative, in fp32. A loss is a sum of some 160 numbers, each itself of some 10^3 products: rounding of 2^-24 each adds up
@@ -43,7 +43,7 @@ class PlainStep:
 
 def train_plainly(job: Job, steps: int) -> list[PlainStep]:
     """The first steps of a job's training. AdamW with a cosine after its warm-up, or a constant rate."""
-    config = replace(job.config, scaling=Scaling())
+    config = replace(job.config, scaling=ScalingConfig())
     apart = replace(job, config=config, folder=job.folder.parent / f"{job.run}-plain")
     training = build_training(apart, WorkerInfo(), [], lambda: False, lambda _: None)
     model, loader = copy.deepcopy(training.model), replace(training.loader, micro_batch_slots=1)
@@ -82,7 +82,7 @@ def _make_optimizer(model: torch.nn.Module, config: Any) -> tuple[torch.optim.Op
         return optimizer, rising
     assert given.schedule == "cosine"
     end = given.decay_steps or config.train.steps
-    falling = CosineAnnealingLR(optimizer, end - warmup, given.lowest_rate * given.learning_rate)
+    falling = CosineAnnealingLR(optimizer, end - warmup, given.min_lr_ratio * given.learning_rate)
     return optimizer, SequentialLR(optimizer, [rising, falling], [warmup])
 
 

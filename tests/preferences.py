@@ -1,7 +1,7 @@
 """A small model to start from, in Hugging Face's layout with a tokenizer that has a chat template, and pairs of answers.
 
 base = write_base(folder); pairs = write_pairs(folder)
-config = pair_settings(base, pairs, train=Train(steps=3))
+config = pair_settings(base, pairs, train=TrainConfig(steps=3))
 """
 
 import json
@@ -14,25 +14,25 @@ import torch
 
 from raystride.model.transformer import Decoder
 from raystride.pipelines.config import (
-    Checkpoint,
+    CheckpointConfig,
     Config,
-    Data,
-    Model,
-    Objective,
-    Optimizer,
-    Record,
-    Sample,
-    Tokenizer,
-    Train,
-    Validation,
+    DataConfig,
+    ModelConfig,
+    ObjectiveConfig,
+    OptimizerConfig,
+    RecordConfig,
+    SampleConfig,
+    TokenizerConfig,
+    TrainConfig,
+    ValidationConfig,
 )
 from raystride.pipelines.evaluate.export import export_hugging_face
-from raystride.pipelines.evaluate.opening import Opened
-from raystride.pipelines.files import Folder
+from raystride.pipelines.evaluate.load_run import LoadedModel
+from raystride.pipelines.storage.folder import Folder
 from raystride.pipelines.tasks import build_task
 from raystride.pipelines.tokenizers import load_tokenizer, train_tokenizer
 
-SHAPE = Model(flavour="llama", layers=2, heads=2, width=16, feed_forward=32, context=48)
+SHAPE = ModelConfig(architecture="llama", layers=2, heads=2, hidden_size=16, ffn_size=32, context=48)
 CHATML = (
     "{%- for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n' }}"
     "{%- endfor %}{%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{%- endif %}"
@@ -44,7 +44,7 @@ TEXTS = ["what is the sum of 12 and 34?", "it is 46, and I am sure of it.", "no 
 def write_base(folder: Path, *, chat: bool = False, seed: int = 1) -> Path:
     """The folder of a model whose weights say something; with `chat`, its tokenizer writes turns."""
     made = folder / "tokenizer"
-    train_tokenizer(Tokenizer(kind="bpe", vocabulary_size=300), TEXTS, Folder.at(str(made)), lambda _: None)
+    train_tokenizer(TokenizerConfig(kind="bpe", vocabulary_size=300), TEXTS, Folder.from_uri(str(made)), lambda _: None)
     if chat:
         content = json.loads((made / "tokenizer.json").read_text())
         first = len(content["model"]["vocab"])
@@ -53,11 +53,11 @@ def write_base(folder: Path, *, chat: bool = False, seed: int = 1) -> Path:
             content["added_tokens"].append({"id": number, "content": name, "special": True, **rules})
         (made / "ready.json").write_text(json.dumps(content))
         (made / "template.jinja").write_text(CHATML)
-        ready = Tokenizer(kind="file", file=str(made / "ready.json"), end_token=SPECIALS[1])
+        ready = TokenizerConfig(kind="file", file=str(made / "ready.json"), end_token=SPECIALS[1])
         ready = replace(ready, chat_template=str(made / "template.jinja"))
         made = folder / "ready"
-        train_tokenizer(ready, TEXTS, Folder.at(str(made)), lambda _: None)
-    encoder = load_tokenizer(Folder.at(str(made)))
+        train_tokenizer(ready, TEXTS, Folder.from_uri(str(made)), lambda _: None)
+    encoder = load_tokenizer(Folder.from_uri(str(made)))
     torch.manual_seed(seed)
     model = Decoder(SHAPE, encoder.vocabulary_size)
     for parameter in model.parameters():
@@ -65,7 +65,7 @@ def write_base(folder: Path, *, chat: bool = False, seed: int = 1) -> Path:
             torch.nn.init.normal_(parameter, 0.0, 0.2)
     (folder / "run").mkdir()
     made.rename(folder / "run" / "tokenizer")
-    opened = Opened(
+    opened = LoadedModel(
         Config(model=SHAPE), build_task(Config(model=SHAPE), None, {"tokenizer": encoder}), model, 0, Folder(f"{folder}/run")
     )
     base = Path(str(export_hugging_face(opened, Folder(f"{folder}/base"))))
@@ -93,15 +93,15 @@ def pair_settings(base: Path, pairs: Path, **changes: Any) -> Config:
     """Settings of the task on these; `changes` replace whole sections."""
     config = Config(
         task="preference",
-        data=Data(source=str(pairs), validation_fraction=0.2),
-        tokenizer=Tokenizer(kind="file", file=str(base / "tokenizer.json")),
+        data=DataConfig(source=str(pairs), validation_fraction=0.2),
+        tokenizer=TokenizerConfig(kind="file", file=str(base / "tokenizer.json")),
         model=replace(SHAPE, init_from=str(base)),
-        objective=Objective(beta=0.2),
-        optimizer=Optimizer(learning_rate=3e-3, warmup_steps=2, weight_decay=0.0),
-        train=Train(steps=10, slots=4, slot_size=2, log_every=5),
-        validation=Validation(every=5, samples=0),
-        checkpoint=Checkpoint(every=5),
-        record=Record(mlflow=False),
-        sample=Sample(tokens=0),
+        objective=ObjectiveConfig(beta=0.2),
+        optimizer=OptimizerConfig(learning_rate=3e-3, warmup_steps=2, weight_decay=0.0),
+        train=TrainConfig(steps=10, slots=4, slot_size=2, log_every=5),
+        validation=ValidationConfig(every=5, samples=0),
+        checkpoint=CheckpointConfig(every=5),
+        record=RecordConfig(mlflow=False),
+        sample=SampleConfig(tokens=0),
     )
     return replace(config, **changes)

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from raystride.pipelines.config import Config
-from raystride.pipelines.files import Folder
 from raystride.pipelines.prepare.prepare import prepare
+from raystride.pipelines.storage.folder import Folder
 from raystride.pipelines.tasks import build_task
 from raystride.pipelines.worker.job import Job, WorkerInfo
 from tests.distributed import CONTEXT, LIMIT_S
@@ -34,8 +34,8 @@ class Workers:
 
 def make_job(config: Config, storage: Path, run: str, attempt: str = "a1") -> Job:
     """A job on prepared data, as the driver would make it."""
-    folder = Folder.at(str(storage))
-    prepared = prepare(config, folder, build_task(config), on_ray=False, echo=lambda _: None)
+    folder = Folder.from_uri(str(storage))
+    prepared = prepare(config, folder, build_task(config), on_ray=False, log=lambda _: None)
     return Job(
         config=config, run=run, attempt=attempt, folder=folder / run, prepared=prepared.folder, device="cpu", threads=1
     )
@@ -69,10 +69,10 @@ def run_workers(job: Job, world: int) -> dict[str, Any]:
 def _work(job: Job, rank: int, world: int, place: Path) -> None:
     import torch.distributed as dist
 
-    from raystride.pipelines.worker.group import meet_in
-    from raystride.pipelines.worker.worker import run_worker
+    from raystride.pipelines.distributed.process_group import set_rendezvous_file
+    from raystride.pipelines.worker.run import run_worker
 
-    meet_in(str(place / "meeting" / "store"))
+    set_rendezvous_file(str(place / "meeting" / "store"))
     try:
         place_of = WorkerInfo(rank=rank, world=world, local_rank=rank)
         summary = run_worker(job, place_of, accept, lambda: False)

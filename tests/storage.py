@@ -1,7 +1,7 @@
 """A server that speaks S3, and a proxy in front of it that breaks requests as a seeded random number generator says.
 
 with server() as store, Proxy(store, seed=1, faults=Faults(unavailable=0.1)) as proxy:
-    Folder.at(proxy.uri("runs")).put("a", b"...")
+    Folder.from_uri(proxy.uri("runs")).put("a", b"...")
     proxy.requests                                        # Counter({"PUT": 1})
 """
 

@@ -64,7 +64,7 @@ def test_a_forked_process_notes_what_runs_in_it(tmp_path: Path) -> None:
     (tmp_path / "current").write_text(ORDER_TESTS)
     program = """
 import os
-from raystride.pipelines import retries
+from raystride.pipelines.storage import retries
 from tests import source_trace
 source_trace.start()
 if os.fork() == 0:

@@ -1,6 +1,6 @@
 """The smallest settings that train something, shared by tests.
 
-config = tiny(train=Train(steps=3, slots=4, slot_size=2), text=path)
+config = tiny(train=TrainConfig(steps=3, slots=4, slot_size=2), text=path)
 """
 
 from dataclasses import replace
@@ -8,16 +8,16 @@ from pathlib import Path
 from typing import Any
 
 from raystride.pipelines.config import (
-    Checkpoint,
+    CheckpointConfig,
     Config,
-    Data,
-    Model,
-    Optimizer,
-    Record,
-    Sample,
-    Tokenizer,
-    Train,
-    Validation,
+    DataConfig,
+    ModelConfig,
+    OptimizerConfig,
+    RecordConfig,
+    SampleConfig,
+    TokenizerConfig,
+    TrainConfig,
+    ValidationConfig,
 )
 
 
@@ -35,14 +35,14 @@ def write_text(folder: Path, size: int = 20_000) -> Path:
 def tiny(text: Path, **changes: Any) -> Config:
     """Settings of a two-layer model on a text file; `changes` replace whole sections or top-level settings."""
     base = Config(
-        data=Data(source=str(text), kind="text", validation="tail", validation_fraction=0.1),
-        tokenizer=Tokenizer(kind="bytes"),
-        model=Model(layers=2, heads=2, width=16, context=16),
-        optimizer=Optimizer(learning_rate=1e-2, warmup_steps=2),
-        train=Train(steps=6, slots=4, slot_size=2, log_every=2),
-        validation=Validation(every=3, samples=16),
-        checkpoint=Checkpoint(every=3),
-        record=Record(mlflow=False),
-        sample=Sample(tokens=0),
+        data=DataConfig(source=str(text), kind="text", validation="tail", validation_fraction=0.1),
+        tokenizer=TokenizerConfig(kind="bytes"),
+        model=ModelConfig(layers=2, heads=2, hidden_size=16, context=16),
+        optimizer=OptimizerConfig(learning_rate=1e-2, warmup_steps=2),
+        train=TrainConfig(steps=6, slots=4, slot_size=2, log_every=2),
+        validation=ValidationConfig(every=3, samples=16),
+        checkpoint=CheckpointConfig(every=3),
+        record=RecordConfig(mlflow=False),
+        sample=SampleConfig(tokens=0),
     )
     return replace(base, **changes)

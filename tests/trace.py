@@ -1,4 +1,4 @@
-"""One sample's way through the house: the files of ours that it enters between its shard and its record.
+"""One sample's way through the code: the files of ours that it enters between its shard and its record.
 
 One inline step of a small language model and its record, watched by `sys.setprofile` and `threading.setprofile`:
 
@@ -41,7 +41,7 @@ def ways(steps: int = 1) -> dict[str, list[str]]:
     from raystride.pipelines.record.recorder import Recorder
     from raystride.pipelines.train.loop import Training
 
-    train = Training._train
+    train = Training._train_steps
 
     def until_the_record_has_it(training: Training) -> Any:
         """The steps alone, with what the recorder's threads do meanwhile: it logs to MLflow beside the training."""
@@ -58,11 +58,11 @@ def ways(steps: int = 1) -> dict[str, list[str]]:
         raystride.prepare({}, settings, storage=storage)
         threading.setprofile(note)
         inline._start = lambda arguments: Recorder(**arguments)  # in this process, where it can be watched
-        Training._train = until_the_record_has_it  # type: ignore[method-assign]
+        Training._train_steps = until_the_record_has_it  # type: ignore[method-assign]
         try:
             raystride.train({}, settings, run="traced", storage=storage)
         finally:
-            Training._train = train  # type: ignore[method-assign]
+            Training._train_steps = train  # type: ignore[method-assign]
             threading.setprofile(None)  # type: ignore[arg-type]
     return entered
 

@@ -1,4 +1,4 @@
-"""One file an operation: formula, reference, kernels, registration, public function, in that order."""
+"""Triton kernels, one file an operation: formula, reference, kernels, registration, public function, in that order."""
 
 import os
 
@@ -7,5 +7,5 @@ if not __name__.startswith("raystride."):
 
 
 def interpreting() -> bool:
-    """Whether the environment asks for Triton's interpreter; Triton reads it once, when it is imported."""
+    """Returns whether the environment selects Triton's interpreter; Triton reads it once, when it is imported."""
     return os.environ.get("TRITON_INTERPRET", "0") in ("1", "true", "on", "yes")

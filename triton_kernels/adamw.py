@@ -4,12 +4,12 @@
     m <- m + (1 - b1) (g - m);  v <- b2 v + (1 - b2) g^2
     p <- p - rate / (1 - b1^t) m / (sqrt(v) / sqrt(1 - b2^t) + eps)
 
-The order of the operations, each rounded in fp32, is that of torch.optim.AdamW, and so are the bits where the compiler does
-not contract a product and a sum into one rounding. The powers of the betas are made in the kernel, in fp64 from each
-parameter's own count of steps. It finds its tensors through a table of addresses, which is sent to the GPU again only when
-one has changed, and then without the host waiting: a step is one launch, and one that a CUDA graph can replay.
+The order of the operations, each rounded in fp32, is that of torch.optim.AdamW, and so are the bits unless the compiler
+contracts a product and a sum into one rounding. The kernel computes the powers of the betas in fp64 from each parameter's
+own step count. It finds its tensors through a table of addresses, which is sent to the GPU only when an address has
+changed, and then without the host waiting: a step is one launch, which a CUDA graph can replay.
 
-Where `skip` is 1 nothing changes, which the host need not know: so a step that overflowed is left out.
+If `skip` is 1 on the device nothing changes: so a step that overflowed is skipped without a host synchronisation.
 
     adamw(parameters, gradients, exp_avgs, exp_avg_sqs, steps, learning_rate=1e-3, betas=(0.9, 0.95), eps=1e-8, decay=0.1)
 """
@@ -30,7 +30,7 @@ _BLOCK = 1024
 """Elements of a program: with 8 warps a thread has 16 bytes of each of its four streams, in 46 registers on sm_90; with four
 times as many it needs 201."""
 _TABLES_KEPT = 16
-"""Groups of tensors whose addresses are remembered."""
+"""Groups of tensors with cached address tables."""
 
 Tensors = Sequence[torch.Tensor]
 
@@ -48,13 +48,12 @@ def adamw_reference(
     decay: float,
     skip: torch.Tensor | None = None,
 ) -> None:
-    """Updates parameters and moments in place by PyTorch's own fused operation; arguments as `adamw` has them.
+    """Updates parameters and moments in place by PyTorch's own fused operation; arguments as in `adamw`.
 
-    That operation takes memory as it comes: a gradient that lies otherwise than its parameter is laid out anew first, and so
-    is what has gaps, or is part of another tensor.
+    That operation ignores strides: tensors are made contiguous first if layouts differ or have gaps.
     """
     groups = (parameters, gradients, exp_avgs, exp_avg_sqs)
-    own = groups if _lie_alike(groups) else tuple([x.contiguous() for x in group] for group in groups)
+    own = groups if _have_equal_layouts(groups) else tuple([x.contiguous() for x in group] for group in groups)
     torch.ops.aten._fused_adamw_(
         *(list(group) for group in own), [], list(steps),
         lr=learning_rate, beta1=betas[0], beta2=betas[1], weight_decay=decay, eps=eps, amsgrad=False, maximize=False,
@@ -66,8 +65,8 @@ def adamw_reference(
                 x.copy_(copy)
 
 
-def _lie_alike(groups: tuple[Tensors, ...]) -> bool:
-    """Whether element n in memory is the same of all four, and nothing else lies between."""
+def _have_equal_layouts(groups: tuple[Tensors, ...]) -> bool:
+    """Returns whether element n in memory is the same in all four groups, without gaps."""
     if all(x.is_contiguous() for group in groups for x in group):
         return True
     whole = all(sum((n - 1) * step for n, step in zip(x.shape, x.stride(), strict=True)) + 1 == x.numel() for x in groups[0])
@@ -124,8 +123,8 @@ def _adamw_kernel(
     tl.store(v_ptr + offsets, v.to(TYPE), mask=inside)
 
 
-def _check(groups: tuple[Tensors, ...], steps: Tensors) -> None:
-    """Each tensor has the shape of its parameter. Asked when a table is made, not at every step."""
+def _check_shapes(groups: tuple[Tensors, ...], steps: Tensors) -> None:
+    """Checks that each tensor has the shape of its parameter. Runs when a table is made, not at every step."""
     for name, group in zip(("gradients", "exp_avgs", "exp_avg_sqs"), groups[1:], strict=True):
         for number, (x, parameter) in enumerate(zip(group, groups[0], strict=True)):
             expect("adamw", f"{name}[{number}]", x, shape=parameter.shape, beside=groups[0][0])
@@ -135,7 +134,7 @@ def _check(groups: tuple[Tensors, ...], steps: Tensors) -> None:
 
 @dataclass(frozen=True)
 class _Tables:
-    """Where the tensors of a group lie and how they are cut into blocks; on their device."""
+    """Addresses of a group's tensors, and their partition into blocks; on their device."""
 
     addresses: torch.Tensor
     sizes: torch.Tensor
@@ -147,11 +146,11 @@ _tables: dict[tuple[int, ...], _Tables] = {}
 
 
 def _find_tables(groups: tuple[Tensors, ...], steps: Tensors) -> _Tables:
-    """Looked up by addresses and sizes, so a tensor that moved is noticed."""
+    """Returns cached tables by addresses and sizes, so that a moved tensor is noticed."""
     addresses = [[x.data_ptr() for x in group] for group in (*groups, steps)]
     key = (*itertools.chain(*addresses), *(x.numel() for group in groups for x in group))
     if key not in _tables:
-        _check(groups, steps)
+        _check_shapes(groups, steps)
         while len(_tables) >= _TABLES_KEPT:
             del _tables[next(iter(_tables))]
         device = groups[0][0].device
@@ -161,13 +160,15 @@ def _find_tables(groups: tuple[Tensors, ...], steps: Tensors) -> _Tables:
         sizes = torch.tensor([x.numel() for x in groups[0]], dtype=torch.int64)
         pieces = torch.stack((tensor, block), dim=1).int()
         aligned = not any(address % 16 for group in addresses[:4] for address in group)
-        places = torch.tensor(addresses, dtype=torch.int64)
-        _tables[key] = _Tables(_sent(places, device), _sent(sizes, device), _sent(pieces, device), aligned)
+        address_table = torch.tensor(addresses, dtype=torch.int64)
+        _tables[key] = _Tables(
+            _to_device(address_table, device), _to_device(sizes, device), _to_device(pieces, device), aligned
+        )
     return _tables[key]
 
 
-def _sent(x: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """x on a device, for which the host does not wait."""
+def _to_device(x: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Copies x to a device without the host waiting."""
     return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x.to(device)
 
 
@@ -233,15 +234,15 @@ def adamw(
         gradients: of the same shapes and dtype.
         exp_avgs: first moments m, likewise.
         exp_avg_sqs: second moments v, likewise.
-        steps: for each parameter how many updates it has had with this one, fp32 scalars on its device.
+        steps: number of updates of each parameter including this one, fp32 scalars on its device.
         learning_rate: of this update.
         betas: decay of the moments, 0 to below 1.
         eps: added to the root of the second moment.
         decay: decoupled weight decay.
-        skip: where this fp32 scalar on the device is 1, nothing is updated; None: as if it were 0.
+        skip: fp32 scalar on the device; if it is 1, nothing is updated; None: 0.
 
     Raises:
-        ValueError: not as many of each as parameters, a tensor of another shape than its parameter, several devices, or a
+        ValueError: lists of different lengths, a tensor of another shape than its parameter, several devices, or a
             `skip` that is not a scalar.
     """
     if not parameters:
@@ -253,7 +254,7 @@ def adamw(
     expect("adamw", "steps[0]", steps[0], shape=(), beside=parameters[0])
     if skip is not None:
         expect("adamw", "skip", skip, shape=(), beside=parameters[0])
-    if takes_triton("adamw", parameters[0], _refusal(groups, steps)):
+    if takes_triton("adamw", parameters[0], _unsupported_reason(groups, steps)):
         tensors = [list(group) for group in (*groups, steps)]
         _adamw(
             *tensors,
@@ -267,7 +268,7 @@ def adamw(
         adamw_reference(*groups, steps, learning_rate=learning_rate, betas=betas, eps=eps, decay=decay, skip=skip)
 
 
-def _refusal(groups: tuple[Tensors, ...], steps: Tensors) -> str:
+def _unsupported_reason(groups: tuple[Tensors, ...], steps: Tensors) -> str:
     if any(x.dtype != torch.float32 for x in steps):
         return f"steps in {', '.join(sorted({str(x.dtype) for x in steps}))}"
     kinds = {x.dtype for group in groups for x in group}

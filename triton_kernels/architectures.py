@@ -1,4 +1,4 @@
-"""GPU architectures that the kernels are compiled for, and how many warps of a kernel fit on one of their processors.
+"""GPU architectures that the kernels are compiled for, and the occupancy of a kernel on them.
 
 Facts are from NVIDIA's CUDA C++ Programming Guide ("Compute Capabilities") and AMD's CDNA 3 ISA guide (2024).
 
@@ -13,29 +13,29 @@ class Architecture:
     """A streaming multiprocessor (NVIDIA) or a compute unit (AMD)."""
 
     name: str
-    """As Triton and the compilers call it."""
+    """Name in Triton and the compilers."""
     backend: str
     """`cuda` or `hip`."""
     warp_size: int
     """Threads a warp (AMD: wavefront)."""
-    warps: int
+    max_warps: int
     """Warps that can be resident."""
     registers: int
     """32-bit registers."""
     register_unit: int
-    """Registers are given to a warp in multiples of this many."""
-    most_registers: int
+    """Allocation granularity of a warp's registers."""
+    max_registers: int
     """Registers that a thread can have."""
     shared: int
     """Bytes of shared memory (AMD: LDS)."""
-    shared_of_block: int
+    max_block_shared: int
     """Bytes of shared memory that one block can have."""
     matrix_instruction: str
-    """What its tensor cores are called in its assembly."""
+    """Instruction of its tensor cores in assembly."""
 
     @property
     def capability(self) -> int | str:
-        """The name of the architecture in Triton's compilation target: 90, or gfx942."""
+        """Name of the architecture in Triton's compilation target: 90, or gfx942."""
         return int(self.name.removeprefix("sm_")) if self.backend == "cuda" else self.name
 
 
@@ -47,22 +47,22 @@ _LIST = [
     Architecture("gfx942", "hip", 64, 32, 4 * 512 * 64, 512, 512, 64 * _KIB, 64 * _KIB, "v_mfma"),
 ]
 ARCHITECTURES = {architecture.name: architecture for architecture in _LIST}
-"""Those of the compile report: A100, H100 and H200, B200, MI300."""
+"""Architectures of the compile report: A100, H100 and H200, B200, MI300."""
 
 _BLOCK_OVERHEAD = 1024
 """Bytes of shared memory that CUDA takes for itself in every block."""
 
 
 def occupancy(architecture: Architecture, *, registers: int, shared: int, warps: int) -> float:
-    """Resident warps over the most possible, 0 to 1, from registers a thread, bytes of shared memory a block, warps a block.
+    """Returns resident over possible warps, 0 to 1, from registers a thread, shared memory bytes and warps a block.
 
-    0 where not even one block fits.
+    0 if no block fits.
     """
     per_warp = -(-max(registers, 1) * architecture.warp_size // architecture.register_unit) * architecture.register_unit
     overhead = _BLOCK_OVERHEAD if architecture.backend == "cuda" else 0
-    if shared > architecture.shared_of_block or registers > architecture.most_registers:
+    if shared > architecture.max_block_shared or registers > architecture.max_registers:
         return 0.0
     by_registers = architecture.registers // (per_warp * warps)
     by_shared = architecture.shared // max(shared + overhead, 1)
-    blocks = min(by_registers, by_shared, architecture.warps // warps)
-    return blocks * warps / architecture.warps
+    blocks = min(by_registers, by_shared, architecture.max_warps // warps)
+    return blocks * warps / architecture.max_warps

@@ -1,8 +1,8 @@
-"""What a public function asks of its arguments before a pointer to one of them is used.
+"""Checks of a public function's arguments before a pointer to one of them is used.
 
-A kernel believes what it is told: lengths of another batch, or targets on another device, are read where nothing of theirs
-lies. Here a call is compared with what the operation takes, by what the host knows (shapes, dtypes, devices), so that no
-device is waited for; what a device alone knows, a target that is no word, shows in the result as NaN.
+A kernel trusts its arguments: with lengths of another batch, or targets on another device, it would read foreign memory.
+Calls are checked by host-side facts (shapes, dtypes, devices), without waiting for a device; an invalid value on the device,
+such as a target that is no word, gives NaN in the result.
 
     expect("attention", "key_lengths", key_lengths, shape=(4,), dtypes=INTEGERS, beside=q)
     # ValueError: attention: key_lengths must be of shape (4,), but is of shape (1,)
@@ -13,7 +13,7 @@ from collections.abc import Container, Sequence
 import torch
 
 INTEGERS = (torch.int32, torch.int64)
-"""What lengths and offsets are counted in."""
+"""Dtypes of lengths and offsets."""
 
 
 def expect(
@@ -25,41 +25,44 @@ def expect(
     dtypes: Container[torch.dtype] | None = None,
     beside: torch.Tensor | None = None,
 ) -> None:
-    """Compares the argument `name` of an operation with what it has to be; what is None may be anything.
+    """Checks the argument `name` of an operation; None accepts anything.
 
     Raises:
-        ValueError: x has another shape, a dtype that is none of these, or lies on another device than `beside`.
+        ValueError: x has another shape, a dtype that is none of these, or another device than `beside`.
     """
     if beside is not None and x.device != beside.device:
         raise ValueError(f"{operation}: {name} must be on {beside.device}, as what comes before it, but is on {x.device}")
     if shape is not None and x.shape != tuple(shape):
         raise ValueError(f"{operation}: {name} must be of shape {tuple(shape)}, but is of shape {tuple(x.shape)}")
     if dtypes is not None and x.dtype not in dtypes:
-        raise ValueError(f"{operation}: {name} must be of {_named(dtypes)}, but is of {x.dtype}")
+        raise ValueError(f"{operation}: {name} must be of {_format_dtypes(dtypes)}, but is of {x.dtype}")
 
 
 def expect_heads(operation: str, layout: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-    """Queries, keys and values in a layout, such as "BHTD": H last but the letters for rows and head size.
+    """Checks queries, keys and values in a layout, such as "BHTD".
 
     Raises:
-        ValueError: shapes that do not go together, query heads that are no multiple of key heads, several devices.
+        ValueError: inconsistent shapes, query heads that are no multiple of key heads, several devices.
     """
     of_q, of_k, of_v = q.shape, k.shape, v.shape
     if not len(of_q) == len(of_k) == len(of_v) == len(layout):
-        raise ValueError(f"{operation}: q, k and v must have {len(layout)} dimensions, but are {_shapes(q, k, v)}")
+        raise ValueError(f"{operation}: q, k and v must have {len(layout)} dimensions, but are {_format_shapes(q, k, v)}")
     heads, size = layout.index("H"), len(layout) - 1
     if of_k[:size] != of_v[:size] or of_q[size] != of_k[size] or (layout[0] == "B" and of_q[0] != of_k[0]):
         raise ValueError(
-            f"{operation}: k and v must have the batch and the head size of q, and one length, but are {_shapes(q, k, v)}"
+            f"{operation}: k and v must have the batch and the head size of q, and one length, but are "
+            f"{_format_shapes(q, k, v)}"
         )
     if of_k[heads] < 1 or of_q[heads] % of_k[heads]:
-        raise ValueError(f"{operation}: the heads of q must be a multiple of those of k and v, but are {_shapes(q, k, v)}")
+        raise ValueError(
+            f"{operation}: the heads of q must be a multiple of those of k and v, but are {_format_shapes(q, k, v)}"
+        )
     expect(operation, "k", k, beside=q)
     expect(operation, "v", v, beside=q)
 
 
 def expect_rules(operation: str, *, causal: bool, window: int, softcap: float) -> None:
-    """Which keys are seen, and how far scores go.
+    """Checks the mask rules and the score cap.
 
     Raises:
         ValueError: a window without causal, or one below zero; a cap below zero.
@@ -73,10 +76,10 @@ def expect_rules(operation: str, *, causal: bool, window: int, softcap: float) -
 
 
 def expect_dropout(operation: str, dropout: float, seed: torch.Tensor | None, beside: torch.Tensor) -> None:
-    """A share of weights to drop, and the seed that names them.
+    """Checks a dropout probability and its seed.
 
     Raises:
-        ValueError: a share that is not between 0 and 1, a seed that is not one int64, or one on another device.
+        ValueError: a probability that is not between 0 and 1, a seed that is not one int64, or one on another device.
     """
     if not 0 <= dropout <= 1:
         raise ValueError(f"{operation}: dropout must be between 0 and 1, but is {dropout}")
@@ -86,9 +89,9 @@ def expect_dropout(operation: str, dropout: float, seed: torch.Tensor | None, be
             raise ValueError(f"{operation}: seed must be a single number, but is of shape {tuple(seed.shape)}")
 
 
-def _shapes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> str:
+def _format_shapes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> str:
     return f"q {tuple(q.shape)}, k {tuple(k.shape)} and v {tuple(v.shape)}"
 
 
-def _named(dtypes: Container[torch.dtype]) -> str:
+def _format_dtypes(dtypes: Container[torch.dtype]) -> str:
     return " or ".join(map(str, dtypes)) if isinstance(dtypes, tuple) else str(dtypes)

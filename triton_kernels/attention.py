@@ -1,13 +1,13 @@
-"""Scaled dot-product attention, O = dropout(softmax(scale Q K^T + M)) V (Vaswani et al., 2017, eq. 1), whose scores may be
-capped before the mask, s -> c tanh(s / c) (Gemma Team, 2024, section 2).
+"""Scaled dot-product attention, O = dropout(softmax(scale Q K^T + M)) V (Vaswani et al., 2017, eq. 1), optionally with
+scores capped before the mask, s -> c tanh(s / c) (Gemma Team, 2024, section 2).
 
 Shapes: B batch, H query heads, G key and value heads (H a multiple of G), T queries, S keys, D head size.
-q (B, H, T, D); k and v (B, G, S, D); the result (B, H, T, D), laid out in memory as (B, T, H, D). Any strides are taken as
-they are if the last dimension is contiguous. Rows that see no key are zeros, and so are their gradients.
+q (B, H, T, D); k and v (B, G, S, D); the result (B, H, T, D), in memory (B, T, H, D). Any strides are supported if the last
+dimension is contiguous. Rows that see no key are zeros, and so are their gradients.
 
     o = attention(q, k, v, causal=True)
     o = attention(q, k, v, causal=True, window=4096)
-    o = attention(q, k, v, mask=mask)             # mask (B, 1, T, S), True where a query may look
+    o = attention(q, k, v, mask=mask)             # mask (B, 1, T, S), True for visible keys
 """
 
 import math
@@ -17,24 +17,24 @@ import torch
 import torch.nn.functional as F
 
 from raystride.triton_kernels.arguments import INTEGERS, expect, expect_dropout, expect_heads, expect_rules
-from raystride.triton_kernels.attention_backward import differentiate
-from raystride.triton_kernels.attention_decoding import LONGEST, decode
-from raystride.triton_kernels.attention_forward import attend
-from raystride.triton_kernels.attention_masks import kept_weights, salted, visible
+from raystride.triton_kernels.attention_backward import launch_backward
+from raystride.triton_kernels.attention_decoding import MAX_QUERIES, decode
+from raystride.triton_kernels.attention_forward import launch_forward
+from raystride.triton_kernels.attention_masks import derive_seed, kept_weights, visible
 from raystride.triton_kernels.attention_problem import (
     Rules,
     Sequences,
-    entries,
-    like_rows,
-    rows_readable,
-    side_by_side_in_memory,
+    contiguous_lengths,
+    empty_like_rows,
+    ensure_readable_rows,
+    num_entries,
 )
-from raystride.triton_kernels.configurations import family
+from raystride.triton_kernels.configurations import architecture_family
 from raystride.triton_kernels.dispatch import takes_library, takes_triton
 from raystride.triton_kernels.launch import architecture
 from raystride.triton_kernels.operation import operation
 
-LARGEST_HEAD = 256
+MAX_HEAD_SIZE = 256
 """The accumulators of a larger head fit no registers."""
 
 
@@ -54,17 +54,17 @@ def attention_reference(
     numbers: torch.Tensor | None = None,
     first_head: int = 0,
 ) -> torch.Tensor:
-    """PyTorch's own attention, which is also what CPUs run; with a seed, the formula, which drops what the kernels drop.
+    """Computes attention by PyTorch's own operation, also on CPUs; with a seed by the formula, with the kernels' dropout.
 
-    `numbers` (B,) are those of the sequences in dropout's counter; 0, 1, 2, ... where none are given. `first_head` is the
-    first head's there.
+    `numbers` (B,) are the indices of the sequences in dropout's counter, by default 0, 1, 2, ...; `first_head` is the index
+    of the first head there.
     """
     queries, keys = q.shape[-2], k.shape[-2]
     blind = None
     if window or key_lengths is not None or (causal and (queries != keys or mask is not None)):
         seen = visible(queries, keys, causal=causal, window=window, key_lengths=key_lengths, device=q.device)
         mask = seen if mask is None else mask & seen if mask.dtype == torch.bool else mask.masked_fill(~seen, -math.inf)
-        # PyTorch's kernels do not agree on rows without a key, which only lengths make, or more queries than keys.
+        # PyTorch's kernels disagree on rows without a key, which arise only from lengths or from more queries than keys.
         blind = ~seen.any(-1, keepdim=True) if key_lengths is not None or queries > keys else None
         causal = False
     if softcap or (dropout and seed is not None):
@@ -78,7 +78,7 @@ def attention_reference(
             kept = kept / (1.0 - dropout)
         elif dropout:
             kept = F.dropout(q.new_ones(*q.shape[:-1], keys), dropout)
-        return _formula(q, k, v, mask, blind, kept, scale, softcap)
+        return _attention_by_formula(q, k, v, mask, blind, kept, scale, softcap)
     if blind is not None and mask is not None and mask.dtype == torch.bool:
         mask = mask | blind
     grouped = q.shape[1] != k.shape[1]
@@ -86,7 +86,7 @@ def attention_reference(
     return o if blind is None else o.masked_fill(blind, 0.0)
 
 
-def _formula(
+def _attention_by_formula(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
@@ -96,7 +96,7 @@ def _formula(
     scale: float | None,
     softcap: float,
 ) -> torch.Tensor:
-    """`kept` multiplies the weights; rows that are `blind` see no key."""
+    """Computes attention by its formula; `kept` multiplies the weights; `blind` rows see no key."""
     group = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
     scores = q @ k.transpose(-1, -2) * (q.shape[-1] ** -0.5 if scale is None else scale)
@@ -124,16 +124,16 @@ def _attention(
     dropout: float,
     softcap: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    q, k, v = rows_readable(q), rows_readable(k), rows_readable(v)
-    o, lse = like_rows(q), q.new_empty((*q.shape[:2], entries(q.shape[2])), dtype=torch.float32)
-    sequences = Sequences(q.shape[0], q.shape[2], k.shape[2], side_by_side_in_memory(key_lengths))
-    attend(q, k, v, o, lse, sequences, Rules(scale, causal, window, dropout, softcap, seed))
+    q, k, v = ensure_readable_rows(q), ensure_readable_rows(k), ensure_readable_rows(v)
+    o, lse = empty_like_rows(q), q.new_empty((*q.shape[:2], num_entries(q.shape[2])), dtype=torch.float32)
+    sequences = Sequences(q.shape[0], q.shape[2], k.shape[2], contiguous_lengths(key_lengths))
+    launch_forward(q, k, v, o, lse, sequences, Rules(scale, causal, window, dropout, softcap, seed))
     return o, lse
 
 
 @_attention.register_fake
 def _(q: torch.Tensor, *_: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    return like_rows(q), q.new_empty((*q.shape[:2], entries(q.shape[2])), dtype=torch.float32)
+    return empty_like_rows(q), q.new_empty((*q.shape[:2], num_entries(q.shape[2])), dtype=torch.float32)
 
 
 @operation("raystride::attention_backward")
@@ -154,11 +154,11 @@ def _attention_backward(
     for_queries: bool,
     for_keys: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    grad, q, k, v = rows_readable(grad), rows_readable(q), rows_readable(k), rows_readable(v)
-    dq, dk, dv = _gradients(q, k, v, for_queries, for_keys)
-    sequences = Sequences(q.shape[0], q.shape[2], k.shape[2], side_by_side_in_memory(key_lengths))
+    grad, q, k, v = ensure_readable_rows(grad), ensure_readable_rows(q), ensure_readable_rows(k), ensure_readable_rows(v)
+    dq, dk, dv = _allocate_gradients(q, k, v, for_queries, for_keys)
+    sequences = Sequences(q.shape[0], q.shape[2], k.shape[2], contiguous_lengths(key_lengths))
     wanted = (dq if for_queries else None, dk if for_keys else None, dv if for_keys else None)
-    differentiate(grad, q, k, v, o, lse, *wanted, sequences, Rules(scale, causal, window, dropout, softcap, seed))
+    launch_backward(grad, q, k, v, o, lse, *wanted, sequences, Rules(scale, causal, window, dropout, softcap, seed))
     return dq, dk, dv
 
 
@@ -166,34 +166,34 @@ def _attention_backward(
 def _(
     grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: Any
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    return _gradients(q, k, v, *rest[-2:])
+    return _allocate_gradients(q, k, v, *rest[-2:])
 
 
-def _gradients(
+def _allocate_gradients(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, for_queries: bool, for_keys: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """New memory for those that are wanted, none for the others."""
+    """Allocates the requested gradients; empty tensors for the others."""
     none = (0, 0, 0, 0)
-    dq = like_rows(q) if for_queries else q.new_empty(none)
-    return (dq, like_rows(k), like_rows(v)) if for_keys else (dq, k.new_empty(none), v.new_empty(none))
+    dq = empty_like_rows(q) if for_queries else q.new_empty(none)
+    return (dq, empty_like_rows(k), empty_like_rows(v)) if for_keys else (dq, k.new_empty(none), v.new_empty(none))
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
     q, k, v, key_lengths, seed, *ctx.rules = inputs
     ctx.mark_non_differentiable(output[1])
     ctx.save_for_backward(q, k, v, *output, key_lengths, seed)
 
 
-def _differentiate(ctx: Any, grad: torch.Tensor, _: Any) -> tuple[torch.Tensor | None, ...]:
+def _backward(ctx: Any, grad: torch.Tensor, _: Any) -> tuple[torch.Tensor | None, ...]:
     queries, keys, values = ctx.needs_input_grad[:3]
     dq, dk, dv = _attention_backward(grad, *ctx.saved_tensors, *ctx.rules, queries, keys or values)
     return dq if queries else None, dk if keys else None, dv if values else None, *[None] * 7
 
 
-_attention.register_autograd(_differentiate, setup_context=_save)
+_attention.register_autograd(_backward, setup_context=_setup_context)
 
 
-def why_refused(
+def unsupported_reason(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
@@ -205,18 +205,18 @@ def why_refused(
     softcap: float = 0.0,
     lengths: bool = False,
 ) -> str:
-    """Why the kernels cannot take this call; empty if they can."""
+    """Returns the reason why the kernels do not support this call; empty if they do."""
     if mask is not None:
         return "a mask of its own"
     if q.shape[-1] != v.shape[-1]:
         return "values of another size than keys"
-    if not 1 <= q.shape[-1] <= LARGEST_HEAD:
+    if not 1 <= q.shape[-1] <= MAX_HEAD_SIZE:
         return f"head size {q.shape[-1]}"
     if not q.dtype == k.dtype == v.dtype:
         return "queries, keys and values of several dtypes"
     if softcap and (dropout or lengths):
         return f"capped scores with {'dropout' if dropout else 'key lengths'}, which would spill registers"
-    single, near = q.dtype == torch.float32, family(architecture(q.device))
+    single, near = q.dtype == torch.float32, architecture_family(architecture(q.device))
     older = near in ("sm_80", "sm_86")
     if (dropout or window or softcap) and single and q.shape[-1] > 128 and older:
         return f"dropout, a window or a cap in fp32 with head size {q.shape[-1]}, which would spill registers"
@@ -240,18 +240,17 @@ def attention(
     seed: torch.Tensor | None = None,
     first_head: int = 0,
 ) -> torch.Tensor:
-    """Attention of every query over the keys that it may see.
+    """Computes attention of every query over its visible keys.
 
     With `causal`, query i of T sees keys 0 to S - T + i, so that a query against a cache of S keys sees all of them; with
-    `window`, only the last so many of these. Keys from key_lengths (B,) on are not seen; that leaves the queries' positions
-    as they are, at the end of the S keys. `scale` is 1 / sqrt(D) where none is given. `softcap` caps scaled scores; 0: none.
-    `dropout` is the share of weights dropped, those that `seed` (1,) in int64 names; without a seed, one is drawn from the
-    device's generator. Where these heads are some of more, `first_head` is the first one's number: they then drop what they
-    would drop among all, or, in kernels, something else than the others.
+    `window`, only the last `window` of these. Keys from key_lengths (B,) on are hidden; queries keep their positions at the
+    end of the S keys. `scale` is 1 / sqrt(D) by default. `softcap` caps scaled scores; 0: none.
+    `dropout` is the fraction of weights dropped, chosen by `seed` (1,) in int64; without a seed, one is drawn from the
+    device's generator. If these heads are a subset, `first_head` is the index of the first one: the reference then drops
+    the same weights as with all heads; kernels drop others than for the other heads.
 
-    Raises ValueError for shapes that do not go together, heads that are no multiple of groups, key_lengths of another batch,
-    tensors on several devices, a share of dropout outside 0 to 1, for a window without causal, and for one, or a cap, below
-    zero.
+    Raises ValueError for inconsistent shapes, heads that are no multiple of groups, key_lengths of another batch, tensors on
+    several devices, dropout outside 0 to 1, a window without causal, and a negative window or cap.
     """
     expect_rules("attention", causal=causal, window=window, softcap=softcap)
     expect_heads("attention", "BHTD", q, k, v)
@@ -268,16 +267,18 @@ def attention(
         return attention_reference(q, k, v, causal=causal, scale=scale)
     rest: dict[str, Any] = {"causal": causal, "window": window, "scale": scale, "dropout": dropout, "softcap": softcap}
     lengths = key_lengths is not None
-    why = why_refused(q, k, v, mask=mask, scale=scale, window=window, dropout=dropout, softcap=softcap, lengths=lengths)
+    why = unsupported_reason(
+        q, k, v, mask=mask, scale=scale, window=window, dropout=dropout, softcap=softcap, lengths=lengths
+    )
     if not takes_triton("attention", q, refusal=why):
         return attention_reference(q, k, v, mask=mask, key_lengths=key_lengths, seed=seed, first_head=first_head, **rest)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     # Heads over 128 in fp32 would spill there: their scores are summed by columns in the other kernel.
-    few = q.shape[2] <= LONGEST and not dropout and not (q.dtype == torch.float32 and q.shape[-1] > 128)
+    few = q.shape[2] <= MAX_QUERIES and not dropout and not (q.dtype == torch.float32 and q.shape[-1] > 128)
     if few and not (torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)):
         return decode(q, k, v, key_lengths, causal, window, scale, softcap)  # type: ignore[no-any-return]
     if dropout and seed is None:
         # On the device, so that the host does not wait for it.
         seed = torch.randint(0, 1 << 62, (1,), dtype=torch.int64, device=q.device)
-    seed = None if seed is None else salted(seed, 0, first_head)
+    seed = None if seed is None else derive_seed(seed, 0, first_head)
     return _attention(q, k, v, key_lengths, seed if dropout else None, causal, window, scale, dropout, softcap)[0]  # type: ignore[no-any-return]

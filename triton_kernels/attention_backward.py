@@ -1,13 +1,13 @@
-"""Attention backward (Dao, 2023, algorithm 2), in the same bits each time: no program adds to what another writes.
+"""Attention backward (Dao, 2023, algorithm 2), bitwise deterministic: no program adds to the output of another.
 
     P = exp(s - lse), delta = rowsum(dO O), dV = P^T dO, dS = P (dO V^T - delta), dQ = scale dS K, dK = scale dS^T Q
 
-and where scores are capped, s = c tanh(s' / c), dS times 1 - (s / c)^2.
+and with capped scores, s = c tanh(s' / c), dS times 1 - (s / c)^2.
 
 Three kernels: delta; dK and dV, one program a block of keys, over all query heads of its group; dQ, one program a block of
-queries. The scores are computed twice for it, seven products where atomic sums of dQ would need five.
+queries. The scores are computed twice: seven products, where atomic sums of dQ would need five.
 
-    differentiate(grad, q, k, v, o, lse, dq, dk, dv, Sequences(4, 1024, 1024), Rules(scale=0.125, causal=True))
+    launch_backward(grad, q, k, v, o, lse, dq, dk, dv, Sequences(4, 1024, 1024), Rules(scale=0.125, causal=True))
 """
 
 from typing import Any
@@ -32,23 +32,23 @@ from raystride.triton_kernels.attention_masks import (
 from raystride.triton_kernels.attention_problem import (
     Rules,
     Sequences,
-    block_d,
-    constants,
-    descriptors_fit,
-    entries,
-    handed_over,
-    how_capped,
-    lean,
-    mixed,
-    side_by_side,
-    strides,
+    can_use_descriptors,
+    capped_level,
+    heads_per_section,
+    kernel_constants,
+    kernel_tensor,
+    lean_level,
+    mixed_rules,
+    num_entries,
+    padded_head_size,
+    row_strides,
 )
-from raystride.triton_kernels.configurations import FAMILIES, family, tile
+from raystride.triton_kernels.configurations import FAMILIES, architecture_family, tile
 from raystride.triton_kernels.language import jit, jit_varying, tl
 from raystride.triton_kernels.launch import architecture, launch
 
 _DELTA_ELEMENTS = 2048
-"""Of dO in a program of delta: 16 bytes a load, twice over, for each of 128 threads; with more, sm_100 spills."""
+"""Elements of dO in a program of delta: 16 bytes a load, twice over, for each of 128 threads; with more, sm_100 spills."""
 
 
 @jit_varying("lse_b", "lse_h", "T", "batch", "blocks", "heads")
@@ -261,53 +261,65 @@ def _attention_backward_queries_kernel(
     store_rows(dq, acc * scale, b, h, query_start, query, T, dq_b, dq_h, dq_t, D, BLOCK_M, BLOCK_D, DESCRIPTORS)
 
 
-def differentiate(
+def launch_backward(
     grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor, lse: torch.Tensor,
     dq: torch.Tensor | None, dk: torch.Tensor | None, dv: torch.Tensor | None, sequences: Sequences, rules: Rules,
 ) -> None:  # fmt: skip
-    """Fills dq, and dk and dv, laid out as q, k and v, where they are asked for."""
+    """Fills the requested ones of dq, dk and dv, with the layouts of q, k and v."""
     delta = torch.empty_like(lse)
-    _delta(grad, o, delta, sequences)
+    _launch_delta(grad, o, delta, sequences)
     name, size = architecture(q.device), q.shape[-1]
-    told: Any = {"lean": lean(sequences, rules), "capped": how_capped(sequences, rules), "mixed": mixed(sequences, rules)}
+    tile_rules: Any = {
+        "lean": lean_level(sequences, rules),
+        "capped": capped_level(sequences, rules),
+        "mixed": mixed_rules(sequences, rules),
+    }
     group = q.shape[1] // k.shape[1]
-    shared = (*sequences.tensors, *rules.numbers, rules.scale, *strides(q), *strides(k), *strides(v), *strides(grad))
-    fit = descriptors_fit(sequences, *(x for x in (q, k, v, grad, dq, dk, dv) if x is not None))
+    shared = (
+        *sequences.tensors,
+        *rules.kernel_arguments,
+        rules.scale,
+        *row_strides(q),
+        *row_strides(k),
+        *row_strides(v),
+        *row_strides(grad),
+    )
+    fit = can_use_descriptors(sequences, *(x for x in (q, k, v, grad, dq, dk, dv) if x is not None))
     if dk is not None and dv is not None:
-        chosen = tile("attention_backward_keys", name, size, q.dtype, dropped=rules.dropout > 0, **told)
+        chosen = tile("attention_backward_keys", name, size, q.dtype, dropped=rules.dropout > 0, **tile_rules)
         m, n, groups = chosen.block_m, chosen.block_n, k.shape[1]
-        blocks, heads = sequences.work(sequences.keys, n, groups)
-        # Lean tiles of larger heads may have too few rows for the instructions that read what descriptors load.
-        by = fit and not (told["lean"] and size > 64 and n < FAMILIES[family(name)].least_rows)
+        blocks, heads = sequences.grid_blocks(sequences.keys, n, groups)
+        # Lean tiles of larger heads may have too few rows for the instructions that read descriptor loads.
+        by = fit and not (tile_rules["lean"] and size > 64 and n < FAMILIES[architecture_family(name)].min_rows)
         launch(
             _attention_backward_keys_kernel, (blocks * heads,),
-            handed_over(q, m, by), handed_over(k, n, by), handed_over(v, n, by), handed_over(grad, m, by), lse, delta,
-            handed_over(dk, n, by), handed_over(dv, n, by), *shared, *strides(dk), *strides(dv), *lse_strides(lse),
-            groups, group, sequences.queries, sequences.keys, sequences.batch, blocks, heads,
-            side_by_side(sequences, k, 1),
-            **constants(chosen, q, rules, by),
+            kernel_tensor(q, m, by), kernel_tensor(k, n, by), kernel_tensor(v, n, by), kernel_tensor(grad, m, by), lse,
+            delta, kernel_tensor(dk, n, by), kernel_tensor(dv, n, by), *shared, *row_strides(dk), *row_strides(dv),
+            *lse_strides(lse), groups, group, sequences.queries, sequences.keys, sequences.batch, blocks, heads,
+            heads_per_section(sequences, k, 1),
+            **kernel_constants(chosen, q, rules, by),
         )  # fmt: skip
     if dq is not None:
-        chosen = tile("attention_backward_queries", name, size, q.dtype, **told)
+        chosen = tile("attention_backward_queries", name, size, q.dtype, **tile_rules)
         m, n = chosen.block_m, chosen.block_n
-        blocks, heads = sequences.work(sequences.queries, m, q.shape[1])
+        blocks, heads = sequences.grid_blocks(sequences.queries, m, q.shape[1])
         launch(
             _attention_backward_queries_kernel, (blocks * heads,),
-            handed_over(q, m, fit), handed_over(k, n, fit), handed_over(v, n, fit), handed_over(grad, m, fit), lse, delta,
-            handed_over(dq, m, fit), *shared, *strides(dq), *lse_strides(lse),
+            kernel_tensor(q, m, fit), kernel_tensor(k, n, fit), kernel_tensor(v, n, fit), kernel_tensor(grad, m, fit), lse,
+            delta, kernel_tensor(dq, m, fit), *shared, *row_strides(dq), *lse_strides(lse),
             q.shape[1], group, sequences.queries, sequences.keys, sequences.batch, blocks, heads,
-            side_by_side(sequences, k, group),
-            **constants(chosen, q, rules, fit),
+            heads_per_section(sequences, k, group),
+            **kernel_constants(chosen, q, rules, fit),
         )  # fmt: skip
 
 
-def _delta(grad: torch.Tensor, o: torch.Tensor, delta: torch.Tensor, sequences: Sequences) -> None:
+def _launch_delta(grad: torch.Tensor, o: torch.Tensor, delta: torch.Tensor, sequences: Sequences) -> None:
     heads, size = o.shape[1], o.shape[-1]
-    rows = _DELTA_ELEMENTS // block_d(size)
-    numbers = sequences.queries if sequences.packed else entries(sequences.queries)
-    blocks, all_heads = sequences.work(numbers, rows, heads)
+    rows = _DELTA_ELEMENTS // padded_head_size(size)
+    num_numbers = sequences.queries if sequences.packed else num_entries(sequences.queries)
+    blocks, all_heads = sequences.grid_blocks(num_numbers, rows, heads)
     launch(
         _attention_delta_kernel, (blocks * all_heads,), o, grad, delta, sequences.query_offsets,
-        *strides(o), *strides(grad), *lse_strides(delta), heads, sequences.queries, sequences.batch, blocks, all_heads,
-        D=size, BLOCK_D=block_d(size), BLOCK_M=rows, num_warps=4,
+        *row_strides(o), *row_strides(grad), *lse_strides(delta), heads, sequences.queries, sequences.batch, blocks,
+        all_heads, D=size, BLOCK_D=padded_head_size(size), BLOCK_M=rows, num_warps=4,
     )  # fmt: skip

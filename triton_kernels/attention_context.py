@@ -1,15 +1,15 @@
-"""Attention over a sequence that is spread over workers (context parallelism), in one of three forms.
+"""Context-parallel attention over a sequence that is sharded over workers, in one of three forms.
 
-Each rank has the rows that a `ContextPlan` gives it, q (n, H, D), k and v (n, G, D), and gets the same rows of the result:
-each document's causal attention over its own keys, as `attention_packed` has it of all N rows.
+Each rank has the rows of its `ContextPlan`, q (n, H, D), k and v (n, G, D), and gets the same rows of the result: each
+document's causal attention over its own keys, equal to `attention_packed` of all N rows.
 
-- "ring": keys and values go from rank to rank, each computes with those that it has while the next are on their way, and
-  adds what comes out by its log-sum-exp (Liu et al., "Ring Attention", 2023). Least memory.
+- "ring": keys and values are passed from rank to rank; each computes with the current ones while the next are in flight, and
+  merges the results by their log-sum-exp (Liu et al., "Ring Attention", 2023). Least memory.
 - "heads": rows are exchanged for heads, so that a rank has all rows of some (Jacobs et al., "DeepSpeed-Ulysses", 2023).
-- "keys": each rank fetches what its queries see of others, no more, and computes once (Llama 3, 2024, section 3.3.2).
+- "keys": each rank fetches only the remote keys that its queries see, and computes once (Llama 3, 2024, section 3.3.2).
 
-A row goes no further than it is seen: of short documents, or under a window, next to nothing is sent. Sums are made in an
-order that the plan fixes, so results are the same bits each time.
+A row is sent only to ranks that see it: for short documents, or with a window, almost nothing is sent. The plan fixes the
+order of sums, so results are bitwise reproducible.
 
     plan = context_plan((0, 4096), ranks=2)
     rows = torch.from_numpy(plan.rows[rank])
@@ -25,26 +25,26 @@ import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
 from raystride.triton_kernels.arguments import expect, expect_dropout, expect_heads, expect_rules
-from raystride.triton_kernels.attention import why_refused
-from raystride.triton_kernels.attention_masks import salted
+from raystride.triton_kernels.attention import unsupported_reason
+from raystride.triton_kernels.attention_masks import derive_seed
 from raystride.triton_kernels.attention_packed import attention_packed
 from raystride.triton_kernels.attention_partial import (
     PartRules,
     PlacedPart,
-    apart,
-    attend_at,
-    exact_dtype,
-    keys_and_values,
-    on_device,
+    accumulation_dtype,
+    attend_part,
+    concat_keys_and_values,
+    copy_to_device,
     place_part,
+    split_keys_and_values,
 )
 from raystride.triton_kernels.attention_problem import Rules
-from raystride.triton_kernels.attention_ring import attend_around
-from raystride.triton_kernels.context_plan import ContextPlan, key_exchange, needed_rows, travelling
+from raystride.triton_kernels.attention_ring import ring_attention
+from raystride.triton_kernels.context_plan import ContextPlan, forwarded_rows, needed_rows, plan_key_exchange
 from raystride.triton_kernels.dispatch import takes_triton
 
 Form = Literal["ring", "heads", "keys"]
-"""What travels between ranks."""
+"""The tensors exchanged between ranks."""
 _Group = dist.ProcessGroup | None
 
 
@@ -64,21 +64,20 @@ def attention_context(
     seed: torch.Tensor | None = None,
     first_head: int = 0,
 ) -> torch.Tensor:
-    """`attention_packed` of N rows of which this rank has n = N / R: q (n, H, D), k and v (n, G, D); the result (n, H, D).
+    """Computes `attention_packed` of N rows, of which this rank has n = N / R: q (n, H, D), k and v (n, G, D) -> (n, H, D).
 
-    All R ranks of the group (None: all processes) call it at the same time, with the same rules, and go backward in the same
-    order; a gradient must be wanted on all of them or on none. On the reference path dropout drops what `attention_packed`
-    drops with this seed, whatever the form; without one, it is drawn from the device's generator, which must be in the same
-    state on all ranks. Kernels count from 0 in each call: there each pair of ranks in a ring, each rank with keys, and each
-    share of the heads has a seed of its own, made of this one. `first_head` is as in `attention_packed`.
+    All R ranks of the group (None: all processes) call it at the same time, with the same rules, and run the backward in the
+    same order; gradients must be required on all of them or on none. On the reference path dropout equals that of
+    `attention_packed` with this seed, in each form; without a seed, one is drawn from the device's generator, which must be
+    in the same state on all ranks. Kernels count from 0 in each call: there each pair of ranks in a ring, each rank with
+    keys, and each group of heads has its own seed, derived from this one. `first_head` is as in `attention_packed`.
 
-    Raises ValueError for what `attention_packed` raises it for, and for a form of another name, a group that is not the
-    plan's, rows that are not a rank's, several dtypes, attention that is not causal, and for "heads" where the ranks do not
-    divide G.
+    Raises ValueError like `attention_packed`, and for an unknown form, a group of another size than the plan's, a wrong
+    number of rows, several dtypes, attention that is not causal, and for "heads" if the ranks do not divide G.
     """
     ranks = dist.get_world_size(group) if dist.is_initialized() else 1
     rank = dist.get_rank(group) if dist.is_initialized() else 0
-    _expect(q, k, v, plan, form, ranks)
+    _check_arguments(q, k, v, plan, form, ranks)
     if not causal:
         raise ValueError(
             "attention_context: a plan is of causal attention; without causal, let each rank have whole samples"
@@ -87,7 +86,7 @@ def attention_context(
     expect_dropout("attention_context", dropout, seed, q)
     if dropout and seed is None and ranks > 1:
         seed = torch.randint(0, 1 << 62, (1,), dtype=torch.int64, device=q.device)
-    why = why_refused(q, k, v, scale=scale, window=window, dropout=dropout, softcap=softcap)
+    why = unsupported_reason(q, k, v, scale=scale, window=window, dropout=dropout, softcap=softcap)
     triton = takes_triton("attention_context", q, refusal=why)
     if form == "heads":
         first_head += rank * (q.shape[1] // ranks)
@@ -95,41 +94,41 @@ def attention_context(
         q.shape[-1] ** -0.5 if scale is None else scale, causal, window, dropout, softcap, seed if dropout else None
     )
     call = _Call(plan, rank, group, scale, PartRules(rules, first_head, triton))
-    return _in_form(q, k, v, form, call)
+    return _dispatch_form(q, k, v, form, call)
 
 
 class _Call(NamedTuple):
-    """What a call is about, beside its tensors."""
+    """Arguments of a call other than its tensors."""
 
     plan: ContextPlan
     rank: int
     group: _Group
     scale: float | None
-    """As it was given."""
-    how: PartRules
+    """As given by the caller."""
+    part_rules: PartRules
 
 
-def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, form: Form, call: _Call) -> torch.Tensor:
+def _run_form(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, form: Form, call: _Call) -> torch.Tensor:
     if call.plan.ranks == 1:
-        return _whole(q, k, v, call)
+        return _attend_all_rows(q, k, v, call)
     if form == "ring":
-        return attend_around(q, k, v, call.plan, call.rank, call.group, call.how)
-    return (_heads if form == "heads" else _keys)(q, k, v, call)
+        return ring_attention(q, k, v, call.plan, call.rank, call.group, call.part_rules)
+    return (_attend_own_heads if form == "heads" else _attend_fetched_keys)(q, k, v, call)
 
 
-_in_form = _attend
+_dispatch_form = _run_form
 
 
-def leave_context_uncompiled() -> None:
-    """Has torch.compile leave all forms as they are: it would compile each plan, and so each packed batch, anew.
+def exclude_context_from_compile() -> None:
+    """Excludes all forms from torch.compile, which would recompile for each plan, and so for each packed batch.
 
-    Not by a decorator, as in attention_packed.
+    Not a decorator, as in attention_packed.
     """
-    global _in_form
-    _in_form = torch.compiler.disable(_attend)
+    global _dispatch_form
+    _dispatch_form = torch.compiler.disable(_run_form)
 
 
-def _expect(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: ContextPlan, form: str, ranks: int) -> None:
+def _check_arguments(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: ContextPlan, form: str, ranks: int) -> None:
     if form not in get_args(Form):
         raise ValueError(f"attention_context: form {form!r} is none of {', '.join(get_args(Form))}")
     if plan.ranks != ranks:
@@ -145,11 +144,13 @@ def _expect(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: ContextPlan
 
 
 _Offsets = tuple[torch.Tensor, torch.Tensor]
-"""Of queries and of keys."""
+"""Offsets of queries and of keys."""
 
 
-def _packed(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, offsets: _Offsets, call: _Call, salt: int) -> torch.Tensor:
-    rules = call.how.rules
+def _attend_packed(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, offsets: _Offsets, call: _Call, salt: int
+) -> torch.Tensor:
+    rules = call.part_rules.rules
     return attention_packed(
         q,
         k,
@@ -160,68 +161,68 @@ def _packed(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, offsets: _Offsets
         scale=call.scale,
         dropout=rules.dropout,
         softcap=rules.softcap,
-        seed=None if rules.seed is None else salted(rules.seed, salt, 0),
-        first_head=call.how.first_head,
+        seed=None if rules.seed is None else derive_seed(rules.seed, salt, 0),
+        first_head=call.part_rules.first_head,
     )
 
 
-def _whole(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: _Call) -> torch.Tensor:
-    """All rows of these heads."""
-    return _packed(q, k, v, _placed_offsets(call.plan, q.device), call, 0)
+def _attend_all_rows(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: _Call) -> torch.Tensor:
+    """Computes attention over all rows for these heads."""
+    return _attend_packed(q, k, v, _device_offsets(call.plan, q.device), call, 0)
 
 
 @lru_cache(maxsize=64)
-def _placed_offsets(plan: ContextPlan, device: torch.device) -> _Offsets:
-    offsets = on_device(np.array(plan.offsets, np.int32), device)
+def _device_offsets(plan: ContextPlan, device: torch.device) -> _Offsets:
+    offsets = copy_to_device(np.array(plan.offsets, np.int32), device)
     return offsets, offsets
 
 
 class _Exchange(NamedTuple):
-    """A `KeyExchange` whose rows lie on a device."""
+    """A `KeyExchange` with its rows on a device."""
 
     sent: torch.Tensor
-    """Rows for one rank after another."""
+    """Rows to send, rank by rank."""
     leaving: list[int]
-    """How many are for each."""
+    """Number of rows for each rank."""
     arriving: list[int]
     keys: torch.Tensor
     layers: list[tuple[torch.Tensor, torch.Tensor]]
-    """Entries of keys among which no row stands twice, and their rows."""
+    """Entries of keys without repeated rows, and their rows."""
     offsets: tuple[torch.Tensor, torch.Tensor]
     part: PlacedPart
     silent: bool
 
 
 @lru_cache(maxsize=64)
-def _placed_exchange(plan: ContextPlan, rank: int, window: int, device: torch.device) -> _Exchange:
-    exchange = key_exchange(plan, rank, window)
+def _device_exchange(plan: ContextPlan, rank: int, window: int, device: torch.device) -> _Exchange:
+    exchange = plan_key_exchange(plan, rank, window)
     query_offsets, key_offsets = (
-        on_device(np.array(each, np.int32), device) for each in (exchange.query_offsets, exchange.key_offsets)
+        copy_to_device(np.array(offsets, np.int32), device) for offsets in (exchange.query_offsets, exchange.key_offsets)
     )
     return _Exchange(
-        on_device(np.concatenate(exchange.sent), device),
-        [len(each) for each in exchange.sent],
+        copy_to_device(np.concatenate(exchange.sent), device),
+        [len(rows) for rows in exchange.sent],
         list(exchange.arriving),
-        on_device(exchange.keys, device),
-        [(on_device(layer, device), on_device(exchange.keys[layer], device)) for layer in exchange.layers],
+        copy_to_device(exchange.keys, device),
+        [(copy_to_device(layer, device), copy_to_device(exchange.keys[layer], device)) for layer in exchange.layers],
         (query_offsets, key_offsets),
         place_part(exchange.part, device),
         exchange.silent,
     )
 
 
-def _keys(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: _Call) -> torch.Tensor:
-    rules = call.how.rules
-    exchange = _placed_exchange(call.plan, call.rank, rules.window, q.device)
-    k, v = apart(_Fetch.apply(keys_and_values(k, v), exchange, call.group), k, v)
-    # The reference can be told where keys and queries stand, and then drops what it drops of whole documents.
-    if rules.seed is not None and not call.how.triton:
-        return attend_at(q, k, v, exchange.part, call.how)  # type: ignore[no-any-return]
-    return _packed(q, k, v, exchange.offsets, call, exchange.part.part.salt)  # type: ignore[no-any-return]
+def _attend_fetched_keys(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: _Call) -> torch.Tensor:
+    rules = call.part_rules.rules
+    exchange = _device_exchange(call.plan, call.rank, rules.window, q.device)
+    k, v = split_keys_and_values(_FetchKeys.apply(concat_keys_and_values(k, v), exchange, call.group), k, v)
+    # The reference knows the positions of keys and queries, so its dropout equals that of full documents.
+    if rules.seed is not None and not call.part_rules.triton:
+        return attend_part(q, k, v, exchange.part, call.part_rules)  # type: ignore[no-any-return]
+    return _attend_packed(q, k, v, exchange.offsets, call, exchange.part.part.salt)  # type: ignore[no-any-return]
 
 
-class _Fetch(torch.autograd.Function):
-    """Rows (n, W) of this rank to what its queries see, run by run, (s, W)."""
+class _FetchKeys(torch.autograd.Function):
+    """Gathers the keys that this rank's queries see: rows (n, W) -> (s, W), run by run."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, exchange: _Exchange, group: _Group) -> torch.Tensor:
@@ -235,7 +236,7 @@ class _Fetch(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         exchange, rows = ctx.exchange, ctx.rows
-        pool = torch.zeros(rows + sum(exchange.arriving), grad.shape[1], dtype=exact_dtype(grad), device=grad.device)
+        pool = torch.zeros(rows + sum(exchange.arriving), grad.shape[1], dtype=accumulation_dtype(grad), device=grad.device)
         for entries, places in exchange.layers:
             pool[places] += grad[entries]
         own, theirs = pool[:rows], pool[rows:].to(grad.dtype)
@@ -243,52 +244,57 @@ class _Fetch(torch.autograd.Function):
             return own.to(grad.dtype), None, None
         back = grad.new_empty(len(exchange.sent), grad.shape[1])
         dist.all_to_all_single(back, theirs, exchange.leaving, exchange.arriving, group=ctx.group)
-        for places, each in zip(exchange.sent.split(exchange.leaving), back.split(exchange.leaving), strict=True):
-            own[places] += each
+        for places, gradient in zip(exchange.sent.split(exchange.leaving), back.split(exchange.leaving), strict=True):
+            own[places] += gradient
         return own.to(grad.dtype), None, None
 
 
-def _heads(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: _Call) -> torch.Tensor:
-    ranks, order = call.plan.ranks, _placed_order(call.plan, q.device)
-    shares = [x.unflatten(1, (ranks, -1)) for x in (q, k, v)]
-    widths = [share.shape[2] * share.shape[3] for share in shares]
-    mine = _Swap.apply(torch.cat([share.flatten(2) for share in shares], 2), order, call.group, True).split(widths, 1)
-    all_q, all_k, all_v = (x.unflatten(1, share.shape[2:]) for x, share in zip(mine, shares, strict=True))
-    o = _whole(all_q, all_k, all_v, call)
-    back = _Swap.apply(o.flatten(1), order, call.group, False).unflatten(2, (-1, v.shape[-1]))
+def _attend_own_heads(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: _Call) -> torch.Tensor:
+    ranks, order = call.plan.ranks, _device_order(call.plan, q.device)
+    head_groups = [x.unflatten(1, (ranks, -1)) for x in (q, k, v)]
+    widths = [head_group.shape[2] * head_group.shape[3] for head_group in head_groups]
+    own_heads = _ExchangeRowsAndHeads.apply(
+        torch.cat([head_group.flatten(2) for head_group in head_groups], 2), order, call.group, True
+    ).split(widths, 1)
+    all_q, all_k, all_v = (
+        x.unflatten(1, head_group.shape[2:]) for x, head_group in zip(own_heads, head_groups, strict=True)
+    )
+    o = _attend_all_rows(all_q, all_k, all_v, call)
+    back = _ExchangeRowsAndHeads.apply(o.flatten(1), order, call.group, False).unflatten(2, (-1, v.shape[-1]))
     return back.flatten(1, 2)  # type: ignore[no-any-return]
 
 
 @lru_cache(maxsize=64)
-def _placed_order(plan: ContextPlan, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """The rows of one rank after another, (N,) int64, and where each row is among them."""
+def _device_order(plan: ContextPlan, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns the rows rank by rank, (N,) int64, and the position of each row among them."""
     rows = np.concatenate(plan.rows)
-    return on_device(rows, device), on_device(np.argsort(rows), device)
+    return copy_to_device(rows, device), copy_to_device(np.argsort(rows), device)
 
 
-class _Swap(torch.autograd.Function):
-    """This rank's rows of all heads, (n, R, W), W numbers for each rank, to all rows of its own, (N, W), or back."""
+class _ExchangeRowsAndHeads(torch.autograd.Function):
+    """All-to-all from this rank's rows of all heads (n, R, W), W numbers for each rank, to all rows of its heads (N, W), or
+    back."""
 
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, order: tuple[torch.Tensor, torch.Tensor], group: _Group, there: bool
+        ctx: Any, x: torch.Tensor, order: tuple[torch.Tensor, torch.Tensor], group: _Group, to_heads: bool
     ) -> torch.Tensor:
-        ctx.order, ctx.group, ctx.there, ctx.ranks = order, group, there, dist.get_world_size(group)
-        return _swapped(x, order, group, there, ctx.ranks)
+        ctx.order, ctx.group, ctx.to_heads, ctx.ranks = order, group, to_heads, dist.get_world_size(group)
+        return _exchange_rows_and_heads(x, order, group, to_heads, ctx.ranks)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        return _swapped(grad, ctx.order, ctx.group, not ctx.there, ctx.ranks), None, None, None
+        return _exchange_rows_and_heads(grad, ctx.order, ctx.group, not ctx.to_heads, ctx.ranks), None, None, None
 
 
-def _swapped(
-    x: torch.Tensor, order: tuple[torch.Tensor, torch.Tensor], group: _Group, there: bool, ranks: int
+def _exchange_rows_and_heads(
+    x: torch.Tensor, order: tuple[torch.Tensor, torch.Tensor], group: _Group, to_heads: bool, ranks: int
 ) -> torch.Tensor:
-    out = x.transpose(0, 1).contiguous() if there else x[order[0]].unflatten(0, (ranks, -1))
+    out = x.transpose(0, 1).contiguous() if to_heads else x[order[0]].unflatten(0, (ranks, -1))
     arrived = torch.empty_like(out)
     dist.all_to_all_single(arrived, out, group=group)
-    return arrived.flatten(0, 1)[order[1]] if there else arrived.transpose(0, 1).contiguous()
+    return arrived.flatten(0, 1)[order[1]] if to_heads else arrived.transpose(0, 1).contiguous()
 
 
 def bytes_sent(
@@ -302,22 +308,22 @@ def bytes_sent(
     window: int = 0,
     backward: bool = False,
 ) -> list[int]:
-    """How many bytes each rank sends to others in one forward, or in one backward, of a layer.
+    """Returns the bytes that each rank sends to others in one forward, or in one backward, of a layer.
 
-    Gradients travel in a ring in 4 bytes a number at least, since each rank adds to them.
+    In a ring gradients have at least 4 bytes a number, since each rank adds to them.
     """
     ranks, keys = plan.ranks, 2 * kv_heads * head_size
     if form == "heads":
-        # The backward sends back what came, and what went comes back.
+        # The backward reverses all transfers.
         return [plan.tokens // ranks * (ranks - 1) * (2 * heads * head_size + keys) // ranks * itemsize] * ranks
     if form == "keys":
-        needed = [[len(each) for each in to] for to in needed_rows(plan, window)]
+        needed = [[len(rows) for rows in to] for to in needed_rows(plan, window)]
         rows = [sum(to) if backward else sum(to[rank] for to in needed) for rank, to in enumerate(needed)]
-        return [each * keys * itemsize for each in rows]
-    going = [[*(len(each) for each in travelling(plan, source, window)), 0] for source in range(ranks)]
-    passed = [sum(going[(rank - hop) % ranks][hop + 1] for hop in range(ranks)) for rank in range(ranks)]
+        return [count * keys * itemsize for count in rows]
+    num_forwarded = [[*(len(rows) for rows in forwarded_rows(plan, source, window)), 0] for source in range(ranks)]
+    num_sent = [sum(num_forwarded[(rank - hop) % ranks][hop + 1] for hop in range(ranks)) for rank in range(ranks)]
     if not backward:
-        return [each * keys * itemsize for each in passed]
-    # What arrived at a hop either goes on or ends: its gradient is sent once in any case.
-    handed = [sum(going[(rank - hop) % ranks][hop] for hop in range(1, ranks)) for rank in range(ranks)]
-    return [keys * (a * itemsize + b * max(4, itemsize)) for a, b in zip(passed, handed, strict=True)]
+        return [count * keys * itemsize for count in num_sent]
+    # Rows that arrived at a hop are either forwarded or end: their gradient is sent once in any case.
+    num_returned = [sum(num_forwarded[(rank - hop) % ranks][hop] for hop in range(1, ranks)) for rank in range(ranks)]
+    return [keys * (a * itemsize + b * max(4, itemsize)) for a, b in zip(num_sent, num_returned, strict=True)]

@@ -1,13 +1,13 @@
 """Attention of few queries over many keys (decoding against a cache), without gradients: Flash-Decoding (Dao et al., 2023).
 
 One block of queries a head would leave most of the GPU idle, so the keys are split among programs. Each attends over its
-share and a second kernel joins the shares c by their log-sum-exps L_c:
+split, and a second kernel merges the splits c by their log-sum-exps L_c:
 
     O = sum_c 2^(L_c - L) O_c, L = log2 sum_c 2^L_c
 
-All query heads of a group are rows of one block, so that keys and values are read once. Shapes as in `attention`.
+All query heads of a group are rows of one block, so keys and values are read once. Shapes as in `attention`.
 
-    o = decode(q, k, v, key_lengths, causal=True, window=0, scale=0.125, softcap=0)  # q (B, H, T, D) with T up to LONGEST
+    o = decode(q, k, v, key_lengths, causal=True, window=0, scale=0.125, softcap=0)  # q (B, H, T, D), T <= MAX_QUERIES
 """
 
 import torch
@@ -15,28 +15,28 @@ import torch
 from raystride.triton_kernels.attention_masks import capped, is_visible, load_rows
 from raystride.triton_kernels.attention_problem import (
     LOG2_E,
-    block_d,
-    like_rows,
-    precision,
-    rows_readable,
-    side_by_side_in_memory,
-    strides,
+    contiguous_lengths,
+    dot_precision,
+    empty_like_rows,
+    ensure_readable_rows,
+    padded_head_size,
+    row_strides,
 )
-from raystride.triton_kernels.configurations import processors, tile
+from raystride.triton_kernels.configurations import num_processors, tile
 from raystride.triton_kernels.language import cdiv, jit_varying, next_power_of_2, tl
 from raystride.triton_kernels.launch import architecture, launch
 from raystride.triton_kernels.operation import operation
 
-LONGEST = 16
-"""Queries; with more of them, their blocks fill the rows of a tensor core without the other heads of their group."""
-_LEAST_KEYS = 256
-"""Of a share: at least a few blocks, or joining costs more than splitting gains."""
-_MOST_SHARES = 128
-"""The kernel that joins holds their log-sum-exps at once."""
+MAX_QUERIES = 16
+"""Maximum of queries; more fill the rows of a tensor core without the other heads of their group."""
+_MIN_KEYS = 256
+"""Minimum of keys in a split: a few blocks, or merging costs more than splitting gains."""
+_MAX_SHARES = 128
+"""Maximum of splits: the merging kernel holds all their log-sum-exps."""
 _JOINED = 16
-"""Shares that are added up at a time."""
+"""Splits that are summed at a time."""
 _PROGRAMS_A_PROCESSOR = 2
-"""So that one loads while another computes."""
+"""Programs for each processor: one loads while another computes."""
 
 
 @jit_varying("lse_c", "lse_b", "T", "S", "row_blocks", "share")
@@ -130,10 +130,15 @@ def decode(
     scale: float,
     softcap: float,
 ) -> torch.Tensor:
-    """Attention (B, H, T, D) of q over k and v (B, G, S, D) without gradients; T at most LONGEST."""
-    q, k, v, key_lengths = rows_readable(q), rows_readable(k), rows_readable(v), side_by_side_in_memory(key_lengths)
+    """Computes attention (B, H, T, D) of q over k and v (B, G, S, D) without gradients; T at most MAX_QUERIES."""
+    q, k, v, key_lengths = (
+        ensure_readable_rows(q),
+        ensure_readable_rows(k),
+        ensure_readable_rows(v),
+        contiguous_lengths(key_lengths),
+    )
     (batch, heads, queries, size), groups, keys = q.shape, k.shape[1], k.shape[2]
-    o = like_rows(q)
+    o = empty_like_rows(q)
     if not o.numel():
         return o
     chosen = tile("attention_decoding", architecture(q.device), size, q.dtype)
@@ -141,25 +146,25 @@ def decode(
     block_m = min(chosen.block_m, max(16, next_power_of_2(rows)))
     row_blocks = cdiv(rows, block_m)
     programs = batch * groups * row_blocks
-    share = _share(keys, programs, chosen.block_n, architecture(q.device))
+    share = _keys_per_share(keys, programs, chosen.block_n, architecture(q.device))
     shares = max(1, cdiv(keys, share))
     lse = q.new_empty((shares, batch, heads, queries), dtype=torch.float32)
-    # A single share is the result itself; several are kept in fp32 until they are joined.
+    # A single split is the result itself; several are kept in fp32 until they are merged.
     parts = (
         q.new_empty((shares, batch, queries, heads, size), dtype=torch.float32).transpose(2, 3) if shares > 1 else o[None]
     )
     launch(
         _attention_decoding_kernel, (programs, shares), q, k, v, parts, lse, key_lengths, scale * LOG2_E, window, softcap /
-        scale, *strides(q), *strides(k), *strides(v), *parts.stride()[:4], *lse.stride()[:2], groups, heads // groups,
-        queries, keys, row_blocks, share, CAUSAL=causal, WINDOWED=window > 0, CAPPED=softcap > 0, D=size,
-        BLOCK_D=block_d(size), BLOCK_M=block_m, BLOCK_N=chosen.block_n, PRECISION=precision(q), num_warps=chosen.warps,
-        num_stages=chosen.stages,
+        scale, *row_strides(q), *row_strides(k), *row_strides(v), *parts.stride()[:4], *lse.stride()[:2], groups,
+        heads // groups, queries, keys, row_blocks, share, CAUSAL=causal, WINDOWED=window > 0, CAPPED=softcap > 0, D=size,
+        BLOCK_D=padded_head_size(size), BLOCK_M=block_m, BLOCK_N=chosen.block_n, PRECISION=dot_precision(q),
+        num_warps=chosen.warps, num_stages=chosen.stages,
     )  # fmt: skip
     if shares > 1:
         launch(
             _attention_joining_kernel, (batch * heads * queries,), parts, lse, o, parts.stride(0), lse.stride(0),
-            *strides(o), heads, queries, shares,
-            D=size, BLOCK_D=block_d(size), BLOCK_C=_JOINED, MOST=_MOST_SHARES, num_warps=4,
+            *row_strides(o), heads, queries, shares,
+            D=size, BLOCK_D=padded_head_size(size), BLOCK_C=_JOINED, MOST=_MAX_SHARES, num_warps=4,
         )  # fmt: skip
     return o
 
@@ -175,11 +180,11 @@ def _(
     scale: float,
     softcap: float,
 ) -> torch.Tensor:
-    return like_rows(q)
+    return empty_like_rows(q)
 
 
-def _share(keys: int, programs: int, block_n: int, name: str) -> int:
-    """Keys of a share: whole blocks, so that every processor has its programs."""
-    wanted = min(_MOST_SHARES, max(1, cdiv(_PROGRAMS_A_PROCESSOR * processors(name), programs)))
-    least = max(_LEAST_KEYS, cdiv(keys, wanted))
+def _keys_per_share(keys: int, programs: int, block_n: int, name: str) -> int:
+    """Returns the keys of a split, in full blocks, so that every processor has enough programs."""
+    wanted = min(_MAX_SHARES, max(1, cdiv(_PROGRAMS_A_PROCESSOR * num_processors(name), programs)))
+    least = max(_MIN_KEYS, cdiv(keys, wanted))
     return cdiv(least, block_n) * block_n

@@ -1,11 +1,11 @@
-"""Attention forward, one program a block of queries: the running softmax of FlashAttention-2 (Dao, 2023, algorithm 1).
+"""Attention forward, one program a block of queries: the online softmax of FlashAttention-2 (Dao, 2023, algorithm 1).
 
     m = max_j s_j, l = sum_j exp(s_j - m), O = sum_j exp(s_j - m) V_j / l, with s = scale Q K^T
 
-over blocks of keys; m, l and O so far are rescaled where a block raises m. Kept for the backward: each row's log-sum-exp,
+over blocks of keys; m, l and O so far are rescaled if a block raises m. Each row's log-sum-exp is saved for the backward,
 to base 2, as all exponentials here are powers of two. Shapes as in `attention`; packed sequences are (N, H, D).
 
-    attend(q, k, v, o, lse, Sequences(4, 1024, 1024), Rules(scale=0.125, causal=True))
+    launch_forward(q, k, v, o, lse, Sequences(4, 1024, 1024), Rules(scale=0.125, causal=True))
 """
 
 import torch
@@ -26,14 +26,14 @@ from raystride.triton_kernels.attention_masks import (
 from raystride.triton_kernels.attention_problem import (
     Rules,
     Sequences,
-    constants,
-    descriptors_fit,
-    handed_over,
-    how_capped,
-    lean,
-    mixed,
-    side_by_side,
-    strides,
+    can_use_descriptors,
+    capped_level,
+    heads_per_section,
+    kernel_constants,
+    kernel_tensor,
+    lean_level,
+    mixed_rules,
+    row_strides,
 )
 from raystride.triton_kernels.configurations import tile
 from raystride.triton_kernels.language import jit, jit_varying, tl
@@ -127,32 +127,32 @@ def _attention_forward_kernel(
     tl.store(place, weights, mask=i < entries_of(T, query_offsets))
 
 
-def attend(
+def launch_forward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor, lse: torch.Tensor, sequences: Sequences, rules: Rules
 ) -> None:
-    """Fills o, laid out as q, and lse (B, H, entries(T)), or (H, N) for packed sequences."""
+    """Fills o, with the layout of q, and lse (B, H, num_entries(T)), or (H, N) for packed sequences."""
     chosen = tile(
         "attention_forward",
         architecture(q.device),
         q.shape[-1],
         q.dtype,
-        lean=lean(sequences, rules),
-        capped=how_capped(sequences, rules),
-        mixed=mixed(sequences, rules),
+        lean=lean_level(sequences, rules),
+        capped=capped_level(sequences, rules),
+        mixed=mixed_rules(sequences, rules),
     )
     m, n, heads, group = chosen.block_m, chosen.block_n, q.shape[1], q.shape[1] // k.shape[1]
-    blocks, all_heads = sequences.work(sequences.queries, m, heads)
-    by = descriptors_fit(sequences, q, k, v, o)
+    blocks, all_heads = sequences.grid_blocks(sequences.queries, m, heads)
+    by = can_use_descriptors(sequences, q, k, v, o)
     launch(
         _attention_forward_kernel, (blocks * all_heads,),
-        handed_over(q, m, by), handed_over(k, n, by), handed_over(v, n, by), handed_over(o, m, by), lse,
-        *sequences.tensors, *rules.numbers, *strides(q), *strides(k), *strides(v), *strides(o), *lse_strides(lse),
-        heads, group, sequences.queries, sequences.keys, sequences.batch, blocks, all_heads,
-        side_by_side(sequences, k, group),
-        **constants(chosen, q, rules, by),
+        kernel_tensor(q, m, by), kernel_tensor(k, n, by), kernel_tensor(v, n, by), kernel_tensor(o, m, by), lse,
+        *sequences.tensors, *rules.kernel_arguments, *row_strides(q), *row_strides(k), *row_strides(v), *row_strides(o),
+        *lse_strides(lse), heads, group, sequences.queries, sequences.keys, sequences.batch, blocks, all_heads,
+        heads_per_section(sequences, k, group),
+        **kernel_constants(chosen, q, rules, by),
     )  # fmt: skip
 
 
 def lse_strides(lse: torch.Tensor) -> tuple[int, int]:
-    """Strides of batch and head: of lse (B, H, entries(T)), or of (H, N) for packed sequences, whose batch has none."""
+    """Returns the strides of batch and head in lse (B, H, num_entries(T)), or 0 and that of heads in (H, N) if packed."""
     return (lse.stride(0), lse.stride(1)) if lse.dim() == 3 else (0, lse.stride(0))

@@ -1,11 +1,11 @@
-"""Who sees whom in attention, which weights dropout takes, and which program works where: what all its kernels share.
+"""Masks, dropout and program scheduling shared by the attention kernels.
 
-Query i of T stands at position i + S - T of the S keys. With `causal` it sees the keys up to its own position, with a window
-of w only the last w of those; keys from a sequence's length on are seen by none. Kernels walk over blocks that every row
-sees whole without a mask, and mask only the border blocks on either side.
+Query i of T is at position i + S - T of the S keys. With `causal` it sees the keys up to its own position, with a window of
+w only the last w of those; keys from a sequence's length on are hidden. Kernels process fully visible blocks without a mask,
+and mask only the border blocks on either side.
 
-Dropout takes the weight of (batch b, head h, query i, key j) where word j mod 4 of Philox4x32-10 (Salmon et al., 2011) with
-the counter (j / 4, i, h, b) and the seed as its key is small, so that the backward and the reference take the same ones.
+Dropout drops the weight of (batch b, head h, query i, key j) if word j mod 4 of Philox4x32-10 (Salmon et al., 2011) with the
+counter (j / 4, i, h, b) and the seed as its key is small, so that backward and reference drop the same weights.
 
     seen, kept = visible(4, 6, causal=True), kept_weights(seed, 2, 8, 4, 6, dropout=0.1)
 """
@@ -15,9 +15,9 @@ import torch
 from raystride.triton_kernels.language import jit, tl
 
 _ROUNDS = 10
-"""Of Philox; as in its paper, in cuRAND and in tl.philox."""
+"""Rounds of Philox, as in its paper, in cuRAND and in tl.philox."""
 DRAW_BITS = 24
-"""Of a word of Philox, compared with dropout * 2^24: they fit a signed 32-bit integer, which is what a kernel is given."""
+"""Bits of a Philox word that are compared with dropout * 2^24: they fit a kernel's signed 32-bit integer."""
 
 
 def visible(
@@ -29,7 +29,7 @@ def visible(
     key_lengths: torch.Tensor | None = None,
     device: torch.device | None = None,
 ) -> torch.Tensor:
-    """True where a query sees a key; (T, S), or (B, 1, T, S) with key_lengths (B,)."""
+    """Returns a mask, True if a query sees a key; (T, S), or (B, 1, T, S) with key_lengths (B,)."""
     position = torch.arange(queries, device=device)[:, None] + (keys - queries)
     key = torch.arange(keys, device=device)[None, :]
     seen = (key <= position) if causal else torch.ones(queries, keys, dtype=torch.bool, device=device)
@@ -39,7 +39,7 @@ def visible(
 
 
 def dropout_threshold(dropout: float) -> int:
-    """Weights whose 24 bits are below this are dropped."""
+    """Returns the threshold of the 24 random bits below which a weight is dropped."""
     return round(dropout * (1 << DRAW_BITS))
 
 
@@ -54,7 +54,7 @@ def kept_weights(
     numbers: torch.Tensor | None = None,
     first_head: int = 0,
 ) -> torch.Tensor:
-    """True where dropout keeps the weight, (B, H, T, S), bit for bit as the kernels draw it; b is one of `numbers` (B,)."""
+    """Returns a mask, True if dropout keeps the weight, (B, H, T, S), bitwise as in the kernels; b is in `numbers` (B,)."""
     b, h, i, key = (torch.arange(n, device=seed.device) for n in (batch, heads, queries, keys))
     return kept_weights_at(seed, b if numbers is None else numbers, first_head + h, i[None], key[None], dropout=dropout)
 
@@ -68,8 +68,8 @@ def kept_weights_at(
     *,
     dropout: float,
 ) -> torch.Tensor:
-    """`kept_weights`, (B, H, T, S), where the batch and the heads have these numbers, (B,) and (H,), and queries and keys
-    these places, (B, T) and (B, S), or (1, T) and (1, S) where they are the same in all of the batch."""
+    """Returns `kept_weights`, (B, H, T, S), for these indices of batch (B,) and heads (H,), and these positions of queries
+    and keys, (B, T) and (B, S), or (1, T) and (1, S) if they are the same for the batch."""
     low, high = 0xFFFFFFFF, 32
     keys = keys[:, None, None, :]
     c0, c1, c2, c3 = keys // 4, queries[:, None, :, None], heads[None, :, None, None], numbers[:, None, None, None]
@@ -82,8 +82,8 @@ def kept_weights_at(
     return (word >> (32 - DRAW_BITS)) >= dropout_threshold(dropout)
 
 
-def salted(seed: torch.Tensor, salt: int, first_head: int) -> torch.Tensor:
-    """A seed of its own for each salt and first head, computed on the device; for 0 and 0 the seed itself."""
+def derive_seed(seed: torch.Tensor, salt: int, first_head: int) -> torch.Tensor:
+    """Returns a separate seed for each salt and first head, computed on the device; for 0 and 0 the seed itself."""
     if not (salt or first_head):
         return seed
     # Steps of a bit mixer's odd constant (Steele et al., "SplitMix", 2014), so that neighbouring seeds do not meet.

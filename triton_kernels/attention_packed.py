@@ -1,7 +1,7 @@
-"""Attention over sequences of several lengths, packed one after another without padding.
+"""Variable-length attention over sequences packed one after another without padding.
 
-Shapes: B sequences, N queries and M keys of all of them; q (N, H, D); k and v (M, G, D); offsets (B + 1,) in int32, where
-each sequence begins and, last, where all end; the result (N, H, D). Each sequence is attended to as in `attention`.
+Shapes: B sequences, N queries and M keys of all of them; q (N, H, D); k and v (M, G, D); offsets (B + 1,) in int32, the
+start of each sequence and the end of the last; the result (N, H, D). Within a sequence it is `attention`.
 
     o = attention_packed(q, k, v, offsets, offsets, causal=True)
 """
@@ -13,26 +13,26 @@ import numpy as np
 import torch
 
 from raystride.triton_kernels.arguments import INTEGERS, expect, expect_dropout, expect_heads, expect_rules
-from raystride.triton_kernels.attention import attention_reference, why_refused
-from raystride.triton_kernels.attention_backward import differentiate
-from raystride.triton_kernels.attention_forward import attend
-from raystride.triton_kernels.attention_masks import salted
-from raystride.triton_kernels.attention_problem import Rules, Sequences, rows_readable
+from raystride.triton_kernels.attention import attention_reference, unsupported_reason
+from raystride.triton_kernels.attention_backward import launch_backward
+from raystride.triton_kernels.attention_forward import launch_forward
+from raystride.triton_kernels.attention_masks import derive_seed
+from raystride.triton_kernels.attention_problem import Rules, Sequences, ensure_readable_rows
 from raystride.triton_kernels.dispatch import takes_triton
 from raystride.triton_kernels.operation import operation
 
 
 class _Group(NamedTuple):
-    """Sequences of like length, which are computed side by side, padded to the longest of them."""
+    """Sequences of similar length, computed as a batch, padded to the longest of them."""
 
     numbers: np.ndarray
-    """Which they are, (n) int64."""
+    """Their indices, (n) int64."""
     queries: np.ndarray
-    """Their rows of q, (n T) int64; where there is padding, any row."""
+    """Their rows of q, (n T) int64; any row for padding."""
     keys: np.ndarray
     """Their rows of k and v, (n S) int64."""
     key_lengths: np.ndarray | None
-    """How many keys each has, (n) int64, where there is padding."""
+    """Number of keys of each, (n) int64; None without padding."""
 
 
 def attention_packed_reference(
@@ -50,21 +50,21 @@ def attention_packed_reference(
     seed: torch.Tensor | None = None,
     first_head: int = 0,
 ) -> torch.Tensor:
-    """`attention_reference` of each sequence, those of like length side by side: what CPUs run, too.
+    """Computes `attention_reference` of each sequence, batched by similar length; also used on CPUs.
 
-    Nothing is computed across sequences. Sequence b drops what row b of a batch drops.
+    Nothing is computed across sequences. Dropout of sequence b equals that of row b in a batch.
     """
-    groups, back = _plan(tuple(query_offsets.tolist()), tuple(key_offsets.tolist()))
+    groups, back = _plan_groups(tuple(query_offsets.tolist()), tuple(key_offsets.tolist()))
     if not groups:  # no query at all
         return attention_reference(*(x.transpose(0, 1)[None] for x in (q, k, v)))[0].transpose(0, 1)
     results = []
     for group in groups:
-        numbers, queries, keys = (torch.from_numpy(each).to(q.device) for each in group[:3])
+        numbers, queries, keys = (torch.from_numpy(rows).to(q.device) for rows in group[:3])
         one = [
             x.index_select(0, rows).unflatten(0, (len(numbers), -1)).transpose(1, 2)
             for x, rows in ((q, queries), (k, keys), (v, keys))
         ]
-        # Under a causal mask padding, which stands behind, is seen by padding alone.
+        # With a causal mask the padding at the end is visible only to padding.
         lengths = None if causal or group.key_lengths is None else torch.from_numpy(group.key_lengths).to(q.device)
         o = attention_reference(
             *one,
@@ -85,46 +85,46 @@ def attention_packed_reference(
 _reference = attention_packed_reference
 
 
-def leave_uncompiled() -> None:
-    """Has torch.compile leave the reference as it is: its groups are made of lengths, so every batch would be compiled anew.
+def exclude_packed_from_compile() -> None:
+    """Excludes the reference from torch.compile: its groups depend on lengths, so each batch would be recompiled.
 
-    Not by a decorator, whose import takes a second of every start.
+    Not a decorator, whose import adds a second to every start.
     """
     global _reference
     _reference = torch.compiler.disable(attention_packed_reference)
 
 
 @lru_cache(maxsize=2)
-def _plan(query_offsets: tuple[int, ...], key_offsets: tuple[int, ...]) -> tuple[list[_Group], np.ndarray]:
-    """The groups, and where each row of q is among theirs, (N) int64. All layers of a network ask for the same one.
+def _plan_groups(query_offsets: tuple[int, ...], key_offsets: tuple[int, ...]) -> tuple[list[_Group], np.ndarray]:
+    """Returns the groups, and the position of each row of q among theirs, (N) int64. Cached for all layers of a network.
 
-    In NumPy: a forward that is computed again must do the same on tensors, whether the plan is still known or not.
+    In NumPy: a recomputed forward must run the same tensor operations, whether or not the plan is still cached.
     """
     starts, key_starts = np.array(query_offsets[:-1], np.int64), np.array(key_offsets[:-1], np.int64)
     lengths, key_lengths = np.diff(query_offsets), np.diff(key_offsets)
-    # Padding leaves positions as they are only where each sequence looks at itself; others wait for one of their lengths.
+    # Padding keeps positions only in self-attention; other sequences are grouped by equal lengths.
     alike = query_offsets == key_offsets
-    kinds = np.stack((_step(lengths), _step(lengths)) if alike else (lengths, key_lengths), 1)
+    kinds = np.stack((_round_up_lengths(lengths), _round_up_lengths(lengths)) if alike else (lengths, key_lengths), 1)
     back, groups, first = np.zeros(query_offsets[-1], np.int64), [], 0
     for kind in np.unique(kinds[lengths > 0], axis=0):
         numbers = np.flatnonzero((kinds == kind).all(1) & (lengths > 0))
-        rows, real = _rows(starts[numbers], lengths[numbers])
+        rows, real = _padded_rows(starts[numbers], lengths[numbers])
         back[rows[real]] = first + np.flatnonzero(real)
         first += len(rows)
-        keys, real_keys = _rows(key_starts[numbers], key_lengths[numbers])
+        keys, real_keys = _padded_rows(key_starts[numbers], key_lengths[numbers])
         groups.append(_Group(numbers, rows, keys, None if real_keys.all() else key_lengths[numbers]))
     return groups, back
 
 
-def _rows(starts: np.ndarray, lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Rows of sequences, each padded to the longest, and which of them are no padding, (n T) both."""
+def _padded_rows(starts: np.ndarray, lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the rows of sequences, each padded to the longest, and a mask of real rows, (n T) both."""
     places = np.arange(lengths.max())
     real = places < lengths[:, None]
     return np.where(real, starts[:, None] + places, starts[:, None]).reshape(-1), real.reshape(-1)
 
 
-def _step(lengths: np.ndarray) -> np.ndarray:
-    """Lengths rounded up to 1, 2, 3, 4, 6, 8, 12, 16, ...: what is padded to one of these grows by half at most."""
+def _round_up_lengths(lengths: np.ndarray) -> np.ndarray:
+    """Rounds lengths up to 1, 2, 3, 4, 6, 8, 12, 16, ...: padding adds at most half."""
     power = 2 ** np.floor(np.log2(np.maximum(lengths, 1))).astype(np.int64)
     halfway = power + power // 2
     return np.select([lengths <= power, lengths <= halfway], [power, halfway], 2 * power)
@@ -144,12 +144,12 @@ def _attention_packed(
     dropout: float,
     softcap: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    q, k, v = rows_readable(q), rows_readable(k), rows_readable(v)
+    q, k, v = ensure_readable_rows(q), ensure_readable_rows(k), ensure_readable_rows(v)
     o, lse = q.new_empty(q.shape), q.new_empty((q.shape[1], q.shape[0]), dtype=torch.float32)
     _assert_offsets("query_offsets", query_offsets, len(q))
     _assert_offsets("key_offsets", key_offsets, len(k))
-    sequences = _sequences(q, k, query_offsets, key_offsets)
-    attend(q, k, v, o, lse, sequences, Rules(scale, causal, window, dropout, softcap, seed))
+    sequences = _build_sequences(q, k, query_offsets, key_offsets)
+    launch_forward(q, k, v, o, lse, sequences, Rules(scale, causal, window, dropout, softcap, seed))
     return o, lse
 
 
@@ -175,10 +175,10 @@ def _attention_packed_backward(
     dropout: float,
     softcap: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    grad, q, k, v = rows_readable(grad), rows_readable(q), rows_readable(k), rows_readable(v)
+    grad, q, k, v = ensure_readable_rows(grad), ensure_readable_rows(q), ensure_readable_rows(k), ensure_readable_rows(v)
     dq, dk, dv = q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
-    sequences = _sequences(q, k, query_offsets, key_offsets)
-    differentiate(grad, q, k, v, o, lse, dq, dk, dv, sequences, Rules(scale, causal, window, dropout, softcap, seed))
+    sequences = _build_sequences(q, k, query_offsets, key_offsets)
+    launch_backward(grad, q, k, v, o, lse, dq, dk, dv, sequences, Rules(scale, causal, window, dropout, softcap, seed))
     return dq, dk, dv
 
 
@@ -188,28 +188,28 @@ def _(grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_:
 
 
 def _assert_offsets(name: str, offsets: torch.Tensor, rows: int) -> None:
-    """An error on the device, which the host does not wait for, where offsets lead outside the rows."""
-    right = (offsets[0] == 0) & (offsets[-1] == rows) & (offsets.diff() >= 0).all()
-    torch._assert_async(right, f"attention_packed: {name} must rise from 0 to {rows}")
+    """Raises an error on the device, without the host waiting, if offsets lead outside the rows."""
+    is_valid = (offsets[0] == 0) & (offsets[-1] == rows) & (offsets.diff() >= 0).all()
+    torch._assert_async(is_valid, f"attention_packed: {name} must rise from 0 to {rows}")
 
 
-def _sequences(q: torch.Tensor, k: torch.Tensor, query_offsets: torch.Tensor, key_offsets: torch.Tensor) -> Sequences:
-    # Kernels read them one after another, and count in 32 bits.
+def _build_sequences(q: torch.Tensor, k: torch.Tensor, query_offsets: torch.Tensor, key_offsets: torch.Tensor) -> Sequences:
+    # Kernels read them contiguously, in 32 bits.
     query_offsets, key_offsets = query_offsets.int().contiguous(), key_offsets.int().contiguous()
     return Sequences(query_offsets.shape[0] - 1, len(q), len(k), None, query_offsets, key_offsets)
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
     q, k, v, query_offsets, key_offsets, seed, *ctx.rules = inputs
     ctx.mark_non_differentiable(output[1])
     ctx.save_for_backward(q, k, v, *output, query_offsets, key_offsets, seed)
 
 
-def _differentiate(ctx: Any, grad: torch.Tensor, _: Any) -> tuple[torch.Tensor | None, ...]:
+def _backward(ctx: Any, grad: torch.Tensor, _: Any) -> tuple[torch.Tensor | None, ...]:
     return *_attention_packed_backward(grad, *ctx.saved_tensors, *ctx.rules), *[None] * 8
 
 
-_attention_packed.register_autograd(_differentiate, setup_context=_save)
+_attention_packed.register_autograd(_backward, setup_context=_setup_context)
 
 
 def attention_packed(
@@ -227,12 +227,12 @@ def attention_packed(
     seed: torch.Tensor | None = None,
     first_head: int = 0,
 ) -> torch.Tensor:
-    """`attention` of each sequence over its own keys. The offsets begin with 0 and end with N and M; sequences may be empty.
+    """Computes `attention` of each sequence over its own keys. Offsets start with 0 and end with N and M; empty is allowed.
 
     Lengths stay on the device: the host does not wait for them. Wrong offsets are an error there.
 
-    Raises ValueError for shapes that do not go together, offsets that are no vectors of one length, tensors on several
-    devices, a share of dropout outside 0 to 1, for a window without causal, and for one, or a cap, below zero.
+    Raises ValueError for inconsistent shapes, offsets that are no vectors of one length, tensors on several devices, dropout
+    outside 0 to 1, a window without causal, and a negative window or cap.
     """
     expect_rules("attention_packed", causal=causal, window=window, softcap=softcap)
     expect_heads("attention_packed", "NHD", q, k, v)
@@ -240,14 +240,14 @@ def attention_packed(
     count = max(1, query_offsets.numel())
     expect("attention_packed", "query_offsets", query_offsets, shape=(count,), dtypes=INTEGERS, beside=q)
     expect("attention_packed", "key_offsets", key_offsets, shape=(count,), dtypes=INTEGERS, beside=q)
-    why = why_refused(q, k, v, scale=scale, window=window, dropout=dropout, softcap=softcap)
+    why = unsupported_reason(q, k, v, scale=scale, window=window, dropout=dropout, softcap=softcap)
     if not takes_triton("attention_packed", q, refusal=why):
         rules: dict[str, Any] = {"causal": causal, "window": window, "scale": scale, "dropout": dropout, "softcap": softcap}
         return _reference(q, k, v, query_offsets, key_offsets, seed=seed, first_head=first_head, **rules)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     if dropout and seed is None:
         seed = torch.randint(0, 1 << 62, (1,), dtype=torch.int64, device=q.device)
-    seed = None if seed is None else salted(seed, 0, first_head)
+    seed = None if seed is None else derive_seed(seed, 0, first_head)
     return _attention_packed(  # type: ignore[no-any-return]
         q,
         k,

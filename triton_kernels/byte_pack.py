@@ -1,11 +1,11 @@
-"""Raw bytes to ids on the device: documents laid end to end become a padded batch or one packed sequence.
+"""Byte tokenization on the device: concatenated documents become a padded batch or one packed sequence of ids.
 
 A byte b becomes the id `first_id` + b. Documents come as one vector of bytes (N), uint8, and offsets (B + 1), int64:
-document i is bytes offsets[i] to offsets[i + 1]. So text crosses to the GPU at one byte a character.
+document i is bytes offsets[i] to offsets[i + 1]. So text is transferred to the GPU at one byte a character.
 
     padded: ids (B, L) and mask (B, L), start and end tokens around each document, cut off or filled up to L
-    packed: ids (N + extra), which document and which position each is, and the documents' new offsets (B + 1), int32,
-            as `attention_packed` takes them; nothing is cut off, so the size is known without asking the device
+    packed: ids (N + extra), the document and position of each, and the documents' new offsets (B + 1), int32,
+            as in `attention_packed`; nothing is cut off, so the size is known without a device synchronisation
 
     ids, mask = byte_pack(data, offsets, length=512, end_id=256, padding_id=257)
     ids, documents, positions, new_offsets = byte_pack_sequence(data, offsets, end_id=256)
@@ -19,9 +19,9 @@ from raystride.triton_kernels.language import cdiv, jit_varying, tl
 from raystride.triton_kernels.launch import launch
 
 _BLOCK = 1024
-"""Ids that a program makes."""
+"""Ids of a program."""
 NO_TOKEN = -1
-"""As start_id or end_id: none is put there."""
+"""Value of start_id or end_id for no token."""
 
 Padded = tuple[torch.Tensor, torch.Tensor]
 Packed = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
@@ -37,7 +37,7 @@ def byte_pack_reference(
     padding_id: int = 0,
     first_id: int = 0,
 ) -> Padded:
-    """Ids (B, length) and their mask, by indexing. A document that is cut off keeps its end token, as its last id."""
+    """Returns ids (B, length) and their mask, by indexing. A truncated document keeps its end token, as its last id."""
     starts, sizes = offsets[:-1, None], offsets.diff()[:, None]
     begin, end = int(start_id != NO_TOKEN), int(end_id != NO_TOKEN)
     room = max(0, length - begin - end)
@@ -58,7 +58,7 @@ def byte_pack_reference(
 def byte_pack_sequence_reference(
     data: torch.Tensor, offsets: torch.Tensor, *, start_id: int = NO_TOKEN, end_id: int = NO_TOKEN, first_id: int = 0
 ) -> Packed:
-    """Ids (total), documents and positions of each, and the new offsets (B + 1), by indexing."""
+    """Returns ids (total), the document and position of each, and the new offsets (B + 1), by indexing."""
     begin, end = int(start_id != NO_TOKEN), int(end_id != NO_TOKEN)
     documents = offsets.shape[0] - 1
     new_offsets = offsets - offsets[:1] + torch.arange(documents + 1, device=data.device) * (begin + end)
@@ -182,9 +182,9 @@ def byte_pack(
     padding_id: int = 0,
     first_id: int = 0,
 ) -> Padded:
-    """Ids (B, length), int64, and a mask (B, length), True where an id is none of padding.
+    """Returns ids (B, length), int64, and a mask (B, length), False for padding.
 
-    A document longer than the room between its start and end tokens is cut off; both tokens stay.
+    A document that does not fit between its start and end tokens is truncated; both tokens stay.
 
     Raises:
         ValueError: `length` has no room for the start and end tokens, or data and offsets have other types.
@@ -203,9 +203,9 @@ def byte_pack(
 def byte_pack_sequence(
     data: torch.Tensor, offsets: torch.Tensor, *, start_id: int = NO_TOKEN, end_id: int = NO_TOKEN, first_id: int = 0
 ) -> Packed:
-    """Ids (total), int64; the document and the position in it of each, int32; and the new offsets (B + 1), int32.
+    """Returns ids (total), int64; the document and position of each, int32; and the new offsets (B + 1), int32.
 
-    The offsets must begin at 0 and end at N: every byte belongs to a document.
+    The offsets must start at 0 and end at N: every byte belongs to a document.
 
     Raises:
         ValueError: data or offsets have other types.

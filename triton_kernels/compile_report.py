@@ -1,16 +1,17 @@
-"""Compiles every kernel for architectures that are not there, and tells what came out.
+"""Compiles every kernel ahead of time for several GPU architectures, and reports registers, spills and instructions.
 
-No GPU and no driver is needed: Triton brings the compilers along. A recorder in place of the launcher notes which kernels
-the operations launch, with which types, alignments and constants; exactly those are compiled. For each: registers a thread,
-bytes spilled to memory, shared memory, estimated occupancy, how many tensor-core and TMA instructions it has, and seconds.
+No GPU and no driver is needed: Triton contains the compilers. A recorder replaces the launcher and records the kernels that
+operations launch, with types, alignments and constants; exactly those are compiled. The report has registers a thread, bytes
+spilled to memory, shared memory, estimated occupancy, the number of tensor-core and TMA instructions, and seconds.
 
     python -m raystride.triton_kernels.compile_report                       # everything, as a table
-    python -m raystride.triton_kernels.compile_report --write docs/kernels.md
+    python -m raystride.triton_kernels.compile_report --write build/kernels.md --page docs/kernels.md      # make kernels
     python -m raystride.triton_kernels.compile_report --architecture sm_90 --operation attention --shipped
 """
 
 import argparse
 import contextlib
+import hashlib
 import io
 import json
 import os
@@ -32,14 +33,14 @@ import torch
 
 from raystride.triton_kernels.architectures import ARCHITECTURES, Architecture, occupancy
 from raystride.triton_kernels.dispatch import use_kernels
-from raystride.triton_kernels.launch import Grid, assumed_architecture, launcher
+from raystride.triton_kernels.launch import Grid, assumed_architecture, use_launcher
 from raystride.triton_kernels.processes import end_with_parent
-from raystride.triton_kernels.specimens import Specimen, specimens
+from raystride.triton_kernels.specimens import Specimen, list_specimens
 
 
 @dataclass(frozen=True)
-class Recorded:
-    """A launch that an operation would make, and for what."""
+class RecordedLaunch:
+    """A launch recorded from an operation, and its purpose."""
 
     operation: str
     label: str
@@ -49,11 +50,11 @@ class Recorded:
     """Name and type of each argument; `constexpr` for constants."""
     constants: tuple[tuple[str, Any], ...]
     attributes: tuple[tuple[int, str], ...]
-    """By argument number, Triton's key of its alignment."""
+    """Argument index and Triton's key of its alignment."""
     options: tuple[tuple[str, int], ...]
     """num_warps, num_stages."""
     shipped: bool
-    """As the specimen says."""
+    """As in the specimen."""
 
     @property
     def identity(self) -> tuple[Any, ...]:
@@ -62,7 +63,7 @@ class Recorded:
 
 
 @dataclass(frozen=True)
-class Compiled:
+class CompiledKernel:
     """A row of the report."""
 
     operation: str
@@ -72,9 +73,9 @@ class Compiled:
     """Block sizes, warps and stages."""
     architecture: str
     registers: int
-    """Of a thread; on AMD vector registers."""
+    """Registers of a thread; on AMD vector registers."""
     spilled: int
-    """Bytes of a thread that its registers could not hold."""
+    """Bytes spilled by a thread."""
     shared: int
     """Bytes of shared memory."""
     occupancy: float
@@ -82,7 +83,7 @@ class Compiled:
     matrix_instructions: int
     """Instructions for tensor cores."""
     other_matrix_instructions: int
-    """Those of older architectures, which leave speed unused: mma.sync on sm_90."""
+    """Instructions of older architectures, which are slower: mma.sync on sm_90."""
     tma: int
     """Copies by the tensor memory accelerator."""
     seconds: float
@@ -91,21 +92,26 @@ class Compiled:
     multiplies: bool
     """Whether the kernel multiplies matrices at all."""
     shipped: bool
-    """Whether users get it, or it is an alternative for tuning."""
+    """Whether it is shipped, or an alternative for tuning."""
+
+    @property
+    def shared_kib(self) -> int:
+        """KiB of shared memory, rounded up."""
+        return -(-self.shared // 1024)
 
 
-def record(architecture: str, operation: str | None = None, only_shipped: bool = False) -> list[Recorded]:
-    """Every launch that the specimens make on an architecture, each compiled kernel once."""
-    found: dict[tuple[Any, ...], Recorded] = {}
+def record_launches(architecture: str, operation: str | None = None, only_shipped: bool = False) -> list[RecordedLaunch]:
+    """Returns every launch of the specimens on an architecture, each compiled kernel once."""
+    found: dict[tuple[Any, ...], RecordedLaunch] = {}
     current: list[Specimen] = []
 
-    def note(kernel: Any, grid: Grid, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
-        recorded = _describe(kernel, arguments, named, current[-1], architecture)
+    def record_launch(kernel: Any, grid: Grid, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
+        recorded = _describe_launch(kernel, arguments, named, current[-1], architecture)
         found.setdefault(recorded.identity, recorded)
 
-    with launcher(note), assumed_architecture(architecture):
+    with use_launcher(record_launch), assumed_architecture(architecture):
         use_kernels("triton")
-        for specimen in specimens(torch.device("cpu")):
+        for specimen in list_specimens(torch.device("cpu")):
             if operation in (None, specimen.operation) and (specimen.shipped or not only_shipped):
                 current.append(specimen)
                 specimen.call()
@@ -113,14 +119,14 @@ def record(architecture: str, operation: str | None = None, only_shipped: bool =
     return list(found.values())
 
 
-def _describe(
+def _describe_launch(
     kernel: Any, arguments: tuple[Any, ...], named: dict[str, Any], specimen: Specimen, architecture: str
-) -> Recorded:
-    """A launch as the compiler sees it: Triton's own rules give types and alignments, and make 1 and None constants."""
+) -> RecordedLaunch:
+    """Describes a launch for the compiler: Triton's own rules give types and alignments, and make 1 and None constants."""
     from triton.compiler.compiler import make_backend
     from triton.runtime.jit import native_specialize_impl
 
-    backend = make_backend(_target(ARCHITECTURES[architecture]))
+    backend = make_backend(_gpu_target(ARCHITECTURES[architecture]))
     values = dict(zip(kernel.arg_names, arguments, strict=False)) | {k: v for k, v in named.items() if k in kernel.arg_names}
     signature, constants, attributes = [], [], []
     for number, parameter in enumerate(kernel.params):
@@ -135,7 +141,7 @@ def _describe(
         elif key:
             attributes.append((number, key))
     options = tuple(sorted((k, v) for k, v in named.items() if k not in kernel.arg_names))
-    return Recorded(
+    return RecordedLaunch(
         operation=specimen.operation,
         label=specimen.label,
         architecture=architecture,
@@ -148,14 +154,14 @@ def _describe(
     )
 
 
-def compile_recorded(recorded: Recorded) -> Compiled:
-    """Compiles one kernel and reads what came out."""
+def compile_launch(recorded: RecordedLaunch) -> CompiledKernel:
+    """Compiles one kernel and reads its resource usage."""
     import triton
     from triton.compiler import ASTSource
     from triton.compiler.compiler import make_backend
 
     architecture = ARCHITECTURES[recorded.architecture]
-    target = _target(architecture)
+    target = _gpu_target(architecture)
     parse = make_backend(target).parse_attr
     numbers = {name: number for number, (name, _) in enumerate(recorded.signature)}
     source = ASTSource(
@@ -169,17 +175,17 @@ def compile_recorded(recorded: Recorded) -> Compiled:
     log, started = io.StringIO(), time.perf_counter()
     with contextlib.redirect_stdout(log):
         kernel = triton.compile(source, target=target, options=dict(recorded.options))
-    row = _read(kernel, log.getvalue(), architecture, recorded)
+    row = _read_compiled(kernel, log.getvalue(), architecture, recorded)
     return replace(row, seconds=time.perf_counter() - started)
 
 
-def _target(architecture: Architecture) -> Any:
+def _gpu_target(architecture: Architecture) -> Any:
     from triton.backends.compiler import GPUTarget
 
     return GPUTarget(architecture.backend, architecture.capability, architecture.warp_size)
 
 
-def _read(kernel: Any, log: str, architecture: Architecture, recorded: Recorded) -> Compiled:
+def _read_compiled(kernel: Any, log: str, architecture: Architecture, recorded: RecordedLaunch) -> CompiledKernel:
     assembly = kernel.asm["ptx" if architecture.backend == "cuda" else "amdgcn"]
     if architecture.backend == "cuda":
         registers = int(re.findall(r"Used (\d+) registers", log)[-1])
@@ -188,11 +194,14 @@ def _read(kernel: Any, log: str, architecture: Architecture, recorded: Recorded)
         registers = int(re.findall(r"\.vgpr_count:\s*(\d+)", assembly)[-1])
         spilled = 4 * int(re.findall(r"\.vgpr_spill_count:\s*(\d+)", assembly)[-1])
     warps, shared = kernel.metadata.num_warps, kernel.metadata.shared
-    instructions = {a.matrix_instruction: len(re.findall(rf"\b{re.escape(a.matrix_instruction)}", assembly)) for a in _all()}
+    instructions = {
+        a.matrix_instruction: len(re.findall(rf"\b{re.escape(a.matrix_instruction)}", assembly))
+        for a in _list_architectures()
+    }
     own = instructions.pop(architecture.matrix_instruction)
     blocks = [f"{name.removeprefix('BLOCK_').lower()} {value}" for name, value in recorded.constants if "BLOCK" in name]
     bound = [f"{value} registers at most" for name, value in recorded.options if name == "maxnreg"]
-    return Compiled(
+    return CompiledKernel(
         operation=recorded.operation,
         kernel=recorded.kernel.fn.__name__.strip("_").removesuffix("_kernel"),
         label=recorded.label,
@@ -206,37 +215,37 @@ def _read(kernel: Any, log: str, architecture: Architecture, recorded: Recorded)
         other_matrix_instructions=sum(instructions.values()),
         tma=len(re.findall(r"cp\.async\.bulk\.tensor", assembly)),
         seconds=0.0,
-        fits=shared <= architecture.shared_of_block,
+        fits=shared <= architecture.max_block_shared,
         multiplies="tt.dot" in kernel.asm["ttir"],
         shipped=recorded.shipped,
     )
 
 
-def _all() -> Sequence[Architecture]:
+def _list_architectures() -> Sequence[Architecture]:
     return list(ARCHITECTURES.values())
 
 
 @cache
-def _recorded_here(architecture: str, operation: str | None, only_shipped: bool) -> list[Recorded]:
-    return record(architecture, operation, only_shipped)
+def _cached_launches(architecture: str, operation: str | None, only_shipped: bool) -> list[RecordedLaunch]:
+    return record_launches(architecture, operation, only_shipped)
 
 
-def _compile_number(architecture: str, operation: str | None, only_shipped: bool, number: int) -> Compiled:
-    return compile_recorded(_recorded_here(architecture, operation, only_shipped)[number])
+def _compile_number(architecture: str, operation: str | None, only_shipped: bool, number: int) -> CompiledKernel:
+    return compile_launch(_cached_launches(architecture, operation, only_shipped)[number])
 
 
 def compile_all(
     architectures: Sequence[str], operation: str | None = None, only_shipped: bool = False, processes: int | None = None
-) -> Iterator[Compiled]:
-    """Compiles in several processes (as many as there are processors) and gives rows in order."""
+) -> Iterator[CompiledKernel]:
+    """Compiles in several processes (by default one a processor) and yields rows in order."""
     what = (operation, only_shipped)
-    work = [(name, *what, n) for name in architectures for n in range(len(_recorded_here(name, *what)))]
+    work = [(name, *what, n) for name in architectures for n in range(len(_cached_launches(name, *what)))]
     with ProcessPoolExecutor(processes or os.cpu_count(), get_context("spawn"), initializer=end_with_parent) as pool:
         yield from pool.map(_compile_number, *zip(*work, strict=True))
 
 
-def faults(row: Compiled) -> list[str]:
-    """What is wrong with a kernel that we would ship; empty if nothing is. On AMD spills are told, not faults."""
+def find_faults(row: CompiledKernel) -> list[str]:
+    """Returns the faults of a kernel that would be shipped, empty if none. On AMD spills are reported, but no faults."""
     found = []
     if row.spilled and ARCHITECTURES[row.architecture].backend == "cuda":
         found.append(f"spills {row.spilled} bytes")
@@ -244,14 +253,67 @@ def faults(row: Compiled) -> list[str]:
         found.append(f"needs {row.shared} bytes of shared memory")
     if row.multiplies and not row.matrix_instructions + row.other_matrix_instructions and "fp32" not in row.label:
         found.append("multiplies without tensor cores")
+    if row.multiplies and row.other_matrix_instructions and "bf16" in row.label and not _may_use_older_tensor_cores(row):
+        found.append("uses the tensor-core instructions of older architectures")
     return found
 
 
-MAKES_PAGE = "python -m raystride.triton_kernels.compile_report --write docs/kernels.md"
+def _may_use_older_tensor_cores(row: CompiledKernel) -> bool:
+    """Returns True if a tile has fewer than the 64 rows that the newest instructions work on.
+
+    Decoding has 16 rows. dK and dV of large heads with a window, dropout or lengths, and of heads of 128 with dropout and
+    another rule, have few since 64 overflow the registers.
+    """
+    wide = "D 256" in row.label and "causal" not in row.label
+    both = "D 128" in row.label and any(rules in row.label for rules in ("dropout and window", "dropout, window"))
+    both |= "D 128 packed and dropout" in row.label
+    return "decoding" in row.kernel or (row.kernel == "attention_backward_keys" and (wide or both))
+
+
+COMPUTES = {
+    "attention": "softmax(scale Q K^T + mask) V, plain, packed and against a cache",
+    "gelu": "GELU, exact and by tanh",
+    "relu": "max(x, 0)",
+    "swiglu": "silu(gate) * up",
+    "mse": "mean squared error",
+    "rms_norm": "RMSNorm, alone or after the residual addition",
+    "layer_norm": "LayerNorm, alone or after the residual addition",
+    "rope": "rotary positions of queries and keys, with or without their norms",
+    "linear_cross_entropy": "cross entropy from hidden states, without all logits",
+    "linear_cross_entropy_sharded": "the same with the vocabulary sharded over workers",
+    "adamw": "an AdamW step of all tensors",
+    "byte_pack": "raw bytes to padded or packed ids",
+}
+"""The result of each operation, for the page."""
+PAGE_HEADER = [
+    "operation",
+    "computes",
+    "dtypes",
+    "kernels",
+    "registers",
+    "bytes spilled",
+    "shared memory, KiB",
+    "tensor cores",
+]
 _HEADER = ["kernel", "for", "tile", "registers", "spilled", "shared", "occupancy", "tensor core", "TMA", "s"]
 
 
-def _cells(row: Compiled) -> list[str]:
+def digest_launches(launches: Sequence[RecordedLaunch]) -> str:
+    """Returns 16 hexadecimal digits of the launches: architectures, kernels, labels, block sizes, warps and stages."""
+    lines = [
+        [
+            launch.architecture,
+            launch.kernel.fn.__name__,
+            launch.label,
+            *(f"{name} {value}" for name, value in launch.constants if "BLOCK" in name),
+            *(f"{name} {value}" for name, value in launch.options),
+        ]
+        for launch in launches
+    ]
+    return hashlib.sha256(json.dumps(lines).encode()).hexdigest()[:16]
+
+
+def _format_cells(row: CompiledKernel) -> list[str]:
     matrix = str(row.matrix_instructions) if row.multiplies else "-"
     if row.other_matrix_instructions:
         matrix += f" + {row.other_matrix_instructions} older"
@@ -259,23 +321,85 @@ def _cells(row: Compiled) -> list[str]:
     return [row.kernel, row.label, row.tile, *figures, f"{row.seconds:.1f}"]
 
 
-def compiled_page(rows: Sequence[Compiled], command: str = MAKES_PAGE) -> str:
-    """The report as a Markdown page, a table for each architecture; `command` makes it."""
+def tables_page(rows: Sequence[CompiledKernel]) -> str:
+    """Returns all rows as a Markdown page with a table for each architecture."""
     import triton
 
     lines = [
-        "# Kernels, as compiled",
+        f"# Kernels, as compiled by Triton {triton.__version__}",
         "",
-        f"Generated by `{command}` with Triton {triton.__version__}; no GPU is needed. Registers of a thread, "
-        "bytes spilled (stores and loads), bytes of shared memory, estimated occupancy, tensor-core instructions "
-        f"({', '.join(f'{a.matrix_instruction} on {a.name}' for a in _all())}), bulk copies by TMA, seconds to compile.",
-        "",
-        "What is proved of each operation besides, and how: [operations](operations.md).",
+        "Registers of a thread, bytes spilled (stores and loads), bytes of shared memory, estimated occupancy, tensor-core "
+        f"instructions ({', '.join(f'{a.matrix_instruction} on {a.name}' for a in _list_architectures())}), bulk copies by "
+        "TMA, seconds to compile.",
     ]
     for name in dict.fromkeys(row.architecture for row in rows):
         lines += ["", f"## {name}", "", f"| {' | '.join(_HEADER)} |", "|" + " --- |" * len(_HEADER)]
-        lines += [f"| {' | '.join(_cells(row))} |" for row in rows if row.architecture == name]
+        lines += [f"| {' | '.join(_format_cells(row))} |" for row in rows if row.architecture == name]
     return "\n".join(lines) + "\n"
+
+
+def operations_page(rows: Sequence[CompiledKernel], digest: str) -> str:
+    """Returns the page of `docs/`: one table with a row for each operation, and its worst figures on each architecture.
+
+    `digest` is that of the shipped launches; alternatives among the rows are left out.
+    """
+    shipped = [row for row in rows if row.shipped]
+    lines = [
+        "# Kernels, as compiled",
+        "",
+        f"{describe_total(rows, digest)}.",
+        "`make kernels` writes this page and, with a row for each kernel, `build/kernels.md`; no GPU is needed.",
+        "",
+        f"Figures are the worst of an operation's kernels on {', '.join(ARCHITECTURES)}, in this order: registers of a",
+        "thread, bytes that did not fit into them (stores and loads), KiB of shared memory of a block. Tensor cores:",
+        "`newest` if all kernels that multiply 16-bit numbers use the newest instructions of their architecture, else the",
+        "kernels that use older ones. All rows of an operation are printed by",
+        "`python -m raystride.triton_kernels.compile_report --operation gelu`.",
+        "",
+        f"| {' | '.join(PAGE_HEADER)} |",
+        "|" + " --- |" * len(PAGE_HEADER),
+    ]
+    operations = {operation: [row for row in shipped if row.operation == operation] for operation in COMPUTES}
+    lines += [f"| {' | '.join(_summarize_operation(kernels))} |" for kernels in operations.values() if kernels]
+    proofs = (
+        "Further proofs of each operation: [operations](operations.md). To look at one kernel: [debugging](debugging.md)."
+    )
+    return "\n".join([*lines, "", proofs]) + "\n"
+
+
+def _summarize_operation(rows: Sequence[CompiledKernel]) -> list[str]:
+    """Returns the cells of an operation's row in the page's table."""
+
+    def worst_values(figure: str) -> str:
+        by_architecture = [[getattr(row, figure) for row in rows if row.architecture == name] for name in ARCHITECTURES]
+        return ", ".join(str(max(figures)) if figures else "-" for figures in by_architecture)
+
+    multiplying = [row for row in rows if row.multiplies and "fp32" not in row.label]
+    older = sorted({row.kernel for row in multiplying if row.other_matrix_instructions})
+    newest = "newest" if multiplying else "-"
+    return [
+        f"`{rows[0].operation}`",
+        COMPUTES[rows[0].operation],
+        " ".join(kind for kind in ("bf16", "fp16", "fp32") if any(kind in row.label for row in rows)) or "uint8",
+        " ".join(dict.fromkeys(f"`{row.kernel}`" for row in rows)),
+        worst_values("registers"),
+        worst_values("spilled"),
+        worst_values("shared_kib"),
+        f"older in {' '.join(f'`{kernel}`' for kernel in older)}" if older else newest,
+    ]
+
+
+def describe_total(rows: Sequence[CompiledKernel], digest: str) -> str:
+    """Returns one sentence about all shipped kernels: Triton's version, their number, and whether any spills."""
+    import triton
+
+    shipped = [row for row in rows if row.shipped]
+    nvidia = [row for row in shipped if ARCHITECTURES[row.architecture].backend == "cuda"]
+    spilling = sum(row.spilled > 0 for row in nvidia)
+    return (
+        f"{len(shipped)} kernels compiled by Triton {triton.__version__}, launches {digest}; of {len(nvidia)} for NVIDIA "
+        f"{spilling or 'none'} spill{'' if spilling > 1 else 's'}"
+    )
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -288,8 +412,8 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("--operation", help="only this one: attention, rms_norm, ...")
     parser.add_argument("--shipped", action="store_true", help="leave out the alternatives that are there for tuning")
-    parser.add_argument("--write", type=Path, help="write the tables as a Markdown page")
-    parser.add_argument("--command", default=MAKES_PAGE, help="what the page says it was made by")
+    parser.add_argument("--write", type=Path, help="write a Markdown page with a row for each kernel")
+    parser.add_argument("--page", type=Path, help="write a Markdown page with a row for each operation")
     parser.add_argument("--json", action="store_true", help="one JSON object a line instead of a table")
     parser.add_argument("--processes", type=int, help="compilers side by side; default: as many as processors")
     options = parser.parse_args(arguments)
@@ -298,14 +422,25 @@ def main(arguments: list[str] | None = None) -> int:
         options.architecture or list(ARCHITECTURES), options.operation, options.shipped, options.processes
     ):
         rows.append(row)
-        wrong += bool(faults(row)) and row.shipped
-        remark = f"  <- {'; '.join(faults(row))}" if faults(row) else ""
-        text = json.dumps(asdict(row) | {"faults": faults(row)}) if options.json else "  ".join(_cells(row)) + remark
+        wrong += bool(find_faults(row)) and row.shipped
+        remark = f"  <- {'; '.join(find_faults(row))}" if find_faults(row) else ""
+        text = (
+            json.dumps(asdict(row) | {"faults": find_faults(row)})
+            if options.json
+            else "  ".join(_format_cells(row)) + remark
+        )
         print(text if options.json else f"{row.architecture:7}{text}", flush=True)
+    launches = [
+        launch for name in options.architecture or ARCHITECTURES for launch in record_launches(name, options.operation, True)
+    ]
+    digest = digest_launches(launches)
     if options.write:
-        options.write.write_text(compiled_page(rows, options.command))
+        options.write.parent.mkdir(parents=True, exist_ok=True)
+        options.write.write_text(tables_page(rows))
+    if options.page:
+        options.page.write_text(operations_page(rows, digest))
     if not options.json:
-        print(f"{len(rows)} kernels compiled; {wrong} with faults")
+        print(f"{describe_total(rows, digest)}; {wrong} with faults")
     return int(wrong > 0)
 
 

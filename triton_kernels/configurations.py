@@ -1,8 +1,8 @@
-"""The tiles that attention's kernels work on, by architecture, head size and dtype, and alternatives worth measuring.
+"""Tile configurations of the attention kernels by architecture, head size and dtype, and alternatives worth timing.
 
-A tile is chosen once, here, from what the compiler says of it (`compile_report`): no registers spilled, shared memory that
-fits, tensor cores used. Nothing is tuned while a program runs, since another tile sums in another order and so gives other
-bits. `tiles` lists, best guess first, what is worth timing on a device that is there.
+A tile is chosen once, here, from its compilation (`compile_report`): no registers spilled, shared memory that fits, tensor
+cores used. There is no autotuning at run time, since another tile sums in another order and so gives other bits.
+`list_tiles` lists candidates for timing on a real device, best guess first.
 
     tile("attention_forward", "sm_90", 128, torch.bfloat16)              # Tile(block_m=128, block_n=128, warps=8, stages=2)
     with forced_tile("attention_forward", Tile(16, 16, 4, 1)): ...
@@ -18,14 +18,14 @@ import torch
 
 
 class Tile(NamedTuple):
-    """Rows of queries, rows of keys, warps of a program, and how many blocks are loaded ahead, the current one counted."""
+    """A tile: rows of queries, rows of keys, warps of a program, and pipeline stages, the current block included."""
 
     block_m: int
     block_n: int
     warps: int
     stages: int
     registers: int = 0
-    """Most of a thread, so that two programs share a processor; 0: as many as the compiler takes. On NVIDIA alone."""
+    """Maximum of a thread, so that two programs share a processor; 0: no limit. On NVIDIA only."""
 
     def __str__(self) -> str:
         bound = f", {self.registers} registers at most" if self.registers else ""
@@ -33,17 +33,17 @@ class Tile(NamedTuple):
 
 
 class TileFamily(NamedTuple):
-    """What the cost model knows of an architecture, from the data sheets and programming guides of its maker."""
+    """Parameters of an architecture in the cost model, from its data sheets and programming guides."""
 
     processors: int
     shared: int
     """Bytes of shared memory that a program can have."""
     flops: int
-    """Of matrix products in 16 bits, a cycle and processor."""
-    room: int
-    """Registers of a thread that accumulators and scores can take before the compiler spills, as the sweeps showed."""
-    least_rows: int
-    """Of a product, below which it takes an older and slower instruction."""
+    """FLOPs of 16-bit matrix products a cycle and processor."""
+    accumulator_registers: int
+    """Registers of a thread for accumulators and scores before the compiler spills, from sweeps."""
+    min_rows: int
+    """Rows of a product below which it uses an older and slower instruction."""
 
 
 FAMILIES = {
@@ -53,7 +53,7 @@ FAMILIES = {
     "sm_100": TileFamily(148, 227 << 10, 8192, 180, 64),
     "gfx942": TileFamily(304, 64 << 10, 2048, 300, 16),
 }
-"""By the name of the architecture that stands for its family. sm_86 stands for all with 99 KiB of shared memory."""
+"""Families by their representative architecture. sm_86 represents all with 99 KiB of shared memory."""
 KERNELS = ("attention_forward", "attention_backward_keys", "attention_backward_queries", "attention_decoding")
 
 _HALF: dict[str, dict[str, dict[int, Tile]]] = {
@@ -100,12 +100,12 @@ _LEAN: dict[str, dict[str, dict[int, Tile]]] = {
     },
     "attention_backward_queries": {"sm_80": {256: Tile(32, 32, 8, 1)}},
 }
-"""For lean calls, where half a block does not do: dK and dV have two accumulators and the fewest registers to spare."""
+"""Tiles of lean calls for which half a block is not enough: dK and dV have two accumulators and few registers left."""
 _LEANER: dict[str, dict[str, dict[int, Tile]]] = {
     "attention_backward_keys": {"sm_90": {128: Tile(16, 64, 8, 2)}},
     "attention_backward_queries": {"sm_90": {256: Tile(64, 16, 8, 2)}, "sm_100": {64: Tile(128, 32, 8, 2)}},
 }
-"""For calls that are lean for two reasons, where those of `_LEAN` do not do."""
+"""Tiles of calls that are lean for two reasons, if those of `_LEAN` are not enough."""
 _CAPPED: dict[int, dict[str, dict[str, dict[int, Tile]]]] = {
     1: {
         "attention_forward": {"sm_100": {64: Tile(64, 32, 4, 3), 128: Tile(128, 32, 8, 2)}},
@@ -117,9 +117,9 @@ _CAPPED: dict[int, dict[str, dict[str, dict[int, Tile]]]] = {
         "attention_backward_queries": {"sm_100": {128: Tile(64, 32, 8, 2)}},
     },
 }
-"""For capped scores, alone (1) or with what else makes a call lean (2), where the others spill a few bytes."""
+"""Tiles of capped scores, alone (1) or with another reason to be lean (2), if the others spill a few bytes."""
 _LEANEST = {size: Tile(16, 4096 // size, 8, 1) for size in (64, 128, 256)}
-"""dK and dV of 4096 numbers each, and as few queries as a product takes."""
+"""Tiles with dK and dV of 4096 numbers each, and the fewest queries of a product."""
 _MIXED: dict[str, dict[str, dict[str, dict[int, Tile]]]] = {
     "dropout and window": {
         "attention_forward": {
@@ -137,7 +137,7 @@ _MIXED: dict[str, dict[str, dict[str, dict[int, Tile]]]] = {
         "attention_backward_keys": {"sm_80": {128: Tile(16, 32, 8, 1)}},
     },
 }
-"""fp16 and bf16 with any Triton, for what `attention_problem.mixed` names, where the tables before and after this spill."""
+"""Tiles for `attention_problem.mixed_rules`, fp16 and bf16 with any Triton, if the tables before and after this spill."""
 _BOUND = {
     ("full", "attention_backward_keys", "sm_80", 128),
     ("full", "attention_backward_keys", "sm_90", 256),
@@ -151,7 +151,7 @@ _BOUND = {
     ("packed and dropout", "attention_backward_queries", "sm_100", 128),
     ("dropout and window", "attention_backward_queries", "sm_100", 64),
 }
-"""Where a few bytes spill at 128 registers, where ptxas stops unless it is told of 255. Same blocks, same bits."""
+"""Cases that spill a few bytes at 128 registers, ptxas's limit unless 255 is given. Same blocks, same bits."""
 _SINGLE: dict[str, dict[int, Tile]] = {
     "attention_forward": {64: Tile(64, 16, 4, 1), 128: Tile(64, 16, 4, 1), 256: Tile(32, 16, 8, 1)},
     "attention_backward_keys": {64: Tile(16, 32, 8, 1), 128: Tile(16, 32, 8, 1), 256: Tile(16, 16, 8, 1)},
@@ -181,31 +181,31 @@ _BEFORE_3_7: dict[tuple[int, int, bool], dict[str, dict[str, dict[int, Tile]]]] 
         "attention_backward_queries": {"sm_100": {128: Tile(64, 32, 8, 2, 255)}},
     },
 }
-"""fp16 and bf16 where Triton is older than 3.7, whose compilers need more registers and spill with the tiles above: by what
-`tile` is told of the call (lean, capped, dropped). 255 is the bound that holds anyway; told of it, ptxas finds room."""
+"""Tiles of fp16 and bf16 with Triton before 3.7, whose compilers need more registers and spill with the tiles above: by the
+arguments of `tile` (lean, capped, dropped). 255 is the hardware limit; given explicitly, ptxas does not spill."""
 _SINGLE_BEFORE_3_7: dict[str, dict[str, dict[int, Tile]]] = {
     "attention_backward_queries": {"sm_100": {64: Tile(64, 32, 8, 1)}}
 }
-"""fp32 there, whatever the call."""
+"""Tiles of fp32 with Triton before 3.7, for any call."""
 
 _SIZES = (16, 32, 64, 128)
 _CANDIDATES = tuple(Tile(*four) for four in product(_SIZES, _SIZES, (4, 8), (1, 2, 3)))
 _TWO_PROGRAMS = tuple(Tile(*four, 128) for four in product(_SIZES, _SIZES, (8,), (1, 2, 3)))
-"""For the forward: two programs of 8 warps have 128 registers a thread each, and one computes while the other waits."""
+"""Candidates of the forward: two programs of 8 warps with 128 registers a thread, so that one computes while one waits."""
 _WIDE = tuple(Tile(*four) for four in product(_SIZES, _SIZES, (16,), (1, 2)))
-"""For the backward: twice the warps hold a block twice as large, whose loads are used by more products."""
+"""Candidates of the backward: twice the warps hold a block twice as large, so that more products reuse its loads."""
 _ALTERNATIVES = 4
-"""To time beside the shipped one: a second or two of compilation each."""
+"""Number of alternatives to time beside the shipped tile: a second or two of compilation each."""
 _REGISTERS = 1 << 16
-"""Of a processor, on all of the families by NVIDIA."""
+"""Registers of a processor, on all NVIDIA families."""
 _OTHER_REGISTERS = 16
-"""Of a thread, beside accumulators and scores: addresses, bounds, what is loaded."""
+"""Registers of a thread besides accumulators and scores: addresses, bounds, loads."""
 _LENGTH = 4096
-"""Of the sequences that the cost model thinks of, in 64 heads."""
+"""Sequence length in the cost model, with 64 heads."""
 _EXPONENTIALS = 16
-"""A cycle and processor, on all of the families."""
+"""Exponentials a cycle and processor, on all families."""
 _BYTES = 64
-"""A cycle and processor, from the L2 cache."""
+"""Bytes a cycle and processor from the L2 cache."""
 
 _forced: dict[str, Tile] = {}
 
@@ -221,28 +221,32 @@ def tile(
     dropped: bool = False,
     mixed: str = "",
 ) -> Tile:
-    """The tile that is shipped, or the one that is forced.
+    """Returns the shipped tile, or the forced one.
 
-    `lean` counts what takes more registers, dropout, a window or a cap, and pointers to sequences of several lengths: less
-    at a time of what streams through the program. `capped`: 1 where scores are bounded, 2 where that is not all. `dropped`:
-    whether there is dropout, whose random numbers dK and dV have the fewest registers for. `mixed`: what comes together,
-    as in `_MIXED` and `_BOUND`.
+    `lean` counts reasons for more registers (dropout, a window or a cap; pointers to variable-length sequences), which need
+    smaller streamed blocks. `capped`: 1 for capped scores, 2 with another reason. `dropped`: whether there is dropout, for
+    whose random numbers dK and dV have the fewest registers. `mixed`: the combination of rules, as in `_MIXED` and `_BOUND`.
     """
     if kernel in _forced:
         return _forced[kernel]
-    chosen = _shipped(kernel, architecture, head_size, dtype, lean, capped, dropped, mixed, _before_3_7())
-    bound = (mixed, kernel, family(architecture), _padded(head_size)) in _BOUND and dtype != torch.float32
+    chosen = _shipped_tile(kernel, architecture, head_size, dtype, lean, capped, dropped, mixed, _before_3_7())
+    bound = (
+        mixed,
+        kernel,
+        architecture_family(architecture),
+        _table_head_size(head_size),
+    ) in _BOUND and dtype != torch.float32
     return chosen._replace(registers=255) if bound else chosen
 
 
-def _padded(head_size: int) -> int:
-    """The head size whose tiles it takes."""
+def _table_head_size(head_size: int) -> int:
+    """Returns the head size of the tables that covers this one."""
     return next(size for size in (64, 128, 256) if head_size <= size)
 
 
 @cache
 def _before_3_7() -> bool:
-    """Whether kernels are compiled by a Triton older than 3.7; not where there is none."""
+    """Returns whether kernels are compiled by a Triton before 3.7; False without Triton."""
     try:
         from triton import __version__ as version
     except ImportError:
@@ -251,7 +255,7 @@ def _before_3_7() -> bool:
 
 
 @lru_cache(maxsize=256)
-def _shipped(
+def _shipped_tile(
     kernel: str,
     architecture: str,
     head_size: int,
@@ -262,54 +266,58 @@ def _shipped(
     mixed: str,
     before_3_7: bool,
 ) -> Tile:
-    size, near, single = _padded(head_size), family(architecture), dtype == torch.float32
-    together = {} if single else _MIXED.get(mixed, {}).get(kernel, {}).get(near, {})
+    size, family, single = _table_head_size(head_size), architecture_family(architecture), dtype == torch.float32
+    together = {} if single else _MIXED.get(mixed, {}).get(kernel, {}).get(family, {})
     if size in together:
         return together[size]
     if before_3_7:
         corrected = _SINGLE_BEFORE_3_7 if single else _BEFORE_3_7.get((lean, capped, dropped), {})
-        if size in corrected.get(kernel, {}).get(near, {}):
-            return corrected[kernel][near][size]
-    chosen = (_SINGLE if single else _HALF[near])[kernel][size]
+        if size in corrected.get(kernel, {}).get(family, {}):
+            return corrected[kernel][family][size]
+    chosen = (_SINGLE if single else _HALF[family])[kernel][size]
     if not lean:
         return chosen
     if single and kernel == "attention_backward_keys":
         return chosen._replace(block_n=16) if size == 128 else chosen
-    known = {} if single else _LEAN.get(kernel, {}).get(near, {})
+    known = {} if single else _LEAN.get(kernel, {}).get(family, {})
     if lean > 1 and not single:
-        known = known | _LEANER.get(kernel, {}).get(near, {})
+        known = known | _LEANER.get(kernel, {}).get(family, {})
     if capped and not single:
-        known = known | _CAPPED[capped].get(kernel, {}).get(near, {})
+        known = known | _CAPPED[capped].get(kernel, {}).get(family, {})
     half = chosen._replace(block_n=max(16, chosen.block_n // 2))
-    if single and (kernel, near, size) == ("attention_backward_queries", "sm_90", 128):
+    if single and (kernel, family, size) == ("attention_backward_queries", "sm_90", 128):
         return half._replace(warps=4)
     if single and kernel == "attention_forward":
-        fewer = near == "sm_100" or mixed == "dropout and window"
+        fewer = family == "sm_100" or mixed == "dropout and window"
         return Tile(32, 16, 8, 1) if fewer and size == 128 else half._replace(warps=8)
     return known.get(size) or half
 
 
-def tiles(kernel: str, architecture: str, head_size: int, dtype: torch.dtype) -> list[Tile]:
-    """The shipped tile, and those that the cost model thinks the fastest of the others that fit, best first."""
+def list_tiles(kernel: str, architecture: str, head_size: int, dtype: torch.dtype) -> list[Tile]:
+    """Returns the shipped tile, then the other fitting ones with the lowest estimated cost, best first."""
     size, width = max(16, 1 << (head_size - 1).bit_length()), dtype.itemsize
-    shipped, of = tile(kernel, architecture, head_size, dtype), FAMILIES[family(architecture)]
-    least = of.least_rows if width == 2 else 16
+    shipped, tile_family = tile(kernel, architecture, head_size, dtype), FAMILIES[architecture_family(architecture)]
+    min_rows = tile_family.min_rows if width == 2 else 16
 
-    def best(candidates: Iterable[Tile]) -> list[Tile]:
+    def rank_candidates(candidates: Iterable[Tile]) -> list[Tile]:
         fitting = [
-            one
-            for one in candidates
-            if one != shipped
-            and shared_bytes(kernel, one, size, width) <= of.shared
-            and _registers(kernel, one, size) <= _room(one, of) * 2 // width
-            and (one.block_m == shipped.block_m if kernel == "attention_decoding" else _rows(kernel, one) >= least)
-            and min(one.block_m, one.block_n) >= (32 if size < 256 else 16)
+            candidate
+            for candidate in candidates
+            if candidate != shipped
+            and estimate_shared_bytes(kernel, candidate, size, width) <= tile_family.shared
+            and _estimate_registers(kernel, candidate, size) <= _available_registers(candidate, tile_family) * 2 // width
+            and (
+                candidate.block_m == shipped.block_m
+                if kernel == "attention_decoding"
+                else _accumulator_rows(kernel, candidate) >= min_rows
+            )
+            and min(candidate.block_m, candidate.block_n) >= (32 if size < 256 else 16)
         ]
-        return sorted(fitting, key=lambda one: _cycles(kernel, one, size, width, of))
+        return sorted(fitting, key=lambda candidate: _estimate_cycles(kernel, candidate, size, width, tile_family))
 
-    # What the cost model knows least of has a place of its own, if there is any.
-    special = [] if architecture.startswith("gfx") else best(_SPECIAL.get(kernel, ()))[:1]
-    return [shipped, *best(_CANDIDATES)[: _ALTERNATIVES - len(special)], *special]
+    # Special tiles, for which the cost model is least accurate, get one slot of their own.
+    special = [] if architecture.startswith("gfx") else rank_candidates(_SPECIAL.get(kernel, ()))[:1]
+    return [shipped, *rank_candidates(_CANDIDATES)[: _ALTERNATIVES - len(special)], *special]
 
 
 _SPECIAL = {
@@ -319,52 +327,58 @@ _SPECIAL = {
 }
 
 
-def _room(one: Tile, of: TileFamily) -> int:
-    """Registers of a thread that accumulators and scores may take."""
-    return min(of.room, (one.registers or _REGISTERS // (32 * one.warps)) - _OTHER_REGISTERS)
+def _available_registers(candidate: Tile, tile_family: TileFamily) -> int:
+    """Returns the registers of a thread available for accumulators and scores."""
+    return min(
+        tile_family.accumulator_registers, (candidate.registers or _REGISTERS // (32 * candidate.warps)) - _OTHER_REGISTERS
+    )
 
 
-def shared_bytes(kernel: str, one: Tile, head_size: int, width: int) -> int:
-    """Bytes of shared memory, estimated: what stays for the whole program, and both tensors of every stage."""
-    stays, streams = (one.block_n, one.block_m) if kernel == "attention_backward_keys" else (one.block_m, one.block_n)
+def estimate_shared_bytes(kernel: str, candidate: Tile, head_size: int, width: int) -> int:
+    """Estimates bytes of shared memory: tensors that stay for the program, and both tensors of every stage."""
+    stays, streams = (
+        (candidate.block_n, candidate.block_m)
+        if kernel == "attention_backward_keys"
+        else (candidate.block_m, candidate.block_n)
+    )
     staying = (1 if kernel in ("attention_forward", "attention_decoding") else 2) * stays
-    return (staying + 2 * streams * one.stages) * head_size * width + one.block_m * one.block_n * width
+    return (staying + 2 * streams * candidate.stages) * head_size * width + candidate.block_m * candidate.block_n * width
 
 
-def _rows(kernel: str, one: Tile) -> int:
-    """Rows of a program's accumulators, its share of the work."""
-    return one.block_n if kernel == "attention_backward_keys" else one.block_m
+def _accumulator_rows(kernel: str, candidate: Tile) -> int:
+    """Returns the rows of a program's accumulators."""
+    return candidate.block_n if kernel == "attention_backward_keys" else candidate.block_m
 
 
-def _registers(kernel: str, one: Tile, head_size: int) -> int:
-    """Registers of a thread: accumulators, and scores in fp32 and rounded; in the backward their gradients as well."""
-    scores = one.block_m * one.block_n
+def _estimate_registers(kernel: str, candidate: Tile, head_size: int) -> int:
+    """Estimates registers of a thread: accumulators, and scores in fp32 and rounded; in the backward also gradients."""
+    scores = candidate.block_m * candidate.block_n
     words = {
-        "attention_backward_keys": 2 * one.block_n * head_size + 5 * scores // 2,
-        "attention_backward_queries": one.block_m * head_size + 5 * scores // 2,
-    }.get(kernel, one.block_m * head_size + 3 * scores // 2)
-    return words // (32 * one.warps)
+        "attention_backward_keys": 2 * candidate.block_n * head_size + 5 * scores // 2,
+        "attention_backward_queries": candidate.block_m * head_size + 5 * scores // 2,
+    }.get(kernel, candidate.block_m * head_size + 3 * scores // 2)
+    return words // (32 * candidate.warps)
 
 
-def _cycles(kernel: str, one: Tile, head_size: int, width: int, of: TileFamily) -> float:
-    """Estimated for a whole launch: tensor cores, exponentials and loads of a step, its steps, and waves of programs."""
+def _estimate_cycles(kernel: str, candidate: Tile, head_size: int, width: int, tile_family: TileFamily) -> float:
+    """Estimates cycles of a launch: tensor cores, exponentials and loads of a step, its steps, and waves of programs."""
     products = {"attention_backward_keys": 4, "attention_backward_queries": 3}.get(kernel, 2)
-    streams = one.block_m if kernel == "attention_backward_keys" else one.block_n
-    scores = one.block_m * one.block_n
-    compute = products * 2 * scores * head_size / (of.flops if width == 2 else of.flops / 8)
+    streams = candidate.block_m if kernel == "attention_backward_keys" else candidate.block_n
+    scores = candidate.block_m * candidate.block_n
+    compute = products * 2 * scores * head_size / (tile_family.flops if width == 2 else tile_family.flops / 8)
     parts = (compute, scores / _EXPONENTIALS, 2 * streams * head_size * width / _BYTES)
-    shared = shared_bytes(kernel, one, head_size, width)
-    together = max(1, min(of.shared // shared, 16 // one.warps, 2))
-    # Blocks loaded ahead, and a second program on the processor, hide the smaller parts behind the largest.
-    hidden = 1 - 1 / (together + (one.stages > 1))
+    shared = estimate_shared_bytes(kernel, candidate, head_size, width)
+    together = max(1, min(tile_family.shared // shared, 16 // candidate.warps, 2))
+    # Prefetched blocks, and a second program on the processor, overlap the smaller parts with the largest.
+    hidden = 1 - 1 / (together + (candidate.stages > 1))
     step = max(parts) + (1 - hidden) * (sum(parts) - max(parts)) + 40 / together
-    programs = 64 * _LENGTH // _rows(kernel, one)
-    waves = -(-programs // (of.processors * together))
+    programs = 64 * _LENGTH // _accumulator_rows(kernel, candidate)
+    waves = -(-programs // (tile_family.processors * together))
     return waves * together * step * _LENGTH / streams
 
 
-def family(architecture: str) -> str:
-    """The architecture of FAMILIES that is nearest: GPUs of a workstation have less shared memory than their like."""
+def architecture_family(architecture: str) -> str:
+    """Returns the nearest architecture of FAMILIES: workstation GPUs have less shared memory than data-centre ones."""
     if architecture.startswith("gfx"):
         return "gfx942"
     number = int(architecture.removeprefix("sm_"))
@@ -375,22 +389,22 @@ def family(architecture: str) -> str:
     return "sm_90" if number < 100 else "sm_100"
 
 
-def processors(architecture: str) -> int:
-    """Streaming multiprocessors or compute units of the family, which only decide how finely work is split."""
-    return FAMILIES[family(architecture)].processors
+def num_processors(architecture: str) -> int:
+    """Returns the streaming multiprocessors or compute units of the family, used only to split work."""
+    return FAMILIES[architecture_family(architecture)].processors
 
 
 def takes_descriptors(architecture: str) -> bool:
-    """Whether descriptors are cheaper than pointers: where tensor cores read what the tensor memory accelerator has loaded.
+    """Returns whether descriptors are cheaper than pointers: if tensor cores read from TMA loads in shared memory.
 
-    GPUs of a workstation (sm_120) have that accelerator, but tensor cores that read registers, and spill.
+    Workstation GPUs (sm_120) have TMA, but tensor cores that read registers, and spill.
     """
     return architecture.startswith("sm_") and 90 <= int(architecture.removeprefix("sm_")) < 120
 
 
 @contextmanager
 def forced_tile(kernel: str, chosen: Tile) -> Iterator[None]:
-    """A kernel works with this tile for the block: for tuning, and for tests of what happens at the borders of blocks."""
+    """Forces a kernel's tile inside the block, for tuning and for tests of block borders."""
     before = dict(_forced)
     _forced[kernel] = chosen
     try:

@@ -1,11 +1,11 @@
-"""Every kernel on the real device: as right as PyTorch in the same dtype, and the same bits when run again.
+"""Checks every kernel on the real device: as accurate as PyTorch in the same dtype, and bitwise reproducible.
 
-The measure of right is that of `row_errors`: no row's error against float64 may be more than twice that of PyTorch's
-implementation in the same dtype, plus a rounding. Races show as other bits in one of fifty runs, beside a stream that keeps
-the device busy; offsets that 32 bits do not hold, beyond 2^31 elements, where the device has the memory.
+Accuracy is measured by `row_errors`: no row's error against float64 may exceed twice that of PyTorch's implementation in the
+same dtype, plus a rounding. Races are detected as other bits in one of fifty runs, beside a stream that keeps the device
+busy; offsets beyond 2^31 elements are checked if the device has the memory.
 
     python -m raystride.triton_kernels.device_checks                     # on this machine's GPU
-    python -m raystride.triton_kernels.device_checks --quick             # a call of each, small: what sanitizers run
+    python -m raystride.triton_kernels.device_checks --quick             # a small call of each, for sanitizers
 """
 
 import argparse
@@ -37,30 +37,30 @@ from raystride.triton_kernels.row_errors import row_errors
 from raystride.triton_kernels.swiglu import swiglu, swiglu_reference
 
 REPEATS = 50
-"""Runs whose bits are compared."""
+"""Number of runs compared bitwise."""
 _QUICK_REPEATS = 3
-"""For sanitizers, which look for races themselves."""
+"""Runs for sanitizers, which detect races themselves."""
 FAR = 1 << 31
-"""Elements in front of those that are looked at, or between two heads: more than 32 bits count."""
+"""Elements before the checked ones, or between two heads: beyond 32-bit offsets."""
 _COPIES = 16
-"""So many tensors of that size there may be at once: inputs, results, gradients and what PyTorch makes on the way."""
+"""Maximum of live tensors of that size: inputs, results, gradients and PyTorch's intermediates."""
 
 
 @dataclass(frozen=True)
 class DeviceCheck:
-    """What one call on the device gave."""
+    """Result of one checked call on the device."""
 
     name: str
     error: float
-    """Largest error of a row of a value or a gradient, in units of what is allowed; above 1 is wrong."""
+    """Largest row error of a value or a gradient, relative to the allowed one; above 1 is wrong."""
     same_bits: bool
-    """Whether every run gave the same."""
+    """Whether every run gave the same bits."""
     problem: str = ""
-    """The exception that ended it, if one did."""
+    """The exception, if one was raised."""
 
     @property
     def failed(self) -> bool:
-        """Whether the call raised, was too far off, or gave other bits in another run."""
+        """Whether the call raised, was too inaccurate, or was not reproducible."""
         return bool(self.problem) or not self.error <= 1 or not self.same_bits
 
 
@@ -76,8 +76,8 @@ _ELEMENTWISE: list[tuple[Function, Function, int]] = [
 ]
 
 
-def _calls(device: torch.device) -> Iterator[Call]:
-    yield from _attention_calls(device)
+def _iterate_calls(device: torch.device) -> Iterator[Call]:
+    yield from _iterate_attention_calls(device)
     for width in (100, 768, 4096, 8192):
         rows: Shapes = [(1000, width), (width,)]
         yield f"rms_norm {width}", rms_norm, rms_norm_reference, rows
@@ -99,18 +99,18 @@ def _calls(device: torch.device) -> Iterator[Call]:
     )
     angles = torch.rand(1, 1, 333, 32, device=device).repeat(1, 1, 1, 2)
     tables = angles.cos(), angles.sin()
-    yield "adamw", partial(_updated, adamw), partial(_updated, adamw_reference), [(100_001,)] * 4
+    yield "adamw", partial(_parameters_after_step, adamw), partial(_parameters_after_step, adamw_reference), [(100_001,)] * 4
     heads: Shapes = [(2, 4, 333, 64), (2, 2, 333, 64)]
-    yield "rope", _joined(rope, *tables), _joined(rope_reference, *tables), heads
-    yield "rope, norms", _joined(rope, *tables), _joined(rope_reference, *tables), [*heads, (64,), (64,)]
+    yield "rope", _concat_results(rope, *tables), _concat_results(rope_reference, *tables), heads
+    yield "rope, norms", _concat_results(rope, *tables), _concat_results(rope_reference, *tables), [*heads, (64,), (64,)]
 
 
-def _joined(function: Callable[..., tuple[torch.Tensor, torch.Tensor]], *tables: torch.Tensor) -> Function:
-    """Both results of `rope` as one."""
+def _concat_results(function: Callable[..., tuple[torch.Tensor, torch.Tensor]], *tables: torch.Tensor) -> Function:
+    """Returns a function that concatenates both results of `rope`."""
     return lambda q, k, *weights: torch.cat(function(q, k, *tables, *weights), 1)
 
 
-def _attention_calls(device: torch.device) -> Iterator[Call]:
+def _iterate_attention_calls(device: torch.device) -> Iterator[Call]:
     for head_size in (64, 80, 128, 256):
         for queries, keys, heads, groups in ((517, 517, 4, 4), (512, 512, 8, 2), (1, 700, 4, 4), (130, 300, 4, 1)):
             for settings in ({}, {"causal": True}, {"causal": True, "window": 100}):
@@ -133,18 +133,18 @@ def _attention_calls(device: torch.device) -> Iterator[Call]:
     )
 
 
-def _updated(update: Function, *tensors: torch.Tensor) -> torch.Tensor:
-    """Parameters after a step of AdamW."""
+def _parameters_after_step(update: Function, *tensors: torch.Tensor) -> torch.Tensor:
+    """Returns the parameters after a step of AdamW."""
     p, g, m, v = (x.detach().clone() for x in tensors)
     step = torch.ones((), device=p.device)
     update([p], [g], [m], [v.abs()], [step], learning_rate=1e-2, betas=(0.9, 0.95), eps=1e-8, decay=0.1)
     return p
 
 
-def _behind(function: Function, *fills: int) -> Function:
-    """`function` of tensors that lie behind FAR zeros, and the rows of its result that are theirs.
+def _at_large_offset(function: Function, *fills: int) -> Function:
+    """Returns `function` applied to tensors after FAR zeros, with the result cut to their rows.
 
-    `fills` are the numbers of the arguments to be laid so; others, such as weights, are given as they are.
+    `fills` are the indices of the arguments to be extended so; others, such as weights, are unchanged.
     """
 
     def call(*tensors: torch.Tensor) -> torch.Tensor:
@@ -158,44 +158,54 @@ def _behind(function: Function, *fills: int) -> Function:
     return call
 
 
-def _apart(x: torch.Tensor) -> torch.Tensor:
-    """(B, H, T, D) with FAR elements between the first two heads, and as many after each other one."""
+def _with_distant_heads(x: torch.Tensor) -> torch.Tensor:
+    """Returns x (B, H, T, D) with FAR elements between the first two heads, and as many after each other one."""
     between = FAR // x[0, 0].numel() + 1
     wide = [part for head in x.split(1, 1) for part in (head, x.new_zeros(len(x), between, *x.shape[2:]))]
     return torch.cat(wide, 1)[:, :: between + 1]
 
 
-def far_calls(device: torch.device) -> Iterator[Call]:
-    """Calls whose offsets do not fit 32 bits; their references see the same numbers side by side."""
+def large_offset_calls(device: torch.device) -> Iterator[Call]:
+    """Yields calls with offsets beyond 32 bits; their references get the same numbers contiguously."""
     heads: Shapes = [(1, 2, 300, 64)] * 3
     causal = partial(attention, causal=True)
     yield (
         "attention, far",
-        lambda q, k, v: causal(_apart(q), _apart(k), _apart(v)),
+        lambda q, k, v: causal(_with_distant_heads(q), _with_distant_heads(k), _with_distant_heads(v)),
         partial(attention_reference, causal=True),
         heads,
     )
-    for one, reference, count in _ELEMENTWISE:
-        yield f"{one.__name__}, far", _behind(one, *range(count)), reference, [(1001, 999)] * count
+    for ours, reference, count in _ELEMENTWISE:
+        yield f"{ours.__name__}, far", _at_large_offset(ours, *range(count)), reference, [(1001, 999)] * count
     rows: Shapes = [(1000, 4096), (4096,)]
-    yield "rms_norm, far", _behind(rms_norm, 0), rms_norm_reference, rows
-    yield "layer_norm, far", _behind(layer_norm, 0), layer_norm_reference, [*rows, (4096,)]
+    yield "rms_norm, far", _at_large_offset(rms_norm, 0), rms_norm_reference, rows
+    yield "layer_norm, far", _at_large_offset(layer_norm, 0), layer_norm_reference, [*rows, (4096,)]
     angles = torch.rand(1, 1, 333, 32, device=device).repeat(1, 1, 1, 2)
     tables = angles.cos(), angles.sin()
     turned: Shapes = [(2, 4, 333, 64), (2, 2, 333, 64)]
-    yield "rope, far", _behind(_joined(rope, *tables), 0, 1), _joined(rope_reference, *tables), turned
-    updated = partial(_updated, adamw)
-    yield "adamw, far", _behind(updated, 0, 1, 2, 3), partial(_updated, adamw_reference), [(100_001,)] * 4
+    yield (
+        "rope, far",
+        _at_large_offset(_concat_results(rope, *tables), 0, 1),
+        _concat_results(rope_reference, *tables),
+        turned,
+    )
+    updated = partial(_parameters_after_step, adamw)
+    yield (
+        "adamw, far",
+        _at_large_offset(updated, 0, 1, 2, 3),
+        partial(_parameters_after_step, adamw_reference),
+        [(100_001,)] * 4,
+    )
 
 
-def _has_room(device: torch.device, dtype: torch.dtype) -> bool:
+def _has_memory(device: torch.device, dtype: torch.dtype) -> bool:
     return device.type == "cuda" and torch.cuda.mem_get_info(device)[0] > _COPIES * FAR * dtype.itemsize
 
 
-def _quick_calls(device: torch.device) -> Iterator[Call]:
-    """The first call of each operation, smaller: a sanitizer slows a kernel down a hundredfold."""
+def _iterate_quick_calls(device: torch.device) -> Iterator[Call]:
+    """Yields the first call of each operation: a sanitizer slows a kernel down a hundredfold."""
     seen = set()
-    for name, ours, reference, shapes in _calls(device):
+    for name, ours, reference, shapes in _iterate_calls(device):
         operation = name.split()[0]
         if operation not in seen:
             seen.add(operation)
@@ -203,57 +213,59 @@ def _quick_calls(device: torch.device) -> Iterator[Call]:
 
 
 def run_checks(
-    device: torch.device, quick: bool = False, chosen: Sequence[str] = ("*",), part: tuple[int, int] = (0, 1)
+    device: torch.device, quick: bool = False, patterns: Sequence[str] = ("*",), part: tuple[int, int] = (0, 1)
 ) -> Iterator[DeviceCheck]:
-    """All checks, in fp32, fp16 and bf16; quick: one of each operation, in bf16.
+    """Runs all checks, in fp32, fp16 and bf16; quick: one of each operation, in bf16.
 
-    `chosen`: those whose name matches one of these patterns; `part` (i, n): of them every n-th from the i-th on, so that
-    several processes share them.
+    `patterns` select checks by name; `part` (i, n) selects every n-th of them from the i-th on, to split them over several
+    processes.
     """
     numbers = itertools.count()
     for dtype in (torch.bfloat16,) if quick else (torch.float32, torch.float16, torch.bfloat16):
-        calls = list(_quick_calls(device) if quick else _calls(device))
-        if not quick and _has_room(device, dtype):
-            calls += far_calls(device)
+        calls = list(_iterate_quick_calls(device) if quick else _iterate_calls(device))
+        if not quick and _has_memory(device, dtype):
+            calls += large_offset_calls(device)
         for name, ours, reference, shapes in calls:
             label = f"{name}, {str(dtype).removeprefix('torch.')}"
-            if not any(fnmatchcase(label, pattern) for pattern in chosen) or next(numbers) % part[1] != part[0]:
+            if not any(fnmatchcase(label, pattern) for pattern in patterns) or next(numbers) % part[1] != part[0]:
                 continue
             torch.manual_seed(0)
             inputs = [torch.randn(shape, device=device, dtype=dtype) for shape in shapes]
             try:
-                yield _check(label, ours, reference, inputs, _QUICK_REPEATS if quick or "far" in name else REPEATS)
+                yield _run_check(label, ours, reference, inputs, _QUICK_REPEATS if quick or "far" in name else REPEATS)
             except Exception as error:
                 yield DeviceCheck(label, float("nan"), False, f"{type(error).__name__}: {str(error).splitlines()[0]}")
 
 
-def _check(name: str, ours: Function, reference: Function, inputs: list[torch.Tensor], repeats: int) -> DeviceCheck:
-    mine, same, load = outcome(ours, inputs), True, _Load(inputs[0].device)
+def _run_check(name: str, ours: Function, reference: Function, inputs: list[torch.Tensor], repeats: int) -> DeviceCheck:
+    mine, same, load = value_and_gradients(ours, inputs), True, _Load(inputs[0].device)
     for _ in range(repeats - 1):
-        load.more()
-        same &= all(torch.equal(a, b) for a, b in zip(outcome(ours, inputs), mine, strict=True))
-    theirs = outcome(reference, inputs)
-    exact = outcome(reference, [x.double() for x in inputs], mine[0].dtype)
+        load.add_work()
+        same &= all(torch.equal(a, b) for a, b in zip(value_and_gradients(ours, inputs), mine, strict=True))
+    theirs = value_and_gradients(reference, inputs)
+    exact = value_and_gradients(reference, [x.double() for x in inputs], mine[0].dtype)
     return DeviceCheck(name, max(map(row_errors, mine, theirs, exact)), same)
 
 
 class _Load:
-    """Another stream of the device with work of its own, so that programs begin in another order from run to run."""
+    """Background work on another stream of the device, so that programs start in another order from run to run."""
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._x = torch.ones(1024, 1024, device=device) if self._stream else None
 
-    def more(self) -> None:
-        """Some more of it; the host does not wait."""
+    def add_work(self) -> None:
+        """Enqueues more work without the host waiting."""
         if self._stream and self._x is not None:
             with torch.cuda.stream(self._stream):
                 for _ in range(8):
                     self._x = self._x @ self._x / 1024
 
 
-def outcome(function: Function, inputs: list[torch.Tensor], rounded: torch.dtype | None = None) -> list[torch.Tensor]:
-    """Value and gradients of a call. The gradient of the result is fixed by its shape; `rounded`: as for that dtype."""
+def value_and_gradients(
+    function: Function, inputs: list[torch.Tensor], rounded: torch.dtype | None = None
+) -> list[torch.Tensor]:
+    """Returns value and gradients of a call. The output gradient depends only on the shape; `rounded` to that dtype."""
     leaves = [x.detach().clone().requires_grad_() for x in inputs]
     y = function(*leaves)
     grad = torch.linspace(-1, 1, max(y.numel(), 2), device=y.device)[: y.numel()].reshape(y.shape)
@@ -262,7 +274,7 @@ def outcome(function: Function, inputs: list[torch.Tensor], rounded: torch.dtype
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Prints every check; 1 if a kernel is wrong, 3 where there is no GPU."""
+    """Prints every check; returns 1 if a kernel is wrong, 3 without a GPU."""
     parser = argparse.ArgumentParser(
         prog="python -m raystride.triton_kernels.device_checks", description="Are the kernels right on this GPU?"
     )

@@ -23,7 +23,7 @@ _BLOCK = 2048
 
 
 def gelu_reference(x: torch.Tensor, *, tanh: bool = False) -> torch.Tensor:
-    """GELU of every element by PyTorch's own operation; shape and dtype of x."""
+    """Computes GELU by PyTorch's own operation; shape and dtype of x."""
     return F.gelu(x, approximate="tanh" if tanh else "none")
 
 
@@ -85,18 +85,18 @@ def _(grad: torch.Tensor, x: torch.Tensor, tanh: bool) -> torch.Tensor:
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
-def _save(ctx: Any, inputs: tuple[torch.Tensor, bool], output: torch.Tensor) -> None:
+def _setup_context(ctx: Any, inputs: tuple[torch.Tensor, bool], output: torch.Tensor) -> None:
     x, ctx.tanh = inputs
     ctx.save_for_backward(x)
 
 
-def _differentiate(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+def _backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
     return _gelu_backward(grad, *ctx.saved_tensors, ctx.tanh), None
 
 
-_gelu.register_autograd(_differentiate, setup_context=_save)
+_gelu.register_autograd(_backward, setup_context=_setup_context)
 
 
 def gelu(x: torch.Tensor, *, tanh: bool = False) -> torch.Tensor:
-    """GELU of every element; `tanh` takes the approximation that GPT-2 was trained with. Shape and dtype of x."""
+    """Computes GELU; `tanh` uses the approximation of GPT-2. Shape and dtype of x."""
     return _gelu(x, tanh) if takes_triton("gelu", x) else gelu_reference(x, tanh=tanh)

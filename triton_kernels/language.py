@@ -1,8 +1,8 @@
-"""Triton's language for the kernels of this package, or a stand-in where Triton is not installed (macOS, Windows).
+"""Triton's language for the kernels of this package, or a stand-in if Triton is not installed (macOS, Windows).
 
-Kernels are written at module level, so a stand-in lets every module import everywhere; launching one then says what is
-missing. With TRITON_INTERPRET=1 in the environment before the first import, kernels run in Triton's interpreter on the CPU,
-whose bfloat16 is put right here (see `raystride.triton_kernels.interpreter`).
+Kernels are defined at module level, so the stand-in lets every module be imported; launching a kernel then raises an error.
+With TRITON_INTERPRET=1 in the environment before the first import, kernels run in Triton's interpreter on the CPU, with a
+fix of its bfloat16 (see `raystride.triton_kernels.interpreter`).
 
     from raystride.triton_kernels.language import jit, tl
 
@@ -16,12 +16,12 @@ from typing import Any
 from raystride.triton_kernels import interpreting
 
 INTERPRETING = interpreting()
-"""Whether kernels run in Triton's interpreter; read once, as Triton reads it."""
+"""Whether kernels run in Triton's interpreter; read once, like Triton does."""
 
 tl: Any
 jit: Callable[[Any], Any]
 HAS_TRITON: bool
-"""Whether Triton can be imported here."""
+"""Whether Triton can be imported."""
 
 try:
     import triton
@@ -29,7 +29,7 @@ try:
 except ImportError:
 
     class _Language:
-        """Enough of triton.language for the annotations of kernels."""
+        """The part of triton.language that annotations of kernels need."""
 
         constexpr = int
 
@@ -43,17 +43,17 @@ except ImportError:
 else:
     tl, jit, HAS_TRITON = triton.language, triton.jit, True
     if INTERPRETING:
-        from raystride.triton_kernels.interpreter import install
+        from raystride.triton_kernels.interpreter import patch_interpreter
 
-        install()
+        patch_interpreter()
 
 
 def jit_varying(*numbers: str) -> Callable[[Any], Any]:
-    """`jit` for a kernel whose arguments of these names vary within a training: lengths, and counts that follow from them.
+    """Returns `jit` without specialization of the named arguments, which vary in a training: lengths and derived counts.
 
-    Triton compiles a variant of its own for an argument that is 1, and for one that is a multiple of 16; lengths that vary
-    would have it compile in the middle of a training, for seconds each, while the other ranks wait. Not for the length of
-    what a thread loads side by side, whose multiple of 16 is what lets it load 16 bytes at once.
+    Triton compiles a separate variant for an argument that is 1, and for a multiple of 16; varying lengths would trigger
+    compilations in the middle of a training, for seconds each, while the other ranks wait. Not for the length of a
+    thread's vector loads, for which a multiple of 16 allows loads of 16 bytes.
     """
 
     def decorate(function: Any) -> Any:
@@ -63,10 +63,10 @@ def jit_varying(*numbers: str) -> Callable[[Any], Any]:
 
 
 def next_power_of_2(number: int) -> int:
-    """The smallest power of two that is at least `number`; Triton's blocks have such lengths."""
+    """Returns the smallest power of two that is at least `number`; lengths of Triton's blocks."""
     return 1 << max(0, number - 1).bit_length()
 
 
 def cdiv(number: int, divisor: int) -> int:
-    """number / divisor, rounded up."""
+    """Returns number / divisor, rounded up."""
     return -(-number // divisor)

@@ -1,7 +1,7 @@
-"""The one place through which kernels are launched, so that what a launch would do can also be recorded or checked.
+"""The single entry point of kernel launches, so that launches can also be recorded or checked.
 
-`compile_report` replaces the launcher to learn which kernels an operation launches, with which types and constants, and
-compiles exactly those for architectures that are not there. The tests replace it to put guard bands around every tensor.
+`compile_report` replaces the launcher to record the kernels of an operation, with types and constants, and compiles exactly
+those for other architectures. The tests replace it to put guard bands around every tensor.
 
     launch(_gelu_forward_kernel, (cdiv(n, 1024),), x, y, n, BLOCK=1024, num_warps=4)
 """
@@ -17,7 +17,7 @@ from raystride.triton_kernels.language import INTERPRETING
 
 Grid = tuple[int, ...]
 Launcher = Callable[[Any, Grid, tuple[Any, ...], dict[str, Any]], None]
-"""Takes a kernel, its grid, its positional arguments, and its named ones (constants, num_warps, num_stages)."""
+"""A function of a kernel, its grid, its positional arguments, and its named ones (constants, num_warps, num_stages)."""
 
 
 def launch(kernel: Any, grid: Grid, *arguments: Any, **named: Any) -> None:
@@ -26,7 +26,7 @@ def launch(kernel: Any, grid: Grid, *arguments: Any, **named: Any) -> None:
         _launcher(kernel, grid, arguments, named)
 
 
-def _run(kernel: Any, grid: Grid, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
+def _launch_on_device(kernel: Any, grid: Grid, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
     device = next((a.device for a in arguments if isinstance(a, torch.Tensor)), None)
     if device is None or device.type != "cuda" or device.index == torch.cuda.current_device():
         kernel[grid](*arguments, **named)
@@ -36,12 +36,12 @@ def _run(kernel: Any, grid: Grid, arguments: tuple[Any, ...], named: dict[str, A
             kernel[grid](*arguments, **named)
 
 
-_launcher: Launcher = _run
+_launcher: Launcher = _launch_on_device
 
 
 @contextmanager
-def launcher(replacement: Launcher) -> Iterator[Launcher]:
-    """Launches through `replacement` for the block; gives the launcher that it replaces."""
+def use_launcher(replacement: Launcher) -> Iterator[Launcher]:
+    """Launches through `replacement` inside the block; yields the replaced launcher."""
     global _launcher
     before, _launcher = _launcher, replacement
     try:
@@ -55,7 +55,7 @@ _assumed: str | None = None
 
 @contextmanager
 def assumed_architecture(name: str) -> Iterator[None]:
-    """For the block, operations choose their configurations as on this architecture."""
+    """Selects configurations as on this architecture inside the block."""
     global _assumed
     before, _assumed = _assumed, name
     try:
@@ -65,7 +65,7 @@ def assumed_architecture(name: str) -> Iterator[None]:
 
 
 def architecture(device: torch.device) -> str:
-    """The architecture whose configurations are used: `sm_80`, `sm_90`, `sm_100`, `gfx942`, ...; a CPU plays `sm_90`."""
+    """Returns the architecture of the configurations: `sm_80`, `sm_90`, `sm_100`, `gfx942`, ...; `sm_90` for a CPU."""
     if _assumed:
         return _assumed
     return _architecture_of(device.index or 0) if device.type == "cuda" else "sm_90"
@@ -80,5 +80,5 @@ def _architecture_of(index: int) -> str:
 
 
 def can_launch(device: torch.device) -> bool:
-    """Whether kernels run on tensors of this device: a GPU, or any device in the interpreter or before a recorder."""
-    return device.type == "cuda" or INTERPRETING or _launcher is not _run
+    """Returns whether kernels run on this device: a GPU, or any device in the interpreter or with a replaced launcher."""
+    return device.type == "cuda" or INTERPRETING or _launcher is not _launch_on_device

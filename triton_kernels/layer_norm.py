@@ -1,4 +1,4 @@
-"""LayerNorm (Ba et al., 2016, eq. 4), alone or with the addition to the residual stream before it.
+"""LayerNorm (Ba et al., 2016, eq. 4), alone or fused with the residual addition before it.
 
     y = n w + b,   n = (x - mean(x)) r,   r = 1 / sqrt(var(x) + eps), over the last dimension
 
@@ -19,13 +19,13 @@ from raystride.triton_kernels.dispatch import takes_triton
 from raystride.triton_kernels.language import jit, jit_varying, tl
 from raystride.triton_kernels.launch import launch
 from raystride.triton_kernels.operation import operation
-from raystride.triton_kernels.row_groups import backward_plan, forward_plan, sum_groups, why_no_rows
+from raystride.triton_kernels.row_groups import backward_plan, forward_plan, sum_groups, unsupported_rows_reason
 
 
 def layer_norm_reference(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, *, eps: float = 1e-5
 ) -> torch.Tensor:
-    """The norm of every row by PyTorch; where the dtypes of x, weight and bias differ, in fp32 and rounded to that of x."""
+    """Computes the norm of rows by PyTorch; if the dtypes of x, weight and bias differ, in fp32 and rounded to that of x."""
     if x.dtype == weight.dtype and (bias is None or x.dtype == bias.dtype):
         return F.layer_norm(x, weight.shape, weight, bias, eps)
     wide_bias = None if bias is None else bias.float()
@@ -35,7 +35,7 @@ def layer_norm_reference(
 def add_layer_norm_reference(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, *, eps: float = 1e-5
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The norm of x + residual, and x + residual itself: an addition, then `layer_norm_reference`."""
+    """Returns the norm of x + residual, and x + residual: an addition, then `layer_norm_reference`."""
     total = x + residual
     return layer_norm_reference(total, weight, bias, eps=eps), total
 
@@ -198,7 +198,7 @@ def _layer_norm_backward_wide_kernel(
         tl.debug_barrier()
 
 
-def _forward(
+def _run_forward(
     x: torch.Tensor,
     residual: torch.Tensor | None,
     weight: torch.Tensor,
@@ -206,7 +206,7 @@ def _forward(
     eps: float,
     dtype: torch.dtype | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """y, x + residual (x itself without one), and mean and 1 / deviation of every row, (2, rows)."""
+    """Returns y, x + residual (x without one), and mean and 1 / deviation of every row, (2, rows)."""
     x, weight = x.contiguous(), weight.contiguous()
     bias = None if bias is None else bias.contiguous()
     total, add = x, residual is not None
@@ -227,7 +227,7 @@ def _forward(
 def _layer_norm(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, eps: float, dtype: torch.dtype | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    y, _, statistics = _forward(x, None, weight, bias, eps, dtype)
+    y, _, statistics = _run_forward(x, None, weight, bias, eps, dtype)
     return y, statistics
 
 
@@ -248,7 +248,7 @@ def _add_layer_norm(
     eps: float,
     dtype: torch.dtype | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    return _forward(x, residual, weight, bias, eps, dtype)
+    return _run_forward(x, residual, weight, bias, eps, dtype)
 
 
 @_add_layer_norm.register_fake
@@ -279,7 +279,7 @@ def _layer_norm_backward(
     statistics: torch.Tensor,
     needs_weight: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The gradients of x, of the weight where it is needed, and of the bias where it has a dtype here."""
+    """Returns the gradients of x, of the weight if `needs_weight`, and of the bias if `bias_dtype` is given; else empty."""
     grad, x, weight = grad.contiguous(), x.contiguous(), weight.contiguous()
     grad_total = None if grad_total is None else grad_total.contiguous()
     grad_x, rows, columns = torch.empty_like(x), statistics.shape[1], weight.numel()
@@ -310,8 +310,8 @@ def _(
     return grad_x, grad_weight, weight.new_empty(weight.shape if bias_dtype else 0, dtype=bias_dtype or weight.dtype)
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
-    """For both operators: the row that was normalised is x, or the sum, which is an output."""
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
+    """Saves tensors for both operators: the normalised input is x, or the sum, which is an output."""
     *streams, weight, bias, _, _ = inputs
     added, statistics = len(streams) == 2, output[-1]
     ctx.mark_non_differentiable(statistics)
@@ -320,7 +320,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -
     ctx.save_for_backward(output[1] if added else streams[0], weight, statistics)
 
 
-def _differentiate(ctx: Any, grad: torch.Tensor, *others: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+def _backward(ctx: Any, grad: torch.Tensor, *others: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
     x, weight, statistics = ctx.saved_tensors
     grad_total = others[0] if len(ctx.dtypes) == 2 else None
     needs_weight = ctx.needs_input_grad[len(ctx.dtypes)]
@@ -329,11 +329,13 @@ def _differentiate(ctx: Any, grad: torch.Tensor, *others: torch.Tensor) -> tuple
     return *(found[0].to(dtype) for dtype in ctx.dtypes), grad_weight, grad_bias, None, None
 
 
-_layer_norm.register_autograd(_differentiate, setup_context=_save)
-_add_layer_norm.register_autograd(_differentiate, setup_context=_save)
+_layer_norm.register_autograd(_backward, setup_context=_setup_context)
+_add_layer_norm.register_autograd(_backward, setup_context=_setup_context)
 
 
-def _refusal(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor | None = None) -> str:
+def _unsupported_reason(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor | None = None
+) -> str:
     expect("layer_norm", "weight", weight, beside=x)
     if residual is not None:
         expect("layer_norm", "residual", residual, beside=x)
@@ -341,7 +343,7 @@ def _refusal(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, r
         expect("layer_norm", "bias", bias, beside=x)
     if bias is not None and bias.shape != weight.shape:
         return f"bias {tuple(bias.shape)} beside a weight {tuple(weight.shape)}"
-    return why_no_rows(x, weight, residual)
+    return unsupported_rows_reason(x, weight, residual)
 
 
 def layer_norm(
@@ -352,11 +354,11 @@ def layer_norm(
     eps: float = 1e-5,
     dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """The norm of every row of x (..., C), times the weight (C,), plus the bias (C,); as x, but in `dtype` if there is one.
+    """Computes the norm of rows of x (..., C), times weight (C,), plus bias (C,), in `dtype`, by default that of x.
 
     Raises ValueError for tensors on several devices.
     """
-    if takes_triton("layer_norm", x, refusal=_refusal(x, weight, bias)):
+    if takes_triton("layer_norm", x, refusal=_unsupported_reason(x, weight, bias)):
         y: torch.Tensor = _layer_norm(x, weight, bias, eps, dtype)[0]
         return y
     return layer_norm_reference(x, weight, bias, eps=eps).to(dtype or x.dtype)
@@ -371,12 +373,12 @@ def add_layer_norm(
     eps: float = 1e-5,
     dtype: torch.dtype | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The norm of x + residual, and x + residual itself, rounded to the stream's dtype before the norm is taken.
+    """Returns the norm of x + residual, and x + residual, rounded to the stream's dtype before the norm.
 
-    x and residual (..., C), weight and bias (C,); the norm in `dtype`, that of the sum where there is none.
+    x and residual (..., C), weight and bias (C,); the norm in `dtype`, by default that of the sum.
     Raises ValueError for tensors on several devices.
     """
-    if takes_triton("add_layer_norm", x, refusal=_refusal(x, weight, bias, residual)):
+    if takes_triton("add_layer_norm", x, refusal=_unsupported_reason(x, weight, bias, residual)):
         y, total, _ = _add_layer_norm(x, residual, weight, bias, eps, dtype)
         return y, total
     y, total = add_layer_norm_reference(x, residual, weight, bias, eps=eps)

@@ -1,14 +1,14 @@
-"""The loss of a language model from its last hidden states, without ever holding all logits.
+"""Fused linear layer and cross-entropy of a language model, without holding all logits.
 
     z = x W^T;  l = log sum_j exp(z_j);  loss = (1 - s) (l - z_t) + s (l - mean_j z_j) + c l^2
     dloss/dz_j = (1 + 2 c l) exp(z_j - l) - (1 - s) [j = t] - s / V
 
-with label smoothing s (Szegedy et al., 2016, section 7) and z-loss c (Chowdhery et al., 2022, section 5). A target that is
-`ignore_index` counts for nothing. Shapes: x (N, C) or (B, T, C), W (V, C), targets (N) or (B, T).
+with label smoothing s (Szegedy et al., 2016, section 7) and z-loss c (Chowdhery et al., 2022, section 5). Targets equal to
+`ignore_index` do not count. Shapes: x (N, C) or (B, T, C), W (V, C), targets (N) or (B, T).
 
-For a chunk of tokens at a time, the library multiplies out logits; a kernel walks over their vocabulary in blocks and puts
-the gradient in their place; two more products turn it into the gradients of x and W. That is done in the forward: three
-products, as without chunks, where a backward that multiplies out the logits again would need four. The idea is from
+For each chunk of tokens, the library computes logits; a kernel loops over their vocabulary in blocks and replaces them by
+their gradient; two more products turn it into the gradients of x and W. That is done in the forward: three products, as
+without chunks, while a backward that recomputes the logits would need four. The idea is from
 Liger-Kernel (Hsu et al., 2024); the sums over chunks are in fp32 here.
 
     loss_sum, counted = linear_cross_entropy(x, weight, targets)
@@ -27,17 +27,17 @@ from raystride.triton_kernels.launch import launch
 from raystride.triton_kernels.operation import operation
 
 _CHUNKS = 8
-"""Chunks that the tokens are cut into. More save memory, but each reads and writes the fp32 gradient of W once: with eight
+"""Number of chunks of tokens. More save memory, but each reads and writes the fp32 gradient of W once: with eight
 of 4,096 tokens, a width of 4,096 and 128,256 words that is a tenth of the time of the products."""
-_SMALLEST_CHUNK = 1024
+_MIN_CHUNK = 1024
 """Tokens below which a chunk does not fill a large GPU with its products."""
 _BLOCK = 4096
-"""Logits that a program holds at once."""
+"""Logits held at once by a program."""
 _SCALED = 2048
-"""Elements of a gradient that a program multiplies: 16 for each of 128 threads."""
+"""Elements of a gradient scaled by a program: 16 for each of 128 threads."""
 
 _ALIGNMENT = 64
-"""Rows of logits begin at multiples of this: libraries take slow paths for rows that do not, and 50,257 is odd."""
+"""Alignment of rows of logits: libraries use slow paths for unaligned rows, and 50,257 is odd."""
 
 Product = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
@@ -52,7 +52,7 @@ def linear_cross_entropy_reference(
     z_loss: float = 0.0,
     product: Product = F.linear,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """All logits at once, in fp32 at least. `product` multiplies x W^T; the model brings the fastest for its CPU."""
+    """Computes the loss from all logits at once, in fp32 at least. `product` computes x W^T by the model's CPU backend."""
     logits = product(x, weight).reshape(-1, weight.shape[0])
     logits, flat = logits.to(torch.promote_types(logits.dtype, torch.float32)), targets.reshape(-1)
     loss = F.cross_entropy(logits, flat, ignore_index=ignore_index, label_smoothing=label_smoothing, reduction="sum")
@@ -107,28 +107,28 @@ def _scale_kernel(x_ptr, factor_ptr, y_ptr, n, BLOCK: tl.constexpr):
     tl.store(y_ptr + offsets, x * tl.load(factor_ptr).to(tl.float32), mask=offsets < n)
 
 
-def rows_of_a_chunk(rows: int) -> int:
-    """Depends on the number of tokens alone, so that the order of sums, and with it every bit, is the same on any GPU."""
-    return min(rows, max(_SMALLEST_CHUNK, cdiv(rows, _CHUNKS))) if rows else 1
+def rows_per_chunk(rows: int) -> int:
+    """Returns the chunk size; it depends only on the number of tokens, so that the order of sums is the same on any GPU."""
+    return min(rows, max(_MIN_CHUNK, cdiv(rows, _CHUNKS))) if rows else 1
 
 
-def dense_on_cpus(x: torch.Tensor) -> torch.Tensor:
-    """Returns x (N, C), on CPUs with rows side by side.
+def contiguous_on_cpu(x: torch.Tensor) -> torch.Tensor:
+    """Returns x (N, C), contiguous on CPUs.
 
-    PyTorch's bf16 product on processors with AMX reads one element beyond a row of odd length (2.13 and 2.14), and lets a
-    NaN through that it finds there.
+    PyTorch's bf16 product on processors with AMX reads one element beyond a row of odd length (2.13 and 2.14), and
+    propagates a NaN found there.
     """
     return x if x.is_cuda else x.contiguous()
 
 
-def logits_buffer(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Where a chunk's logits go, (n, V rounded up), for x (N, C) and weight (V, C)."""
+def allocate_logits(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Allocates a chunk's logits, (n, V rounded up), for x (N, C) and weight (V, C)."""
     rows = len(x)
-    # Zeros, since PyTorch's bf16 product on CPUs lets NaN through from what its result overwrites.
-    return x.new_zeros(min(rows_of_a_chunk(rows), rows), cdiv(weight.shape[0], _ALIGNMENT) * _ALIGNMENT)
+    # Zeros, since PyTorch's bf16 product on CPUs propagates NaN from the memory it overwrites.
+    return x.new_zeros(min(rows_per_chunk(rows), rows), cdiv(weight.shape[0], _ALIGNMENT) * _ALIGNMENT)
 
 
-def softmax_losses(
+def write_softmax_losses(
     logits: torch.Tensor,
     targets: torch.Tensor,
     losses: torch.Tensor,
@@ -158,20 +158,20 @@ def _linear_cross_entropy(
     for_x: bool,
     for_weight: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Loss sum, count, and the gradients of x and weight (empty where not wanted). x (N, C), targets (N)."""
-    # The kernel takes the targets of a chunk to lie side by side.
-    x, weight = dense_on_cpus(x), dense_on_cpus(weight)
+    """Returns loss sum, count, and the gradients of x and weight (empty if not requested). x (N, C), targets (N)."""
+    # The kernel requires contiguous targets of a chunk.
+    x, weight = contiguous_on_cpu(x), contiguous_on_cpu(weight)
     rows, words, targets = x.shape[0], weight.shape[0], targets.contiguous()
     losses = torch.empty(rows, dtype=torch.float32, device=x.device)
     grad_x = torch.empty_like(x, memory_format=torch.contiguous_format) if for_x else x.new_empty(0)
-    size = rows_of_a_chunk(rows)
+    size = rows_per_chunk(rows)
     chunks = range(0, rows, size)
     grad_weight = ChunkSum(weight, one=len(chunks) == 1)
-    buffer = logits_buffer(x, weight)
+    buffer = allocate_logits(x, weight)
     for start in chunks:
         part = slice(start, min(start + size, rows))
         logits = torch.mm(x[part], weight.t(), out=buffer[: part.stop - start, :words])
-        softmax_losses(
+        write_softmax_losses(
             logits, targets[part], losses[part],
             ignore_index=ignore_index, label_smoothing=label_smoothing, z_loss=z_loss, gradient=for_x or for_weight,
         )  # fmt: skip
@@ -184,14 +184,14 @@ def _linear_cross_entropy(
 
 
 class ChunkSum:
-    """A sum over chunks of tensors like `like`, in fp32; a single one is kept as it is."""
+    """A sum over chunks of tensors like `like`, in fp32; a single chunk is kept unchanged."""
 
     def __init__(self, like: torch.Tensor, one: bool) -> None:
         self._like, self._one = like, one
         self._total: torch.Tensor | None = None
 
     def add(self, part: torch.Tensor) -> None:
-        """Adds a chunk's."""
+        """Adds a chunk's tensor."""
         if self._total is None:
             # A single chunk's product is rounded already, so fp32 would hold the same numbers.
             self._total = part if self._one else part.float()
@@ -199,7 +199,7 @@ class ChunkSum:
             self._total += part
 
     def result(self) -> torch.Tensor:
-        """The sum in the type of `like`; zeros where nothing was added."""
+        """Returns the sum in the dtype of `like`; zeros if nothing was added."""
         return torch.zeros_like(self._like) if self._total is None else self._total.to(self._like.dtype)
 
 
@@ -221,7 +221,7 @@ def _(
 
 @operation("raystride::linear_cross_entropy_backward")
 def _linear_cross_entropy_backward(saved: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
-    """saved * grad, multiplied in fp32: 1 / counted in bf16 would be off by up to 2^-9, and so would all gradients."""
+    """Returns saved * grad in fp32: 1 / counted in bf16 would be off by up to 2^-9, and so would all gradients."""
     saved = saved.contiguous()
     found, n = torch.empty_like(saved), saved.numel()
     launch(_scale_kernel, (cdiv(n, _SCALED),), saved, grad, found, n, BLOCK=_SCALED, num_warps=4)
@@ -233,23 +233,23 @@ def _(saved: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
     return torch.empty_like(saved, memory_format=torch.contiguous_format)
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
     _, counted, grad_x, grad_weight = output
     ctx.mark_non_differentiable(counted, grad_x, grad_weight)
-    # Else autograd would make zeros of the size of each saved gradient, which nobody reads.
+    # Else autograd would allocate unused zeros of the size of each saved gradient.
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(grad_x, grad_weight)
     ctx.wanted = inputs[-2:]
 
 
-def _differentiate(ctx: Any, grad: torch.Tensor, *_: Any) -> tuple[torch.Tensor | None, ...]:
-    """The gradients are there since the forward; they only lack the factor that comes from what follows the loss."""
+def _backward(ctx: Any, grad: torch.Tensor, *_: Any) -> tuple[torch.Tensor | None, ...]:
+    """Scales the gradients computed in the forward by the gradient of the loss."""
     pairs = zip(ctx.saved_tensors, ctx.wanted, strict=True)
     found = [_linear_cross_entropy_backward(saved, grad) if wanted else None for saved, wanted in pairs]
     return (*found, None, None, None, None, None, None)
 
 
-_linear_cross_entropy.register_autograd(_differentiate, setup_context=_save)
+_linear_cross_entropy.register_autograd(_backward, setup_context=_setup_context)
 
 
 def linear_cross_entropy(
@@ -262,18 +262,18 @@ def linear_cross_entropy(
     z_loss: float = 0.0,
     product: Product = F.linear,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Sum of the losses in nats over targets that are not `ignore_index` (fp32 scalar), and how many those are (int64).
+    """Returns the sum of losses in nats over targets other than `ignore_index` (fp32 scalar), and their number (int64).
 
     Args:
         x: hidden states, (..., C).
         weight: the head, (V, C), of x's dtype outside autocast.
         targets: words, (...), int64; each `ignore_index` or 0 to V - 1.
         ignore_index: marks a target that does not count.
-        label_smoothing: share of the target's probability spread evenly over all words, 0 to 1.
+        label_smoothing: fraction of the target's probability spread evenly over all words, 0 to 1.
         z_loss: coefficient of the squared log-sum-exp.
-        product: multiplies x W^T where the reference runs.
+        product: computes x W^T if the reference runs.
 
-    A target that is no word makes the loss NaN, or is PyTorch's own error where the reference runs.
+    A target that is no word makes the loss NaN, or raises PyTorch's own error if the reference runs.
 
     Raises:
         ValueError: a weight or targets of other shapes, targets that are not int64, tensors on several devices, or label

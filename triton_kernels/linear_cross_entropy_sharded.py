@@ -1,18 +1,18 @@
-"""The loss of a language model whose words are spread over the workers of a group, who never gather their logits.
+"""Vocabulary-parallel fused linear cross-entropy: the head is sharded over a group, and logits are never gathered.
 
     z_r = x W_r^T;  m = max_r max_j z_rj;  l = m + log sum_r sum_j exp(z_rj - m)
     loss = (1 - s) (l - z_t) + s (l - mean_j z_j) + c l^2
     dloss/dz_rj = (1 + 2 c l) exp(z_rj - l) - (1 - s) [j = t] - s / V
 
 with label smoothing s and z-loss c, as in `linear_cross_entropy`. Worker r has the rows W_r (V_r, C) of the head, x (N, C)
-and targets (N) are the same on all. They give each other, for a chunk of tokens at a time, each token's largest logit, and
-then its sum of exponentials, its target's logit and, for label smoothing, its sum of logits: three or four numbers a token
-in place of V (Shoeybi et al., "Megatron-LM", 2019, section 3). Each worker has its logits from one product and puts their
-gradient in their place, in the forward. Two chunks are in flight: while one's numbers are on their way, the gradients of the
-one before are computed, or the logits of the next.
+and targets (N) are the same on all. For each chunk of tokens they all-reduce each token's largest logit, then its sum of
+exponentials, its target's logit and, for label smoothing, its sum of logits: three or four numbers a token instead of V
+(Shoeybi et al., "Megatron-LM", 2019, section 3). Each worker computes its logits by one product and replaces them by their
+gradient, in the forward. Two chunks are in flight: during the all-reduce of one, the gradients of the one before are
+computed, or the logits of the next.
 
     loss_sum, counted = linear_cross_entropy_sharded(x, own_rows, targets, first_word=first, words=words, group=group)
-    (loss_sum / counted).backward()                           # own_rows.grad is complete, x.grad a part of the sum:
+    (loss_sum / counted).backward()                           # own_rows.grad is complete, x.grad partial:
     dist.all_reduce(x.grad, group=group)
 """
 
@@ -27,66 +27,67 @@ from raystride.triton_kernels.arguments import expect
 from raystride.triton_kernels.dispatch import takes_triton
 from raystride.triton_kernels.language import cdiv, jit, jit_varying, next_power_of_2, tl
 from raystride.triton_kernels.launch import launch
-from raystride.triton_kernels.linear_cross_entropy import Product, dense_on_cpus, linear_cross_entropy, rows_of_a_chunk
+from raystride.triton_kernels.linear_cross_entropy import Product, contiguous_on_cpu, linear_cross_entropy, rows_per_chunk
 
 _NAME = "linear_cross_entropy_sharded"
 _BLOCK = 4096
-"""Logits that a program holds at once."""
+"""Logits held at once by a program."""
 _ALIGNMENT = 64
-"""Rows of logits begin at multiples of this, as in `linear_cross_entropy`."""
+"""Alignment of rows of logits, as in `linear_cross_entropy`."""
 
 
 class WordShard(NamedTuple):
-    """Which words a worker has, and what the loss is."""
+    """A worker's shard of the vocabulary, and the settings of the loss."""
 
     first: int
-    """The number of its first word."""
+    """Index of its first word."""
     words: int
-    """V: how many words all workers have."""
+    """V, the words of all workers."""
     ignore_index: int = -100
     label_smoothing: float = 0.0
     z_loss: float = 0.0
 
 
 class _Call(NamedTuple):
-    """What a call is about, beside its tensors."""
+    """Arguments of a call other than its tensors."""
 
     shard: WordShard
     group: dist.ProcessGroup | None
     product: Product
     for_x: bool
-    """Whether the gradient of x is wanted."""
+    """Whether the gradient of x is required."""
     for_weight: bool
     triton: bool
 
 
-def _exact(x: torch.Tensor) -> torch.dtype:
-    """What sums are in."""
+def _accumulation_dtype(x: torch.Tensor) -> torch.dtype:
+    """Returns the dtype of sums."""
     return torch.promote_types(x.dtype, torch.float32)
 
 
-def _placed(targets: torch.Tensor, shard: WordShard, own: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Each target's column among this worker's (0 where another has it), and whether it is here."""
-    places = targets - shard.first
-    here = (places >= 0) & (places < own) & (targets != shard.ignore_index)
-    return places.where(here, 0), here
+def _locate_targets(targets: torch.Tensor, shard: WordShard, own: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns each target's column in this worker's shard (0 if it is not local), and whether it is local."""
+    columns = targets - shard.first
+    is_local = (columns >= 0) & (columns < own) & (targets != shard.ignore_index)
+    return columns.where(is_local, 0), is_local
 
 
 _Measured = tuple[torch.Tensor, torch.Tensor]
 
 
 def measure_words_reference(logits: torch.Tensor, targets: torch.Tensor, shard: WordShard) -> _Measured:
-    """Each row's largest logit (N), and (3, N): its sum of exp(z - largest), its target's logit or 0, its sum of logits.
+    """Returns each row's largest logit (N), and (3, N): sum of exp(z - largest), target's logit or 0, sum of logits.
 
-    logits (N, V_r), in fp32 at least and with V_r > 0, are replaced by exp(z - largest), so that each is raised once only.
+    logits (N, V_r), in fp32 at least and with V_r > 0, are replaced by exp(z - largest), so that each exponential is
+    computed once.
     """
-    places, here = _placed(targets, shard, logits.shape[1])
+    columns, is_local = _locate_targets(targets, shard, logits.shape[1])
     sums = logits.new_zeros(3, len(logits))
     largest = logits.amax(1)
-    sums[1] = logits.gather(1, places[:, None])[:, 0].where(here, 0.0)
+    sums[1] = logits.gather(1, columns[:, None])[:, 0].where(is_local, 0.0)
     if shard.label_smoothing:
         sums[2] = logits.sum(1)
-    # What is -inf throughout has no exponentials; taking away -inf would give NaN.
+    # Rows of only -inf have no exponentials; subtracting -inf would give NaN.
     logits.sub_(largest.clamp(min=torch.finfo(logits.dtype).min)[:, None]).exp_()
     sums[0] = logits.sum(1)
     return largest, sums
@@ -95,20 +96,20 @@ def measure_words_reference(logits: torch.Tensor, targets: torch.Tensor, shard: 
 def words_gradient_reference(
     exponentials: torch.Tensor, targets: torch.Tensor, largest: torch.Tensor, log_sums: torch.Tensor, shard: WordShard
 ) -> torch.Tensor:
-    """dloss/dz (N, V_r), in place of what `measure_words_reference` has left; log_sums (N): l over all words."""
-    places, here = _placed(targets, shard, exponentials.shape[1])
+    """Returns dloss/dz (N, V_r), replacing the result of `measure_words_reference`; log_sums (N): l over all words."""
+    columns, is_local = _locate_targets(targets, shard, exponentials.shape[1])
     counts, is_word = targets != shard.ignore_index, (targets >= 0) & (targets < shard.words)
     factors = (largest - log_sums).exp() * (1 + 2 * shard.z_loss * log_sums).where(is_word, float("nan"))
     exponentials.mul_(factors[:, None])
     if shard.label_smoothing:
         exponentials.sub_(shard.label_smoothing / shard.words)
     rows = torch.arange(len(targets), device=targets.device)
-    exponentials[rows, places] -= here.to(exponentials.dtype) * (1 - shard.label_smoothing)
+    exponentials[rows, columns] -= is_local.to(exponentials.dtype) * (1 - shard.label_smoothing)
     return exponentials.masked_fill_(~counts[:, None], 0.0)
 
 
-def words_losses(largest: torch.Tensor, sums: torch.Tensor, targets: torch.Tensor, shard: WordShard) -> _Measured:
-    """Each row's loss and l, (N) both, from the largest logits (N) and the sums (3, N) over all workers."""
+def compute_word_losses(largest: torch.Tensor, sums: torch.Tensor, targets: torch.Tensor, shard: WordShard) -> _Measured:
+    """Returns each row's loss and l, (N) both, from the largest logits (N) and the sums (3, N) over all workers."""
     log_sums = largest + sums[0].log()
     losses = log_sums - (1 - shard.label_smoothing) * sums[1] + shard.z_loss * log_sums.square()
     if shard.label_smoothing:
@@ -168,51 +169,51 @@ def _words_gradient_kernel(
 
 
 def measure_words(logits: torch.Tensor, targets: torch.Tensor, shard: WordShard) -> _Measured:
-    """As `measure_words_reference` by a kernel, in fp32; logits (N, V_r), whose rows are contiguous, stay as they are."""
+    """Computes `measure_words_reference` by a kernel, in fp32; logits (N, V_r), with contiguous rows, are unchanged."""
     largest, sums = (torch.empty(*n, len(logits), dtype=torch.float32, device=logits.device) for n in ((), (3,)))
     launch(
         _measure_words_kernel, (len(logits),), logits, logits.stride(0), targets, largest, sums, len(logits),
-        logits.shape[1], shard.first, shard.ignore_index, BLOCK=_block(logits), num_warps=8,
+        logits.shape[1], shard.first, shard.ignore_index, BLOCK=_block_size(logits), num_warps=8,
     )  # fmt: skip
     return largest, sums
 
 
 def words_gradient(logits: torch.Tensor, targets: torch.Tensor, log_sums: torch.Tensor, shard: WordShard) -> None:
-    """Puts dloss/dz in the place of logits (N, V_r) by a kernel; log_sums (N), fp32: l over all words."""
+    """Replaces logits (N, V_r) by dloss/dz by a kernel; log_sums (N), fp32: l over all words."""
     launch(
         _words_gradient_kernel, (len(logits),), logits, logits.stride(0), targets, log_sums, logits.shape[1],
         shard.first, shard.words, shard.ignore_index, shard.label_smoothing, shard.z_loss,
-        BLOCK=_block(logits), num_warps=8,
+        BLOCK=_block_size(logits), num_warps=8,
     )  # fmt: skip
 
 
-def _block(logits: torch.Tensor) -> int:
+def _block_size(logits: torch.Tensor) -> int:
     return min(_BLOCK, next_power_of_2(logits.shape[1]))
 
 
 class _Chunk:
-    """Some tokens on their way: logits, exchange, losses, gradients."""
+    """A chunk of tokens in flight: logits, all-reduces, losses, gradients."""
 
     def __init__(
         self, x: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, call: _Call, buffer: torch.Tensor | None
     ) -> None:
-        x, weight = dense_on_cpus(x), dense_on_cpus(weight)
+        x, weight = contiguous_on_cpu(x), contiguous_on_cpu(weight)
         self.x, self.weight, self.targets, self.call = x, weight, targets, call
-        logits = self._multiplied() if buffer is None else torch.mm(x, weight.t(), out=buffer[: len(x), : len(weight)])
-        self._logits = logits if call.triton else logits.to(_exact(logits))
+        logits = self._multiply() if buffer is None else torch.mm(x, weight.t(), out=buffer[: len(x), : len(weight)])
+        self._logits = logits if call.triton else logits.to(_accumulation_dtype(logits))
         if len(weight):
             measure = measure_words if call.triton else measure_words_reference
             self._own_largest, self._sums = measure(self._logits, targets, call.shard)
         else:
-            self._sums = x.new_zeros(3, len(x), dtype=_exact(x))
+            self._sums = x.new_zeros(3, len(x), dtype=_accumulation_dtype(x))
             self._own_largest = torch.full_like(self._sums[0], -float("inf"))
         self._largest = self._own_largest.clone()
         self._work = dist.all_reduce(self._largest, dist.ReduceOp.MAX, call.group, async_op=True)
 
-    def _multiplied(self) -> torch.Tensor:
-        """The product has its own gradients, by whatever the model multiplies with.
+    def _multiply(self) -> torch.Tensor:
+        """Computes the product with its own graph, by the model's backend.
 
-        What it saves for them is needed within this forward; hooks would recompute it, or move it, in the middle of that.
+        Its saved tensors are needed within this forward; outer hooks would recompute or move them in the middle of it.
         """
         call = self.call
         self._leaves = [self.x.detach().requires_grad_(call.for_x), self.weight.detach().requires_grad_(call.for_weight)]
@@ -220,23 +221,25 @@ class _Chunk:
         multiply = call.product if len(self.weight) else F.linear
         with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x):
             self._product = multiply(*self._leaves)
-        return self._product.data  # not `detach()`, which tells the graph that its result is written over; it reads none
+        return (
+            self._product.data
+        )  # not `detach()`: with it, autograd would notice the in-place writes; the graph reads no result
 
-    def add_up(self) -> None:
-        """Waits for the largest logits, and sends the sums on their way."""
+    def start_sum_exchange(self) -> None:
+        """Waits for the largest logits, and starts the all-reduce of the sums."""
         self._work.wait()
         self._sums[0] *= (self._own_largest - self._largest).exp()
         sent = self._sums if self.call.shard.label_smoothing else self._sums[:2]
         self._work = dist.all_reduce(sent, group=self.call.group, async_op=True)
 
     def losses(self) -> torch.Tensor:
-        """Waits for the sums; (n)."""
+        """Waits for the sums and returns the losses (n)."""
         self._work.wait()
-        losses, self._log_sums = words_losses(self._largest, self._sums, self.targets, self.call.shard)
+        losses, self._log_sums = compute_word_losses(self._largest, self._sums, self.targets, self.call.shard)
         return losses
 
     def gradients(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """Of x and of weight, None where not wanted."""
+        """Returns the gradients of x and of weight, None if not required."""
         shard, logits, call = self.call.shard, self._logits, self.call
         if call.triton:
             if len(self.weight):
@@ -250,39 +253,39 @@ class _Chunk:
 
 
 class _Result:
-    """Losses and gradients of all tokens, as they come by chunks."""
+    """Losses and gradients of all tokens, accumulated by chunks."""
 
     def __init__(self, x: torch.Tensor, weight: torch.Tensor, call: _Call, one: bool) -> None:
         self._one = one
-        self.losses = x.new_empty(len(x), dtype=_exact(x))
-        self.of_x = torch.empty_like(x, memory_format=torch.contiguous_format) if call.for_x else x.new_empty(0)
-        self._of_weight: torch.Tensor | None = None
+        self.losses = x.new_empty(len(x), dtype=_accumulation_dtype(x))
+        self.grad_x = torch.empty_like(x, memory_format=torch.contiguous_format) if call.for_x else x.new_empty(0)
+        self._grad_weight: torch.Tensor | None = None
         self._weight = weight
 
-    def take(self, chunk: _Chunk, part: slice) -> None:
-        """Takes what comes of the tokens of this part."""
+    def add_chunk(self, chunk: _Chunk, part: slice) -> None:
+        """Adds the losses and gradients of the tokens of this part."""
         self.losses[part] = chunk.losses()
         if not (chunk.call.for_x or chunk.call.for_weight):
             return
-        of_x, of_weight = chunk.gradients()
-        if of_x is not None:
-            self.of_x[part] = of_x
-        if of_weight is None:
+        grad_x, grad_weight = chunk.gradients()
+        if grad_x is not None:
+            self.grad_x[part] = grad_x
+        if grad_weight is None:
             return
-        if self._of_weight is None:
+        if self._grad_weight is None:
             # A single chunk's product is rounded already, so fp32 would hold the same numbers.
-            self._of_weight = of_weight if self._one else of_weight.to(_exact(of_weight))
+            self._grad_weight = grad_weight if self._one else grad_weight.to(_accumulation_dtype(grad_weight))
         else:
-            self._of_weight += of_weight
+            self._grad_weight += grad_weight
 
-    def of_weight(self) -> torch.Tensor:
-        """Zeros where no chunk was taken."""
-        return torch.zeros_like(self._weight) if self._of_weight is None else self._of_weight.to(self._weight.dtype)
+    def grad_weight(self) -> torch.Tensor:
+        """Returns the gradient of weight; zeros without chunks."""
+        return torch.zeros_like(self._weight) if self._grad_weight is None else self._grad_weight.to(self._weight.dtype)
 
 
-def _compute(x: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, call: _Call) -> _Result:
-    """x (N, C), weight (V_r, C), targets (N)."""
-    rows, size = len(x), rows_of_a_chunk(len(x))
+def _compute_chunks(x: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, call: _Call) -> _Result:
+    """Computes losses and gradients; x (N, C), weight (V_r, C), targets (N)."""
+    rows, size = len(x), rows_per_chunk(len(x))
     result = _Result(x, weight, call, rows <= size)
     # One for each chunk in flight; zeros for the reason in `linear_cross_entropy`.
     aligned = cdiv(len(weight), _ALIGNMENT) * _ALIGNMENT
@@ -292,36 +295,36 @@ def _compute(x: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, call:
         part = slice(start, min(start + size, rows))
         chunk = _Chunk(x[part], weight, targets[part], call, buffers[number % 2])
         if before:
-            result.take(*before)
-        chunk.add_up()
+            result.add_chunk(*before)
+        chunk.start_sum_exchange()
         before = chunk, part
     if before:
-        result.take(*before)
+        result.add_chunk(*before)
     return result
 
 
-class _SpreadLoss(torch.autograd.Function):
-    """Gradients are there since the forward; they only lack the factor that comes from what follows the loss."""
+class _ShardedLoss(torch.autograd.Function):
+    """Autograd function; the backward scales the gradients computed in the forward by the gradient of the loss."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, call: _Call) -> torch.Tensor:
-        result = _compute(x, weight, targets, call)
+        result = _compute_chunks(x, weight, targets, call)
         ctx.call = call
-        ctx.save_for_backward(result.of_x, result.of_weight() if call.for_weight else weight.new_empty(0))
+        ctx.save_for_backward(result.grad_x, result.grad_weight() if call.for_weight else weight.new_empty(0))
         return result.losses.sum()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         call = ctx.call
-        scaled = torch.ops.raystride.linear_cross_entropy_backward if call.triton else _scaled
+        scale = torch.ops.raystride.linear_cross_entropy_backward if call.triton else _scale_gradient
         pairs = zip(ctx.saved_tensors, (call.for_x, call.for_weight), strict=True)
-        return (*(scaled(saved, grad) if wanted else None for saved, wanted in pairs), None, None)
+        return (*(scale(saved, grad) if wanted else None for saved, wanted in pairs), None, None)
 
 
-def _scaled(saved: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
-    """Multiplied in fp32: 1 / counted in bf16 would be off by up to 2^-9, and so would all gradients."""
-    return (saved.to(_exact(saved)) * grad).to(saved.dtype)
+def _scale_gradient(saved: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
+    """Scales in fp32: 1 / counted in bf16 would be off by up to 2^-9, and so would all gradients."""
+    return (saved.to(_accumulation_dtype(saved)) * grad).to(saved.dtype)
 
 
 def linear_cross_entropy_sharded(
@@ -337,10 +340,10 @@ def linear_cross_entropy_sharded(
     z_loss: float = 0.0,
     product: Product = F.linear,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Sum of the losses in nats over targets that are not `ignore_index` (fp32 scalar), and how many those are (int64).
+    """Returns the sum of losses in nats over targets other than `ignore_index` (fp32 scalar), and their number (int64).
 
-    The same on all workers of the group, who call it at the same time with the same x, targets and settings. A worker's
-    gradient of weight is complete, and that of x its own words' part: the sum over the workers is the whole.
+    The result is the same on all workers of the group, which call it at the same time with the same x, targets and settings.
+    A worker's gradient of weight is complete; that of x is partial, to be summed over the workers.
 
     Args:
         x: hidden states, (..., C).
@@ -348,20 +351,20 @@ def linear_cross_entropy_sharded(
         targets: words, (...), int64; each `ignore_index` or 0 to words - 1.
         first_word: the word of weight's first row.
         words: V, of all workers together.
-        group: who has the words; None: all processes. One worker alone calls `linear_cross_entropy`, with its very bits.
+        group: the workers; None: all processes. A single worker calls `linear_cross_entropy`, with the same bits.
         ignore_index: marks a target that does not count.
-        label_smoothing: share of the target's probability spread evenly over all words, 0 to 1.
+        label_smoothing: fraction of the target's probability spread evenly over all words, 0 to 1.
         z_loss: coefficient of the squared log-sum-exp.
-        product: multiplies x W^T where the reference runs.
+        product: computes x W^T if the reference runs.
 
     A target that is no word makes the loss NaN (with one worker as in `linear_cross_entropy`).
 
     Raises:
-        ValueError: what `linear_cross_entropy` raises it for, rows that are not among the words, or one worker without all.
+        ValueError: as in `linear_cross_entropy`, rows outside the words, or a single worker without all words.
     """
     ranks = dist.get_world_size(group) if dist.is_initialized() else 1
     shard = WordShard(first_word, words, ignore_index, label_smoothing, z_loss)
-    _expect(x, weight, targets, shard, ranks)
+    _check_arguments(x, weight, targets, shard, ranks)
     if ranks == 1:
         return linear_cross_entropy(
             x, weight, targets,
@@ -377,11 +380,11 @@ def linear_cross_entropy_sharded(
     call = _Call(shard, group, product, graph and x.requires_grad, graph and weight.requires_grad, triton)
     flat = targets.reshape(-1).contiguous()
     arguments = x.reshape(-1, x.shape[-1]), weight, flat, call
-    loss = _SpreadLoss.apply(*arguments) if call.for_x or call.for_weight else _compute(*arguments).losses.sum()
+    loss = _ShardedLoss.apply(*arguments) if call.for_x or call.for_weight else _compute_chunks(*arguments).losses.sum()
     return loss, (flat != ignore_index).sum()
 
 
-def _expect(x: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, shard: WordShard, ranks: int) -> None:
+def _check_arguments(x: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, shard: WordShard, ranks: int) -> None:
     if not 0 <= shard.label_smoothing <= 1:
         raise ValueError(f"{_NAME}: label_smoothing must be between 0 and 1, but is {shard.label_smoothing}")
     expect(_NAME, "weight", weight, shape=(*weight.shape[:1], *x.shape[-1:]), beside=x)
@@ -394,8 +397,8 @@ def _expect(x: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, shard:
 
 
 def bytes_exchanged(tokens: int, label_smoothing: float = 0.0, *, itemsize: int = 4) -> int:
-    """How many bytes each of several workers gives to all-reduces in a forward; a backward gives none.
+    """Returns the bytes that each of several workers all-reduces in a forward; a backward has no communication.
 
-    `itemsize` is that of a sum: 4, with x in float64 8.
+    `itemsize` is that of a sum: 4, or 8 for x in float64.
     """
     return tokens * itemsize * (4 if label_smoothing else 3)

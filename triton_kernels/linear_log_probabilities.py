@@ -1,11 +1,11 @@
-"""The log-probability of each word that follows, from a decoder's last hidden states, without ever holding all logits.
+"""Fused linear layer and log-probabilities of target words, without holding all logits.
 
     z_i = x_i W^T;  y_i = z_{i, t_i} - log sum_j exp(z_ij), and 0 where t_i is `ignore_index`
     dz_ij = dy_i ([j = t_i] - exp(z_ij - log sum_k exp(z_ik)))
 
-Shapes: x (N, C) or (B, T, C), W (V, C), targets and y (N) or (B, T). Added up over a sequence, they are its log-probability,
-of which preferences and policies make losses that are no sum over tokens. So what a row's gradient is multiplied with is not
-known in the forward, where `linear_cross_entropy` makes its gradients: here the backward multiplies the logits out again, a
+Shapes: x (N, C) or (B, T, C), W (V, C), targets and y (N) or (B, T). Summed over a sequence they are its log-probability,
+from which preference and policy losses are computed that are no sum over tokens. So the factor of a row's gradient is not
+known in the forward, in which `linear_cross_entropy` computes its gradients: here the backward recomputes the logits, a
 chunk of tokens at a time, four products in all. The kernel is that of `linear_cross_entropy`.
 
     y = linear_log_probabilities(x, weight, targets).sum(-1)   # (B), in fp32
@@ -21,10 +21,10 @@ from raystride.triton_kernels.dispatch import takes_triton
 from raystride.triton_kernels.linear_cross_entropy import (
     ChunkSum,
     Product,
-    dense_on_cpus,
-    logits_buffer,
-    rows_of_a_chunk,
-    softmax_losses,
+    allocate_logits,
+    contiguous_on_cpu,
+    rows_per_chunk,
+    write_softmax_losses,
 )
 from raystride.triton_kernels.operation import operation
 
@@ -37,7 +37,7 @@ def linear_log_probabilities_reference(
     ignore_index: int = -100,
     product: Product = F.linear,
 ) -> torch.Tensor:
-    """All logits at once, in fp32 at least. `product` multiplies x W^T; the model brings the fastest for its CPU."""
+    """Computes them from all logits at once, in fp32 at least. `product` computes x W^T by the model's CPU backend."""
     logits = product(x, weight).reshape(-1, weight.shape[0])
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     return -F.cross_entropy(logits, targets.reshape(-1), ignore_index=ignore_index, reduction="none").view(targets.shape)
@@ -47,15 +47,15 @@ def linear_log_probabilities_reference(
 def _linear_log_probabilities(
     x: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, ignore_index: int
 ) -> torch.Tensor:
-    """y (N), fp32; x (N, C), targets (N)."""
-    x, weight = dense_on_cpus(x), dense_on_cpus(weight)
+    """Returns y (N), fp32; x (N, C), targets (N)."""
+    x, weight = contiguous_on_cpu(x), contiguous_on_cpu(weight)
     rows, words, targets = x.shape[0], weight.shape[0], targets.contiguous()
     losses = torch.empty(rows, dtype=torch.float32, device=x.device)
-    buffer, size = logits_buffer(x, weight), rows_of_a_chunk(rows)
+    buffer, size = allocate_logits(x, weight), rows_per_chunk(rows)
     for start in range(0, rows, size):
         part = slice(start, min(start + size, rows))
         logits = torch.mm(x[part], weight.t(), out=buffer[: part.stop - start, :words])
-        softmax_losses(logits, targets[part], losses[part], ignore_index=ignore_index, gradient=False)
+        write_softmax_losses(logits, targets[part], losses[part], ignore_index=ignore_index, gradient=False)
     return losses.neg_()
 
 
@@ -74,18 +74,18 @@ def _linear_log_probabilities_backward(
     for_x: bool,
     for_weight: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Gradients of x and weight (empty where not wanted) from that of y, grad (N)."""
-    x, weight = dense_on_cpus(x), dense_on_cpus(weight)
+    """Returns the gradients of x and weight (empty if not required) from that of y, grad (N)."""
+    x, weight = contiguous_on_cpu(x), contiguous_on_cpu(weight)
     rows, words, targets = x.shape[0], weight.shape[0], targets.contiguous()
     losses = torch.empty(rows, dtype=torch.float32, device=x.device)
     grad_x = torch.empty_like(x, memory_format=torch.contiguous_format) if for_x else x.new_empty(0)
-    buffer, size = logits_buffer(x, weight), rows_of_a_chunk(rows)
+    buffer, size = allocate_logits(x, weight), rows_per_chunk(rows)
     grad_weight = ChunkSum(weight, one=rows <= size)
     for start in range(0, rows, size):
         part = slice(start, min(start + size, rows))
         logits = torch.mm(x[part], weight.t(), out=buffer[: part.stop - start, :words])
-        softmax_losses(logits, targets[part], losses[part], ignore_index=ignore_index, gradient=True)
-        # By a factor in fp32: in 16 bits the product is rounded once more, but the factor is not.
+        write_softmax_losses(logits, targets[part], losses[part], ignore_index=ignore_index, gradient=True)
+        # With a factor in fp32: the product is rounded to 16 bits once more, but the factor is not.
         logits.mul_(-grad[part, None])
         if for_x:
             torch.mm(logits, weight, out=grad_x[part])
@@ -108,18 +108,18 @@ def _(
     return grad_x, torch.empty_like(weight) if for_weight else weight.new_empty(0)
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
     x, weight, targets, ctx.ignore_index = inputs
     ctx.save_for_backward(x, weight, targets)
 
 
-def _differentiate(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+def _backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
     wanted = ctx.needs_input_grad[:2]
     found = _linear_log_probabilities_backward(grad, *ctx.saved_tensors, ctx.ignore_index, *wanted)
-    return (*(each if want else None for each, want in zip(found, wanted, strict=True)), None, None)
+    return (*(gradient if want else None for gradient, want in zip(found, wanted, strict=True)), None, None)
 
 
-_linear_log_probabilities.register_autograd(_differentiate, setup_context=_save)
+_linear_log_probabilities.register_autograd(_backward, setup_context=_setup_context)
 
 
 def linear_log_probabilities(
@@ -130,16 +130,16 @@ def linear_log_probabilities(
     ignore_index: int = -100,
     product: Product = F.linear,
 ) -> torch.Tensor:
-    """Log-probabilities of the targets in nats, of their shape and in fp32 at least; 0 where one is `ignore_index`.
+    """Returns log-probabilities of the targets in nats, of their shape and in fp32 at least; 0 for `ignore_index`.
 
     Args:
         x: hidden states, (..., C).
         weight: the head, (V, C), of x's dtype outside autocast.
         targets: words, (...), int64; each `ignore_index` or 0 to V - 1.
         ignore_index: marks a target that does not count.
-        product: multiplies x W^T where the reference runs.
+        product: computes x W^T if the reference runs.
 
-    A target that is no word has NaN for a log-probability, or is PyTorch's own error where the reference runs.
+    The log-probability of a target that is no word is NaN, or raises PyTorch's own error if the reference runs.
 
     Raises:
         ValueError: a weight or targets of other shapes, targets that are not int64, or tensors on several devices.

@@ -1,7 +1,7 @@
 """Mean squared error: the mean of (p - t)^2 over all elements, and its gradients 2 (p - t) / n and -2 (p - t) / n.
 
 prediction and target of one shape; the result is a scalar in fp32. It is summed in two stages: each program sums a part that
-depends on n alone, then one program adds the parts, so the same bits come out whatever GPU runs it.
+depends only on n, then one program adds the parts, so the bits are the same on any GPU.
 
     loss = mse(prediction, target)                            # (..., C), (..., C) -> ()
 """
@@ -21,11 +21,11 @@ _BLOCK = 2048
 """Elements at a time: 16 of each input for each of 128 threads, two 16-byte loads in bf16 and four in fp32."""
 
 _PARTS = 1024
-"""At most so many programs in the first stage, eight an SM on an H100; the second stage is then one block."""
+"""Maximum of programs in the first stage, eight an SM on an H100; the second stage is then one block."""
 
 
 def mse_reference(prediction: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """The mean squared error by PyTorch's own operation, a scalar in fp32 at least."""
+    """Computes the mean squared error by PyTorch's own operation, a scalar in fp32 at least."""
     dtype = torch.promote_types(torch.promote_types(prediction.dtype, target.dtype), torch.float32)
     return F.mse_loss(prediction.to(dtype), target.to(dtype))
 
@@ -99,21 +99,21 @@ def _(
     return torch.empty_like(prediction, memory_format=torch.contiguous_format), grad_target
 
 
-def _save(ctx: Any, inputs: tuple[torch.Tensor, torch.Tensor], output: torch.Tensor) -> None:
+def _setup_context(ctx: Any, inputs: tuple[torch.Tensor, torch.Tensor], output: torch.Tensor) -> None:
     ctx.save_for_backward(*inputs)
 
 
-def _differentiate(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+def _backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
     needs_target = ctx.needs_input_grad[1]
     grad_prediction, grad_target = _mse_backward(grad, *ctx.saved_tensors, needs_target)
     return grad_prediction, grad_target if needs_target else None
 
 
-_mse.register_autograd(_differentiate, setup_context=_save)
+_mse.register_autograd(_backward, setup_context=_setup_context)
 
 
 def mse(prediction: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """The mean squared error over all elements, in fp32; NaN of none, as in PyTorch. Raises ValueError for two devices."""
+    """Computes the mean squared error, in fp32; NaN without elements, as in PyTorch. Raises ValueError for two devices."""
     expect("mse", "target", target, beside=prediction)
     refusal = ""
     if prediction.shape != target.shape:

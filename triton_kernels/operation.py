@@ -1,9 +1,8 @@
-"""Operations as PyTorch knows them, at the price of a function where nobody but autograd looks.
+"""Custom operators with a fast path in eager mode, a drop-in for `torch.library.custom_op`.
 
-An operator of torch.library is what torch.compile, selective checkpointing, DTensor and FakeTensor see, and what carries the
-gradient there. Through it a call passes the dispatcher and two layers of Python, some 35 microseconds for a forward and a
-backward; a training of a small model on a fast GPU waits for that. So plain tensors in eager mode take the same body through
-an autograd.Function, and everybody else the operator. It is a drop-in for `torch.library.custom_op`:
+torch.compile, selective checkpointing, DTensor and FakeTensor need a torch.library operator. A call of one passes the
+dispatcher and two layers of Python, some 35 microseconds for a forward and a backward, which a small model on a fast GPU
+waits for. So plain tensors in eager mode run the same body through an autograd.Function, and all others the operator:
 
     @operation("raystride::gelu")
     def _gelu(x: torch.Tensor) -> torch.Tensor: ...
@@ -22,7 +21,7 @@ _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 class Operation:
-    """A function of tensors that is an operator, too."""
+    """A function of tensors that is also a torch.library operator."""
 
     def __init__(self, name: str, body: Callable[..., Any]) -> None:
         self._body = body
@@ -31,12 +30,12 @@ class Operation:
         self.register_fake = self._operator.register_fake
 
     def register_autograd(self, backward: Callable[..., Any], *, setup_context: Callable[..., None]) -> None:
-        """Gives it a gradient; both arguments as `torch.library.register_autograd` has them."""
+        """Registers the gradient; arguments as in `torch.library.register_autograd`."""
         self._operator.register_autograd(backward, setup_context=setup_context)
         body = self._body
 
         def forward(ctx: Any, *arguments: Any) -> Any:
-            # In one with `setup_context`, for which PyTorch would take the signature apart at every call.
+            # One function, not `setup_context`, for which PyTorch would inspect the signature at every call.
             output = body(*arguments)
             setup_context(ctx, arguments, output)
             return output
@@ -45,25 +44,25 @@ class Operation:
         self._function = type(body.__name__, (torch.autograd.Function,), parts)
 
     def __call__(self, *arguments: Any) -> Any:
-        """The body's result, with its gradient."""
-        tensors = [each for each in arguments if isinstance(each, torch.Tensor)]
-        if _looked_at() or not all(type(each) in _PLAIN for each in tensors):
+        """Returns the body's result, differentiably."""
+        tensors = [argument for argument in arguments if isinstance(argument, torch.Tensor)]
+        if _is_traced() or not all(type(argument) in _PLAIN for argument in tensors):
             return self._operator(*arguments)
-        if torch.is_grad_enabled() and any(each.requires_grad for each in tensors):
-            # One without a gradient, such as a backward in a second derivative: the operator says so, a body would lose it.
+        if torch.is_grad_enabled() and any(argument.requires_grad for argument in tensors):
+            # Without a gradient, as in a second derivative, the operator raises an error; the body would drop it silently.
             return self._operator(*arguments) if self._function is None else self._function.apply(*arguments)
         return self._body(*arguments)
 
 
-def _looked_at() -> bool:
-    """Whether somebody follows operations: the compiler, or a mode such as selective checkpointing's or FakeTensor's."""
+def _is_traced() -> bool:
+    """Returns whether operations are traced: by the compiler, or by a mode such as selective checkpointing or FakeTensor."""
     return torch.compiler.is_compiling() or _in_mode()
 
 
-# Private: where it is gone, all calls take the operator.
+# Private: without it all calls use the operator.
 _in_mode: Callable[[], bool] = getattr(_python_dispatch, "is_in_torch_dispatch_mode", lambda: True)
 
 
 def operation(name: str) -> Callable[[Callable[..., Any]], Operation]:
-    """Makes an operation of a body that changes none of its arguments, and gives none of them back."""
+    """Decorates a body that neither mutates nor returns its arguments as an operation."""
     return lambda body: Operation(name, body)

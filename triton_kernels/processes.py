@@ -1,7 +1,7 @@
-"""Processes that do not outlive the one that started them, however it ends.
+"""Child processes that end with their parent, however it ends.
 
 ProcessPoolExecutor(4, initializer=end_with_parent)       # in each worker
-fresh_context().Process(target=work)                      # does not run the script of this process once more
+fresh_context().Process(target=work)                      # does not run the script of this process again
 code = run_in_group(["compute-sanitizer", ...])           # SIGTERM reaches the program and all that it starts
 """
 
@@ -19,10 +19,10 @@ from typing import Any
 
 
 def end_with_parent(last: Callable[[], object] = lambda: None) -> None:
-    """Ends this process, one of multiprocessing's, when the one that started it has ended; `last` is called before.
+    """Ends this multiprocessing child when its parent has ended; `last` is called before.
 
-    A parent that is ended by a signal tells its children nothing, and a pool's workers hold both ends of the pipe on which
-    they wait.
+    A parent that is killed by a signal does not notify its children, and a pool's workers hold both ends of the pipe they
+    wait on.
     """
     parent = parent_process()
     assert parent is not None, "only processes that multiprocessing started have a parent to end with"
@@ -56,22 +56,22 @@ class _FreshContext(SpawnContext):
 
 
 def fresh_context() -> SpawnContext:
-    """Starts new processes as multiprocessing's `spawn` does, but without this one's script, which may have no guard."""
+    """Returns a `spawn` context whose processes do not run this one's script, which may have no main guard."""
     return _FreshContext()
 
 
 def run_in_group(command: Sequence[str], *, cwd: Path | None = None, env: Mapping[str, str] | None = None) -> int:
-    """Runs a command to its end in a group of its own, to which SIGTERM and Ctrl-C are passed on; returns its exit code.
+    """Runs a command in its own process group, forwards SIGTERM and Ctrl-C to it, and returns its exit code.
 
-    From the main thread only, since it handles signals. It waits on after a signal: the command may have something to save.
+    In the main thread only, since it handles signals. It waits on after a signal: the command may have to save something.
     """
     process = subprocess.Popen(command, cwd=cwd, env=env, start_new_session=True)
 
-    def pass_on(number: int, frame: Any) -> None:
+    def forward_signal(number: int, frame: Any) -> None:
         with suppress(ProcessLookupError):
             os.killpg(process.pid, number)
 
-    before = {number: signal.signal(number, pass_on) for number in (signal.SIGTERM, signal.SIGINT)}
+    before = {number: signal.signal(number, forward_signal) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
         return process.wait()
     finally:

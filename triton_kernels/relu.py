@@ -1,7 +1,7 @@
 """ReLU: y = max(x, 0), with the gradient 0 at 0 and NaN for NaN, as in PyTorch.
 
-Elementwise over any shape. The backward pass needs only where y > 0, and y is what the next product saves for its own
-gradient anyway; keeping y costs no memory then, where a bit mask would cost 1 / 16 of it and a pass to pack it.
+Elementwise over any shape. The backward pass needs only the sign of y, and the next product saves y for its own gradient
+anyway; so keeping y costs no memory, while a bit mask would cost 1 / 16 of it and a pass to pack it.
 
     y = relu(x)                                               # (..., C) -> (..., C)
 """
@@ -21,7 +21,7 @@ _BLOCK = 2048
 
 
 def relu_reference(x: torch.Tensor) -> torch.Tensor:
-    """max(x, 0) of every element by PyTorch's own operation; shape and dtype of x."""
+    """Computes max(x, 0) by PyTorch's own operation; shape and dtype of x."""
     return F.relu(x)
 
 
@@ -67,18 +67,18 @@ def _(grad: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     return torch.empty_like(y, memory_format=torch.contiguous_format)
 
 
-def _save(ctx: Any, inputs: tuple[torch.Tensor], output: torch.Tensor) -> None:
+def _setup_context(ctx: Any, inputs: tuple[torch.Tensor], output: torch.Tensor) -> None:
     ctx.save_for_backward(output)
 
 
-def _differentiate(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+def _backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
     grad_x: torch.Tensor = _relu_backward(grad, *ctx.saved_tensors)
     return grad_x
 
 
-_relu.register_autograd(_differentiate, setup_context=_save)
+_relu.register_autograd(_backward, setup_context=_setup_context)
 
 
 def relu(x: torch.Tensor) -> torch.Tensor:
-    """max(x, 0) of every element; shape and dtype of x."""
+    """Computes max(x, 0) of every element; shape and dtype of x."""
     return _relu(x) if takes_triton("relu", x) else relu_reference(x)

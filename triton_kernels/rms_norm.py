@@ -1,4 +1,4 @@
-"""RMSNorm (Zhang and Sennrich, 2019, eq. 4), alone or with the addition to the residual stream before it.
+"""RMSNorm (Zhang and Sennrich, 2019, eq. 4), alone or fused with the residual addition before it.
 
     y = x / rms(x) * w,   rms(x) = sqrt(mean(x^2) + eps), over the last dimension
 
@@ -19,11 +19,11 @@ from raystride.triton_kernels.dispatch import takes_triton
 from raystride.triton_kernels.language import jit_varying, tl
 from raystride.triton_kernels.launch import launch
 from raystride.triton_kernels.operation import operation
-from raystride.triton_kernels.row_groups import backward_plan, forward_plan, sum_groups, why_no_rows
+from raystride.triton_kernels.row_groups import backward_plan, forward_plan, sum_groups, unsupported_rows_reason
 
 
 def rms_norm_reference(x: torch.Tensor, weight: torch.Tensor, *, eps: float = 1e-5) -> torch.Tensor:
-    """The norm of every row by PyTorch; where the dtypes of x and weight differ, in fp32 and rounded to that of x."""
+    """Computes the norm of rows by PyTorch; if the dtypes of x and weight differ, in fp32 and rounded to that of x."""
     if x.dtype == weight.dtype:
         return F.rms_norm(x, weight.shape, weight, eps)
     return F.rms_norm(x.float(), weight.shape, weight.float(), eps).to(x.dtype)
@@ -32,7 +32,7 @@ def rms_norm_reference(x: torch.Tensor, weight: torch.Tensor, *, eps: float = 1e
 def add_rms_norm_reference(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, *, eps: float = 1e-5
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The norm of x + residual, and x + residual itself: an addition, then `rms_norm_reference`."""
+    """Returns the norm of x + residual, and x + residual: an addition, then `rms_norm_reference`."""
     total = x + residual
     return rms_norm_reference(total, weight, eps=eps), total
 
@@ -165,10 +165,10 @@ def _rms_norm_backward_wide_kernel(
         tl.debug_barrier()
 
 
-def _forward(
+def _run_forward(
     x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float, dtype: torch.dtype | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """y, x + residual (x itself without one) and 1 / rms(x) of every row."""
+    """Returns y, x + residual (x without one) and 1 / rms(x) of every row."""
     x, weight = x.contiguous(), weight.contiguous()
     total = x
     if residual is not None:
@@ -188,7 +188,7 @@ def _forward(
 def _rms_norm(
     x: torch.Tensor, weight: torch.Tensor, eps: float, dtype: torch.dtype | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    y, _, inverse = _forward(x, None, weight, eps, dtype)
+    y, _, inverse = _run_forward(x, None, weight, eps, dtype)
     return y, inverse
 
 
@@ -202,7 +202,7 @@ def _(x: torch.Tensor, weight: torch.Tensor, eps: float, dtype: torch.dtype | No
 def _add_rms_norm(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, dtype: torch.dtype | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    return _forward(x, residual, weight, eps, dtype)
+    return _run_forward(x, residual, weight, eps, dtype)
 
 
 @_add_rms_norm.register_fake
@@ -250,19 +250,19 @@ def _(
     return grad_x, weight.new_empty(weight.shape if needs_weight else 0)
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
     x, weight, *_ = inputs
     ctx.mark_non_differentiable(output[1])
     ctx.save_for_backward(x, weight, output[1])
 
 
-def _differentiate(ctx: Any, grad: torch.Tensor, _: Any) -> tuple[torch.Tensor | None, ...]:
+def _backward(ctx: Any, grad: torch.Tensor, _: Any) -> tuple[torch.Tensor | None, ...]:
     needs_weight = ctx.needs_input_grad[1]
     grad_x, grad_weight = _rms_norm_backward(grad, None, *ctx.saved_tensors, needs_weight)
     return grad_x, grad_weight if needs_weight else None, None, None
 
 
-def _save_added(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor, torch.Tensor]) -> None:
+def _setup_added_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor, torch.Tensor]) -> None:
     x, residual, weight, *_ = inputs
     _, total, inverse = output
     ctx.mark_non_differentiable(inverse)
@@ -270,23 +270,23 @@ def _save_added(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, t
     ctx.save_for_backward(total, weight, inverse)
 
 
-def _differentiate_added(ctx: Any, grad: torch.Tensor, grad_total: torch.Tensor, _: Any) -> tuple[torch.Tensor | None, ...]:
+def _backward_added(ctx: Any, grad: torch.Tensor, grad_total: torch.Tensor, _: Any) -> tuple[torch.Tensor | None, ...]:
     needs_weight = ctx.needs_input_grad[2]
     grad_x, grad_weight = _rms_norm_backward(grad, grad_total, *ctx.saved_tensors, needs_weight)
     return *(grad_x.to(dtype) for dtype in ctx.dtypes), grad_weight if needs_weight else None, None, None
 
 
-_rms_norm.register_autograd(_differentiate, setup_context=_save)
-_add_rms_norm.register_autograd(_differentiate_added, setup_context=_save_added)
+_rms_norm.register_autograd(_backward, setup_context=_setup_context)
+_add_rms_norm.register_autograd(_backward_added, setup_context=_setup_added_context)
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, *, eps: float = 1e-5, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """The norm of every row of x (..., C), times the weight (C,); rounded to `dtype`, that of x where there is none.
+    """Computes the norm of rows of x (..., C), times weight (C,), rounded to `dtype`, by default that of x.
 
     Raises ValueError for two devices.
     """
     expect("rms_norm", "weight", weight, beside=x)
-    if takes_triton("rms_norm", x, refusal=why_no_rows(x, weight)):
+    if takes_triton("rms_norm", x, refusal=unsupported_rows_reason(x, weight)):
         y: torch.Tensor = _rms_norm(x, weight, eps, dtype)[0]
         return y
     return rms_norm_reference(x, weight, eps=eps).to(dtype or x.dtype)
@@ -300,14 +300,14 @@ def add_rms_norm(
     eps: float = 1e-5,
     dtype: torch.dtype | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The norm of x + residual, and x + residual itself, rounded to the stream's dtype before the norm is taken.
+    """Returns the norm of x + residual, and x + residual, rounded to the stream's dtype before the norm.
 
-    x and residual (..., C), weight (C,); the norm in `dtype`, that of the sum where there is none. Raises ValueError for
+    x and residual (..., C), weight (C,); the norm in `dtype`, by default that of the sum. Raises ValueError for
     tensors on several devices.
     """
     expect("add_rms_norm", "residual", residual, beside=x)
     expect("add_rms_norm", "weight", weight, beside=x)
-    if takes_triton("add_rms_norm", x, refusal=why_no_rows(x, weight, residual)):
+    if takes_triton("add_rms_norm", x, refusal=unsupported_rows_reason(x, weight, residual)):
         y, total, _ = _add_rms_norm(x, residual, weight, eps, dtype)
         return y, total
     y, total = add_rms_norm_reference(x, residual, weight, eps=eps)

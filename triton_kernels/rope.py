@@ -1,13 +1,13 @@
-"""Rotary positions (Su et al., 2021, eq. 34) of queries and keys in one launch, in Llama's layout: number i of a head and
-number i + D / 2 form a pair. Where a model normalises heads first (Dehghani et al., 2023, section 2.3), so does the kernel.
+"""Rotary positions (Su et al., 2021, eq. 34) of queries and keys in one launch, in Llama's layout: dimensions i and
+i + D / 2 of a head form a pair. Optionally the kernel normalises heads first (Dehghani et al., 2023, section 2.3).
 
     y = R(x) or y = R(x / rms(x) * w),   rms(x) = sqrt(mean(x^2) + eps) over a head
     R(x)[i] = x[i] cos[t, i] - x[i + D/2] sin[t, i],   R(x)[i + D/2] = x[i + D/2] cos[t, i] + x[i] sin[t, i]
 
 With g = R^-1(dy) and n = x / rms(x): dx = g, or (w g - n mean(w g n)) / rms(x), and dw is the sum of g n over all heads.
 
-Shapes: q (B, H, T, D), k (B, G, T, D), with any strides but the last; cos and sin (B or 1, 1, T, D) in fp32, whose two
-halves are equal; weights (D,). In fp32 inside, rounded once; the results lie in memory in the order of q and k.
+Shapes: q (B, H, T, D), k (B, G, T, D), with any strides but the last; cos and sin (B or 1, 1, T, D) in fp32, with two
+equal halves; weights (D,). In fp32 inside, rounded once; the results have the memory order of q and k.
 
     q, k = rope(q, k, cos, sin)
     q, k = rope(q, k, cos, sin, q_norm.weight, k_norm.weight, eps=1e-6)
@@ -40,14 +40,14 @@ def rope_reference(
     *,
     eps: float = 1e-5,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """By plain PyTorch: the norm, where there is a weight, rounded to the dtype of its input, and that turned."""
+    """Computes it by plain PyTorch: the norm, if there is a weight, rounded to its input's dtype, then the rotation."""
     if q_weight is not None and k_weight is not None:
         q, k = rms_norm_reference(q, q_weight, eps=eps), rms_norm_reference(k, k_weight, eps=eps)
-    return _turned(q, cos, sin), _turned(k, cos, sin)
+    return _rotate(q, cos, sin), _rotate(k, cos, sin)
 
 
-def _turned(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """x with every pair turned, in the wider dtype of x and the tables, rounded to that of x."""
+def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Rotates every pair of x in the wider dtype of x and the tables, rounded to that of x."""
     wide = x.to(torch.promote_types(x.dtype, cos.dtype))
     first, second = wide.chunk(2, dim=-1)
     return (wide * cos + torch.cat((-second, first), dim=-1) * sin).to(x.dtype)
@@ -166,15 +166,15 @@ def _rope_backward_kernel(
         )  # fmt: skip
 
 
-def _in_order(x: torch.Tensor) -> torch.Tensor:
+def _with_contiguous_rows(x: torch.Tensor) -> torch.Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-def _rows(x: torch.Tensor) -> int:
+def _count_rows(x: torch.Tensor) -> int:
     return x.shape[0] * x.shape[1] * x.shape[2]
 
 
-def _blocks(half: int) -> dict[str, int]:
+def _block_constants(half: int) -> dict[str, int]:
     block_pairs = next_power_of_2(half)
     return {"BLOCK_R": max(1, _PAIRS // block_pairs), "BLOCK_P": block_pairs, "num_warps": 4}
 
@@ -193,16 +193,16 @@ def _rope(
     k_weight: torch.Tensor | None,
     eps: float,
 ) -> Four:
-    """Both turned, and 1 / rms of every head, (B T H,) and (B T G,); empty without weights."""
-    q, k, cos, sin = _in_order(q), _in_order(k), cos.contiguous(), sin.contiguous()
-    norm, half, blocks = q_weight is not None, q.shape[-1] // 2, _blocks(q.shape[-1] // 2)
+    """Returns rotated q and k, and 1 / rms of every head, (B T H,) and (B T G,); empty without weights."""
+    q, k, cos, sin = _with_contiguous_rows(q), _with_contiguous_rows(k), cos.contiguous(), sin.contiguous()
+    norm, half, blocks = q_weight is not None, q.shape[-1] // 2, _block_constants(q.shape[-1] // 2)
     weights = [cos if x is None else x.contiguous() for x in (q_weight, k_weight)]
     y_q, y_k = torch.empty_like(q), torch.empty_like(k)
-    inverse_q, inverse_k = (q.new_empty(_rows(x) if norm else 0, dtype=torch.float32) for x in (q, k))
-    q_blocks, k_blocks = (cdiv(_rows(x), blocks["BLOCK_R"]) if half else 0 for x in (q, k))
+    inverse_q, inverse_k = (q.new_empty(_count_rows(x) if norm else 0, dtype=torch.float32) for x in (q, k))
+    q_blocks, k_blocks = (cdiv(_count_rows(x), blocks["BLOCK_R"]) if half else 0 for x in (q, k))
     launch(
         _rope_forward_kernel, (q_blocks + k_blocks,), q, y_q, inverse_q, weights[0], k, y_k, inverse_k, weights[1], cos,
-        sin, q_blocks, _rows(q), _rows(k), q.shape[1], k.shape[1], q.shape[2], half, eps, *q.stride()[:3],
+        sin, q_blocks, _count_rows(q), _count_rows(k), q.shape[1], k.shape[1], q.shape[2], half, eps, *q.stride()[:3],
         *y_q.stride()[:3], *k.stride()[:3], *y_k.stride()[:3], *_table_strides(cos), NORM=norm, **blocks,
     )  # fmt: skip
     return y_q, y_k, inverse_q, inverse_k
@@ -218,8 +218,8 @@ def _(
     k_weight: torch.Tensor | None,
     eps: float,
 ) -> Four:
-    q, k = _in_order(q), _in_order(k)
-    inverse_q, inverse_k = (q.new_empty(0 if q_weight is None else _rows(x), dtype=torch.float32) for x in (q, k))
+    q, k = _with_contiguous_rows(q), _with_contiguous_rows(k)
+    inverse_q, inverse_k = (q.new_empty(0 if q_weight is None else _count_rows(x), dtype=torch.float32) for x in (q, k))
     return torch.empty_like(q), torch.empty_like(k), inverse_q, inverse_k
 
 
@@ -236,18 +236,24 @@ def _rope_backward(
     inverse_q: torch.Tensor,
     inverse_k: torch.Tensor,
 ) -> Four:
-    """The gradients of q, k and both weights; those of weights empty where there are none, which need no q and k either."""
-    grad_q, grad_k, cos, sin = _in_order(grad_q), _in_order(grad_k), cos.contiguous(), sin.contiguous()
-    norm, half, blocks = q_weight is not None, grad_q.shape[-1] // 2, _blocks(grad_q.shape[-1] // 2)
-    xs = [grad if x is None else _in_order(x) for x, grad in ((q, grad_q), (k, grad_k))]
+    """Returns the gradients of q, k and both weights; empty without weights, for which q and k are not needed."""
+    grad_q, grad_k, cos, sin = (
+        _with_contiguous_rows(grad_q),
+        _with_contiguous_rows(grad_k),
+        cos.contiguous(),
+        sin.contiguous(),
+    )
+    norm, half, blocks = q_weight is not None, grad_q.shape[-1] // 2, _block_constants(grad_q.shape[-1] // 2)
+    xs = [grad if x is None else _with_contiguous_rows(x) for x, grad in ((q, grad_q), (k, grad_k))]
     weights = [cos if x is None else x.contiguous() for x in (q_weight, k_weight)]
     dq, dk = torch.empty_like(grad_q), torch.empty_like(grad_k)
-    groups, per_group = zip(*(group_rows(_rows(x) if half else 0, blocks["BLOCK_R"]) for x in xs), strict=True)
+    groups, per_group = zip(*(group_rows(_count_rows(x) if half else 0, blocks["BLOCK_R"]) for x in xs), strict=True)
     partials = [cos.new_empty((count if norm else 0, 2 * half), dtype=torch.float32) for count in groups]
     launch(
         _rope_backward_kernel, (sum(groups),), grad_q, xs[0], inverse_q, weights[0], dq, partials[0], grad_k, xs[1],
-        inverse_k, weights[1], dk, partials[1], cos, sin, groups[0], *per_group, _rows(dq), _rows(dk), dq.shape[1],
-        dk.shape[1], dq.shape[2], half, *grad_q.stride()[:3], *xs[0].stride()[:3], *dq.stride()[:3], *grad_k.stride()[:3],
+        inverse_k, weights[1], dk, partials[1], cos, sin, groups[0], *per_group, _count_rows(dq), _count_rows(dk),
+        dq.shape[1], dk.shape[1], dq.shape[2], half, *grad_q.stride()[:3], *xs[0].stride()[:3],
+        *dq.stride()[:3], *grad_k.stride()[:3],
         *xs[1].stride()[:3], *dk.stride()[:3], *_table_strides(cos), NORM=norm, **blocks,
     )  # fmt: skip
     found = [
@@ -270,26 +276,26 @@ def _(
     inverse_q: torch.Tensor,
     inverse_k: torch.Tensor,
 ) -> Four:
-    dq, dk = torch.empty_like(_in_order(grad_q)), torch.empty_like(_in_order(grad_k))
+    dq, dk = torch.empty_like(_with_contiguous_rows(grad_q)), torch.empty_like(_with_contiguous_rows(grad_k))
     weights = [cos.new_empty(0) if weight is None else torch.empty_like(weight) for weight in (q_weight, k_weight)]
     return dq, dk, weights[0], weights[1]
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: Four) -> None:
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Four) -> None:
     q, k, cos, sin, q_weight, k_weight, _ = inputs
     ctx.mark_non_differentiable(*output[2:])
     kept = (None, None) if q_weight is None else (q, k)
     ctx.save_for_backward(*kept, cos, sin, q_weight, k_weight, *output[2:])
 
 
-def _differentiate(ctx: Any, grad_q: torch.Tensor, grad_k: torch.Tensor, *_: Any) -> tuple[torch.Tensor | None, ...]:
-    saved = ctx.saved_tensors  # once: a checkpoint gives them a single time
+def _backward(ctx: Any, grad_q: torch.Tensor, grad_k: torch.Tensor, *_: Any) -> tuple[torch.Tensor | None, ...]:
+    saved = ctx.saved_tensors  # read once: a checkpoint allows a single access
     dq, dk, *weights = _rope_backward(grad_q, grad_k, *saved)
     norm = saved[4] is not None
     return dq, dk, None, None, *(weights if norm else (None, None)), None
 
 
-_rope.register_autograd(_differentiate, setup_context=_save)
+_rope.register_autograd(_backward, setup_context=_setup_context)
 
 
 def rope(
@@ -302,7 +308,7 @@ def rope(
     *,
     eps: float = 1e-5,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """q (B, H, T, D) and k (B, G, T, D) turned by their tokens' angles, normalised before where weights (D,) are given.
+    """Rotates q (B, H, T, D) and k (B, G, T, D) by their tokens' angles, after a norm if weights (D,) are given.
 
     Shapes, dtypes and order in memory are those of q and k. Raises ValueError for one weight without the other, for one of
     another shape, and for tensors on several devices.
@@ -314,13 +320,13 @@ def rope(
     for name, weight in (("q_weight", q_weight), ("k_weight", k_weight)):
         if weight is not None:
             expect("rope", name, weight, shape=q.shape[-1:], beside=q)
-    if not takes_triton("rope", q, refusal=_refusal(q, k, cos, sin, q_weight, k_weight)):
+    if not takes_triton("rope", q, refusal=_unsupported_reason(q, k, cos, sin, q_weight, k_weight)):
         return rope_reference(q, k, cos, sin, q_weight, k_weight, eps=eps)
     y_q, y_k, _, _ = _rope(q, k, cos, sin, q_weight, k_weight, eps)
     return y_q, y_k
 
 
-def _refusal(
+def _unsupported_reason(
     q: torch.Tensor,
     k: torch.Tensor,
     cos: torch.Tensor,

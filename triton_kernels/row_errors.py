@@ -1,23 +1,23 @@
-"""How wrong a result is, row by row, in units of what is allowed; what the device's checks and the tests compare by.
+"""Row-wise relative error of a result against the allowed one, for device checks and tests.
 
-The measure is FlashAttention's own, taken of every row: the error against float64 may be twice that of PyTorch's own
-implementation in the same dtype, and a rounding of the row. Of a whole tensor it would not do: the last of 4,096 causal rows
-is 250 times as small as the first, whose rounding would hide that it is wrong.
+The measure is FlashAttention's, for every row: the error against float64 may be twice that of PyTorch's implementation in
+the same dtype, plus a rounding of the row. A measure of the full tensor would not work: the last of 4,096 causal rows is 250
+times as small as the first, whose rounding would hide its error.
 
-    row_errors(mine, theirs, exact)          # 0.6: right; 2.5: some row is two and a half times as wrong as it may be
+    row_errors(mine, theirs, exact)          # 0.6: right; 2.5: a row has 2.5 times the allowed error
 """
 
 import torch
 
 _FLOOR = 64 * torch.finfo(torch.float32).eps
-"""Of the largest row: what sums in fp32 leave where terms cancel, as in rows whose exact gradient is zero."""
+"""Allowed error relative to the largest row, from cancellation in fp32 sums, as in rows with an exact gradient of zero."""
 
 
 def row_errors(mine: torch.Tensor, theirs: torch.Tensor, exact: torch.Tensor) -> float:
-    """The largest error of a row of mine (..., C), beside PyTorch's own in the same dtype and float64; above 1 is wrong.
+    """Returns the largest relative row error of mine (..., C), from PyTorch's result in the same dtype and in float64.
 
-    Rows are compared by their length and by their largest element. What is no number where the exact result is one is
-    infinitely wrong. Raises ValueError for results of several shapes.
+    Above 1 is wrong. Rows are compared by their norm and by their largest element. A NaN has an infinite error unless the
+    exact result is one. Raises ValueError for results of different shapes.
     """
     if not mine.shape == theirs.shape == exact.shape:
         raise ValueError(f"results of shapes {tuple(mine.shape)}, {tuple(theirs.shape)} and {tuple(exact.shape)}")

@@ -1,9 +1,9 @@
-"""Rows in blocks and in groups: what the normalisations share in how they cut a matrix (rows, C), and a sum over groups.
+"""Partition of a matrix (rows, C) into blocks and groups for the normalisation kernels, and a sum over groups.
 
-A backward pass owes one gradient of the weight for all rows. Each program sums a group of neighbouring rows and writes what
-it found to its own row of (groups, C) in fp32; `sum_groups` adds those in a fixed order. How many groups there are follows
-from the shape alone, not from the GPU, so the same inputs give the same bits on every GPU of one architecture. (The order in
-which torch.sum adds depends on the number of SMs.)
+A backward pass has one gradient of the weight for all rows. Each program sums a group of neighbouring rows and writes the
+result to its own row of (groups, C) in fp32; `sum_groups` adds those in a fixed order. The number of groups depends only on
+the shape, not on the GPU, so the same inputs give the same bits on every GPU of one architecture. (The order of additions in
+torch.sum depends on the number of SMs.)
 
     wide, groups, per_group, constants = backward_plan(rows, columns, device)
     partial = torch.empty(groups, columns)                    # one row a program
@@ -17,29 +17,30 @@ from raystride.triton_kernels.language import cdiv, jit_varying, next_power_of_2
 from raystride.triton_kernels.launch import architecture, launch
 
 _GROUPS = 512
-"""At most so many groups: four programs an SM on an H100 (132 SMs), and a partial sum that stays in its L2 cache."""
+"""Maximum number of groups: four programs an SM on an H100 (132 SMs), and a partial sum that stays in its L2 cache."""
 
 _ROWS = 8
-"""A group has at least so many rows, so that writing and reading its partial sum costs less than the rows themselves."""
+"""Minimum rows of a group, so that writing and reading its partial sum costs less than the rows themselves."""
 
 _ELEMENTS = 2048
-"""Short rows share a program until it has so many elements: 16 for each of 128 threads, two 16-byte loads in bf16. A
+"""Elements of a program, shared by short rows: 16 for each of 128 threads, two 16-byte loads in bf16. A
 backward pass takes half as many: with as many, LayerNorm spilled 12 bytes on sm_100."""
 
 
-LONGEST_ROW = 16384
-"""A forward pass holds a whole row in registers, 32 numbers a thread. Rows of 32,768 spilled 4 bytes on sm_80 and sm_100."""
+MAX_ROW = 16384
+"""Maximum row length: a forward pass holds a full row in registers, 32 numbers a thread. Rows of 32,768 spilled 4 bytes on
+sm_80 and sm_100."""
 
-_LONGEST_HELD = 8192
-"""Up to here a backward pass holds a row and its part of the weight's gradient in registers without spilling. Compiled for
-sm_90 with rows of 16384, RMSNorm spilled 88 bytes a thread in bf16 and 140 in fp32."""
+_MAX_HELD_ROW = 8192
+"""Maximum length of rows that a backward pass holds, with their part of the weight's gradient, without spilling. Compiled
+for sm_90 with rows of 16384, RMSNorm spilled 88 bytes a thread in bf16 and 140 in fp32."""
 
 _CHUNK = 2048
 """Columns that a backward pass of wider rows takes at a time."""
 
 
 def forward_plan(rows: int, columns: int) -> tuple[tuple[int], dict[str, int]]:
-    """The grid of a forward pass, and its constants: a block holds whole rows."""
+    """Returns the grid of a forward pass, and its constants: a block holds full rows."""
     block_columns = next_power_of_2(columns)
     block_rows = max(1, _ELEMENTS // block_columns)
     elements = block_rows * block_columns
@@ -51,12 +52,12 @@ def forward_plan(rows: int, columns: int) -> tuple[tuple[int], dict[str, int]]:
 
 
 def backward_plan(rows: int, columns: int, device: torch.device) -> tuple[bool, int, int, dict[str, int]]:
-    """Whether rows are too wide to be held, the number of groups, the rows of each, and the constants of the kernel.
+    """Returns whether rows are too wide for registers, the number of groups, the rows of each, and the kernel's constants.
 
     On NVIDIA the loop over a group's rows is pipelined in two stages: while one block is reduced, the next is copied to
-    shared memory, 97 KiB at most. MI300 has 64 KiB of that and goes without.
+    shared memory, 97 KiB at most. MI300 has 64 KiB of it and is not pipelined.
     """
-    wide = columns > _LONGEST_HELD
+    wide = columns > _MAX_HELD_ROW
     block_columns = _CHUNK if wide else next_power_of_2(columns)
     block_rows = 2 if wide else max(1, _ELEMENTS // 2 // block_columns)
     groups, per_group = group_rows(rows, block_rows)
@@ -66,17 +67,17 @@ def backward_plan(rows: int, columns: int, device: torch.device) -> tuple[bool, 
 
 
 def group_rows(rows: int, block_rows: int) -> tuple[int, int]:
-    """Into how many groups rows are cut, and how many rows each has, a multiple of `block_rows`."""
+    """Returns the number of groups, and the rows of each, a multiple of `block_rows`."""
     per_group = cdiv(max(_ROWS, cdiv(rows, _GROUPS)), block_rows) * block_rows
     return cdiv(rows, per_group), per_group
 
 
-def why_no_rows(x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor | None = None) -> str:
-    """Why the kernels of a normalisation cannot take these shapes; empty where they can."""
+def unsupported_rows_reason(x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor | None = None) -> str:
+    """Returns the reason why the normalisation kernels do not support these shapes; empty if they do."""
     if weight.dim() != 1 or x.shape[-1:] != weight.shape:
         return f"weight {tuple(weight.shape)} for rows of x {tuple(x.shape)}"
-    if weight.numel() > LONGEST_ROW:
-        return f"rows of {weight.numel()}, more than {LONGEST_ROW}"
+    if weight.numel() > MAX_ROW:
+        return f"rows of {weight.numel()}, more than {MAX_ROW}"
     if residual is not None and residual.shape != x.shape:
         return f"residual {tuple(residual.shape)} to be broadcast to x {tuple(x.shape)}"
     if residual is not None and residual.dtype not in DTYPES:
@@ -96,7 +97,7 @@ def _sum_groups_kernel(partial_ptr, sum_ptr, groups, columns, BLOCK_G: tl.conste
 
 
 def sum_groups(partial: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """(groups, C) in fp32 -> (C,), rounded once. Only for the bodies of custom operators."""
+    """Sums (groups, C) in fp32 to (C,), rounded once. Only for the bodies of custom operators."""
     groups, columns = partial.shape
     total = torch.empty(columns, dtype=dtype, device=partial.device)
     # 32 columns are a 128-byte line of every row, and C = 4096 gives 128 programs, about one an SM.

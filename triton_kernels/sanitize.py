@@ -1,8 +1,8 @@
 """NVIDIA's compute-sanitizer over every kernel on the real device: `make sanitize`.
 
-memcheck finds accesses outside a tensor, racecheck hazards in shared memory, initcheck reads of memory that nobody wrote,
-synccheck barriers that not every thread reaches. PyTorch's caching allocator is switched off, since it hands out parts of
-large blocks, inside which an access out of bounds would not be seen.
+memcheck finds out-of-bounds accesses, racecheck hazards in shared memory, initcheck reads of uninitialized memory, synccheck
+barriers that not every thread reaches. PyTorch's caching allocator is disabled, since it returns parts of large blocks,
+inside which an out-of-bounds access would not be detected.
 
     python -m raystride.triton_kernels.sanitize                          # all four
     python -m raystride.triton_kernels.sanitize --tool memcheck
@@ -21,15 +21,15 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def find_sanitizer() -> str | None:
-    """The tool on the path, or where the CUDA toolkit puts it."""
+    """Returns the tool on the path, or in the CUDA toolkit."""
     places = [os.environ.get("CUDA_HOME", "/usr/local/cuda"), "/opt/cuda"]
     return shutil.which("compute-sanitizer") or next(
         (found for place in places if (found := shutil.which("compute-sanitizer", path=f"{place}/bin"))), None
     )
 
 
-def what_is_missing() -> str:
-    """Why nothing can be sanitized here, and what to do; empty where it can."""
+def describe_missing() -> str:
+    """Returns the missing prerequisites and their remedy; empty if there are none."""
     import torch
 
     missing = []
@@ -41,13 +41,13 @@ def what_is_missing() -> str:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Runs the tools one after the other; 1 if one finds something, 3 where one cannot run."""
+    """Runs the tools one after the other; returns 1 if one finds something, 3 if they cannot run."""
     parser = argparse.ArgumentParser(
         prog="python -m raystride.triton_kernels.sanitize", description=(__doc__ or "").split("\n")[0]
     )
     parser.add_argument("--tool", action="append", choices=TOOLS, help="only this one; may be repeated")
     given = parser.parse_args(arguments)
-    if missing := what_is_missing():
+    if missing := describe_missing():
         print(f"make sanitize needs {missing}; nothing was run.", file=sys.stderr)
         print("Without a GPU the tests look for the same mistakes with guard bands: make test", file=sys.stderr)
         return 3

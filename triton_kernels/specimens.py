@@ -1,8 +1,8 @@
-"""Typical calls of every operation, forward and backward: what the compile report compiles.
+"""Sample calls of every operation, forward and backward, for the compile report.
 
-A specimen calls public functions on tensors of the shapes that matter; what it launches is what users launch.
+A specimen calls public functions on tensors of relevant shapes, so it launches the same kernels as users.
 
-    for specimen in specimens(torch.device("cpu")): specimen.call()
+    for specimen in list_specimens(torch.device("cpu")): specimen.call()
 """
 
 from collections.abc import Callable, Iterator
@@ -16,7 +16,7 @@ from raystride.triton_kernels.adamw import adamw
 from raystride.triton_kernels.attention import attention
 from raystride.triton_kernels.attention_packed import attention_packed
 from raystride.triton_kernels.byte_pack import byte_pack, byte_pack_sequence
-from raystride.triton_kernels.configurations import KERNELS, family, forced_tile, tiles
+from raystride.triton_kernels.configurations import KERNELS, architecture_family, forced_tile, list_tiles
 from raystride.triton_kernels.gelu import gelu
 from raystride.triton_kernels.launch import architecture
 from raystride.triton_kernels.layer_norm import add_layer_norm, layer_norm
@@ -30,7 +30,7 @@ from raystride.triton_kernels.swiglu import swiglu
 
 _HEAD_SIZES = (64, 128, 256)
 _WIDTHS = (64, 256, 1024, 4096, 16_384)
-"""Of rows that are normalised."""
+"""Widths of normalised rows."""
 Shape = tuple[int, ...]
 Function = Callable[..., Any]
 
@@ -42,77 +42,83 @@ class Specimen:
     operation: str
     """The module's name."""
     label: str
-    """What is special about the call: dtype, head size."""
+    """Distinction of the call: dtype, head size."""
     call: Callable[[], Any]
-    """Forward and backward; returns nothing of interest."""
+    """Runs forward and backward."""
     shipped: bool = True
-    """Whether users get these kernels; else they are alternatives, for tuning."""
+    """Whether these kernels are shipped, or alternatives for tuning."""
 
 
-def specimens(device: torch.device) -> Iterator[Specimen]:
-    """All specimens, one by one; tensors are made on `device` when a specimen's `call` runs."""
-    yield from _attention(device)
+def list_specimens(device: torch.device) -> Iterator[Specimen]:
+    """Yields all specimens; their `call` allocates tensors on `device`."""
+    yield from _attention_specimens(device)
     for dtype in (torch.bfloat16, torch.float32, torch.float16):
-        kind = _short(dtype)
-        for name, what, function, shapes in _streaming((1024,) if dtype == torch.float16 else _WIDTHS):
-            yield Specimen(name, f"{kind} {what}".strip(), _both_ways(function, shapes, dtype, device))
-        yield Specimen("rope", f"{kind} D 128", partial(_rope, [], dtype, device))
-        yield Specimen("rope", f"{kind} D 128, norms", partial(_rope, [(128,), (128,)], dtype, device))
-        yield Specimen("linear_cross_entropy", kind, partial(_linear_cross_entropy, dtype, device))
-        yield Specimen("linear_cross_entropy_sharded", kind, partial(_linear_cross_entropy_sharded, dtype, device))
-        yield Specimen("adamw", kind, partial(_adamw, dtype, device))
-    yield Specimen("byte_pack", "", partial(_byte_pack, device))
+        kind = _dtype_name(dtype)
+        for name, label, function, shapes in _streaming_calls((1024,) if dtype == torch.float16 else _WIDTHS):
+            yield Specimen(name, f"{kind} {label}".strip(), _forward_and_backward(function, shapes, dtype, device))
+        yield Specimen("rope", f"{kind} D 128", partial(_call_rope, [], dtype, device))
+        yield Specimen("rope", f"{kind} D 128, norms", partial(_call_rope, [(128,), (128,)], dtype, device))
+        yield Specimen("linear_cross_entropy", kind, partial(_call_linear_cross_entropy, dtype, device))
+        yield Specimen("linear_cross_entropy_sharded", kind, partial(_call_linear_cross_entropy_sharded, dtype, device))
+        yield Specimen("adamw", kind, partial(_call_adamw, dtype, device))
+    yield Specimen("byte_pack", "", partial(_call_byte_pack, device))
 
 
-def _attention(device: torch.device) -> Iterator[Specimen]:
+def _attention_specimens(device: torch.device) -> Iterator[Specimen]:
     half = torch.bfloat16
     for size in _HEAD_SIZES:
         for dtype in (half, torch.float32):
-            kind = f"{_short(dtype)} D {size}"
+            kind = f"{_dtype_name(dtype)} D {size}"
             causal = partial(attention, causal=True)
-            yield Specimen("attention", f"{kind} causal", _both_ways(causal, _heads(size), dtype, device))
-        yield Specimen("attention", f"bf16 D {size} decoding", partial(_decoding, size, half, device))
-    yield Specimen("attention", "bf16 D 128 full", _both_ways(attention, _heads(128), half, device))
-    yield Specimen("attention", "bf16 D 80 causal", _both_ways(partial(attention, causal=True), _heads(80), half, device))
+            yield Specimen("attention", f"{kind} causal", _forward_and_backward(causal, _qkv_shapes(size), dtype, device))
+        yield Specimen("attention", f"bf16 D {size} decoding", partial(_call_decoding, size, half, device))
+    yield Specimen("attention", "bf16 D 128 full", _forward_and_backward(attention, _qkv_shapes(128), half, device))
+    yield Specimen(
+        "attention",
+        "bf16 D 80 causal",
+        _forward_and_backward(partial(attention, causal=True), _qkv_shapes(80), half, device),
+    )
     for size in _HEAD_SIZES:
-        for what, rules in _rules(device).items():
-            both = _both_ways(partial(attention, causal=True, **rules), _heads(size), half, device)
-            yield Specimen("attention", f"bf16 D {size} {what}", both)
-        for what in ("window", "dropout", "softcap"):
-            if size > 128 and family(architecture(device)) == "sm_80":
+        for label, rules in _named_rules(device).items():
+            both = _forward_and_backward(partial(attention, causal=True, **rules), _qkv_shapes(size), half, device)
+            yield Specimen("attention", f"bf16 D {size} {label}", both)
+        for label in ("window", "dropout", "softcap"):
+            if size > 128 and architecture_family(architecture(device)) == "sm_80":
                 continue  # refused, as it would spill
-            single = _both_ways(partial(attention, causal=True, **_rules(device)[what]), _heads(size), torch.float32, device)
-            yield Specimen("attention", f"fp32 D {size} {what}", single)
-        both = _both_ways(partial(attention, causal=True), _heads(size), torch.float16, device)
+            single = _forward_and_backward(
+                partial(attention, causal=True, **_named_rules(device)[label]), _qkv_shapes(size), torch.float32, device
+            )
+            yield Specimen("attention", f"fp32 D {size} {label}", single)
+        both = _forward_and_backward(partial(attention, causal=True), _qkv_shapes(size), torch.float16, device)
         yield Specimen("attention", f"fp16 D {size} causal", both)
-    yield Specimen("attention", "bf16 D 128 packed", partial(_packed, 128, {"causal": True}, device))
+    yield Specimen("attention", "bf16 D 128 packed", partial(_call_packed, 128, {"causal": True}, device))
     # One query with gradients goes to the same kernels as many.
-    one_query = _both_ways(attention, [(2, 8, 1, 128), *_heads(128)[1:]], half, device)
+    one_query = _forward_and_backward(attention, [(2, 8, 1, 128), *_qkv_shapes(128)[1:]], half, device)
     yield Specimen("attention", "bf16 D 128, one query", one_query)
-    yield from _mixed(device)
+    yield from _mixed_specimens(device)
     for size in (64, 128):
         for kernel in KERNELS:
-            for one in tiles(kernel, architecture(device), size, half)[1:]:
-                both = _both_ways(partial(attention, causal=True), _heads(size), half, device)
-                plain = partial(_decoding, size, half, device) if kernel == "attention_decoding" else both
+            for tile in list_tiles(kernel, architecture(device), size, half)[1:]:
+                both = _forward_and_backward(partial(attention, causal=True), _qkv_shapes(size), half, device)
+                plain = partial(_call_decoding, size, half, device) if kernel == "attention_decoding" else both
                 yield Specimen(
-                    "attention", f"bf16 D {size} alternative", partial(_forced, kernel, one, plain), shipped=False
+                    "attention", f"bf16 D {size} alternative", partial(_call_with_tile, kernel, tile, plain), shipped=False
                 )
 
 
-def _forced(kernel: str, one: Any, call: Callable[[], Any]) -> None:
-    with forced_tile(kernel, one):
+def _call_with_tile(kernel: str, tile: Any, call: Callable[[], Any]) -> None:
+    with forced_tile(kernel, tile):
         call()
 
 
-def _heads(size: int) -> list[Shape]:
-    """q, k, v of grouped heads."""
+def _qkv_shapes(size: int) -> list[Shape]:
+    """Returns the shapes of q, k, v with grouped heads."""
     return [(2, 8, 4096, size), (2, 4, 4096, size), (2, 4, 4096, size)]
 
 
-def _rules(device: torch.device) -> dict[str, dict[str, Any]]:
-    """What takes more registers than a causal mask, by name."""
-    window, dropout = {"window": 1024}, {"dropout": 0.1, "seed": _seed(device)}
+def _named_rules(device: torch.device) -> dict[str, dict[str, Any]]:
+    """Returns the rules that need more registers than a causal mask, by name."""
+    window, dropout = {"window": 1024}, {"dropout": 0.1, "seed": _make_seed(device)}
     lengths = {"key_lengths": torch.full((2,), 4096, dtype=torch.int64, device=device)}
     return {
         "window": window,
@@ -125,13 +131,13 @@ def _rules(device: torch.device) -> dict[str, dict[str, Any]]:
     }
 
 
-def _mixed(device: torch.device) -> Iterator[Specimen]:
-    """Calls with more than one rule, or one without a causal mask, of the head sizes whose tiles are their own."""
-    rules, half = _rules(device), torch.bfloat16
+def _mixed_specimens(device: torch.device) -> Iterator[Specimen]:
+    """Yields calls with several rules, or one without a causal mask, for the head sizes with special tiles."""
+    rules, half = _named_rules(device), torch.bfloat16
     every: tuple[int, ...] = _HEAD_SIZES
     few, largest = every[:2], every[2:]
     both = rules["dropout"] | rules["window"]
-    for what, together, full, sizes in (
+    for label, together, full, sizes in (
         ("dropout and window", both, False, every),
         ("dropout, window and key lengths", both | rules["key lengths"], False, every),
         ("full, key lengths", rules["key lengths"], True, few),
@@ -140,8 +146,10 @@ def _mixed(device: torch.device) -> Iterator[Specimen]:
     ):
         for size in sizes:
             call = partial(attention, causal=not full, **together)
-            yield Specimen("attention", f"bf16 D {size} {what}", _both_ways(call, _heads(size), half, device))
-    for what, together, full, sizes in (
+            yield Specimen(
+                "attention", f"bf16 D {size} {label}", _forward_and_backward(call, _qkv_shapes(size), half, device)
+            )
+    for label, together, full, sizes in (
         ("packed and dropout", rules["dropout"], False, few),
         ("packed and window", rules["window"], False, largest),
         ("packed, window and softcap", rules["window and softcap"], False, every),
@@ -149,23 +157,23 @@ def _mixed(device: torch.device) -> Iterator[Specimen]:
         ("full, packed", {}, True, few),
     ):
         for size in sizes:
-            packed = partial(_packed, size, {"causal": not full, **together}, device)
-            yield Specimen("attention", f"bf16 D {size} {what}", packed)
+            packed = partial(_call_packed, size, {"causal": not full, **together}, device)
+            yield Specimen("attention", f"bf16 D {size} {label}", packed)
 
 
-def _seed(device: torch.device) -> torch.Tensor:
+def _make_seed(device: torch.device) -> torch.Tensor:
     return torch.zeros(1, dtype=torch.int64, device=device)
 
 
-def _decoding(size: int, dtype: torch.dtype, device: torch.device) -> None:
+def _call_decoding(size: int, dtype: torch.dtype, device: torch.device) -> None:
     cache = torch.empty(4, 2, 4096, size, dtype=dtype, device=device)
     with torch.no_grad():
         attention(torch.empty(4, 8, 1, size, dtype=dtype, device=device), cache, cache, causal=True)
 
 
-def _packed(size: int, rules: dict[str, Any], device: torch.device) -> None:
+def _call_packed(size: int, rules: dict[str, Any], device: torch.device) -> None:
     offsets = torch.arange(0, 4097, 512, dtype=torch.int32, device=device)
-    _both_ways(
+    _forward_and_backward(
         lambda q, k, v: attention_packed(q, k, v, offsets, offsets, **rules),
         [(4096, 8, size), (4096, 4, size), (4096, 4, size)],
         torch.bfloat16,
@@ -173,8 +181,8 @@ def _packed(size: int, rules: dict[str, Any], device: torch.device) -> None:
     )()
 
 
-def _streaming(widths: tuple[int, ...]) -> list[tuple[str, str, Function, list[Shape]]]:
-    """Operation, what is special, function, shapes of its arguments; of norms, for rows of these widths."""
+def _streaming_calls(widths: tuple[int, ...]) -> list[tuple[str, str, Function, list[Shape]]]:
+    """Returns (operation, label, function, shapes of its arguments); norms have rows of these widths."""
     found: list[tuple[str, str, Function, list[Shape]]] = [
         ("gelu", "exact", gelu, [(4096, 4096)]),
         ("gelu", "tanh", lambda x: gelu(x, tanh=True), [(4096, 4096)]),
@@ -193,37 +201,39 @@ def _streaming(widths: tuple[int, ...]) -> list[tuple[str, str, Function, list[S
     return found
 
 
-def _rope(norms: list[Shape], dtype: torch.dtype, device: torch.device) -> None:
+def _call_rope(norms: list[Shape], dtype: torch.dtype, device: torch.device) -> None:
     cos, sin = torch.empty(2, 1, 1, 1024, 128, device=device)
     heads: list[Shape] = [(2, 8, 1024, 128), (2, 4, 1024, 128)]
-    _both_ways(lambda q, k, *weights: rope(q, k, cos, sin, *weights), heads + norms, dtype, device)()
+    _forward_and_backward(lambda q, k, *weights: rope(q, k, cos, sin, *weights), heads + norms, dtype, device)()
 
 
-def _linear_cross_entropy(dtype: torch.dtype, device: torch.device) -> None:
+def _call_linear_cross_entropy(dtype: torch.dtype, device: torch.device) -> None:
     x, weight = (torch.empty(n, 64, dtype=dtype, device=device, requires_grad=True) for n in (64, 50_304))
     linear_cross_entropy(x, weight, torch.zeros(64, dtype=torch.int64, device=device))[0].backward()
 
 
-def _linear_cross_entropy_sharded(dtype: torch.dtype, device: torch.device) -> None:
-    """The second of two workers; what they exchange is not launched here."""
+def _call_linear_cross_entropy_sharded(dtype: torch.dtype, device: torch.device) -> None:
+    """Calls the kernels of the second of two workers, without communication."""
     logits, targets = torch.empty(64, 25_152, dtype=dtype, device=device), torch.zeros(64, dtype=torch.int64, device=device)
     shard = WordShard(25_152, 50_304)
     largest, _ = measure_words(logits, targets, shard)
     words_gradient(logits, targets, largest, shard)
 
 
-def _adamw(dtype: torch.dtype, device: torch.device) -> None:
+def _call_adamw(dtype: torch.dtype, device: torch.device) -> None:
     p, g, m, v = ([torch.zeros(n, dtype=dtype, device=device) for n in (100, 10_000)] for _ in range(4))
     adamw(p, g, m, v, [torch.ones((), device=device)] * 2, learning_rate=1e-3, betas=(0.9, 0.95), eps=1e-8, decay=0.1)
 
 
-def _byte_pack(device: torch.device) -> None:
+def _call_byte_pack(device: torch.device) -> None:
     data, offsets = torch.zeros(4096, dtype=torch.uint8, device=device), torch.arange(0, 4097, 512, device=device)
     byte_pack(data, offsets, length=1024, end_id=256)
     byte_pack_sequence(data, offsets, end_id=256)
 
 
-def _both_ways(function: Function, shapes: list[Shape], dtype: torch.dtype, device: torch.device) -> Callable[[], None]:
+def _forward_and_backward(
+    function: Function, shapes: list[Shape], dtype: torch.dtype, device: torch.device
+) -> Callable[[], None]:
     def call() -> None:
         inputs = [torch.empty(shape, dtype=dtype, device=device, requires_grad=True) for shape in shapes]
         result = function(*inputs)
@@ -233,5 +243,5 @@ def _both_ways(function: Function, shapes: list[Shape], dtype: torch.dtype, devi
     return call
 
 
-def _short(dtype: torch.dtype) -> str:
+def _dtype_name(dtype: torch.dtype) -> str:
     return {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}[dtype]

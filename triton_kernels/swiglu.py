@@ -2,8 +2,8 @@
 
     d up = dy silu(gate)        d gate = dy up s(gate) (1 + gate (1 - s(gate)))
 
-gate and up (..., C) may be slices of the columns of one fused projection; they are then read where they lie. In fp32 inside.
-The backward pass computes silu again from gate, which costs less than reading it would.
+gate and up (..., C) may be column slices of one fused projection, read without a copy. In fp32 inside. The backward pass
+recomputes silu from gate, which costs less than reading it.
 
     y = swiglu(gate, up)                                      # (..., C), (..., C) -> (..., C)
 """
@@ -23,11 +23,11 @@ _ELEMENTS = 2048
 """Elements of a program: 16 for each of 128 threads, two 16-byte loads of each input in bf16 and four in fp32."""
 
 _COLUMNS = 1024
-"""At most so many columns of a row; the hidden widths of published models waste little of such blocks."""
+"""Maximum of columns of a block; the hidden widths of published models waste little of such blocks."""
 
 
 def swiglu_reference(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    """silu(gate) * up, element by element, by PyTorch's own silu and a product."""
+    """Computes silu(gate) * up by PyTorch's own silu and a product."""
     return F.silu(gate) * up
 
 
@@ -76,14 +76,14 @@ def _swiglu_backward_kernel(
     tl.store(grad_up_ptr + offsets, grad * gate * logistic, mask=mask)
 
 
-def _rows(x: torch.Tensor) -> torch.Tensor:
-    """x as (rows, C): a view wherever rows lie at one distance from each other, as in a slice of columns."""
+def _as_rows(x: torch.Tensor) -> torch.Tensor:
+    """Returns x as (rows, C): a view if rows have a constant stride, as in a slice of columns."""
     columns = x.shape[-1]
     rows = x.numel() // max(1, columns)
     return x.reshape(rows, columns) if x.stride(-1) == 1 else x.contiguous().view(rows, columns)
 
 
-def _plan(rows: int, columns: int) -> tuple[tuple[int], dict[str, int]]:
+def _grid_and_blocks(rows: int, columns: int) -> tuple[tuple[int], dict[str, int]]:
     block_columns = min(_COLUMNS, next_power_of_2(columns))
     block_rows = _ELEMENTS // block_columns
     grid = (cdiv(rows, block_rows) * cdiv(columns, block_columns),)
@@ -93,8 +93,8 @@ def _plan(rows: int, columns: int) -> tuple[tuple[int], dict[str, int]]:
 @operation("raystride::swiglu")
 def _swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     y = torch.empty_like(gate, memory_format=torch.contiguous_format)
-    gate, up = _rows(gate), _rows(up)
-    grid, blocks = _plan(*gate.shape)
+    gate, up = _as_rows(gate), _as_rows(up)
+    grid, blocks = _grid_and_blocks(*gate.shape)
     launch(_swiglu_forward_kernel, grid, gate, up, y, *gate.shape, gate.stride(0), up.stride(0), **blocks)
     return y
 
@@ -108,8 +108,8 @@ def _(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
 def _swiglu_backward(grad: torch.Tensor, gate: torch.Tensor, up: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     grad_gate = torch.empty_like(gate, memory_format=torch.contiguous_format)
     grad_up = torch.empty_like(grad_gate)
-    grad, gate, up = _rows(grad), _rows(gate), _rows(up)
-    grid, blocks = _plan(*gate.shape)
+    grad, gate, up = _as_rows(grad), _as_rows(gate), _as_rows(up)
+    grid, blocks = _grid_and_blocks(*gate.shape)
     strides = (grad.stride(0), gate.stride(0), up.stride(0))
     launch(_swiglu_backward_kernel, grid, grad, gate, up, grad_gate, grad_up, *gate.shape, *strides, **blocks)
     return grad_gate, grad_up
@@ -121,25 +121,25 @@ def _(grad: torch.Tensor, gate: torch.Tensor, up: torch.Tensor) -> tuple[torch.T
     return grad_gate, torch.empty_like(grad_gate)
 
 
-def _save(ctx: Any, inputs: tuple[torch.Tensor, torch.Tensor], output: torch.Tensor) -> None:
+def _setup_context(ctx: Any, inputs: tuple[torch.Tensor, torch.Tensor], output: torch.Tensor) -> None:
     ctx.save_for_backward(*inputs)
 
 
-def _differentiate(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     grad_gate, grad_up = _swiglu_backward(grad, *ctx.saved_tensors)
     return grad_gate, grad_up
 
 
-_swiglu.register_autograd(_differentiate, setup_context=_save)
+_swiglu.register_autograd(_backward, setup_context=_setup_context)
 
 
-def _refusal(gate: torch.Tensor, up: torch.Tensor) -> str:
+def _unsupported_reason(gate: torch.Tensor, up: torch.Tensor) -> str:
     if not gate.dim() or gate.shape != up.shape:
         return f"gate {tuple(gate.shape)} and up {tuple(up.shape)}"
     return f"gate in {gate.dtype} and up in {up.dtype}" if gate.dtype != up.dtype else ""
 
 
 def swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    """silu(gate) * up, element by element, both (..., C); the result is contiguous. Raises ValueError for two devices."""
+    """Computes silu(gate) * up, both (..., C); the result is contiguous. Raises ValueError for two devices."""
     expect("swiglu", "up", up, beside=gate)
-    return _swiglu(gate, up) if takes_triton("swiglu", gate, _refusal(gate, up)) else swiglu_reference(gate, up)
+    return _swiglu(gate, up) if takes_triton("swiglu", gate, _unsupported_reason(gate, up)) else swiglu_reference(gate, up)

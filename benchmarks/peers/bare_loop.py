@@ -52,7 +52,7 @@ def bare_steps(job: Job, place: WorkerInfo, steps: int) -> Iterator[int]:
     optimizer = build_optimizer(config.optimizer, model)
     parameters = list(model.parameters())
     samples = open_samples(config, task, TokenStream(job.prepared, manifest, "train", NodeCache(Path("unused"), 0)))
-    plan = Plan(Order(samples.count, config.seed), config.train.slots, config.train.slot_size)
+    plan = Plan(Order(samples.num_samples, config.seed), config.train.slots, config.train.slot_size)
     loader = Loader(plan, samples, rank=place.rank, world=place.world)
     spread = DistributedDataParallel(model) if place.world > 1 else model
     for step in loader.steps(0, steps):
@@ -65,7 +65,7 @@ def bare_steps(job: Job, place: WorkerInfo, steps: int) -> Iterator[int]:
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
         norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)))
         torch._foreach_mul_(gradients, (config.train.clip_norm / (norm + 1e-6)).clamp(max=1.0))
-        optimizer.update(learning_rate(config.optimizer, step.number, steps, config.model.width))
+        optimizer.update(learning_rate(config.optimizer, step.number, steps, config.model.hidden_size))
         if (step.number + 1) % config.train.log_every == 0:
             loss.item()
         yield step.number
@@ -78,7 +78,7 @@ def main(file: str, steps: int) -> None:
     place = WorkerInfo(rank=dist.get_rank(), world=dist.get_world_size(), local_rank=int(os.environ["LOCAL_RANK"]))
     counted = np.diff(bare_loop(job, place, steps)[LEFT_OUT - 1 :])
     if place.rank == 0:
-        tokens = job.config.train.batch * job.config.model.context
+        tokens = job.config.train.samples_per_step * job.config.model.context
         rate, middle = tokens / float(counted.mean()), 1000 * statistics.median(counted.tolist())
         print(json.dumps({"tokens_per_second": rate, "step_ms": middle}), flush=True)
     dist.destroy_process_group()

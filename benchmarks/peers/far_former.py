@@ -9,9 +9,9 @@ import numpy as np
 from benchmarks.peers.far_ours import config_of
 from benchmarks.peers.far_reading import ReadingJob, read, reading_job
 from raystride.pipelines.feed.plan import Plan, build_order
-from raystride.pipelines.files import Folder
-from raystride.pipelines.locks import locked
 from raystride.pipelines.prepare.manifest import Manifest
+from raystride.pipelines.storage.folder import Folder
+from raystride.pipelines.storage.locks import file_lock
 
 
 class Former:
@@ -38,9 +38,9 @@ class Former:
         shard, root = self._shards[number], Path(self._job.cache)
         root.mkdir(parents=True, exist_ok=True)
         path = root / f"{number}"
-        with locked(root / f"{number}.lock", 600):
+        with file_lock(root / f"{number}.lock", 600):
             if not path.exists():
-                with locked(root / "room.lock", 600):
+                with file_lock(root / "room.lock", 600):
                     self._make_room(root, shard.bytes)
                 self._folder.download(shard.file, path)
             path.touch()
@@ -64,7 +64,7 @@ def _batches(job: ReadingJob) -> Iterator[np.ndarray]:
     order = build_order(config, former.count)
     plan = Plan(order, job.world, job.batch)
     for step in range(job.first, job.last):
-        samples = order.at(plan.positions(step, step + 1, job.rank, job.world)[0])
+        samples = order.sample_ids_at(plan.positions(step, step + 1, job.rank, job.world)[0])
         for sample in samples.tolist():
             former.window(sample)
         yield samples

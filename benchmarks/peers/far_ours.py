@@ -7,12 +7,12 @@ import numpy as np
 import torch
 
 from benchmarks.peers.far_reading import ReadingJob, read, reading_job
-from raystride.pipelines.config import Config, Data, Model, Train
+from raystride.pipelines.config import Config, DataConfig, ModelConfig, TrainConfig
 from raystride.pipelines.feed.loader import Loader
-from raystride.pipelines.feed.opening import open_feed
-from raystride.pipelines.files import Folder
+from raystride.pipelines.feed.open_dataset import open_feed
 from raystride.pipelines.prepare.manifest import Manifest, Shards
 from raystride.pipelines.prepare.shards import ShardWriter
+from raystride.pipelines.storage.folder import Folder
 from raystride.pipelines.tasks import build_task
 
 
@@ -29,17 +29,17 @@ def write(folder: Path, tokens: np.ndarray, shards: int) -> None:
         masks = pa.nulls(1, pa.large_list(pa.uint8()))
         writer.add(pa.table(columns | {"ids": ids, "loss_mask": masks}))
         splits[split].append(writer.finish(place, f"{split}/{number:05d}.arrow"))
-    known = {name: Shards.of(each) for name, each in splits.items()}
+    known = {name: Shards.from_shards(each) for name, each in splits.items()}
     facts = {"vocabulary_size": 2**16, "end_id": 0, "tokenizers": []}
     Manifest(fingerprint="far", id_type="uint16", splits=known, **facts).save(place)  # type: ignore[arg-type]
 
 
 def config_of(job: ReadingJob) -> Config:
     """The settings of a training that reads so."""
-    config = Config(seed=job.seed, model=Model(context=job.context))
-    data = Data(shuffle=job.shuffle, cache_gib=job.cache_bytes / 2**30)  # type: ignore[arg-type]
+    config = Config(seed=job.seed, model=ModelConfig(context=job.context))
+    data = DataConfig(shuffle=job.shuffle, cache_gib=job.cache_bytes / 2**30)  # type: ignore[arg-type]
     return replace(
-        config, data=data, train=Train(slots=job.world, slot_size=job.batch, epochs=float(job.last // job.batches))
+        config, data=data, train=TrainConfig(slots=job.world, slot_size=job.batch, epochs=float(job.last // job.batches))
     )
 
 
@@ -49,9 +49,9 @@ def main() -> None:
     torch.set_num_threads(1)  # as a worker of two on two cores has
     config, prepared = config_of(job), Folder(job.place)
     task = build_task(config, {"vocabulary_size": 2**16, "end_id": 0})
-    feed = open_feed(config, task, prepared, clock="run", said=print if job.rank == 0 else lambda _: None)
-    ahead = feed.ahead(config, job.rank, job.world)
-    loader = Loader(feed.plan, feed.train, job.rank, job.world, ahead=ahead)
+    feed = open_feed(config, task, prepared, clock="run", log=print if job.rank == 0 else lambda _: None)
+    read_ahead = feed.read_ahead(config, job.rank, job.world)
+    loader = Loader(feed.plan, feed.train, job.rank, job.world, read_ahead=read_ahead)
     read(job, loader.steps(job.first, job.last))
 
 

@@ -119,7 +119,7 @@ def draw(results: Sequence[Result], file: Path) -> None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    from raystride.pipelines.report.drawing import COLOURS, WIDTH_INCHES, bare
+    from raystride.pipelines.report.drawing import PART_COLOURS, WIDTH_INCHES, style_axes
 
     names = [name for name, kind in COLUMNS.items() if kind.drawn and any(numbers(results, way, name) for way in WAYS)]
     ways = [way for way in WAYS if any(numbers(results, way, name) for name in names)]
@@ -133,13 +133,13 @@ def draw(results: Sequence[Result], file: Path) -> None:
             if values := numbers(results, way, name):
                 spread = Spread.of(values)
                 reach = [[spread.median - spread.low], [spread.high - spread.median]]
-                colour = COLOURS["backward" if isinstance(WAYS[way], Ours) else "forward"]
+                colour = PART_COLOURS["backward" if isinstance(WAYS[way], Ours) else "forward"]
                 panel.barh(place, spread.median, xerr=reach, color=colour, ecolor="#777777", height=0.7)
                 panel.text(0, place, f" {spread.median:{COLUMNS[name].form}}", va="center", fontsize=7, color=_ink(colour))
         panel.set_title(f"{COLUMNS[name].title}\n({'more' if COLUMNS[name].more else 'less'} is better)", fontsize=8)
         panel.set_yticks(range(len(ways)), [WAYS[way].title for way in ways], fontsize=8)
         panel.tick_params(axis="x", labelsize=7)
-        bare(panel)
+        style_axes(panel)
     for panel in panels[len(names) :]:
         panel.set_visible(False)
     panels[0].invert_yaxis()

@@ -19,8 +19,8 @@ from benchmarks import runs
 from benchmarks.peers import environments
 from benchmarks.peers.counting import user_lines
 from benchmarks.peers.protocol import SEED, Job, read_progress
-from raystride.pipelines.files import Folder
 from raystride.pipelines.record import read_entries
+from raystride.pipelines.storage.folder import Folder
 
 HERE = Path(__file__).parent
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
@@ -176,7 +176,7 @@ class Ours(Way):
         """Its journal in the peers' words; `since_start` is in seconds from the start of the process."""
         folder = self.storage(bench) / job.folder.name
         found: list[dict[str, Any]] = []
-        for entry in read_entries(Folder.at(str(folder))) if (folder / "journal").exists() else []:
+        for entry in read_entries(Folder.from_uri(str(folder))) if (folder / "journal").exists() else []:
             values = entry.get("values") or {}
             place = {"step": entry.get("step"), "time": entry["time"]}
             if entry["kind"] == "metrics" and "val_loss" in values:

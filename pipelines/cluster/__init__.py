@@ -1,8 +1,8 @@
-"""All that touches Ray, but for Ray Data (`prepare.ray_data`) and Ray Tune (`sweep.tuning`).
+"""Ray cluster, workers and actors of a run; Ray Data is in `prepare.ray_data`, Ray Tune in `sweep.tuning`.
 
-cluster    joining or starting one;  `resources`: what there is, and what a run takes of it
-trainer    workers by Ray Train;  `elastic`: fewer and more of them while the run lasts
-recorder_handle    the recorder as an actor, and each end's view of it
-answering  parts of data answered by a trained model on workers
-internals  the one file that knows private parts of Ray, and what is done without each
+cluster    joins or starts a Ray cluster;  `resources`: its resources, and the allocation of a run
+trainer    workers by Ray Train;  `elastic`: grows and shrinks the group during a run
+recorder_handle    the recorder actor, and the handles of driver and workers on it
+answering  batch inference on workers
+internals  the only file that uses private parts of Ray, with a fallback for each
 """

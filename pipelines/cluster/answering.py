@@ -1,6 +1,6 @@
-"""Where a finished run's answers are computed: in this process, or on a Ray cluster's workers.
+"""Runs batch inference of a finished run in this process or on a Ray cluster's workers.
 
-predict(chosen, settings, "mails.csv", folder, answerers(settings, launch))       # ray.init ... ray.shutdown, where needed
+predict(chosen, settings, "mails.csv", folder, make_part_runner(settings, launch))    # ray.init ... ray.shutdown if needed
 """
 
 import os
@@ -9,99 +9,104 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from raystride.pipelines.cluster.cluster import CannotRun, cluster, joined
+from raystride.pipelines.cluster.cluster import CannotRun, cluster, uses_running_cluster
 from raystride.pipelines.cluster.resources import Resources
-from raystride.pipelines.config import Answering, Launch
+from raystride.pipelines.config import LaunchConfig, PredictorConfig
 
 if TYPE_CHECKING:
     import numpy as np
 
-    from raystride.pipelines.evaluate.parts import AnswerWork
+    from raystride.pipelines.evaluate.parts import PredictJob
     from raystride.pipelines.evaluate.prediction import RunParts
     from raystride.pipelines.sources.pieces import Part
 
 
-HERE_BYTES = 2 << 20
-"""Of data that is answered in this process where nobody asks for Ray: starting it takes as long as thousands of texts."""
+MAX_INLINE_BYTES = 2 << 20
+"""Data up to this size is processed in this process unless Ray is requested, as Ray's start takes as long as thousands of
+texts."""
 
 
-def answerers(settings: Answering, launch: Launch) -> "RunParts":
-    """What answers parts; Ray starts when there are some, and not before. Raises SettingError.
+def make_part_runner(settings: PredictorConfig, launch: LaunchConfig) -> "RunParts":
+    """Returns a function that runs inference on parts, and starts Ray only when it gets some. Raises SettingError.
 
-    What it returns raises NoCluster, SettingError where there are fewer places than `workers`, and DataError as parts do.
+    The function raises NoCluster, SettingError if `workers` exceeds the worker slots, and DataError if a part's data is bad.
     """
     if launch.mode == "inline" and settings.workers not in ("auto", 1):
         raise settings.error("workers", "must be 1 (or auto) with --launch inline, which is this one process")
-    return partial(_answer, settings, launch)
+    return partial(_predict_parts, settings, launch)
 
 
-def _answer(settings: Answering, launch: Launch, work: "AnswerWork", parts: "list[Part]") -> None:
-    from raystride.pipelines.evaluate.prediction import answer_here
+def _predict_parts(settings: PredictorConfig, launch: LaunchConfig, job: "PredictJob", parts: "list[Part]") -> None:
+    from raystride.pipelines.evaluate.prediction import predict_locally
 
-    # Of parts that a hash divides, all is read and a share answered.
-    share = work.chosen.config.data.validation_fraction if work.split == "validation" else 1.0
+    # Parts that are split by a hash are read whole, but only this fraction of their rows is answered.
+    share = job.chosen.config.data.validation_fraction if job.split == "validation" else 1.0
     size = sum(part.bytes * (1.0 if part.split else share) for part in parts)
-    small = size <= HERE_BYTES and settings.workers in ("auto", 1) and not joined(launch)
+    small = size <= MAX_INLINE_BYTES and settings.workers in ("auto", 1) and not uses_running_cluster(launch)
     if launch.mode == "inline" or (launch.mode != "ray" and small):
-        answer_here(work, parts)
+        predict_locally(job, parts)
         return
-    # Ray Data's actors would each be announced with an error of Ray's core that is none.
+    # Otherwise Ray's core logs a spurious error for each Ray Data actor.
     os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")
     with cluster(launch):
-        _on_cluster(work, parts)
+        _predict_on_cluster(job, parts)
 
 
-def _on_cluster(work: "AnswerWork", parts: "list[Part]") -> None:
-    settings, there = work.settings, Resources.of_cluster()
-    cuda = settings.device == "cuda" or (settings.device == "auto" and there.gpus >= 1)
-    if cuda and there.gpu_problem:
-        message = f"device is cuda: {there.gpu_problem}, or use --device cpu"
+def _predict_on_cluster(job: "PredictJob", parts: "list[Part]") -> None:
+    settings, cluster_resources = job.settings, Resources.of_cluster()
+    cuda = settings.device == "cuda" or (settings.device == "auto" and cluster_resources.gpus >= 1)
+    if cuda and cluster_resources.gpu_problem:
+        message = f"device is cuda: {cluster_resources.gpu_problem}, or use --device cpu"
         raise CannotRun(message, setting="device", value=settings.device)
-    workers = int(there.gpus if cuda else there.cpus) if settings.workers == "auto" else settings.workers
-    if workers > (most := int(there.gpus if cuda else there.cpus)):
-        raise settings.error("workers", f"must be at most {most}, the cluster's {'GPUs' if cuda else 'cores'}")
+    workers = (
+        int(cluster_resources.gpus if cuda else cluster_resources.cpus) if settings.workers == "auto" else settings.workers
+    )
+    if workers > (max_workers := int(cluster_resources.gpus if cuda else cluster_resources.cpus)):
+        raise settings.error("workers", f"must be at most {max_workers}, the cluster's {'GPUs' if cuda else 'cores'}")
     workers = max(1, min(workers, len(parts)))
-    threads = settings.threads or max(1, int(there.cpus // workers))
-    work = replace(work, settings=replace(settings, device="cuda" if cuda else "cpu", threads=threads))
-    answer_on_ray(work, parts, workers=workers, per_worker={"GPU": 1} if cuda else {"CPU": threads})
+    threads = settings.threads or max(1, int(cluster_resources.cpus // workers))
+    job = replace(job, settings=replace(settings, device="cuda" if cuda else "cpu", threads=threads))
+    predict_on_ray(job, parts, workers=workers, per_worker={"GPU": 1} if cuda else {"CPU": threads})
 
 
-class _Actor:
-    """A worker with its model."""
+class _PredictActor:
+    """Actor that holds the model and runs inference on one part at a time."""
 
-    def __init__(self, work: "AnswerWork", parts: "dict[int, Part]") -> None:
-        self._work, self._parts, self._answerer = work, parts, work.answerer()
+    def __init__(self, job: "PredictJob", parts: "dict[int, Part]") -> None:
+        self._work, self._parts, self._predictor = job, parts, job.load_predictor()
 
     def __call__(self, batch: "dict[str, np.ndarray]") -> "dict[str, np.ndarray]":
-        """Answers one part; its number comes back, and what is wrong with its data: Ray Data loses the error's class."""
+        """Processes one part; returns its number and any problem with its data as text: Ray Data loses the error's class."""
         import numpy as np
 
-        from raystride.pipelines.evaluate.parts import answer_part
+        from raystride.pipelines.evaluate.parts import predict_part
         from raystride.pipelines.sources.faults import DataError
 
         problem = ""
         try:
-            answer_part(self._work, self._answerer, self._parts[int(batch["part"][0])])
+            predict_part(self._work, self._predictor, self._parts[int(batch["part"][0])])
         except DataError as error:
             problem = str(error)
         return batch | {"problem": np.array([problem])}
 
 
-def answer_on_ray(work: "AnswerWork", parts: "list[Part]", *, workers: int, per_worker: Mapping[str, float]) -> None:
-    """Answers the parts on so many actors with so many CPUs or GPUs each. Raises DataError as a part raised it."""
+def predict_on_ray(job: "PredictJob", parts: "list[Part]", *, workers: int, per_worker: Mapping[str, float]) -> None:
+    """Processes the parts on `workers` actors with `per_worker` CPUs or GPUs each. Raises the DataError of a part."""
     import ray
     from ray.data import ActorPoolStrategy
 
-    from raystride.pipelines.prepare.ray_data import quiet_context
+    from raystride.pipelines.prepare.ray_data import quiet_ray_data
     from raystride.pipelines.sources.faults import DataError
 
-    # Ray Data keeps a task that reads apart from the actors; if they held every CPU, it would never start.
+    # Ray Data needs CPU for a reading task besides the actors; if they held every CPU, it would never start.
     resources: dict[str, Any] = {f"num_{name.lower()}s": 0.9 * n if name == "CPU" else n for name, n in per_worker.items()}
-    numbers = {part.number: part for part in parts}
-    with quiet_context():
-        rows = ray.data.from_items([{"part": number} for number in numbers], override_num_blocks=len(parts))
+    parts_by_number = {part.number: part for part in parts}
+    with quiet_ray_data():
+        rows = ray.data.from_items([{"part": number} for number in parts_by_number], override_num_blocks=len(parts))
         pool = ActorPoolStrategy(size=workers, max_tasks_in_flight_per_actor=2)
-        answered = rows.map_batches(_Actor, batch_size=1, compute=pool, fn_constructor_args=(work, numbers), **resources)
-        for row in answered.iter_rows():
+        results = rows.map_batches(
+            _PredictActor, batch_size=1, compute=pool, fn_constructor_args=(job, parts_by_number), **resources
+        )
+        for row in results.iter_rows():
             if row["problem"]:
                 raise DataError(row["problem"])

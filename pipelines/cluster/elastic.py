@@ -1,11 +1,11 @@
-"""A run on nodes that come and go: it leaves those that are to be taken away or hold it up, and grows where there is room.
+"""Elastic training: leaves nodes that are preempted or too slow, and grows if there are free worker slots.
 
-Each is a stop that saves, and a start from the very step, without a step lost; a node that is lost without notice is Ray
-Train's, and costs the steps since the newest checkpoint. Ray Train would grow a group as well, but it kills the workers
-where they are, and it tells workers of a preemption, but goes on until the node is gone. Here the driver looks at the nodes
-and asks for a stop as a user does.
+Each change is a stop with a checkpoint and a start from the same step, so no step is lost. Ray Train handles a node that is
+lost without notice, at the cost of the steps since the newest checkpoint. Ray Train can also grow a group, but it kills the
+workers to do so; and it announces a preemption to workers, but goes on until the node is gone. Here the driver watches the
+nodes and requests a stop as a user does.
 
-    summary = train_on_nodes(fit, share, recorder, every_s=60.0)  # fit(Start()): trains on as many workers as that says
+    summary = train_on_nodes(fit, allocation, recorder, every_s=60.0)    # fit(StartPlan(max_workers=8)) trains one group
 """
 
 import threading
@@ -15,46 +15,54 @@ from contextlib import suppress
 from dataclasses import dataclass
 from statistics import median
 
-from raystride.pipelines.cluster.internals import forget_lost_trainings, free_by_node, leaving_nodes, tell_of_nodes
+from raystride.pipelines.cluster.internals import (
+    cancel_lost_requests,
+    draining_nodes,
+    free_resources_by_node,
+    preimport_ray_train,
+    refresh_node_view,
+)
 from raystride.pipelines.cluster.recorder_handle import RecorderHandle
-from raystride.pipelines.cluster.resources import Share
+from raystride.pipelines.cluster.resources import Allocation
 from raystride.pipelines.hang.heartbeat import Heartbeat
 from raystride.pipelines.record.summary import RunSummary
 
-LOOK_S = 1.0
-"""Between two looks at which nodes there are."""
+POLL_S = 1.0
+"""Seconds between two polls of the nodes."""
 NEVER_S = 1e9
-"""Between two looks of Ray Train's own for room."""
-SLOW_S = 30.0
-"""Over how long workers' own times are compared."""
+"""Interval that turns Ray Train's own growing off."""
+COMPARED_S = 30.0
+"""Seconds over which the workers' own times are compared."""
 
 
 @dataclass(frozen=True)
-class Start:
-    """How a run starts, or goes on."""
+class StartPlan:
+    """Size and placement of the next group of workers."""
 
-    most: int
-    """Workers, at most."""
+    max_workers: int
+    """Upper limit of the number of workers."""
     number: int = 0
-    """Of this start, from 0."""
-    without: frozenset[str] = frozenset()
-    """Nodes, by id, on which no worker is to be."""
+    """Number of this start, from 0."""
+    excluded_nodes: frozenset[str] = frozenset()
+    """Ids of nodes that must not get a worker."""
 
 
-Fit = Callable[[Start], RunSummary]
-"""Trains to the end or to a stop; returns the summary, raises what that raises."""
+Fit = Callable[[StartPlan], RunSummary]
+"""Trains to the end or to a stop and returns the summary; raises the errors of the training."""
 
 
 def train_on_nodes(
-    fit: Fit, share: Share, recorder: RecorderHandle, every_s: float, drop_slower_than: float = 0.0
+    fit: Fit, allocation: Allocation, recorder: RecorderHandle, every_s: float, drop_slower_than: float = 0.0
 ) -> RunSummary:
-    """Trains, again elsewhere whenever a node is to leave, holds up the others or comes, to the end or to a user's stop.
+    """Trains to the end or to a user's stop, and starts a new group when a node is preempted, too slow or added.
 
-    Returns the last summary. Each start may fail `launch.restarts` times anew, so no preemption counts as a failure.
+    Returns the last summary. Each start may fail `launch.max_restarts` times anew, so no preemption counts as a failure.
     """
-    start, left = Start(share.workers), set[str]()
+    if allocation.min_workers:
+        preimport_ray_train()  # before the watcher's thread does
+    start, left_nodes = StartPlan(allocation.workers), set[str]()
     while True:
-        watch = NodeWatch(start, share, recorder, every_s, left, drop_slower_than)
+        watch = NodeWatcher(start, allocation, recorder, every_s, left_nodes, drop_slower_than)
         try:
             summary = fit(start)
         finally:
@@ -62,151 +70,164 @@ def train_on_nodes(
         if not (watch.next and summary.get("ending") == "stopped" and recorder.end_resize()):
             return summary
         start = watch.next
-        if share.least:
-            tell_of_nodes(True, recorder.warn)
+        if allocation.min_workers:
+            refresh_node_view(True, recorder.warn)
 
 
-class NodeWatch:
-    """Looks at the nodes in the background while a group trains, and asks it to stop where it is to go on elsewhere."""
+class NodeWatcher:
+    """Background thread that polls the nodes while a group trains, and requests a stop if it is to continue elsewhere."""
 
     def __init__(
         self,
-        start: Start,
-        share: Share,
+        start: StartPlan,
+        allocation: Allocation,
         recorder: RecorderHandle,
         every_s: float,
-        left: set[str],
+        left_nodes: set[str],
         drop_slower_than: float,
     ) -> None:
-        """`left`: nodes that groups before have left since they go away, to which this one adds."""
-        self.next: Start | None = None
-        """How to go on; None: the group was not asked to stop."""
-        self._start, self._share, self._recorder, self._every_s, self._left = start, share, recorder, every_s, left
-        self._slow = SlowNodes(drop_slower_than)
+        """Starts the thread. `left_nodes`: draining nodes that earlier groups have left; this group adds its own."""
+        self.next: StartPlan | None = None
+        """Plan of the next group; None if the group was not asked to stop."""
+        self._start, self._allocation, self._recorder, self._every_s, self._left_nodes = (
+            start,
+            allocation,
+            recorder,
+            every_s,
+            left_nodes,
+        )
+        self._slow_nodes = SlowNodeDetector(drop_slower_than)
         self._unanswered: Callable[[], None] | None = None
-        """The request that the recorder has not answered yet."""
+        """The request that the recorder has not acknowledged yet."""
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="node-watch", daemon=True)
         self._thread.start()
 
     def end(self) -> None:
-        """Stops looking, and waits for a look that is under way: its request would stop the next group."""
+        """Ends the thread and waits for a poll in progress, as its request would stop the next group."""
         self._ended.set()
         self._thread.join()
 
     def _run(self) -> None:
         known: set[str] = set()
         looked = time.monotonic()
-        while not self._ended.wait(LOOK_S):
-            with suppress(Exception):  # the recorder may be starting again, or Ray be busy: the next look will do
+        while not self._ended.wait(POLL_S):
+            with suppress(Exception):  # the recorder may be restarting, or Ray be busy: the next poll will do
                 if self._unanswered:
                     self._unanswered()
-                self._leave()
-                if self._share.least and not self._recorder.workers():
-                    forget_lost_trainings(self._recorder.warn)
-                nodes = alive_nodes() if self._share.least else known
+                self._leave_draining_nodes()
+                if self._allocation.min_workers and not self._recorder.workers():
+                    cancel_lost_requests(self._recorder.warn)
+                nodes = list_alive_nodes() if self._allocation.min_workers else known
                 if nodes != known:
-                    tell_of_nodes(self._recorder.workers() > 0, self._recorder.warn)
+                    refresh_node_view(self._recorder.workers() > 0, self._recorder.warn)
                     known = nodes
-                if not self._share.least or self.next:
-                    continue  # the group is stopping, if it was asked to
-                self._drop()
+                if not self._allocation.min_workers or self.next:
+                    continue  # not elastic, or the group is stopping already
+                self._drop_slow_node()
                 if not self.next and time.monotonic() - looked >= self._every_s:
                     looked = time.monotonic()
-                    self._grow()
+                    self._grow_if_room()
 
-    def _ask(self, most: int, text: str, without: Set[str] = frozenset()) -> None:
-        """Asks the group to stop, and to go on as this says; again with each look, until the recorder has answered."""
+    def _request_resize(self, max_workers: int, text: str, excluded_nodes: Set[str] = frozenset()) -> None:
+        """Requests a stop and sets the plan of the next group; repeats the request at each poll until it is acknowledged."""
 
         def request() -> None:
             self._recorder.request_resize(text)
             self._unanswered = None
-            if without:  # what is said of the phase is gone when the next begins
+            if excluded_nodes:  # the phase's text is gone when the next phase begins
                 self._recorder.warn(text)
 
-        # Before the answer, which may be lost on its way: the group stops all the same.
-        self.next = Start(most, self._start.number + 1, self._start.without | without)
+        # Set before the request is acknowledged: even if the reply is lost, the group stops.
+        self.next = StartPlan(max_workers, self._start.number + 1, self._start.excluded_nodes | excluded_nodes)
         self._unanswered = request
         request()
 
-    def _leave(self) -> None:
-        """Asks for the stop where nodes on which this group trains are about to be taken away."""
-        leaving = {node: at for node, at in leaving_nodes(self._recorder.warn).items() if node not in self._left}
+    def _leave_draining_nodes(self) -> None:
+        """Requests a stop if nodes of this group are about to be preempted."""
+        leaving = {
+            node: deadline for node, deadline in draining_nodes(self._recorder.warn).items() if node not in self._left_nodes
+        }
         if not leaving or not self._recorder.workers():
             return
         beats = self._recorder.heartbeats()
         names = {beat.process.node_id: beat.process.node for beat in beats.values()}
-        if ours := {node: at for node, at in leaving.items() if node in names}:
-            told = (f"{names[node]}{f' in {at - time.time():.0f} s' if at else ''}" for node, at in ours.items())
-            most = self._most_without(beats, set(leaving)) if self._share.least else self._share.workers
-            text = f"to be taken away: {', '.join(told)}: saving, to go on elsewhere"
-            self._left |= set(ours)
-            self._ask(max(most, self._share.least), text, set(leaving))
+        if own_leaving := {node: deadline for node, deadline in leaving.items() if node in names}:
+            descriptions = (
+                f"{names[node]}{f' in {deadline - time.time():.0f} s' if deadline else ''}"
+                for node, deadline in own_leaving.items()
+            )
+            max_workers = (
+                self._max_workers_without(beats, set(leaving)) if self._allocation.min_workers else self._allocation.workers
+            )
+            text = f"to be taken away: {', '.join(descriptions)}: saving, to go on elsewhere"
+            self._left_nodes |= set(own_leaving)
+            self._request_resize(max(max_workers, self._allocation.min_workers), text, set(leaving))
 
-    def _drop(self) -> None:
-        """Asks for the stop where a node holds up the others, and enough workers remain without it."""
-        beats = self._recorder.heartbeats() if self._slow.factor and self._recorder.workers() else {}
-        if slow := self._slow.look(beats, time.monotonic()):
+    def _drop_slow_node(self) -> None:
+        """Requests a stop if one node slows down the others and enough workers remain without it."""
+        beats = self._recorder.heartbeats() if self._slow_nodes.factor and self._recorder.workers() else {}
+        if slow := self._slow_nodes.detect(beats, time.monotonic()):
             node, times = slow
             (name, *_) = (beat.process.node for beat in beats.values() if beat.process.node_id == node)
-            if (most := self._most_without(beats, {node})) >= self._share.least:
+            if (max_workers := self._max_workers_without(beats, {node})) >= self._allocation.min_workers:
                 text = f"workers on {name} take {times:.1f} times the others' own time for a step: saving, to go on"
-                self._ask(most, f"{text} without that node, on {most} workers", {node})
+                self._request_resize(max_workers, f"{text} without that node, on {max_workers} workers", {node})
 
-    def _most_without(self, beats: Mapping[int, Heartbeat], nodes: Set[str]) -> int:
-        """How many workers find a place on other nodes than these."""
+    def _max_workers_without(self, beats: Mapping[int, Heartbeat], nodes: Set[str]) -> int:
+        """Returns the number of workers that fit on nodes other than these."""
         stay = self._recorder.workers() - sum(beat.process.node_id in nodes for beat in beats.values())
-        return min(self._share.workers, stay + self._room(self._start.without | nodes))
+        return min(self._allocation.workers, stay + self._num_free_slots(self._start.excluded_nodes | nodes))
 
-    def _grow(self) -> None:
-        """Asks for the stop where there is room. None is looked for while no group trains: its own places seem free then."""
+    def _grow_if_room(self) -> None:
+        """Requests a stop if there are free slots. Does nothing while no group trains, as its own slots seem free then."""
         workers = self._recorder.workers()
-        if workers and workers < self._share.workers:
-            more = min(self._share.workers, workers + self._room(self._start.without))
+        if workers and workers < self._allocation.workers:
+            more = min(self._allocation.workers, workers + self._num_free_slots(self._start.excluded_nodes))
             if more > workers:
-                self._ask(more, f"room for {more} workers instead of {workers}: saving, to go on with them")
+                self._request_resize(more, f"room for {more} workers instead of {workers}: saving, to go on with them")
 
-    def _room(self, without: Set[str]) -> int:
-        per_worker = self._share.per_worker
-        return places(per_worker, free_by_node(per_worker, self._recorder.warn, without))
+    def _num_free_slots(self, excluded_nodes: Set[str]) -> int:
+        per_worker = self._allocation.per_worker
+        return count_worker_slots(per_worker, free_resources_by_node(per_worker, self._recorder.warn, excluded_nodes))
 
 
-class SlowNodes:
-    """Compares the workers' own time for the same steps, by their heartbeats: waiting for others does not count."""
+class SlowNodeDetector:
+    """Detects a slow node by the workers' own time for the same steps, from heartbeats, without waiting for others."""
 
     def __init__(self, factor: float) -> None:
-        """`factor`: how many times the others' own time is too much; 0: nothing is."""
+        """`factor`: a node is too slow if it takes more than this many times the others' own time; 0 turns it off."""
         self.factor = factor
         self._since, self._own = 0.0, dict[int, Heartbeat]()
 
-    def look(self, beats: Mapping[int, Heartbeat], now: float) -> tuple[str, float] | None:
-        """The slowest node's id, and how many times the others' time it takes, where that is too much over `SLOW_S`."""
+    def detect(self, beats: Mapping[int, Heartbeat], now: float) -> tuple[str, float] | None:
+        """Returns the slowest node's id and its time relative to the others; None if not too slow over `COMPARED_S`."""
         before = self._own
         if before.keys() != beats.keys() or any(beats[rank].process != beat.process for rank, beat in before.items()):
             self._since, self._own = now, dict(beats)
             return None
-        if now - self._since < SLOW_S:
+        if now - self._since < COMPARED_S:
             return None
         self._since, self._own = now, dict(beats)
-        own: dict[str, float] = {}
+        own_s: dict[str, float] = {}
         for rank, beat in beats.items():
             node = beat.process.node_id
-            own[node] = max(own.get(node, 0.0), beat.own - before[rank].own)
-        if len(own) < 2:
+            own_s[node] = max(own_s.get(node, 0.0), beat.own_s - before[rank].own_s)
+        if len(own_s) < 2:
             return None
-        slowest = max(own, key=lambda node: own[node])
-        others = median(seconds for node, seconds in own.items() if node != slowest)
-        times = own[slowest] / others if others > 0 else 0.0
+        slowest = max(own_s, key=lambda node: own_s[node])
+        others = median(seconds for node, seconds in own_s.items() if node != slowest)
+        times = own_s[slowest] / others if others > 0 else 0.0
         return (slowest, times) if times > self.factor > 0 else None
 
 
-def places(per_worker: Mapping[str, float], nodes: Iterable[Mapping[str, float]]) -> int:
-    """How many more workers find a place on nodes with so much free: none lies across two."""
+def count_worker_slots(per_worker: Mapping[str, float], nodes: Iterable[Mapping[str, float]]) -> int:
+    """Returns the number of workers that fit into the nodes' free resources; a worker needs them on one node."""
     return sum(min(int(free.get(name, 0) // amount) for name, amount in per_worker.items()) for free in nodes)
 
 
-def alive_nodes() -> set[str]:
-    """The nodes of the cluster by their ids."""
+def list_alive_nodes() -> set[str]:
+    """Returns the ids of the cluster's live nodes."""
     import ray
 
     return {node["NodeID"] for node in ray.nodes() if node["Alive"]}

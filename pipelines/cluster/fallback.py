@@ -1,12 +1,12 @@
-"""How a private part of a library is used that may change with any version: looked at before it counts, else done without.
+"""Guarded use of a library's private API, which may change with any version: checked before use, with a fallback.
 
 try:
-    with known(RayActorError):                            # what a changed part raises becomes NotThere
-        base = part("library._private", "Thing")
-        takes(base.run, self, worker=1)                   # can it be called so?
-        return overrides(OurThing, "run")                 # are our methods those that it calls?
-except NotThere as error:
-    fell_back(error, "the public way, which takes longer", warn)
+    with guard_private_api(RayActorError):                # errors of a changed API become PrivateApiMissing
+        base = import_private("library._private", "Thing")
+        check_signature(base.run, self, worker=1)         # does it accept these arguments?
+        return check_overrides(OurThing, "run")           # does our method override one with the same signature?
+except PrivateApiMissing as error:
+    warn_fallback(error, "the public way, which takes longer", warn)
 """
 
 import inspect
@@ -20,69 +20,69 @@ from typing import Any
 Warn = Callable[[str], None]
 
 
-class NotThere(Exception):
-    """A private part of Ray is not where it was, or not as it was; the message says which."""
+class PrivateApiMissing(Exception):
+    """A private part of Ray is missing or has changed; the message names it."""
 
 
-def say(text: str) -> None:
-    """Warns on the screen, where there is no record yet."""
+def print_warning(text: str) -> None:
+    """Prints a warning to stderr, for callers that have no recorder yet."""
     print(f"warning: {text}", file=sys.stderr)
 
 
-_told: set[str] = set()
+_warned: set[str] = set()
 
 
-def fell_back(missing: object, instead: str, warn: Warn) -> None:
-    """Warns, once a process, of what is done instead."""
-    if instead not in _told:
-        warn(fallen(missing, instead))
-        _told.add(instead)
+def warn_fallback(missing: object, instead: str, warn: Warn) -> None:
+    """Warns once per process that `missing` is replaced by the fallback `instead`."""
+    if instead not in _warned:
+        warn(fallback_warning(missing, instead))
+        _warned.add(instead)
 
 
-def fallen(missing: object, instead: str) -> str:
-    """Returns the warning: what is missing, and what is done instead."""
+def fallback_warning(missing: object, instead: str) -> str:
+    """Returns the warning that `missing` is replaced by the fallback `instead`."""
     return f"Ray {version('ray')} is not as Raystride knows it ({missing}): {instead}"
 
 
 @contextmanager
-def known(*others: type[Exception]) -> Iterator[None]:
-    """Raises NotThere for what a part that has changed raises, and for `others`."""
+def guard_private_api(*others: type[Exception]) -> Iterator[None]:
+    """Turns errors that a changed private API causes, and the errors `others`, into PrivateApiMissing."""
     changed: tuple[type[Exception], ...] = (ImportError, AttributeError, TypeError, KeyError, *others)
     try:
         yield
-    except NotThere:
+    except PrivateApiMissing:
         raise
     except changed as error:
-        *_, last = str(error).strip().splitlines() or [""]  # an actor that died says why at the end
-        raise NotThere(f"{type(error).__name__}: {last}") from error
+        *_, last = str(error).strip().splitlines() or [""]  # a dead actor's message ends with the cause
+        raise PrivateApiMissing(f"{type(error).__name__}: {last}") from error
 
 
-def part(module: str, name: str) -> Any:
-    """A private name. Raises NotThere."""
+def import_private(module: str, name: str) -> Any:
+    """Returns a private attribute of a module. Raises PrivateApiMissing."""
     try:
         return getattr(import_module(module), name)
     except (ImportError, AttributeError) as error:
-        raise NotThere(f"{module}.{name} is gone") from error
+        raise PrivateApiMissing(f"{module}.{name} is gone") from error
 
 
-def takes(function: Any, *arguments: Any, **named: Any) -> None:
-    """Raises NotThere where the function cannot be called with these arguments."""
+def check_signature(function: Any, *arguments: Any, **named: Any) -> None:
+    """Raises PrivateApiMissing if the function cannot be called with these arguments."""
     try:
         inspect.signature(function).bind(*arguments, **named)
     except TypeError as error:
-        raise NotThere(f"{function.__qualname__}: {error}") from error
+        raise PrivateApiMissing(f"{function.__qualname__}: {error}") from error
 
 
-def overrides(ours: type, *names: str) -> type:
-    """Our class, whose methods of these names stand for those of the class below it. Raises NotThere where they do not:
-    nothing would fail then, they would just not be called."""
-    base: Any = ours.__mro__[1]
+def check_overrides(subclass: type, *names: str) -> type:
+    """Returns the subclass if its methods `names` override base methods with the same parameters; raises PrivateApiMissing
+    otherwise: without this check a method that Ray no longer calls would go unnoticed."""
+    base: Any = subclass.__mro__[1]
     for name in names:
-        theirs = getattr(base, name, None)
-        if theirs is None:
-            raise NotThere(f"{base.__name__}.{name} is gone")
-        if callable(theirs) and list(inspect.signature(theirs).parameters) != list(
-            inspect.signature(getattr(ours, name)).parameters
+        base_method = getattr(base, name, None)
+        if base_method is None:
+            raise PrivateApiMissing(f"{base.__name__}.{name} is gone")
+        if callable(base_method) and list(inspect.signature(base_method).parameters) != list(
+            inspect.signature(getattr(subclass, name)).parameters
         ):
-            raise NotThere(f"{base.__name__}.{name} takes {inspect.signature(theirs)}")
-    return ours
+            raise PrivateApiMissing(f"{base.__name__}.{name} takes {inspect.signature(base_method)}")
+    return subclass

@@ -1,46 +1,49 @@
-"""How the workers of a run meet under Ray Train: on one machine in a file, on several at an address on their network.
+"""Rendezvous of a run's workers under Ray Train: by a file on one machine, by a network address on several.
 
-The one that is asked is the machine, not the cluster: a run whose workers all found a place on one node of a large cluster
-opens no port to the others either.
+The workers' nodes decide, not the cluster: if all workers of a run are on one node of a large cluster, it opens no port to
+other hosts either.
 
     trainer = TorchTrainer(function, torch_config=torch_config(), **settings)
-    meet(worker_group)                                        # in a backend's on_start
+    set_up_rendezvous(worker_group)                           # in a backend's on_start
 """
 
 import os
 import socket
 from typing import Any
 
-from raystride.pipelines.worker.group import meet_in, new_meeting, use_interface_of
+from raystride.pipelines.distributed.process_group import create_rendezvous_file, set_rendezvous_file, use_interface_with
 
 
-def meet_here(worker_group: Any) -> bool:
-    """Has the workers meet on their machine, if they are on one; else tells each its interface, and says so."""
-    here = len(set(worker_group.execute(_node))) == 1
-    if here:
-        worker_group.execute(meet_in, worker_group.execute_single(0, new_meeting))
+def try_local_rendezvous(worker_group: Any) -> bool:
+    """Sets up a rendezvous file if all workers are on one machine; otherwise sets each worker's network interface.
+
+    Returns whether they are on one machine.
+    """
+    is_local = len(set(worker_group.execute(_node_id))) == 1
+    if is_local:
+        worker_group.execute(set_rendezvous_file, worker_group.execute_single(0, create_rendezvous_file))
     else:
-        worker_group.execute(meet_in, None)
+        worker_group.execute(set_rendezvous_file, None)
         worker_group.execute(_use_interface)
-    return here
+    return is_local
 
 
-def meet(worker_group: Any) -> None:
-    """Has the workers meet on their machine, or on the first one's network; they join the group by themselves."""
-    if not meet_here(worker_group):
-        address, port = worker_group.execute_single(0, free_address)
-        worker_group.execute(set_address, address, port)
+def set_up_rendezvous(worker_group: Any) -> None:
+    """Sets up the rendezvous on the workers' machine or at rank 0's address; the workers join the group by themselves."""
+    if not try_local_rendezvous(worker_group):
+        address, port = worker_group.execute_single(0, find_free_address)
+        worker_group.execute(set_master_address, address, port)
 
 
 def torch_config() -> Any:
-    """Ray Train's TorchConfig, whose workers meet as `meet` has them, and join the group by themselves."""
+    """Returns Ray Train's TorchConfig with the rendezvous of `set_up_rendezvous`; workers join the group by themselves."""
     from ray.train.torch import TorchConfig
 
     backend: Any = TorchConfig().backend_cls
 
     class MeetingBackend(backend):  # type: ignore[misc]
         def on_start(self, worker_group: Any, backend_config: Any) -> None:
-            meet(worker_group)
+            set_up_rendezvous(worker_group)
 
         def on_shutdown(self, worker_group: Any, backend_config: Any) -> None:
             pass
@@ -53,8 +56,8 @@ def torch_config() -> Any:
     return MeetingConfig()
 
 
-def free_address() -> tuple[str, int]:
-    """An address of this worker's node at which nobody listens."""
+def find_free_address() -> tuple[str, int]:
+    """Returns an unused address and port of this worker's node."""
     import ray
 
     address = ray.util.get_node_ip_address()
@@ -63,12 +66,12 @@ def free_address() -> tuple[str, int]:
         return address, listener.getsockname()[1]
 
 
-def set_address(address: str, port: int) -> None:
-    """Has this worker's group meet there."""
+def set_master_address(address: str, port: int) -> None:
+    """Sets the address at which this worker's process group meets."""
     os.environ.update(MASTER_ADDR=address, MASTER_PORT=str(port))
 
 
-def _node() -> str:
+def _node_id() -> str:
     import ray
 
     return str(ray.get_runtime_context().get_node_id())
@@ -77,4 +80,4 @@ def _node() -> str:
 def _use_interface() -> None:
     import ray
 
-    use_interface_of(ray.util.get_node_ip_address())
+    use_interface_with(ray.util.get_node_ip_address())

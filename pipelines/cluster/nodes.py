@@ -1,7 +1,7 @@
-"""What is asked of every node of a cluster at once, in a worker process of each, and what they send each other.
+"""Runs functions on every node of a cluster at once, and measures the network between the nodes.
 
-    answers = ask_each_node(look, timeout_s=60)               # what `look` gave, or NoAnswer, by ClusterNode
-    network = measure_network(timeout_s=60)                   # Links(unreachable=(), to="h3", mib_per_s=112.0), likewise
+    answers = run_on_all_nodes(probe, timeout_s=60)           # result of `probe` or NoAnswer, by ClusterNode
+    network = measure_network(timeout_s=60)                   # Links(unreachable=(), target="h3", mib_per_s=112.0), likewise
 
 Both need ray.init.
 """
@@ -15,12 +15,12 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from raystride.pipelines.cluster.cluster import call
-from raystride.pipelines.worker.reachable import own_address
+from raystride.pipelines.cluster.cluster import call_function
+from raystride.pipelines.distributed.connectivity import find_own_address
 
 T = TypeVar("T")
 SENT_BYTES = 16 * 2**20
-"""What a node sends to the next, to see how fast that is."""
+"""Bytes that a node sends to the next to measure the rate."""
 CONNECT_S = 5.0
 
 
@@ -35,117 +35,126 @@ class ClusterNode:
 
 @dataclass(frozen=True)
 class NoAnswer:
-    """A node did not answer, and why."""
+    """The reason why a node did not answer."""
 
-    why: str
+    reason: str
 
 
 @dataclass(frozen=True)
 class Links:
-    """A node's way to the others."""
+    """A node's connections to the others."""
 
     interface: str
     unreachable: tuple[str, ...] = ()
-    """Names of nodes to which it cannot connect, each with the reason."""
-    to: str = ""
-    """The node to which it has sent ..."""
+    """Names of unreachable nodes, each with the reason."""
+    target: str = ""
+    """The node to which data was sent."""
     mib_per_s: float = 0.0
-    """... and how fast, while all others did the same."""
+    """Rate of sending to it, while all others sent too."""
     lookup_s: float = 0.0
-    """How long it took to look up the name of that one's address, as PyTorch does of each that it connects to."""
+    """Seconds for the reverse lookup of its address, which PyTorch does for each peer."""
 
 
-def ask_each_node(function: Callable[[], T], timeout_s: float) -> dict[ClusterNode, T | NoAnswer]:
-    """What a function gives on each node that is alive and computes, by address; needs ray.init."""
+def run_on_all_nodes(function: Callable[[], T], timeout_s: float) -> dict[ClusterNode, T | NoAnswer]:
+    """Runs a function on each live node that computes; returns the results, or NoAnswer, by node. Needs ray.init."""
     import ray
 
-    task = ray.remote(num_cpus=0)(call)
-    asked = {node: task.options(scheduling_strategy=where).remote(function) for node, where in _nodes().items()}
-    return _gathered(asked, timeout_s)
+    task = ray.remote(num_cpus=0)(call_function)
+    pending = {
+        node: task.options(scheduling_strategy=strategy).remote(function) for node, strategy in _compute_nodes().items()
+    }
+    return _gather_answers(pending, timeout_s)
 
 
-def _nodes() -> dict[ClusterNode, Any]:
-    """The nodes that are alive and compute, by address, each with how Ray is told of it; a head may do nothing else."""
+def _compute_nodes() -> dict[ClusterNode, Any]:
+    """Returns live nodes with CPUs or GPUs, sorted by address, with their scheduling strategies; a head may have neither."""
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     alive = [node for node in ray.nodes() if node["Alive"] and {"CPU", "GPU"} & set(node["Resources"])]
-    named = {ClusterNode(node["NodeManagerAddress"], node["NodeManagerHostname"]): node["NodeID"] for node in alive}
-    return {node: NodeAffinitySchedulingStrategy(named[node], soft=False) for node in sorted(named)}
+    node_ids = {ClusterNode(node["NodeManagerAddress"], node["NodeManagerHostname"]): node["NodeID"] for node in alive}
+    return {node: NodeAffinitySchedulingStrategy(node_ids[node], soft=False) for node in sorted(node_ids)}
 
 
 def measure_network(timeout_s: float) -> dict[ClusterNode, Links | NoAnswer]:
-    """Whether each node can connect to each other over the interface that gloo takes, and how fast it sends to the next.
+    """Tests all connections between nodes over gloo's interface, and measures the rate from each node to the next.
 
-    All at once, as a training does. Needs ray.init; nothing with one node.
+    All nodes send at once, as in a training. Needs ray.init; returns {} with one node.
     """
     import ray
 
-    nodes = _nodes()
+    nodes = _compute_nodes()
     if len(nodes) < 2:
         return {}
-    ends = {node: ray.remote(num_cpus=0)(_End).options(scheduling_strategy=where).remote() for node, where in nodes.items()}
+    actors = {
+        node: ray.remote(num_cpus=0)(_LinkEndpoint).options(scheduling_strategy=strategy).remote()
+        for node, strategy in nodes.items()
+    }
     try:
-        listening = _gathered({node: end.listen.remote() for node, end in ends.items()}, timeout_s)
-        places = {node: place for node, place in listening.items() if not isinstance(place, NoAnswer)}
-        told = _gathered({node: ends[node].reach.remote(node, places) for node in places}, timeout_s)
-        return {node: told.get(node, listening[node]) for node in nodes}
+        listening = _gather_answers({node: actor.listen.remote() for node, actor in actors.items()}, timeout_s)
+        endpoints = {node: endpoint for node, endpoint in listening.items() if not isinstance(endpoint, NoAnswer)}
+        links = _gather_answers({node: actors[node].probe_others.remote(node, endpoints) for node in endpoints}, timeout_s)
+        return {node: links.get(node, listening[node]) for node in nodes}
     finally:
-        for end in ends.values():
-            ray.kill(end)
+        for actor in actors.values():
+            ray.kill(actor)
 
 
-def _gathered(asked: Mapping[ClusterNode, Any], timeout_s: float) -> dict[ClusterNode, Any]:
-    """Each node's answer, or NoAnswer where it did not come in time, or something was raised there."""
+def _gather_answers(pending: Mapping[ClusterNode, Any], timeout_s: float) -> dict[ClusterNode, Any]:
+    """Returns each node's answer, or NoAnswer if it came too late or an error was raised there."""
     import ray
     from ray.exceptions import GetTimeoutError
 
     deadline, found = time.monotonic() + timeout_s, dict[ClusterNode, Any]()
-    for node, answer in asked.items():
+    for node, answer in pending.items():
         try:
             found[node] = ray.get(answer, timeout=max(0.1, deadline - time.monotonic()))
         except GetTimeoutError:
             found[node] = NoAnswer(f"no answer in {timeout_s:g} s (launch.timeout_s)")
-        except Exception as error:  # RayError, and with it whatever was raised there
+        except Exception as error:  # RayError, which carries the error raised there
             found[node] = NoAnswer(f"{getattr(error, 'cause', None) or error}".strip().splitlines()[-1])
     return found
 
 
-class _End:
-    """A node's end of its links: an actor there."""
+class _LinkEndpoint:
+    """Actor on a node that receives from and sends to the other nodes."""
 
     def listen(self) -> tuple[str, int, str]:
-        """Address, port and interface at which it listens from now on, and takes what it is sent."""
+        """Starts to receive in the background; returns address, port and interface."""
         import ray
 
-        from raystride.pipelines.worker.group import use_interface_of
+        from raystride.pipelines.distributed.process_group import use_interface_with
 
-        use_interface_of(ray.util.get_node_ip_address())
-        address, interface = own_address()
+        use_interface_with(ray.util.get_node_ip_address())
+        address, interface = find_own_address()
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         self._server = socket.create_server((address, 0), family=family, backlog=1024)
-        threading.Thread(target=self._take, daemon=True).start()
+        threading.Thread(target=self._accept_connections, daemon=True).start()
         return address, self._server.getsockname()[1], interface
 
-    def _take(self) -> None:
+    def _accept_connections(self) -> None:
         while True:
             connection, _ = self._server.accept()
-            threading.Thread(target=_answer, args=(connection,), daemon=True).start()
+            threading.Thread(target=_receive_all, args=(connection,), daemon=True).start()
 
-    def reach(self, own: ClusterNode, places: Mapping[ClusterNode, tuple[str, int, str]]) -> Links:
-        """Connects to all others, and sends to the next."""
-        others = [node for node in places if node != own]
+    def probe_others(self, own: ClusterNode, endpoints: Mapping[ClusterNode, tuple[str, int, str]]) -> Links:
+        """Connects to all others and sends to the next; returns the result."""
+        others = [node for node in endpoints if node != own]
         with ThreadPoolExecutor(32) as pool:
-            problems = list(pool.map(lambda node: _problem(*places[node][:2]), others))
-        unreachable = tuple(f"{node.name}: {why}" for node, why in zip(others, problems, strict=True) if why)
-        order = list(places)
+            problems = list(pool.map(lambda node: _connection_problem(*endpoints[node][:2]), others))
+        unreachable = tuple(f"{node.name}: {reason}" for node, reason in zip(others, problems, strict=True) if reason)
+        order = list(endpoints)
         following = order[(order.index(own) + 1) % len(order)]
-        rate = 0.0 if any(each.startswith(f"{following.name}:") for each in unreachable) else _rate(*places[following][:2])
-        return Links(places[own][2], unreachable, following.name, rate, _lookup_s(places[following][0]))
+        rate = (
+            0.0
+            if any(reason.startswith(f"{following.name}:") for reason in unreachable)
+            else _measure_rate(*endpoints[following][:2])
+        )
+        return Links(endpoints[own][2], unreachable, following.name, rate, _measure_lookup_s(endpoints[following][0]))
 
 
-def _answer(connection: socket.socket) -> None:
-    """Takes what comes, and says so when all has come."""
+def _receive_all(connection: socket.socket) -> None:
+    """Receives `SENT_BYTES` and acknowledges them."""
     with connection, suppress(OSError):
         taken = 0
         while taken < SENT_BYTES and (data := connection.recv(1 << 20)):
@@ -153,8 +162,8 @@ def _answer(connection: socket.socket) -> None:
         connection.sendall(b"!")
 
 
-def _problem(address: str, port: int) -> str:
-    """Why there is no way to an address; empty: there is one."""
+def _connection_problem(address: str, port: int) -> str:
+    """Returns why an address cannot be reached, "" if it can."""
     try:
         socket.create_connection((address, port), timeout=CONNECT_S).close()
     except OSError as error:
@@ -162,16 +171,16 @@ def _problem(address: str, port: int) -> str:
     return ""
 
 
-def _lookup_s(address: str) -> float:
-    """Seconds until an address has a name, or is known to have none."""
+def _measure_lookup_s(address: str) -> float:
+    """Returns the seconds of a reverse lookup of an address, whether it finds a name or not."""
     begin = time.perf_counter()
     with suppress(OSError):
         socket.getnameinfo((address, 0), 0)
     return time.perf_counter() - begin
 
 
-def _rate(address: str, port: int) -> float:
-    """MiB a second to an address; 0 where it breaks off."""
+def _measure_rate(address: str, port: int) -> float:
+    """Returns the rate to an address in MiB a second, 0 if the connection breaks."""
     block = bytes(1 << 20)
     try:
         with socket.create_connection((address, port), timeout=CONNECT_S) as connection:

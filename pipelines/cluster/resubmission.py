@@ -1,10 +1,10 @@
-"""A job that is submitted again when its driver was lost, by an actor on another node that outlives it.
+"""Resubmits a Ray job after its driver was lost, by a detached actor on another node.
 
-    if watch_over_job("http://head:8265", "raysubmit_x", times=3): ...   # in the driver of a submitted job
+    if start_resubmission("http://head:8265", "raysubmit_x", max_resubmissions=3): ...   # in the driver of a submitted job
 
-The job's own end, however it came, is no loss: only that nobody is left who could say so, a SIGKILL, or that its driver was
-cut off from the cluster. The run goes on by its name, from its newest checkpoint, once the former driver has given it up
-(`cluster.isolation`) or its lease has run out (`launch.owner`).
+A job that ends by itself, with success or failure, is not resubmitted. A driver counts as lost if its node died, it got a
+SIGKILL, or it was cut off from the cluster. The run resumes by its name from its newest checkpoint, once the former driver
+has given it up (`cluster.isolation`) or its lease has expired (`run_store.lease`).
 """
 
 import logging
@@ -13,33 +13,45 @@ import re
 import signal
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 from raystride.pipelines.cluster.internals import submission_id
+from raystride.pipelines.config import LaunchConfig
 
 log = logging.getLogger(__name__)
 
 NAMESPACE = "raystride"
-LOOK_S = 2.0
+POLL_S = 2.0
 MAX_REFUSALS = 3
-"""Answers in a row that the job is unknown, or that this actor may not ask, after which it asks no more."""
+"""Consecutive answers "job unknown" or "not authorised" after which the actor gives up."""
 MAX_SILENCE_S = 24 * 3600.0
-"""Seconds without any answer after which nobody will give one."""
-AGAIN = re.compile(r"(?P<first>.*)-again-(?P<number>\d+)", re.DOTALL)
-ISOLATED = os.EX_TEMPFAIL
-"""Exit code of a driver that was cut off from its cluster, and gave its run up."""
-LOST = ("JOB_SUPERVISOR_ACTOR_DIED", "JOB_SUPERVISOR_ACTOR_UNKNOWN_FAILURE")
-"""What Ray says of a job whose supervisor, which runs beside the driver, is gone; nothing where both were on a lost head."""
+"""Seconds without any answer after which the actor gives up."""
+RESUBMITTED_NAME = re.compile(r"(?P<first>.*)-again-(?P<number>\d+)", re.DOTALL)
+ISOLATED_EXIT_CODE = os.EX_TEMPFAIL
+"""Exit code of a driver that was cut off from its cluster and gave up its run."""
+LOST_ERROR_TYPES = ("JOB_SUPERVISOR_ACTOR_DIED", "JOB_SUPERVISOR_ACTOR_UNKNOWN_FAILURE")
+"""Ray's error types of a job that lost its supervisor, a process beside the driver; none if both were on a lost head."""
 
 
-def watch_over_job(dashboard: str, submission: str, times: int) -> bool:
-    """Has the submitted job that this process is submitted again where it is lost, at most `times` times in all.
+def arrange_resubmission(settings: LaunchConfig, dashboard: str | None, warn: Callable[[str], None]) -> None:
+    """Starts the resubmission of the job in case this driver is lost, if requested and possible; warns if it is not."""
+    if not settings.max_resubmissions:
+        return
+    if not (dashboard and (submission := submission_id())):
+        warn("launch.max_resubmissions has no effect: this is no job that was submitted to a cluster with a dashboard")
+    elif not start_resubmission(dashboard, submission, settings.max_resubmissions):
+        warn(f"this job has been submitted again launch.max_resubmissions = {settings.max_resubmissions} times, and no more")
 
-    Whether it will be: not where it has been so often. Needs ray.init.
+
+def start_resubmission(dashboard: str, submission: str, max_resubmissions: int) -> bool:
+    """Starts a detached actor that resubmits this Ray job if its driver is lost, at most `max_resubmissions` times in all.
+
+    Returns False if they are used up. Needs ray.init.
     """
     import ray
 
-    if number_of(submission) >= times:
+    if resubmission_number(submission) >= max_resubmissions:
         return False
     here = ray.get_runtime_context().get_node_id()
     elsewhere = any(node["Alive"] and node["NodeID"] != here for node in ray.nodes())
@@ -50,98 +62,98 @@ def watch_over_job(dashboard: str, submission: str, times: int) -> bool:
         lifetime="detached",
         max_restarts=-1,
         label_selector={"ray.io/node-id": f"!in({here})"} if elsewhere else None,
-    )(Resubmission).remote(dashboard, submission)
-    ray.get(actor.stands.remote())
+    )(ResubmissionActor).remote(dashboard, submission)
+    ray.get(actor.ping.remote())
     return True
 
 
-def number_of(submission: str) -> int:
-    """How often a job has been submitted again, by its name."""
-    found = AGAIN.fullmatch(submission)
+def resubmission_number(submission: str) -> int:
+    """Returns how often a job has been resubmitted, by its name."""
+    found = RESUBMITTED_NAME.fullmatch(submission)
     return int(found["number"]) if found else 0
 
 
-def next_name(submission: str) -> str:
-    """What the job is called when it is submitted once more."""
-    found = AGAIN.fullmatch(submission)
-    return f"{found['first'] if found else submission}-again-{number_of(submission) + 1}"
+def next_job_name(submission: str) -> str:
+    """Returns the name of the job for its next submission."""
+    found = RESUBMITTED_NAME.fullmatch(submission)
+    return f"{found['first'] if found else submission}-again-{resubmission_number(submission) + 1}"
 
 
-def was_submitted_again() -> bool:
-    """Whether this process is a job that was submitted again, whose former driver may live yet."""
-    return number_of(submission_id() or "") > 0
+def is_resubmitted() -> bool:
+    """Returns whether this process is a resubmitted job; its former driver may still be alive."""
+    return resubmission_number(submission_id() or "") > 0
 
 
-def was_lost(error_type: str | None, exit_code: int | None) -> bool:
-    """Whether a job that failed did so without a word of its own, or since its driver was cut off."""
-    return error_type in LOST or exit_code in (-signal.SIGKILL, 128 + signal.SIGKILL, ISOLATED)
+def is_driver_lost(error_type: str | None, exit_code: int | None) -> bool:
+    """Returns whether Ray lost the driver of a failed job (node death, SIGKILL) or it was cut off from the cluster."""
+    return error_type in LOST_ERROR_TYPES or exit_code in (-signal.SIGKILL, 128 + signal.SIGKILL, ISOLATED_EXIT_CODE)
 
 
-class Resubmission:
-    """The actor: looks at the job until it has ended, and ends with it."""
+class ResubmissionActor:
+    """Actor that polls the job until it ends, and then ends itself."""
 
     def __init__(self, dashboard: str, submission: str) -> None:
         self._dashboard, self._submission = dashboard, submission
         threading.Thread(target=self._run, name="resubmission", daemon=True).start()
 
-    def stands(self) -> bool:
-        """Answers when it has been made."""
+    def ping(self) -> bool:
+        """Readiness probe."""
         return True
 
     def _run(self) -> None:
         import ray
 
-        self._watch()
+        self._watch_job()
         ray.kill(ray.get_runtime_context().current_actor)
 
-    def _watch(self) -> None:
-        """Looks at the job until there is nothing left to look at: it has ended, was deleted, or nobody answers for long."""
-        refusals, heard = 0, time.monotonic()
-        while refusals < MAX_REFUSALS and time.monotonic() - heard < MAX_SILENCE_S:
-            time.sleep(LOOK_S)
+    def _watch_job(self) -> None:
+        """Polls the job until it has ended or was deleted, or there is no answer for too long."""
+        refusals, last_answer = 0, time.monotonic()
+        while refusals < MAX_REFUSALS and time.monotonic() - last_answer < MAX_SILENCE_S:
+            time.sleep(POLL_S)
             try:
-                if self._look():
+                if self._check_job():
                     return
-            except Exception as error:  # the head may be starting again, or the job be gone
+            except Exception as error:  # the head may be restarting, or the job be gone
                 refusals = refusals + 1 if _is_refusal(error) else 0
                 log.warning("job %s cannot be looked at: %s", self._submission, error)
             else:
-                refusals, heard = 0, time.monotonic()
+                refusals, last_answer = 0, time.monotonic()
 
-    def _look(self) -> bool:
-        """Submits the job again where it was lost; whether there is nothing left to look at."""
+    def _check_job(self) -> bool:
+        """Resubmits the job if it was lost; returns whether the polling is over."""
         from ray.job_submission import JobStatus, JobSubmissionClient
 
         client = JobSubmissionClient(self._dashboard)
         job = client.get_job_info(self._submission)
         if job.status.is_terminal():
-            lost = job.status == JobStatus.FAILED and was_lost(job.error_type, job.driver_exit_code)
+            lost = job.status == JobStatus.FAILED and is_driver_lost(job.error_type, job.driver_exit_code)
         else:
-            lost = not _is_there(job.driver_node_id)
+            lost = not _is_node_alive(job.driver_node_id)
             if not lost:
                 return False
-        again = next_name(self._submission)
-        # This actor may have done it before it was itself started again.
-        if lost and all(each.submission_id != again for each in client.list_jobs()):
-            runtime_env, metadata = _given(job.runtime_env or {}), _given(job.metadata or {})
-            client.submit_job(entrypoint=job.entrypoint, submission_id=again, runtime_env=runtime_env, metadata=metadata)
+        new_name = next_job_name(self._submission)
+        # This actor may have done so before it was restarted itself.
+        if lost and all(job_info.submission_id != new_name for job_info in client.list_jobs()):
+            runtime_env, metadata = _strip_added(job.runtime_env or {}), _strip_added(job.metadata or {})
+            client.submit_job(entrypoint=job.entrypoint, submission_id=new_name, runtime_env=runtime_env, metadata=metadata)
         return True
 
 
 def _is_refusal(error: Exception) -> bool:
-    """Whether Ray's client was told that there is no such job, or that it may not ask, as no head does that starts again."""
+    """Returns whether the error means that the job is unknown or access is denied; a restarting head says neither."""
     from ray.exceptions import AuthenticationError
 
     return isinstance(error, AuthenticationError) or "status code 404" in str(error)
 
 
-def _is_there(node_id: str | None) -> bool:
-    """Whether a node is alive, or nothing is known of it."""
+def _is_node_alive(node_id: str | None) -> bool:
+    """Returns whether a node is alive or unknown."""
     import ray
 
     return not node_id or any(node["Alive"] for node in ray.nodes() if node["NodeID"] == node_id)
 
 
-def _given(told: dict[str, Any]) -> dict[str, Any]:
-    """What a user gave, without what was added while the job ran."""
-    return {key: value for key, value in told.items() if not key.startswith(("raystride.", "_ray"))}
+def _strip_added(values: dict[str, Any]) -> dict[str, Any]:
+    """Returns the user's values, without the keys added while the job ran."""
+    return {key: value for key, value in values.items() if not key.startswith(("raystride.", "_ray"))}

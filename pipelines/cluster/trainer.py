@@ -1,122 +1,127 @@
-"""Workers by Ray Train: its TorchTrainer, or a leaner trainer that starts in about half the time.
+"""Runs workers by Ray Train: its TorchTrainer, or a leaner trainer that starts in about half the time.
 
-summary = train_on_ray(job, share, recorder, fast_start=True)       # raises what fit() raises
+summary = train_on_ray(job, allocation, recorder, fast_start=True)  # raises the errors of fit()
 """
 
 import os
 import time
 import traceback
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any, cast
 
-from raystride.pipelines.cluster.cluster import joined
-from raystride.pipelines.cluster.elastic import NEVER_S, Start, train_on_nodes
+from raystride.pipelines.cluster.cluster import CannotRun, uses_running_cluster
+from raystride.pipelines.cluster.elastic import NEVER_S, StartPlan, train_on_nodes
 from raystride.pipelines.cluster.fallback import Warn
 from raystride.pipelines.cluster.internals import fast_start_trainer
 from raystride.pipelines.cluster.meeting import torch_config
 from raystride.pipelines.cluster.recorder_handle import RecorderHandle, StopPoll
-from raystride.pipelines.cluster.resources import Share
-from raystride.pipelines.credentials import conceal, hidden
-from raystride.pipelines.files import Folder, filesystem
-from raystride.pipelines.hang.heartbeat import HeartbeatSender, end_cut_off_worker
-from raystride.pipelines.hang.watch import HangWatch, heartbeat_every_s
+from raystride.pipelines.cluster.resources import Allocation
+from raystride.pipelines.credentials import redact, redact_exception
+from raystride.pipelines.hang.heartbeat import HeartbeatSender, exit_unreachable_worker
+from raystride.pipelines.hang.watch import HangWatch, heartbeat_interval_s
 from raystride.pipelines.profiling.nsight_commands import worker_executable
 from raystride.pipelines.record.summary import RunSummary
+from raystride.pipelines.storage.folder import Folder, resolve_filesystem
 from raystride.pipelines.worker.job import Job, WorkerInfo
 
-PLACES_WAIT_S = "3"
-"""How long an elastic run waits for its workers' places before it looks again how many there are. A worker's death is known
-before that of its node, for some seconds: places there are asked for in vain, with Ray's default for a minute."""
+PLACEMENT_WAIT_S = "3"
+"""Seconds that an elastic run waits for its placement group before it counts the slots again. For some seconds Ray knows of
+a worker's death but not of its node's: slots there are requested in vain, for a minute with Ray's default."""
 
-NODE_ID = "ray.io/node-id"
-"""The label by which Ray knows a node."""
+NODE_ID_LABEL = "ray.io/node-id"
+"""Ray's label for a node's id."""
 
 
-def train_on_ray(job: Job, share: Share, recorder: RecorderHandle, *, fast_start: bool) -> RunSummary:
+def train_on_ray(job: Job, allocation: Allocation, recorder: RecorderHandle, *, fast_start: bool) -> RunSummary:
     """Runs the job on Ray workers; returns rank 0's summary.
 
-    Raises ray.train.TrainingFailedError, what Ray raises besides, and Hung where the last group hung and was ended for it.
+    Raises ray.train.TrainingFailedError, other errors of Ray, and Hung if the last group hung and was killed for it.
     """
     watch = HangWatch(recorder, job.folder, job.config.launch.hang_s)
     try:
-        return _train(job, share, recorder, fast_start=fast_start)
+        return _train(job, allocation, recorder, fast_start=fast_start)
     except Exception as error:
         raise watch.cause(error) from None
     finally:
         watch.end()
 
 
-def _train(job: Job, share: Share, recorder: RecorderHandle, *, fast_start: bool) -> RunSummary:
-    began = time.monotonic()
+def _train(job: Job, allocation: Allocation, recorder: RecorderHandle, *, fast_start: bool) -> RunSummary:
+    started = time.monotonic()
 
-    def fit(start: Start) -> RunSummary:
-        rest = _with_less_time(job, time.monotonic() - began) if start.number else job
-        settings = trainer_settings(rest, share, recorder, start)
+    def fit(start: StartPlan) -> RunSummary:
+        remaining_job = _with_remaining_hours(job, time.monotonic() - started) if start.number else job
+        settings = make_trainer_settings(remaining_job, allocation, recorder, start)
         result = make_trainer(worker_main, settings, fast_start=fast_start, warn=recorder.warn).fit()
         return cast(RunSummary, result.return_value or {})
 
-    # Without checkpoints a stop would lose all, so such a run keeps the workers that it has.
-    if not job.config.checkpoint.every or not (share.least or joined(job.config.launch)):
-        return fit(Start(share.workers))
-    if share.least:
-        os.environ.setdefault("RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S", PLACES_WAIT_S)
+    # Without checkpoints a stop would lose everything, so such a run keeps its workers.
+    if not job.config.checkpoint.every or not (allocation.min_workers or uses_running_cluster(job.config.launch)):
+        return fit(StartPlan(allocation.workers))
+    if allocation.min_workers:
+        os.environ.setdefault("RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S", PLACEMENT_WAIT_S)
     scaling = job.config.scaling
-    return train_on_nodes(fit, share, recorder, scaling.resize_every_s, scaling.drop_slower_than)
+    return train_on_nodes(fit, allocation, recorder, scaling.resize_every_s, scaling.drop_slower_than)
 
 
-def trainer_settings(job: Job, share: Share, recorder: RecorderHandle, start: Start) -> dict[str, Any]:
-    """What a trainer takes for a start of the job."""
+def make_trainer_settings(job: Job, allocation: Allocation, recorder: RecorderHandle, start: StartPlan) -> dict[str, Any]:
+    """Returns the arguments of a Ray Train trainer for a start of the job."""
     from ray.train import FailureConfig, LoggingConfig, RunConfig, ScalingConfig
 
     launch = job.config.launch
-    under_nsys = {"py_executable": worker_executable(share.device)} if job.config.profile.tool == "nsys" else {}
+    under_nsys = {"py_executable": worker_executable(allocation.device)} if job.config.profile.tool == "nsys" else {}
     return {
-        "train_loop_config": {"job": _for_workers(job), "recorder": recorder},
+        "train_loop_config": {"job": _without_tracking_uri(job), "recorder": recorder},
         "scaling_config": ScalingConfig(
-            num_workers=(share.least, start.most) if share.least else start.most,
-            use_gpu=share.device == "cuda",
-            resources_per_worker=share.per_worker,
-            label_selector={NODE_ID: f"!in({','.join(sorted(start.without))})"} if start.without else None,
-            # By itself it would kill the workers where they are in order to grow; see `elastic`.
+            num_workers=(allocation.min_workers, start.max_workers) if allocation.min_workers else start.max_workers,
+            use_gpu=allocation.device == "cuda",
+            resources_per_worker=allocation.per_worker,
+            label_selector={NODE_ID_LABEL: f"!in({','.join(sorted(start.excluded_nodes))})"}
+            if start.excluded_nodes
+            else None,
+            # Ray Train would kill the workers to grow; see `elastic`.
             elastic_resize_monitor_interval_s=NEVER_S,
         ),
         "run_config": RunConfig(
             name=f"{job.run}-{job.attempt}" + (f"-{start.number}" if start.number else ""),
-            **ray_storage(job.folder / ".ray"),
-            failure_config=FailureConfig(max_failures=launch.restarts, max_preemption_failures=launch.preemptions),
-            # Ray would print a failure's traceback three times; the last screen shows the lines that matter.
+            **ray_storage_options(job.folder / ".ray"),
+            failure_config=FailureConfig(
+                max_failures=launch.max_restarts, max_preemption_failures=launch.max_preemption_restarts
+            ),
+            # Ray would print a failure's traceback three times; the closing screen shows the lines that matter.
             logging_config=LoggingConfig(log_level="CRITICAL"),
             worker_runtime_env=under_nsys,
         ),
     }
 
 
-def _for_workers(job: Job) -> Job:
-    """The job without the tracking server's address, which may hold a password: the recorder alone talks to it."""
+def _without_tracking_uri(job: Job) -> Job:
+    """Returns the job without the tracking server's address, which may hold a password: only the recorder needs it."""
     return replace(job, config=replace(job.config, record=replace(job.config.record, mlflow_uri=None)))
 
 
-def ray_storage(folder: Folder) -> dict[str, Any]:
-    """A folder as Ray's RunConfig takes it, which Ray also writes down: one that is reached by a key as its file system."""
+def ray_storage_options(folder: Folder) -> dict[str, Any]:
+    """Returns Ray's RunConfig options for a folder. Ray stores them, so a folder with a key is given as a file system."""
     if str(folder) == folder.uri:
         return {"storage_path": folder.uri}
-    system, path = filesystem(folder.uri)
+    system, path = resolve_filesystem(folder.uri)
     return {"storage_path": path, "storage_filesystem": system}
 
 
-def _with_less_time(job: Job, seconds: float) -> Job:
-    """The job that ends as many seconds earlier by its bound on hours, where it has one."""
+def _with_remaining_hours(job: Job, seconds: float) -> Job:
+    """Returns the job with its limit in hours, if any, reduced by `seconds`."""
     train = job.config.train
     if not train.hours:
         return job
-    left = max(1e-9, train.hours - seconds / 3600)  # 0 would be no bound
+    left = max(1e-9, train.hours - seconds / 3600)  # 0 would mean no limit
     return replace(job, config=replace(job.config, train=replace(train, hours=left)))
 
 
 def make_trainer(function: Any, settings: dict[str, Any], *, fast_start: bool, warn: Warn) -> Any:
-    """The fast-start trainer where it is asked for, else the stock TorchTrainer; this one also, after a warning, where Ray's
-    internals are not as the other knows them.
+    """Returns the fast-start trainer if requested, else the stock TorchTrainer; also the latter, after a warning, if Ray's
+    internals have changed.
     """
     if fast_start and (trainer := fast_start_trainer(function, settings, warn)):
         return trainer
@@ -126,11 +131,11 @@ def make_trainer(function: Any, settings: dict[str, Any], *, fast_start: bool, w
 
 
 def worker_main(config: dict[str, Any]) -> RunSummary:
-    """What each worker process runs."""
+    """Runs a worker process: heartbeats, stop poll and `run_worker`; returns its summary."""
     milestones = {"worker": time.time()}
     import ray.train
 
-    from raystride.pipelines.worker.worker import run_worker
+    from raystride.pipelines.worker.run import run_worker
 
     context, recorder = ray.train.get_context(), config["recorder"]
     world = context.get_world_size()
@@ -140,20 +145,77 @@ def worker_main(config: dict[str, Any]) -> RunSummary:
         local_rank=context.get_local_rank(),
         node=ray.util.get_node_ip_address(),
     )
-    # One rank's request reaches all in the next step, so one rank asks.
+    # One rank's request reaches all in the next step, so only rank 0 polls.
     stopping = StopPoll(partial(recorder.stop_requested, world)) if worker.rank == 0 else None
     hang_s, node_id = config["job"].config.launch.hang_s, ray.get_runtime_context().get_node_id()
-    cut_off = end_cut_off_worker if node_id != recorder.node_id else None
-    heartbeats = HeartbeatSender(recorder.heartbeat, worker, node_id, heartbeat_every_s(hang_s), cut_off) if hang_s else None
+    cut_off = exit_unreachable_worker if node_id != recorder.node_id else None
+    heartbeats = (
+        HeartbeatSender(recorder.heartbeat, worker, node_id, heartbeat_interval_s(hang_s), cut_off) if hang_s else None
+    )
     try:
         return run_worker(config["job"], worker, recorder.post, stopping or (lambda: False), milestones)
     except BaseException as error:
-        conceal(error)  # Ray writes it into its logs
-        # Written into the error it outlives the way to another process.
-        error.add_note(hidden("".join(traceback.format_exception(error))))
+        redact_exception(error)  # Ray writes it into its logs
+        # As a note of the error, the traceback survives pickling to another process.
+        error.add_note(redact("".join(traceback.format_exception(error))))
         raise
     finally:
         if stopping:
             stopping.end()
         if heartbeats:
             heartbeats.end()
+
+
+class PlacementWatcher:
+    """Reports why a group of workers does not start: the placement group of its workers is pending on a busy cluster.
+
+    Ray Train requests all workers of a group at once, as a placement group, and waits for it silently and without limit;
+    `wait_s` above 0 limits the wait in seconds.
+
+        watcher = PlacementWatcher(allocation, wait_s=600)
+        watcher.describe_wait()                               # "waiting for 2 workers with GPU 1 each: 0 of 8 GPUs free"
+    """
+
+    def __init__(self, allocation: Allocation, wait_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self._allocation, self._wait_s, self._clock = allocation, wait_s, clock
+        self._since: float | None = None
+
+    def describe_wait(self) -> str | None:
+        """Returns what the workers wait for, None if they have their slots. Raises CannotRun when they waited too long."""
+        if not self._is_pending():
+            self._since = None
+            return None
+        self._since = self._since or self._clock()
+        text = f"waiting for {self._describe_workers()}: {self._describe_free()}"
+        if self._wait_s and self._clock() - self._since > self._wait_s:
+            raise CannotRun(
+                f"no places for the workers in {self._wait_s:g} s (launch.placement_timeout_s), {text}. Ask for fewer with "
+                "--scaling.workers, wait longer with --launch.placement_timeout_s, or see `ray status` for who has them",
+                setting="launch.placement_timeout_s",
+                value=self._wait_s,
+            )
+        return text
+
+    def _is_pending(self) -> bool:
+        """Returns whether a placement group with bundles like those of the workers is pending."""
+        from ray.util import placement_group_table
+
+        wanted = {name: float(count) for name, count in self._allocation.per_worker.items()}
+        for group in placement_group_table().values():
+            bundles = [bundle for bundle in group["bundles"].values() if wanted.items() <= bundle.items()]
+            if group["state"] in ("PENDING", "INFEASIBLE") and len(bundles) >= max(1, self._allocation.min_workers):
+                return True
+        return False
+
+    def _describe_workers(self) -> str:
+        per_worker = " and ".join(f"{name} {count:g}" for name, count in self._allocation.per_worker.items())
+        workers = self._allocation.min_workers or self._allocation.workers
+        return f"{workers} worker{'s' if workers > 1 else ''} with {per_worker} each"
+
+    def _describe_free(self) -> str:
+        import ray
+
+        free, total = ray.available_resources(), ray.cluster_resources()
+        return ", ".join(
+            f"{free.get(name, 0):g} of {total.get(name, 0):g} {name}s free" for name in self._allocation.per_worker
+        )

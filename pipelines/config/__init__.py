@@ -2,40 +2,55 @@
 
 Settings are made in Python, or read from YAML and flags by `raystride.pipelines.config.parse`:
 
-    config = Config(train=Train(steps=500), model=Model(width=256))
-    config.train.batch                                        # samples a step
+    config = Config(train=TrainConfig(steps=500), model=ModelConfig(hidden_size=256))
+    config.train.samples_per_step                             # 32
 """
 
 from raystride.pipelines.config.config import Config
-from raystride.pipelines.config.data import Data, Tokenizer
-from raystride.pipelines.config.lora import Lora
-from raystride.pipelines.config.model import Model
-from raystride.pipelines.config.profile import Profile
-from raystride.pipelines.config.run import Answering, Decoding, Finished, Launch, Record, Sample, Scaling
+from raystride.pipelines.config.data import DataConfig, TokenizerConfig
+from raystride.pipelines.config.lora import LoraConfig
+from raystride.pipelines.config.model import ModelConfig
+from raystride.pipelines.config.profile import ProfileConfig
+from raystride.pipelines.config.run import (
+    DecodingConfig,
+    FinishedRunConfig,
+    LaunchConfig,
+    PredictorConfig,
+    RecordConfig,
+    SampleConfig,
+    ScalingConfig,
+)
 from raystride.pipelines.config.section import Section, SettingError, setting
-from raystride.pipelines.config.train import Checkpoint, Guard, Objective, Optimizer, Train, Validation
+from raystride.pipelines.config.train import (
+    CheckpointConfig,
+    GuardConfig,
+    ObjectiveConfig,
+    OptimizerConfig,
+    TrainConfig,
+    ValidationConfig,
+)
 
 __all__ = [
-    "Answering",
-    "Checkpoint",
+    "CheckpointConfig",
     "Config",
-    "Data",
-    "Decoding",
-    "Finished",
-    "Guard",
-    "Launch",
-    "Lora",
-    "Model",
-    "Objective",
-    "Optimizer",
-    "Profile",
-    "Record",
-    "Sample",
-    "Scaling",
+    "DataConfig",
+    "DecodingConfig",
+    "FinishedRunConfig",
+    "GuardConfig",
+    "LaunchConfig",
+    "LoraConfig",
+    "ModelConfig",
+    "ObjectiveConfig",
+    "OptimizerConfig",
+    "PredictorConfig",
+    "ProfileConfig",
+    "RecordConfig",
+    "SampleConfig",
+    "ScalingConfig",
     "Section",
     "SettingError",
-    "Tokenizer",
-    "Train",
-    "Validation",
+    "TokenizerConfig",
+    "TrainConfig",
+    "ValidationConfig",
     "setting",
 ]

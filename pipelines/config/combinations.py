@@ -6,10 +6,11 @@ refuse_with_task(config.task, config.model, config.objective, config.train)     
 What depends on the device, which settings alone do not know, is refused by `cluster.resources.resolve`.
 """
 
-from raystride.pipelines.config.data import Data, Tokenizer
-from raystride.pipelines.config.model import DECODERS_ONLY, Model
-from raystride.pipelines.config.run import Scaling
-from raystride.pipelines.config.train import Checkpoint, Guard, Objective, Train
+from raystride.model.shape import ENCODERS
+from raystride.pipelines.config.data import DataConfig, TokenizerConfig
+from raystride.pipelines.config.model import DECODERS_ONLY, ModelConfig
+from raystride.pipelines.config.run import ScalingConfig
+from raystride.pipelines.config.train import CheckpointConfig, GuardConfig, ObjectiveConfig, TrainConfig
 
 SHARDED = ("fsdp", "deepspeed")
 """Strategies whose micro-batches communicate, so that all workers must run equally many."""
@@ -25,7 +26,7 @@ OTHERS = ("classification", "translation", "images")
 
 
 def refuse_combinations(
-    train: Train, scaling: Scaling, guard: Guard, checkpoint: Checkpoint, *, frozen: bool = False
+    train: TrainConfig, scaling: ScalingConfig, guard: GuardConfig, checkpoint: CheckpointConfig, *, frozen: bool = False
 ) -> None:
     """Raises SettingError for settings that are right one by one and cannot work together.
 
@@ -39,8 +40,8 @@ def refuse_combinations(
         raise scaling.error("strategy", f"must be `ddp`, `fsdp` or `deepspeed` for scaling.workers {workers}")
     if scaling.strategy != "fsdp" and scaling.shard_workers:
         raise scaling.error("shard_workers", f"must be 0 but with scaling.strategy `fsdp`, not `{scaling.strategy}`")
-    if scaling.shard_workers and scaling.least_workers:
-        raise scaling.error("shard_workers", "must be 0 with scaling.least_workers, whose number of workers changes")
+    if scaling.shard_workers and scaling.min_workers:
+        raise scaling.error("shard_workers", "must be 0 with scaling.min_workers, whose number of workers changes")
     if workers and scaling.shard_workers and workers % scaling.shard_workers:
         raise scaling.error("shard_workers", f"must divide scaling.workers, {workers}")
     if scaling.offload and scaling.strategy not in SHARDED:
@@ -57,7 +58,7 @@ def refuse_combinations(
         _refuse_with_deepspeed(train)
 
 
-def refuse_with_task(task: str, model: Model, objective: Objective, train: Train) -> None:
+def refuse_with_task(task: str, model: ModelConfig, objective: ObjectiveConfig, train: TrainConfig) -> None:
     """Raises SettingError for settings that one of our tasks would not use."""
     if task not in (*DECODERS, *OTHERS):
         return
@@ -72,14 +73,33 @@ def refuse_with_task(task: str, model: Model, objective: Objective, train: Train
         raise model.error("pooling", f"must be another but with task `classification`, not `{task}`")
     if task in OTHERS and model.norm == "sandwich":
         raise model.error("norm", f"must be another with task `{task}`: only decoders have `sandwich`")
+    _refuse_with_encoder(task, model)
     for name in DECODERS_ONLY if task in OTHERS else ():
-        if getattr(model, name) != getattr(Model, name):
-            raise model.error(name, f"must be {getattr(Model, name)} with task `{task}`: only decoders have it")
+        if name == "window" and model.architecture == "modernbert":
+            continue
+        if getattr(model, name) != getattr(ModelConfig, name):
+            raise model.error(name, f"must be {getattr(ModelConfig, name)} with task `{task}`: only decoders have it")
     if train.slot_tokens and task == "images":  # windows are refused by the task itself
         raise train.error("slot_tokens", f"must be 0 with task `{task}`, whose samples are equally long")
 
 
-def refuse_chats(task: str, data: Data, tokenizer: Tokenizer) -> None:
+def _refuse_with_encoder(task: str, model: ModelConfig) -> None:
+    """What only classification of texts takes."""
+    if task == "classification":
+        return
+    if model.architecture in ENCODERS:
+        if model.init_from:
+            raise model.error(
+                "init_from", f"must be a decoder with task `{task}`: its network is an encoder, for task `classification`"
+            )
+        raise model.error(
+            "architecture", f"must be another with task `{task}`: `{model.architecture}` is for task `classification`"
+        )
+    if model.head_dense != "none":
+        raise model.error("head_dense", f"must be `none` but with task `classification`, not `{task}`")
+
+
+def refuse_chats(task: str, data: DataConfig, tokenizer: TokenizerConfig) -> None:
     """Raises SettingError for chats that nothing would write."""
     if data.messages_column is None or task not in (*DECODERS, *OTHERS):
         return
@@ -91,12 +111,14 @@ def refuse_chats(task: str, data: Data, tokenizer: Tokenizer) -> None:
         )
 
 
-def _refuse_with_preference(task: str, model: Model, objective: Objective) -> None:
+def _refuse_with_preference(task: str, model: ModelConfig, objective: ObjectiveConfig) -> None:
     """What only pairs of answers take, and what of it does not go together."""
     if task != "preference":
         for name in ("preference", "beta", "reference_free"):
-            if getattr(objective, name) != getattr(Objective, name):
-                raise objective.error(name, f"must be {getattr(Objective, name)} but with task `preference`, not `{task}`")
+            if getattr(objective, name) != getattr(ObjectiveConfig, name):
+                raise objective.error(
+                    name, f"must be {getattr(ObjectiveConfig, name)} but with task `preference`, not `{task}`"
+                )
         return
     if model.logit_softcap:
         raise model.error("logit_softcap", "must be 0 with task `preference`, whose losses are of logits as they are")
@@ -106,7 +128,7 @@ def _refuse_with_preference(task: str, model: Model, objective: Objective) -> No
         raise objective.error("label_smoothing", "must be below 0.5 with task `preference`: at half, pairs say nothing")
 
 
-def refuse_early_start(data: Data, train: Train) -> None:
+def refuse_early_start(data: DataConfig, train: TrainConfig) -> None:
     """Raises SettingError for what cannot be known of data that is still being prepared."""
     if not data.start_after_mib:
         if data.follow:
@@ -126,7 +148,7 @@ def refuse_early_start(data: Data, train: Train) -> None:
         raise data.error("start_after_mib", "must be 0 with train.epochs, whose end is not known then: give train.steps")
 
 
-def _refuse_with_mesh(train: Train, scaling: Scaling, workers: int) -> None:
+def _refuse_with_mesh(train: TrainConfig, scaling: ScalingConfig, workers: int) -> None:
     """What a mesh cannot do, whatever the model."""
     group = scaling.group
     if workers and workers % group:
@@ -136,8 +158,8 @@ def _refuse_with_mesh(train: Train, scaling: Scaling, workers: int) -> None:
         )
     if scaling.strategy in ("single", "deepspeed"):
         raise scaling.error("strategy", f"must be `ddp` or `fsdp` in a mesh, not `{scaling.strategy}`")
-    if scaling.least_workers:
-        raise scaling.error("least_workers", "must be 0 in a mesh, which cannot shrink by one worker")
+    if scaling.min_workers:
+        raise scaling.error("min_workers", "must be 0 in a mesh, which cannot shrink by one worker")
     if train.compile != "none":
         raise train.error("compile", "must be `none` in a mesh: the exchanges between its workers are not compiled")
     if scaling.pipeline == 1:
@@ -163,7 +185,7 @@ def _refuse_with_mesh(train: Train, scaling: Scaling, workers: int) -> None:
         )
 
 
-def refuse_mesh_of_model(task: str, model: Model, scaling: Scaling) -> None:
+def refuse_mesh_of_model(task: str, model: ModelConfig, scaling: ScalingConfig) -> None:
     """Raises SettingError for a mesh over which this model cannot be cut, with the nearest that can."""
     if scaling.group == 1:
         return
@@ -175,6 +197,8 @@ def refuse_mesh_of_model(task: str, model: Model, scaling: Scaling) -> None:
         name = "pipeline" if scaling.pipeline > 1 else "context"
         why = "stages of one decoder" if scaling.pipeline > 1 else "samples long enough to share their tokens"
         raise scaling.error(name, f"must be 1 with task `{task}`, which has no {why}")
+    if model.architecture in ENCODERS and scaling.tensor > 1:
+        raise scaling.error("tensor", f"must be 1 with model.architecture `{model.architecture}`: use `ddp` or `fsdp`")
     for name, count in (("heads", model.heads), ("kv_heads", model.kv_heads or model.heads)):
         if count % scaling.tensor:
             raise scaling.error(
@@ -213,7 +237,7 @@ def _nearest(count: int, wanted: int) -> int:
     return min((each for each in range(1, count + 1) if count % each == 0), key=lambda each: (abs(each - wanted), each))
 
 
-def _refuse_with_exact(train: Train, scaling: Scaling, frozen: bool) -> None:
+def _refuse_with_exact(train: TrainConfig, scaling: ScalingConfig, frozen: bool) -> None:
     if scaling.strategy in SHARDED and not (frozen and scaling.strategy == "fsdp"):
         raise scaling.error(
             "strategy", "adds gradients up in an order that follows the number of workers; with train.exact use `ddp`"
@@ -224,7 +248,7 @@ def _refuse_with_exact(train: Train, scaling: Scaling, frozen: bool) -> None:
         )
 
 
-def _refuse_with_deepspeed(train: Train) -> None:
+def _refuse_with_deepspeed(train: TrainConfig) -> None:
     if train.precision == "fp16":
         raise train.error("precision", "must be another with scaling.strategy `deepspeed`: use `bf16`, or strategy `fsdp`")
     if train.compile != "none":

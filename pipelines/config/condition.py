@@ -51,7 +51,7 @@ class Condition:
             raise self._error(f", which cannot be told: {error}") from None
 
     def _error(self, what: str) -> SettingError:
-        return SettingError(f"sweep.where has {self.text!r}{what}", setting="sweep.where", value=self.text)
+        return SettingError(f"sweep.constraints has {self.text!r}{what}", setting="sweep.constraints", value=self.text)
 
     def _check(self, node: ast.AST, known: Collection[str]) -> None:
         if isinstance(node, ast.Attribute | ast.Name):

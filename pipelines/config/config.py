@@ -14,16 +14,23 @@ from raystride.pipelines.config.combinations import (
     refuse_mesh_of_model,
     refuse_with_task,
 )
-from raystride.pipelines.config.data import Data, Tokenizer
-from raystride.pipelines.config.lora import Lora, refuse_with_lora
+from raystride.pipelines.config.data import DataConfig, TokenizerConfig
+from raystride.pipelines.config.lora import LoraConfig, refuse_with_lora
 from raystride.pipelines.config.mixture import defines_source, mixture_entries, refuse_mixture
-from raystride.pipelines.config.model import Model
-from raystride.pipelines.config.profile import Profile
-from raystride.pipelines.config.renamed import old_names
-from raystride.pipelines.config.run import Decoding, Launch, Record, Sample, Scaling
+from raystride.pipelines.config.model import ModelConfig
+from raystride.pipelines.config.profile import ProfileConfig
+from raystride.pipelines.config.renamed import first_names, old_names, with_current_names
+from raystride.pipelines.config.run import DecodingConfig, LaunchConfig, RecordConfig, SampleConfig, ScalingConfig
 from raystride.pipelines.config.section import Section, setting
-from raystride.pipelines.config.train import Checkpoint, Guard, Objective, Optimizer, Train, Validation
-from raystride.pipelines.credentials import masked_all, stripped
+from raystride.pipelines.config.train import (
+    CheckpointConfig,
+    GuardConfig,
+    ObjectiveConfig,
+    OptimizerConfig,
+    TrainConfig,
+    ValidationConfig,
+)
+from raystride.pipelines.credentials import redact_all_uris, strip_credentials
 
 MAX_NAME_BYTES = 200
 """Longest name of a run: most file systems take 255 bytes, and trials and temporary files add endings."""
@@ -33,57 +40,68 @@ STORAGE_FILES = ("mlflow.db", "mlartifacts")
 
 @dataclass(frozen=True, kw_only=True)
 class Config(Section):
-    """Everything that a training is told. Frozen; `dataclasses.replace` makes a changed copy."""
+    """All settings of a training. Frozen; `dataclasses.replace` makes a changed copy."""
 
     name: ClassVar[str] = ""
 
     plugins: tuple[str, ...] = setting((), since="0.2")
-    """Modules (`my_project.tasks`) or files (`tasks.py`) that register tasks, sources and observers of your own; `__main__`
-    stands for the script that trained the run."""
-    task: str = setting("language_model", fixed=True)
-    """What is trained: `language_model`, another of the tasks in `pipelines/tasks`, or one that a plug-in registers."""
-    run: str | None = setting(None)
-    """The run's name and folder; when not given, the preset's name and a hash of the settings that may not change."""
-    storage: str = setting("runs")
-    """Folder or filesystem URI under which runs and prepared data lie."""
-    seed: int = setting(0, at_least=0, below=2**63, fixed=True)
-    """Seed of initialisation, order and dropout."""
-    data: Data = Data()
-    """What is read and how it becomes samples."""
-    tokenizer: Tokenizer = Tokenizer()
-    """How text becomes ids."""
-    model: Model = Model()
-    """The network."""
-    lora: Lora = Lora()
-    """Adapters that are trained in its place."""
-    objective: Objective = Objective()
-    """What is minimised."""
-    optimizer: Optimizer = Optimizer()
-    """The update rule and its learning rate."""
-    train: Train = Train()
-    """How long to train, and what a step is made of."""
-    guard: Guard = Guard()
-    """What happens when a step is bad."""
-    validation: Validation = Validation()
-    """When to validate."""
-    checkpoint: Checkpoint = Checkpoint()
-    """When to save."""
-    scaling: Scaling = Scaling()
-    """How many workers."""
-    launch: Launch = Launch()
-    """How they are started."""
-    record: Record = Record()
-    """What is written down."""
-    profile: Profile = Profile()
-    """Which steps are looked at closely."""
-    sample: Sample = Sample()
-    """Text written at the end."""
-    decoding: Decoding = Decoding()
-    """How a translator chooses its words."""
+    """Modules or files that register your own tasks, sources and observers. A module is an import path (`my_project.tasks`),
+    a file a path (`tasks.py`); `__main__` stands for the script that trained the run."""
+    task: str = setting("language_model", fixed=True, also="task_type task_name")
+    """Training task. `language_model`, another task of `pipelines/tasks`, or one registered by a plug-in. `auto` decides by
+    the columns of the data: `completion` for chats (messages) and for pairs (prompt, completion), `preference` for
+    preference pairs (prompt, chosen, rejected), and otherwise `language_model` (text)."""
+    run: str | None = setting(None, also="run_name name exp_name job_name resume resume_from_checkpoint ckpt_path")
+    """Name of the run and of its folder. None: the preset's name and a hash of the settings that a resumed run must keep."""
+    storage: str = setting(
+        "runs",
+        also=(
+            "output_dir out_dir save_dir storage_path default_root_dir work_dir dump_folder "
+            "results_dir save_folder output_path"
+        ),
+    )
+    """Folder or filesystem URI that holds runs and prepared data."""
+    seed: int = setting(0, at_least=0, below=2**63, fixed=True, also="random_seed data_seed manual_seed")
+    """Seed of initialisation, data order and dropout."""
+    data: DataConfig = DataConfig()
+    """Data source, validation split, and order of samples."""
+    tokenizer: TokenizerConfig = TokenizerConfig()
+    """Conversion of text to token ids."""
+    model: ModelConfig = ModelConfig()
+    """Architecture and size of the network."""
+    lora: LoraConfig = LoraConfig()
+    """Low-rank adapters (LoRA), trained while the base model stays frozen."""
+    objective: ObjectiveConfig = ObjectiveConfig()
+    """Loss function."""
+    optimizer: OptimizerConfig = OptimizerConfig()
+    """Optimiser and learning-rate schedule."""
+    train: TrainConfig = TrainConfig()
+    """Length of training, batch size and numerical precision."""
+    guard: GuardConfig = GuardConfig()
+    """Handling of bad steps: non-finite values and loss spikes."""
+    validation: ValidationConfig = ValidationConfig()
+    """Frequency of validation, best metric and early stopping."""
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    """Frequency and number of checkpoints."""
+    scaling: ScalingConfig = ScalingConfig()
+    """Number of workers and parallelism."""
+    launch: LaunchConfig = LaunchConfig()
+    """Start, restart and supervision of the workers."""
+    record: RecordConfig = RecordConfig()
+    """Logging: MLflow, TensorBoard and hardware metrics."""
+    profile: ProfileConfig = ProfileConfig()
+    """Profiling of selected steps."""
+    sample: SampleConfig = SampleConfig()
+    """Text generated at the end of training."""
+    decoding: DecodingConfig = DecodingConfig()
+    """Decoding of translations: greedy or beam search."""
 
     def __post_init__(self) -> None:
         """Raises SettingError where settings of several sections do not go together, or `run` cannot be a folder's name."""
         super().__post_init__()
+        if self.lora.variants:
+            variants = with_current_names(self.lora.variants, Config)
+            object.__setattr__(self, "lora", replace(self.lora, variants=variants))
         workers = self.scaling.workers if self.scaling.mesh == "given" else "auto"
         if isinstance(workers, int) and workers // self.scaling.group > self.train.slots:
             raise self.scaling.error(
@@ -124,20 +142,20 @@ class Config(Section):
 
     def flat(self) -> dict[str, Any]:
         """Every setting under its full name, `train.steps` for instance, without passwords and keys, to be written down."""
-        return {key: masked_all(value) for key, value in _flatten(asdict(self))}
+        return {key: redact_all_uris(value) for key, value in _flatten(asdict(self))}
 
     def fixed(self) -> dict[str, Any]:
         """The settings, under their full names, that may not differ when the run is resumed; with other passwords
         or keys they are the same."""
         fixed = _fixed_keys(type(self))
-        return {key: stripped(value) for key, value in self.flat().items() if key in fixed or defines_source(key)}
+        return {key: strip_credentials(value) for key, value in self.flat().items() if key in fixed or defines_source(key)}
 
     def lasting(self) -> dict[str, Any]:
         """What names are made of: every setting under its first full name, later ones (`since`) only where they were
         changed."""
-        later, first = _later_defaults(type(self)), {new: old for old, (new, _) in old_names(type(self)).items()}
+        later, first = _later_defaults(type(self)), first_names(type(self))
         kept = {key: value for key, value in self.flat().items() if key not in later or value != later[key]}
-        return {first.get(key, key): stripped(value) for key, value in kept.items()}
+        return {first.get(key, key): strip_credentials(value) for key, value in kept.items()}
 
     def default_run(self, preset: str) -> str:
         """A run's name when none is given: the preset's name and 8 hexadecimal digits of the fixed settings."""

@@ -15,139 +15,168 @@ DELIMITERS = {"auto": "", "comma": ",", "semicolon": ";", "tab": "\t", "\\t": "\
 
 
 @dataclass(frozen=True, kw_only=True)
-class Data(Section):
-    """Where documents come from, which of them validate, and how prepared samples are fed."""
+class DataConfig(Section):
+    """Source of the documents, validation split, image preprocessing and order of samples."""
 
     name: ClassVar[str] = "data"
 
-    source: str = setting("python", fixed=True)
-    """What to train on: `python` (the standard library's own source), a path, glob or URI of text, JSON lines, CSV, Parquet
-    or image files, the name or folder of a Hugging Face dataset, or the name of a registered source."""
+    source: str = setting(
+        "python",
+        fixed=True,
+        also=(
+            "dataset dataset_name dataset_path dataset_repo_id train_file train_data train_files "
+            "data_path data_dir dataset_dir dataset_config"
+        ),
+    )
+    """Training data: path, glob, URI or name of a dataset. A path, glob or URI of text, JSON lines, CSV, Parquet or image
+    files; the name or folder of a Hugging Face dataset; the name of a registered source; or `python`: the source code of
+    Python's standard library."""
     sources: dict[str, Any] = field(default_factory=dict, metadata={"fixed": True, "since": "0.3"})
-    """Several sources by name, of which samples are mixed: `{web: {source: PATH, weight: 0.7}, code: {source: python,
-    weight: 0.3, epochs_at_most: 4}}`. Beside these an entry takes any setting of `data` that says what is read. On resume
-    weights may change, and sources may come and go; what was fed stays as it was."""
+    """Mixture of several sources, by name. `{web: {source: PATH, weight: 0.7}, code: {source: python, weight: 0.3,
+    epochs_at_most: 4}}`. An entry also takes any setting of `data` that describes how the source is read. On resume, weights
+    may change and sources may be added or removed; the samples fed so far stay the same."""
     weights: str = setting("given", since="0.3")
-    """The sources' weights: `given` (each source's own `weight`), or `temperature 0.7`: sizes in samples to that power, from
-    0 (all alike) to 1 (by size)."""
+    """Sampling weights of `sources`. `given`: each source's own `weight`. `temperature 0.7`: proportional to the number of
+    samples to the power of 0.7; from 0 (all equal) to 1 (by size)."""
     curriculum: tuple[Any, ...] = setting((), since="0.3")
-    """Other weights from steps on: `[{from_step: 8000, weights: {web: 0.4, code: 0.6}}]`; a source that is not named has
-    none there. `weights` may be a temperature as well."""
+    """Schedule of sampling weights by step. `[{from_step: 8000, weights: {web: 0.4, code: 0.6}}]`; a source that is not
+    named has weight 0 there. `weights` may be a temperature as well."""
     kind: SourceKind = setting("auto", fixed=True)
-    """What the source is; `auto` sees it from its name and its files, except `lines` (each line of a text file is a
-    document) and `labelled` (a line is a label, a blank or tab, and a text). `folders`: a folder of files for each class.
-    `webdataset`: tar files, whose members of one key are a document (`7.jpg` and `7.cls`)."""
-    column: str = setting("text", fixed=True)
-    """The column (or JSON key) that holds the text, in sources that have columns; `translation.en` is a field of one."""
-    label_column: str = setting("label", fixed=True)
-    """The column that holds the label, for tasks that read one: text, whole numbers or truth values."""
+    """Format of the source. `auto` detects it by the source's name and files, except `lines` (each line of a text file is a
+    document) and `labelled` (each line is a label, a space or tab, and a text). `folders`: one folder of files per class.
+    `webdataset`: tar files whose members with the same key form a document (`7.jpg` and `7.cls`)."""
+    column: str = setting("text", fixed=True, also="dataset_text_field text_column text_column_name text_field input_column")
+    """Column or JSON key of the text, in sources with columns. `translation.en` names a nested field."""
+    label_column: str = setting("label", fixed=True, also="label_column_name labels_column label_field target_name")
+    """Column of the label, for tasks with labels. Values are text, whole numbers or truth values."""
     class_names: bool = setting(False, fixed=True, since="0.3")
-    """Whether labels that are numbers in Parquet files get the names that the files have for them, as `datasets` writes
-    them (`ClassLabel`). In Hugging Face data sets they do in any case."""
-    target_column: str = setting("target", fixed=True)
-    """The column that holds what the text becomes, for tasks that read one: its translation, an answer, a summary."""
+    """Replace numeric labels in Parquet files by the names stored in the files. The names are those that `datasets` writes
+    (`ClassLabel`). Hugging Face datasets always use them."""
+    target_column: str = setting("target", fixed=True, also="completion_column response_column summary_column")
+    """Column of the target text, for tasks with targets. For example a translation, an answer or a summary."""
     messages_column: str | None = setting(None, fixed=True, since="0.3")
-    """For the task `completion`, the column that holds a chat: a list of messages (`role`, `content`, `tool_calls`), or its
-    JSON. The tokenizer's template writes it, and what the assistant says is learned. None: pairs of `column` and
-    `target_column`."""
+    """Column of chats, for the task `completion`. A chat is a list of messages (`role`, `content`, `tool_calls`), or its
+    JSON. It is written by the tokenizer's chat template, and the loss covers the assistant's messages. None: pairs of
+    `column` and `target_column`."""
     tools_column: str | None = setting(None, fixed=True, since="0.3")
-    """The column that holds the tools that a chat's assistant may call: a list of objects, as templates know them, or its
-    JSON; a row may have none."""
+    """Column of the tools that a chat's assistant may call. A list of objects as chat templates expect them, or its JSON;
+    may be empty in a row."""
     prompt_column: str | None = setting("prompt", fixed=True, since="0.3")
-    """For tasks on pairs of answers, the column that holds what both answer: a text, or a list of messages (`role` and
-    `content`). None: `chosen` and `rejected` are lists of messages, and the first ones that they share are the prompt."""
+    """Column of the prompt, for tasks on preference pairs. A text, or a list of messages (`role` and `content`). None:
+    `chosen` and `rejected` are lists of messages, and the first messages that they share are the prompt."""
     chosen_column: str = setting("chosen", fixed=True, since="0.3")
-    """The column that holds the answer that is preferred: a text, or messages."""
+    """Column of the preferred answer: a text or messages."""
     rejected_column: str = setting("rejected", fixed=True, since="0.3")
-    """The column that holds the other answer: a text, or messages."""
+    """Column of the rejected answer: a text or messages."""
     image_column: str = setting("image", fixed=True)
-    """The column that holds the image, for tasks that read one: a file's bytes, its path or a data URI."""
-    image_size: tuple[int, int, int] | None = setting(None, at_least=1, fixed=True)
-    """Channels (1: grey, or 3), height and width to which images are brought, `[3, 32, 32]` for instance; None: all images
-    have one size."""
+    """Column of the image: a file's bytes, its path or a data URI."""
+    image_size: tuple[int, int, int] | None = setting(
+        None, at_least=1, fixed=True, also="img_size input_size resize crop_size"
+    )
+    """Channels, height and width of the images, such as `[3, 32, 32]`. Channels are 1 (grey) or 3; images are resized to it.
+    None: all images have the same size."""
     image_shorter_side: int | None = setting(None, at_least=1, at_most=8192, fixed=True, since="0.3")
-    """Pixels of the shorter side to which images are scaled, their aspect kept, of which crops of `image_size` are fed: the
-    middle in validation, as `image_crop` says in training. None: all of an image is brought to `image_size`."""
+    """Shorter side in pixels to which images are resized with their aspect ratio. Crops of `image_size` are taken from the
+    result: from the middle in validation, by `image_crop` in training. None: the whole image is resized to `image_size`."""
     image_crop: Literal["middle", "random", "scaled"] = setting("middle", since="0.3")
-    """What is fed of an image in training: the middle, a place that is drawn, or a drawn rectangle of `image_scale` of the
-    area and an aspect from 3/4 to 4/3, scaled to `image_size`. Drawn from seed, epoch and sample."""
+    """Crop of an image in training. `middle`: the centre. `random`: a random position. `scaled`: a random rectangle of
+    `image_scale` of the area and an aspect ratio from 3/4 to 4/3, resized to `image_size`. Random numbers depend on seed,
+    epoch and sample."""
     image_padding: int = setting(0, at_least=0, at_most=1024, since="0.3")
-    """Black pixels that a place may have beyond each edge, under `image_crop random`."""
+    """Black pixels by which a random crop may exceed each edge. Used with `image_crop random`."""
     image_scale: tuple[float, float] = setting((0.08, 1.0), above=0, at_most=1, since="0.3")
-    """The least and the largest share of the area that a rectangle has, under `image_crop scaled`."""
+    """Minimum and maximum share of the area that a random rectangle has. Used with `image_crop scaled`."""
     image_flip: float = setting(0.0, at_least=0, at_most=1, since="0.3")
-    """How probably left and right are exchanged in training, drawn from seed, epoch and sample."""
+    """Probability of a horizontal flip in training. The random numbers depend on seed, epoch and sample."""
     image_mean: tuple[float, ...] = setting((), at_least=0, at_most=1, fixed=True, since="0.3")
-    """What is subtracted from pixels in [0, 1], a number a channel; the network does it. Empty: 0.5 of each."""
+    """Mean per channel to subtract from pixels in [0, 1]. The network does this. Empty: 0.5 for each channel."""
     image_std: tuple[float, ...] = setting((), above=0, at_most=10, fixed=True, since="0.3")
-    """What the difference is divided by, a number a channel. Empty: 0.5."""
+    """Standard deviation per channel by which the difference is divided. Empty: 0.5 for each channel."""
     image_root: str | None = setting(None, since="0.2")
-    """Another folder or URI below which images lie that data names by their paths; None: below that of the data alone. From
-    elsewhere no row has a file read, whoever wrote it."""
+    """Further folder below which image paths may lie; paths outside are rejected. Given as a path or URI, in addition to the
+    data's own folder. None: only the data's own folder."""
     target_source: str | None = setting(None, fixed=True)
-    """Text files whose lines belong to those of `source`, which are text files too: each pair of lines is a document. Other
-    sources then name two files with a comma between."""
+    """Text files whose lines are the targets of the lines of `source`. Both are text files; each pair of lines is a
+    document. Other sources (validation, test) then name two files, separated by a comma."""
     encoding: str = setting("utf-8", fixed=True)
-    """How text files, JSON and CSV are encoded, as Python names it; other than UTF-8, a file is read by one task."""
+    """Encoding of text files, JSON and CSV, by its Python name. A file that is not in UTF-8 is read by a single task."""
     header: Literal["auto"] | bool = setting("auto", fixed=True, since="0.2")
-    """Whether the first line of CSV and TSV files names the columns; without one, columns have numbers from 0, or the names
-    in `columns`. `auto`: it does where the columns that are asked for are in it; where that cannot be told, it is asked."""
+    """Whether the first line of CSV and TSV files names the columns. false: columns have numbers from 0, or the names in
+    `columns`. `auto`: true if the first line contains the needed columns; if that is ambiguous, preparation fails and asks
+    for this setting."""
     delimiter: str = setting("auto", fixed=True, since="0.2")
-    """What is between the fields of CSV and TSV files: `comma`, `semicolon`, `tab`, `pipe`, or a character. `auto`: the one
-    with which the columns are found."""
+    """Delimiter of CSV and TSV files. `comma`, `semicolon`, `tab`, `pipe`, or a character. `auto`: the one that yields the
+    needed columns."""
     quote: Literal["auto", '"', "none"] = setting("auto", fixed=True, since="0.3")
-    """What begins and ends a field of CSV and TSV files that holds delimiters or line ends: `"`, or `none`, with which all
-    quotes are text. `auto`: `"` in CSV; between tabs none, unless the first rows can only be read with it."""
+    """Quote character of CSV and TSV fields that contain delimiters or line ends. `"`, or `none`: quotes are ordinary text.
+    `auto`: `"` in CSV; none between tabs, unless the first rows can be read only with it."""
     columns: tuple[str, ...] = setting((), fixed=True, since="0.2")
-    """Names for the columns of CSV and TSV files, in order: `[label, title, text]`; in place of the first line's names."""
-    split: str = setting("train", fixed=True)
-    """The split of a Hugging Face dataset; a source may name another after a `#` (`--data.test_source imdb#test`)."""
+    """Column names of CSV and TSV files, in order. For example `[label, title, text]`; they replace the names in the first
+    line."""
+    split: str = setting("train", fixed=True, also="train_split dataset_split")
+    """Split of a Hugging Face dataset. A source may name another one after a `#` (`--data.test_source imdb#test`)."""
     validation: Literal["hash", "tail", "source"] = setting("hash", fixed=True)
-    """Which documents validate: a fraction by a hash of each, the tail of the whole text, or a source of their own."""
-    validation_fraction: float = setting(0.05, above=0, below=1, fixed=True)
-    """The share of documents (`hash`) or of bytes (`tail`) that validates."""
-    validation_source: str | None = setting(None, fixed=True)
-    """The source that validates when `validation` is `source`."""
-    test_source: str | None = setting(None)
-    """A source that is neither trained on nor validates: evaluation scores the finished model on it."""
-    on_error: Literal["raise", "skip"] = setting("raise", fixed=True)
-    """At an unreadable or empty file, or a document that is not UTF-8: end with an error, or skip and count it."""
-    steps: tuple[str, ...] = setting((), fixed=True, since="0.3")
-    """Functions by their import paths (`my_project.clean`) through which documents go before they are tokenised: from an
-    Arrow table with the columns that the task reads to one with fewer rows, or others. Prepared again when their code
-    changes."""
-    least_characters: int = setting(0, at_least=0, fixed=True, since="0.3")
-    """Characters that a document has at least; shorter ones are left out, and counted."""
-    most_characters: int = setting(0, at_least=0, fixed=True, since="0.3")
-    """Characters that a document has at most; longer ones are left out. 0: any number."""
+    """Selection of validation documents. `hash`: a fraction, by a hash of each document. `tail`: the end of the whole text.
+    `source`: a separate source."""
+    validation_fraction: float = setting(
+        0.05,
+        above=0,
+        below=1,
+        fixed=True,
+        also="validation_split_percentage val_size val_split test_size validation_split eval_split_size",
+    )
+    """Fraction of the documents (`hash`) or bytes (`tail`) used for validation."""
+    validation_source: str | None = setting(
+        None, fixed=True, also="validation_file eval_file eval_dataset val_data val_file valid_file eval_data_path"
+    )
+    """Validation data if `validation` is `source`."""
+    test_source: str | None = setting(None, also="test_file test_dataset test_data")
+    """Test data, used neither for training nor for validation. `raystride evaluate` scores the trained model on it."""
+    on_error: Literal["raise", "skip"] = setting("raise", fixed=True, also="max_errored_blocks ignore_errors")
+    """Handling of unreadable or empty files and of documents that are not UTF-8. `raise`: end with an error. `skip`: skip
+    and count them."""
+    transforms: tuple[str, ...] = setting(
+        (), fixed=True, since="0.3", was="data.steps", renamed="0.3", also="preprocessing map_fn transform preprocess"
+    )
+    """Functions that transform documents before tokenisation, by import path. For example `my_project.clean`. Each takes an
+    Arrow table with the columns that the task reads, and returns one with fewer or other rows. Data is prepared again if
+    their code changes."""
+    min_characters: int = setting(0, at_least=0, fixed=True, since="0.3", was="data.least_characters", renamed="0.3")
+    """Minimum length of a document in characters. Shorter ones are left out and counted. 0: no limit."""
+    max_characters: int = setting(0, at_least=0, fixed=True, since="0.3", was="data.most_characters", renamed="0.3")
+    """Maximum length of a document in characters. Longer ones are left out. 0: no limit."""
     languages: tuple[str, ...] = setting((), fixed=True, since="0.3")
-    """Languages (`[en, de]`) that documents are in, as py3langid tells them (the extra `languages`); others are left out."""
+    """Languages of the documents to keep, such as `[en, de]`. Detected by py3langid (the extra `languages`); documents in
+    other languages are left out. Empty: all documents are kept."""
     near_duplicates: float = setting(0.0, at_least=0, at_most=1, fixed=True, since="0.3")
-    """Share of words in a row that a document may have in common with an earlier one, 0.8 for instance; with as many or more
-    it is left out (MinHash by datasketch, the extra `dedup`). 0: all documents stay."""
+    """Similarity to an earlier document from which a document is left out. It is the share of common sequences of five
+    words, such as 0.8 (MinHash by datasketch, the extra `dedup`). 0: all documents are kept."""
     shard_mib: float = setting(32.0, above=0, at_most=4096, fixed=True)
-    """Text that one shard is made from, in MiB; small sources are cut finer, so that every worker has work."""
-    shuffle: Literal["auto", "full", "blocks", "none"] = setting("full", fixed=True)
-    """Order of an epoch: a permutation of all samples, of blocks and then inside a window (for slow disks), or as read.
-    `auto`: full, but where shards lie far away and a node's cache would have them fetched again and again, blocks."""
+    """Size of the text in one shard, in MiB. Small sources are split finer, so that every worker has work."""
+    shuffle: Literal["auto", "full", "blocks", "none"] = setting("full", fixed=True, also="shuffle_buffer shuffle_dataset")
+    """Shuffling of an epoch. `full`: a permutation of all samples. `blocks`: a permutation of blocks, then of samples within
+    a window of blocks (for slow disks). `none`: as read. `auto`: `full`, or `blocks` if shards are remote and a full shuffle
+    would make a node's cache fetch them repeatedly."""
     shuffle_block: int = setting(1024, at_least=1, fixed=True)
-    """Neighbouring samples that stay together when `shuffle` is `blocks`."""
+    """Number of neighbouring samples in a block of `shuffle blocks`."""
     shuffle_window: int = setting(64, at_least=1, fixed=True)
-    """Blocks whose samples are mixed with each other when `shuffle` is `blocks`."""
+    """Number of blocks whose samples are mixed, with `shuffle blocks`."""
     shuffle_first_window: int = setting(0, at_least=0, fixed=True, since="0.3")
-    """Blocks that are mixed at the start of a run, and then a seventh more in each window until they are `shuffle_window`:
-    over a slow link training waits for less. 0: as many from the start, but with `auto` an eighth."""
+    """Number of blocks in the first window of a run. Windows then grow by 15 %, at least by one block, up to
+    `shuffle_window`: training starts sooner over a slow link. 0: `shuffle_window` from the start; with `auto`, an eighth of
+    it."""
     start_after_mib: float = setting(0.0, at_least=0, since="0.3")
-    """MiB of text that are prepared before training begins, while the rest follows; 0: all. What is prepared by then is gone
-    through first, then what came next, in steps of so many MiB; each sample once an epoch, as always."""
+    """Start training when this many MiB of text are prepared. The rest is prepared meanwhile: the text prepared by then is
+    trained on first, then the following text, in portions of this size; every sample occurs once an epoch, as always. 0:
+    prepare all first."""
     follow: bool = setting(False, fixed=True, since="0.3")
-    """Whether training goes on with files that are added to the source, for ever; needs `start_after_mib`."""
-    prefetch: int = setting(4, at_least=1, at_most=1024)
-    """Steps that the loader keeps ready ahead of the loop."""
+    """Continue training with files that are added to the source, without an end. Needs `start_after_mib`."""
+    prefetch: int = setting(4, at_least=1, at_most=1024, also="dataloader_prefetch_factor prefetch_factor prefetch_batches")
+    """Number of steps that the loader prepares ahead of the training loop."""
     prefetch_mib: float = setting(1024.0, above=0, since="0.3")
-    """MiB of remote shards that a worker has fetched before it reads them, at most half of `cache_gib`."""
-    cache_gib: float = setting(32.0, above=0)
-    """Bound of the node-local cache that remote shards are read through, in GiB."""
+    """MiB of remote shards that a worker prefetches. At most half of `cache_gib`."""
+    cache_gib: float = setting(32.0, above=0, also="cache_dir cache_limit")
+    """Maximum size of a node's local cache of remote shards, in GiB."""
 
     def __post_init__(self) -> None:
         """Raises SettingError where a field is out of range, the encoding is unknown, or a setting lacks another one."""
@@ -169,12 +198,12 @@ class Data(Section):
             raise self.error("columns", "must be names that differ from each other")
         if self.tools_column and not self.messages_column:
             raise self.error("tools_column", "needs data.messages_column, which names the chats that use the tools")
-        if self.most_characters and self.most_characters < self.least_characters:
-            raise self.error("most_characters", f"must be at least data.least_characters, {self.least_characters}")
-        if bad := [name for name in self.steps if not all(part.isidentifier() for part in f".{name}".split(".")[1:])]:
-            raise self.error("steps", f"must be import paths of functions, as my_project.clean is; not {bad[0]!r}")
-        if bad := [name for name in self.steps if "." not in name]:
-            raise self.error("steps", f"must name the module as well, as my_project.clean does; not {bad[0]!r}")
+        if self.max_characters and self.max_characters < self.min_characters:
+            raise self.error("max_characters", f"must be at least data.min_characters, {self.min_characters}")
+        if bad := [name for name in self.transforms if not all(part.isidentifier() for part in f".{name}".split(".")[1:])]:
+            raise self.error("transforms", f"must be import paths of functions, as my_project.clean is; not {bad[0]!r}")
+        if bad := [name for name in self.transforms if "." not in name]:
+            raise self.error("transforms", f"must name the module as well, as my_project.clean does; not {bad[0]!r}")
         if self.target_source and self.kind not in ("auto", "text", "lines"):
             raise self.error("target_source", f"needs text files, while data.kind is {self.kind!r}: use --data.kind lines")
 
@@ -196,31 +225,41 @@ class Data(Section):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Tokenizer(Section):
-    """How text becomes ids."""
+class TokenizerConfig(Section):
+    """Tokenizer and chat template."""
 
     name: ClassVar[str] = "tokenizer"
 
-    kind: Literal["bytes", "characters", "bpe", "file"] = setting("bpe", fixed=True)
-    """One id a byte, one a character, byte-level BPE trained on the data, or a ready `tokenizer.json`."""
-    vocabulary_size: int = setting(4096, at_least=2, at_most=2**31 - 1, fixed=True)
-    """Most ids that `characters` and `bpe` may use, special tokens included; the rarest characters become `<|unknown|>`."""
-    lowercase: bool = setting(False, fixed=True)
-    """Whether a BPE trained on the data reads all text in lower case; what it writes is lower case, too."""
-    file: str | None = setting(None, fixed=True)
-    """Path or URI of the `tokenizer.json` when `kind` is `file`, or a model's name on the hub, `org/name@revision`."""
+    kind: Literal["bytes", "characters", "bpe", "file"] = setting("bpe", fixed=True, also="tokenizer_type")
+    """Kind of tokenizer. `bytes`: one id per byte. `characters`: one per character. `bpe`: byte-level BPE trained on the
+    data. `file`: an existing `tokenizer.json`."""
+    vocabulary_size: int = setting(4096, at_least=2, at_most=2**31 - 1, fixed=True, also="vocab_size n_vocab")
+    """Maximum vocabulary size of `characters` and `bpe`, special tokens included. The rarest characters become
+    `<|unknown|>`."""
+    lowercase: bool = setting(False, fixed=True, also="do_lower_case")
+    """Lower-case all text for a BPE trained on the data. Its output is lower case, too."""
+    file: str | None = setting(None, fixed=True, also="tokenizer_name tokenizer_name_or_path tokenizer_path tokenizer_file")
+    """Path or URI of `tokenizer.json`, or a model's name on the Hugging Face hub. Names are `org/name` or
+    `org/name@revision`. Needed if `kind` is `file`."""
     end_token: str | None = setting(None, fixed=True)
-    """The token of that file which ends a document; None looks for a usual one (`<|endoftext|>`, `</s>`, ...)."""
-    chat_template: str = setting("auto", fixed=True)
-    """How the tasks `completion` and `preference` write prompts and answers as a chat: `auto`, by the template beside
-    `tokenizer.file`, if there is one (`chat_template.jinja` or in `tokenizer_config.json`); a file with one; `none`, one
-    after the other."""
+    """Token of the tokenizer file that ends a document. None: a common one is looked up (`<|endoftext|>`, `</s>`, ...)."""
+    chat_template: str = setting("auto", fixed=True, also="chat_format chat_template_path")
+    """Chat template for the tasks `completion` and `preference`. It formats prompts and answers. `auto`: the template next
+    to `tokenizer.file` if there is one (`chat_template.jinja`, or in `tokenizer_config.json`). A path: a file with a
+    template. `none`: prompt and answer are concatenated."""
+    begin: Literal["auto", "none"] = setting("auto", fixed=True, since="0.3")
+    """Tokens at the start of a text without a chat template. `auto`: those that the tokenizer of `tokenizer.file` puts
+    there, such as `<bos>` (Llama and Gemma have one, GPT-2 and Qwen do not). `none`: no tokens."""
+    markers: Literal["text", "special"] = setting("text", fixed=True, since="0.3")
+    """Handling of special tokens in a text, such as `<|im_start|>`. For the special tokens of `tokenizer.file`. `text`: as
+    ordinary text, so that nobody can forge a turn. `special`: as special tokens, for texts that a chat template has
+    formatted already."""
     shared: bool = setting(True, fixed=True)
-    """In translation, one vocabulary for both languages; else each has its own."""
+    """Use one vocabulary for both languages in translation. false: one for each."""
     training_mib: float = setting(64.0, above=0, fixed=True)
-    """Text, in MiB and spread evenly over the source, on which a BPE is trained."""
+    """Size in MiB of the text that trains a BPE. It is spread evenly over the source."""
     trained_on: tuple[str, ...] = setting((), fixed=True, since="0.3")
-    """Of `data.sources`, those whose texts a tokenizer is made from; none named: all that a run begins with."""
+    """Names of `data.sources` whose texts train the tokenizer. Empty: all sources at the start of the run."""
 
     def __post_init__(self) -> None:
         """Raises SettingError where a field is out of range, or does not go with `kind`."""
@@ -231,6 +270,8 @@ class Tokenizer(Section):
             raise self.error(
                 "chat_template", "must be `auto` or `none` but with tokenizer.kind `file`, whose tokens it writes"
             )
+        if self.kind != "file" and self.markers != "text":
+            raise self.error("markers", f"must be `text` with tokenizer.kind `{self.kind}`: no text has its special tokens")
         if self.kind != "bpe" and self.lowercase:
             raise self.error(
                 "lowercase", f"must be false with tokenizer.kind `{self.kind}`: a `bpe` can write in lower case"

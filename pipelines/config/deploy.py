@@ -1,14 +1,14 @@
-"""Settings of `raystride deploy`: how much of which place a run is to have, and what a place is.
+"""Settings of `raystride deploy`: the resources of a run, and the description of the target to run on.
 
-place = configured(Place, "deploy/places/slurm_two_nodes_of_eight.yaml").settings
-request = Deploy(nodes=2, gpus_per_node=8, place="slurm_two_nodes_of_eight")
+target = configured(TargetConfig, "deploy/places/slurm_two_nodes_of_eight.yaml").settings
+request = DeployConfig(nodes=2, gpus_per_node=8, place="slurm_two_nodes_of_eight")
 """
 
 import re
 from dataclasses import dataclass, fields
 from typing import ClassVar, Literal
 
-from raystride.pipelines.config.run import Finished
+from raystride.pipelines.config.run import FinishedRunConfig
 from raystride.pipelines.config.section import Section, setting
 
 CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
@@ -16,57 +16,59 @@ CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Deploy(Section):
-    """How much of which place the run is to have, and where the files go."""
+class DeployConfig(Section):
+    """Resources of the run, the target to run on, and the output folder of the files."""
 
     name: ClassVar[str] = ""
 
     place: str = setting("")
-    """Name of a description in `deploy/places`, or a YAML file of your own; empty: the one that the kind begins with."""
+    """Target: name of a description in `deploy/places`, or your own YAML file. Empty: the default target of the kind of
+    files."""
     nodes: int = setting(1, at_least=1, at_most=100_000)
-    """Machines, or containers that stand for them."""
+    """Number of machines, or of containers in their place."""
     gpus_per_node: int = setting(0, at_least=0, at_most=1024)
-    """GPUs of each; 0: CPUs alone."""
+    """GPUs per node. 0: CPUs only."""
     output: str = setting("")
-    """Folder for the files; empty: `deploy-` and the run's name."""
+    """Output folder of the files. Empty: `deploy-` and the name of the run."""
     overwrite: bool = setting(False)
-    """Write over files in that folder that are not as they would be written."""
+    """Overwrite files in the output folder that differ from those to be written."""
     job: Literal["train", "sweep"] = setting("train")
-    """What is run there."""
+    """Command to run on the target."""
     array: int = setting(0, at_least=0, at_most=100_000)
-    """On Slurm, cut a grid sweep into so many jobs of one array, each of which tries its share; 0: one job."""
+    """Number of jobs in a Slurm array that share a grid sweep. Each measures its shard. 0: a single job."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class DeployServe(Finished):
-    """Which run's model is to be served on GPUs, by Ray Serve LLM."""
+class DeployServeConfig(FinishedRunConfig):
+    """The run whose model is served on GPUs with Ray Serve LLM."""
 
     place: str = setting("")
-    """Name of a description in `deploy/places`, or a YAML file of your own, whose storage has the run; empty: `storage`."""
+    """Target whose storage holds the run. Name of a description in `deploy/places`, or your own YAML file. Empty:
+    `storage`."""
     gpus: int = setting(1, at_least=1, at_most=64)
-    """GPUs of each copy of the model, over which it is cut."""
+    """GPUs per replica. The model is sharded over them."""
     accelerator: str = setting("")
-    """Kind of GPU as Ray calls it, such as `H100`; empty: any."""
-    least_replicas: int = setting(1, at_least=0, at_most=10_000)
-    """Copies of the model that are always there; 0: none while nobody asks."""
-    most_replicas: int = setting(1, at_least=1, at_most=10_000)
-    """Copies when many ask."""
+    """GPU type by Ray's name, such as `H100`. Empty: any."""
+    min_replicas: int = setting(1, at_least=0, at_most=10_000, was="least_replicas", renamed="0.3")
+    """Minimum number of replicas. 0: none without requests."""
+    max_replicas: int = setting(1, at_least=1, at_most=10_000, was="most_replicas", renamed="0.3")
+    """Maximum number of replicas, under high load."""
     port: int = setting(8000, at_least=1, at_most=65535)
-    """Port on the head's own address, 127.0.0.1."""
+    """Port on the head node's loopback address, 127.0.0.1."""
     output: str = setting("")
-    """Folder for the file; empty: `serve-` and the run's name."""
+    """Output folder of the file. Empty: `serve-` and the name of the run."""
     overwrite: bool = setting(False)
-    """Write over a file there that is not as it would be written."""
+    """Overwrite an existing file that differs from the one to be written."""
 
     def __post_init__(self) -> None:
         """Raises SettingError where a field is out of range, no run is named, or there are fewer copies than always."""
         super().__post_init__()
-        if self.least_replicas > self.most_replicas:
-            raise self.error("least_replicas", f"must be at most most_replicas, {self.most_replicas}")
+        if self.min_replicas > self.max_replicas:
+            raise self.error("min_replicas", f"must be at most max_replicas, {self.max_replicas}")
 
 
-class _PlaceSection(Section):
-    """Settings of a place, which become lines of scripts and of YAML files: texts of one line each."""
+class _TargetSection(Section):
+    """Settings of a target, written into scripts and YAML files; each text is one line without control characters."""
 
     def __post_init__(self) -> None:
         """Raises SettingError as sections do, and for a text with a line break or another control character."""
@@ -84,29 +86,29 @@ class _PlaceSection(Section):
 
 
 @dataclass(frozen=True, kw_only=True)
-class SlurmPlace(_PlaceSection):
-    """What Slurm wants to know."""
+class SlurmConfig(_TargetSection):
+    """Settings of Slurm jobs."""
 
     name: ClassVar[str] = "slurm"
 
     partition: str = setting("")
-    """Partition; empty: the cluster's default."""
+    """Partition. Empty: the cluster's default."""
     account: str = setting("")
-    """Account that pays; empty: yours."""
+    """Account to charge. Empty: your default account."""
     qos: str = setting("")
-    """Quality of service; empty: the default."""
+    """Quality of service (QOS). Empty: the default."""
     time_limit: str = setting("24:00:00")
-    """Of one start of the job, as Slurm writes times; the job saves before it and queues again."""
+    """Time limit of one start of the job, in Slurm's format. The job saves before the limit and is requeued."""
     activate: str = setting("")
-    """Shell line that makes `raystride` callable on every node, such as `source /shared/venv/bin/activate`."""
+    """Shell line that makes `raystride` available on every node. For example `source /shared/venv/bin/activate`."""
     modules: tuple[str, ...] = setting(())
     """Environment modules to load first."""
     extra: tuple[str, ...] = setting(())
-    """More options of sbatch, such as `--constraint=h100`."""
+    """Further sbatch options, such as `--constraint=h100`."""
     requeues: int = setting(100, at_least=0)
-    """Times that the job queues again at its time limit."""
+    """Maximum number of times that the job is requeued at its time limit."""
     tls: bool = setting(False)
-    """Have Ray's processes on all nodes talk by TLS alone, with certificates that each start of the job makes for itself."""
+    """Encrypt all traffic between Ray's processes with TLS. Each start of the job creates its own certificates."""
 
     def __post_init__(self) -> None:
         """Raises SettingError for what would be several words in a line of the batch script."""
@@ -118,35 +120,35 @@ class SlurmPlace(_PlaceSection):
 
 
 @dataclass(frozen=True, kw_only=True)
-class KubernetesPlace(_PlaceSection):
-    """What Kubernetes wants to know."""
+class KubernetesConfig(_TargetSection):
+    """Settings of Kubernetes."""
 
     name: ClassVar[str] = "kubernetes"
 
     namespace: str = setting("raystride")
-    """Namespace that everything lies in."""
+    """Namespace of all objects."""
     storage_class: str = setting("")
-    """Class of a volume that several nodes may write (ReadWriteMany), where `storage` is a folder."""
+    """Storage class of a volume that several nodes can write (ReadWriteMany). Used if `storage` is a folder."""
     storage_gib: int = setting(500, at_least=1)
-    """Size of that volume."""
+    """Size of that volume in GiB."""
     service_account: str = setting("raystride")
-    """Account that the pods run as; with object stores, bound to a role that may write them."""
+    """Service account of the pods. With object stores, bind it to a role with write access."""
     queue: str = setting("")
-    """Kueue's local queue; empty: none."""
+    """Local queue of Kueue. Empty: none."""
     spot: bool = setting(False)
-    """Put the workers on nodes that may be taken away, and tolerate their taint."""
+    """Place workers on preemptible (spot) nodes and tolerate their taint."""
     secret: str = setting("")
-    """Secret whose keys become environment variables, such as AWS_ACCESS_KEY_ID; empty: none."""
+    """Secret whose keys become environment variables, such as AWS_ACCESS_KEY_ID. Empty: none."""
     role: str = setting("")
-    """Role that the account stands for: `arn:aws:iam::...` on EKS, an account of Google's on GKE; empty: none."""
+    """Cloud role of the service account. `arn:aws:iam::...` on EKS, or a Google service account on GKE. Empty: none."""
     node_labels: tuple[str, ...] = setting(())
-    """Labels that nodes for workers have, `key=value`, such as `cloud.google.com/gke-accelerator=nvidia-h100-80gb`."""
+    """Labels of the worker nodes, as `key=value`. For example `cloud.google.com/gke-accelerator=nvidia-h100-80gb`."""
     retries: int = setting(10, at_least=0)
-    """Times that a failed job starts again, on a new Ray cluster, and goes on by the run's name."""
+    """Maximum number of restarts of a failed job. Each starts a new Ray cluster and resumes the run by its name."""
     database_image: str = setting("docker.io/library/postgres:17")
-    """PostgreSQL for MLflow, where `mlflow_uri` names no server."""
+    """Container image of PostgreSQL for MLflow. Used if `mlflow_uri` names no server."""
     operator_namespace: str = setting("default")
-    """Namespace in which KubeRay's operator is installed: it submits the job, and pods of other namespaces are kept away."""
+    """Namespace of the KubeRay operator. The operator submits the job; pods of other namespaces have no access."""
 
     def __post_init__(self) -> None:
         """Raises SettingError for a namespace that Kubernetes would not take."""
@@ -157,77 +159,83 @@ class KubernetesPlace(_PlaceSection):
 
 
 @dataclass(frozen=True, kw_only=True)
-class CloudPlace(_PlaceSection):
-    """What Ray's cluster launcher and SkyPilot want to know."""
+class CloudConfig(_TargetSection):
+    """Settings of Ray's cluster launcher and of SkyPilot."""
 
     name: ClassVar[str] = "cloud"
 
     provider: Literal["aws", "gcp", "local"] = setting("local")
-    """Whose machines; `local`: those in `hosts`, by ssh."""
+    """Provider of the machines. `local`: the machines in `hosts`, by SSH."""
     region: str = setting("")
     """Region, such as `us-east-1`."""
     zone: str = setting("")
-    """Availability zone or GCP's zone; empty: any."""
+    """Availability zone or GCP zone. Empty: any."""
     project: str = setting("")
-    """GCP's project."""
+    """GCP project."""
     head_type: str = setting("")
-    """Type of the head's machine."""
+    """Machine type of the head node."""
     worker_type: str = setting("")
-    """Type of the workers' machines."""
+    """Machine type of the worker nodes."""
     machine_image: str = setting("")
-    """Image of the machines (an AMI, or GCP's source image); empty: the launcher's own."""
+    """Machine image (an AMI, or a GCP source image). Empty: the launcher's default."""
     disk_gib: int = setting(200, at_least=20)
-    """Disk of each machine."""
+    """Disk size per machine in GiB."""
     spot: bool = setting(False)
-    """Take workers that may be taken away, at their lower price."""
+    """Use preemptible (spot) workers at their lower price."""
     hosts: tuple[str, ...] = setting(())
-    """With `local`, addresses of the machines, the head's first."""
+    """Addresses of the machines of `local`, the head node's first."""
     ssh_user: str = setting("ubuntu")
-    """Who logs in."""
+    """SSH user."""
     ssh_key: str = setting("")
-    """Private key that opens them; empty: the launcher's own."""
+    """Private SSH key of the machines. Empty: the launcher's default."""
     python: str = setting("")
-    """Folder on each machine whose `bin` holds `raystride` and `ray`; empty: they are installed there."""
+    """Folder on each machine whose `bin` contains `raystride` and `ray`. Empty: they are installed there."""
     role: str = setting("")
-    """Who the machines are to the cloud: AWS's instance profile, or an account of Google's; empty: the launcher's own."""
+    """Cloud role of the machines. An AWS instance profile, or a Google service account. Empty: the launcher's default."""
+
+    def __post_init__(self) -> None:
+        """Raises SettingError for a region or zone that SkyPilot would read as two."""
+        super().__post_init__()
+        for key in ("region", "zone"):
+            self._check_pattern(key, r"[^/]+", "must be a name without `/`")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Place(_PlaceSection):
-    """Somewhere to run: what there is, where runs lie, and what its scheduler wants to know."""
+class TargetConfig(_TargetSection):
+    """Description of a deployment target: hardware, storage, and settings of its scheduler."""
 
     name: ClassVar[str] = ""
 
     about: str = setting("")
-    """One line that says which place this is."""
+    """One line that describes the target."""
     nodes: int = setting(1, at_least=1)
-    """Machines that one job may have at most."""
+    """Maximum number of machines per job."""
     gpus_per_node: int = setting(0, at_least=0)
-    """GPUs of each."""
+    """GPUs per node."""
     cpus_per_node: int = setting(8, at_least=1)
-    """Processors of each."""
+    """CPUs per node."""
     memory_gib: float = setting(32.0, above=0)
-    """Main memory of each."""
+    """Main memory per node in GiB."""
     gpu: str = setting("")
-    """What a GPU is called there, such as `H100`."""
+    """Name of the GPU type on the target, such as `H100`."""
     gpu_memory_gib: float = setting(0.0, at_least=0)
-    """Memory of one GPU; 0: not known, and not looked at."""
+    """Memory of one GPU in GiB. 0: unknown, and not checked."""
     storage: str = setting("")
-    """Where runs lie: a folder that every node sees under this name, or a URI such as `s3://bucket/runs`."""
+    """Folder or URI of the runs. A folder that every node sees under the same path, or a URI such as `s3://bucket/runs`."""
     shared: bool = setting(False)
-    """Whether that folder is one and the same on all nodes; a URI always is."""
+    """Whether the storage folder is the same on all nodes. A URI always is."""
     image: str = setting("raystride:latest")
-    """Container image, by tag or digest; `deploy/Dockerfile` builds one."""
+    """Container image, by tag or digest. `deploy/Dockerfile` builds one."""
     mlflow_uri: str = setting("")
-    """A tracking server; empty: that which is deployed along, or a file beside the runs."""
+    """URI of an MLflow tracking server. Empty: the one deployed with the run, or a file in the storage."""
     price_per_hour: float = setting(0.0, at_least=0)
-    """Of one node, in any currency; 0: not known."""
-    slurm: SlurmPlace = SlurmPlace()
-    """For `raystride deploy slurm`."""
-    kubernetes: KubernetesPlace = KubernetesPlace()
-    """For `raystride deploy kuberay`."""
-    cloud: CloudPlace = CloudPlace()
-    """For `raystride deploy launcher` and `sky`."""
+    """Price of one node per hour, in any currency. 0: unknown."""
+    slurm: SlurmConfig = SlurmConfig()
+    """Settings for `raystride deploy slurm`."""
+    kubernetes: KubernetesConfig = KubernetesConfig()
+    """Settings for `raystride deploy kuberay`."""
+    cloud: CloudConfig = CloudConfig()
+    """Settings for `raystride deploy launcher` and `sky`."""
 
     def __post_init__(self) -> None:
         """Raises SettingError for an image whose name is none."""

@@ -4,64 +4,64 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from raystride.pipelines.config.data import SourceKind
-from raystride.pipelines.config.run import Answering, AnswerLaunch, Finished, Sample
+from raystride.pipelines.config.run import FinishedRunConfig, PredictorConfig, PredictorLaunchConfig, SampleConfig
 from raystride.pipelines.config.section import Section, setting
 from raystride.pipelines.hub import is_hub_name
 
 
 @dataclass(frozen=True, kw_only=True)
-class TestData(Section):
-    """What the run does not know of its data."""
+class TestDataConfig(Section):
+    """Test data, which a run's settings may not contain."""
 
     name: ClassVar[str] = "data"
 
     test_source: str | None = setting(None)
-    """The source of the test set, where the run's settings name none, or another one; in the form of `data.source`."""
+    """Source of the test set, in the form of `data.source`. None: the run's `data.test_source`."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Evaluate(Answering):
-    """Which run's model, and on what."""
+class EvaluateConfig(PredictorConfig):
+    """The run whose model is evaluated, and the data."""
 
     split: Literal["test", "validation", "train"] = setting("test")
-    """Which documents: those of `data.test_source`, or those that the run validated or trained on."""
-    data: TestData = TestData()
-    """The test set."""
-    launch: AnswerLaunch = AnswerLaunch()
-    """Where it is answered: little data in this process, much by Ray's workers; `--launch inline` or `ray` says so."""
+    """Documents to evaluate on. `test`: those of `data.test_source`. `validation`, `train`: those of the run."""
+    data: TestDataConfig = TestDataConfig()
+    """Test set."""
+    launch: PredictorLaunchConfig = PredictorLaunchConfig()
+    """Start of the workers: little data in this process, more by Ray."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Predict(Answering):
-    """What to answer, and where to."""
+class PredictConfig(PredictorConfig):
+    """Inputs of inference, and the output."""
 
     input: str | None = setting(None)
-    """Path, glob or URI of text files (a line a question), JSON lines, CSV, Parquet or folders of images, or a Hugging Face
-    dataset."""
+    """Path, glob, URI or Hugging Face dataset of the inputs. Files are text (one input per line), JSON lines, CSV, Parquet
+    or folders of images."""
     output: str | None = setting(None)
-    """Folder or URI that the answers go to."""
+    """Folder or URI for the predictions."""
     text: str | None = setting(None)
-    """One question instead, answered on the terminal; for images, the path of one."""
+    """A single input, with the prediction printed to the terminal. For images, the path of one. Used instead of `input`."""
     kind: SourceKind = setting("auto")
-    """What the input is; `auto` sees it from its name and its files."""
+    """Format of the input. `auto` detects it by its name and files."""
     encoding: str = setting("utf-8")
-    """How the input's text, JSON or CSV is encoded, as Python names it."""
+    """Encoding of text, JSON and CSV input, by its Python name."""
     header: Literal["auto"] | bool | None = setting(None)
-    """Whether the first line of a CSV names its columns; None: as the run's `data.header` says."""
+    """Whether the first line of a CSV names its columns. None: the run's `data.header`."""
     delimiter: str | None = setting(None)
-    """What is between the fields of a CSV; None: as the run's `data.delimiter` says."""
+    """Delimiter of a CSV. None: the run's `data.delimiter`."""
     quote: Literal["auto", '"', "none"] | None = setting(None)
-    """What quotes the fields of a CSV; None: as the run's `data.quote` says."""
+    """Quote character of a CSV. None: the run's `data.quote`."""
     columns: tuple[str, ...] | None = setting(None)
-    """Names for the columns of a CSV; None: as the run's `data.columns` says."""
+    """Column names of a CSV. None: the run's `data.columns`."""
     column: str | None = setting(None)
-    """The column (or JSON key) that holds the questions, where it is not called as in training."""
+    """Column or JSON key of the inputs, if its name differs from training. None: as in training."""
     format: Literal["parquet", "jsonl"] = setting("parquet")
-    """What the answers are written as."""
-    sample: Sample = Sample()
-    """How a language model continues texts."""
-    launch: AnswerLaunch = AnswerLaunch()
-    """Where it is answered: little data in this process, much by Ray's workers; `--launch inline` or `ray` says so."""
+    """File format of the predictions."""
+    sample: SampleConfig = SampleConfig()
+    """Text generation by a language model."""
+    launch: PredictorLaunchConfig = PredictorLaunchConfig()
+    """Start of the workers: little data in this process, more by Ray."""
 
     def __post_init__(self) -> None:
         """Raises SettingError unless either `text` is given, or `input` and with it `output`."""
@@ -73,32 +73,33 @@ class Predict(Answering):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Generate(Finished):
-    """What to write, and with which run's model."""
+class GenerateConfig(FinishedRunConfig):
+    """Prompt and run of the model that generates text."""
 
     prompt: tuple[str, ...] | str = setting("")
-    """What the text starts with; a list such as '["def ", "class "]' writes several side by side."""
-    sample: Sample = Sample()
-    """How it is written."""
+    """Prompt of the generated text. A list such as '["def ", "class "]' generates several texts in one batch."""
+    sample: SampleConfig = SampleConfig()
+    """Sampling."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Export(Finished):
-    """Which run's model, and for whom."""
+class ExportConfig(FinishedRunConfig):
+    """The run whose model is exported, and the format."""
 
     to: Literal["hugging_face", "mlflow"] = setting("hugging_face")
-    """Whose layout: Hugging Face's, of the family that says what the model is (Llama, Qwen 2 and 3, Mistral, SmolLM 3,
-    Phi-3, Gemma 2 and 3, GPT-2), in safetensors; or an MLflow model, which is logged to the run as well."""
+    """Format of the export. `hugging_face`: safetensors in the layout of the family that describes the model (Llama, Qwen 2
+    and 3, Mistral, SmolLM 3, Phi-3, Gemma 2 and 3, GPT-2; classifiers: BERT, RoBERTa, DistilBERT, ModernBERT). `mlflow`: an
+    MLflow model, also logged to the run."""
     folder: str | None = setting(None)
-    """Folder or URI to write to; None: `export/` and the layout's name in the run's folder, or `export/adapter`."""
+    """Folder or URI to write to. None: `export/` and the name of the format in the run's folder, or `export/adapter`."""
     merge: bool = setting(False)
-    """Of a run that trained adapters (`lora.rank`): whether to add them to their base and write a plain model. Else the
-    adapter alone is written, in PEFT's layout; MLflow gets a plain model in any case."""
-    sample: Sample = Sample()
-    """How a language model that MLflow serves continues texts."""
+    """Merge the adapters into their base and write a plain model. For runs with adapters (`lora.rank`). false: only the
+    adapter is written, in PEFT's layout. MLflow always gets a plain model."""
+    sample: SampleConfig = SampleConfig()
+    """Text generation by a language model served with MLflow."""
     push: str | None = setting(None)
-    """Name on the Hugging Face hub, `org/name`, to which the folder is uploaded with a card made from the run's record. A
-    new one is visible to its owner alone. The login is that of `hf auth login`, or HF_TOKEN."""
+    """Name on the Hugging Face hub, `org/name`, to upload the folder to. A model card made from the run's record is
+    included. A new repository is private. The login is that of `hf auth login`, or HF_TOKEN."""
 
     def __post_init__(self) -> None:
         """Raises SettingError for a name that is none, or of something that the hub's programs cannot load."""
@@ -110,14 +111,14 @@ class Export(Finished):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Serve(Finished):
-    """Which run's model answers requests, and where."""
+class ServeConfig(FinishedRunConfig):
+    """The run whose model is served, and the address."""
 
     host: str = setting("127.0.0.1")
-    """Address to listen at; the default is seen from this machine alone."""
+    """Address to listen on. The default accepts connections from this machine only."""
     port: int = setting(0, at_least=0, at_most=65535)
-    """Port to listen at; 0: a free one."""
+    """Port to listen on. 0: a free port."""
     token: str = setting("")
-    """What requests must carry (`Authorization: Bearer ...`); empty: RAYSTRIDE_SERVE_TOKEN, or a new one."""
+    """Bearer token that requests must carry (`Authorization: Bearer ...`). Empty: RAYSTRIDE_SERVE_TOKEN, or a new one."""
     device: Literal["auto", "cpu", "cuda"] = setting("auto")
-    """Where the model computes; `auto`: on a GPU, if there is one."""
+    """Device of the model. `auto`: a GPU if there is one."""

@@ -3,11 +3,11 @@
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
-from raystride.pipelines.config.model import Model
-from raystride.pipelines.config.run import Scaling
+from raystride.pipelines.config.model import ModelConfig
+from raystride.pipelines.config.run import ScalingConfig
 from raystride.pipelines.config.section import Section, SettingError, setting
-from raystride.pipelines.config.train import Train
-from raystride.pipelines.files import absolute
+from raystride.pipelines.config.train import TrainConfig
+from raystride.pipelines.storage.folder import absolute_uri
 
 ALL_LINEAR = "all-linear"
 _OF_ADAPTERS = ("rank", "alpha", "rslora", "targets", "init")
@@ -27,35 +27,39 @@ def is_shared(key: str) -> bool:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Lora(Section):
-    """Which layers of a base get adapters, and how these are made. The base is what `model.init_from` names."""
+class LoraConfig(Section):
+    """LoRA adapters: adapted layers and their parameters. The base is the model of `model.init_from`."""
 
     name: ClassVar[str] = "lora"
 
-    rank: int = setting(0, at_least=0, fixed=True, since="0.3")
-    """Rows of A and columns of B in the change scale x B A of a weight; 0: no adapters, all weights are trained."""
-    alpha: float = setting(16.0, above=0, fixed=True, since="0.3")
-    """The scale is alpha / rank."""
-    dropout: float = setting(0.0, at_least=0, below=1, fixed=True, since="0.3")
-    """Share of an adapter's input that is dropped in training."""
-    targets: tuple[str, ...] | str = setting(ALL_LINEAR, fixed=True, since="0.3")
-    """Layers that get an adapter, by their names in Hugging Face's layout (`q_proj`, `mlp.down_proj`) or by ours
-    (`attention.q`, `feed_forward.down`), whole or from a dot on; `all-linear`: all linear ones but the head."""
+    rank: int = setting(0, at_least=0, fixed=True, since="0.3", also="lora_r lora_rank r")
+    """Rank of the adapters. A weight changes by scale x B A; the rank is the number of rows of A and of columns of B. 0: no
+    adapters, all weights are trained."""
+    alpha: float = setting(16.0, above=0, fixed=True, since="0.3", also="lora_alpha")
+    """Numerator of the adapters' scale, alpha / rank."""
+    dropout: float = setting(0.0, at_least=0, below=1, fixed=True, since="0.3", also="lora_dropout")
+    """Dropout probability of an adapter's input in training."""
+    targets: tuple[str, ...] | str = setting(
+        ALL_LINEAR, fixed=True, since="0.3", also="target_modules lora_target_modules lora_target"
+    )
+    """Layers with an adapter, by name. Names are Hugging Face's (`q_proj`, `mlp.down_proj`) or ours (`attention.q`,
+    `feed_forward.down`), complete or the part after a dot. `all-linear`: all linear layers except the head."""
     rslora: bool = setting(False, fixed=True, since="0.3")
-    """Scale by alpha / sqrt(rank), so that large ranks learn as fast (Kalajdzievski, 2023)."""
+    """Scale by alpha / sqrt(rank) instead (Kalajdzievski, 2023). Large ranks then learn as fast as small ones."""
     dora: bool = setting(False, fixed=True, since="0.3")
-    """A learned length for every row of the changed weight (DoRA, Liu et al., 2024)."""
+    """Learn the norm of each row of the changed weight (DoRA, Liu et al., 2024)."""
     init: Literal["kaiming", "gaussian", "pissa", "olora"] = setting("kaiming", fixed=True, since="0.3")
-    """How A and B begin. `kaiming` (PEFT's `true`) and `gaussian` draw A and begin with B at 0. `pissa` takes the largest
-    singular vectors of the weight (Meng et al., 2024), `olora` its QR decomposition (Buyukakyuz, 2024)."""
+    """Initialisation of A and B. `kaiming` (PEFT's `true`) and `gaussian`: A is random and B is 0. `pissa`: the largest
+    singular vectors of the weight (Meng et al., 2024). `olora`: its QR decomposition (Buyukakyuz, 2024)."""
     base_precision: Literal["fp32", "bf16"] = setting("fp32", fixed=True, since="0.3")
-    """How the frozen matrices are held; `bf16` takes half the memory. Adapters are fp32 in any case."""
+    """Storage precision of the frozen matrices. `bf16` takes half the memory. Adapters are always fp32."""
     init_from: str | None = setting(None, fixed=True, since="0.3")
-    """Folder of an adapter in PEFT's layout with which a new run starts; None: as `lora.init` says."""
+    """Folder of an adapter in PEFT's layout that a new run starts from. None: initialised by `lora.init`."""
     adapters: int = setting(1, at_least=1, at_most=256, since="0.3")
-    """Adapters that are trained beside each other on one base, each a run of its own; see `lora.each`."""
-    each: dict[str, Any] | None = setting(None, since="0.3")
-    """With `lora.adapters`, the settings in which they differ: names, each with a list of as many values."""
+    """Number of adapters trained concurrently on one base, each as a separate run. `lora.variants` sets their
+    differences."""
+    variants: dict[str, Any] | None = setting(None, since="0.3", was="lora.each", renamed="0.3")
+    """Settings in which the concurrent adapters differ. Setting names, each with a list of `lora.adapters` values."""
 
     def __post_init__(self) -> None:
         """Raises SettingError where a field is out of range, or does not go with another of this section."""
@@ -75,22 +79,22 @@ class Lora(Section):
             raise self.error("adapters", "must be 1 with lora.rank 0")
         if not self.rank and self.init_from:
             raise self.error("init_from", "needs the lora.rank of that adapter, above 0")
-        self._check_each()
+        self._check_variants()
         if self.init_from:
             # Workers have other working directories than the one in which this was typed.
-            object.__setattr__(self, "init_from", absolute(self.init_from))
+            object.__setattr__(self, "init_from", absolute_uri(self.init_from))
 
-    def _check_each(self) -> None:
-        each = self.each or {}
-        if self.adapters == 1 and each:
-            raise self.error("each", "needs lora.adapters, how many values each of its settings has")
-        if self.adapters > 1 and not each:
-            raise self.error("adapters", "needs lora.each: the settings in which the adapters differ")
-        for key, values in each.items():
+    def _check_variants(self) -> None:
+        variants = self.variants or {}
+        if self.adapters == 1 and variants:
+            raise self.error("variants", "needs lora.adapters, how many values each of its settings has")
+        if self.adapters > 1 and not variants:
+            raise self.error("adapters", "needs lora.variants: the settings in which the adapters differ")
+        for key, values in variants.items():
             if is_shared(key):
-                raise self.error("each", f"names {key}, which is the base's, or how all are computed: adapters share it")
+                raise self.error("variants", f"names {key}, which is the base's, or how all are computed: adapters share it")
             if not isinstance(values, list | tuple) or len(values) != self.adapters:
-                raise self.error("each", f"must give `{key}` a list of lora.adapters, {self.adapters}, values")
+                raise self.error("variants", f"must give `{key}` a list of lora.adapters, {self.adapters}, values")
 
     @property
     def all_linear(self) -> bool:
@@ -110,7 +114,7 @@ class Lora(Section):
         return self.alpha / (self.rank**0.5 if self.rslora else self.rank)
 
 
-def refuse_with_lora(lora: Lora, model: Model, train: Train, scaling: Scaling, task: str) -> None:
+def refuse_with_lora(lora: LoraConfig, model: ModelConfig, train: TrainConfig, scaling: ScalingConfig, task: str) -> None:
     """Raises SettingError for what does not go together with adapters, with the nearest that does."""
     if not lora.rank:
         return
@@ -143,7 +147,7 @@ def refuse_with_lora(lora: Lora, model: Model, train: Train, scaling: Scaling, t
             raise lora.error("adapters", "must be 1 with lora.dora, and with lora.init `pissa` and `olora`")
 
 
-def refuse_sharing(task: str, train: Train) -> None:
+def refuse_sharing(task: str, train: TrainConfig) -> None:
     """Raises SettingError for what adapters that share a base in one process cannot be trained at, or by."""
     if task in _ALONE:
         raise SettingError(

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from raystride.pipelines.config.data import Data
+from raystride.pipelines.config.data import DataConfig
 from raystride.pipelines.config.parse import as_typed
 from raystride.pipelines.config.section import SettingError, nearest
 
@@ -23,7 +23,7 @@ OF_ALL = (
     *("image_shorter_side", "image_mean", "image_std"),
 )
 """Settings of the whole mixture, which no entry has."""
-KEYS = (*(each.name for each in fields(Data) if each.metadata["fixed"] and each.name not in OF_ALL), "image_root")
+KEYS = (*(each.name for each in fields(DataConfig) if each.metadata["fixed"] and each.name not in OF_ALL), "image_root")
 NAME = re.compile(r"[A-Za-z0-9][\w.-]*")
 TEMPERATURE = re.compile(r"temperature +([0-9.]+)")
 
@@ -32,7 +32,7 @@ TEMPERATURE = re.compile(r"temperature +([0-9.]+)")
 class Entry:
     """A source of a mixture."""
 
-    data: Data
+    data: DataConfig
     """What is read, as of a training on this source alone."""
     weight: float = 1.0
     """Its share of the samples, beside the other sources' weights."""
@@ -40,19 +40,19 @@ class Entry:
     """Times that it is gone through at most; what it had then goes to the others."""
 
 
-def mixture_entries(data: Data) -> dict[str, Entry]:
+def mixture_entries(data: DataConfig) -> dict[str, Entry]:
     """The sources by name, in the order in which they are written; none: there is one source. Raises SettingError."""
     return {name: _entry(data, name, content) for name, content in data.sources.items()}
 
 
-def refuse_mixture(data: Data, epochs: float) -> None:
+def refuse_mixture(data: DataConfig, epochs: float) -> None:
     """Raises SettingError for sources, weights or a curriculum that cannot be; `epochs` is `train.epochs`."""
     if not data.sources:
         if data.curriculum or data.weights != "given":
             name = "curriculum" if data.curriculum else "weights"
             raise data.error(name, "needs data.sources, whose weights it is about")
         return
-    if data.source != Data().source:
+    if data.source != DataConfig().source:
         raise data.error("source", "must be left out with data.sources: make it one of them")
     if epochs:
         raise SettingError(
@@ -65,7 +65,7 @@ def refuse_mixture(data: Data, epochs: float) -> None:
     wanted_weights(data, dict.fromkeys(entries, 1))
 
 
-def wanted_weights(data: Data, sizes: Mapping[str, int]) -> list[tuple[int, dict[str, float]]]:
+def wanted_weights(data: DataConfig, sizes: Mapping[str, int]) -> list[tuple[int, dict[str, float]]]:
     """From which step on which weights hold, by source; the first from step 0. `sizes` are the sources' samples.
 
     Raises SettingError.
@@ -98,7 +98,7 @@ def defines_source(key: str) -> bool:
     return key.startswith("data.sources.") and key.rpartition(".")[2] not in OWN
 
 
-def _entry(data: Data, name: str, content: object) -> Entry:
+def _entry(data: DataConfig, name: str, content: object) -> Entry:
     where = f"data.sources.{name}"
     if not NAME.fullmatch(name):
         raise SettingError(
@@ -128,14 +128,14 @@ def _entry(data: Data, name: str, content: object) -> Entry:
         own[key] = float(value)
     changes: dict[str, Any] = {key: value for key, value in content.items() if key not in OWN}
     try:
-        changes = {key: as_typed(Data, key, value) for key, value in changes.items()}
+        changes = {key: as_typed(DataConfig, key, value) for key, value in changes.items()}
         return Entry(replace(data, sources={}, curriculum=(), weights="given", **changes), **own)
     except SettingError as error:
         own_name = f"{where}.{error.setting.removeprefix('data.')}"
         raise SettingError(f"{where}: {error}", setting=own_name, value=error.value, allowed=error.allowed) from None
 
 
-def _weights(data: Data, given: object, sizes: Mapping[str, int], where: str) -> dict[str, float]:
+def _weights(data: DataConfig, given: object, sizes: Mapping[str, int], where: str) -> dict[str, float]:
     """A weight for each source, from weights by name or a temperature."""
     if isinstance(given, str):
         found = TEMPERATURE.fullmatch(given.strip())

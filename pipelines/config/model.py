@@ -4,173 +4,260 @@ from dataclasses import dataclass
 from os.path import exists
 from typing import ClassVar, Literal
 
+from raystride.model.shape import ENCODERS
 from raystride.pipelines.config.section import Section, setting
-from raystride.pipelines.files import absolute
 from raystride.pipelines.hub import is_hub_name
+from raystride.pipelines.storage.folder import absolute_uri
 
+ROTATED = ("llama", "modernbert")
+"""Architectures with rotary positions, and without biases."""
 LLAMA_ONLY = (
-    "window_rope_theta", "unrotated_layers", "rotary_share", "rope_factor", "out_bias", "gate", "scaled_embedding",
+    "window_rope_theta", "nope_layers", "rotary_fraction", "rope_factor", "out_bias", "gate", "scaled_embedding",
 )  # fmt: skip
-"""Settings of `flavour llama` alone."""
+"""Settings of `architecture llama` alone."""
 DECODERS_ONLY = (
-    "window", "unrotated_layers", "rotary_share", "rope_factor", "out_bias", "query_scalar", "gate", "scaled_embedding",
-    "logit_softcap",
+    "window", "nope_layers", "rotary_fraction", "rope_factor", "out_bias", "query_pre_attn_scalar", "gate",
+    "scaled_embedding", "logit_softcap",
 )  # fmt: skip
 """Settings of decoders alone."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Model(Section):
-    """A transformer in the flavour of GPT-2, of Llama or of its first paper, or a convolutional network."""
+class ModelConfig(Section):
+    """Architecture and size of the network: a transformer (GPT-2, Llama, BERT, the original) or a convolutional network."""
 
     name: ClassVar[str] = "model"
 
-    flavour: Literal["gpt2", "llama", "original"] = setting("gpt2", fixed=True)
-    """`gpt2`: LayerNorm, learned positions, GELU, tied embeddings. `llama`: RMSNorm, RoPE, SwiGLU, grouped heads.
+    architecture: Literal["gpt2", "llama", "original", "bert", "modernbert"] = setting(
+        "gpt2", fixed=True, was="model.flavour", renamed="0.3", also="model_type arch model_name"
+    )
+    """Architecture of the network. `gpt2`: LayerNorm, learned positions, GELU, tied embeddings. `llama`: RMSNorm, RoPE,
+    SwiGLU, grouped-query attention.
 
-    `original` (Vaswani et al., 2017): LayerNorm after each addition, sinusoidal positions, ReLU, biases, tied embeddings."""
+    `original` (Vaswani et al., 2017): LayerNorm after each addition, sinusoidal positions, ReLU, biases, tied embeddings.
+
+    Encoders, for `classification` only, with LayerNorm also after the embedding. `bert` (Devlin et al., 2019; RoBERTa,
+    DistilBERT): LayerNorm after each addition, learned positions, GELU, biases. `modernbert` (Warner et al., 2024): RoPE,
+    GeGLU, no biases, layers with a bidirectional sliding window."""
+    family: Literal[
+        "auto", "gpt2", "llama", "qwen2", "qwen3", "mistral", "smollm3", "phi3", "gemma2", "gemma3_text",
+        "bert", "roberta", "distilbert", "modernbert",
+    ] = setting("auto", since="0.3")  # fmt: skip
+    """Hugging Face `model_type` of the base. It defines the names of tensors when reading and writing. `auto`: that of the
+    base's folder; without a base, the simplest family that can represent the network."""
     norm: Literal["auto", "pre", "post", "sandwich"] = setting("auto", fixed=True)
-    """Where a block normalises: before its parts (`pre`), or after each addition (`post`); `auto`: as the flavour has it.
+    """Position of the norms in a block. `pre`: before attention and feed-forward. `post`: after each addition. `auto`: that
+    of the architecture.
 
-    `sandwich`: before its parts, and what each of them gives before it is added, as Gemma 2 and 3 have it."""
-    layers: int = setting(4, at_least=0, fixed=True)
-    """Transformer blocks; of a translator, those of its decoder. 0: a classifier whose `pooling` is `windows` needs none."""
+    `sandwich`: before attention and feed-forward, and on the output of each before the addition, as in Gemma 2 and 3."""
+    layers: int = setting(4, at_least=0, fixed=True, also="n_layer n_layers num_layers num_hidden_layers depth")
+    """Number of transformer blocks. In a translation model: of the decoder. 0: only for a classifier with `pooling
+    windows`."""
     encoder_layers: int = setting(0, at_least=0, fixed=True)
-    """Blocks of a translator's encoder; 0: as many as `layers`."""
-    heads: int = setting(4, at_least=1, fixed=True)
-    """Query heads of each attention."""
-    kv_heads: int = setting(0, at_least=0, fixed=True)
-    """Key and value heads (grouped-query attention); 0: as many as query heads."""
-    width: int = setting(128, at_least=1, fixed=True)
-    """Width of the residual stream."""
-    feed_forward: int = setting(0, at_least=0, fixed=True)
-    """Hidden width of the feed-forward; 0: 4 x width, or 8/3 x width rounded up to a multiple of 64 (llama)."""
-    context: int = setting(128, at_least=1, fixed=True)
-    """Tokens that a sample predicts, and the longest attention."""
-    dropout: float = setting(0.0, at_least=0, below=1, fixed=True)
-    """Share of activations dropped in training, in embeddings, attention and residual branches."""
+    """Number of encoder blocks of a translation model. 0: as many as `layers`."""
+    heads: int = setting(4, at_least=1, fixed=True, also="n_head n_heads num_heads num_attention_heads")
+    """Number of attention heads (query heads)."""
+    kv_heads: int = setting(0, at_least=0, fixed=True, also="n_kv_heads num_key_value_heads num_kv_heads n_kv_head")
+    """Number of key and value heads (grouped-query attention). 0: as many as query heads."""
+    hidden_size: int = setting(
+        128,
+        at_least=1,
+        fixed=True,
+        was="model.width",
+        renamed="0.3",
+        also="n_embd d_model dim embed_dim embedding_dim n_embed hidden_dim model_dim width",
+    )
+    """Hidden size: width of the residual stream."""
+    ffn_size: int = setting(
+        0,
+        at_least=0,
+        fixed=True,
+        was="model.feed_forward",
+        renamed="0.3",
+        also="intermediate_size ffn_dim ffn_hidden_size d_ff feed_forward dim_feedforward mlp_dim ffn_hidden_dim",
+    )
+    """Hidden size of the feed-forward. 0: 4 x hidden_size, or 8/3 x hidden_size rounded up to a multiple of 64 (llama)."""
+    context: int = setting(
+        128,
+        at_least=1,
+        fixed=True,
+        also=(
+            "block_size seq_len sequence_length seq_length max_seq_len max_seq_length "
+            "max_sequence_length max_position_embeddings n_positions n_ctx context_length "
+            "context_size max_length cutoff_len"
+        ),
+    )
+    """Context length in tokens: number of tokens that a sample predicts. Also the longest attention."""
+    dropout: float = setting(
+        0.0,
+        at_least=0,
+        below=1,
+        fixed=True,
+        also="attention_dropout hidden_dropout resid_pdrop attn_pdrop embd_pdrop dropout_rate",
+    )
+    """Dropout probability in embeddings, attention and residual branches."""
     bias: bool = setting(False, fixed=True)
-    """Biases in linear layers and LayerNorm; `original` always has them."""
-    rope_theta: float = setting(10000.0, above=0, fixed=True)
-    """Base of the rotary frequencies."""
+    """Use biases in linear layers and LayerNorm. `original` always has them."""
+    rope_theta: float = setting(10000.0, above=0, fixed=True, also="rope_base rotary_base")
+    """Base of the rotary frequencies (RoPE)."""
     pooling: Literal["mean", "first", "attention", "windows"] = setting("mean", fixed=True)
-    """What a classifier reads of a text: the mean over its tokens, its first token, or a mean with learned weights.
+    """Pooling of a text classifier. `mean`: mean over tokens. `first`: first token. `attention`: mean with learned weights.
 
     `windows`: convolutions over neighbouring tokens, and the maximum of each channel over the text (Kim, 2014)."""
+    head_dense: Literal["none", "tanh", "relu", "gelu"] = setting("none", fixed=True, since="0.3")
+    """Layer between a classifier's pooling and its head. `tanh` (BERT, RoBERTa), `relu` (DistilBERT) and `gelu` (with
+    LayerNorm; ModernBERT) name its activation. `none`: no layer."""
     windows: tuple[int, ...] = setting((3, 4, 5), at_least=1, fixed=True)
-    """With `pooling windows`, how many tokens each of its convolutions sees at once."""
+    """Kernel sizes in tokens of the convolutions of `pooling windows`."""
     window_channels: int = setting(100, at_least=1, fixed=True)
-    """Channels of each of those convolutions."""
+    """Number of channels of each convolution of `pooling windows`."""
     channels: tuple[int, ...] = setting((16, 32, 64), at_least=1, fixed=True)
-    """Channels of each convolution of a convolutional network."""
+    """Number of channels of each convolution of a convolutional network."""
     hidden: tuple[int, ...] = setting((512, 128), at_least=1, fixed=True)
-    """Widths of a convolutional network's fully connected layers, without the last, which has one number a class."""
+    """Hidden sizes of a convolutional network's fully connected layers. Without the last layer, which has one output per
+    class."""
     rope_scaling: tuple[float, float, float, float] | None = setting(None, above=0, fixed=True)
-    """Slower rotary frequencies for a longer context, as Llama 3.1 and later have them.
+    """Scaling of rotary frequencies for a longer context, as in Llama 3.1 and later.
 
-    A factor, a low and a high factor of frequency, and the context before: [8, 1, 4, 8192], for instance."""
-    head_size: int = setting(0, at_least=0, fixed=True)
-    """Numbers of each head's query, key and value; 0: width / heads."""
-    qkv_bias: bool = setting(False, fixed=True)
-    """Biases of self-attention's queries, keys and values, whatever model.bias is, as Qwen2 has them."""
+    A factor, a low and a high frequency factor, and the original context length, such as [8, 1, 4, 8192]."""
+    head_size: int = setting(0, at_least=0, fixed=True, also="head_dim d_head d_kv")
+    """Size of a head's query, key and value. 0: hidden_size / heads."""
+    qkv_bias: bool = setting(False, fixed=True, also="attention_bias use_bias")
+    """Use biases of queries, keys and values in self-attention, as in Qwen2. Independent of model.bias."""
     qk_norm: bool = setting(False, fixed=True)
-    """RMSNorm over each head's query and key in self-attention, before rotary positions, as Qwen3 has it."""
-    softcap: float = setting(0.0, at_least=0, fixed=True, since="0.2")
-    """Bound of self-attention's scores, s becomes softcap tanh(s / softcap), as Gemma 2 has it (50); 0: none."""
-    norm_eps: float = setting(1e-5, above=0, fixed=True)
-    """What norms add to the variance or mean square before its root."""
+    """Apply RMSNorm to each head's query and key in self-attention, as in Qwen3. Before rotary positions."""
+    softcap: float = setting(0.0, at_least=0, fixed=True, since="0.2", also="attn_logit_softcapping")
+    """Soft cap of self-attention's scores, as in Gemma 2 (50). A score s becomes softcap tanh(s / softcap). 0: none."""
+    norm_eps: float = setting(1e-5, above=0, fixed=True, also="rms_norm_eps layer_norm_eps layer_norm_epsilon")
+    """Term that norms add to the variance or mean square before the root."""
     gelu: Literal["exact", "tanh"] = setting("exact", fixed=True)
-    """GELU by the error function, or its approximation by tanh, with which OpenAI's GPT-2 was trained."""
-    tied: bool | None = setting(None, fixed=True)
-    """Whether a language model's head shares the embedding's weight; None: it does, but not with `llama`."""
-    window: int = setting(0, at_least=0, fixed=True, since="0.2")
-    """Sliding window of self-attention: so many tokens are seen, the own among them, as Mistral has it; 0: all before."""
+    """Form of GELU: exact (error function) or tanh approximation. OpenAI's GPT-2 was trained with the approximation."""
+    tie_embeddings: bool | None = setting(
+        None, fixed=True, was="model.tied", renamed="0.3", also="tie_word_embeddings weight_tying tied tie_weights"
+    )
+    """Share the embedding's weight with the language-model head. None: true, except with `llama`."""
+    window: int = setting(0, at_least=0, fixed=True, since="0.2", also="sliding_window window_size local_attention")
+    """Sliding window of self-attention in tokens, as in Mistral. The token itself counts. 0: all previous tokens. With
+    `modernbert`, half of the window is on either side of the token."""
     window_layers: tuple[int, ...] = setting((), at_least=0, fixed=True, since="0.2")
-    """Which layers have the window, counted from 0, where others see all, as in Gemma 2 and 3; none named: all have it."""
+    """Layers with the sliding window, counted from 0, as in Gemma 2 and 3. The other layers attend to all tokens. Empty: all
+    layers have the window."""
     window_rope_theta: float = setting(0.0, at_least=0, fixed=True, since="0.2")
-    """Base of the rotary frequencies in layers with the window, as Gemma 3 has it (10000), where neither rope_scaling nor
-    rope_factor counts; 0: they are like the others."""
-    unrotated_layers: tuple[int, ...] = setting((), at_least=0, fixed=True, since="0.2")
-    """Layers without rotary positions (NoPE), counted from 0, as every fourth of SmolLM 3 is."""
-    rotary_share: float = setting(1.0, above=0, at_most=1, fixed=True, since="0.2")
-    """Share of each head's numbers that rotary positions turn, the first ones."""
+    """Base of the rotary frequencies in layers with the window. Gemma 3 has 10000. rope_scaling and rope_factor do not apply
+    to these layers then. 0: the same as in other layers."""
+    nope_layers: tuple[int, ...] = setting(
+        (), at_least=0, fixed=True, since="0.2", was="model.unrotated_layers", renamed="0.3"
+    )
+    """Layers without rotary positions (NoPE), counted from 0. In SmolLM 3, every fourth layer."""
+    rotary_fraction: float = setting(
+        1.0,
+        above=0,
+        at_most=1,
+        fixed=True,
+        since="0.2",
+        was="model.rotary_share",
+        renamed="0.3",
+        also="partial_rotary_factor rotary_pct",
+    )
+    """Fraction of each head's dimensions that are rotated, the first ones."""
     rope_factor: float = setting(1.0, above=0, fixed=True, since="0.2")
-    """Rotary positions are divided by this, for a context longer by so much, as larger models of Gemma 3 have it (8)."""
+    """Divisor of the rotary positions, for a context longer by this factor. Larger models of Gemma 3 have 8."""
     out_bias: bool = setting(False, fixed=True, since="0.2")
-    """A bias of self-attention's output; with qkv_bias, what others call `attention_bias`."""
-    query_scalar: int = setting(0, at_least=0, fixed=True, since="0.2")
-    """Self-attention's scores are divided by its root, as Gemma has it; 0: by that of the head's size."""
+    """Use a bias in self-attention's output projection. Together with qkv_bias it is Hugging Face's `attention_bias`."""
+    query_pre_attn_scalar: int = setting(0, at_least=0, fixed=True, since="0.2", was="model.query_scalar", renamed="0.3")
+    """Value whose square root divides self-attention's scores, as in Gemma. 0: the head size."""
     gate: Literal["silu", "gelu"] = setting("silu", fixed=True, since="0.2")
-    """What the feed-forward's gate goes through with `llama`: SiLU, or GELU's approximation by tanh, as Gemma has it."""
+    """Activation of the feed-forward's gate with `llama`. `silu`, or `gelu`: the tanh approximation, as in Gemma."""
     scaled_embedding: bool = setting(False, fixed=True, since="0.2")
-    """What is embedded is multiplied by the root of the width, as Gemma has it; `original` always does so."""
-    logit_softcap: float = setting(0.0, at_least=0, fixed=True, since="0.2")
-    """Bound of the logits, l becomes logit_softcap tanh(l / logit_softcap), as Gemma 2 has it (30); 0: none."""
-    init_from: str | None = setting(None, fixed=True)
-    """A Hugging Face model in safetensors whose weights a new run starts with: a folder, a URI, or a name on the hub,
-    `org/name` or `org/name@revision`. Of the families GPT-2, Llama, Qwen 2 and 3, Mistral, SmolLM, Phi-3, Gemma 2 and 3.
+    """Multiply embeddings by the square root of hidden_size, as in Gemma. `original` always does."""
+    logit_softcap: float = setting(0.0, at_least=0, fixed=True, since="0.2", also="final_logit_softcapping")
+    """Soft cap of the logits, as in Gemma 2 (30). A logit l becomes logit_softcap tanh(l / logit_softcap). 0: none."""
+    init_from: str | None = setting(
+        None,
+        fixed=True,
+        also=(
+            "model_name_or_path pretrained_model_name_or_path base_model pretrained checkpoint_dir "
+            "model_path initial_load_path base_model_name_or_path"
+        ),
+    )
+    """Pretrained model in safetensors whose weights a new run starts from. A folder, a URI, or a name on the Hugging Face
+    hub, `org/name` or `org/name@revision`. Supported families: GPT-2, Llama, Qwen 2 and 3, Mistral, SmolLM, Phi-3, Gemma 2
+    and 3; for `classification` BERT, RoBERTa, DistilBERT, ModernBERT.
 
-    The other settings must describe that model (the error names the flags that do), and `tokenizer.file` should be the one
-    beside it, or the same name."""
+    Settings of `model` and `tokenizer` that are not given come from it: the shape, the tokenizer, and the context length it
+    was trained with, at most 2,048. Given settings that contradict it are an error."""
     kernels: Literal["auto", "triton", "torch"] = setting("auto")
-    """Attention and the other hot operations: our Triton kernels, or PyTorch's own; `auto` takes Triton on GPUs.
+    """Kernels of attention and other hot operations: Triton or PyTorch. `auto`: our Triton kernels on GPUs, otherwise
+    PyTorch's own.
 
-    `triton` without a GPU needs TRITON_INTERPRET=1, which runs kernels in Triton's interpreter: for proofs, very slowly."""
-    attention: Literal["triton", "library", "auto"] = setting("triton", since="0.2")
-    """Whose attention computes plain calls on GPUs, causal or full: our kernel, or what PyTorch has (`library`): cuDNN,
-    FlashAttention-2, and 3 or 4 where installed. `auto`: on Hopper and Blackwell, in 16 bits, whichever a short timing finds
-    faster when the run begins. Windows, lengths, packed documents and dropout are our kernel's, and with train.exact all."""
+    `triton` without a GPU needs TRITON_INTERPRET=1, which runs kernels in Triton's interpreter: for correctness tests, very
+    slow."""
+    attention: Literal["triton", "library", "auto"] = setting(
+        "triton", since="0.2", also="attn_implementation flash_attention use_flash_attention attention_backend"
+    )
+    """Attention backend on GPUs. `triton`: our kernel. `library`: cuDNN, FlashAttention-2, or FlashAttention 3 or 4 if
+    installed. `auto`: on Hopper and Blackwell, in 16 bits, the faster of the two in a short timing at the start of the run.
+    Applies to plain causal or full attention; windows, sequence lengths, packed documents, dropout and train.exact always
+    use our kernel."""
     linear: Literal["auto", "torch", "onednn"] = setting("auto")
-    """Matrix products on CPUs in fp32: PyTorch's own, or oneDNN's. `auto`: whichever is faster for each shape and direction,
-    which the first start on a machine measures; with train.exact PyTorch's own."""
+    """Backend of fp32 matrix products on CPUs. `torch`: PyTorch's own. `onednn`: oneDNN. `auto`: the faster for each shape
+    and direction, measured at the first start on a machine; with train.exact PyTorch's own."""
 
     def __post_init__(self) -> None:
-        """Raises SettingError where a field is out of range, sizes do not divide, or one does not go with the flavour."""
+        """Raises SettingError if a field is out of range, sizes do not divide, or the architecture has no such part."""
         super().__post_init__()
-        if not self.head_size and self.width % self.heads:
-            raise self.error("width", f"must be a multiple of model.heads, {self.heads}, unless model.head_size is set")
+        if not self.head_size and self.hidden_size % self.heads:
+            raise self.error(
+                "hidden_size", f"must be a multiple of model.heads, {self.heads}, unless model.head_size is set"
+            )
         if not self.layers and self.pooling != "windows":
             raise self.error("layers", "must be at least 1, unless model.pooling is `windows`, which can do without")
         if self.pooling == "windows" and not self.windows:
             raise self.error("windows", "must name at least one size")
         if self.kv_heads and self.heads % self.kv_heads:
             raise self.error("kv_heads", f"must divide model.heads, {self.heads}")
-        if self.flavour == "llama" and self.head_size % 2:
+        if self.architecture in ROTATED and self.head_size % 2:
             raise self.error("head_size", "must be even, which rotary positions need")
-        if self.flavour == "llama" and not self.head_size and self.width // self.heads % 2:
-            raise self.error("width", "must give every head an even size, which rotary positions need")
-        if self.flavour == "original" and self.width % 2:
-            raise self.error("width", "must be even, as sinusoidal positions are pairs")
-        if self.flavour == "llama" and self.bias:
-            raise self.error("bias", "must be false with model.flavour `llama`, whose layers have none")
-        if self.flavour != "gpt2" and self.gelu != "exact":
-            raise self.error("gelu", f"must be `exact` with model.flavour `{self.flavour}`, which has no GELU")
-        if self.flavour != "llama" and self.rope_scaling:
-            raise self.error("rope_scaling", f"must be None with model.flavour `{self.flavour}`, which does not rotate")
+        if self.architecture in ROTATED and not self.head_size and self.hidden_size // self.heads % 2:
+            raise self.error("hidden_size", "must give every head an even size, which rotary positions need")
+        if self.architecture == "original" and self.hidden_size % 2:
+            raise self.error("hidden_size", "must be even, as sinusoidal positions are pairs")
+        if self.architecture in ROTATED and self.bias:
+            raise self.error("bias", f"must be false with model.architecture `{self.architecture}`, whose layers have none")
+        if self.architecture not in ("gpt2", *ENCODERS) and self.gelu != "exact":
+            raise self.error("gelu", f"must be `exact` with model.architecture `{self.architecture}`, which has no GELU")
+        if self.architecture != "llama" and self.rope_scaling:
+            raise self.error(
+                "rope_scaling", f"must be None with model.architecture `{self.architecture}`, which does not rotate"
+            )
         if self.rope_scaling and self.rope_scaling[1] >= self.rope_scaling[2]:
             raise self.error("rope_scaling", "must have a low factor, its second number, below the high one, its third")
         self._check_layers()
         if self.init_from and not (is_hub_name(self.init_from) and not exists(self.init_from)):
             # Workers have other working directories than the one in which this was typed.
-            object.__setattr__(self, "init_from", absolute(self.init_from))
+            object.__setattr__(self, "init_from", absolute_uri(self.init_from))
 
     def _check_layers(self) -> None:
         """Raises SettingError for what only `llama` has, for layers that are not there, and heads that cannot be turned."""
-        if self.flavour != "llama":
+        if self.architecture != "llama":
             for name in LLAMA_ONLY:
-                if getattr(self, name) != getattr(Model, name):
-                    raise self.error(name, f"must be {getattr(Model, name)} with model.flavour `{self.flavour}`")
+                if name == "window_rope_theta" and self.architecture == "modernbert":
+                    continue
+                if getattr(self, name) != getattr(ModelConfig, name):
+                    raise self.error(
+                        name, f"must be {getattr(ModelConfig, name)} with model.architecture `{self.architecture}`"
+                    )
             if self.norm == "sandwich":
-                raise self.error("norm", f"must be `pre` or `post` with model.flavour `{self.flavour}`")
-        for name in ("window_layers", "unrotated_layers"):
+                raise self.error("norm", f"must be `pre` or `post` with model.architecture `{self.architecture}`")
+        for name in ("window_layers", "nope_layers"):
             if any(layer >= self.layers for layer in getattr(self, name)):
                 raise self.error(name, f"must name layers from 0 to {self.layers - 1}, of model.layers {self.layers}")
         for name in ("window_layers", "window_rope_theta"):
             if getattr(self, name) and not self.window:
-                raise self.error(name, f"must be {getattr(Model, name)} without model.window")
+                raise self.error(name, f"must be {getattr(ModelConfig, name)} without model.window")
         if self.rope_factor != 1 and self.rope_scaling:
             raise self.error("rope_factor", "must be 1 with model.rope_scaling, which says how much slower")
-        if self.rotary_share < 1 and (size := int((self.head_size or self.width // self.heads) * self.rotary_share)) % 2 + (
-            not size
-        ):
-            raise self.error("rotary_share", f"must turn an even number of a head's numbers, not {size}")
+        if self.rotary_fraction < 1 and (
+            size := int((self.head_size or self.hidden_size // self.heads) * self.rotary_fraction)
+        ) % 2 + (not size):
+            raise self.error("rotary_fraction", f"must turn an even number of a head's numbers, not {size}")

@@ -5,23 +5,29 @@ parsed.settings.train.steps                               # 500
 parsed.preset                                             # "lm_python"
 """
 
+import difflib
 import logging
 import re
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, is_dataclass, replace
+from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Generic, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 import yaml
 
+from raystride.pipelines.config.base_model import settings_from_base
+from raystride.pipelines.config.batch import batch_error, cut_batch_of_content, cut_batch_of_flags, with_slots
+from raystride.pipelines.config.help import Usage, help_text
+from raystride.pipelines.config.presets import find_config, presets
 from raystride.pipelines.config.renamed import Tell, with_new_flags, with_new_names
 from raystride.pipelines.config.section import SettingError, nearest
-from raystride.pipelines.credentials import MissingSecret, masked_all
+from raystride.pipelines.config.words import refuse_words, words_to_flags
+from raystride.pipelines.credentials import MissingSecret, redact_all_uris
 
 T = TypeVar("T")
-PRESETS = Path(__file__).parents[2] / "configs"
 SHORT_FORMS = {"--launch": "--launch.mode"}
 """Flags of whole sections that stand for one of their settings."""
 
@@ -34,30 +40,50 @@ class Parsed(Generic[T]):
     """The dataclass, checked."""
     preset: str
     """Name of the YAML file without its ending; `run` where there was none."""
+    has_source: bool = True
+    """Whether the preset, a file, a flag or the caller names the data. Defaults do not: nobody trains on them unasked."""
+
+    def require_source(self) -> None:
+        """Raises SettingError if nothing names the data."""
+        if not self.has_source:
+            named = f"the preset {self.preset}" if self.preset != "run" else "this job"
+            rule = f"must be given, as {named} has no data: --data.source FILE_OR_FOLDER, or `python`, the standard library"
+            raise SettingError(f"data.source {rule}", setting="data.source", allowed=rule)
 
 
-def parse(cls: type[T], arguments: Sequence[str], *, program: str, description: str = "") -> Parsed[T]:
+def parse(
+    cls: type[T],
+    arguments: Sequence[str],
+    *,
+    program: str,
+    description: str = "",
+    common: Sequence[str] = (),
+    examples: Sequence[str] = (),
+) -> Parsed[T]:
     """Reads settings of a dataclass. `--help` and `--print_config` print and leave.
 
     Raises SettingError for an unknown key (naming the nearest), a wrong value, or a file that cannot be read.
     """
-    import jsonargparse
-
-    jsonargparse.set_parsing_settings(docstring_parse_attribute_docstrings=True)
-    given = list(with_new_flags(list(_with_presets(_long_forms(arguments))), cls, _warn))
+    if (topic := _help_topic(arguments)) is not None:
+        usage = Usage(program=program, description=description, common=common, examples=examples)
+        print(help_text(cls, usage, topic))
+        raise SystemExit(0)
+    words = words_to_flags(cls, list(_long_forms(arguments)), presets())
+    given = list(with_new_flags(list(_with_presets(iter(words))), cls, _warn))
     known = set(_keys(cls))
     # Ahead of jsonargparse, which does not name the nearest key.
     _check_flags(given, known)
+    refuse_words(given, presets())
     files = _config_files(given)
+    written = set(_written_flags(given, known))
+    given = cut_batch_of_flags(given)
     for file in dict.fromkeys(files):
-        given = _with_content(given, file, _read_file(file, cls, known, _warn))
-    parser = jsonargparse.ArgumentParser(prog=program, description=description, exit_on_error=False)
-    parser.add_argument(
-        "--config", action="config", help="YAML file of settings; later ones and flags go over earlier ones."
-    )
-    parser.add_class_arguments(cls, as_group=False)
-    settings = _made(cls, parser, lambda: parser.parse_args(given) if given else parser.get_defaults())
-    return Parsed(settings, Path(files[-1]).stem if files else "run")
+        content = _read_file(file, cls, known, _warn)
+        written |= set(_given_keys(content, known))
+        given = _with_content(given, file, cut_batch_of_content(content))
+    parser = _parser(cls)  # type: ignore[arg-type]
+    settings = _made(cls, parser, lambda: parser.parse_args(given) if given else parser.get_defaults(), written)
+    return Parsed(settings, Path(files[-1]).stem if files else "run", _names_source(written))
 
 
 def configured(cls: type[T], given: Any, changes: Mapping[str, Any] | None = None) -> Parsed[T]:
@@ -65,36 +91,74 @@ def configured(cls: type[T], given: Any, changes: Mapping[str, Any] | None = Non
 
     Mappings are nested, or have full names (`train.steps`) as keys. Raises SettingError as `parse` does.
     """
-    import jsonargparse
-
     known, preset = set(_keys(cls)), "run"
     tell = logging.getLogger("raystride").warning
+    written: set[str] = set()
     if isinstance(given, cls):
         content: dict[str, Any] = _plain(asdict(given))  # type: ignore[call-overload]
+        plain = dict(_flat(cls()))
+        written = {name for name, value in _flat(given) if value != plain[name]}
     elif isinstance(given, Mapping):
         content = with_new_names(_nested(given), cls, tell)
     else:
         file = find_config(str(given))
         content, preset = _read_file(file, cls, known, tell), Path(file).stem
-    _merge(content, with_new_names(_nested(changes or {}), cls, tell), known)
+    over = with_new_names(_nested(changes or {}), cls, tell)
+    written |= set(_given_keys(over if isinstance(given, cls) else content, known)) | set(_given_keys(over, known))
+    content, over = cut_batch_of_content(content), cut_batch_of_content(over)
+    _merge(content, over, known)
     _check_keys(content, known, "settings")
+    parser = _parser(cls)  # type: ignore[arg-type]
+    has_source = isinstance(given, cls) or _names_source(written)
+    return Parsed(_made(cls, parser, lambda: parser.parse_object(content), written), preset, has_source)
+
+
+def _names_source(written: Collection[str]) -> bool:
+    return any(name == "data.source" or name.startswith("data.sources") for name in written)
+
+
+@cache
+def _parser(cls: type) -> Any:
+    """Returns the parser of a dataclass; building it takes longer than parsing."""
+    import jsonargparse
+
     parser = jsonargparse.ArgumentParser(exit_on_error=False)
+    parser.add_argument("--config", action="config")
     parser.add_class_arguments(cls, as_group=False)
-    return Parsed(_made(cls, parser, lambda: parser.parse_object(content)), preset)
+    return parser
 
 
-def _made(cls: type[T], parser: Any, read: Callable[[], Any]) -> T:
-    """The dataclass from what the parser reads. Raises SettingError, also for what jsonargparse says in its own words."""
+def _made(cls: type[T], parser: Any, read: Callable[[], Any], written: Collection[str]) -> T:
+    """Returns the dataclass from what the parser reads, completed by the base of a training.
+
+    `written` are the full names of the settings that a user gave. Raises SettingError, also for what jsonargparse says in
+    its own words.
+    """
     import jsonargparse
 
     try:
-        parsed = parser.instantiate(read())
+        found = read()
+        for name, value in settings_from_base(vars(found.as_flat()), written).items():
+            found[name] = _plain(value)
+        parsed = parser.instantiate(found)
     except SettingError:
         raise
     # Its own errors, and what it lets through of what a dataclass raises.
     except (jsonargparse.ArgumentError, TypeError, ValueError) as error:
         raise _as_setting_error(cls, error) from None
+    if "train.batch" in written and parsed.train.slot_tokens:
+        raise batch_error(parsed.train.samples_per_step * parsed.train.slot_size)
     return cls(**{item.name: getattr(parsed, item.name) for item in fields(cls)})  # type: ignore[arg-type]
+
+
+def _flat(settings: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yields each setting of a dataclass by its full name."""
+    for item in fields(settings):
+        value = getattr(settings, item.name)
+        if is_dataclass(value):
+            yield from _flat(value, f"{prefix}{item.name}.")
+        else:
+            yield f"{prefix}{item.name}", value
 
 
 def _nested(flat: Mapping[str, Any]) -> dict[str, Any]:
@@ -121,19 +185,9 @@ def _merge(content: dict[str, Any], changes: Mapping[str, Any], known: Collectio
             content[key] = value
 
 
-def presets() -> dict[str, Path]:
-    """The configurations that come along, by name."""
-    return {path.stem: path for path in sorted(PRESETS.glob("*.yaml"))}
-
-
-def find_config(name: str) -> str:
-    """The file that `--config` names: one that is there, or else a preset."""
-    return name if Path(name).exists() or name not in presets() else str(presets()[name])
-
-
 def to_yaml(settings: Any) -> str:
     """The settings as YAML that `--config` reads, without passwords and keys: `Section.filled` has them again."""
-    return yaml.safe_dump(masked_all(_plain(asdict(settings))), sort_keys=False, allow_unicode=True)
+    return yaml.safe_dump(redact_all_uris(_plain(asdict(settings))), sort_keys=False, allow_unicode=True)
 
 
 def _plain(value: Any) -> Any:
@@ -186,6 +240,27 @@ def _with_presets(arguments: Iterator[str]) -> Iterator[str]:
         before = argument
 
 
+def _help_topic(arguments: Sequence[str]) -> str | None:
+    """Returns the word after `--help`, empty if there is none; None without `--help`."""
+    for argument, after in pairwise([*arguments, ""]):
+        if argument in ("--help", "-h"):
+            return after
+        if argument.startswith("--help="):
+            return argument.removeprefix("--help=")
+    return None
+
+
+def _written_flags(arguments: Sequence[str], known: set[str]) -> Iterator[str]:
+    """Yields the full names of the settings that flags give, also those in a value for a whole section."""
+    for argument, after in pairwise([*arguments, ""]):
+        if argument.startswith("--"):
+            key, equals, value = argument[2:].partition("=")
+            yield key
+            if any(name.startswith(f"{key}.") for name in known):
+                content = yaml.safe_load(value if equals else after)
+                yield from _file_keys({key: content} if isinstance(content, dict) else {}, known)
+
+
 def _check_flags(arguments: Sequence[str], known: set[str]) -> None:
     own = {"config", "print_config", "help"}
     for argument in arguments:
@@ -205,9 +280,10 @@ def _read_file(file: str, cls: type, known: set[str], tell: Tell) -> dict[str, A
     try:
         content = yaml.safe_load(Path(file).read_text())
     except FileNotFoundError:
-        raise SettingError(
-            f"--config {file}: there is no such file; presets are {', '.join(presets())}", setting="config", value=file
-        ) from None
+        similar = difflib.get_close_matches(file, presets(), 1)
+        meant = f"did you mean {similar[0]}? " if similar else ""
+        message = f"--config {file}: there is no such file; {meant}presets are {', '.join(presets())}"
+        raise SettingError(message, setting="config", value=file) from None
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise SettingError(f"--config {file} cannot be read: {error}", setting="config", value=file) from None
     if content is not None and not isinstance(content, dict):
@@ -237,6 +313,13 @@ def _check_keys(content: dict[str, Any], known: set[str], where: str) -> None:
             raise SettingError(f"{where}: there is no setting {key}{nearest(key, known)}", setting=key)
 
 
+def _given_keys(content: dict[str, Any], known: set[str]) -> Iterator[str]:
+    """Yields the names in a file or a mapping, but that of a batch of 0, as stored runs have it: their slots are given."""
+    train = content.get("train")
+    has_batch = isinstance(train, dict) and bool(train.get("batch"))
+    return (name for name in _file_keys(content, known) if name != "train.batch" or has_batch)
+
+
 def _file_keys(content: dict[str, Any], known: set[str], prefix: str = "") -> Iterator[str]:
     """The names in a file; below a setting whose value is a mapping of its own, such as sweep.space, there are none."""
     for key, value in content.items():
@@ -253,6 +336,8 @@ def with_settings(config: T, settings: Mapping[str, Any]) -> T:
     for key, value in settings.items():
         section, _, name = key.rpartition(".")
         sections.setdefault(section, {})[name] = as_typed(type(config), key, value)
+    if sections.get("train", {}).get("batch"):
+        sections["train"] = with_slots({"slot_tokens": known.train.slot_tokens} | sections["train"])
     whole = sections.pop("", {})
     parts = {name: replace(getattr(known, name), **changes) for name, changes in sections.items()}
     changed: T = replace(known, **whole, **parts)
@@ -303,15 +388,24 @@ def _described(annotation: Any) -> str:
 
 
 def command(
-    cls: type[T], job: Callable[[Parsed[T]], int], arguments: Sequence[str] | None = None, *, program: str, description: str
+    cls: type[T],
+    job: Callable[[Parsed[T]], int],
+    arguments: Sequence[str] | None = None,
+    *,
+    program: str,
+    description: str,
+    common: Sequence[str] = (),
+    examples: Sequence[str] = (),
 ) -> int:
     """A job's whole command line: parses it (what the process was given, if nothing is) and runs `job`; the exit code.
+
+    `common` and `examples` are settings and lines that the first screen of its help shows.
 
     Wrong settings, whether the parser finds them or the job does, are one line and exit code 2.
     """
     try:
         given = sys.argv[1:] if arguments is None else arguments
-        return job(parse(cls, given, program=program, description=description))
+        return job(parse(cls, given, program=program, description=description, common=common, examples=examples))
     except (SettingError, MissingSecret) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

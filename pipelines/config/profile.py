@@ -7,23 +7,24 @@ from raystride.pipelines.config.section import Section, setting
 
 
 @dataclass(frozen=True, kw_only=True)
-class Profile(Section):
-    """A close look at a few steps; its files lie under `profiles/` in the run's folder, and with the run in MLflow."""
+class ProfileConfig(Section):
+    """Profiling of selected steps. Files are in `profiles/` of the run's folder and with the run in MLflow."""
 
     name: ClassVar[str] = "profile"
 
-    tool: Literal["none", "torch", "memory", "nsys", "ncu"] = setting("none")
-    """`torch`: a trace and the costliest operations. `memory`: what memory holds, and since when. `nsys`: Nsight Systems'
-    time line. `ncu`: Nsight Compute's figures of each kernel on a GPU, with `launch.mode` inline. Nsight must be there."""
+    tool: Literal["none", "torch", "memory", "nsys", "ncu"] = setting("none", also="profiler enable_profiling")
+    """Profiler. `torch`: a trace and the most expensive operations. `memory`: memory allocations over time. `nsys`: timeline
+    of Nsight Systems. `ncu`: metrics of each GPU kernel by Nsight Compute, with `launch.mode` inline. Nsight must be
+    installed."""
     steps: tuple[int, int] = setting((20, 25), at_least=1)
-    """The first and the last step looked at, by the run's count. The first steps of an attempt are slower than the rest."""
+    """First and last step to profile, as counted by the run. The first steps of an attempt are slower than the rest."""
     ranks: tuple[int, ...] = setting((0,), at_least=0)
-    """The workers looked at, by number."""
+    """Ranks of the workers to profile."""
     kernel: str = setting("")
-    """With `ncu`, a regular expression of the kernels to measure; empty: all. Each one is run several times over."""
+    """Regular expression of the kernels that `ncu` measures. Each is run several times. Empty: all kernels."""
     stall_factor: float = setting(20.0, at_least=0)
-    """A step that lasts so many times the usual, and at least 30 s, is a stall: where each thread of the worker stands is
-    written down, and training goes on. 0: nobody looks."""
+    """Factor over the usual duration from which a step counts as a stall. A stall lasts at least 30 s; the stack of each
+    thread of the worker is saved, and training continues. 0: no detection of stalls."""
 
     def __post_init__(self) -> None:
         """Raises SettingError where `steps` is no first and last step, or `ranks` names no worker."""

@@ -7,27 +7,46 @@
 Settings that a run has stored are read under their old names for ever, without a word: nobody wrote them.
 """
 
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import fields, is_dataclass
 from functools import reduce
-from typing import Any
+from typing import Any, TypeVar
 
 from raystride import __version__
 from raystride.pipelines.config.section import SettingError
 
 Tell = Callable[[str], None]
+T = TypeVar("T")
 
 
 def old_names(cls: Any, prefix: str = "") -> Mapping[str, tuple[str, str]]:
     """The new full name of each old one, and the version in which it came."""
     found: dict[str, tuple[str, str]] = {}
     for item in fields(cls):
-        if item.metadata.get("was"):
-            found[item.metadata["was"]] = (f"{prefix}{item.name}", item.metadata["renamed"])
+        for old in item.metadata.get("was", ()):
+            found[old] = (f"{prefix}{item.name}", item.metadata["renamed"])
         if isinstance(item.type, type) and is_dataclass(item.type):
             found |= old_names(item.type, f"{prefix}{item.name}.")
     return found
+
+
+def first_names(cls: Any) -> Mapping[str, str]:
+    """Returns the oldest full name of each renamed setting; names of runs and keys of trials are made of these."""
+    return {new: old for old, (new, _) in old_names(cls).items()}
+
+
+def with_current_names(settings: Mapping[str, T], cls: Any) -> dict[str, T]:
+    """Returns values by full names with the current names for old ones, silently: of stored trials, of a sweep's space."""
+    current = old_names(cls)
+    return {current.get(name, (name,))[0]: value for name, value in settings.items()}
+
+
+def with_current_names_in(text: str, cls: Any) -> str:
+    """Returns a condition such as `launch.lean and model.width < 64` with the current names for old ones."""
+    current = old_names(cls)
+    return re.sub(r"[a-z_]+(?:\.[a-z_]+)+", lambda found: current.get(found[0], (found[0],))[0], text)
 
 
 def _new_name(old: str, cls: Any, tell: Tell) -> str:
@@ -42,10 +61,11 @@ def _new_name(old: str, cls: Any, tell: Tell) -> str:
 
 def with_new_flags(arguments: Sequence[str], cls: Any, tell: Tell) -> Iterator[str]:
     """The words of a command line."""
+    renamed = old_names(cls)
     for argument in arguments:
         flag, equals, value = argument.partition("=")
         old = flag.removeprefix("--")
-        known = argument.startswith("--") and old in old_names(cls)
+        known = argument.startswith("--") and old in renamed
         yield f"--{_new_name(old, cls, tell)}{equals}{value}" if known else argument
 
 

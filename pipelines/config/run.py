@@ -6,67 +6,95 @@ from typing import ClassVar, Literal
 from raystride.pipelines.config.section import Section, setting
 from raystride.pipelines.credentials import MLFLOW_LOGIN
 
-LEAST_HANG_S = 5
+MIN_HANG_S = 5
 """A shorter `launch.hang_s` would end trainings that merely wait for a busy machine."""
 
-LEAST_SLOWER = 1.5
+MIN_SLOWER_FACTOR = 1.5
 """A lower `scaling.drop_slower_than` would drop nodes for what any of them does at times."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Scaling(Section):
-    """How many workers, and how the model is spread over them."""
+class ScalingConfig(Section):
+    """Number of workers, and distribution of the model over them."""
 
     name: ClassVar[str] = "scaling"
 
-    workers: Literal["auto"] | int = setting("auto", at_least=1)
-    """Training processes, never more than slots; `auto`: one a GPU if there are any. On CPUs of one machine one that has all
-    threads, or several, whichever a few steps show to be faster, of several machines and with train.exact one a core."""
-    least_workers: int = setting(0, at_least=0)
-    """With how few workers a run goes on when a node is lost, within `launch.restarts`, from its newest checkpoint; when
-    there is room again, it saves and grows back to `workers`. 0: their number is fixed."""
+    workers: Literal["auto"] | int = setting(
+        "auto",
+        at_least=1,
+        also="num_workers nproc_per_node devices num_gpus n_gpus gpus num_processes world_size n_workers",
+    )
+    """Number of training processes, at most `train.slots`. `auto`: one per GPU if the cluster has any. On CPUs of one
+    machine: one worker with all threads or several workers, as a few timed steps show to be faster. On CPUs of several
+    machines, or with train.exact: one per core."""
+    min_workers: int = setting(0, at_least=0, was="scaling.least_workers", renamed="0.3")
+    """Minimum number of workers with which a run continues after losing a node. It continues from the newest checkpoint,
+    within `launch.max_restarts`; when there is room again, it saves and grows back to `workers`. 0: the number of workers is
+    fixed."""
     resize_every_s: float = setting(60.0, above=0)
-    """With `least_workers`, seconds between two looks for room for more workers."""
+    """Seconds between two checks for room for more workers. Used with `min_workers`."""
     drop_slower_than: float = setting(0.0, at_least=0, since="0.3")
-    """With `least_workers`, go on without a node on which a worker takes more than so many times the other nodes' own time
-    for a step, over half a minute, for the rest of the job. 0: never; else at least 1.5."""
-    strategy: Literal["auto", "single", "ddp", "fsdp", "deepspeed"] = setting("auto")
-    """`single` for one worker; `ddp`: every worker holds the whole model; `fsdp` (FSDP2) and `deepspeed` (ZeRO): parameters,
-    gradients and optimiser state are spread over the workers. `auto`: `single` for one worker, `ddp` for several."""
-    shard_workers: int = setting(0, at_least=0)
-    """With `fsdp`, neighbouring workers that hold one copy of the model between them, such as those of a node (hybrid
-    sharding); must divide the workers. 0: all."""
+    """Drop a node that is slower than the others by more than this factor. A node's own time per step is compared with that
+    of the other nodes, over half a minute; a dropped node stays excluded for the rest of the job. Needs `min_workers`. 0:
+    never; otherwise at least 1.5."""
+    strategy: Literal["auto", "single", "ddp", "fsdp", "deepspeed"] = setting(
+        "auto", also="parallelism ddp_backend distributed_strategy fsdp sharding_strategy distributed_type"
+    )
+    """Data-parallel strategy. `single`: one worker. `ddp`: every worker holds the whole model. `fsdp` (FSDP2) and
+    `deepspeed` (ZeRO): parameters, gradients and optimiser state are sharded over the workers. `auto`: `single` for one
+    worker, `ddp` for several."""
+    shard_workers: int = setting(0, at_least=0, also="dp_shard data_parallel_shard_degree hybrid_shard")
+    """Number of neighbouring workers that shard one copy of the model. For example, those of a node (hybrid sharding). Used
+    with `fsdp`; must divide the number of workers. 0: all workers."""
     reshard: bool = setting(True)
-    """With `fsdp`, drop a block's whole parameters after its forward and gather them again for its backward, which saves
-    memory; without, they stay, which saves a third of the traffic."""
+    """Free full parameters after a block's forward; gather them for its backward. Used with `fsdp`; saves memory. false: the
+    full parameters stay; saves a third of the traffic."""
     mesh: Literal["given", "auto"] = setting("given", since="0.3")
-    """`auto`: tensor, pipeline and context, where they are 1, and an open strategy are chosen when the run starts: what a
-    sweep has recommended for the same steps, or the smallest that memory allows. `given`: they are as they stand."""
-    tensor: int = setting(1, at_least=1, since="0.3")
-    """Workers that share a model's heads, hidden units and words, and between them its tokens (tensor and sequence
-    parallelism); must divide model.heads and model.kv_heads."""
-    pipeline: int = setting(1, at_least=1, since="0.3")
-    """Workers that have a model's blocks one after another (pipeline parallelism); its slots are micro-batches."""
+    """Choice of the parallelism degrees. `given`: as set. `auto`: tensor, pipeline and context degrees that are 1, and a
+    strategy that is not set, are chosen when the run starts: those that a sweep recommended for the same steps, or the
+    smallest that fit into memory."""
+    tensor: int = setting(
+        1,
+        at_least=1,
+        since="0.3",
+        also="tp tensor_parallel tensor_parallel_size tensor_parallel_degree tp_size tensor_model_parallel_size",
+    )
+    """Tensor-parallel degree. Heads, hidden units and vocabulary are sharded over this many workers, and tokens between them
+    (sequence parallelism). Must divide model.heads and model.kv_heads."""
+    pipeline: int = setting(
+        1,
+        at_least=1,
+        since="0.3",
+        also="pp pipeline_parallel pipeline_parallel_size pipeline_parallel_degree pp_size pipeline_model_parallel_size",
+    )
+    """Pipeline-parallel degree. Each worker has a part of the model's blocks; the slots are its micro-batches."""
     schedule: Literal["1f1b", "interleaved", "zbv"] = setting("1f1b", since="0.3")
-    """With `pipeline`, the order of forwards and backwards: one stage a worker, or two that are `interleaved`, or two there
-    and back (`zbv`), which wait least and hold most."""
-    context: int = setting(1, at_least=1, since="0.3")
-    """Workers that share each sample's tokens (context parallelism), for long contexts; twice as many must divide
-    model.context."""
+    """Pipeline schedule. `1f1b`: one stage per worker. `interleaved`: two stages per worker. `zbv`: two stages per worker in
+    a V (zero bubble); least idle time, most memory. Used with `pipeline`."""
+    context: int = setting(
+        1,
+        at_least=1,
+        since="0.3",
+        also="cp context_parallel context_parallel_size context_parallel_degree cp_size sequence_parallel_size",
+    )
+    """Context-parallel degree. Each sample's tokens are sharded over this many workers, for long contexts. Twice the degree
+    must divide model.context."""
     context_exchange: Literal["ring", "heads", "keys"] = setting("ring", since="0.3")
-    """With `context`, what travels: keys and values round a `ring` while attention computes; tokens for `heads`, so that
-    each worker has all tokens of some; or all `keys` at once."""
-    zero: int = setting(1, at_least=1, at_most=3)
-    """With `deepspeed`, the ZeRO stage (Rajbhandari et al., 2020): spread the optimiser's state (1), gradients too (2), and
-    parameters too (3)."""
-    offload: bool = setting(False)
-    """Keep optimiser state, with `fsdp` parameters and gradients too, in main memory while GPUs compute."""
-    device: Literal["auto", "cpu", "cuda"] = setting("auto")
-    """What a worker computes on; `auto`: a GPU if the cluster has any."""
-    threads: int = setting(0, at_least=0)
-    """Threads of a worker on CPUs; 0: the node's cores shared out among its workers, with train.exact 1."""
-    bucket_mib: float = setting(25.0, above=0)
-    """Gradients that are reduced in one go, in MiB, overlapped with the rest of the backward."""
+    """Communication of context-parallel attention. `ring`: keys and values travel round a ring while attention computes.
+    `heads`: tokens are exchanged for heads, so that each worker has all tokens of some heads. `keys`: the remote keys and
+    values are fetched at once."""
+    zero: int = setting(1, at_least=1, at_most=3, also="zero_stage zero_optimization")
+    """ZeRO stage (Rajbhandari et al., 2020). 1 shards the optimiser state, 2 the gradients as well, 3 the parameters as
+    well. Used with `deepspeed`."""
+    offload: bool = setting(False, also="cpu_offload offload_optimizer fsdp_offload_params")
+    """Keep the optimiser state in main memory. With `fsdp`, parameters and gradients as well. GPUs still do the
+    computation."""
+    device: Literal["auto", "cpu", "cuda"] = setting("auto", also="accelerator use_gpu use_cpu no_cuda")
+    """Device of the workers. `auto`: GPUs if the cluster has any."""
+    threads: int = setting(0, at_least=0, also="num_threads torch_num_threads cpus_per_worker")
+    """CPU threads per worker. 0: the node's cores divided among its workers; 1 with train.exact."""
+    bucket_mib: float = setting(25.0, above=0, also="ddp_bucket_cap_mb bucket_cap_mb")
+    """Size of a gradient bucket in MiB. A bucket is reduced at once, overlapped with the rest of the backward."""
 
     @property
     def group(self) -> int:
@@ -81,93 +109,100 @@ class Scaling(Section):
     def __post_init__(self) -> None:
         """Raises SettingError where a field is out of range, or contradicts another about how few workers may train."""
         super().__post_init__()
-        if isinstance(self.workers, int) and self.least_workers > self.workers:
-            raise self.error("least_workers", f"must be at most scaling.workers, {self.workers}")
-        if 0 < self.drop_slower_than < LEAST_SLOWER:
+        if isinstance(self.workers, int) and self.min_workers > self.workers:
+            raise self.error("min_workers", f"must be at most scaling.workers, {self.workers}")
+        if 0 < self.drop_slower_than < MIN_SLOWER_FACTOR:
             raise self.error(
-                "drop_slower_than", f"must be 0, for never, or at least {LEAST_SLOWER}: no two nodes are as fast"
+                "drop_slower_than", f"must be 0, for never, or at least {MIN_SLOWER_FACTOR}: no two nodes are as fast"
             )
-        if self.drop_slower_than and not self.least_workers:
-            raise self.error("drop_slower_than", "must be 0 unless scaling.least_workers says with how few workers to go on")
+        if self.drop_slower_than and not self.min_workers:
+            raise self.error("drop_slower_than", "must be 0 unless scaling.min_workers says with how few workers to go on")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Launch(Section):
-    """How the processes are started."""
+class LaunchConfig(Section):
+    """Start and supervision of the processes."""
 
     name: ClassVar[str] = "launch"
 
     mode: Literal["ray", "inline"] = setting("ray")
-    """`ray`: workers by Ray Train. `inline`: one worker in this very process, without Ray (also `--launch inline`)."""
-    address: str | None = setting(None)
-    """A running Ray cluster to join (`auto` or an address); when not given, a local one is started and stopped."""
-    lean: bool = setting(True)
-    """Leave out the parts of Ray Train that this run has no use for, which halves the start; else the stock TorchTrainer."""
-    restarts: int = setting(0, at_least=0)
-    """Times that a run whose worker died is started again from its newest checkpoint, within the same job."""
-    preemptions: int = setting(-1, at_least=-1, since="0.3")
-    """Times besides that it is started again since a node was taken away as had been announced. -1: always."""
-    resubmit: int = setting(0, at_least=0, since="0.3")
-    """Times that a job of `ray job submit` is submitted again since its driver was lost, with its host or by SIGKILL."""
-    hang_s: Literal["auto"] | int = setting("auto", at_least=0)
-    """Seconds in which no worker moves within a step, or half of them in which one is not even heard of, after which the
-    workers are killed, as if they had died; where each stood is kept. The first steps of a start have half an hour at least.
-    `auto`: 600, or three times the longest pause that ended by itself; with `launch.mode` inline, where a debugger may have
-    stopped it, never. 0: never."""
+    """Backend that starts the workers. `ray`: Ray Train. `inline`: one worker in the current process, without Ray (also
+    `--launch inline`)."""
+    address: str | None = setting(None, also="ray_address master_addr cluster_address")
+    """Address of a running Ray cluster to join, or `auto`. None: a local cluster is started and stopped."""
+    fast_start: bool = setting(True, was="launch.lean", renamed="0.3")
+    """Skip the parts of Ray Train that this run does not need. Halves the start-up time. false: the stock TorchTrainer."""
+    max_restarts: int = setting(
+        0, at_least=0, was="launch.restarts", renamed="0.3", also="max_failures max_retries elastic_max_restarts"
+    )
+    """Maximum number of restarts after a worker died. Each restarts from the newest checkpoint, within the same job."""
+    max_preemption_restarts: int = setting(-1, at_least=-1, since="0.3", was="launch.preemptions", renamed="0.3")
+    """Maximum number of further restarts after announced preemptions. They do not count against `max_restarts`. -1: no
+    limit."""
+    max_resubmissions: int = setting(0, at_least=0, since="0.3", was="launch.resubmit", renamed="0.3")
+    """Maximum number of resubmissions after the driver was lost. For jobs of `ray job submit` whose driver died with its
+    host or by SIGKILL."""
+    hang_s: Literal["auto"] | int = setting("auto", at_least=0, also="ddp_timeout nccl_timeout")
+    """Kill and restart the workers if no step makes progress for this many seconds. A worker that sends no heartbeat for
+    half as long counts as hung, too. Stack traces are saved, and the restart counts as after a worker's death. The first
+    steps after a start have at least half an hour. `auto`: 600 s, or three times the longest pause that ended by itself;
+    never with `launch.mode` inline, because a debugger may have stopped the process. 0: never."""
     timeout_s: float = setting(60.0, above=0)
     """Seconds that the preflight waits for the cluster to answer."""
-    wait_s: float = setting(0.0, at_least=0, since="0.2")
-    """Seconds that the workers wait for places on a cluster that is in use, after which the job ends. 0: for ever."""
+    placement_timeout_s: float = setting(0.0, at_least=0, since="0.2", was="launch.wait_s", renamed="0.3")
+    """Seconds that the workers wait for placement on a busy cluster. The job ends after that. 0: no limit."""
 
     def __post_init__(self) -> None:
         """Raises SettingError where a field is out of range, or `hang_s` is shorter than pauses that any machine has."""
         super().__post_init__()
-        if isinstance(self.hang_s, int) and 0 < self.hang_s < LEAST_HANG_S:
-            raise self.error("hang_s", f"must be 0, for never, or at least {LEAST_HANG_S}: any machine pauses for seconds")
+        if isinstance(self.hang_s, int) and 0 < self.hang_s < MIN_HANG_S:
+            raise self.error("hang_s", f"must be 0, for never, or at least {MIN_HANG_S}: any machine pauses for seconds")
 
 
 @dataclass(frozen=True, kw_only=True)
-class AnswerLaunch(Launch):
-    """How the processes are started that answer with a trained model."""
+class PredictorLaunchConfig(LaunchConfig):
+    """Start of the processes that run inference with a trained model."""
 
     mode: Literal["auto", "ray", "inline"] = setting("auto")  # type: ignore[assignment]
-    """`auto`: up to 2 MiB of data are answered in this process, and more by Ray's workers, as also where `launch.address` or
-    `workers` asks for them. `ray`, `inline`: always one of the two (also `--launch inline`)."""
+    """Backend that starts the workers. `auto`: the current process for up to 2 MiB of data; Ray for more data, or if
+    `launch.address` or `workers` is set. `ray`, `inline`: always this one (also `--launch inline`)."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Record(Section):
-    """What is written down, and where."""
+class RecordConfig(Section):
+    """Logging of a run."""
 
     name: ClassVar[str] = "record"
 
-    mlflow: bool = setting(True)
-    """Log the run to MLflow; without, the run's folder alone holds the record."""
-    mlflow_uri: str | None = setting(None, logins=MLFLOW_LOGIN)
-    """A tracking server or database; when not given, SQLite file `mlflow.db` beside the runs. A password in it is not kept;
-    MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD in the environment will do as well."""
-    experiment: str = setting("raystride")
-    """The MLflow experiment that runs are filed under."""
-    tensorboard: bool = setting(False)
-    """Write TensorBoard's event files, too, in `tensorboard/` in the run's folder; see them with `tensorboard --logdir`."""
+    mlflow: bool = setting(True, also="report_to log_with logger")
+    """Log the run to MLflow. false: only the run's folder holds the record."""
+    mlflow_uri: str | None = setting(None, logins=MLFLOW_LOGIN, also="tracking_uri mlflow_tracking_uri")
+    """URI of an MLflow tracking server or database. None: the SQLite file `mlflow.db` in the storage. A password in the URI
+    is not stored; MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD in the environment work as well."""
+    experiment: str = setting("raystride", also="experiment_name project project_name")
+    """Name of the MLflow experiment."""
+    tensorboard: bool = setting(False, also="enable_tensorboard use_tensorboard")
+    """Write TensorBoard event files as well. They are in `tensorboard/` in the run's folder; view them with `tensorboard
+    --logdir`."""
     system_every_s: float = setting(5.0, above=0)
-    """Seconds between two readings of each node: its CPU and memory, and its GPUs or, on CPUs, the processors' energy."""
+    """Seconds between two readings of each node's hardware metrics. CPU and memory, and GPUs or, on CPUs, the processors'
+    energy."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Finished(Section):
-    """Which trained model a job works with; each such job adds what it does with it."""
+class FinishedRunConfig(Section):
+    """The trained model that a job uses; each such job adds its own settings."""
 
     name: ClassVar[str] = ""
 
     run: str = setting("")
-    """The run whose model it is."""
+    """Name of the run."""
     storage: str = setting("runs")
-    """Folder or filesystem URI under which runs lie."""
+    """Folder or filesystem URI that holds the runs."""
     checkpoint: Literal["best", "last"] | int = setting("best", at_least=0)
-    """Which of the run's checkpoints; a number: that of this step."""
+    """Checkpoint of the run: the best, the last, or that of a step (a number)."""
     average: int = setting(1, at_least=1, at_most=1000)
-    """Above 1: the mean of so many newest checkpoints instead, which `checkpoint.keep` must have kept."""
+    """Average the last N checkpoints (needs `checkpoint.keep` ≥ N). Used instead of `checkpoint`. 1: no averaging."""
 
     def __post_init__(self) -> None:
         """Raises SettingError where a field is out of range, or no run is named."""
@@ -177,57 +212,60 @@ class Finished(Section):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Answering(Finished):
-    """How a trained model answers many samples; jobs that do add which."""
+class PredictorConfig(FinishedRunConfig):
+    """Batched inference with a trained model; each such job adds its inputs."""
 
     batch: int = setting(64, at_least=1, at_most=1_000_000)
-    """Samples that are answered side by side."""
+    """Batch size of inference, in samples."""
     precision: Literal["fp32", "bf16"] = setting("fp32")
-    """What products are computed in; `bf16` is faster where the hardware multiplies it."""
+    """Precision of matrix products. `bf16` is faster on hardware with bfloat16 instructions."""
     workers: Literal["auto"] | int = setting("auto", at_least=1)
-    """Processes that hold the model; `auto`: one a GPU if there are any, else one a core, never more than there is work."""
+    """Number of processes that hold the model. `auto`: one per GPU if there are any, otherwise one per core; never more than
+    the amount of work needs."""
     device: Literal["auto", "cpu", "cuda"] = setting("auto")
-    """What they compute on; `auto`: a GPU if the cluster has any."""
+    """Device of the workers. `auto`: GPUs if the cluster has any."""
     threads: int = setting(0, at_least=0)
-    """Threads of a worker on CPUs; 0: the cores shared out among the workers."""
+    """CPU threads per worker. 0: the cores divided among the workers."""
     beams: int = setting(0, at_least=0, at_most=1024)
-    """Translations that are followed side by side; 0: as `decoding.beams` of the run."""
+    """Beam size of translations. 0: the run's `decoding.beams`."""
     on_error: Literal["raise", "skip"] = setting("raise")
-    """At what cannot be read or answered: end with an error, or skip and count it."""
+    """Handling of inputs that cannot be read or answered. `raise`: end with an error. `skip`: skip and count them."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Decoding(Section):
-    """How a translator chooses its words."""
+class DecodingConfig(Section):
+    """Decoding of translations."""
 
     name: ClassVar[str] = "decoding"
 
-    beams: int = setting(1, at_least=1, at_most=1024)
-    """Translations that are followed side by side (beam search); 1: the likeliest next token each time. Validation during
-    training takes 1, whatever stands here."""
+    beams: int = setting(1, at_least=1, at_most=1024, also="num_beams beam_size beam")
+    """Beam size of translations. 1: greedy decoding. Validation during training always uses 1."""
     length_penalty: float = setting(0.6, at_least=0)
-    """Exponent by which longer translations are favoured (Wu et al., 2016, equation 14); 0: not at all."""
-    longest: int = setting(0, at_least=0)
-    """Most tokens of a translation; 0: fifty more than its source has (Vaswani et al., 2017, section 6.1)."""
+    """Exponent of the length penalty, which favours longer translations. Formula: Wu et al., 2016, equation 14. 0: none."""
+    max_length: int = setting(
+        0, at_least=0, was="decoding.longest", renamed="0.3", also="max_target_length max_decode_length"
+    )
+    """Maximum length of a translation in tokens. 0: fifty more than its source has (Vaswani et al., 2017, section 6.1)."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sample(Section):
-    """Text that the trained model writes at the end of a training, and that `raystride generate` writes."""
+class SampleConfig(Section):
+    """Text that the trained model generates at the end of a training, and with `raystride generate`."""
 
     name: ClassVar[str] = "sample"
 
     prompt: str = setting("")
-    """What the text starts with; empty: as a new document does."""
-    tokens: int = setting(200, at_least=0)
-    """Tokens to write at most; 0: no sample. Tasks that train no decoder write none."""
-    temperature: float = setting(0.8, at_least=0)
-    """Sharpness of the choice; 0 takes the likeliest token."""
+    """Prompt of the generated text. Empty: the start of a new document."""
+    tokens: int = setting(200, at_least=0, also="max_new_tokens max_tokens num_tokens")
+    """Maximum number of tokens to generate. 0: no sample. Tasks without a decoder generate none."""
+    temperature: float = setting(0.8, at_least=0, also="temp")
+    """Sampling temperature. 0: greedy, the most likely token."""
     top_k: int = setting(0, at_least=0)
-    """Choose among that many likeliest tokens; 0: among all."""
+    """Sample among the k most likely tokens. 0: among all."""
     top_p: float = setting(1.0, above=0, at_most=1)
-    """Choose among the likeliest tokens that together have this probability (nucleus sampling, Holtzman et al., 2020)."""
-    stop: tuple[str, ...] = setting(())
-    """Strings at which the text ends."""
+    """Probability mass of nucleus sampling (Holtzman et al., 2020). Tokens are sampled among the most likely ones that
+    together have this probability. 1: among all."""
+    stop: tuple[str, ...] = setting((), also="stop_sequences stop_strings")
+    """Strings at which generation stops."""
     seed: int = setting(0, at_least=0)
-    """Seed of the choice."""
+    """Seed of sampling."""

@@ -11,12 +11,20 @@ checked when the section is made, whether that happens from YAML, from a flag or
 
 import difflib
 import math
+import warnings
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import Field, dataclass, field, fields, replace
 from functools import cache
-from typing import Any, ClassVar, Literal, Self, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, get_args, get_origin, get_type_hints
 
-from raystride.pipelines.credentials import MissingSecret, hidden, is_masked, masked_all, note, whole
+from raystride.pipelines.credentials import (
+    MissingSecret,
+    is_redacted,
+    redact,
+    redact_all_uris,
+    remember_secrets,
+    restore_secrets,
+)
 
 
 class SettingError(ValueError):
@@ -27,8 +35,8 @@ class SettingError(ValueError):
     """
 
     def __init__(self, message: str = "", *, setting: str = "", value: Any = None, allowed: Any = None) -> None:
-        super().__init__(hidden(message))
-        self.setting, self.value, self.allowed = setting, masked_all(value), allowed
+        super().__init__(redact(message))
+        self.setting, self.value, self.allowed = setting, redact_all_uris(value), allowed
 
     @classmethod
     def of(cls, error: Exception) -> Self:
@@ -46,18 +54,22 @@ def setting(
     below: float | None = None,
     fixed: bool = False,
     since: str = "",
-    was: str = "",
+    was: str | Sequence[str] = "",
     renamed: str = "",
+    also: str = "",
     logins: Sequence[str] = (),
 ) -> Any:
     """A field with a range. `fixed` settings may not differ when a run is resumed; the others may.
 
     One that was added later says `since` which version: at its default it leaves the names that runs have as they were.
-    One that got another name says which full name it `was` and in which version it was `renamed`: see `config.renamed`.
+    One that got another name says which full name it `was` (the newest of several first) and in which version it was
+    `renamed`: see `config.renamed`.
+    `also` are names that other trainers have for it, with blanks between: an error or `--help` finds it by them.
     `logins` are variables of the environment of which one will do instead of the password in an address.
     """
+    earlier = (was,) if isinstance(was, str) and was else tuple(was)
     limits = {"at_least": at_least, "at_most": at_most, "above": above, "below": below}
-    told = {"fixed": fixed, "since": since, "was": was, "renamed": renamed, "logins": logins}
+    told = {"fixed": fixed, "since": since, "was": earlier, "renamed": renamed, "also": also, "logins": logins}
     return field(default=default, metadata={"limits": limits, **told})
 
 
@@ -72,12 +84,33 @@ class Section:
 
     name: ClassVar[str] = ""
 
+    def __init_subclass__(cls) -> None:
+        """Notes what other trainers call its fields."""
+        super().__init_subclass__()
+        for key, value in list(vars(cls).items()):
+            if isinstance(value, Field):
+                for alias in value.metadata.get("also", "").split():
+                    full = f"{cls.name}.{key}".lstrip(".")
+                    if full not in ALIASES.setdefault(alias, []):
+                        ALIASES[alias].append(full)
+
     def __post_init__(self) -> None:
         """Raises SettingError where a field is out of range, or a word that it does not know."""
         for item in fields(self):
             if "limits" in item.metadata:
                 self._check(item.name, getattr(self, item.name), item.metadata["limits"])
         self._note_secrets()
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, key: str) -> Any:
+            """Reads a field by a name that it had before, with a DeprecationWarning: plug-ins use attributes."""
+            for item in fields(type(self)):
+                if f"{self.name}.{key}".lstrip(".") in item.metadata.get("was", ()):
+                    new = f"{self.name}.{item.name}".lstrip(".")
+                    warnings.warn(f"{self.name}.{key} is now {new}", DeprecationWarning, stacklevel=2)
+                    return getattr(self, item.name)
+            raise AttributeError(f"{type(self).__name__!r} has no setting {key!r}", name=key, obj=self)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """In another process: it, too, keeps to itself what it must not say."""
@@ -88,7 +121,7 @@ class Section:
         for item in fields(self):
             for text in _texts(getattr(self, item.name)):
                 if "://" in text:
-                    note(text)
+                    remember_secrets(text)
 
     def filled(self, *, optional: Collection[str] = ()) -> Self:
         """The settings with the secrets that they were written without.
@@ -100,7 +133,7 @@ class Section:
             value, name = getattr(self, item.name), f"{self.name}.{item.name}".lstrip(".")
             if isinstance(value, Section):
                 changes[item.name] = value.filled(optional=optional)
-            elif isinstance(value, dict) or (isinstance(value, str) and is_masked(value)):
+            elif isinstance(value, dict) or (isinstance(value, str) and is_redacted(value)):
                 try:
                     changes[item.name] = _whole(value, item.metadata.get("logins", ()))
                 except MissingSecret as error:
@@ -112,7 +145,7 @@ class Section:
     def _check(self, key: str, value: Any, limits: dict[str, float | None]) -> None:
         cls: Any = type(self)
         allowed = _types(cls)[key]
-        choices = _choices(allowed)
+        choices = choices_of(allowed)
         nothing = value is None and type(None) in get_args(allowed)
         if choices and not nothing and not isinstance(value, int) and value not in choices:
             raise self.error(key, f"must be one of {', '.join(map(str, choices))}", choices)
@@ -135,7 +168,7 @@ class Section:
 
     def error(self, key: str, rule: str, allowed: Any = None) -> SettingError:
         """The error for field `key`: its full name, its value and `rule`, which says what is allowed."""
-        name, value = f"{self.name}.{key}" if self.name else key, masked_all(getattr(self, key))
+        name, value = f"{self.name}.{key}" if self.name else key, redact_all_uris(getattr(self, key))
         return SettingError(f"{name} is {value!r}: it {rule}", setting=name, value=value, allowed=allowed or rule)
 
 
@@ -152,36 +185,26 @@ def _whole(value: Any, logins: Sequence[str]) -> Any:
     """A value with the secrets that texts in it were written without. Raises MissingSecret."""
     if isinstance(value, dict):
         return {key: _whole(part, logins) for key, part in value.items()}
-    return whole(value, logins) if isinstance(value, str) and is_masked(value) else value
+    return restore_secrets(value, logins) if isinstance(value, str) and is_redacted(value) else value
 
 
-def _choices(annotation: Any) -> tuple[Any, ...]:
+def choices_of(annotation: Any) -> tuple[Any, ...]:
     """The words a setting may have: those of its Literal, also inside a union such as `Literal["auto"] | int`."""
     if get_origin(annotation) is Literal:
         return get_args(annotation)
-    return tuple(choice for part in get_args(annotation) for choice in _choices(part))
+    return tuple(choice for part in get_args(annotation) for choice in choices_of(part))
 
 
 def _first(value: float | None, other: float | None) -> float | None:
     return other if value is None else value
 
 
-ALIASES = {
-    "lr": "optimizer.learning_rate", "batch_size": "train.slot_size", "batch": "train.slot_size", "epochs": "train.epochs",
-    "num_train_epochs": "train.epochs", "per_device_train_batch_size": "train.slot_size", "seq_len": "model.context",
-    "block_size": "model.context", "max_seq_length": "model.context", "max_length": "model.context",
-    "max_steps": "train.steps", "max_iters": "train.steps", "n_layer": "model.layers", "num_layers": "model.layers",
-    "n_head": "model.heads", "num_heads": "model.heads", "n_embd": "model.width", "hidden_size": "model.width",
-    "d_model": "model.width", "gradient_accumulation_steps": "train.slots", "num_workers": "scaling.workers",
-    "nproc_per_node": "scaling.workers", "mixed_precision": "train.precision", "fp16": "train.precision",
-    "bf16": "train.precision", "output_dir": "storage", "out_dir": "storage", "resume": "run",
-    "resume_from_checkpoint": "run", "wd": "optimizer.weight_decay", "warmup": "optimizer.warmup_steps",
-    "warmup_iters": "optimizer.warmup_steps", "learning_rate": "optimizer.learning_rate", "grad_clip": "train.clip_norm",
-    "weight_decay": "optimizer.weight_decay", "warmup_steps": "optimizer.warmup_steps", "device": "scaling.device",
-    "dataset": "data.source", "data": "data.source", "model_name_or_path": "model.init_from",
-}  # fmt: skip
-"""What other programs call settings: for suggestions alone."""
+ALIASES: dict[str, list[str]] = {}
+"""The settings that other trainers call so (`also`), by their last word; for suggestions and help alone."""
 BESIDE = {
+    "train.batch": "samples in a step, over all workers",
+    "optimizer.min_lr_ratio": "as a share of optimizer.learning_rate",
+    "optimizer.warmup_steps": "in steps",
     "train.slot_size": "a step has train.slots times as many samples",
     "train.slots": "a step is train.slots times train.slot_size samples, whatever the number of workers",
     "run": "the same --run NAME goes on where it was",
@@ -190,17 +213,32 @@ BESIDE = {
 """What one should know of a suggestion."""
 
 
-BARE = {"steps": "train.steps"}
+BARE = {"steps": "train.steps", "every": "checkpoint.every"}
 """What is meant by a name that several sections have, where none is given."""
 
 
+def find_alias(name: str, known: Collection[str]) -> str | None:
+    """Returns the setting among the `known` ones that other trainers call so (`lr`, `max-steps`), None if there is none."""
+    last = name.rsplit(".", 1)[-1].lower().replace("-", "_")
+    return next((setting for setting in ALIASES.get(last, ()) if setting in known), None)
+
+
 def nearest(key: str, known: Collection[str]) -> str:
-    """Which known setting was meant, as the end of an error's sentence."""
+    """Returns the end of an error's sentence: which known setting was meant, if any is likely."""
     last = key.rsplit(".", 1)[-1]
-    meant = BARE.get(key) or ALIASES.get(last.lower().replace("-", "_"))
-    if meant in known:
-        return f"; did you mean {meant}?" + (f" ({BESIDE[meant]})" if meant in BESIDE else "")
-    same_name = [name for name in known if name.rsplit(".", 1)[-1] == last]
-    # Several sections have `steps` and `every`: the likeliest is the one that is most like what was written.
-    found = difflib.get_close_matches(key, sorted(same_name or known), 1, 0 if same_name else 0.5)
-    return f"; did you mean {found[0]}?" if found else "; --help lists all"
+    if same_last := [name for name in known if name.rsplit(".", 1)[-1] == last]:
+        # Several sections have `steps` and `every`: the likeliest is the one that is most like what was written.
+        meant: str | None = BARE.get(key) or difflib.get_close_matches(key, sorted(same_last), 1, 0)[0]
+    else:
+        meant = find_alias(key, known) or _most_similar(key, last, known)
+    if meant is None:
+        return "; --help lists all"
+    return f"; did you mean {meant}?" + (f" ({BESIDE[meant]})" if meant in BESIDE else "")
+
+
+def _most_similar(key: str, last: str, known: Collection[str]) -> str | None:
+    """Returns the known name that is most like `key`, or else ends most like `last`, unless that is too short to tell."""
+    by_last = {name.rsplit(".", 1)[-1]: name for name in sorted(known, reverse=True)}
+    whole = difflib.get_close_matches(key, sorted(known), 1, 0.75)
+    ending = difflib.get_close_matches(last, sorted(by_last), 1, 0.8) if len(last) > 3 else []
+    return next(iter([*whole, *(by_last[word] for word in ending)]), None)

@@ -7,14 +7,15 @@ config.training()                                         # the Config that ever
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, ClassVar, Literal
 
 from raystride.pipelines.config.condition import Condition
 from raystride.pipelines.config.config import Config, name_fault
 from raystride.pipelines.config.lora import is_shared, refuse_sharing
+from raystride.pipelines.config.renamed import with_current_names, with_current_names_in
 from raystride.pipelines.config.section import Section, setting
-from raystride.pipelines.credentials import masked_all
+from raystride.pipelines.credentials import redact_all_uris
 
 RANGES = ("uniform", "log_uniform", "integers")
 """Kinds of ranges that random search and Optuna draw from; each takes [lowest, highest]."""
@@ -28,7 +29,7 @@ OF_TRIALS = (
     "checkpoint.every",
     "sample.tokens",
     "launch.mode",
-    "launch.restarts",
+    "launch.max_restarts",
     "record.mlflow",
 )
 """Settings that cannot be tried: a trial is a short training that measures nothing but its steps."""
@@ -47,74 +48,85 @@ _TIMEOUT_S = 900.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sweep(Section):
-    """What is tried, how each trial is measured, and what counts as best."""
+class SweepConfig(Section):
+    """Search space, measurement of each trial, and objective."""
 
     name: ClassVar[str] = "sweep"
 
     space: dict[str, Any] = field(default_factory=dict)
-    """Settings by their full names, each with a list of values, or with a range to draw from: `{uniform: [0, 1]}`,
-    `{log_uniform: [1e-4, 1e-2]}`, `{integers: [1, 8]}`."""
-    where: tuple[str, ...] = setting(())
-    """Conditions between settings, such as `scaling.workers * train.slot_size <= 64`; what breaks one is not tried."""
+    """Search space: setting names, each with a list of values or a range. Ranges are `{uniform: [0, 1]}`, `{log_uniform:
+    [1e-4, 1e-2]}` and `{integers: [1, 8]}`."""
+    constraints: tuple[str, ...] = setting((), was="sweep.where", renamed="0.3")
+    """Conditions that each combination must satisfy. For example `scaling.workers * train.slot_size <= 64`; combinations
+    that violate one are not tried."""
     scaling: Literal["none", "weak", "strong"] = setting("none")
-    """`weak`: the work a worker stays that of `train.slots`, so slots are multiplied by the workers; `strong`: the batch
-    stays, workers share it out; `none`: slots are as the space and the configuration say, which is strong as well."""
+    """Scaling of the batch with the number of workers. `weak`: constant work per worker, as with `train.slots`; slots are
+    multiplied by the number of workers. `strong`: constant batch, divided among the workers. `none`: slots as in the space
+    and the configuration, which amounts to strong scaling."""
     search: Literal["grid", "random", "optuna"] = setting("grid")
-    """`grid`: every combination of the lists; `random`: `trials` of them, or of the ranges; `optuna`: chosen one after
-    another by what was measured before (TPE, Bergstra et al., 2011)."""
-    trials: int = setting(20, at_least=1)
-    """How many trials `random` and `optuna` make."""
-    stop_bad: Literal["auto", "none", "asha"] = setting("auto")
-    """`asha`: stop trials early whose objective is among the worse at the same step, by successive halving without waiting
-    (Li et al., 2020). `auto`: `asha` with the objective `loss` and at least `keep`^2 combinations, else `none`."""
-    keep: float = setting(3.0, above=1)
-    """With `asha`, one trial in so many goes on at each rung."""
-    objective: Literal["auto", "throughput", "cost", "energy", "time_to_loss", "loss"] = setting("auto")
-    """What is best: the most tokens a second, the lowest price or energy a token, the least time to `target_loss`, or the
-    lowest validation loss after the trial's steps. `auto`: `loss` where nothing varies but settings that leave the work of a
-    step as it is (those of the optimizer and the objective, dropout, clipping, the seed), else `throughput`."""
+    """Search method. `grid`: every combination of the lists. `random`: `trials` random combinations, also of ranges.
+    `optuna`: each trial is chosen from earlier results (TPE, Bergstra et al., 2011)."""
+    trials: int = setting(20, at_least=1, also="num_samples n_trials num_trials")
+    """Number of trials of `random` and `optuna`."""
+    early_stopping: Literal["auto", "none", "asha"] = setting("auto", was="sweep.stop_bad", renamed="0.3")
+    """Early stopping of poor trials. `asha`: asynchronous successive halving by the objective at the same step (Li et al.,
+    2020). `auto`: `asha` with the objective `loss` and at least `reduction_factor`^2 combinations, otherwise `none`."""
+    reduction_factor: float = setting(3.0, above=1, was="sweep.keep", renamed="0.3")
+    """Reduction factor of `asha`: one in this many trials continues at each rung."""
+    objective: Literal["auto", "throughput", "cost", "energy", "time_to_loss", "loss"] = setting("auto", also="optimize_for")
+    """Objective of the sweep. `throughput`: tokens per second. `cost` and `energy`: lowest price or energy per token.
+    `time_to_loss`: least time to `target_loss`. `loss`: lowest validation loss after the trial's steps. `auto`: `loss` if
+    only settings vary that do not change the work of a step (those of the optimizer and the objective, dropout, clipping,
+    the seed), otherwise `throughput`."""
     target_loss: float = setting(0.0, at_least=0)
-    """With `time_to_loss`, the training loss (mean of a window) at which a trial has arrived; 0: not given."""
+    """Training loss (mean of a window) that ends a trial of `time_to_loss`. 0: not given."""
     target_tokens: float = setting(0.0, at_least=0)
-    """Tokens for which the report tells time, price and energy; 0: those of the configuration itself."""
+    """Number of tokens for which the report states time, price and energy. 0: that of the configuration for predictions, a
+    million for trade-offs."""
     price_per_hour: float = setting(0.0, at_least=0)
-    """Price of one worker's hour, in any currency; 0: unknown, unless `cluster` tells."""
+    """Price per worker and hour, in any currency. 0: unknown, unless `cluster` states it."""
     cluster: str | None = setting(None)
-    """YAML file that describes the cluster to predict for: devices a node, links, price; see `docs/scaling.md`."""
+    """YAML file of the cluster to predict for: devices per node, links and price. See `docs/scaling.md`."""
     warmup_steps: int = setting(10, at_least=1)
-    """Steps at the start of a trial that are not measured: they compile, connect and fill caches."""
+    """Steps at the start of a trial that are not measured. They compile, connect and fill caches."""
     window_steps: int = setting(10, at_least=1)
-    """Steps of one window; each window is one measurement of the speed."""
+    """Steps per measurement window. Each window is one measurement of the throughput."""
     windows: int = setting(8, at_least=1)
-    """Windows of a trial at most."""
-    least_windows: int = setting(3, at_least=1)
-    """Windows of a trial before it may end for being precise enough."""
-    precision: float = setting(0.02, at_least=0)
-    """A trial ends when half the 95 % interval of its mean speed is at most this share of it; 0: never before `windows`."""
+    """Maximum number of measurement windows per trial."""
+    min_windows: int = setting(3, at_least=1, was="sweep.least_windows", renamed="0.3")
+    """Minimum number of windows before a trial may end as precise enough."""
+    target_precision: float = setting(0.02, at_least=0, was="sweep.precision", renamed="0.3")
+    """Relative precision at which a trial ends. Half the 95 % confidence interval of the mean throughput, as a share of the
+    mean. 0: never before `windows`."""
     repeats: int = setting(1, at_least=1)
-    """Rounds through all combinations, one after another, so that a machine's slow hour does not hit one of them alone. With
-    the objective `loss` each round has another seed."""
+    """Number of rounds through all combinations. Rounds run one after another, so that a slow hour of a machine does not
+    affect a single combination only. With the objective `loss`, each round has another seed."""
     seeds: int = setting(3, at_least=1)
-    """With `loss`, how many seeds at most decide among trials whose loss does not differ by more than another seed might
-    make it; 1: one decides alone."""
+    """Maximum number of seeds that decide between trials of similar loss. Loss differences are similar if another seed might
+    cause them. Used with the objective `loss`. 1: a single seed decides."""
     isolated: bool = setting(True)
-    """One trial at a time: two that shared a node would measure each other."""
-    at_once: int = setting(2, at_least=1, was="sweep.concurrent", renamed="0.3")
-    """Trials at a time when they are not isolated, as far as there are processors for: see scaling.threads. What
-    a cluster has beyond their places is left to others."""
+    """Run one trial at a time. Trials that share a node would disturb each other's measurements."""
+    max_concurrent: int = setting(
+        2,
+        at_least=1,
+        was=("sweep.at_once", "sweep.concurrent"),
+        renamed="0.3",
+        also="max_concurrent_trials concurrent n_jobs",
+    )
+    """Maximum number of concurrent trials if they are not isolated. Limited by the number of CPUs; see scaling.threads.
+    Further resources of a cluster are left to others."""
     retry: bool = setting(False)
-    """When a sweep is started again, measure again what failed, hung or ran out of memory."""
-    share: str = setting("", since="0.3")
-    """`k/n`: measure only every n-th combination of a grid, from the k-th on, counted from 0. So many jobs of one name share
-    a sweep, as a Slurm array's do; the last to end writes the answer. Empty: all of them."""
+    """Repeat failed, hung and out-of-memory trials when a sweep is started again."""
+    shard: str = setting("", since="0.3", was="sweep.share", renamed="0.3")
+    """Shard of a grid, `k/n`, that this job measures. It is every n-th combination from the k-th on, counted from 0. n jobs
+    of one name share a sweep, such as those of a Slurm array; the last to end writes the result. Empty: all combinations."""
     share_base: bool = setting(False, since="0.3")
-    """Train all trials beside each other in this process, over one frozen base: for the objective `loss`, of settings of
-    `lora`, `optimizer` and `data`. Without Ray, and without windows of speed, which trials would take from each other. Each
-    trains to its end: none is stopped for being bad, or late."""
+    """Train all trials concurrently in one process on one frozen base. For the objective `loss` and settings of `lora`,
+    `optimizer` and `data`. It needs no Ray, and does not measure throughput, as trials would disturb each other. Every trial
+    trains to its end, without early stopping or time limit."""
     timeout_s: float = setting(_TIMEOUT_S, above=0)
-    """Seconds after which a trial is asked to end, with the windows that it has, and is given up as hung where it does not
-    or has none."""
+    """Seconds after which a trial is asked to end with its windows so far. A trial that does not end, or has no windows,
+    counts as hung."""
 
     def __post_init__(self) -> None:
         """Raises SettingError where a field is out of range, `space` has no choices, or the objective lacks its figure."""
@@ -122,16 +134,16 @@ class Sweep(Section):
         if self.objective == "auto" and self.space:
             # Everyone who reads it wants to know which. Not without a space, as defaults are that others are put over.
             object.__setattr__(self, "objective", "loss" if all(map(same_work, self.space)) else "throughput")
-        if self.stop_bad == "auto" and self.space:
-            many = self.objective == "loss" and not self.share_base and self._combinations() >= self.keep**2
-            object.__setattr__(self, "stop_bad", "asha" if many else "none")
+        if self.early_stopping == "auto" and self.space:
+            many = self.objective == "loss" and not self.share_base and self._combinations() >= self.reduction_factor**2
+            object.__setattr__(self, "early_stopping", "asha" if many else "none")
         for key, choices in self.space.items():
             self._check_choices(key, choices)
         self._check_share()
         if self.share_base:
             self._check_share_base()
-        if self.least_windows > self.windows:
-            raise self.error("least_windows", f"must be at most sweep.windows, {self.windows}")
+        if self.min_windows > self.windows:
+            raise self.error("min_windows", f"must be at most sweep.windows, {self.windows}")
         if self.objective == "time_to_loss" and not self.target_loss:
             raise self.error("target_loss", "must be given with sweep.objective time_to_loss")
         if self.objective == "cost" and not self.price_per_hour and not self.cluster:
@@ -140,23 +152,25 @@ class Sweep(Section):
     @property
     def part(self) -> tuple[int, int]:
         """Which of how many shares, (0, 1) for all."""
-        number, _, count = (self.share or "0/1").partition("/")
+        number, _, count = (self.shard or "0/1").partition("/")
         return int(number), int(count)
 
     def _check_share(self) -> None:
-        form = re.fullmatch(r"(\d+)/(\d+)", self.share or "0/1")
+        form = re.fullmatch(r"(\d+)/(\d+)", self.shard or "0/1")
         if form is None or not 0 <= int(form[1]) < int(form[2]):
-            raise self.error("share", "must be k/n with k from 0 to n - 1, such as 0/4")
-        if self.share and self.search != "grid":
-            raise self.error("share", f"needs sweep.search grid, whose combinations are known before; it is {self.search}")
+            raise self.error("shard", "must be k/n with k from 0 to n - 1, such as 0/4")
+        if self.shard and self.search != "grid":
+            raise self.error("shard", f"needs sweep.search grid, whose combinations are known before; it is {self.search}")
 
     def _check_share_base(self) -> None:
         if self.search == "optuna":
             raise self.error("share_base", "must be false with sweep.search optuna, which tries one after another")
-        if self.share:
-            raise self.error("share_base", "must be false with sweep.share, whose trials are those of several jobs")
-        if self.stop_bad == "asha":
-            raise self.error("stop_bad", "must be `auto` or `none` with sweep.share_base: all trials train to their end")
+        if self.shard:
+            raise self.error("share_base", "must be false with sweep.shard, whose trials are those of several jobs")
+        if self.early_stopping == "asha":
+            raise self.error(
+                "early_stopping", "must be `auto` or `none` with sweep.share_base: all trials train to their end"
+            )
         if self.timeout_s != _TIMEOUT_S:
             raise self.error("timeout_s", "must be left out with sweep.share_base: all trials train to their end")
         if self.objective == "auto":  # without a space: defaults, that others are put over
@@ -170,7 +184,7 @@ class Sweep(Section):
         return every if self.search == "grid" else self.trials
 
     def _check_choices(self, key: str, choices: Any) -> None:
-        if masked_all(choices) != choices:
+        if redact_all_uris(choices) != choices:
             raise self.error("space", f"must give {key} no passwords or keys, as what trials differ in is written down")
         if isinstance(choices, list | tuple) and choices:
             return
@@ -194,15 +208,18 @@ class Sweep(Section):
 
 
 @dataclass(frozen=True, kw_only=True)
-class SweepConfig(Config):
-    """The settings of a training, and of the sweep over some of them."""
+class SweepJobConfig(Config):
+    """All settings of a training, and of a sweep over some of them."""
 
-    sweep: Sweep = Sweep()
-    """What is tried, and how."""
+    sweep: SweepConfig = SweepConfig()
+    """Search space, objective and measurement of a sweep."""
 
     def __post_init__(self) -> None:
-        """Raises SettingError where `sweep.space` or `sweep.where` names no setting of a training, or a trial's own."""
+        """Raises SettingError if `sweep.space` or `sweep.constraints` names no setting of a training, or a trial's own."""
         super().__post_init__()
+        space = with_current_names(self.sweep.space, Config)
+        constraints = tuple(with_current_names_in(text, Config) for text in self.sweep.constraints)
+        object.__setattr__(self, "sweep", replace(self.sweep, space=space, constraints=constraints))
         if self.run is not None and (fault := name_fault(self.run, "-" + 8 * "0")):  # as a trial's name ends
             raise self.error("run", fault)
         known = self.training().flat()
@@ -211,7 +228,7 @@ class SweepConfig(Config):
                 raise self.sweep.error("space", f"names {key}, which is no setting of a training; --help lists them")
             if key in OF_TRIALS:
                 raise self.sweep.error("space", f"names {key}, which each trial sets by itself")
-        for text in self.sweep.where:
+        for text in self.sweep.constraints:
             Condition(text, known)
         if self.sweep.share_base:
             self._check_sharing()

@@ -4,35 +4,52 @@ import math
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
+from raystride.pipelines.config.batch import batch_error, cut_batch
 from raystride.pipelines.config.section import Section, setting
 
 
 @dataclass(frozen=True, kw_only=True)
-class Optimizer(Section):
-    """The update rule and its learning rate over time."""
+class OptimizerConfig(Section):
+    """Optimiser and learning-rate schedule."""
 
     name: ClassVar[str] = "optimizer"
 
-    kind: Literal["adamw", "sgd"] = setting("adamw", fixed=True)
-    """AdamW (Loshchilov and Hutter, 2019) or plain stochastic gradient descent."""
-    learning_rate: float = setting(1e-3, above=0)
-    """Highest learning rate; a factor of the formula under `noam`."""
-    betas: tuple[float, float] = setting((0.9, 0.99), at_least=0, below=1)
-    """AdamW's decay of the first and second moment."""
-    eps: float = setting(1e-8, above=0)
-    """AdamW's term that keeps the denominator from zero."""
-    weight_decay: float = setting(0.1, at_least=0)
-    """Decoupled decay, of matrices only: biases, norms and gains are left alone."""
+    kind: Literal["adamw", "sgd"] = setting("adamw", fixed=True, also="optim optimizer_type optimizer_name")
+    """Optimiser: AdamW (Loshchilov and Hutter, 2019) or SGD."""
+    learning_rate: float = setting(1e-3, above=0, also="lr max_lr peak_lr base_lr init_lr")
+    """Peak learning rate. With `noam`, a factor of its formula."""
+    betas: tuple[float, float] = setting(
+        (0.9, 0.99), at_least=0, below=1, also="beta1 beta2 adam_beta1 adam_beta2 adam_betas"
+    )
+    """Decay rates of AdamW's first and second moment."""
+    eps: float = setting(1e-8, above=0, also="adam_epsilon epsilon adam_eps")
+    """Term in AdamW's denominator that avoids division by zero."""
+    weight_decay: float = setting(0.1, at_least=0, also="wd decay")
+    """Decoupled weight decay. Applied to matrices only, not to biases, norms and gains."""
     momentum: float = setting(0.0, at_least=0, below=1)
     """Momentum of `sgd`."""
-    schedule: Literal["cosine", "linear", "constant", "noam"] = setting("cosine")
-    """The learning rate after the warm-up."""
-    warmup_steps: int = setting(100, at_least=0)
-    """Steps over which the learning rate rises from near zero."""
-    decay_steps: int = setting(0, at_least=0)
-    """Step at which `cosine` and `linear` reach their lowest rate; 0: the end of the run."""
-    lowest_rate: float = setting(0.1, at_least=0, at_most=1)
-    """Where `cosine` and `linear` end, as a share of the highest rate."""
+    schedule: Literal["cosine", "linear", "constant", "noam"] = setting(
+        "cosine", also="lr_scheduler_type lr_scheduler scheduler lr_decay_style lr_schedule decay_type"
+    )
+    """Learning-rate schedule after the warm-up. `noam` includes the warm-up: learning_rate x hidden_size^-0.5 x min(n^-0.5,
+    n x warmup_steps^-1.5) at the n-th step (Vaswani et al., 2017, equation 3)."""
+    warmup_steps: int = setting(
+        100,
+        at_least=0,
+        also="warmup warmup_iters num_warmup_steps lr_warmup_iters warmup_ratio lr_warmup_steps warmup_updates",
+    )
+    """Steps of linear learning-rate warm-up."""
+    decay_steps: int = setting(0, at_least=0, also="lr_decay_iters decay_iters lr_decay_steps")
+    """Step at which `cosine` and `linear` reach the minimum learning rate. 0: the last step of the run."""
+    min_lr_ratio: float = setting(
+        0.1,
+        at_least=0,
+        at_most=1,
+        was="optimizer.lowest_rate",
+        renamed="0.3",
+        also="min_lr min_lr_factor lr_min min_learning_rate lr_min_ratio alpha_f",
+    )
+    """Final learning rate of `cosine` and `linear`, as a fraction of the peak."""
 
     def __post_init__(self) -> None:
         """Raises SettingError where a field is out of range, or `noam` has no warm-up, whose length its formula needs."""
@@ -42,66 +59,112 @@ class Optimizer(Section):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Train(Section):
-    """How long to train and what a step is made of: batch = slots x slot_size samples."""
+class TrainConfig(Section):
+    """Length of training and composition of a step: slots x slot_size samples."""
 
     name: ClassVar[str] = "train"
 
-    steps: int = setting(1000, at_least=0)
-    """Optimiser updates in the whole run; 0: until `epochs` or `hours` end it."""
-    epochs: float = setting(0.0, at_least=0)
-    """Passes over the training samples after which to end; 0: no such bound."""
-    hours: float = setting(0.0, at_least=0)
-    """Wall-clock hours of this attempt after which to save and end; 0: no such bound."""
-    slots: int = setting(4, at_least=1, at_most=2**20, fixed=True)
-    """Fixed parts of a step's batch; the most workers that can share it. Constant over a run, whatever the workers."""
+    steps: int = setting(
+        1000,
+        at_least=0,
+        also=(
+            "max_steps max_iters num_train_steps total_steps train_iters iterations training_steps num_steps max_duration"
+        ),
+    )
+    """Number of optimiser steps of the whole run. 0: no limit; `epochs` or `hours` end the run."""
+    epochs: float = setting(0.0, at_least=0, also="num_train_epochs num_epochs max_epochs n_epochs epoch")
+    """Maximum number of passes over the training samples. 0: no limit."""
+    hours: float = setting(0.0, at_least=0, also="max_time max_hours time_limit")
+    """Maximum wall-clock time of this attempt in hours. The run then saves and ends. 0: no limit."""
+    batch: int = setting(
+        0,
+        at_least=0,
+        at_most=2**40,
+        since="0.3",
+        also=(
+            "batch_size train_batch_size global_batch_size global_train_batch_size "
+            "per_device_train_batch_size local_batch_size train_micro_batch_size_per_gpu "
+            "per_gpu_train_batch_size total_batch_size mini_batch_size bs"
+        ),
+    )
+    """Global batch size: samples per step over all workers. It sets `slots`, to the largest divisor of the batch up to 16,
+    and `slot_size`; a run stores these two in its place. 0: `slots` and `slot_size` apply. A batch that 8 or 16 divides can
+    use as many workers. A sweep over `scaling.workers` keeps the batch, except with `sweep.scaling weak`. Not with
+    `slot_tokens`; set `slots` then."""
+    slots: int = setting(
+        4,
+        at_least=1,
+        at_most=2**20,
+        fixed=True,
+        also="gradient_accumulation_steps accumulate_grad_batches grad_accum_steps grad_accumulation num_micro_batches",
+    )
+    """Number of fixed parts of a step's batch; the maximum number of workers. Constant over a run, for any number of
+    workers; each worker accumulates gradients over its slots."""
     slot_size: int = setting(8, at_least=1, at_most=2**20, fixed=True)
     """Samples in a slot."""
     slot_tokens: int = setting(0, at_least=0, at_most=2**31 - 1, fixed=True)
-    """Most tokens in a slot, padding included: a slot is then a bundle of examples of like length, however many they are,
-    and slot_size is not used; 0: slot_size samples, whatever their length. For tasks whose samples differ in length; one
-    that is longer by itself is a bundle of its own."""
-    packing: Literal["none", "documents"] = setting("none", fixed=True, since="0.2")
-    """With `documents`, attention never crosses a document's end, and positions begin anew with each: a language model's
-    windows hold whole documents and parts of them, which begin with the end token of the one before; in a task `completion`
-    pairs follow each other without padding. `none`: a window is one text, and pairs are padded."""
-    micro_batch_slots: int = setting(0, at_least=0)
-    """Neighbouring slots that run as one forward and backward, limited by memory; 0: all that a worker has.
+    """Maximum number of tokens in a slot, padding included. A slot is then a bundle of any number of examples of similar
+    length, and slot_size is not used. 0: slot_size samples of any length. For tasks whose samples differ in length; an
+    example that exceeds the maximum forms a bundle by itself."""
+    packing: Literal["none", "documents"] = setting(
+        "none", fixed=True, since="0.2", also="sample_packing pack_sequences packed"
+    )
+    """Packing of several documents into one sample. `documents`: attention never crosses the end of a document, and
+    positions restart with each. A language model's samples then hold whole documents and parts of documents, each preceded
+    by the end token of the previous one; in the task `completion`, pairs follow each other without padding. `none`: a sample
+    is a window of one text, and pairs are padded."""
+    micro_batch_slots: int = setting(
+        0, at_least=0, also="micro_batch_size microbatch_size device_train_microbatch_size rank_microbatch_size"
+    )
+    """Maximum number of neighbouring slots in one forward and backward. Limits memory. 0: all slots of a worker.
 
     With train.exact it is always one."""
     dropout_masks: Literal["auto", "order", "place"] = setting("auto", since="0.3")
-    """Which numbers dropout takes: those that come next in the `order` of a generator seeded by step and slot, or those that
-    their `place` (step, slot, layer, token) names, so that they are the same on any mesh. `auto`: `place` in a mesh."""
-    exact: bool = setting(False, fixed=True)
-    """End with the same bits on any number of workers: gradients are added slot by slot along one tree."""
-    clip_norm: float = setting(1.0, at_least=0)
-    """Largest norm of the gradient; 0: no clipping."""
-    precision: Literal["auto", "fp32", "tf32", "bf16", "fp16", "pure_bf16"] = setting("fp32")
-    """How numbers are held and multiplied; in brackets the level of NVIDIA's Apex that is the like.
+    """Source of dropout's random numbers. `order`: the next numbers of a generator seeded by step and slot. `place`: numbers
+    derived from step, slot, layer and token, the same on any mesh. `auto`: `place` in a mesh, otherwise `order`."""
+    exact: bool = setting(False, fixed=True, also="bitwise reproducible")
+    """Bitwise reproducible on any number of workers. Gradients are added slot by slot along one fixed tree."""
+    clip_norm: float = setting(
+        1.0,
+        at_least=0,
+        also=(
+            "max_grad_norm grad_clip gradient_clip_val clip_grad gradient_clipping clip_grad_norm max_norm grad_norm_clip"
+        ),
+    )
+    """Maximum norm of the gradient (gradient clipping). 0: no clipping."""
+    precision: Literal["auto", "fp32", "tf32", "bf16", "fp16", "pure_bf16"] = setting(
+        "fp32", also="mixed_precision dtype fp16 bf16 tf32 amp autocast torch_dtype param_dtype training_precision"
+    )
+    """Numerical precision of parameters and computation. In brackets: the corresponding level of NVIDIA's Apex.
 
-    `auto`: `bf16` on processors and GPUs that have instructions for it, else `fp32`; with train.exact always `fp32`.
-    `fp32` (O0). `tf32`: fp32 whose products round their factors to TF32, on NVIDIA GPUs since Ampere. `bf16` (O1):
-    parameters and updates in fp32, products in bfloat16: by autocast on GPUs; on CPUs with AMX or AVX512-BF16 those of
-    linear layers that are faster so (other CPUs multiply in fp32). `fp16` (O1): autocast to float16, with a loss scale that
-    finds its own value.
-    `pure_bf16` (O2): parameters and activations in bfloat16, gradients and a master copy of the parameters in fp32; with
+    `auto`: `bf16` on CPUs and GPUs with instructions for it, otherwise `fp32`; with train.exact always `fp32`. `fp32` (O0).
+    `tf32`: fp32 with factors of products rounded to TF32, on NVIDIA GPUs since Ampere. `bf16` (O1): parameters and updates
+    in fp32, products in bfloat16: by autocast on GPUs; on CPUs with AMX or AVX512-BF16, for those linear layers that are
+    faster in bfloat16 (other CPUs multiply in fp32). `fp16` (O1): autocast to float16 with dynamic loss scaling. `pure_bf16`
+    (O2): parameters and activations in bfloat16, gradients and a master copy of the parameters in fp32; with
     train.stochastic_rounding there is no master copy (O3)."""
     stochastic_rounding: bool = setting(False)
-    """With `pure_bf16`: round each update to bfloat16 up or down by chance, so that it is right on average, instead of
-    keeping a master copy (Zamirai et al., 2020)."""
-    activation_checkpointing: Literal["none", "selective", "full"] = setting("none")
-    """What is computed again in the backward instead of kept (Chen et al., 2016): nothing, all but products and attention,
-    or whole blocks."""
-    compile: Literal["none", "block", "model"] = setting("none")
-    """Compile every block, or the whole model, by torch.compile; the first step then takes longer."""
-    log_every: int = setting(10, at_least=1)
-    """Steps between two measurements; the only time the loop waits for the device."""
-    deterministic: bool = setting(True)
-    """Use only operations that give the same bits each time; some are slower on a GPU."""
+    """Round each update to bfloat16 stochastically, so that it is right on average. Used with `pure_bf16`, in place of a
+    master copy (Zamirai et al., 2020)."""
+    activation_checkpointing: Literal["none", "selective", "full"] = setting(
+        "none", also="gradient_checkpointing activation_checkpoint recompute remat use_gradient_checkpointing"
+    )
+    """Activations to recompute in the backward (Chen et al., 2016). `none`: nothing is recomputed. `selective`: all except
+    matrix products and attention. `full`: whole blocks."""
+    compile: Literal["none", "block", "model"] = setting("none", also="torch_compile use_compile compile_model")
+    """Compile every block, or the whole model, with torch.compile. The first step then takes longer."""
+    log_every: int = setting(
+        10, at_least=1, also="logging_steps log_interval log_every_n_steps log_freq log_every_steps metrics_log_interval"
+    )
+    """Steps between two logged measurements. The loop waits for the device only then."""
+    deterministic: bool = setting(True, also="use_deterministic_algorithms cudnn_deterministic full_determinism")
+    """Use only deterministic operations, which give the same bits each time. Some are slower on a GPU."""
 
     def __post_init__(self) -> None:
         """Raises SettingError where a field is out of range, nothing ends the run, or `exact` or `precision` forbids one."""
         super().__post_init__()
+        if self.batch:
+            self._resolve_batch()
         if not (self.steps or self.epochs or self.hours):
             raise self.error("steps", "must be at least 1 where neither train.epochs nor train.hours ends the run")
         if self.exact and self.micro_batch_slots > 1:
@@ -116,9 +179,19 @@ class Train(Section):
         """Samples in a slot; a bundle is one."""
         return 1 if self.slot_tokens else self.slot_size
 
+    def _resolve_batch(self) -> None:
+        if self.slot_tokens:
+            raise batch_error(self.batch)
+        given = {
+            key: getattr(self, key) for key in ("slots", "slot_size") if getattr(self, key) != getattr(TrainConfig, key)
+        }
+        slots, size = cut_batch({"batch": self.batch, **given})
+        for key, value in {"slots": slots, "slot_size": size, "batch": 0}.items():
+            object.__setattr__(self, key, value)
+
     @property
-    def batch(self) -> int:
-        """Samples in a step."""
+    def samples_per_step(self) -> int:
+        """Samples in a step; with `slot_tokens`, bundles of them."""
         return self.slots * self.slot_samples
 
     @property
@@ -128,63 +201,80 @@ class Train(Section):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Objective(Section):
-    """What is minimised, beyond what the task says. Validation measures the plain loss, whatever stands here."""
+class ObjectiveConfig(Section):
+    """Loss function. Validation always measures the plain loss."""
 
     name: ClassVar[str] = "objective"
 
-    label_smoothing: float = setting(0.0, at_least=0, below=1, fixed=True)
-    """Share of a target's weight that is spread over all classes or tokens (Szegedy et al., 2016, section 7). With task
-    `preference`, how likely a pair is taken to stand the wrong way round (cDPO: Mitchell, 2023), below 0.5."""
-    preference: Literal["dpo", "ipo"] = setting("dpo", fixed=True, since="0.3")
-    """Loss of the task `preference`: DPO (Rafailov et al., 2023), or IPO (Azar et al., 2023), of means over ids."""
-    beta: float = setting(0.1, above=0, fixed=True, since="0.3")
-    """With task `preference`, how strongly the model is held to the reference; IPO's tau."""
+    label_smoothing: float = setting(0.0, at_least=0, below=1, fixed=True, also="label_smoothing_factor")
+    """Label smoothing (Szegedy et al., 2016, section 7). Share of a target's weight that is spread over all classes or
+    tokens. In the task `preference`: probability that a pair is labelled the wrong way round (cDPO: Mitchell, 2023), below
+    0.5."""
+    preference: Literal["dpo", "ipo"] = setting("dpo", fixed=True, since="0.3", also="loss_type pref_loss")
+    """Loss of the task `preference`. `dpo`: Rafailov et al., 2023. `ipo`: Azar et al., 2023, with means over tokens."""
+    beta: float = setting(0.1, above=0, fixed=True, since="0.3", also="dpo_beta pref_beta")
+    """Strength of the pull towards the reference model, in the task `preference`. For IPO: tau."""
     reference_free: bool = setting(False, fixed=True, since="0.3")
-    """With task `preference`, take all answers to be equally likely to the reference, which is then not computed; else it is
-    the model of `model.init_from` as it was."""
-    class_weights: Literal["none", "balanced"] = setting("none", fixed=True)
-    """`balanced`: in classification, examples count in inverse proportion to how often their label occurs."""
+    """Assume a reference model to which all answers are equally likely. It is then not computed. false: the reference is the
+    model of `model.init_from` before training. For the task `preference`."""
+    class_weights: Literal["none", "balanced"] = setting("none", fixed=True, also="class_weight")
+    """Weights of classes in classification. `balanced`: inversely proportional to the frequency of a label."""
     loss: Literal["cross_entropy", "mse"] = setting("cross_entropy", fixed=True)
-    """Loss of the task `images`: cross-entropy, or the mean squared distance to one-hot targets."""
+    """Loss of the task `images`. `cross_entropy`, or `mse`: mean squared error to one-hot targets."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Guard(Section):
-    """What happens when a step is bad: its loss or gradient is not a finite number, or its loss is a spike.
+class GuardConfig(Section):
+    """Handling of bad steps: the loss or gradient is not finite, or the loss spikes.
 
-    A bad step never changes parameters, whatever the policy. Steps that overflow under `fp16` while the loss scale can still
-    be lowered are no bad ones."""
+    A bad step never changes parameters, with any policy. Steps that overflow under `fp16` while the loss scale can still be
+    lowered are not bad."""
 
     name: ClassVar[str] = "guard"
 
     policy: Literal["stop", "skip", "rewind"] = setting("stop")
-    """`stop`: end the run and name layer, samples and step. `skip`: drop the step, count it, go on. `rewind`: go back to the
-    newest checkpoint and come again without the offending slots."""
+    """Action on a bad step. `stop`: end the run and name layer, samples and step. `skip`: drop the step, count it and
+    continue. `rewind`: return to the newest checkpoint and repeat without the offending slots."""
     spike: float = setting(0.0, at_least=0)
-    """A loss so many standard deviations above its running mean is a spike; 0: none is."""
+    """Threshold of a loss spike, in standard deviations above the running mean. 0: no spike detection."""
     window: int = setting(100, at_least=2)
-    """Steps over which that mean and deviation run (exponentially), and before which nothing is called a spike."""
-    most: int = setting(10, at_least=1)
-    """So many steps may be skipped, or times gone back, in a run; one more ends it."""
+    """Window of the exponential running mean and deviation, in steps. No spikes are detected before the end of the first
+    window."""
+    max_bad_steps: int = setting(10, at_least=1, was="guard.most", renamed="0.3")
+    """Maximum number of skipped steps, or of rewinds, in a run. One more ends the run."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Validation(Section):
-    """When to validate, on how much, and what follows from it."""
+class ValidationConfig(Section):
+    """Frequency and size of validation, and its consequences."""
 
     name: ClassVar[str] = "validation"
 
-    every: int = setting(100, at_least=0)
-    """Steps between two validations; 0: only at the end."""
-    samples: int = setting(512, at_least=0)
-    """Validation samples, always the same; 0: all of them."""
-    metric: str = setting("val_loss")
-    """The metric by which a checkpoint is `best` and by which training may stop early."""
-    direction: Literal["min", "max"] = setting("min")
+    every: int = setting(
+        100,
+        at_least=0,
+        also=(
+            "eval_steps eval_interval val_check_interval eval_every eval_freq validation_interval "
+            "evaluation_interval val_interval eval_strategy evaluation_strategy"
+        ),
+    )
+    """Steps between two validations. 0: only at the end."""
+    samples: int = setting(
+        512, at_least=0, also="eval_iters limit_val_batches max_eval_samples eval_samples max_val_samples"
+    )
+    """Number of validation samples, always the same ones. 0: all."""
+    bleu_tokenizer: Literal["auto", "13a", "intl", "zh", "ja-mecab", "ko-mecab", "char", "flores101", "flores200"] = setting(
+        "auto", since="0.3"
+    )
+    """Tokenizer of the BLEU metric, as sacreBLEU names it. Part of the metric's signature. `auto` decides by the references:
+    `zh` for Chinese, `char` for Japanese and Korean, otherwise `13a`. Those with `mecab` or `flores` need additional
+    packages."""
+    metric: str = setting("val_loss", also="metric_for_best_model monitor")
+    """Metric that decides the `best` checkpoint and early stopping."""
+    direction: Literal["min", "max"] = setting("min", also="greater_is_better mode")
     """Whether a smaller or a larger metric is better."""
-    patience: int = setting(0, at_least=0)
-    """Validations without improvement after which to stop early; 0: never."""
+    patience: int = setting(0, at_least=0, also="early_stopping_patience patience_epochs")
+    """Early stopping: validations without improvement before the run stops. 0: never."""
 
     def cost(self, value: float | None) -> float:
         """Returns a value of the metric as `cost_of` does."""
@@ -199,15 +289,26 @@ def cost_of(value: float | None, direction: Literal["min", "max"] = "min") -> fl
 
 
 @dataclass(frozen=True, kw_only=True)
-class Checkpoint(Section):
-    """When to save, and how much to keep."""
+class CheckpointConfig(Section):
+    """Frequency of checkpoints, and number of checkpoints to keep."""
 
     name: ClassVar[str] = "checkpoint"
 
-    every: int = setting(200, at_least=0)
-    """Steps between two checkpoints; 0: none at all, not even at the end."""
-    keep: int = setting(3, at_least=1)
-    """Newest checkpoints whose data is kept, besides the best; manifests are kept for ever."""
+    every: int = setting(
+        200,
+        at_least=0,
+        also=(
+            "save_steps save_interval save_every every_n_train_steps checkpoint_interval "
+            "ckpt_interval checkpoint_frequency save_freq save_strategy checkpointing_steps"
+        ),
+    )
+    """Steps between two checkpoints. 0: no checkpoints, not even at the end."""
+    keep: int = setting(
+        3,
+        at_least=1,
+        also="save_total_limit save_top_k num_to_keep keep_last_n keep_latest_k max_to_keep save_num_checkpoints_to_keep",
+    )
+    """Number of newest checkpoints to keep, besides the best. Manifests are never deleted."""
     failures: int = setting(3, at_least=1, since="0.2")
-    """Saves in a row that the storage may refuse before the run fails. Each is a warning, and the next save tries again; the
-    last one of a run must succeed."""
+    """Consecutive failed saves after which the run fails. Each failure before is a warning, and the next save tries again;
+    the last save of a run must succeed."""

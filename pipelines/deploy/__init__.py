@@ -1,5 +1,5 @@
-"""The same job on other machines: files for Compose, Slurm, Kubernetes and clouds, from a run's settings and a place's.
+"""Deployment: writes the files that run a job on Compose, Slurm, Kubernetes or a cloud, from the run's settings and a place.
 
-The templates lie in `deploy/`, one folder a kind. `plan` says what the run will take of the place, `render` writes
-the files, `validate` looks at what was written; `slurm` is what such a job starts on Slurm's nodes.
+The templates are in `deploy/`, one folder a kind. `plan` checks that the run fits the place, `render` makes the files and
+`validate` checks them. `slurm`, `own_ray`, `wait_for_nodes` and `before_end` run on the machines of the deployed job.
 """

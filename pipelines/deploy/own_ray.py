@@ -1,12 +1,12 @@
-"""A Ray of our own on a machine that others share: own ports, own temporary folder, and an end that touches nothing else.
+"""Starts private Ray nodes on a shared machine: with own ports and temporary folder, and without touching others at the end.
 
-    with OwnRay.head("10.0.0.1", cpus=8) as ray:          # `ray start --head`; raises CannotRun with Ray's own words
-        print(ray.address)                                # 10.0.0.1:43211
-    with OwnRay.joined("10.0.0.1:43211", cpus=8): ...
+    with RayNode.start_head("10.0.0.1", cpus=8, environment={}) as ray:   # `ray start --head`; raises CannotRun
+        print(ray.address)                                                # 10.0.0.1:43211
+    with RayNode.join_cluster("10.0.0.1:43211", "10.0.0.2", cpus=8, environment={}): ...
 
-`ray stop` would end every Ray of the user's on the machine. Here each process that `ray start` leaves carries a variable of
-its environment by which it is found. What a batch system does to all processes of a job at once is kept from them: SIGTERM
-and SIGUSR1 are blocked, so that Ray still stands while the training saves.
+`ray stop` would end all of the user's Ray processes on the machine. Here every process that `ray start` leaves is marked by
+an environment variable, by which it is found. The processes block SIGTERM, SIGHUP and SIGUSR1, which a batch system sends to
+all processes of a job at once, so that Ray still runs while the training saves.
 """
 
 import argparse
@@ -27,184 +27,196 @@ from typing import Self
 
 import psutil
 
-from raystride.pipelines.cluster.cluster import QUIET, STARTS, TOO_SLOW, CannotRun
-from raystride.pipelines.deploy.own_tls import AUTHORITY_VARIABLE, certified
+from raystride.pipelines.cluster.cluster import MAX_STARTS, RAY_ENVIRONMENT, STARTUP_TIMEOUT_TEXT, CannotRun
+from raystride.pipelines.deploy.own_tls import AUTHORITY_VARIABLE, write_node_certificate
 
-MARK = "RAYSTRIDE_OWN_RAY"
-"""Variable that names the folder of the Ray that a process belongs to."""
-START_S = 120.0
-"""Seconds in which `ray start` must have answered: on a full disk of a network it imports for a minute."""
-_SUBREAPER = 36
-"""PR_SET_CHILD_SUBREAPER."""
-END_S = 10.0
-"""Seconds that processes have to end before they are killed."""
+MARK_VARIABLE = "RAYSTRIDE_OWN_RAY"
+"""Environment variable that marks a process of Ray; its value is the temporary folder of the node."""
+START_TIMEOUT_S = 120.0
+"""Seconds within which `ray start` must end: from a full network drive its imports alone take a minute."""
+_PR_SET_CHILD_SUBREAPER = 36
+"""Option of prctl(2)."""
+KILL_TIMEOUT_S = 10.0
+"""Seconds for which the marked processes are killed until none is left."""
 
 
 @dataclass(frozen=True)
-class OwnRay:
-    """A node of Ray that this process has started."""
+class RayNode:
+    """A Ray node that this process has started."""
 
     address: str
-    """`host:port` of its cluster's head."""
+    """`host:port` of the cluster's head."""
     folder: Path
-    """Its temporary folder, unique on this machine."""
+    """Temporary folder of the node, unique on this machine."""
     raylet: psutil.Process | None
-    """The process that makes this machine a node; None where it ended at once."""
+    """The node's raylet process; None if it ended at once."""
     tls: dict[str, str]
-    """Variables without which it does not talk to a process; empty where it talks in the clear."""
+    """Environment variables that a process needs to connect with TLS; empty without TLS."""
 
     @classmethod
     @contextmanager
-    def head(cls, host: str, *, cpus: int, environment: Mapping[str, str]) -> Iterator[Self]:
-        """Starts the head of a cluster for the block. Raises CannotRun."""
-        port, dashboard, client = free_ports(3, host)
-        options = [f"--head --node-ip-address={host} --port={port} --dashboard-host={host} --dashboard-port={dashboard}"]
-        options += [f"--ray-client-server-port={client}"]
-        with cls._started(f"{host}:{port}", host, " ".join(options).split(), cpus, environment) as ray:
-            yield ray
+    def start_head(cls, host: str, *, cpus: int, environment: Mapping[str, str]) -> Iterator[Self]:
+        """Starts the head of a new cluster for the block, at the address `host`. Raises CannotRun with Ray's own output."""
+        with reserve_ports(3, host) as (port, dashboard, client):
+            options = [f"--head --node-ip-address={host} --port={port} --dashboard-host={host} --dashboard-port={dashboard}"]
+            options += [f"--ray-client-server-port={client}"]
+            with cls._start_node(f"{host}:{port}", host, " ".join(options).split(), cpus, environment) as ray:
+                yield ray
 
     @classmethod
     @contextmanager
-    def joined(cls, address: str, host: str, *, cpus: int, environment: Mapping[str, str]) -> Iterator[Self]:
-        """Has this machine join a cluster for the block. Raises CannotRun."""
+    def join_cluster(cls, address: str, host: str, *, cpus: int, environment: Mapping[str, str]) -> Iterator[Self]:
+        """Joins the cluster whose head is at `address` for the block. Raises CannotRun with Ray's own output."""
         options = [f"--address={address}", f"--node-ip-address={host}"]
-        with cls._started(address, host, options, cpus, environment) as ray:
+        with cls._start_node(address, host, options, cpus, environment) as ray:
             yield ray
 
     @classmethod
     @contextmanager
-    def _started(
+    def _start_node(
         cls, address: str, host: str, options: Sequence[str], cpus: int, environment: Mapping[str, str]
     ) -> Iterator[Self]:
-        where = socket.gethostname()
+        host_name = socket.gethostname()
         try:
-            # Short: the paths of Ray's sockets, which lie below it, have some hundred characters at most.
+            # A short path: Ray's sockets lie below it, and the path of a socket has about a hundred characters at most.
             folder = Path(tempfile.mkdtemp(prefix="rs-", dir="/tmp"))
         except OSError as error:
-            raise CannotRun(f"Ray's temporary folder cannot be made on {where}: {error}", host=where) from None
-        command = [sys.executable, "-m", "ray.scripts.scripts", "start", *options, f"--num-cpus={cpus}"]
-        command += [f"--temp-dir={folder}", "--disable-usage-stats", "--log-color=false"]
-        command += [f"--dashboard-agent-listen-port={free_ports(1)[0]}"]
-        variables = {**os.environ, **QUIET, **environment, MARK: str(folder)}
+            raise CannotRun(f"Ray's temporary folder cannot be made on {host_name}: {error}", host=host_name) from None
         try:
-            try:
-                tls = certified(folder, host, variables)
-            except OSError as error:
-                raise CannotRun(f"this node's certificate cannot be written on {where}: {error}", host=where) from None
-            variables = {name: value for name, value in variables.items() if name != AUTHORITY_VARIABLE} | tls
-            for _ in range(STARTS):
-                failed = _start(folder, command, variables)
-                if not failed or TOO_SLOW not in _said(folder):
-                    break
-                end_all(folder)
-            if failed:
-                raise CannotRun(f"`ray start` {failed} on {where}:\n{_said(folder)}", host=where)
-            raylet = next((each for each in _of(folder) if each.name() == "raylet"), None)
-            yield cls(address, folder, raylet, tls)
+            with reserve_ports(1) as (agent,):
+                command = [sys.executable, "-m", "ray.scripts.scripts", "start", *options, f"--num-cpus={cpus}"]
+                command += [f"--temp-dir={folder}", "--disable-usage-stats", "--log-color=false"]
+                command += [f"--dashboard-agent-listen-port={agent}"]
+                variables = {**os.environ, **RAY_ENVIRONMENT, **environment, MARK_VARIABLE: str(folder)}
+                try:
+                    tls = write_node_certificate(folder, host, variables)
+                except OSError as error:
+                    raise CannotRun(
+                        f"this node's certificate cannot be written on {host_name}: {error}", host=host_name
+                    ) from None
+                variables = {name: value for name, value in variables.items() if name != AUTHORITY_VARIABLE} | tls
+                for _ in range(MAX_STARTS):
+                    failure = _run_ray_start(folder, command, variables)
+                    if not failure or STARTUP_TIMEOUT_TEXT not in _startup_errors(folder):
+                        break
+                    kill_marked_processes(folder)
+                if failure:
+                    raise CannotRun(f"`ray start` {failure} on {host_name}:\n{_startup_errors(folder)}", host=host_name)
+                raylet = next((process for process in _find_marked_processes(folder) if process.name() == "raylet"), None)
+                yield cls(address, folder, raylet, tls)
         finally:
-            end_all(folder)
+            kill_marked_processes(folder)
             shutil.rmtree(folder, ignore_errors=True)
 
-    def alive(self) -> bool:
-        """Whether this node's raylet still runs."""
+    def is_alive(self) -> bool:
+        """Returns whether this node's raylet still runs."""
         with suppress(psutil.NoSuchProcess):
             return self.raylet is not None and self.raylet.status() != psutil.STATUS_ZOMBIE
         return False
 
 
-def adopt_orphans() -> None:
-    """What `ray start` leaves stays below this process, for batch systems that end a job by parents (prctl(2)).
+def become_subreaper() -> None:
+    """Makes this process the parent of the daemons that `ray start` leaves (prctl(2)).
 
-    For a process that does nothing else: children of its children are left to it when they end.
+    Batch systems that end a job by its process tree then find them. Only for a process that does nothing else: it also
+    becomes the parent of all other orphans below it.
     """
-    ctypes.CDLL(None).prctl(_SUBREAPER, 1, 0, 0, 0)
+    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
-def _start(folder: Path, command: Sequence[str], variables: Mapping[str, str]) -> str:
-    """Runs `ray start` to its end; how it failed, empty where it did not."""
+def _run_ray_start(folder: Path, command: Sequence[str], variables: Mapping[str, str]) -> str:
+    """Runs `ray start` to its end. Returns how it failed, or an empty text."""
     try:
-        # A file, and no pipe, which the processes that stay would hold open.
-        with (folder / "start.log").open("w+") as log, signals_blocked():
-            done = subprocess.run(command, env=variables, stdout=log, stderr=log, timeout=START_S, check=False)
+        # A file and not a pipe: the processes that stay would hold a pipe open.
+        with (folder / "start.log").open("w+") as log, block_stop_signals():
+            completed = subprocess.run(command, env=variables, stdout=log, stderr=log, timeout=START_TIMEOUT_S, check=False)
     except subprocess.TimeoutExpired:
-        return f"took more than {START_S:g} s"
+        return f"took more than {START_TIMEOUT_S:g} s"
     except OSError as error:
         return f"could not be run: {error}"
-    return f"ended with exit code {done.returncode}" if done.returncode else ""
+    return f"ended with exit code {completed.returncode}" if completed.returncode else ""
 
 
-def _said(folder: Path) -> str:
-    """The end of what `ray start` printed, and of what Ray's own processes wrote as errors."""
+def _startup_errors(folder: Path) -> str:
+    """Returns the ends of the output of `ray start` and of the error logs of Ray's processes."""
     files = [folder / "start.log", *sorted(folder.glob("session_latest/logs/*.err"))]
     texts = [path.read_text(errors="replace").strip() for path in files if path.exists()]
-    return "\n".join(last_lines(text) for text in texts if text) or "  (it printed nothing)"
+    return "\n".join(indented_tail(text) for text in texts if text) or "  (it printed nothing)"
 
 
-def end_all(folder: Path) -> None:
-    """Ends every process that carries the folder's mark, by SIGKILL: they block SIGTERM, and hold nothing that is kept."""
-    deadline = time.monotonic() + END_S
-    while (left := _of(folder)) and time.monotonic() < deadline:
-        for process in left:
+def kill_marked_processes(folder: Path) -> None:
+    """Kills every process that is marked with the folder. By SIGKILL: they block SIGTERM, and have nothing to save."""
+    deadline = time.monotonic() + KILL_TIMEOUT_S
+    while (remaining := _find_marked_processes(folder)) and time.monotonic() < deadline:
+        for process in remaining:
             with suppress(psutil.Error):
                 process.kill()
-        psutil.wait_procs(left, timeout=1)
+        psutil.wait_procs(remaining, timeout=1)
 
 
-def _of(folder: Path) -> list[psutil.Process]:
-    found = []
+def _find_marked_processes(folder: Path) -> list[psutil.Process]:
+    marked = []
     for process in psutil.process_iter():
-        with suppress(psutil.Error):  # ended meanwhile, or another user's
-            if process.environ().get(MARK) == str(folder) and process.status() != psutil.STATUS_ZOMBIE:
-                found.append(process)
-    return found
+        with suppress(psutil.Error):  # the process has ended meanwhile, or is another user's
+            if process.environ().get(MARK_VARIABLE) == str(folder) and process.status() != psutil.STATUS_ZOMBIE:
+                marked.append(process)
+    return marked
 
 
 @contextmanager
-def signals_blocked() -> Iterator[None]:
-    """Processes started in the block hold SIGTERM, SIGHUP and SIGUSR1 back for as long as they live."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1})
+def block_stop_signals() -> Iterator[None]:
+    """Blocks SIGTERM, SIGHUP and SIGUSR1 during the block; processes started in it inherit that for as long as they live."""
+    previous = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1})
     try:
         yield
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        signal.pthread_sigmask(signal.SIG_SETMASK, previous)
 
 
-def free_ports(count: int, host: str = "") -> list[int]:
-    """Ports that nobody listens at now, all bound at the same time, so that none comes twice."""
+@contextmanager
+def reserve_ports(count: int, host: str = "") -> Iterator[list[int]]:
+    """Reserves free ports for the block, for servers that need a port number. Yields the ports.
+
+    A bound socket that does not listen holds each port. A server that sets SO_REUSEADDR, as all of Ray's do, can bind the
+    same port; a process that asks the system for any free port gets another one.
+    """
     with ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for each in sockets:
-            each.bind((host, 0))
-        return [each.getsockname()[1] for each in sockets]
+        holders = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for holder in holders:
+            holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            holder.bind((host, 0))
+        yield [holder.getsockname()[1] for holder in holders]
 
 
 def address_towards(other: str) -> str:
-    """The address of this machine on the interface that leads to another host; no packet is sent.
+    """Returns the address of this machine on the interface that leads to another host; no packet is sent.
 
-    A host's own name is of no use: Debian has it mean 127.0.1.1. Ray takes no such address; where the other host is this
-    one, it is the address of the way out, if there is any.
+    The host's own name does not do: on Debian it resolves to 127.0.1.1, and Ray refuses loopback addresses. If the other
+    host is this one, returns the address of the default route, or 127.0.0.1 if there is none.
+
+    Scripts that `raystride deploy launcher` has written import this function by its name.
     """
-    found = "127.0.0.1"
-    for towards in (other, "192.0.2.1"):  # an address that is nobody's (RFC 5737)
+    address = "127.0.0.1"
+    for target in (other, "192.0.2.1"):  # an address that nobody has (RFC 5737)
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, suppress(OSError):
-            probe.connect((towards, 9))
-            found = str(probe.getsockname()[0])
-        if not found.startswith("127."):
+            probe.connect((target, 9))
+            address = str(probe.getsockname()[0])
+        if not address.startswith("127."):
             break
-    return found
+    return address
 
 
-def last_lines(text: str, count: int = 20) -> str:
-    """The end of what a program printed, indented."""
+def indented_tail(text: str, count: int = 20) -> str:
+    """Returns the last `count` lines of a program's output, indented."""
     return "\n".join(f"  {line}" for line in text.strip().splitlines()[-count:])
 
 
 def main() -> None:
-    """Ends the Ray whose processes carry the mark of a folder, and removes the folder: for scripts that have started it."""
+    """Kills the Ray processes that are marked with a folder, and removes the folder: for scripts that have started them."""
     parser = argparse.ArgumentParser(description=main.__doc__)
-    parser.add_argument("folder", type=Path, help=f"value of ${MARK} in its processes")
+    parser.add_argument("folder", type=Path, help=f"value of ${MARK_VARIABLE} in its processes")
     folder = parser.parse_args().folder
-    end_all(folder)
+    kill_marked_processes(folder)
     shutil.rmtree(folder, ignore_errors=True)
 
 

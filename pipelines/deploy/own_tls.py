@@ -1,10 +1,10 @@
-"""TLS between the nodes of a Ray of our own: an authority that lives as long as the job, and a certificate for each node.
+"""TLS between the nodes of a private Ray cluster: a certificate authority for each job, and a certificate for each node.
 
-    environment |= new_authority()                        # once, for all nodes of the job, beside its token
-    environment |= certified(folder, host, environment)   # on each, before `ray start`: RAY_USE_TLS and where its files lie
+    environment |= make_authority()                                    # once a job, beside its token
+    environment |= write_node_certificate(folder, host, environment)   # on each node before `ray start`: RAY_USE_TLS, paths
 
-The authority's key goes to each node beside the token, in the environment of the process that starts Ray there and of no
-other, so that each signs for itself: which addresses the nodes have is known on them alone.
+Each node gets the authority's key beside the token, in the environment of the process that starts Ray there and of no other,
+and signs its own certificate: only the node itself knows its address.
 """
 
 import json
@@ -12,32 +12,33 @@ import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
-from raystride.pipelines.cluster.certificates import AUTHORITY, AUTHORITY_KEY, make_certificates, ray_variables
+from raystride.pipelines.cluster.certificates import AUTHORITY, AUTHORITY_KEY, make_certificates, ray_environment
 
 AUTHORITY_VARIABLE = "RAYSTRIDE_OWN_AUTHORITY"
-"""Has the authority's files by their names, as JSON."""
-DAYS = 365
-"""How long a node's certificate holds: longer than a job may last."""
+"""Environment variable with the texts of the authority's files by name, as JSON."""
+VALID_DAYS = 365
+"""Validity of a node's certificate: longer than a job may last."""
 
 
-def new_authority() -> dict[str, str]:
-    """The variable that has a new authority."""
-    with tempfile.TemporaryDirectory() as place:
-        make_certificates(Path(place), [], at="", days=DAYS)
-        files = {name: (Path(place) / name).read_text() for name in (AUTHORITY, AUTHORITY_KEY)}
+def make_authority() -> dict[str, str]:
+    """Makes a new certificate authority. Returns it as the environment variable AUTHORITY_VARIABLE."""
+    with tempfile.TemporaryDirectory() as scratch:
+        make_certificates(Path(scratch), [], host_folder="", days=VALID_DAYS)
+        files = {name: (Path(scratch) / name).read_text() for name in (AUTHORITY, AUTHORITY_KEY)}
         return {AUTHORITY_VARIABLE: json.dumps(files)}
 
 
-def certified(folder: Path, host: str, environment: Mapping[str, str]) -> dict[str, str]:
-    """Ray's variables for the node at this address, with its files below the folder, which is the user's alone; empty
-    without an authority.
+def write_node_certificate(folder: Path, host: str, environment: Mapping[str, str]) -> dict[str, str]:
+    """Writes the certificate of the node with this address below `folder`, which only the user can read.
+
+    Returns Ray's environment variables for TLS; none if `environment` has no authority. Raises OSError.
     """
     if AUTHORITY_VARIABLE not in environment:
         return {}
-    place = folder / "tls"
-    place.mkdir(mode=0o700)
+    tls_folder = folder / "tls"
+    tls_folder.mkdir(mode=0o700)
     for name, text in json.loads(environment[AUTHORITY_VARIABLE]).items():
-        (place / name).write_text(text)
-    (made,) = make_certificates(place, [host], at=str(place / host), days=DAYS)
-    (place / AUTHORITY_KEY).unlink()
-    return ray_variables(str(made))
+        (tls_folder / name).write_text(text)
+    (certificate_folder,) = make_certificates(tls_folder, [host], host_folder=str(tls_folder / host), days=VALID_DAYS)
+    (tls_folder / AUTHORITY_KEY).unlink()
+    return ray_environment(str(certificate_folder))

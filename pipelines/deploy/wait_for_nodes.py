@@ -1,8 +1,8 @@
-"""Waits until so many nodes of a Ray cluster compute: machines come one by one, and a run takes what is there at its start.
+"""Waits until a Ray cluster has a number of compute nodes: machines join one by one, and a run uses those of its start.
 
     python -m raystride.pipelines.deploy.wait_for_nodes --nodes 4 --seconds 1800
 
-The cluster is that of `RAY_ADDRESS`, or the one whose head runs here. A head without processors does not count.
+The cluster is that of `RAY_ADDRESS`, or the one whose head runs on this machine. A head without CPUs does not count.
 """
 
 import argparse
@@ -11,35 +11,35 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-LOOK_S = 2.0
-Nodes = Callable[[], Sequence[Mapping[str, Any]]]
+POLL_S = 2.0
+ListNodes = Callable[[], Sequence[Mapping[str, Any]]]
 
 
-def wait_for_nodes(nodes: Nodes, wanted: int, seconds: float) -> int:
-    """How many compute, once they are as many as wanted or the time is over; told as they come."""
-    deadline, told = time.monotonic() + seconds, -1
+def wait_for_nodes(list_nodes: ListNodes, num_nodes: int, seconds: float) -> int:
+    """Waits for `num_nodes` compute nodes, `seconds` at most. Returns how many there are; prints the count as it changes."""
+    deadline, last_printed = time.monotonic() + seconds, -1
     while True:
-        found = sum(bool(each["Alive"] and each["Resources"].get("CPU")) for each in nodes())
-        if found != told:
-            print(f"nodes    {found} of {wanted} are there", flush=True)
-            told = found
-        if found >= wanted or time.monotonic() >= deadline:
-            return found
-        time.sleep(LOOK_S)
+        num_alive = sum(bool(node["Alive"] and node["Resources"].get("CPU")) for node in list_nodes())
+        if num_alive != last_printed:
+            print(f"nodes    {num_alive} of {num_nodes} are there", flush=True)
+            last_printed = num_alive
+        if num_alive >= num_nodes or time.monotonic() >= deadline:
+            return num_alive
+        time.sleep(POLL_S)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line; exit code 3 where nodes are missing."""
+    """Runs the command line. Returns the exit code: 3 if nodes are missing."""
     parser = argparse.ArgumentParser(prog="python -m raystride.pipelines.deploy.wait_for_nodes", description=__doc__)
-    parser.add_argument("--nodes", type=int, required=True, help="how many are wanted")
-    parser.add_argument("--seconds", type=float, required=True, help="how long to wait at most")
-    given = parser.parse_args(arguments)
+    parser.add_argument("--nodes", type=int, required=True, help="number of nodes to wait for")
+    parser.add_argument("--seconds", type=float, required=True, help="maximum time to wait")
+    options = parser.parse_args(arguments)
     import ray
 
     ray.init("auto", log_to_driver=False, logging_level="warning")
-    found = wait_for_nodes(ray.nodes, given.nodes, given.seconds)
+    num_alive = wait_for_nodes(ray.nodes, options.nodes, options.seconds)
     ray.shutdown()
-    return 0 if found >= given.nodes else 3
+    return 0 if num_alive >= options.nodes else 3
 
 
 if __name__ == "__main__":

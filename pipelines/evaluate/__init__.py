@@ -1,8 +1,8 @@
-"""What one does with a trained model: a finished run is opened again, and asked.
+"""Evaluation, prediction and export of a trained run.
 
-opening     a run's model, task and tokenizers, from its newest, best or averaged checkpoint
-answering   answers to documents, in batches;  writing: text from a prompt;  parts: answers to a part of the data
-prediction  files of answers;  evaluation: a split scored, with intervals;  pictures: what the scores look like
+load_run    a run's model, task and tokenizers, from its newest, best or averaged checkpoint
+answering   predictions for documents, in batches;  writing: text from a prompt;  parts: predictions for a part of the data
+prediction  files of predictions;  evaluation: a split scored, with intervals;  pictures: plots of a classifier's scores
 recording   an evaluation in the record of its run
-export      a folder for other programs;  mlflow_model: a model of MLflow's;  served: what that answers requests with
+export      a folder for other programs;  mlflow_model: a model of MLflow's;  served: its serving code
 """

@@ -1,10 +1,10 @@
-"""What a trained model says to some documents: labels, translations, continuations, and how well they fit what is known.
+"""Predicts with a trained model: labels, translations and continuations of documents, and losses if the answers are known.
 
-A question is a document without its answer, as the task's columns have it. Graded, whole documents get their loss as well;
-those of a task with windows are cut into windows, each of which is a sample without an answer.
+An input is a document without its answer, with the task's columns. With grading, whole documents also get their loss; those
+of a task with windows are cut into windows, each a sample without an answer.
 
-    answerer = Answerer(open_run(storage, "my-run"), Answering(run="my-run"))
-    list(answerer.answer([("free money",)]))                  # [{"text": "free money", "label": "spam", ...}]
+    predictor = Predictor(open_run(storage, "my-run"), Answering(run="my-run"))
+    list(predictor.predict([("free money",)]))                # [{"text": "free money", "label": "spam", ...}]
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -16,58 +16,61 @@ import numpy as np
 import torch
 
 from raystride.model.transformer import Decoder
-from raystride.pipelines.config import Answering, Sample
-from raystride.pipelines.evaluate.opening import Opened
+from raystride.pipelines.config import PredictorConfig, SampleConfig
+from raystride.pipelines.evaluate.load_run import LoadedModel
 from raystride.pipelines.evaluate.writing import write_rows
 from raystride.pipelines.prepare.stages import id_type
 from raystride.pipelines.sources.pieces import Piece
 from raystride.pipelines.tasks.task import Document
 from raystride.pipelines.train.precision import Precision
 
-WINDOW = 16
-"""Batches whose samples are sorted by length together, so that little is padding."""
+SORTED_BATCHES = 16
+"""Number of batches whose samples are sorted by length together, to reduce padding."""
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class Example:
-    """A sample that is to be answered."""
+    """A sample to predict."""
 
     fields: dict[str, Any]
-    """The document's columns, as they stand beside the answer."""
+    """The document's columns, as they are written beside the prediction."""
     ids: np.ndarray
     mask: np.ndarray | None = None
     row: Mapping[str, Any] | None = None
-    """The whole row of the data, where that is kept."""
+    """The whole row of the data, if it is kept."""
 
 
-class Answerer:
-    """A model in this process, on its device; `graded` says whether documents are whole and get a loss."""
+class Predictor:
+    """A model in this process, on its device; if `graded`, documents are whole and get a loss."""
 
-    def __init__(self, opened: Opened, settings: Answering, sample: Sample | None = None, *, graded: bool = False) -> None:
-        """`sample` says how a decoder writes. Raises SettingError where there is no such device."""
+    def __init__(
+        self, opened: LoadedModel, settings: PredictorConfig, sample: SampleConfig | None = None, *, graded: bool = False
+    ) -> None:
+        """Loads the model onto its device; `sample` configures a decoder's text. Raises SettingError if the device does not
+        exist."""
         cuda = settings.device == "cuda" or (settings.device == "auto" and torch.cuda.is_available())
         if cuda and not torch.cuda.is_available():
             raise settings.error("device", "must be auto or cpu where there is no GPU that PyTorch can use")
         self.device = torch.device("cuda" if cuda else "cpu")
         self.model, self.task, self.settings, self.graded = opened.model.to(self.device), opened.task, settings, graded
-        self.sample = (sample or Sample()) if isinstance(self.model, Decoder) and not graded else None
+        self.sample = (sample or SampleConfig()) if isinstance(self.model, Decoder) and not graded else None
         self._precision = Precision(settings.precision)
-        self._precision.use_products()
+        self._precision.set_matmul_precision()
         self._columns = self.task.columns if graded else self.task.asked
         self._type = np.int64 if self.task.window else np.dtype(str(id_type(self.task)))
         if settings.threads and not cuda:
             torch.set_num_threads(settings.threads)
 
-    def answer(self, documents: Iterable[Document]) -> Iterator[dict[str, Any]]:
-        """The columns of each document with its answer, in order. Raises ValueError where one is no question."""
-        return self.answers(example for document in documents for example in self.examples(Piece(document)))
+    def predict(self, documents: Iterable[Document]) -> Iterator[dict[str, Any]]:
+        """Yields the columns of each document with its prediction, in order. Raises ValueError if one is no valid input."""
+        return self.predict_examples(example for document in documents for example in self.build_examples(Piece(document)))
 
-    def examples(self, piece: Piece) -> list[Example]:
-        """The samples of a document. Raises ValueError where it can be none."""
+    def build_examples(self, piece: Piece) -> list[Example]:
+        """Returns the samples of a document. Raises ValueError if it cannot be one."""
         values = zip(self._columns, piece.document, strict=True)
-        # A picture's file says more to a reader than its bytes do, and takes less room.
+        # A picture's path is more readable than its bytes, and smaller.
         fields: dict[str, Any] = {
             column.name: piece.place or value if column.kind == "image" else value for column, value in values
         }
@@ -75,19 +78,22 @@ class Answerer:
             return [Example(fields, self.task.question(piece.document), row=piece.row)]
         ids, mask = self.task.encode(piece.document)
         if self.task.window:
-            return list(self._windows(piece.document, ids if piece.ends else ids[:-1], begins=piece.begins))
-        return [self._example(fields, piece.document, ids, mask, piece.row)]
+            begin = 0 if piece.begins else len(self.task.begin_ids)
+            return list(self._split_windows(piece.document, ids[begin : len(ids) - (not piece.ends)], begins=piece.begins))
+        return [self._build_example(fields, piece.document, ids, mask, piece.row)]
 
-    def prepared_examples(self, ids: np.ndarray, mask: np.ndarray | None, *, begins: bool, place: str) -> list[Example]:
-        """Returns the samples of a prepared example; `begins` says whether a document begins with it."""
+    def build_prepared_examples(
+        self, ids: np.ndarray, mask: np.ndarray | None, *, begins: bool, place: str
+    ) -> list[Example]:
+        """Returns the samples of a prepared example; `begins`: a document begins with it."""
         document = self.task.decode(ids, mask)
         if self.task.window:
-            return list(self._windows(document, ids, begins=begins))
+            return list(self._split_windows(document, ids, begins=begins))
         values = zip(self._columns, document, strict=True)
         fields = {column.name: place if column.kind == "image" else value for column, value in values}
-        return [self._example(fields, document, ids, mask)]
+        return [self._build_example(fields, document, ids, mask)]
 
-    def _example(
+    def _build_example(
         self,
         fields: dict[str, Any],
         document: Document,
@@ -99,42 +105,43 @@ class Answerer:
             fields[self.task.given("bytes")] = self.task.answer_bytes(document)
         return Example(fields, ids.astype(self._type, copy=False), mask, row)
 
-    def _windows(self, document: Document, ids: np.ndarray, *, begins: bool) -> Iterator[Example]:
-        """A document by itself: each of its tokens is predicted once, from those before it in its window."""
+    def _split_windows(self, document: Document, ids: np.ndarray, *, begins: bool) -> Iterator[Example]:
+        """Yields a document's windows: each of its tokens is predicted once, from those before it in its window."""
         window, encoder = self.task.window, self.task.encoders["tokenizer"]
         assert window
-        # A document begins after the end token of another one, as in training.
-        stream = np.concatenate(([encoder.end_id] if begins else [], ids)).astype(np.int64)
+        # A document begins with the tokenizer's begin ids, or else after the end token of another one, as in training.
+        lead = [encoder.end_id] if begins and not self.task.begin_ids else []
+        stream = np.concatenate((lead, ids)).astype(np.int64)
         last, size = len(stream) - 1, len(document[0].encode())
-        for first in range(0, last, window.stride):
-            found = stream[first : first + window.length]
+        for start in range(0, last, window.stride):
+            window_ids = stream[start : start + window.length]
             filled = np.full(window.length, encoder.end_id)
-            filled[: len(found)] = found
-            text = encoder.decode([i for i in found[1:].tolist() if i != encoder.end_id])
-            # Its share of the bytes by tokens: cut between two tokens, a character may have no length of its own.
-            share = size * min(first + window.stride, last) // last - size * first // last
-            fields = {self._columns[0].name: text, self.task.given("bytes"): share}
-            yield Example(fields, filled, np.arange(window.length) < len(found))
+            filled[: len(window_ids)] = window_ids
+            text = encoder.decode([i for i in window_ids[1:].tolist() if i != encoder.end_id])
+            # Bytes are divided by tokens: a character cut between two tokens has no length of its own.
+            num_bytes = size * min(start + window.stride, last) // last - size * start // last
+            fields = {self._columns[0].name: text, self.task.given("bytes"): num_bytes}
+            yield Example(fields, filled, np.arange(window.length) < len(window_ids))
 
-    def answers(self, examples: Iterable[Example]) -> Iterator[dict[str, Any]]:
-        """The fields of each example with its answer, in the order of the examples."""
-        for example, found in self.pairs(examples):
+    def predict_examples(self, examples: Iterable[Example]) -> Iterator[dict[str, Any]]:
+        """Yields the fields of each example with its prediction, in the order of the examples."""
+        for example, answer in self.predict_pairs(examples):
             fields = example.fields
-            yield fields | {f"{name}_given" if name in fields else name: value for name, value in found.items()}
+            yield fields | {f"{name}_given" if name in fields else name: value for name, value in answer.items()}
 
-    def pairs(self, examples: Iterable[Example]) -> Iterator[tuple[Example, dict[str, Any]]]:
-        """Each example with its answer, in the order of the examples."""
-        batch, some = self.settings.batch, iter(examples)
-        while window := list(islice(some, WINDOW * batch)):
-            order = self._by_length(window)
-            found: dict[int, dict[str, Any]] = {}
+    def predict_pairs(self, examples: Iterable[Example]) -> Iterator[tuple[Example, dict[str, Any]]]:
+        """Yields each example with its prediction, in the order of the examples."""
+        batch, remaining = self.settings.batch, iter(examples)
+        while window := list(islice(remaining, SORTED_BATCHES * batch)):
+            order = self._order_by_length(window)
+            answers: dict[int, dict[str, Any]] = {}
             for numbers in (order[i : i + batch] for i in range(0, len(order), batch)):
-                found |= zip(numbers, self._batch([window[number] for number in numbers]), strict=True)
+                answers |= zip(numbers, self._predict_batch([window[number] for number in numbers]), strict=True)
             for number, example in enumerate(window):
-                yield example, found[number]
+                yield example, answers[number]
 
-    def _by_length(self, examples: list[Example]) -> list[int]:
-        """Their numbers, longest first, so that what does not fit into memory shows at once."""
+    def _order_by_length(self, examples: list[Example]) -> list[int]:
+        """Returns their indices, longest first, so that an out-of-memory error shows at once."""
         lengths = np.array([len(example.ids) for example in examples])
         if self.sample or self.task.window:
             return [int(number) for number in np.argsort(-lengths, kind="stable")]
@@ -142,15 +149,15 @@ class Answerer:
         sizes = self.task.sizes(firsts, lengths)
         return [int(number) for number in np.lexsort(-sizes.T[::-1])]
 
-    def _batch(self, examples: list[Example]) -> list[dict[str, Any]]:
+    def _predict_batch(self, examples: list[Example]) -> list[dict[str, Any]]:
         with torch.inference_mode(), self._precision.autocast(self.device):
             if self.sample:
-                return self._continue(examples, self.sample)
-            masks = [np.ones(len(each.ids), bool) if each.mask is None else each.mask for each in examples]
-            masked = any(each.mask is not None for each in examples)
+                return self._generate_batch(examples, self.sample)
+            masks = [np.ones(len(example.ids), bool) if example.mask is None else example.mask for example in examples]
+            has_masks = any(example.mask is not None for example in examples)
             rows: Any = self.task.complete([example.ids for example in examples])
-            inputs, targets = self.task.collate(np.stack(rows) if self.task.window else rows, masks if masked else None)
-            inputs = self.task.unpack(tuple(each.to(self.device) for each in inputs))
+            inputs, targets = self.task.collate(np.stack(rows) if self.task.window else rows, masks if has_masks else None)
+            inputs = self.task.unpack(tuple(tensor.to(self.device) for tensor in inputs))
             answers = self.task.answer(self.model, inputs) or [{} for _ in examples]
             if not self.graded:
                 return answers
@@ -158,7 +165,7 @@ class Answerer:
             graded = zip(answers, losses.tolist(), counts.tolist(), strict=True)
             return [answer | {"loss": loss, "targets": int(count)} for answer, loss, count in graded]
 
-    def _continue(self, examples: list[Example], sample: Sample) -> list[dict[str, Any]]:
+    def _generate_batch(self, examples: list[Example], sample: SampleConfig) -> list[dict[str, Any]]:
         prompts = [example.ids.tolist() for example in examples]
         pieces = list(write_rows(self.model, self.task, sample, prompts))  # type: ignore[arg-type]
         return [{"continuation": "".join(row)} for row in zip(*pieces, strict=True)]

@@ -1,9 +1,9 @@
-"""A finished model scored on a split of the data: what it answers to each sample, its loss, metrics and their intervals.
+"""Scores a finished model on a split of the data: each sample's prediction, its loss, metrics and their intervals.
 
-    scored = evaluate(chosen, settings, "test", run_folder, answer_here)
-    scored.metrics["accuracy"], scored.intervals["accuracy"]     # 0.886, (0.856, 0.912)
+    result = evaluate(chosen, settings, "test", run_folder, predict_locally)
+    result.metrics["accuracy"], result.intervals["accuracy"]     # 0.886, (0.856, 0.912)
 
-Everything lies under `evaluate/<split>/` in the run's folder; what was killed goes on where it was.
+Everything is under `evaluate/<split>/` in the run's folder; a killed evaluation is resumed.
 """
 
 import json
@@ -14,71 +14,71 @@ from typing import Any, Literal
 import numpy as np
 import pyarrow as pa
 
-from raystride.pipelines.config import Answering, SettingError
-from raystride.pipelines.evaluate.opening import Chosen
-from raystride.pipelines.evaluate.parts import AnswerWork
-from raystride.pipelines.evaluate.pictures import confusion_picture, reliability_picture
+from raystride.pipelines.config import PredictorConfig, SettingError
+from raystride.pipelines.evaluate.load_run import SelectedRun
+from raystride.pipelines.evaluate.parts import PredictJob
+from raystride.pipelines.evaluate.pictures import draw_confusion, draw_reliability
 from raystride.pipelines.evaluate.prediction import (
-    EARLIER,
-    LEAST,
     MANIFEST,
-    Echo,
-    Predicted,
+    MIN_PART_BYTES,
+    OLD_MANIFEST,
+    Log,
+    PredictionResult,
     RunParts,
-    answer_all,
-    digest_of,
-    made_of,
-    with_small_parts,
+    compute_digest,
+    describe_origin,
+    predict_all,
+    with_part_size,
 )
 from raystride.pipelines.evaluate.prepared import PreparedSplit, find_prepared, prepared_folder
 from raystride.pipelines.evaluate.rows import to_json
-from raystride.pipelines.files import Folder
-from raystride.pipelines.prepare.cleaning import cleaning_of
-from raystride.pipelines.prepare.fingerprint import fingerprint_of, open_sources
-from raystride.pipelines.prepare.parts import divide, parts_of
+from raystride.pipelines.prepare.cleaning import build_cleaning
+from raystride.pipelines.prepare.fingerprint import compute_fingerprint, open_sources
+from raystride.pipelines.prepare.parts import divide_into_parts, divide_without_validation
 from raystride.pipelines.prepare.raw_files import describe_changes, find_changed_files
 from raystride.pipelines.sources.checking import check_source
 from raystride.pipelines.sources.faults import DataError, NoFiles
 from raystride.pipelines.sources.pieces import Part, Reader
 from raystride.pipelines.sources.source import Source, open_source
+from raystride.pipelines.storage.folder import Folder
 from raystride.pipelines.tasks import Task
-from raystride.pipelines.tasks.labels import Labelling
+from raystride.pipelines.tasks.labels import LabelTask
 
 PreparedName = Literal["train", "validation"]
 Split = PreparedName | Literal["test"]
 PREDICTIONS, WORST, METRICS = "predictions.parquet", "worst.jsonl", "metrics.json"
-WORST_SHOWN = 20
-LEAST_WINDOWED = 64 << 10
-"""Bytes of a part where documents are cut into windows, which begin anew with it."""
+NUM_WORST = 20
+MIN_WINDOWED_BYTES = 64 << 10
+"""Minimum of bytes of a part if documents are cut into windows, as these restart at each part."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Scored:
-    """What an evaluation came to."""
+class EvaluationResult:
+    """The outcome of an evaluation."""
 
     folder: Folder
     files: list[str]
-    """In the folder."""
+    """Names in the folder."""
     metrics: dict[str, float]
     intervals: dict[str, tuple[float, float]]
     signatures: dict[str, str]
     samples: int
     skipped: int
     rate: float | None
-    """Samples a second; None where all were answered before."""
+    """Samples a second; None if all were predicted before."""
     logged: bool = False
-    """Whether MLflow has the scores."""
+    """True if MLflow has the scores."""
 
 
 def evaluate(
-    chosen: Chosen, settings: Answering, split: Split, run: Folder, run_parts: RunParts, *, echo: Echo = print
-) -> Scored:
-    """Answers the split's documents and scores them. Raises DataError, SettingError."""
+    chosen: SelectedRun, settings: PredictorConfig, split: Split, run: Folder, run_parts: RunParts, *, log: Log = print
+) -> EvaluationResult:
+    """Predicts the split's documents and scores them. Raises DataError, SettingError."""
     folder = run / "evaluate" / split
     data = _open_test(chosen, settings) if split == "test" else _open_split(chosen, split, settings, run)
     for line in dict.fromkeys(data.lines):
-        echo(f"data: {line}")
-    work = AnswerWork(
+        log(f"data: {line}")
+    job = PredictJob(
         chosen=chosen,
         settings=settings,
         folder=folder / "answers",
@@ -87,86 +87,86 @@ def evaluate(
         prepared=data.prepared,
         graded=True,
     )
-    origin = {"input": digest_of(data.identity), **made_of(work)}
-    _forget_others(work.folder, origin)
-    answered = answer_all(work, data.parts, origin, run_parts, echo)
-    if not answered.rows:
-        raise DataError(f"--split {split}: {answered.skipped} documents were skipped and none is left; name other data")
-    _join(work.folder, answered.files, folder)
-    scored = _score(chosen, answered, read_table(folder), folder)
+    origin = {"input": compute_digest(data.identity), **describe_origin(job)}
+    _remove_other_answers(job.folder, origin)
+    predictions = predict_all(job, data.parts, origin, run_parts, log)
+    if not predictions.rows:
+        raise DataError(f"--split {split}: {predictions.skipped} documents were skipped and none is left; name other data")
+    _concatenate_files(job.folder, predictions.files, folder)
+    result = _score(chosen, predictions, read_table(folder), folder)
     try:
-        # Only now: until the scores are written, a killed evaluation goes on from the parts that were answered.
-        work.folder.remove()
+        # Only now: until the scores are written, a killed evaluation resumes from its finished parts.
+        job.folder.remove()
     except OSError as error:
-        echo(f"warning: {work.folder} is not needed any more, and could not be removed: {error}")
-    return scored
+        log(f"warning: {job.folder} is not needed any more, and could not be removed: {error}")
+    return result
 
 
-def _score(chosen: Chosen, answered: Predicted, table: dict[str, Any], folder: Folder) -> Scored:
+def _score(chosen: SelectedRun, predictions: PredictionResult, table: dict[str, Any], folder: Folder) -> EvaluationResult:
     task = chosen.task
     metrics, signatures = task.grade(table), task.signatures
-    intervals = bootstrap(task.grades(table), answered.rows)
-    files = [PREDICTIONS, WORST, METRICS, *_pictures(task, table, folder)]
-    folder.put(WORST, "".join(to_json(row) + "\n" for row in worst(task, table)))
+    intervals = bootstrap(task.grades(table), predictions.rows)
+    files = [PREDICTIONS, WORST, METRICS, *_draw_pictures(task, table, folder)]
+    folder.put(WORST, "".join(to_json(row) + "\n" for row in worst_samples(task, table)))
     folder.put_json(
         METRICS,
         {
             "metrics": metrics,
             "intervals": {name: list(bounds) for name, bounds in intervals.items()},
-            "level": LEVEL,
+            "level": CONFIDENCE_LEVEL,
             "resamples": RESAMPLES,
-            "samples": answered.rows,
-            "skipped": answered.skipped,
-            "faults": answered.faults,
+            "samples": predictions.rows,
+            "skipped": predictions.skipped,
+            "faults": predictions.faults,
             "step": chosen.step,
             "weights": chosen.identity,
             "signatures": signatures,
         },
     )
-    return Scored(
+    return EvaluationResult(
         folder=folder,
         files=files,
         metrics=metrics,
         intervals=intervals,
         signatures=signatures,
-        samples=answered.rows,
-        skipped=answered.skipped,
-        rate=answered.rate,
+        samples=predictions.rows,
+        skipped=predictions.skipped,
+        rate=predictions.rate,
     )
 
 
-def worst(task: Task, table: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The samples with the largest loss a target, the worst first."""
+def worst_samples(task: Task, table: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Returns the samples with the largest loss a target, the worst first."""
     losses, targets = (np.asarray(table[task.given(name)], float) for name in ("loss", "targets"))
-    order = np.argsort(-losses / np.maximum(targets, 1), kind="stable")[:WORST_SHOWN]
+    order = np.argsort(-losses / np.maximum(targets, 1), kind="stable")[:NUM_WORST]
     return [{name: values[number] for name, values in table.items()} for number in order.tolist()]
 
 
 def read_table(folder: Folder) -> dict[str, Any]:
-    """The columns of an evaluation's predictions, as lists."""
+    """Returns the columns of an evaluation's predictions, as lists."""
     from pyarrow.parquet import ParquetFile
 
     with ParquetFile(pa.BufferReader(folder.read(PREDICTIONS))) as file:
-        found: dict[str, Any] = file.read().to_pydict()
-    return found
+        columns: dict[str, Any] = file.read().to_pydict()
+    return columns
 
 
 @dataclass(frozen=True, kw_only=True)
 class _SplitData:
-    """The data of a split, as it is scored."""
+    """The data of a split to score."""
 
     parts: list[Part]
     identity: Any
-    """Changes with the data; as JSON."""
+    """Changes with the data; JSON-serialisable."""
     lines: list[str]
-    """Said to the user about the data."""
+    """Messages to the user about the data."""
     readers: dict[str, Reader] = field(default_factory=dict)
-    """Readers of raw data by the split of the parts that they read."""
+    """Readers of raw data by the split of their parts."""
     prepared: PreparedSplit | None = None
     """The prepared examples, if these are scored in place of the raw data."""
 
 
-def _open_test(chosen: Chosen, settings: Answering) -> _SplitData:
+def _open_test(chosen: SelectedRun, settings: PredictorConfig) -> _SplitData:
     """Returns the test set. Raises DataError, SettingError."""
     data, task = replace(chosen.config.data, on_error=settings.on_error), chosen.task
     if not data.test_source:
@@ -177,12 +177,12 @@ def _open_test(chosen: Chosen, settings: Answering) -> _SplitData:
     source = open_source(data, data.test_source, task.columns, whole=task.window is None)
     if data.on_error == "raise":
         check_source(source)
-    parts = list(parts_of(source, with_small_parts(data, source, _min_part_bytes(task))))
+    parts = list(divide_without_validation(source, with_part_size(data, source, _min_part_bytes(task))))
     return _SplitData(parts=parts, identity=[source.identity], lines=list(source.describe()), readers={"": source.reader})
 
 
-def _open_split(chosen: Chosen, split: PreparedName, settings: Answering, run: Folder) -> _SplitData:
-    """Returns the split that the run has trained or validated on: its raw data if that is still the same, else as prepared.
+def _open_split(chosen: SelectedRun, split: PreparedName, settings: PredictorConfig, run: Folder) -> _SplitData:
+    """Returns the split that the run has trained or validated on: its raw data if that is unchanged, else as prepared.
 
     Raises DataError, SettingError.
     """
@@ -196,36 +196,36 @@ def _open_split(chosen: Chosen, split: PreparedName, settings: Answering, run: F
         )
     prepared = find_prepared(chosen, run, split)
     try:
-        source, other = open_sources(config, task)
+        source, validation = open_sources(config, task)
     except NoFiles as error:
         if prepared:
-            return _as_prepared(prepared, f"the raw data is gone ({error})")
+            return _prepared_data(prepared, f"the raw data is gone ({error})")
         raise DataError(
             f"--split {split} reads the raw data that the run was prepared from, and {error}. Put it back, or score other "
             "data: --split test --data.test_source PLACE",
             file=error.file,
             settings=error.settings,
         ) from None
-    changes = _find_changes(chosen, run, source, other)
-    if prepared and (changes or cleaning_of(config, task)):
-        return _as_prepared(prepared, f"raw files have changed since ({describe_changes(changes)})" if changes else "")
+    changes = _find_changes(chosen, run, source, validation)
+    if prepared and (changes or build_cleaning(config, task)):
+        return _prepared_data(prepared, f"raw files have changed since ({describe_changes(changes)})" if changes else "")
     data = replace(config.data, on_error=settings.on_error)
-    parts = divide(source, other, with_small_parts(data, source, _min_part_bytes(task)))
-    readers = {"": source.reader, "train": source.reader, "validation": (other or source).reader}
-    lines = [*source.describe(), *(other.describe() if other else ())]
+    parts = divide_into_parts(source, validation, with_part_size(data, source, _min_part_bytes(task)))
+    readers = {"": source.reader, "train": source.reader, "validation": (validation or source).reader}
+    lines = [*source.describe(), *(validation.describe() if validation else ())]
     if changes:
         lines.insert(
             0,
             f"raw files have changed since this run prepared them ({describe_changes(changes)}), and what was prepared "
             f"cannot be scored: what is scored is --split {split} of the data as it is now",
         )
-    identity = [each.identity for each in (source, source, other or source)]
+    identity = [opened.identity for opened in (source, source, validation or source)]
     return _SplitData(
         parts=[part for part in parts if part.split in (None, split)], identity=identity, lines=lines, readers=readers
     )
 
 
-def _as_prepared(prepared: PreparedSplit, reason: str) -> _SplitData:
+def _prepared_data(prepared: PreparedSplit, reason: str) -> _SplitData:
     line = f"what is scored is --split {prepared.split} as this run has prepared it"
     return _SplitData(
         parts=prepared.parts(_min_part_bytes(prepared.chosen.task)),
@@ -236,29 +236,29 @@ def _as_prepared(prepared: PreparedSplit, reason: str) -> _SplitData:
 
 
 def _min_part_bytes(task: Task) -> int:
-    return LEAST_WINDOWED if task.window else LEAST
+    return MIN_WINDOWED_BYTES if task.window else MIN_PART_BYTES
 
 
-def _find_changes(chosen: Chosen, run: Folder, source: Source, other: Source | None) -> list[str]:
-    """Returns how the raw files differ from those that the run was prepared from, as far as that is known."""
+def _find_changes(chosen: SelectedRun, run: Folder, source: Source, validation: Source | None) -> list[str]:
+    """Returns the known differences of the raw files from those that the run was prepared from."""
     if (folder := prepared_folder(run)) is None:
         return []
-    changes = find_changed_files(folder, source, other)
-    if changes is None and folder.name != fingerprint_of(chosen.config, chosen.task, source, other):
+    changes = find_changed_files(folder, source, validation)
+    if changes is None and folder.name != compute_fingerprint(chosen.config, chosen.task, source, validation):
         return ["other time stamps or sizes"]  # an earlier version noted no content
     return changes or []
 
 
-def _forget_others(answers: Folder, origin: dict[str, Any]) -> None:
-    """Removes the answers of an interrupted evaluation of something else, another checkpoint for instance."""
-    # Through JSON and back, which knows no tuples.
-    others = answers.exists(MANIFEST) and answers.read_json(MANIFEST)["made_of"] != json.loads(json.dumps(origin))
-    if others or answers.exists(EARLIER):
+def _remove_other_answers(answers: Folder, origin: dict[str, Any]) -> None:
+    """Removes the predictions of an interrupted evaluation of something else, another checkpoint for instance."""
+    # Through JSON and back, which has no tuples.
+    is_other = answers.exists(MANIFEST) and answers.read_json(MANIFEST)["made_of"] != json.loads(json.dumps(origin))
+    if is_other or answers.exists(OLD_MANIFEST):
         answers.remove()
 
 
-def _join(answers: Folder, files: list[str], folder: Folder) -> None:
-    """Makes one file of those of the parts."""
+def _concatenate_files(answers: Folder, files: list[str], folder: Folder) -> None:
+    """Concatenates the files of the parts."""
     from pyarrow.parquet import ParquetFile, ParquetWriter
 
     writer: Any = None
@@ -271,26 +271,27 @@ def _join(answers: Folder, files: list[str], folder: Folder) -> None:
         writer.close()
 
 
-def _pictures(task: Task, table: Mapping[str, Any], folder: Folder) -> list[str]:
-    if not isinstance(task, Labelling):
+def _draw_pictures(task: Task, table: Mapping[str, Any], folder: Folder) -> list[str]:
+    if not isinstance(task, LabelTask):
         return []
-    right = np.array(table[task.label_column.name]) == np.array(table[task.given("label")])
-    folder.put("confusion.png", confusion_picture(task.labels, task.confusion(table)))
-    folder.put("reliability.png", reliability_picture(np.asarray(table[task.given("probability")]), right))
+    is_right = np.array(table[task.label_column.name]) == np.array(table[task.given("label")])
+    folder.put("confusion.png", draw_confusion(task.labels, task.confusion(table)))
+    folder.put("reliability.png", draw_reliability(np.asarray(table[task.given("probability")]), is_right))
     return ["confusion.png", "reliability.png"]
 
 
 RESAMPLES = 1000
-LEVEL = 0.95
+CONFIDENCE_LEVEL = 0.95
 
 
 def bootstrap(
     grades: Callable[[np.ndarray], dict[str, float]], samples: int, *, resamples: int = RESAMPLES, seed: int = 0
 ) -> dict[str, tuple[float, float]]:
-    """Bounds between which LEVEL of the metrics of samples drawn with replacement lie; the same for the same seed."""
+    """Returns bounds that contain CONFIDENCE_LEVEL of the metrics of samples drawn with replacement; deterministic by the
+    seed."""
     generator = np.random.default_rng(seed)
-    drawn = (np.bincount(generator.integers(samples, size=samples), minlength=samples) for _ in range(resamples))
-    found = [grades(counts.astype(float)) for counts in drawn]
-    tail = (1 - LEVEL) / 2
-    bounds = {name: np.nanquantile([each[name] for each in found], (tail, 1 - tail)) for name in found[0]}
+    resample_counts = (np.bincount(generator.integers(samples, size=samples), minlength=samples) for _ in range(resamples))
+    resampled = [grades(counts.astype(float)) for counts in resample_counts]
+    tail = (1 - CONFIDENCE_LEVEL) / 2
+    bounds = {name: np.nanquantile([resample[name] for resample in resampled], (tail, 1 - tail)) for name in resampled[0]}
     return {name: (float(low), float(high)) for name, (low, high) in bounds.items()}

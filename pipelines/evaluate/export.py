@@ -1,77 +1,134 @@
-"""A finished run as a folder that `transformers` loads: safetensors, `config.json`, and a tokenizer with its chat template.
+"""Exports a finished run as a folder that `transformers` loads: safetensors, `config.json`, tokenizer and chat template.
 
-Every kind of tokenizer becomes a `tokenizer.json`: bytes and characters as a BPE without merges, others as they are but for
-the special tokens that they would add around a text, which the model never saw in training.
+Every kind of tokenizer becomes a `tokenizer.json`: bytes and characters as a BPE without merges, others unchanged but for
+special tokens that they would add around a text and that training did not use; an encoder's training used them. All ids
+that end an answer are in `config.json` and `generation_config.json`.
 
     folder = export_hugging_face(open_run(storage, "my-run"), storage / "my-run" / "export" / "hugging_face")
-    transformers.AutoModelForCausalLM.from_pretrained(str(folder))
+    transformers.AutoModelForCausalLM.from_pretrained(str(folder))    # an encoder: AutoModelForSequenceClassification
 """
 
 import json
 import tempfile
+from collections.abc import Collection
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from raystride.model.hugging_face import to_hugging_face
+from raystride.model.hugging_face_layout import encoder_names
 from raystride.pipelines.config import SettingError
-from raystride.pipelines.evaluate.opening import Opened
-from raystride.pipelines.files import Folder
+from raystride.pipelines.evaluate.encoder_export import build_encoder_tokenizer, describe_encoder, is_encoder
+from raystride.pipelines.evaluate.load_run import LoadedModel
+from raystride.pipelines.pretrained import BaseReference, find_base
+from raystride.pipelines.storage.folder import Folder
 from raystride.pipelines.tokenizers.alphabets import ByteEncoder, CharacterEncoder
 from raystride.pipelines.tokenizers.chat import FILE as CHAT_FILE
+from raystride.pipelines.tokenizers.chat import parse_tokenizer
 from raystride.pipelines.tokenizers.loading import KIND_FILE, READY_FILE
 
-_OF_TOKENIZER = (READY_FILE, "tokenizer_config.json", "chat_template.jinja")
-OF_MODEL = ("config.json", "generation_config.json", "model.safetensors", *_OF_TOKENIZER)
-OF_ADAPTER = ("adapter_config.json", "adapter_model.safetensors", *_OF_TOKENIZER)
-"""Files of an export, of which a folder may hold others beside."""
-END, UNKNOWN = "<|end|>", "<|unknown|>"
-"""What the two tokens without a text are called where the tokenizer has no names of its own."""
+if TYPE_CHECKING:
+    import torch
+
+_TOKENIZER_FILES = (READY_FILE, "tokenizer_config.json", "chat_template.jinja")
+MODEL_FILES = ("config.json", "generation_config.json", "model.safetensors", *_TOKENIZER_FILES)
+ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors", "generation_config.json", *_TOKENIZER_FILES)
+"""Files of an export; its folder may hold others."""
+END_TOKEN, UNKNOWN_TOKEN = "<|end|>", "<|unknown|>"
+"""Names of the two tokens without a text, if the tokenizer has none."""
 
 
-def export_hugging_face(opened: Opened, folder: Folder) -> Folder:
+def export_hugging_face(opened: LoadedModel, folder: Folder) -> Folder:
     """Writes a run's model and tokenizer into a folder and returns it; `config.json` comes last.
 
-    Raises SettingError where the layout cannot say what the model is.
+    Raises SettingError if the layout cannot express the model.
     """
-    from safetensors.torch import save_file
-
+    base = find_base(opened.config)
+    if is_encoder(opened):
+        return _export_encoder(opened, folder, base)
+    family = base.family if base and opened.config.model.family == "auto" else "auto"
     try:
-        description, tensors = to_hugging_face(opened.decoder, opened.encoder.end_id)
+        description, tensors = to_hugging_face(opened.decoder, opened.encoder.end_id, family=family)
     except ValueError as error:
         raise SettingError.of(error) from error
-    with tempfile.TemporaryDirectory() as place:
-        file = Path(place) / "model.safetensors"
-        save_file(tensors, file, metadata={"format": "pt"})
-        folder.upload(file, file.name)
-    _write_tokenizer(opened, folder)
-    ids = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), opened.encoder.end_id)
+    if base:
+        _check_base_names(base, tensors.keys() - {"lm_head.weight"}, "")  # a tied base may have got a head of its own
+        if "max_position_embeddings" in description:  # rotations have no end, and the base's context is the longer one
+            description["max_position_embeddings"] = max(base.context, description["max_position_embeddings"])
+    _write_weights(tensors, folder)
+    _write_tokenizer(opened, base, folder)
+    ids = _token_ids(opened)
     folder.put_json("generation_config.json", ids)
+    folder.put_json("config.json", description | {name: ids[name] for name in ("bos_token_id", "eos_token_id")})
+    return folder
+
+
+def _export_encoder(opened: LoadedModel, folder: Folder, base: BaseReference | None) -> Folder:
+    """Exports a classifier that is an encoder."""
+    description, tensors = describe_encoder(opened, base)
+    if base:
+        _check_base_names(base, encoder_names(description["model_type"], tensors), "")
+    _write_weights(tensors, folder)
+    _write_tokenizer(opened, base, folder)
     folder.put_json("config.json", description)
     return folder
 
 
-def export_adapter(opened: Opened, folder: Folder) -> Folder:
+def _write_weights(tensors: "dict[str, torch.Tensor]", folder: Folder) -> None:
+    from safetensors.torch import save_file
+
+    with tempfile.TemporaryDirectory() as place:
+        file = Path(place) / "model.safetensors"
+        save_file(tensors, file, metadata={"format": "pt"})
+        folder.upload(file, file.name)
+
+
+def export_adapter(opened: LoadedModel, folder: Folder) -> Folder:
     """Writes a run's adapters and its tokenizer into a folder that PEFT loads, and returns it.
 
-    Raises SettingError where no layout has the network.
+    Raises SettingError if no layout has the network.
     """
-    from raystride.pipelines.train.peft import write_adapter
+    from raystride.pipelines.lora.peft import adapted_layers, write_adapter
 
-    _write_tokenizer(opened, folder)
+    base = find_base(opened.config)
+    if base:
+        names = {f"{name}.weight" for name in adapted_layers(opened.model)}
+        _check_base_names(base, names, "; export the whole model, --merge true")
+    _write_tokenizer(opened, base, folder)
+    if not is_encoder(opened):
+        folder.put_json("generation_config.json", _token_ids(opened))  # its base may end answers otherwise
     return write_adapter(opened.model, opened.config.lora, folder, base=opened.config.model.init_from or "")
 
 
-def _write_tokenizer(opened: Opened, folder: Folder) -> None:
-    content, end = _tokenizer(opened)
+def _check_base_names(base: BaseReference, names: Collection[str], remedy: str) -> None:
+    """Raises SettingError for names of tensors that the base does not have: other programs would ignore them silently."""
+    if unknown := sorted(set(names) - base.tensors):
+        raise SettingError(
+            f"model.init_from is {base.path_or_name!r}: it has no tensor {unknown[0]}, which the export would write under "
+            "that name" + remedy,
+            setting="model.init_from",
+            value=base.path_or_name,
+        )
+
+
+def _token_ids(opened: LoadedModel) -> dict[str, Any]:
+    """Returns the ids with which transformers begins, ends and pads its texts: the base's, and all that end an answer."""
+    end, base = opened.encoder.end_id, opened.task.facts.get("base_ids", {})
+    # A document begins after the end token of the one before it, and so does a text without a prompt.
+    first = {"bos": (*base.get("bos", ()), *opened.encoder.begin_ids, end)[0], "pad": (*base.get("pad", ()), end)[0]}
+    end_ids = [number for number in opened.task.end_ids if number < opened.decoder.vocabulary_size]
+    if not opened.task.writes_chats:
+        end_ids = [end, *(number for number in end_ids if number != end)]
+    named_ids = {f"{name}_token_id": number for name, number in first.items()}
+    return named_ids | {"eos_token_id": end_ids if len(end_ids) > 1 else end_ids[0]}
+
+
+def _write_tokenizer(opened: LoadedModel, base: BaseReference | None, folder: Folder) -> None:
+    content, end = _build_tokenizer_json(opened)
+    if is_encoder(opened):
+        content, names = build_encoder_tokenizer(opened, content, end, base)
+    else:
+        names = _token_names(opened, content, end, folder)
     folder.put(READY_FILE, content)
-    # A document begins after the end token of the one before it, and so does what is written without a prompt.
-    names = {"eos_token": end, "bos_token": end}
-    if isinstance(opened.encoder, CharacterEncoder):
-        names["unk_token"] = UNKNOWN
-    tokenizer = opened.place / "tokenizer"
-    if tokenizer.exists(CHAT_FILE):
-        chat = tokenizer.read_json(CHAT_FILE)
-        folder.put("chat_template.jinja", chat["template"])
-        names |= chat["tokens"] | {"eos_token": end}
     folder.put_json(
         "tokenizer_config.json",
         {
@@ -83,36 +140,56 @@ def _write_tokenizer(opened: Opened, folder: Folder) -> None:
     )
 
 
-def _tokenizer(opened: Opened) -> tuple[str, str]:
-    """The text of `tokenizer.json`, and the name of the end token in it."""
+def _token_names(opened: LoadedModel, content: str, end: str, folder: Folder) -> dict[str, Any]:
+    """Returns the names of a decoder's tokens for `tokenizer_config.json`; writes its chat template, if it has one."""
+    ids, tokenizer = _token_ids(opened), parse_tokenizer(content)
+    names: dict[str, Any] = {"eos_token": end, "bos_token": tokenizer.id_to_token(ids["bos_token_id"]) or end}
+    if ids["pad_token_id"] != opened.encoder.end_id and (padding := tokenizer.id_to_token(ids["pad_token_id"])):
+        names["pad_token"] = padding
+    if isinstance(opened.encoder, CharacterEncoder):
+        names["unk_token"] = UNKNOWN_TOKEN
+    place = opened.place / "tokenizer"
+    if place.exists(CHAT_FILE):
+        chat = place.read_json(CHAT_FILE)
+        folder.put("chat_template.jinja", chat["template"])
+        names |= chat["tokens"]
+        if "eos_token" not in chat["template"] or "eos_token" not in chat["tokens"]:  # else it writes that one
+            first = opened.task.end_ids[0] if opened.task.writes_chats else opened.encoder.end_id
+            names["eos_token"] = tokenizer.id_to_token(first) or end
+    return names
+
+
+def _build_tokenizer_json(opened: LoadedModel) -> tuple[str, str]:
+    """Returns the text of `tokenizer.json`, and the name of the end token in it."""
     encoder = opened.encoder
     if isinstance(encoder, ByteEncoder):
-        return _bytes(encoder), END
+        return _byte_tokenizer_json(encoder), END_TOKEN
     if isinstance(encoder, CharacterEncoder):
-        return _characters(encoder), END
+        return _character_tokenizer_json(encoder), END_TOKEN
     place = opened.place / "tokenizer"
-    content = json.loads(place.read(READY_FILE))
-    content |= {"post_processor": None, "truncation": None, "padding": None}
+    content = json.loads(place.read(READY_FILE)) | {"truncation": None, "padding": None}
+    if not encoder.begin_ids:
+        content["post_processor"] = None
     return json.dumps(content, ensure_ascii=False), place.read_json(KIND_FILE)["end_token"]
 
 
-def _bytes(encoder: ByteEncoder) -> str:
-    """No character is a token, so that each falls back to its bytes."""
+def _byte_tokenizer_json(encoder: ByteEncoder) -> str:
+    """Builds a tokenizer without characters, so that each falls back to its bytes."""
     from tokenizers import Tokenizer, decoders, models
 
     vocabulary = {f"<0x{byte:02X}>": byte for byte in range(256)}
-    tokenizer = Tokenizer(models.BPE(vocabulary | {END: encoder.end_id}, [], byte_fallback=True))
+    tokenizer = Tokenizer(models.BPE(vocabulary | {END_TOKEN: encoder.end_id}, [], byte_fallback=True))
     tokenizer.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
-    tokenizer.add_special_tokens([END])
+    tokenizer.add_special_tokens([END_TOKEN])
     return str(tokenizer.to_str())
 
 
-def _characters(encoder: CharacterEncoder) -> str:
+def _character_tokenizer_json(encoder: CharacterEncoder) -> str:
     from tokenizers import Tokenizer, decoders, models
 
     vocabulary = {character: number for number, character in enumerate(encoder.characters, 2)}
-    vocabulary |= {END: encoder.end_id, UNKNOWN: encoder.unknown_id}
-    tokenizer = Tokenizer(models.BPE(vocabulary, [], unk_token=UNKNOWN, fuse_unk=False))
+    vocabulary |= {END_TOKEN: encoder.end_id, UNKNOWN_TOKEN: encoder.unknown_id}
+    tokenizer = Tokenizer(models.BPE(vocabulary, [], unk_token=UNKNOWN_TOKEN, fuse_unk=False))
     tokenizer.decoder = decoders.Fuse()
-    tokenizer.add_special_tokens([END, UNKNOWN])
+    tokenizer.add_special_tokens([END_TOKEN, UNKNOWN_TOKEN])
     return str(tokenizer.to_str())

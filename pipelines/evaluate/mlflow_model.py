@@ -1,7 +1,7 @@
-"""A run's model for MLflow: a folder that `mlflow models serve` answers with, and the same logged to the run.
+"""A run's model for MLflow: a folder for `mlflow models serve`, and the same logged to the run.
 
-    write_mlflow_model(opened, folder, Sample())
-    log_mlflow_model(opened, reopened, Sample())              # "models:/m-9c0f...", the model `model` of the MLflow run
+    write_mlflow_model(opened, folder, SampleConfig())
+    log_mlflow_model(opened, reopened, SampleConfig())  # "models:/m-9c0f...", the model `model` of the MLflow run
 
 Nothing in it is unpickled: it is `served.py` with our packages beside it, parameters in safetensors, and JSON and YAML.
 """
@@ -17,28 +17,30 @@ from pathlib import Path
 from typing import Any
 
 import raystride
-from raystride.pipelines.config import Sample
+from raystride.pipelines.config import SampleConfig
 from raystride.pipelines.config.parse import to_yaml
-from raystride.pipelines.evaluate.opening import Opened
-from raystride.pipelines.evaluate.recording import Reopened
-from raystride.pipelines.evaluate.served import CONFIG, SAMPLE, WEIGHTS, Served
-from raystride.pipelines.files import Folder
-from raystride.pipelines.plugins import plugin_code
+from raystride.pipelines.evaluate.load_run import LoadedModel
+from raystride.pipelines.evaluate.recording import ReopenedRun
+from raystride.pipelines.evaluate.served import CONFIG, SAMPLE, WEIGHTS, MlflowModel
+from raystride.pipelines.plugins import plugin_paths
+from raystride.pipelines.storage.folder import Folder
 
 CODE = Path(raystride.__file__).parent
 REQUIREMENTS = ("mlflow", "torch", "numpy", "pandas", "pyarrow", "PyYAML", "safetensors", "tokenizers", "tiktoken", "Pillow")
-PIXEL = "data:image/png;base64,iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAAAAAA6fptVAAAACklEQVR4nGNgAAAAAgABSK+kcQAAAABJRU5ErkJggg=="
-"""An image for the example that a model of images is described with."""
-EXAMPLES = {"image": PIXEL, "tools": "[]"}
-"""Of kinds of columns that take not any text."""
+EXAMPLE_IMAGE = (
+    "data:image/png;base64,iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAAAAAA6fptVAAAACklEQVR4nGNgAAAAAgABSK+kcQAAAABJRU5ErkJggg=="
+)
+"""Image of the input example of an image model."""
+EXAMPLE_VALUES = {"image": EXAMPLE_IMAGE, "tools": "[]"}
+"""For kinds of columns that do not accept any text."""
 
 
-def write_mlflow_model(opened: Opened, folder: Folder, sample: Sample) -> Folder:
-    """Writes the model into a folder, which is made anew, and returns it. `sample` says how a decoder writes."""
+def write_mlflow_model(opened: LoadedModel, folder: Folder, sample: SampleConfig) -> Folder:
+    """Replaces a folder by the model, and returns it. `sample` configures a decoder's text."""
     import mlflow
 
     folder.remove()
-    with tempfile.TemporaryDirectory() as scratch, _described(opened, sample) as arguments:
+    with tempfile.TemporaryDirectory() as scratch, _mlflow_arguments(opened, sample) as arguments:
         place = Path(scratch) / "model"
         mlflow.pyfunc.save_model(str(place), **arguments)
         for path in sorted(place.rglob("*")):
@@ -47,27 +49,27 @@ def write_mlflow_model(opened: Opened, folder: Folder, sample: Sample) -> Folder
     return folder
 
 
-def log_mlflow_model(opened: Opened, reopened: Reopened, sample: Sample) -> str:
-    """Logs the model to the run; its URI. The run stays ended as it was. Raises what MLflow raises."""
+def log_mlflow_model(opened: LoadedModel, reopened: ReopenedRun, sample: SampleConfig) -> str:
+    """Logs the model to the run without changing its end; returns the model's URI. Raises the errors of MLflow."""
     import mlflow
 
     _, run_id = reopened.log.connect()
-    before = mlflow.get_tracking_uri()
-    # `log_model` takes no client: where it logs to is a global of the process.
+    previous_uri = mlflow.get_tracking_uri()
+    # `log_model` takes no client: its target is a global of the process.
     mlflow.set_tracking_uri(reopened.log.uri)
     try:
-        with _described(opened, sample) as arguments, mlflow.start_run(run_id=run_id):
+        with _mlflow_arguments(opened, sample) as arguments, mlflow.start_run(run_id=run_id):
             logged = mlflow.pyfunc.log_model(name="model", **arguments)
         reopened.end()
     finally:
-        mlflow.set_tracking_uri(before)
+        mlflow.set_tracking_uri(previous_uri)
     return str(logged.model_uri)
 
 
 @contextmanager
-def _described(opened: Opened, sample: Sample) -> Iterator[dict[str, Any]]:
-    """What MLflow is told of the model, whose files lie in a temporary folder during the block."""
-    # It would draw a bar for each of its copies.
+def _mlflow_arguments(opened: LoadedModel, sample: SampleConfig) -> Iterator[dict[str, Any]]:
+    """Yields MLflow's arguments for the model; its files are in a temporary folder during the block."""
+    # MLflow would draw a bar for each of its copies.
     os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")
     import pandas as pd  # type: ignore[import-untyped]
     from mlflow.models import infer_signature
@@ -75,22 +77,22 @@ def _described(opened: Opened, sample: Sample) -> Iterator[dict[str, Any]]:
     logging.getLogger("mlflow").setLevel(logging.ERROR)
     with tempfile.TemporaryDirectory() as scratch:
         place = str(Path(scratch) / "run")
-        _write_files(opened, sample, Folder.at(place))
-        served = Served()
+        _write_files(opened, sample, Folder.from_uri(place))
+        served = MlflowModel()
         served.open(place)
         columns = opened.task.asked
-        example = pd.DataFrame({each.name: [EXAMPLES.get(each.kind, "an example")] for each in columns})
+        example = pd.DataFrame({column.name: [EXAMPLE_VALUES.get(column.kind, "an example")] for column in columns})
         yield {
             "python_model": str(CODE / "pipelines" / "evaluate" / "served.py"),
             "artifacts": {"run": place},
-            "code_paths": [str(CODE), *plugin_code(opened.config.plugins)],
+            "code_paths": [str(CODE), *plugin_paths(opened.config.plugins)],
             "signature": infer_signature(example, served.predict(None, example)),
             "input_example": example,
             "pip_requirements": list(_requirements()),
         }
 
 
-def _write_files(opened: Opened, sample: Sample, folder: Folder) -> None:
+def _write_files(opened: LoadedModel, sample: SampleConfig, folder: Folder) -> None:
     from safetensors.torch import save_model
 
     assert folder.local

@@ -1,7 +1,7 @@
-"""Pictures of a classifier's answers: which labels it takes for which, and whether it is right as often as it is sure.
+"""Plots of a classifier's predictions: the confusion matrix, and reliability, its accuracy by confidence.
 
-folder.put("confusion.png", confusion_picture(["ham", "spam"], task.confusion(table)))
-folder.put("reliability.png", reliability_picture(confidence, right))
+folder.put("confusion.png", draw_confusion(["ham", "spam"], task.confusion(table)))
+folder.put("reliability.png", draw_reliability(confidence, is_right))
 """
 
 import io
@@ -14,54 +14,54 @@ from raystride.pipelines.tasks.labels import BINS
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-NAMED, COUNTED = 60, 25
-"""So many labels still have their names at the axes, so many their counts in the fields."""
+MAX_NAMED_LABELS, MAX_COUNTED_LABELS = 60, 25
+"""Maximum of labels with names at the axes, and with counts in the fields."""
 
 
-def confusion_picture(labels: list[str], confusion: np.ndarray) -> bytes:
-    """A PNG of the matrix (true, given), coloured by the share of each true label."""
+def draw_confusion(labels: list[str], confusion: np.ndarray) -> bytes:
+    """Returns a PNG of the matrix (true, given), coloured by the share of each true label."""
     shares = confusion / np.maximum(confusion.sum(1, keepdims=True), 1)
-    size = 3 + 0.35 * min(len(labels), NAMED)
-    figure = _figure(size, size)
+    size = 3 + 0.35 * min(len(labels), MAX_NAMED_LABELS)
+    figure = _new_figure(size, size)
     axes = figure.subplots()
     axes.imshow(shares, cmap="Blues", vmin=0, vmax=1)
     axes.set(xlabel="given", ylabel="true")
-    if len(labels) <= NAMED:
-        # Labels are whatever the data has: two `$` in one would be read as TeX, and refused where that is none.
+    if len(labels) <= MAX_NAMED_LABELS:
+        # Labels are arbitrary text: two `$` in one would be parsed as TeX, and invalid TeX raises.
         axes.set_xticks(range(len(labels)), labels, rotation=90, parse_math=False)
         axes.set_yticks(range(len(labels)), labels, parse_math=False)
-    if len(labels) <= COUNTED:
+    if len(labels) <= MAX_COUNTED_LABELS:
         for (true, given), count in np.ndenumerate(confusion):
             colour = "white" if shares[true, given] > 0.5 else "black"
             axes.text(given, true, f"{count:,}", ha="center", va="center", color=colour, fontsize=8)
-    return _png(figure)
+    return _render_png(figure)
 
 
-def reliability_picture(confidence: np.ndarray, right: np.ndarray) -> bytes:
-    """A PNG of accuracy by confidence (n), in BINS, beside how it should be."""
+def draw_reliability(confidence: np.ndarray, right: np.ndarray) -> bytes:
+    """Returns a PNG of accuracy by confidence (n), in BINS, with the ideal line."""
     bins = np.ceil(confidence * BINS).astype(int)
     counts = np.bincount(bins, minlength=BINS + 1)
     shown = counts > 0
     accuracy = np.bincount(bins, right, BINS + 1)[shown] / counts[shown]
     mean_confidence = np.bincount(bins, confidence, BINS + 1)[shown] / counts[shown]
-    figure = _figure(4.5, 4.5)
+    figure = _new_figure(4.5, 4.5)
     axes = figure.subplots()
     axes.plot([0, 1], [0, 1], color="grey", linewidth=0.8, linestyle="--")
     axes.plot(mean_confidence, accuracy, marker="o")
     for x, y, count in zip(mean_confidence, accuracy, counts[shown], strict=True):
         axes.annotate(f"{count:,}", (x, y), textcoords="offset points", xytext=(4, -10), fontsize=7)
     axes.set(xlabel="how sure it is", ylabel="how often it is right", xlim=(0, 1.02), ylim=(0, 1.02))
-    return _png(figure)
+    return _render_png(figure)
 
 
-def _figure(width: float, height: float) -> "Figure":
+def _new_figure(width: float, height: float) -> "Figure":
     # The object interface, since pyplot would look for a display and keep every figure.
     from matplotlib.figure import Figure
 
     return Figure(figsize=(width, height), layout="constrained", dpi=110)
 
 
-def _png(figure: "Figure") -> bytes:
+def _render_png(figure: "Figure") -> bytes:
     stream = io.BytesIO()
     figure.savefig(stream, format="png")
     return stream.getvalue()

@@ -1,8 +1,8 @@
-"""The examples of a split as a run's preparation has them, for an evaluation whose raw data is another one now, or gone.
+"""The examples of a split as a run's preparation has them, for an evaluation whose raw data has changed or is gone.
 
-prepared = find_prepared(chosen, run, "validation")       # None: the preparation is not whole
-parts = prepared.parts(1 << 20)                           # stretches of shards, numbered
-examples = prepared.examples(answerer, parts[0])
+prepared = find_prepared(chosen, run, "validation")       # None: the preparation is incomplete
+parts = prepared.parts(1 << 20)                           # ranges of shards, numbered
+examples = prepared.examples(predictor, parts[0])
 """
 
 from collections.abc import Iterator
@@ -12,28 +12,28 @@ from typing import Literal
 
 import numpy as np
 
-from raystride.pipelines.evaluate.answering import Answerer, Example
-from raystride.pipelines.evaluate.opening import Chosen
+from raystride.pipelines.evaluate.answering import Example, Predictor
+from raystride.pipelines.evaluate.load_run import SelectedRun
 from raystride.pipelines.feed.cache import node_cache
 from raystride.pipelines.feed.stream import TokenStream
-from raystride.pipelines.files import Folder
 from raystride.pipelines.prepare.manifest import Manifest
 from raystride.pipelines.sources.pieces import File, Part, Slice
+from raystride.pipelines.storage.folder import Folder
 from raystride.pipelines.tasks import Task
 
 
 @dataclass(frozen=True)
 class PreparedSplit:
-    """A split of a preparation. Small: it travels to every worker."""
+    """A split of a preparation. Small: it is sent to every worker."""
 
-    chosen: Chosen
+    chosen: SelectedRun
     folder: Folder
-    """Where the shards lie."""
+    """Folder of the shards."""
     split: Literal["train", "validation"]
 
     @property
     def fingerprint(self) -> str:
-        """Names the preparation."""
+        """Name of the preparation."""
         return self.folder.name
 
     @cached_property
@@ -41,8 +41,8 @@ class PreparedSplit:
         return Manifest.load(self.folder)
 
     def parts(self, size: int) -> list[Part]:
-        """Returns stretches of shards of about `size` bytes; the units of their slices are rows of the split."""
-        found: list[Part] = []
+        """Returns ranges of shards of about `size` bytes; the units of their slices are rows of the split."""
+        parts: list[Part] = []
         first = 0
         for shard in self._manifest.splits[self.split]:
             cuts = min(shard.rows, -(-shard.bytes // size))
@@ -50,35 +50,35 @@ class PreparedSplit:
             file = File(str(self.folder / shard.file), shard.file, shard.bytes)
             for start, stop in zip(rows[:-1].tolist(), rows[1:].tolist(), strict=True):
                 stretch = Slice(file, start, stop, shard.bytes * (stop - start) // shard.rows)
-                found.append(Part(len(found), (stretch,), self.split))
+                parts.append(Part(len(parts), (stretch,), self.split))
             first += shard.rows
-        return found
+        return parts
 
-    def examples(self, answerer: Answerer, part: Part) -> Iterator[Example]:
+    def examples(self, predictor: Predictor, part: Part) -> Iterator[Example]:
         """Yields the samples of a part in order."""
         shards = self._manifest.splits[self.split]
         stream = TokenStream(self.folder, self._manifest, self.split, node_cache(self.chosen.config))
         rows, documents = shards.column("rows"), shards.column("documents")
-        # More rows than documents that begin: the first one goes on with a document of the shard before.
+        # More rows than beginning documents: the first row continues a document of the previous shard.
         continuations = set((np.cumsum(rows) - rows)[rows > documents].tolist())
         for stretch in part.slices:
             assert stretch.stop is not None
             for number in range(stretch.start, stretch.stop):
-                (ids,), masks = stream.rows(np.array([number]))
+                (ids,), masks = stream.read_rows(np.array([number]))
                 begins, place = number not in continuations, f"{self.split}, example {number}"
-                yield from answerer.prepared_examples(ids, masks[0] if masks else None, begins=begins, place=place)
+                yield from predictor.build_prepared_examples(ids, masks[0] if masks else None, begins=begins, place=place)
 
 
 def prepared_folder(run: Folder) -> Folder | None:
-    """Returns the folder of the preparation that a run has begun with, whole or not; None if the run does not name it."""
+    """Returns the folder of the preparation that a run has begun with, complete or not; None if the run does not name it."""
     try:
         return run.parent / ".prepared" / str(run.read_json("environment.json")["data"])
     except (FileNotFoundError, ValueError, KeyError):
         return None
 
 
-def find_prepared(chosen: Chosen, run: Folder, split: Literal["train", "validation"]) -> PreparedSplit | None:
-    """Returns a split as the run has prepared it; None if that is not whole, or its task cannot read examples back."""
+def find_prepared(chosen: SelectedRun, run: Folder, split: Literal["train", "validation"]) -> PreparedSplit | None:
+    """Returns a split as the run has prepared it; None if that is incomplete, or its task cannot read examples back."""
     folder = prepared_folder(run)
     if folder is None or type(chosen.task).decode is Task.decode:
         return None

@@ -1,6 +1,6 @@
-"""An evaluation in the record of its run: `summary.json`, the journal, and through it MLflow, which may be away.
+"""Records an evaluation in its run: `summary.json`, the journal, and through it MLflow, which may be unreachable.
 
-problem = keep_scores(scored, "test", storage / "my-run", 500, config.record, storage)   # None, or why MLflow lacks it
+problem = log_scores(result, "test", storage / "my-run", 500, config.record, storage)   # None, or why MLflow lacks it
 """
 
 import time
@@ -8,73 +8,75 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from raystride.pipelines.config import Record, SettingError
-from raystride.pipelines.credentials import hidden
-from raystride.pipelines.evaluate.evaluation import Scored, Split
-from raystride.pipelines.files import Folder
+from raystride.pipelines.config import RecordConfig, SettingError
+from raystride.pipelines.credentials import redact
+from raystride.pipelines.evaluate.evaluation import EvaluationResult, Split
 from raystride.pipelines.record.entry import Entry, new_entry
-from raystride.pipelines.record.journal import Journal, join, plain, stream_entries
-from raystride.pipelines.record.mlflow_follower import Follower, replay_hint
-from raystride.pipelines.record.mlflow_log import MLFLOW_REFERENCE, MlflowLog, stored_uri
+from raystride.pipelines.record.journal import Journal, join_segments, stream_entries, to_json_value
+from raystride.pipelines.record.mlflow.follower import Follower, replay_command
+from raystride.pipelines.record.mlflow.log import MLFLOW_REFERENCE, MlflowLog, stored_uri
+from raystride.pipelines.storage.folder import Folder
 
 SENDER = "evaluation"
 
 
-def scored_figures(scored: Scored, split: Split) -> dict[str, float]:
-    """The metrics and the bounds of their intervals under the names that the record gives them: `test_accuracy_low`."""
-    found = {f"{split}_{name}": value for name, value in scored.metrics.items()}
+def named_scores(scored: EvaluationResult, split: Split) -> dict[str, float]:
+    """Returns the metrics and the bounds of their intervals by their names in the record: `test_accuracy_low`."""
+    figures = {f"{split}_{name}": value for name, value in scored.metrics.items()}
     for name, (low, high) in scored.intervals.items():
-        found |= {f"{split}_{name}_low": low, f"{split}_{name}_high": high}
-    return found
+        figures |= {f"{split}_{name}_low": low, f"{split}_{name}_high": high}
+    return figures
 
 
-def keep_scores(scored: Scored, split: Split, run: Folder, step: int, record: Record, storage: Folder) -> str | None:
-    """Adds an evaluation to the run's record; why MLflow lacks it, if it does. Raises OSError."""
-    found = scored_figures(scored, split)
+def log_scores(
+    scored: EvaluationResult, split: Split, run: Folder, step: int, record: RecordConfig, storage: Folder
+) -> str | None:
+    """Adds an evaluation to the run's record; returns the reason if MLflow lacks it. Raises OSError."""
+    figures = named_scores(scored, split)
     artifacts = [f"evaluate/{split}/{name}" for name in scored.files]
     attempt = f"evaluation-{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}"
-    # An attempt of its own in the journal, from which a replay tells MLflow later if it is away now.
-    Journal(run, attempt).append(list(_entries(attempt, step, found, artifacts)))
-    join(run)
-    summary = _summary(run)
-    named = {name: plain(value) for name, value in found.items() if "/" not in name}  # not each label's
-    summary["metrics"] = (summary.get("metrics") or {}) | named
+    # An attempt of its own in the journal, for a later replay if MLflow is unreachable now.
+    Journal(run, attempt).append(list(_journal_entries(attempt, step, figures, artifacts)))
+    join_segments(run)
+    summary = _read_summary(run)
+    logged = {name: to_json_value(value) for name, value in figures.items() if "/" not in name}  # not each label's
+    summary["metrics"] = (summary.get("metrics") or {}) | logged
     run.put_json("summary.json", summary)
-    return _tell_mlflow(run, record, storage)
+    return _update_mlflow(run, record, storage)
 
 
-def _entries(attempt: str, step: int, found: dict[str, float], artifacts: Iterable[str]) -> Iterable[Entry]:
-    told = [new_entry("metrics", found, step), *(new_entry("artifact", {"name": name}) for name in artifacts)]
-    for number, entry in enumerate(told, 1):
+def _journal_entries(attempt: str, step: int, figures: dict[str, float], artifacts: Iterable[str]) -> Iterable[Entry]:
+    entries = [new_entry("metrics", figures, step), *(new_entry("artifact", {"name": name}) for name in artifacts)]
+    for number, entry in enumerate(entries, 1):
         entry |= {"attempt": attempt, "sender": SENDER, "sequence": number}
         yield entry
 
 
 @dataclass(frozen=True)
-class Reopened:
-    """The MLflow run of a training that has ended, and how and when (seconds since 1970) it did, so that it stays so."""
+class ReopenedRun:
+    """The MLflow run of a training that has ended, with its final status and time (seconds since 1970), to restore them."""
 
     log: MlflowLog
     status: str
     ended_at: float
 
     def end(self) -> None:
-        """Ends the run as it was. Raises what MLflow raises."""
+        """Ends the run as it was. Raises the errors of MLflow."""
         self.log.finish(self.status, self.ended_at)
 
 
-def reopen(run: Folder, record: Record, storage: Folder) -> Reopened | None:
-    """The MLflow run of a training; None where MLflow is off. Raises SettingError as `MlflowLog.at` does."""
+def reopen_run(run: Folder, record: RecordConfig, storage: Folder) -> ReopenedRun | None:
+    """Returns the MLflow run of a training; None if MLflow is off. Raises SettingError as `MlflowLog.for_run` does."""
     reference = run.read_json(MLFLOW_REFERENCE) if run.exists(MLFLOW_REFERENCE) else {}
     settings = replace(record, mlflow_uri=record.mlflow_uri or stored_uri(reference))
-    log = MlflowLog.at(run, run.name, settings, storage)
-    # Evaluations come after the training, whose end stays where it was.
-    ours = (float(entry["time"]) for entry in stream_entries(run) if entry["sender"] != SENDER)
-    status = _summary(run).get("status") or "stopped"
-    return Reopened(log, status, max(ours, default=time.time())) if log else None
+    log = MlflowLog.for_run(run, run.name, settings, storage)
+    # Evaluations come after the training, whose end does not change.
+    times = (float(entry["time"]) for entry in stream_entries(run) if entry["sender"] != SENDER)
+    status = _read_summary(run).get("status") or "stopped"
+    return ReopenedRun(log, status, max(times, default=time.time())) if log else None
 
 
-def _summary(run: Folder) -> dict[str, Any]:
+def _read_summary(run: Folder) -> dict[str, Any]:
     try:
         found: dict[str, Any] = run.read_json("summary.json")
         return found
@@ -82,9 +84,9 @@ def _summary(run: Folder) -> dict[str, Any]:
         return {"run": run.name}
 
 
-def _tell_mlflow(run: Folder, record: Record, storage: Folder) -> str | None:
+def _update_mlflow(run: Folder, record: RecordConfig, storage: Folder) -> str | None:
     try:
-        reopened = reopen(run, record, storage)
+        reopened = reopen_run(run, record, storage)
     except SettingError as error:
         return f"MLflow lacks it: {error}"
     if reopened is None:
@@ -95,6 +97,6 @@ def _tell_mlflow(run: Folder, record: Record, storage: Folder) -> str | None:
         Follower(run, log, warn=problems.append).catch_up()
         reopened.end()
     except Exception as error:  # MLflow, its database and its server raise whatever they like
-        cause = hidden(f"{type(error).__name__}: {error}")[:200]
-        return f"MLflow at {log.public_uri} cannot be reached ({cause}); {replay_hint(run)} tells it later"
+        cause = redact(f"{type(error).__name__}: {error}")[:200]
+        return f"MLflow at {log.public_uri} cannot be reached ({cause}); {replay_command(run)} tells it later"
     return "; ".join(problems) or None

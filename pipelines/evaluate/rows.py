@@ -1,10 +1,10 @@
-"""Rows of answers as Parquet or JSON lines, with whatever else the data has in its rows.
+"""Writes rows of predictions as Parquet or JSON lines, with the data's other columns.
 
-Rows of Arrow (Parquet, Hugging Face) keep their types: slices of what was read are written, with the answers' columns beside
+Rows of Arrow (Parquet, Hugging Face) keep their types: slices of the input are written, with the predictions' columns beside
 them. Other rows get a type for all values of a column, and text if there is none. All files of a prediction have one schema.
 
-schema = written_schema(unify([infer_schema(rows), answers]))
-with rows_writer("parquet", stream, schema) as writer:
+schema = storable_schema(unify([infer_schema(rows), answers]))
+with open_writer("parquet", stream, schema) as writer:
     writer.write([Row({"prediction": "spam", "reason": None}, {"id": 7, "text": "free money"})])
 to_json({"loss": math.nan})                               # '{"loss": null}'
 """
@@ -17,25 +17,25 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import IO, Any, Literal, Protocol
 
-from raystride.pipelines.files import Folder, strict_json
-from raystride.pipelines.sources.faults import DataError, printable
+from raystride.pipelines.sources.faults import DataError, escape_surrogates
 from raystride.pipelines.sources.rows import BATCH_BYTES, BatchRow
+from raystride.pipelines.storage.folder import Folder, strict_json
 
 Form = Literal["parquet", "jsonl"]
-CHUNK = 1024
-"""Rows that are written, or looked at, at once."""
+CHUNK_ROWS = 1024
+"""Rows that are written, or inspected, at once."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """A row as it is written: what it has by the names of columns."""
+    """A row to write: values by the names of columns."""
 
     answer: Mapping[str, Any]
-    """What the model says, and why it says nothing; these columns come last."""
+    """The prediction, or the reason why there is none; these columns come last."""
     data: Mapping[str, Any] = field(default_factory=dict)
     """The data's own columns."""
     shown: Mapping[str, Any] = field(default_factory=dict)
-    """What stands in place of some of these, or follows them."""
+    """Values that replace some of these, or follow them."""
 
     @property
     def added(self) -> dict[str, Any]:
@@ -43,38 +43,38 @@ class Row:
         return {**self.shown, **self.answer}
 
 
-def in_chunks(rows: Iterable[Row]) -> Iterator[list[Row]]:
-    """Yields rows in lists of CHUNK, or fewer once the batches from which they come have more than BATCH_BYTES."""
+def split_chunks(rows: Iterable[Row]) -> Iterator[list[Row]]:
+    """Yields rows in lists of CHUNK_ROWS, or fewer once the batches from which they come have more than BATCH_BYTES."""
     chunk: list[Row] = []
-    batch, held = None, 0
+    batch, num_bytes = None, 0
     for row in rows:
         if isinstance(row.data, BatchRow) and row.data.batch is not batch:
             batch = row.data.batch
-            if held > BATCH_BYTES:
+            if num_bytes > BATCH_BYTES:
                 yield chunk
-                chunk, held = [], 0
-            held += batch.nbytes
+                chunk, num_bytes = [], 0
+            num_bytes += batch.nbytes
         chunk.append(row)
-        if len(chunk) == CHUNK:
+        if len(chunk) == CHUNK_ROWS:
             yield chunk
-            chunk, held = [], 0
+            chunk, num_bytes = [], 0
     if chunk:
         yield chunk
 
 
-class Writer(Protocol):
-    """Takes rows."""
+class RowWriter(Protocol):
+    """A writer of rows."""
 
     def write(self, rows: Sequence[Row]) -> None:
-        """Writes some. Raises DataError if a value is none of its column's type."""
+        """Writes some rows. Raises DataError if a value does not fit its column's type."""
         ...
 
 
 @contextmanager
-def rows_writer(form: Form, stream: IO[bytes], schema: Any) -> Iterator[Writer]:
-    """Yields what writes rows into the stream; as Parquet with the columns of an Arrow schema. Raises DataError."""
+def open_writer(form: Form, stream: IO[bytes], schema: Any) -> Iterator[RowWriter]:
+    """Yields a writer of rows into the stream; for Parquet with the columns of an Arrow schema. Raises DataError."""
     if form == "jsonl":
-        yield _Lines(stream)
+        yield _JsonLinesWriter(stream)
         return
     from pyarrow import ArrowException
     from pyarrow.parquet import ParquetWriter
@@ -85,22 +85,22 @@ def rows_writer(form: Form, stream: IO[bytes], schema: Any) -> Iterator[Writer]:
         message = f"Parquet has no place for a column of the input ({error}): write the answers with --format jsonl"
         raise DataError(message, settings=("format",)) from error
     with table:
-        yield _Table(table, schema)
+        yield _ParquetWriter(table, schema)
 
 
 @dataclass(frozen=True)
-class _Lines:
+class _JsonLinesWriter:
     stream: IO[bytes]
 
     def write(self, rows: Sequence[Row]) -> None:
-        for batch, some in _runs(rows):
-            data: list[Any] = [row.data for row in some] if batch is None else _rows_of(batch)
+        for batch, some in _split_batches(rows):
+            data: list[Any] = [row.data for row in some] if batch is None else _rows_from_batch(batch)
             for values, row in zip(data, some, strict=True):
-                self.stream.write(printable(to_json({**values, **row.added})).encode() + b"\n")
+                self.stream.write(escape_surrogates(to_json({**values, **row.added})).encode() + b"\n")
 
 
 @dataclass(frozen=True)
-class _Table:
+class _ParquetWriter:
     writer: Any
     schema: Any
 
@@ -108,111 +108,111 @@ class _Table:
         import pyarrow as pa
 
         tables = []
-        for batch, some in _runs(rows):
+        for batch, some in _split_batches(rows):
             columns, added = [], [row.added for row in some]
             for column in self.schema:
                 name = column.name
                 if batch is None or any(name in more for more in added):
                     pairs = zip(added, some, strict=True)
                     values = [more[name] if name in more else row.data.get(name) for more, row in pairs]
-                    columns.append(_column(column, values))
+                    columns.append(_build_array(column, values))
                 elif name in batch.schema.names:
-                    columns.append(conform(batch.column(batch.schema.names.index(name)), column))
+                    columns.append(cast_column(batch.column(batch.schema.names.index(name)), column))
                 else:
                     columns.append(pa.nulls(len(some), column.type))
             tables.append(pa.Table.from_arrays(columns, schema=self.schema))
         self.writer.write_table(pa.concat_tables(tables))
 
 
-def _runs(rows: Sequence[Row]) -> Iterator[tuple[Any, list[Row]]]:
-    """The rows in runs that are neighbours in one batch of Arrow, with that slice of it; None for others."""
+def _split_batches(rows: Sequence[Row]) -> Iterator[tuple[Any, list[Row]]]:
+    """Yields the rows in runs that are neighbours in one batch of Arrow, with that slice of it; None for others."""
     start = 0
     for end in range(1, len(rows) + 1):
         first, last = rows[start].data, rows[end - 1].data
-        following = rows[end].data if end < len(rows) else None
-        if isinstance(last, BatchRow) and isinstance(following, BatchRow):
-            goes_on = following.batch is last.batch and following.index == last.index + 1
+        next_data = rows[end].data if end < len(rows) else None
+        if isinstance(last, BatchRow) and isinstance(next_data, BatchRow):
+            is_same_run = next_data.batch is last.batch and next_data.index == last.index + 1
         else:
-            goes_on = following is not None and not isinstance(last, BatchRow) and not isinstance(following, BatchRow)
-        if not goes_on:
+            is_same_run = next_data is not None and not isinstance(last, BatchRow) and not isinstance(next_data, BatchRow)
+        if not is_same_run:
             batch = first.batch.slice(first.index, end - start) if isinstance(first, BatchRow) else None
             yield batch, list(rows[start:end])
             start = end
 
 
-def _rows_of(batch: Any) -> list[dict[str, Any]]:
-    columns = [_for_json(batch.column(number)) for number in range(batch.num_columns)]
+def _rows_from_batch(batch: Any) -> list[dict[str, Any]]:
+    columns = [_json_values(batch.column(number)) for number in range(batch.num_columns)]
     return [dict(zip(batch.schema.names, values, strict=True)) for values in zip(*columns, strict=True)]
 
 
-def _for_json(column: Any) -> list[Any]:
-    """A column's values; as text those of times for which Python has no type, and maps as objects if they can be some."""
+def _json_values(column: Any) -> list[Any]:
+    """Returns a column's values; times without a Python type as text, and maps as objects if possible."""
     import pyarrow as pa
 
-    column = column.cast(_without_ns(column.type))
+    column = column.cast(_without_nanoseconds(column.type))
     try:
-        found: list[Any] = column.to_pylist(maps_as_pydicts="strict")
-        if pa.types.is_nested(column.type):  # whose keys may be none of JSON's
-            to_json(found)
+        values: list[Any] = column.to_pylist(maps_as_pydicts="strict")
+        if pa.types.is_nested(column.type):  # its keys may not be JSON's
+            to_json(values)
     except (ValueError, KeyError, TypeError, OverflowError):
         kind = pa.int64() if pa.types.is_duration(column.type) else pa.string()
-        found = (column.cast(kind) if pa.types.is_temporal(column.type) else column).to_pylist()
-    return found
+        values = (column.cast(kind) if pa.types.is_temporal(column.type) else column).to_pylist()
+    return values
 
 
-def _without_ns(kind: Any) -> Any:
-    """A type in which times of nanoseconds, which Python would cut, are text."""
+def _without_nanoseconds(kind: Any) -> Any:
+    """Returns the type with text for times of nanoseconds, which Python would truncate."""
     import pyarrow as pa
 
     if kind == pa.time64("ns"):
         return pa.string()
     if pa.types.is_struct(kind):
-        return pa.struct([field.with_type(_without_ns(field.type)) for field in kind])
+        return pa.struct([field.with_type(_without_nanoseconds(field.type)) for field in kind])
     if pa.types.is_list(kind) or pa.types.is_large_list(kind):
-        inside = kind.value_field.with_type(_without_ns(kind.value_type))
+        inside = kind.value_field.with_type(_without_nanoseconds(kind.value_type))
         return pa.list_(inside) if pa.types.is_list(kind) else pa.large_list(inside)
     return kind
 
 
 def infer_schema(rows: Iterable[Mapping[str, Any]]) -> Any:
-    """Returns an Arrow schema that has a place for all values of some rows; null for a column that has none."""
+    """Returns an Arrow schema that fits all values of some rows; null for a column that has none."""
     import pyarrow as pa
 
-    found, some = pa.schema([]), iter(rows)
-    while chunk := list(islice(some, CHUNK)):
+    schema, remaining = pa.schema([]), iter(rows)
+    while chunk := list(islice(remaining, CHUNK_ROWS)):
         names = dict.fromkeys(name for row in chunk for name in row)
-        found = unify([found, pa.schema([(name, _type([row.get(name) for row in chunk])) for name in names])])
-    return found
+        schema = unify([schema, pa.schema([(name, _infer_type([row.get(name) for row in chunk])) for name in names])])
+    return schema
 
 
 def unify(schemas: Iterable[Any]) -> Any:
-    """Returns the schema with all columns of some, each of a type that has a place for those that it has; else text."""
+    """Returns the schema with all columns of some, each of a type that fits all of theirs, else text."""
     import pyarrow as pa
 
-    found: dict[str, Any] = {}
-    for seen, schema in enumerate(schemas):
+    columns: dict[str, Any] = {}
+    for num_seen, schema in enumerate(schemas):
         for column in schema:
-            before = found.get(column.name)
-            if before is None:
-                column = column.with_nullable(column.nullable or seen > 0)
+            earlier = columns.get(column.name)
+            if earlier is None:
+                column = column.with_nullable(column.nullable or num_seen > 0)
             else:
-                kind = _common(before.type, column.type)
-                column = before.with_type(kind).with_nullable(before.nullable or column.nullable)
-            found[column.name] = column
-        for name in found.keys() - set(schema.names):
-            found[name] = found[name].with_nullable(True)
-    return pa.schema(list(found.values()))
+                kind = _common_type(earlier.type, column.type)
+                column = earlier.with_type(kind).with_nullable(earlier.nullable or column.nullable)
+            columns[column.name] = column
+        for name in columns.keys() - set(schema.names):
+            columns[name] = columns[name].with_nullable(True)
+    return pa.schema(list(columns.values()))
 
 
-def written_schema(schema: Any) -> Any:
-    """Returns the schema as it is written: text for columns of which nothing is known, or that Parquet has no place for."""
+def storable_schema(schema: Any) -> Any:
+    """Returns the schema to write: text for columns of unknown type, or of a type that Parquet lacks."""
     import pyarrow as pa
 
     return pa.schema([column.with_type(pa.string()) if _is_void(column.type) else column for column in schema])
 
 
 def _is_void(kind: Any) -> bool:
-    """Whether a type is null, or has nulls or an object without fields somewhere in it."""
+    """Returns True if a type is null, or contains nulls or an object without fields."""
     import pyarrow as pa
 
     if pa.types.is_struct(kind):
@@ -222,7 +222,7 @@ def _is_void(kind: Any) -> bool:
     return bool(pa.types.is_null(kind))
 
 
-def _common(first: Any, second: Any) -> Any:
+def _common_type(first: Any, second: Any) -> Any:
     import pyarrow as pa
 
     if first == second:
@@ -240,9 +240,10 @@ def _common(first: Any, second: Any) -> Any:
         return pa.string()
 
 
-def rewrite(folder: Folder, name: str, schema: Any, types: Mapping[str, Any]) -> None:
-    """Writes a Parquet file of a folder anew with another schema; `types` are those that its columns had before they were
-    written, where nulls and empty objects became text. Raises DataError.
+def rewrite_file(folder: Folder, name: str, schema: Any, types: Mapping[str, Any]) -> None:
+    """Rewrites a Parquet file of a folder with another schema.
+
+    `types` are those of its columns before they were written, when nulls and empty objects became text. Raises DataError.
     """
     import pyarrow as pa
     from pyarrow.parquet import ParquetFile
@@ -250,49 +251,49 @@ def rewrite(folder: Folder, name: str, schema: Any, types: Mapping[str, Any]) ->
     with (
         ParquetFile(pa.BufferReader(folder.read(name))) as file,
         folder.writer(name) as stream,
-        rows_writer("parquet", stream, schema) as writer,
+        open_writer("parquet", stream, schema) as writer,
     ):
-        for batch in file.iter_batches(batch_size=CHUNK):
-            for at, column in enumerate(batch.schema):
+        for batch in file.iter_batches(batch_size=CHUNK_ROWS):
+            for number, column in enumerate(batch.schema):
                 if _is_void(types.get(column.name, column.type)) and schema.field(column.name).type != column.type:
-                    values = [value if value is None else json.loads(value) for value in batch.column(at).to_pylist()]
-                    array = _column(schema.field(column.name), values)
-                    batch = batch.set_column(at, schema.field(column.name), array)
+                    values = [value if value is None else json.loads(value) for value in batch.column(number).to_pylist()]
+                    array = _build_array(schema.field(column.name), values)
+                    batch = batch.set_column(number, schema.field(column.name), array)
             writer.write([Row({}, BatchRow(batch, index)) for index in range(batch.num_rows)])
 
 
 def pack_schema(schema: Any) -> str:
-    """Returns a schema as text, which `unpack_schema` reads."""
+    """Returns a schema as text, for `unpack_schema`."""
     return b64encode(schema.serialize()).decode()
 
 
 def unpack_schema(text: str) -> Any:
-    """Returns the schema that `pack_schema` wrote."""
+    """Returns the schema packed by `pack_schema`."""
     import pyarrow as pa
 
     return pa.ipc.read_schema(pa.py_buffer(b64decode(text)))
 
 
-def conform(column: Any, to: Any) -> Any:
-    """Returns a column of Arrow as one of a field's type. Raises DataError if a value has no place in it."""
+def cast_column(column: Any, target: Any) -> Any:
+    """Returns a column of Arrow cast to a field's type. Raises DataError if a value does not fit."""
     import pyarrow as pa
 
-    if column.type == to.type:
+    if column.type == target.type:
         return column
     texts = (pa.types.is_string, pa.types.is_large_string, pa.types.is_string_view, pa.types.is_dictionary)
-    if to.type != pa.string() or any(is_text(column.type) for is_text in texts):
+    if target.type != pa.string() or any(is_text(column.type) for is_text in texts):
         try:
-            return column.cast(to.type)
+            return column.cast(target.type)
         except (pa.ArrowInvalid, pa.ArrowTypeError, pa.ArrowNotImplementedError):
             pass
-    return _column(to, _for_json(column) if to.type == pa.string() else column.to_pylist())
+    return _build_array(target, _json_values(column) if target.type == pa.string() else column.to_pylist())
 
 
-def _type(values: Sequence[Any]) -> Any:
-    """The type of a column; text if there are several."""
+def _infer_type(values: Sequence[Any]) -> Any:
+    """Returns the type of a column; text if there are several."""
     import pyarrow as pa
 
-    for kind in (None, pa.uint64()):  # which pyarrow does not think of by itself
+    for kind in (None, pa.uint64()):  # pyarrow does not infer uint64 by itself
         try:
             return pa.array(values, kind).type
         except (pa.ArrowInvalid, pa.ArrowTypeError, OverflowError, UnicodeEncodeError):
@@ -300,27 +301,27 @@ def _type(values: Sequence[Any]) -> Any:
     return pa.string()
 
 
-def _column(to: Any, values: list[Any]) -> Any:
+def _build_array(target: Any, values: list[Any]) -> Any:
     import pyarrow as pa
 
-    if pa.types.is_string(to.type):
+    if pa.types.is_string(target.type):
         values = [value if value is None or isinstance(value, str) else to_json(value) for value in values]
-        values = [value if value is None else printable(value) for value in values]
+        values = [value if value is None else escape_surrogates(value) for value in values]
     try:
-        return pa.array(values, to.type)
+        return pa.array(values, target.type)
     except (pa.ArrowInvalid, pa.ArrowTypeError, OverflowError, UnicodeEncodeError) as error:
         raise DataError(
-            f"column {to.name!r} of the input holds values that are no {to.type} as others are ({error}): "
+            f"column {target.name!r} of the input holds values that are no {target.type} as others are ({error}): "
             "write the answers as JSON lines with --format jsonl",
-            column=to.name,
+            column=target.name,
             settings=("format",),
         ) from error
 
 
 def to_json(value: Any) -> str:
-    """Returns a value as strict JSON: null for numbers that it does not know, base64 for bytes, text for other objects."""
-    return strict_json(value, ensure_ascii=False, default=_as_text)
+    """Returns a value as strict JSON: null for non-finite numbers, base64 for bytes, text for other objects."""
+    return strict_json(value, ensure_ascii=False, default=_to_text)
 
 
-def _as_text(value: Any) -> str:
+def _to_text(value: Any) -> str:
     return b64encode(value).decode() if isinstance(value, bytes) else str(value)

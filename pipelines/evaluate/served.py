@@ -1,4 +1,4 @@
-"""A run's model as MLflow loads and serves it: from this very file, and from safetensors and JSON beside it.
+"""A run's model as MLflow loads and serves it, from this file with safetensors and JSON beside it.
 
     mlflow models serve -m runs/my-run/export/mlflow --env-manager local
     curl -d '{"dataframe_split": {"columns": ["text"], "data": [["free money"]]}}' -H 'Content-Type: application/json' \\
@@ -11,19 +11,19 @@ import mlflow
 import pandas as pd  # type: ignore[import-untyped]
 from mlflow.pyfunc.model import PythonModel
 
-from raystride.pipelines.config import Answering, Config, Sample
+from raystride.pipelines.config import Config, PredictorConfig, SampleConfig
 from raystride.pipelines.config.parse import from_yaml
-from raystride.pipelines.evaluate.answering import Answerer
-from raystride.pipelines.evaluate.opening import Opened, load_weights, task_at
-from raystride.pipelines.files import Folder
+from raystride.pipelines.evaluate.answering import Predictor
+from raystride.pipelines.evaluate.load_run import LoadedModel, load_task, load_weights
 from raystride.pipelines.sources.faults import Fault
-from raystride.pipelines.sources.fields import document
+from raystride.pipelines.sources.fields import build_document
+from raystride.pipelines.storage.folder import Folder
 
 CONFIG, WEIGHTS, SAMPLE = "config.yaml", "weights.safetensors", "sample.json"
 
 
-class Served(PythonModel):  # type: ignore[misc]
-    """Answers the rows of a data frame whose columns are those of a question."""
+class MlflowModel(PythonModel):  # type: ignore[misc]
+    """Predicts the rows of a data frame with the columns of the task's inputs."""
 
     def load_context(self, context: Any) -> None:
         """Opens the model in the artifact `run`."""
@@ -31,24 +31,26 @@ class Served(PythonModel):  # type: ignore[misc]
 
     def open(self, folder: str) -> None:
         """Opens the model in a folder."""
-        place = Folder.at(folder)
+        place = Folder.from_uri(folder)
         config = from_yaml(Config, place.read(CONFIG).decode())
-        task = task_at(config, place)
+        task = load_task(config, place)
         assert place.local
-        opened = Opened(config, task, load_weights(config, task, place.local / WEIGHTS), step=0, place=place)
-        self._answerer = Answerer(opened, Answering(run=config.run or "served"), Sample(**place.read_json(SAMPLE)))
+        opened = LoadedModel(config, task, load_weights(config, task, place.local / WEIGHTS), step=0, place=place)
+        self._predictor = Predictor(
+            opened, PredictorConfig(run=config.run or "served"), SampleConfig(**place.read_json(SAMPLE))
+        )
 
     def predict(self, context: Any, model_input: pd.DataFrame, params: dict[str, Any] | None = None) -> pd.DataFrame:
-        """A data frame of answers to one of questions, row by row. Raises ValueError where a row is no question."""
-        columns, answerer, examples = self._answerer.task.asked, self._answerer, []
+        """Returns a data frame of predictions, row by row. Raises ValueError if a row is not a valid input."""
+        columns, predictor, examples = self._predictor.task.asked, self._predictor, []
         rows = model_input[[column.name for column in columns]].itertuples(index=False)
         for number, row in enumerate(rows, 1):
-            found = next(document(row, f"row {number}", columns), Fault(f"row {number}", "is empty"))
-            if isinstance(found, Fault):
-                raise ValueError(f"{found.place}: {found.reason}")
-            examples += answerer.examples(found)
-        answers = pd.DataFrame(list(answerer.answers(examples)))
+            piece = next(build_document(row, f"row {number}", columns), Fault(f"row {number}", "is empty"))
+            if isinstance(piece, Fault):
+                raise ValueError(f"{piece.place}: {piece.reason}")
+            examples += predictor.build_examples(piece)
+        answers = pd.DataFrame(list(predictor.predict_examples(examples)))
         return answers.drop(columns=[column.name for column in columns])
 
 
-mlflow.models.set_model(Served())
+mlflow.models.set_model(MlflowModel())

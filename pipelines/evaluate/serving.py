@@ -1,10 +1,10 @@
-"""A language model behind OpenAI's protocol: `transformers serve`, with a token before it.
+"""A language model behind OpenAI's protocol: `transformers serve` with token authentication.
 
-The engine is that of `transformers`: this builds its application as its command does, has every request show a token, and
-listens on a socket of its own. Requests name the model by the run's name.
+The engine is that of `transformers`: this builds its application as its command does, requires a token of every request,
+and listens on a socket of its own. Requests name the model by the run's name.
 
     served = Server(exported, "tickets", token="...", device="cpu")
-    with listening("127.0.0.1", 0) as socket:
+    with listen_on("127.0.0.1", 0) as socket:
         served.run(socket)                                    # until SIGINT or SIGTERM
 """
 
@@ -20,25 +20,25 @@ from pathlib import Path
 from typing import Any
 
 from raystride.pipelines.config import SettingError
-from raystride.pipelines.files import Folder
+from raystride.pipelines.storage.folder import Folder
 
-NEEDED = ("transformers", "fastapi", "uvicorn", "openai")
-"""What the extra `serve` installs."""
-OPEN = "/health"
-"""What is answered without a token: whether it is up."""
+REQUIRED_PACKAGES = ("transformers", "fastapi", "uvicorn", "openai")
+"""Packages of the extra `serve`."""
+HEALTH_PATH = "/health"
+"""The readiness probe; needs no token."""
 Application = Callable[[Any, Any, Any], Awaitable[None]]
 
 
 class TokenRequired:
-    """An ASGI application before another one, which refuses requests without the token (401)."""
+    """An ASGI middleware that refuses requests without the token (401)."""
 
     def __init__(self, application: Application, token: str) -> None:
         self._application, self._expected = application, f"Bearer {token}".encode()
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        """One connection."""
+        """Handles one connection."""
         given = dict(scope.get("headers", [])).get(b"authorization", b"")
-        if scope["type"] == "lifespan" or scope.get("path") == OPEN or hmac.compare_digest(given, self._expected):
+        if scope["type"] == "lifespan" or scope.get("path") == HEALTH_PATH or hmac.compare_digest(given, self._expected):
             await self._application(scope, receive, send)
             return
         error = {"error": {"message": "send the token that `raystride serve` printed", "type": "invalid_request_error"}}
@@ -52,7 +52,7 @@ class Server:
     """A model of an exported folder, loaded and ready to answer."""
 
     def __init__(self, exported: Folder, name: str, *, token: str, device: str) -> None:
-        """`name` is what requests call the model. Raises SettingError where a package is missing."""
+        """Loads the model under `name`, its name in requests. Raises SettingError if a package is missing."""
         require_packages()
         import uvicorn
         from transformers.cli.serving.chat_completion import ChatCompletionHandler
@@ -65,9 +65,9 @@ class Server:
         from transformers.cli.serving.utils import GenerationState
 
         self._place = tempfile.TemporaryDirectory()
-        os.chdir(self._place.name)  # a folder here is a model's name there
-        _beside(exported, Path(name))
-        self._models = _bounded(ModelManager)(device=device, dtype="auto", force_model=name)
+        os.chdir(self._place.name)  # transformers takes the relative folder's name as the model's
+        _link_model(exported, Path(name))
+        self._models = _limit_to_context(ModelManager)(device=device, dtype="auto", force_model=name)
         self._state = GenerationState()
         parts: dict[str, Any] = {"model_manager": self._models, "generation_state": self._state}
         application = build_server(
@@ -82,10 +82,10 @@ class Server:
         guarded: Any = TokenRequired(application, token)
         self._server = uvicorn.Server(uvicorn.Config(guarded, log_level="warning", access_log=False))
 
-    def run(self, listening: sockets.socket) -> None:
-        """Answers until SIGINT or SIGTERM, then ends what is under way."""
+    def run(self, listen_on: sockets.socket) -> None:
+        """Serves until SIGINT or SIGTERM, then finishes requests in progress."""
         try:
-            self._server.run(sockets=[listening])
+            self._server.run(sockets=[listen_on])
         except KeyboardInterrupt:  # uvicorn raises the signal again once it has stopped
             pass
         finally:
@@ -95,41 +95,41 @@ class Server:
 
 
 def require_packages() -> None:
-    """Raises SettingError where a package is missing, with the command that installs all."""
-    if missing := [name for name in NEEDED if find_spec(name) is None]:
+    """Raises SettingError if a package is missing, with the command that installs all."""
+    if missing := [name for name in REQUIRED_PACKAGES if find_spec(name) is None]:
         raise SettingError(f"`raystride serve` needs {', '.join(missing)}: pip install 'raystride[serve]'")
 
 
 @contextmanager
-def listening(host: str, port: int) -> Iterator[sockets.socket]:
-    """A socket that listens, closed at the end of the block. Raises SettingError where it cannot."""
+def listen_on(host: str, port: int) -> Iterator[sockets.socket]:
+    """Yields a listening socket, closed at the end of the block. Raises SettingError if it cannot listen."""
     try:
         family, kind, _, _, address = sockets.getaddrinfo(host, port, type=sockets.SOCK_STREAM)[0]
-        found = sockets.socket(family, kind)
-        found.setsockopt(sockets.SOL_SOCKET, sockets.SO_REUSEADDR, 1)
-        found.bind(address)
+        listener = sockets.socket(family, kind)
+        listener.setsockopt(sockets.SOL_SOCKET, sockets.SO_REUSEADDR, 1)
+        listener.bind(address)
     except OSError as error:
         raise SettingError(f"--host {host} --port {port}: {error}", setting="host", value=host) from error
-    with found:
-        found.listen()
-        yield found
+    with listener:
+        listener.listen()
+        yield listener
 
 
-def _bounded(manager: Any) -> Any:
-    """The class of what loads models, whose models write no further than their context, and no longer prompts are taken."""
+def _limit_to_context(manager: Any) -> Any:
+    """Returns the model manager's class with models that write no further than their context, and refuse longer prompts."""
     from fastapi import HTTPException
 
     class Bounded(manager):  # type: ignore[misc]
-        def _load_model(self, *given: Any, **named: Any) -> Any:
-            model = super()._load_model(*given, **named)
+        def _load_model(self, *args: Any, **kwargs: Any) -> Any:
+            model = super()._load_model(*args, **kwargs)
             write, context = model.generate, model.config.max_position_embeddings
 
             def generate(*inputs: Any, generation_config: Any, **more: Any) -> Any:
                 length = (inputs[0] if inputs else more["input_ids"]).shape[-1]
                 if length >= context:
                     raise HTTPException(400, f"the prompt has {length} tokens, and the model's context {context}")
-                longest = generation_config.max_new_tokens or context
-                generation_config.max_new_tokens = min(longest, context - length)
+                max_tokens = generation_config.max_new_tokens or context
+                generation_config.max_new_tokens = min(max_tokens, context - length)
                 return write(*inputs, generation_config=generation_config, **more)
 
             model.generate = generate
@@ -138,8 +138,8 @@ def _bounded(manager: Any) -> Any:
     return Bounded
 
 
-def _beside(exported: Folder, place: Path) -> None:
-    """The model's folder under its name."""
+def _link_model(exported: Folder, place: Path) -> None:
+    """Links or downloads the model's folder under its name."""
     if exported.local:
         place.symlink_to(exported.local, target_is_directory=True)
         return

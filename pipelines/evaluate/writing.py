@@ -1,6 +1,6 @@
-"""Text from a decoder and its tokenizer, piece by piece, ended by an end token or a stop string.
+"""Generates text from a decoder and its tokenizer, piece by piece, until an end token or a stop string.
 
-for piece in write_text(model, task, Sample(prompt="def ", tokens=100)):
+for piece in write_text(model, task, SampleConfig(prompt="def ", tokens=100)):
     print(piece, end="", flush=True)
 """
 
@@ -9,30 +9,34 @@ from dataclasses import dataclass, field
 
 from raystride.model.generate import generate
 from raystride.model.transformer import Decoder
-from raystride.pipelines.config import Sample
+from raystride.pipelines.config import SampleConfig
 from raystride.pipelines.tasks.task import Encoder, Task
 
 INCOMPLETE = "\ufffd"
+CONTEXT_IDS = 8
+"""Last ids of a prompt for decoding its first continuation: some tokenizers drop the first space of a text."""
 
 
-def write_text(model: Decoder, task: Task, settings: Sample) -> Iterator[str]:
+def write_text(model: Decoder, task: Task, settings: SampleConfig) -> Iterator[str]:
     """Yields the continuation of the settings' prompt as it comes, without the prompt."""
     for pieces in write_texts(model, task, settings, [settings.prompt]):
         yield pieces[0]
 
 
-def write_texts(model: Decoder, task: Task, settings: Sample, prompts: list[str]) -> Iterator[list[str]]:
+def write_texts(model: Decoder, task: Task, settings: SampleConfig, prompts: list[str]) -> Iterator[list[str]]:
     """Continues several prompts side by side; yields the new piece of each, "" for those that have ended."""
     return write_rows(model, task, settings, [task.prompt(prompt).tolist() for prompt in prompts])
 
 
-def write_rows(model: Decoder, task: Task, settings: Sample, rows: list[list[int]]) -> Iterator[list[str]]:
-    """Continues prompts that are ids already, side by side; yields the new piece of each, "" for those that have ended.
+def write_rows(model: Decoder, task: Task, settings: SampleConfig, rows: list[list[int]]) -> Iterator[list[str]]:
+    """Continues prompts given as ids, side by side; yields the new piece of each, "" for those that have ended.
 
     A prompt without ids starts as a new document does.
     """
-    encoder = task.encoders["tokenizer"]
-    writers = [_Writer(encoder, settings.stop) for _ in rows]
+    encoder, ends = task.encoders["tokenizer"], frozenset(task.end_ids)
+    # In a chat an answer is a text of its own, after a marker.
+    lead_ids = [[] if task.writes_chats else row[-CONTEXT_IDS:] for row in rows]
+    writers = [_TextWriter(encoder, settings.stop, ends, ids, done=len(ids)) for ids in lead_ids]
     for ids in generate(
         model,
         [row or [encoder.end_id] for row in rows],
@@ -42,45 +46,47 @@ def write_rows(model: Decoder, task: Task, settings: Sample, rows: list[list[int
         top_p=settings.top_p,
         seed=settings.seed,
     ):
-        yield [writer.take(token) for writer, token in zip(writers, ids, strict=True)]
+        yield [writer.add_token(token) for writer, token in zip(writers, ids, strict=True)]
         if all(writer.ended for writer in writers):
             return
-    yield [writer.rest() for writer in writers]
+    yield [writer.finish() for writer in writers]
 
 
 @dataclass
-class _Writer:
-    """Turns the ids of one row into text, holding back what may still change: half characters and half stop strings."""
+class _TextWriter:
+    """Turns the ids of one row into text; holds back incomplete characters and possible beginnings of stop strings."""
 
     encoder: Encoder
     stop: tuple[str, ...]
+    end_ids: frozenset[int]
     ids: list[int] = field(default_factory=list)
+    """The last of the prompt, before `done`, and then the new ones."""
     before: int = 0
     """Ids from here to `done` are decoded again for context: some tokenizers give a token's space only after another."""
     done: int = 0
-    """Ids before this are in the text already."""
+    """Number of ids that are already in the text."""
     held: str = ""
     """Text that may be the beginning of a stop string."""
     ended: bool = False
 
-    def take(self, token: int) -> str:
-        """The text that became certain with one more id."""
+    def add_token(self, token: int) -> str:
+        """Returns the text that became certain with one more id."""
         if self.ended:
             return ""
-        if token == self.encoder.end_id:
-            return self.rest()
+        if token in self.end_ids:
+            return self.finish()
         self.ids.append(token)
-        return self._certain(self.held + self._decoded(whole_characters=True))
+        return self._release(self.held + self._decode_new(whole_characters=True))
 
-    def rest(self) -> str:
-        """The text held back so far; nothing follows it."""
+    def finish(self) -> str:
+        """Returns the text held back so far; nothing follows it."""
         if self.ended:
             return ""
-        text = self._certain(self.held + self._decoded(whole_characters=False)) + self.held
+        text = self._release(self.held + self._decode_new(whole_characters=False)) + self.held
         self.ended, self.held = True, ""
         return text
 
-    def _decoded(self, *, whole_characters: bool) -> str:
+    def _decode_new(self, *, whole_characters: bool) -> str:
         known = self.encoder.decode(self.ids[self.before : self.done])
         text = self.encoder.decode(self.ids[self.before :])
         if whole_characters and text.endswith(INCOMPLETE):
@@ -88,12 +94,13 @@ class _Writer:
         self.before, self.done = self.done, len(self.ids)
         return text[len(known) :]
 
-    def _certain(self, text: str) -> str:
-        """The part of `text` that can be shown; ends the row at a stop string, holds back what may become one."""
-        places = [text.find(stop) for stop in self.stop if stop in text]
-        if places:
+    def _release(self, text: str) -> str:
+        """Returns the part of `text` that can be shown; ends the row at a stop string, holds back a possible beginning of
+        one."""
+        positions = [text.find(stop) for stop in self.stop if stop in text]
+        if positions:
             self.ended, self.held = True, ""
-            return text[: min(places)]
-        keep = max((n for stop in self.stop for n in range(len(stop)) if text.endswith(stop[:n])), default=0)
-        self.held = text[len(text) - keep :]
-        return text[: len(text) - keep]
+            return text[: min(positions)]
+        num_held = max((n for stop in self.stop for n in range(len(stop)) if text.endswith(stop[:n])), default=0)
+        self.held = text[len(text) - num_held :]
+        return text[: len(text) - num_held]

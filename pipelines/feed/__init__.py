@@ -1,7 +1,7 @@
-"""Shards to micro-batches: which sample is where in an epoch, which slots make a step, and the thread that reads ahead.
+"""Data loading: sample order, step plan, shard reading, node cache for remote shards, and a prefetching loader.
 
 order   position in the stream of epochs -> (epoch, sample), computed, never stored
-plan    step -> the samples of each slot -> the slots of each worker
-stream  token position -> ids, from mapped shards (`cache` holds remote ones)
-loader  steps, read ahead of the loop
+plan    step -> samples of each slot -> slots of each worker
+stream  token position -> ids, from memory-mapped shards (`cache` holds remote ones)
+loader  steps, prefetched by a thread
 """

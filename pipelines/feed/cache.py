@@ -1,11 +1,11 @@
-"""A node's copies of pieces of remote files, bounded in bytes, shared by all processes of the node that read far shards.
+"""Node-local disk cache for pieces of remote files, bounded in bytes, shared by all processes of the node.
 
-A piece is believed by its hash, appears whole or not at all, and is fetched once a node, whoever asks; what has to go is
-what is needed farthest in the future, as the ledger knows it (`feed.ledger`). The folder lies on a disk of the node's own.
+A piece is verified by its hash, written atomically, and fetched once per node. Evicted is the piece with the furthest next
+use, according to the ledger (`feed.ledger`). The folder is on a local disk of the node.
 
-    cache = NodeCache(Path("/tmp/raystride-cache"), most_bytes=32 << 30)
-    piece = RemotePiece(name, folder, "train/00003.arrow", first=65536, size=65536, believed=check)
-    cache.mapped(lambda: piece, piece.name, piece.size)       # its bytes, fetched first where they are not there
+    cache = NodeCache(Path("/tmp/raystride-cache"), max_bytes=32 << 30)
+    piece = RemotePiece(name, folder, "train/00003.arrow", first=65536, size=65536, verify=check)
+    cache.map_piece(lambda: piece, piece.name, piece.size)    # its bytes, fetched first if missing
     cache.fetch_ahead([piece, ...])                           # in the background, several at a time
 """
 
@@ -27,209 +27,206 @@ from pathlib import Path
 import numpy as np
 
 from raystride.pipelines.config import Config
-from raystride.pipelines.feed.concurrency import Concurrency
-from raystride.pipelines.feed.ledger import DATABASE, Claim, Ledger
-from raystride.pipelines.files import Folder
-from raystride.pipelines.node_folder import PLACE, node_folder, open_private
-from raystride.pipelines.ranged_file import RangedFile
+from raystride.pipelines.feed.concurrency import ConcurrencyLimit
+from raystride.pipelines.feed.ledger import DATABASE, Ledger, PieceStatus
+from raystride.pipelines.node_folder import CACHE_VARIABLE, ensure_private, node_folder
+from raystride.pipelines.storage.folder import Folder
+from raystride.pipelines.storage.ranged_file import RangedFile
 
-AT_ONCE = 8
-"""Pieces that a process fetches ahead at a time at most: over a link with 50 ms to a store, 1 MiB each make more than
-1 Gbit/s."""
-OTHERS_S = 120.0
-"""Seconds that a process waits for another one's fetch of the same piece, and then fetches it itself: it appears whole."""
-LOOK_S = 0.02
-TRIES = 3
-"""Times that a piece is fetched which is not what it has to be."""
-MOST_OPEN = 64
-"""Remote files that are kept open, which saves asking for their size again."""
-GONE_S = 7 * 86400.0
-"""Seconds after which a host is not expected any more that has a cache on the same disk: pods have other names each time."""
+MAX_CONCURRENT_FETCHES = 8
+"""Maximum concurrent fetches of a process: with 50 ms latency to a store, pieces of 1 MiB reach more than 1 Gbit/s."""
+OTHER_FETCH_TIMEOUT_S = 120.0
+"""Seconds to wait for another process's fetch of the same piece before fetching it too: writes are atomic."""
+POLL_S = 0.02
+MAX_TRIES = 3
+"""Attempts to fetch a piece that fails verification."""
+MAX_OPEN_FILES = 64
+"""Remote files kept open, which saves querying their size again."""
+STALE_HOST_S = 7 * 86400.0
+"""Seconds after which the cache of another host on the same disk is removed: pods get new names each time."""
 
 
 @dataclass(frozen=True)
 class RemotePiece:
-    """Some bytes of a remote file."""
+    """A byte range of a remote file."""
 
     name: bytes
-    """What it is called in the ledger, 16 bytes: another name for another content."""
+    """Its name in the ledger, 16 bytes, unique to its content."""
     folder: Folder
     file: str
     first: int
-    """The first of its bytes in the file ..."""
+    """Offset of its first byte in the file."""
     size: int
-    """... and how many they are."""
-    believed: Callable[[bytes], bool] = lambda content: True
-    """Whether some content is what it has to be. Raises OSError where that cannot be found out."""
+    """Number of bytes."""
+    verify: Callable[[bytes], bool] = lambda content: True
+    """Returns whether the content is correct. Raises OSError if that cannot be determined."""
 
 
 class NodeCache:
-    """Pieces on this node's disk, at most `most_bytes` of them, but always those that are asked for now."""
+    """Cache of pieces on this node's disk, at most `max_bytes` except for pieces that are being read."""
 
-    def __init__(
-        self, root: Path, most_bytes: int, *, clock: str = "", said: Callable[[str], None] = lambda _: None
-    ) -> None:
-        """`clock` names those whose steps are the same (`Ledger`). `said` is told of pieces that were fetched again."""
-        self.root, self.most_bytes = root, most_bytes
-        self._clock, self.said = clock, said
+    def __init__(self, root: Path, max_bytes: int, *, clock: str = "", log: Callable[[str], None] = lambda _: None) -> None:
+        """`clock` names the group of readers with the same steps (`Ledger`). `log` is called for each refetched piece."""
+        self.root, self.max_bytes = root, max_bytes
+        self._clock, self.log = clock, log
         self._lock = threading.Lock()
-        self._open: OrderedDict[str, RangedFile] = OrderedDict()
-        self._coming: dict[bytes, Future[None]] = {}
-        self._concurrency = Concurrency(AT_ONCE)
-        self._largest = 0
-        self.fetched = 0
-        """Bytes that this process has fetched."""
+        self._open_files: OrderedDict[str, RangedFile] = OrderedDict()
+        self._pending: dict[bytes, Future[None]] = {}
+        self._concurrency = ConcurrencyLimit(MAX_CONCURRENT_FETCHES)
+        self._largest_piece = 0
+        self.fetched_bytes = 0
+        """Bytes fetched by this process."""
 
     @cached_property
     def ledger(self) -> Ledger:
-        """The node's ledger. Raises OSError, sqlite3.Error; SettingError where the cache's place is another user's."""
-        open_private(self.root)
-        return Ledger(self.root, self.most_bytes, self._clock)
+        """The node's ledger. Raises OSError, sqlite3.Error; SettingError if the cache folder belongs to another user."""
+        ensure_private(self.root)
+        return Ledger(self.root, self.max_bytes, self._clock)
 
-    def mapped(self, piece: Callable[[], RemotePiece], name: bytes, size: int) -> np.ndarray:
-        """A piece's bytes, (size) uint8, which is fetched first where it is not there; no file stays open.
+    def map_piece(self, piece: Callable[[], RemotePiece], name: bytes, size: int) -> np.ndarray:
+        """Memory-maps a piece, (size) uint8, fetching it first if it is missing; no file stays open.
 
-        They stay readable, and on the disk, as long as the array lives. Raises OSError where the piece cannot be fetched or
-        is not what it has to be.
+        The bytes stay readable, and on the disk, as long as the array lives. Raises OSError if the piece cannot be fetched
+        or fails verification.
         """
         import torch  # the driver opens feeds without it
 
-        place = self.ledger.place(name)
+        path = self.ledger.piece_path(name)
         while True:
             try:
-                # Not mmap's, which keeps a file open for each: a process may have a thousand.
-                return torch.from_file(place, size=size, dtype=torch.uint8).numpy()  # type: ignore[no-any-return]
-            except RuntimeError as error:  # PyTorch has no other
+                # mmap would keep a file open for each piece: a process may have a thousand.
+                return torch.from_file(path, size=size, dtype=torch.uint8).numpy()  # type: ignore[no-any-return]
+            except RuntimeError as error:  # PyTorch raises no other
                 if os.strerror(errno.ENOENT) not in str(error):
-                    raise OSError(f"{place} cannot be read: {error}") from error
-            self._bring(piece())
+                    raise OSError(f"{path} cannot be read: {error}") from error
+            self._fetch_or_wait(piece())
 
     def fetch_ahead(self, pieces: Sequence[RemotePiece]) -> int:
-        """Begins to fetch pieces that nobody waits for yet, as many of them as are free to be and have room.
+        """Starts background fetches of pieces, as many as the concurrency limit and the cache's size allow.
 
-        How many of them, from the first on, are there or on their way; whoever wants the others asks again.
+        Returns how many pieces, counted from the first, are present or being fetched; call again for the others.
         """
-        free = self._concurrency.now - len(self._under_way())
-        if free <= 0 or not pieces:
+        num_free = self._concurrency.limit - len(self._pending_fetches())
+        if num_free <= 0 or not pieces:
             return 0
-        claims = self.ledger.claim([(piece.name, piece.size) for piece in pieces], most=free)
-        for piece, claim in zip(pieces, claims, strict=False):
-            if claim == Claim.MINE:
-                self._begin(piece)
-        return len(claims)
+        statuses = self.ledger.request([(piece.name, piece.size) for piece in pieces], max_fetches=num_free)
+        for piece, status in zip(pieces, statuses, strict=False):
+            if status == PieceStatus.TO_FETCH:
+                self._enqueue_fetch(piece)
+        return len(statuses)
 
-    def wait(self, seconds: float) -> bool:
-        """Waits until one of those that are on their way has come, at most so long; False where none is."""
-        coming = self._under_way()
-        if coming:
-            wait(coming, seconds, FIRST_COMPLETED)
-        return bool(coming)
+    def wait_any(self, seconds: float) -> bool:
+        """Waits until one pending fetch has finished, at most `seconds`; returns False if none is pending."""
+        pending = self._pending_fetches()
+        if pending:
+            wait(pending, seconds, FIRST_COMPLETED)
+        return bool(pending)
 
-    def bring(self, pieces: Sequence[RemotePiece]) -> None:
-        """Fetches pieces, several at a time, and returns when they have come or there is no room for more of them.
+    def fetch(self, pieces: Sequence[RemotePiece]) -> None:
+        """Fetches pieces, several at a time; returns when all are fetched or the cache has no room for more.
 
-        Raises nothing: who then reads a piece that did not come meets why.
+        Raises nothing: reading a piece that was not fetched raises the error.
         """
-        left = list(pieces)
-        while left:
-            taken = self.fetch_ahead(left)
-            left = left[taken:]
-            if not self.wait(1.0) and not taken:
+        remaining = list(pieces)
+        while remaining:
+            num_claimed = self.fetch_ahead(remaining)
+            remaining = remaining[num_claimed:]
+            if not self.wait_any(1.0) and not num_claimed:
                 return
-        while self.wait(1.0):
+        while self.wait_any(1.0):
             pass
 
-    def _under_way(self) -> list["Future[None]"]:
+    def _pending_fetches(self) -> list["Future[None]"]:
         with self._lock:
-            self._coming = {name: each for name, each in self._coming.items() if not each.done()}
-            return list(self._coming.values())
+            self._pending = {name: pending for name, pending in self._pending.items() if not pending.done()}
+            return list(self._pending.values())
 
-    def _begin(self, piece: RemotePiece) -> None:
+    def _enqueue_fetch(self, piece: RemotePiece) -> None:
         future: Future[None] = Future()
         with self._lock:
-            self._coming[piece.name] = future
+            self._pending[piece.name] = future
         self._queue.put((piece, future))
 
     @cached_property
-    def _queue(self) -> "_Tasks":
-        """What is to be fetched, and threads that do it: not a pool's, for which a process waits at its end."""
-        tasks: _Tasks = queue.SimpleQueue()
-        for _ in range(AT_ONCE):
-            threading.Thread(target=_work, args=(tasks, weakref.ref(self)), name="fetch", daemon=True).start()
-        # In a process that opens one run after another they would else be ever more.
-        weakref.finalize(self, _end_work, tasks)
+    def _queue(self) -> "_FetchQueue":
+        """Queue of fetches and its daemon threads; an executor would block the exit of the process."""
+        tasks: _FetchQueue = queue.SimpleQueue()
+        for _ in range(MAX_CONCURRENT_FETCHES):
+            threading.Thread(target=_run_fetch_thread, args=(tasks, weakref.ref(self)), name="fetch", daemon=True).start()
+        # Otherwise a process that opens one run after another would accumulate threads.
+        weakref.finalize(self, _stop_fetch_threads, tasks)
         return tasks
 
-    def _bring(self, piece: RemotePiece) -> None:
-        """Has a piece there that somebody waits for."""
-        until = time.monotonic() + OTHERS_S
+    def _fetch_or_wait(self, piece: RemotePiece) -> None:
+        """Fetches a piece that is needed now, or waits for its pending fetch."""
+        deadline = time.monotonic() + OTHER_FETCH_TIMEOUT_S
         while True:
             with self._lock:
-                coming = self._coming.get(piece.name)
-            if coming is not None:
-                coming.result()
-                if os.path.exists(self.ledger.place(piece.name)):
+                pending = self._pending.get(piece.name)
+            if pending is not None:
+                pending.result()
+                if os.path.exists(self.ledger.piece_path(piece.name)):
                     return
-            (claim,) = self.ledger.claim([(piece.name, piece.size)], urgent=True)
-            if claim == Claim.MINE or (claim == Claim.OTHERS and time.monotonic() > until):
-                self._fetch(piece)
+            (status,) = self.ledger.request([(piece.name, piece.size)], urgent=True)
+            if status == PieceStatus.TO_FETCH or (status == PieceStatus.IN_FLIGHT and time.monotonic() > deadline):
+                self._fetch_and_store(piece)
                 return
-            if claim == Claim.HERE:
-                if os.path.exists(self.ledger.place(piece.name)):
+            if status == PieceStatus.PRESENT:
+                if os.path.exists(self.ledger.piece_path(piece.name)):
                     return
-                self.ledger.gone(piece.name)  # somebody has removed the file
+                self.ledger.mark_missing(piece.name)  # the file was removed
                 continue
-            if os.path.exists(self.ledger.place(piece.name)):
+            if os.path.exists(self.ledger.piece_path(piece.name)):
                 return
-            time.sleep(LOOK_S)
+            time.sleep(POLL_S)
 
-    def _fetch(self, piece: RemotePiece) -> None:
-        """Fetches a piece that is this reader's to fetch. Raises OSError."""
+    def _fetch_and_store(self, piece: RemotePiece) -> None:
+        """Fetches a piece that the ledger has assigned to this reader. Raises OSError."""
         try:
             began = time.monotonic()
-            content = self._right(piece)
+            content = self._fetch_verified(piece)
             took = time.monotonic() - began
-            self._put(piece, content)
+            self._write_piece(piece, content)
         except BaseException:
-            self.ledger.gone(piece.name)
+            self.ledger.mark_missing(piece.name)
             raise
-        self.ledger.arrived(piece.name, piece.size)
+        self.ledger.mark_present(piece.name, piece.size)
         with self._lock:
-            self.fetched += piece.size
-            self._largest = max(self._largest, piece.size)
-            if piece.size == self._largest:  # the last of a file takes less
-                self._concurrency.took(took)
+            self.fetched_bytes += piece.size
+            self._largest_piece = max(self._largest_piece, piece.size)
+            if piece.size == self._largest_piece:  # the last piece of a file is smaller
+                self._concurrency.record_latency(took)
 
-    def _right(self, piece: RemotePiece) -> bytes:
-        """The content of a piece, fetched until it is what it has to be."""
-        place = f"bytes {piece.first:,} to {piece.first + piece.size:,} of {piece.folder / piece.file}"
-        for number in range(TRIES):
-            content = self._opened(piece).read(piece.first, piece.size)
-            if len(content) == piece.size and piece.believed(content):
-                if number:
-                    self.said(f"{place} arrived damaged, and whole when they were fetched again")
-                return content
+    def _fetch_verified(self, piece: RemotePiece) -> bytes:
+        """Fetches a piece until its content passes verification, at most `MAX_TRIES` times. Raises OSError then."""
+        piece_range = f"bytes {piece.first:,} to {piece.first + piece.size:,} of {piece.folder / piece.file}"
+        for attempt in range(MAX_TRIES):
+            data = self._open_file(piece).read(piece.first, piece.size)
+            if len(data) == piece.size and piece.verify(data):
+                if attempt:
+                    self.log(f"{piece_range} arrived damaged, and whole when they were fetched again")
+                return data
         raise OSError(
-            f"{place} are not what was prepared ({len(content):,} bytes came, {TRIES} times): "
+            f"{piece_range} are not what was prepared ({len(data):,} bytes came, {MAX_TRIES} times): "
             "the file was changed or is damaged where it lies; remove its folder to prepare it again"
         )
 
-    def _opened(self, piece: RemotePiece) -> RangedFile:
+    def _open_file(self, piece: RemotePiece) -> RangedFile:
         address = (piece.folder / piece.file).uri
         with self._lock:
-            found = self._open.setdefault(address, RangedFile(address))
-            self._open.move_to_end(address)
-            while len(self._open) > MOST_OPEN:
-                self._open.popitem(last=False)
+            found = self._open_files.setdefault(address, RangedFile(address))
+            self._open_files.move_to_end(address)
+            while len(self._open_files) > MAX_OPEN_FILES:
+                self._open_files.popitem(last=False)
         return found
 
-    def _put(self, piece: RemotePiece, content: bytes) -> None:
-        """Writes a piece under another name, then gives it its own. Where the disk is full others go, once."""
-        path = Path(self.ledger.place(piece.name))
+    def _write_piece(self, piece: RemotePiece, content: bytes) -> None:
+        """Writes a piece atomically by a rename. If the disk is full, evicts other pieces and retries once."""
+        path = Path(self.ledger.piece_path(piece.name))
         if not path.parent.exists():
             path.parent.mkdir(parents=True, exist_ok=True)
         for last in (False, True):
-            temporary = self.ledger.temporary(path)
+            temporary = self.ledger.temporary_path(path)
             try:
                 temporary.write_bytes(content)
                 temporary.replace(path)
@@ -238,47 +235,47 @@ class NodeCache:
                 temporary.unlink(missing_ok=True)
                 if error.errno not in (errno.ENOSPC, errno.EDQUOT):
                     raise
-                if last or not self.ledger.shrink(8 * piece.size):
+                if last or not self.ledger.evict_bytes(8 * piece.size):
                     message = f"no room for {piece.size:,} bytes in {self.root}: free some, set a lower data.cache_gib, or "
                     raise OSError(error.errno, message + "name another place by $RAYSTRIDE_CACHE") from error
 
 
-_Tasks = queue.SimpleQueue[tuple[RemotePiece, Future[None]] | None]
+_FetchQueue = queue.SimpleQueue[tuple[RemotePiece, Future[None]] | None]
 
 
-def _work(tasks: _Tasks, of: weakref.ref[NodeCache]) -> None:
-    """Fetches what a cache wants, as long as there is that cache."""
-    while (task := tasks.get()) is not None:
+def _run_fetch_thread(fetch_queue: _FetchQueue, cache_ref: weakref.ref[NodeCache]) -> None:
+    """Fetches the queued pieces until the cache is garbage-collected."""
+    while (task := fetch_queue.get()) is not None:
         piece, future = task
-        with suppress(Exception):  # who needs the piece fetches it again, and meets what is wrong
-            if cache := of():
-                cache._fetch(piece)
+        with suppress(Exception):  # the reader of the piece fetches it again and gets the error
+            if cache := cache_ref():
+                cache._fetch_and_store(piece)
         cache = None
         future.set_result(None)
 
 
-def _end_work(tasks: _Tasks) -> None:
-    for _ in range(AT_ONCE):
-        tasks.put(None)
+def _stop_fetch_threads(fetch_queue: _FetchQueue) -> None:
+    for _ in range(MAX_CONCURRENT_FETCHES):
+        fetch_queue.put(None)
 
 
 def cache_bytes(config: Config) -> int:
-    """Bytes of pieces that a node keeps."""
+    """Returns the cache size of a node in bytes."""
     return int(config.data.cache_gib * 2**30)
 
 
-def node_cache(config: Config, clock: str = "", said: Callable[[str], None] = lambda _: None) -> NodeCache:
-    """The cache of this node, as large as `data.cache_gib` says."""
-    return NodeCache(cache_folder(), cache_bytes(config), clock=clock, said=said)
+def node_cache(config: Config, clock: str = "", log: Callable[[str], None] = lambda _: None) -> NodeCache:
+    """Opens the cache of this node, of `data.cache_gib`."""
+    return NodeCache(cache_folder(), cache_bytes(config), clock=clock, log=log)
 
 
 def cache_folder() -> Path:
-    """Returns where this node's cache lies. On a disk that nodes share, what others have not used for long is removed."""
-    own = node_folder()
-    if os.environ.get(PLACE):
-        for database in own.parent.glob(f"*/{DATABASE}"):
+    """Returns this node's cache folder. On a disk shared by nodes, removes the unused caches of other hosts."""
+    folder = node_folder()
+    if os.environ.get(CACHE_VARIABLE):
+        for database in folder.parent.glob(f"*/{DATABASE}"):
             with suppress(OSError):
-                newest = max(each.stat().st_mtime for each in database.parent.glob(f"{DATABASE}*"))
-                if database.parent != own and time.time() - newest > GONE_S:
+                newest = max(database_file.stat().st_mtime for database_file in database.parent.glob(f"{DATABASE}*"))
+                if database.parent != folder and time.time() - newest > STALE_HOST_S:
                     shutil.rmtree(database.parent, ignore_errors=True)
-    return own
+    return folder

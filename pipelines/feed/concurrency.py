@@ -1,41 +1,41 @@
-"""How many fetches a process has under way: as many as the link carries, since more wait in its queue, and unevenly.
+"""Adaptive limit on concurrent fetches: as many as the link carries, since more only queue, and unevenly.
 
-Sixteen pieces at a time over 200 Mbit/s took 0.5 s each, but one in a hundred 4 s, for which a training may stand still;
-eight took 0.9 s at most, and filled the link as well.
+Sixteen concurrent pieces over 200 Mbit/s took 0.5 s each, but one in a hundred 4 s, which may stall the training; eight took
+0.9 s at most, and used the link fully too.
 
-    limit = Concurrency(most=8)
-    limit.took(seconds)                                       # of each fetch; limit.now follows from them
+    limit = ConcurrencyLimit(max_fetches=8)
+    limit.record_latency(seconds)                             # of each fetch; adapts limit.limit
 """
 
 import math
 
-FIRST = 1
-"""Fetches at first: what one takes by itself is what an idle link takes."""
-LEAST_QUEUED, MOST_QUEUED = 2.0, 4.0
-"""Fetches of a process that may wait in the link's queue: with fewer there is one more at a time, with more one less."""
+INITIAL = 1
+"""Initial limit: a single fetch measures the latency of an idle link."""
+MIN_QUEUED, MAX_QUEUED = 2.0, 4.0
+"""Bounds on a process's fetches queued in the link: below, the limit grows by one; above, it shrinks by one."""
 
 
-class Concurrency:
-    """A bound on fetches under way, by what they take: TCP Vegas' window (Brakmo and Peterson, 1995) of whole fetches.
+class ConcurrencyLimit:
+    """Concurrency limit adapted to fetch latencies, as TCP Vegas' window (Brakmo and Peterson, 1995) in whole fetches.
 
-    Of `now` fetches that take t seconds each, and t0 where the link is idle, now x (1 - t0 / t) wait in its queue. Where t0
-    is not true any more, since a store is farther away now, `MOST_QUEUED` go on.
+    Of `limit` fetches with latency t, and t0 on an idle link, limit x (1 - t0 / t) are queued in the link. If t0 is outdated
+    because the store has become slower, `MAX_QUEUED` fetches continue.
     """
 
-    def __init__(self, most: int) -> None:
-        self.now, self._most = min(FIRST, most), most
-        self._shortest = math.inf
-        self._round: list[float] = []
+    def __init__(self, max_fetches: int) -> None:
+        self.limit, self._max_fetches = min(INITIAL, max_fetches), max_fetches
+        self._min_latency_s = math.inf
+        self._latencies: list[float] = []
 
-    def took(self, seconds: float) -> None:
-        """Takes in what a fetch took; the bound changes after as many of them as are under way."""
-        self._shortest = min(seconds, self._shortest)
-        self._round.append(seconds)
-        if len(self._round) < self.now:
+    def record_latency(self, seconds: float) -> None:
+        """Records the latency of a fetch; the limit is updated once per window of `limit` fetches."""
+        self._min_latency_s = min(seconds, self._min_latency_s)
+        self._latencies.append(seconds)
+        if len(self._latencies) < self.limit:
             return
-        queued = self.now * (1 - self._shortest * len(self._round) / sum(self._round))
-        self._round.clear()
-        if queued < LEAST_QUEUED:
-            self.now = min(self._most, self.now + 1)
-        elif queued > MOST_QUEUED:
-            self.now -= 1
+        queued = self.limit * (1 - self._min_latency_s * len(self._latencies) / sum(self._latencies))
+        self._latencies.clear()
+        if queued < MIN_QUEUED:
+            self.limit = min(self._max_fetches, self.limit + 1)
+        elif queued > MAX_QUEUED:
+            self.limit -= 1

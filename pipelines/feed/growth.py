@@ -1,11 +1,11 @@
-"""The order of samples while more are still being prepared: epoch 0 goes through generations, one after another.
+"""Sample order of a dataset that is still being prepared: epoch 0 goes through its generations, one after another.
 
-What a generation holds is fixed once it stands (`prepare.generations`), so the samples at any position follow from the
-generations up to it, on every rank, after every restart: those of a generation are permuted among themselves, and once all
-are there, later epochs are permuted as a whole.
+A published generation is immutable (`prepare.generations`), so the samples at any position follow from the generations up to
+it, on every rank and after every restart: the samples of a generation are permuted among themselves, and once all
+generations are published, later epochs are permuted as a whole.
 
-    order = GrowingOrder(GrownOrder(build_order(config, 1)), Growth(folder, samples, stream), said=print)
-    order.ready(10_000)                                   # False: whoever wants these positions has to wait
+    order = StreamingOrder(AppendableOrder(build_order(config, 1)), StreamingDataset(folder, samples, stream), log=print)
+    order.is_ready(10_000)                                # False: these positions are not prepared yet
 """
 
 import math
@@ -18,40 +18,40 @@ from typing import TYPE_CHECKING, Any, Self
 import numpy as np
 
 from raystride.pipelines.feed.order import Order
-from raystride.pipelines.feed.samples import Samples, windows_in
+from raystride.pipelines.feed.samples import Samples, count_windows
 from raystride.pipelines.feed.stream import TokenStream
-from raystride.pipelines.files import Folder
-from raystride.pipelines.prepare.generations import failure, generations, read_generation
+from raystride.pipelines.prepare.generations import generations, read_failure, read_generation
 from raystride.pipelines.prepare.manifest import Shards
 from raystride.pipelines.sources.faults import DataError
+from raystride.pipelines.storage.folder import Folder
 
 if TYPE_CHECKING:
     import torch.distributed as dist
 
     from raystride.pipelines.feed.loader import Requests
 
-PATIENCE_S = 5.0
-"""Seconds of waiting for another generation after which it is said."""
+LOG_DELAY_S = 5.0
+"""Seconds of waiting for the next generation after which a message is logged."""
 
 
 @dataclass(frozen=True)
-class GrownOrder:
-    """The order of the generations that are known."""
+class AppendableOrder:
+    """Sample order of the known generations."""
 
     order: Order
-    """That of all their samples, for epochs after the first."""
+    """Order of all their samples, for epochs after the first."""
     ends: tuple[int, ...] = ()
-    """Samples in each generation and those before it."""
+    """Cumulative number of samples after each generation."""
     complete: bool = False
-    """Whether no other follows."""
+    """Whether no generation follows."""
 
     @property
     def samples(self) -> int:
-        """Samples of all generations that are known."""
+        """Number of samples of all known generations."""
         return self.order.samples
 
-    def grown(self, *ends: int) -> Self:
-        """The order with more generations, each up to so many samples; without those that are known."""
+    def with_generations(self, *ends: int) -> Self:
+        """Returns the order with more generations, given by their cumulative ends; known ones are ignored."""
         known = self.ends[-1] if self.ends else -1
         new = list(self.ends)
         for end in ends:
@@ -63,149 +63,151 @@ class GrownOrder:
         return replace(self, order=replace(self.order, samples=max(1, known)), ends=tuple(new))
 
     @cached_property
-    def _ends(self) -> np.ndarray:
-        """`ends` as an array, made once: there may be a hundred thousand, and every slot asks."""
+    def _end_array(self) -> np.ndarray:
+        """`ends` as an array, cached: there may be a hundred thousand, and every slot uses it."""
         return np.array(self.ends, np.int64)
 
-    def at(self, positions: np.ndarray) -> np.ndarray:
-        """Sample numbers (int64) at positions (int64, any shape). Raises IndexError beyond what is known."""
-        later = positions >= (self.ends[-1] if self.ends else 0)
-        if later.any() and not self.complete:
+    def sample_ids_at(self, positions: np.ndarray) -> np.ndarray:
+        """Returns the sample numbers (int64) at positions (int64, any shape). Raises IndexError beyond the known samples."""
+        beyond_first_epoch = positions >= (self.ends[-1] if self.ends else 0)
+        if beyond_first_epoch.any() and not self.complete:
             raise IndexError(f"position {int(positions.max())} is beyond the {self.samples} samples that are prepared")
         result = np.empty_like(positions)
-        result[later] = self.order.at(positions[later])
-        numbers = np.searchsorted(self._ends, positions, "right")
-        for number in np.unique(numbers[~later]).tolist():
-            here = ~later & (numbers == number)
+        result[beyond_first_epoch] = self.order.sample_ids_at(positions[beyond_first_epoch])
+        numbers = np.searchsorted(self._end_array, positions, "right")
+        for number in np.unique(numbers[~beyond_first_epoch]).tolist():
+            mask = ~beyond_first_epoch & (numbers == number)
             first = self.ends[number - 1] if number else 0
-            own = replace(self.order, samples=self.ends[number] - first)
-            result[here] = own.in_epoch(positions[here] - first, -1 - number) + first
+            generation_order = replace(self.order, samples=self.ends[number] - first)
+            result[mask] = generation_order.sample_ids_in_epoch(positions[mask] - first, -1 - number) + first
         return result
 
     def epochs(self, positions: np.ndarray) -> np.ndarray:
-        """The epochs of the samples at positions (int64, any shape)."""
+        """Returns the epochs of the samples at positions (int64, any shape)."""
         return positions // self.samples if self.complete else np.zeros_like(positions)
 
     def to_json(self) -> dict[str, Any]:
-        """What a checkpoint's manifest says of it."""
+        """Returns the form stored in a checkpoint's manifest."""
         return {"generations": list(self.ends), "complete": self.complete, "order": self.order.to_json()}
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> Self:
-        """The order from what `to_json` gave. Raises KeyError, TypeError for something else."""
+        """Restores the order from `to_json`'s result. Raises KeyError, TypeError for other content."""
         return cls(Order(**content["order"]), tuple(content["generations"]), content["complete"])
 
 
 @dataclass
-class Growth:
-    """What a run reads of a preparation that goes on."""
+class StreamingDataset:
+    """Dataset that is still being prepared, extended by new generations."""
 
     folder: Folder
     samples: Samples
-    """Those of the stream."""
+    """Samples of the stream."""
     stream: TokenStream
-    """Has the first generation already, or all shards of a preparation that is whole."""
+    """Initially the first generation, or all shards of a complete preparation."""
     generations: int = 1
-    """Generations that the stream has."""
-    whole: bool = False
-    """Whether nothing follows."""
+    """Number of generations in the stream."""
+    is_complete: bool = False
+    """Whether no generation follows."""
 
-    def look(self) -> list[int]:
-        """Takes in what is new, all of it at once; the samples after each generation."""
+    def load_new_generations(self) -> list[int]:
+        """Adds all new generations to the stream at once; returns the cumulative samples after each."""
         new: list[Shards] = []
         ends: list[int] = []
         tokens, examples = self.stream.tokens, self.stream.examples
-        while not self.whole and (manifest := read_generation(self.folder, self.generations + len(new))):
+        while not self.is_complete and (manifest := read_generation(self.folder, self.generations + len(new))):
             shards = manifest.splits["train"]
             new.append(shards)
             tokens, examples = (tokens + int(shards.column("tokens").sum()), examples + int(shards.column("rows").sum()))
-            ends.append(windows_in(self.samples.task, tokens) if self.samples.task.window else examples)
+            ends.append(count_windows(self.samples.task, tokens) if self.samples.task.window else examples)
         if new:
             self.stream.extend(*new)
             self.generations += len(new)
-            assert ends[-1] == self.samples.count
-        self.whole = self.whole or generations(self.folder) == self.generations
+            assert ends[-1] == self.samples.num_samples
+        self.is_complete = self.is_complete or generations(self.folder) == self.generations
         return ends
 
 
-class GrowingOrder:
-    """The order of a run that trains while its data is being prepared; it finds new generations where they are wanted."""
+class StreamingOrder:
+    """Order of a run that trains while its data is being prepared; loads new generations when they are needed."""
 
-    def __init__(self, known: GrownOrder, growth: Growth, said: Callable[[str], None] = lambda _: None) -> None:
-        """`known` are the generations of a run that goes on, which hold whatever those of the preparation are now."""
-        self._growth, self._said = growth, said
-        self._there = growth.samples.count
-        self.known = known.grown(self._there)
-        self._since: float | None = None
+    def __init__(
+        self, known: AppendableOrder, dataset: StreamingDataset, log: Callable[[str], None] = lambda _: None
+    ) -> None:
+        """`known` holds the generations of a resumed run; they stay valid whatever the preparation's are now."""
+        self._dataset, self._log = dataset, log
+        self._num_available = dataset.samples.num_samples
+        self.known = known.with_generations(self._num_available)
+        self._waiting_since: float | None = None
 
-    def ready(self, end: int) -> bool:
-        """Whether all positions before `end` can be read, after a look at what is new.
+    def is_ready(self, end: int) -> bool:
+        """Returns whether all positions before `end` can be read, after loading new generations.
 
-        Raises DataError where the preparation went wrong.
+        Raises DataError if the preparation has failed.
         """
-        if not self._has(end):
-            if ends := self._growth.look():
-                self._there, self.known = ends[-1], self.known.grown(*ends)
-            if self._growth.whole:
+        if not self._is_readable(end):
+            if ends := self._dataset.load_new_generations():
+                self._num_available, self.known = ends[-1], self.known.with_generations(*ends)
+            if self._dataset.is_complete:
                 self.known = replace(self.known, complete=True)
-        if self._has(end):
-            self._since = None
+        if self._is_readable(end):
+            self._waiting_since = None
             return True
-        if error := failure(self._growth.folder):
+        if error := read_failure(self._dataset.folder):
             raise DataError(f"the preparation beside this training went wrong: {error}")
-        self._say()
+        self._log_waiting()
         return False
 
-    def common(self, requests: "Requests", group: "dist.ProcessGroup | None" = None) -> tuple[float, "Requests"]:
-        """The positions that all workers can read, and what any of them is asked; all of the group call it together.
+    def agree_on_readable(self, requests: "Requests", group: "dist.ProcessGroup | None" = None) -> tuple[float, "Requests"]:
+        """All-reduces the number of positions that all workers can read, and the requests to any of them.
 
-        Each looks for generations by itself, and what one has seen another may not have.
+        A collective of the group: each worker looks for generations by itself, so one may know more than another.
         """
         import torch  # the driver opens feeds without it
         import torch.distributed as dist
 
-        least = torch.tensor([self._readable, *(-float(each) for each in requests)], dtype=torch.float64)
-        dist.all_reduce(least, dist.ReduceOp.MIN, group)
-        positions, stop, late = least.tolist()
+        minimum = torch.tensor([self._num_readable, *(-float(request) for request in requests)], dtype=torch.float64)
+        dist.all_reduce(minimum, dist.ReduceOp.MIN, group)
+        positions, stop, late = minimum.tolist()
         return positions, (-stop, -late)
 
-    def at(self, positions: np.ndarray) -> np.ndarray:
-        """Sample numbers (int64) at positions (int64, any shape). Raises IndexError for those that are not `ready`."""
-        return self.known.at(positions)
+    def sample_ids_at(self, positions: np.ndarray) -> np.ndarray:
+        """Returns the sample numbers (int64) at positions (int64, any shape). Raises IndexError for unprepared ones."""
+        return self.known.sample_ids_at(positions)
 
     def epochs(self, positions: np.ndarray) -> np.ndarray:
-        """The epochs of the samples at positions (int64, any shape)."""
+        """Returns the epochs of the samples at positions (int64, any shape)."""
         return self.known.epochs(positions)
 
-    def length(self, epochs: float) -> float:
-        """Positions that there are: nobody knows yet."""
+    def num_positions(self, epochs: float) -> float:
+        """Returns infinity: the number of positions is not known yet."""
         return float("inf")
 
-    def progress(self, position: int) -> dict[str, float]:
-        """Epochs before a position, of the samples that are known, and how many these are."""
+    def epoch_progress(self, position: int) -> dict[str, float]:
+        """Returns the epochs before a position, relative to the known samples, and the number of these."""
         return {"epoch": position / self.known.samples, "prepared_samples": float(self.known.samples)}
 
     def names(self, samples: np.ndarray) -> list[str]:
-        """What people call samples of these numbers (int64, a vector): these."""
+        """Returns display names of samples by number (int64, a vector): the numbers."""
         return self.known.order.names(samples)
 
     def to_json(self) -> dict[str, Any]:
-        """What a checkpoint's manifest says of it."""
+        """Returns the form stored in a checkpoint's manifest."""
         return self.known.to_json()
 
     @property
-    def _readable(self) -> float:
-        """Positions that can be read as far as was looked."""
-        return math.inf if self.known.complete else min(self._there, self.known.samples)
+    def _num_readable(self) -> float:
+        """Number of positions that can be read with the generations loaded so far."""
+        return math.inf if self.known.complete else min(self._num_available, self.known.samples)
 
-    def _has(self, end: int) -> bool:
-        return end <= self._readable
+    def _is_readable(self, end: int) -> bool:
+        return end <= self._num_readable
 
-    def _say(self) -> None:
-        """Says that training waits, once each time."""
+    def _log_waiting(self) -> None:
+        """Logs that training waits for data, once per wait."""
         now = time.monotonic()
-        if self._since is None:
-            self._since = now
-        elif 0 < now - self._since > PATIENCE_S:
-            self._since = float("inf")  # until it goes on
-            self._said(f"training waits for its data: {self._there:,} samples are prepared, and all of them were fed")
+        if self._waiting_since is None:
+            self._waiting_since = now
+        elif 0 < now - self._waiting_since > LOG_DELAY_S:
+            self._waiting_since = float("inf")  # until training continues
+            self._log(f"training waits for its data: {self._num_available:,} samples are prepared, and all of them were fed")

@@ -1,10 +1,10 @@
-"""Steps of micro-batches, read by a thread ahead of the loop.
+"""Prefetching loader: a thread reads the micro-batches of steps ahead of the loop.
 
 loader = Loader(plan, samples, rank=0, world=2)
 for step in loader.steps(first=0, until=1000):
     for batch in step.micro_batches:                      # inputs and targets as the task has them, on the device
         ...
-loader.waited                                             # seconds that the loop stood still for data
+loader.wait_s                                             # seconds that the loop waited for data
 """
 
 import itertools
@@ -22,7 +22,7 @@ import torch
 
 from raystride.pipelines.feed.order import digest
 from raystride.pipelines.feed.plan import Plan
-from raystride.pipelines.feed.read_ahead import ReadAhead, brought
+from raystride.pipelines.feed.read_ahead import ReadAhead, fetch_and_pin
 from raystride.pipelines.feed.samples import Samples
 from raystride.pipelines.phases import phase
 from raystride.pipelines.tasks.task import Inputs, Task
@@ -30,292 +30,300 @@ from raystride.pipelines.tasks.task import Inputs, Task
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """What one forward and backward takes: one slot, or several neighbouring ones."""
+    """Input of one forward and backward: one slot, or several consecutive ones."""
 
     slot: int
-    """The first slot in it."""
+    """Its first slot."""
     inputs: Inputs
-    """What the model takes besides targets; of language modelling, ids (B, T) int64 alone."""
+    """Model inputs besides targets; for language modelling only ids (B, T) int64."""
     targets: torch.Tensor
-    """What to predict, for instance ids (B, T) int64; -100 where the loss looks away."""
+    """Targets, for instance ids (B, T) int64; -100 at positions that the loss ignores."""
     empty: bool = False
-    """Whether it only keeps this worker in step with the others: real shapes, and no target that counts."""
+    """Whether it only keeps this worker in lock-step with the others: real shapes, but no target that counts."""
 
-    def pinned(self) -> "MicroBatch":
-        """The micro-batch in page-locked memory, which a GPU can read by itself."""
-        return replace(self, inputs=tuple(each.pin_memory() for each in self.inputs), targets=self.targets.pin_memory())
+    def pin_memory(self) -> "MicroBatch":
+        """Returns the micro-batch in page-locked (pinned) memory for asynchronous copies to a GPU."""
+        return replace(self, inputs=tuple(tensor.pin_memory() for tensor in self.inputs), targets=self.targets.pin_memory())
 
-    def to(self, device: torch.device) -> "MicroBatch":
-        """The micro-batch on a device; what lies in page-locked memory is copied without waiting."""
-        inputs = tuple(each.to(device, non_blocking=True) for each in self.inputs)
+    def to_device(self, device: torch.device) -> "MicroBatch":
+        """Returns the micro-batch on a device; pinned memory is copied asynchronously."""
+        inputs = tuple(tensor.to(device, non_blocking=True) for tensor in self.inputs)
         return replace(self, inputs=inputs, targets=self.targets.to(device, non_blocking=True))
 
 
-class Placement:
-    """Brings micro-batches to the device and unpacks them there, on a GPU beside what it computes."""
+class DevicePlacement:
+    """Copies micro-batches to the device and unpacks them there, on a GPU in a stream of its own."""
 
     def __init__(self, device: torch.device, task: Task) -> None:
         self._device, self._task = device, task
-        self._beside = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._copy_stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def place(self, batch: MicroBatch) -> MicroBatch:
-        """The micro-batch as the model takes it. What follows on this thread's stream waits for it; the host does not."""
-        if self._beside is None:
+        """Returns the micro-batch as the model takes it. This thread's current stream waits for it; the host does not."""
+        if self._copy_stream is None:
             return replace(batch, inputs=self._task.unpack(batch.inputs))
-        with torch.cuda.stream(self._beside):
-            moved = batch.to(self._device)
+        with torch.cuda.stream(self._copy_stream):
+            moved = batch.to_device(self._device)
             placed = replace(moved, inputs=self._task.unpack(moved.inputs))
         now = torch.cuda.current_stream(self._device)
-        now.wait_stream(self._beside)
-        for each in (*placed.inputs, placed.targets):
-            each.record_stream(now)  # its memory is not given away before what reads it here is done
+        now.wait_stream(self._copy_stream)
+        for tensor in (*placed.inputs, placed.targets):
+            tensor.record_stream(now)  # its memory is not reused before the kernels that read it are done
         return placed
 
 
 Requests = tuple[float, float]
-"""Whether somebody asked to stop, and whether the time is over, as numbers: they travel with those that are reduced."""
+"""(stop requested, time limit reached) as numbers, so that they are all-reduced with other values."""
 NO_REQUESTS = (0.0, 0.0)
-LOOK_S = 0.5
-"""Between two looks at whether data that is still being prepared is there."""
-STARVED_S = 2.0
-"""Seconds after which the consumer of a loader without data shows that it lives, and heeds a request to stop."""
-FEW = 1
-"""Ready steps below which the reading thread goes on, once it has read as many as it may."""
+POLL_S = 0.5
+"""Seconds between two checks for data that is still being prepared."""
+STARVATION_S = 2.0
+"""Seconds without data after which the consumer records a sign of life and checks for stop requests."""
+LOW_WATERMARK = 1
+"""Number of ready steps at which the reading thread resumes after the queue was full."""
 
 
 @dataclass(frozen=True)
 class Step:
-    """A worker's part of one optimiser update."""
+    """One worker's part of an optimizer update."""
 
     number: int
     """0 for the first step of the run."""
     position: int
-    """Samples of the run before this step."""
+    """Number of samples of the run before this step."""
     samples: int
-    """Samples of the whole step, over all workers."""
+    """Number of samples in the whole step, over all workers."""
     micro_batches: list[MicroBatch]
-    """Empty only for a worker whose slots are all beyond the end of the last epoch."""
+    """Empty only if all slots of this worker are beyond the end of the last epoch."""
     digest: int
-    """Sum modulo 2^64 over the (epoch, sample) pairs that this worker read; see `order.digest`."""
+    """Sum modulo 2^64 over the (epoch, sample) pairs read by this worker; see `order.digest`."""
 
 
-class _NothingYet:
-    """Stands for a step that cannot be read yet."""
+class _NotReady:
+    """Placeholder of a step that cannot be read yet."""
 
 
-NOTHING_YET = _NothingYet()
-Item = Step | BaseException | _NothingYet | None
+NOT_READY = _NotReady()
+Item = Step | BaseException | _NotReady | None
 
 
 @dataclass
 class Loader:
-    """Reads the planned samples of one worker, `prefetch` steps ahead in a thread."""
+    """Loader of one worker's planned samples, `prefetch` steps ahead in a thread."""
 
     plan: Plan
     samples: Samples
     rank: int = 0
     world: int = 1
     micro_batch_slots: int = 0
-    """Neighbouring slots in a micro-batch; 0: all of this worker's."""
+    """Consecutive slots in a micro-batch; 0: all slots of this worker."""
     equal_micro_batches: bool = False
-    """Whether every worker gets equally many micro-batches, empty ones where it has no more."""
+    """Whether all workers get the same number of micro-batches, padded with empty ones."""
     every_slot: bool = False
-    """Whether each slot of this worker is a micro-batch of its own, an empty one where it has no samples."""
-    fed: bool = True
-    """Whether this worker's samples count as fed: of several that read the same to compute it together, one's do."""
+    """Whether each slot of this worker is a micro-batch of its own, empty if it has no samples."""
+    counts_samples: bool = True
+    """Whether this worker's samples count in the digest: of a group that reads the same samples, only one worker's do."""
     left_out: frozenset[tuple[int, int]] = frozenset()
-    """(step, slot) of slots that are passed over."""
+    """(step, slot) pairs to skip."""
     prefetch: int = 4
-    """Steps kept ready."""
+    """Number of steps kept ready."""
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
-    """Where micro-batches are wanted; for a GPU they are staged in pinned memory."""
-    waited: float = 0.0
-    """Seconds that the consumer has waited so far."""
+    """Device of the micro-batches; for a GPU they are staged in pinned memory."""
+    wait_s: float = 0.0
+    """Seconds that the consumer has waited for data so far."""
     requests: Callable[[], Requests] = lambda: NO_REQUESTS
-    """What this worker is asked, looked at where there is no data yet: there is no step in which it could be heeded."""
-    agree: Callable[[Requests], tuple[float, Requests]] | None = None
-    """Where several workers read data that is still being prepared: from what one is asked, the positions that all can read
-    and what any is asked. All of them call it before the same steps."""
-    heeded: Requests = NO_REQUESTS
-    """The requests for which the steps have ended, the same on all workers."""
-    ahead: ReadAhead | None = None
-    """What has far shards fetched before they are read."""
+    """Returns this worker's pending requests; polled while there is no data, since no step can handle them then."""
+    agree_on_requests: Callable[[Requests], tuple[float, Requests]] | None = None
+    """All-reduce for several workers that read data being prepared: maps this worker's requests to the number of positions
+    that all can read and the requests to any worker. All workers call it before the same steps."""
+    agreed_requests: Requests = NO_REQUESTS
+    """Requests that ended the iteration, the same on all workers."""
+    read_ahead: ReadAhead | None = None
+    """Prefetches pieces of remote shards before they are read; None if all shards are local."""
 
     def __post_init__(self) -> None:
-        self.placement = Placement(self.device, self.samples.task)
-        self._few = min(FEW, self.prefetch - 1)
+        self.placement = DevicePlacement(self.device, self.samples.task)
+        self._low_watermark = min(LOW_WATERMARK, self.prefetch - 1)
         self._starved = threading.Event()
-        self._common = 0.0
-        """Positions that all workers can read."""
+        self._agreed_position = 0.0
+        """Number of positions that all workers can read."""
 
     def steps(self, first: int, until: float) -> Iterator[Step]:
-        """Yields the steps from `first`, below `until` and within the plan's epochs. Raises what the reading thread met."""
+        """Yields the steps from `first` to below `until`, within the plan's epochs. Re-raises the reading thread's error."""
         last = min(until, self.plan.steps)
         ready: queue.Queue[Item] = queue.Queue(self.prefetch)
-        stopped, room = threading.Event(), threading.Event()
-        thread = threading.Thread(target=self._read, args=(first, last, ready, stopped, room), name="loader", daemon=True)
+        stop_event, has_room = threading.Event(), threading.Event()
+        thread = threading.Thread(
+            target=self._read_steps, args=(first, last, ready, stop_event, has_room), name="loader", daemon=True
+        )
         thread.start()
-        number, item = first, cast(Item, NOTHING_YET)
+        number, item = first, cast(Item, NOT_READY)
         try:
             while True:
                 with phase("data"):
                     began = time.perf_counter()
-                    item = self._taken(ready) if isinstance(item, _NothingYet) else item
+                    item = self._next_item(ready) if isinstance(item, _NotReady) else item
                     if item is None:
                         return
                     if isinstance(item, BaseException):
                         raise item
-                    waits, self.heeded = self._may_wait(number, not isinstance(item, _NothingYet))
-                    self.waited += time.perf_counter() - began
-                    if any(self.heeded):
+                    waits, self.agreed_requests = self._must_wait(number, not isinstance(item, _NotReady))
+                    self.wait_s += time.perf_counter() - began
+                    if any(self.agreed_requests):
                         return
-                    if waits or isinstance(item, _NothingYet):
+                    if waits or isinstance(item, _NotReady):
                         continue
-                    step = item if self.device.type == "cpu" else self._placed(item)
-                    # Last, since the step before is let go of by now: whom this wakes takes the core from this thread.
-                    if ready.qsize() <= self._few:
-                        room.set()
+                    step = item if self.device.type == "cpu" else self._place_step(item)
+                    # Last, when the step before is released: the woken thread takes the core from this one.
+                    if ready.qsize() <= self._low_watermark:
+                        has_room.set()
                 yield step
-                number, item = number + 1, NOTHING_YET
+                number, item = number + 1, NOT_READY
         finally:
-            stopped.set()
+            stop_event.set()
 
-    def _may_wait(self, number: int, here: bool) -> tuple[bool, Requests]:
-        """Whether a step has to wait, since it is not `here` or another worker cannot read it yet, and for what to end.
+    def _must_wait(self, number: int, is_read: bool) -> tuple[bool, Requests]:
+        """Returns whether a step must wait, because it or another worker's is not read yet, and the requests to end for.
 
-        Where all can read a step all take it, and heed a request in it: none ends while another goes on without it.
+        If all workers can read a step, all take it and handle requests in it: none ends while another continues.
         """
-        if self.agree is None:
-            return not here, NO_REQUESTS if here else self.requests()
+        if self.agree_on_requests is None:
+            return not is_read, NO_REQUESTS if is_read else self.requests()
         end = self.plan.position(number + 1)
-        if end <= self._common:
-            return not here, NO_REQUESTS
-        self._common, requests = self.agree(self.requests())
-        waits = end > self._common
+        if end <= self._agreed_position:
+            return not is_read, NO_REQUESTS
+        self._agreed_position, requests = self.agree_on_requests(self.requests())
+        waits = end > self._agreed_position
         return waits, requests if waits else NO_REQUESTS
 
-    def _taken(self, ready: "queue.Queue[Item]") -> Item:
-        """The next thing that is ready; NOTHING_YET after a while without, where data is still being prepared."""
+    def _next_item(self, ready: "queue.Queue[Item]") -> Item:
+        """Returns the next item of the queue; NOT_READY after `STARVATION_S` seconds if data is still being prepared."""
         while True:
             try:
-                return ready.get(timeout=STARVED_S)
+                return ready.get(timeout=STARVATION_S)
             except queue.Empty:
                 if self._starved.is_set():
-                    return NOTHING_YET
+                    return NOT_READY
 
-    def _read(
+    def _read_steps(
         self,
         first: int,
         last: float,
         ready: "queue.Queue[Item]",
-        stopped: threading.Event,
-        room: threading.Event,
+        stop_event: threading.Event,
+        has_room: threading.Event,
     ) -> None:
-        def hand_over(item: Step | BaseException | None) -> bool:
-            # All ready steps are made in one go, and then none until few are left: a thread that wakes for each one takes
-            # the core from a thread of the training, for which its others wait.
+        def enqueue(item: Step | BaseException | None) -> bool:
+            # Fills the queue in one go, then sleeps until few steps are left: waking for each step would take the core from
+            # a training thread, for which the other training threads wait.
             if ready.full():
-                while ready.qsize() > self._few and not stopped.is_set():
-                    room.wait(0.2)  # not for ever: a consumer that has gone takes nothing any more
-                    room.clear()
-            if not stopped.is_set():
+                while ready.qsize() > self._low_watermark and not stop_event.is_set():
+                    has_room.wait(0.2)  # with a timeout: the consumer may be gone
+                    has_room.clear()
+            if not stop_event.is_set():
                 ready.put(item)
-            return not stopped.is_set()
+            return not stop_event.is_set()
 
         try:
-            with self.ahead.reading(first, last) if self.ahead else nullcontext():
+            with self.read_ahead.fetching_ahead(first, last) if self.read_ahead else nullcontext():
                 for number in itertools.count(first):
-                    if number >= last or not self._wait_until_prepared(number, stopped):
+                    if number >= last or not self._wait_for_data(number, stop_event):
                         break
                     step = self.read_step(number)
-                    if self.ahead:
-                        self.ahead.passed(number)
-                    # To a GPU the loop's own thread brings it, since what that thread launches afterwards has to wait for
-                    # the copy.
-                    if not hand_over(self._placed(step) if self.device.type == "cpu" else step):
+                    if self.read_ahead:
+                        self.read_ahead.mark_read(number)
+                    # The loop's own thread copies to a GPU, since the kernels that it launches afterwards must wait for the
+                    # copy.
+                    if not enqueue(self._place_step(step) if self.device.type == "cpu" else step):
                         break
-            hand_over(None)
+            enqueue(None)
         except BaseException as error:
-            hand_over(error)
+            enqueue(error)
 
-    def _wait_until_prepared(self, number: int, stopped: threading.Event) -> bool:
-        """Waits until the whole step can be read, as all ranks do before the same one; False where nobody wants it now."""
-        while not self.plan.order.ready(self.plan.position(number + 1)):
+    def _wait_for_data(self, number: int, stop_event: threading.Event) -> bool:
+        """Waits until the whole step can be read, as all ranks do for the same step; returns False if stopped meanwhile."""
+        while not self.plan.order.is_ready(self.plan.position(number + 1)):
             self._starved.set()
-            if stopped.wait(LOOK_S):
+            if stop_event.wait(POLL_S):
                 return False
         self._starved.clear()
         return True
 
     def read_step(self, number: int) -> Step:
-        """Reads a step in the calling thread; its micro-batches lie on the host."""
-        share = self.plan.share(self.rank, self.world)
-        group = 1 if self.every_slot else self.micro_batch_slots or len(share)
+        """Reads a step in the calling thread; its micro-batches are on the host."""
+        worker_slots = self.plan.worker_slots(self.rank, self.world)
+        group = 1 if self.every_slot else self.micro_batch_slots or len(worker_slots)
         batches, total = [], 0
-        for slot in share[::group]:
-            slots = range(slot, min(slot + group, share.stop))
-            wanted = [each for each in slots if (number, each) not in self.left_out]
-            positions = np.concatenate([self.plan.slot(number, each) for each in wanted] or [np.array([], np.int64)])
+        for slot in worker_slots[::group]:
+            slots = range(slot, min(slot + group, worker_slots.stop))
+            slot_numbers = [slot_number for slot_number in slots if (number, slot_number) not in self.left_out]
+            positions = np.concatenate(
+                [self.plan.slot(number, slot_number) for slot_number in slot_numbers] or [np.array([], np.int64)]
+            )
             if not len(positions):
                 if self.every_slot:
                     batches.append(empty_batch(self.samples, slot, self.plan.slot_size))
                 continue
-            samples = self.plan.order.at(positions)
+            samples = self.plan.order.sample_ids_at(positions)
             epochs = self.plan.order.epochs(positions)
             total += digest(epochs, samples)
-            batches.append(self._batch(slot, samples, epochs))
+            batches.append(self._read_batch(slot, samples, epochs))
         if self.equal_micro_batches:
-            most = -(-self.plan.slots // self.world)  # slots of the worker that has most
-            group = 1 if self.every_slot else self.micro_batch_slots or most
-            if missing := -(-most // group) - len(batches):
-                batches += [empty_batch(self.samples, share.stop - 1, min(group, most) * self.plan.slot_size)] * missing
+            max_slots = -(-self.plan.slots // self.world)  # the most slots of any worker
+            group = 1 if self.every_slot else self.micro_batch_slots or max_slots
+            if num_missing := -(-max_slots // group) - len(batches):
+                batches += [
+                    empty_batch(self.samples, worker_slots.stop - 1, min(group, max_slots) * self.plan.slot_size)
+                ] * num_missing
         position = self.plan.position(number)
-        return Step(number, position, self.plan.position(number + 1) - position, batches, total % 2**64 if self.fed else 0)
+        return Step(
+            number, position, self.plan.position(number + 1) - position, batches, total % 2**64 if self.counts_samples else 0
+        )
 
-    def _batch(self, slot: int, samples: np.ndarray, epochs: np.ndarray) -> MicroBatch:
+    def _read_batch(self, slot: int, samples: np.ndarray, epochs: np.ndarray) -> MicroBatch:
         batch = MicroBatch(slot, *self.samples.batch(samples, epochs))
-        return batch.pinned() if self.device.type == "cuda" else batch
+        return batch.pin_memory() if self.device.type == "cuda" else batch
 
-    def _placed(self, step: Step) -> Step:
+    def _place_step(self, step: Step) -> Step:
         return replace(step, micro_batches=[self.placement.place(batch) for batch in step.micro_batches])
 
 
 def empty_batch(samples: Samples, slot: int, count: int) -> MicroBatch:
-    """A micro-batch of so many samples in which nothing counts."""
-    return MicroBatch(slot, *samples.empty(count), empty=True)
+    """Returns a micro-batch of `count` samples in which no target counts."""
+    return MicroBatch(slot, *samples.empty_batch(count), empty=True)
 
 
-def validated(samples: Samples, wanted: int, share: float = 1.0) -> int:
-    """How many samples of a split validate where `wanted` examples do (0: all), of which this source has a share.
+def num_validation_samples(samples: Samples, num_examples: int, fraction: float = 1.0) -> int:
+    """Returns the number of samples to validate on, for `num_examples` examples (0: all) and this source's fraction of them.
 
-    At least one, so that each source has a loss, also one whose weight is 0 by then.
+    At least one, so that each source has a loss, also one with weight 0.
     """
-    if not wanted:
-        return samples.count
-    return min(samples.count, max(1, math.ceil(wanted * share / samples.examples)))
+    if not num_examples:
+        return samples.num_samples
+    return min(samples.num_samples, max(1, math.ceil(num_examples * fraction / samples.examples)))
 
 
 def validation_batches(
     samples: Samples,
     *,
-    wanted: int,
+    num_samples: int,
     size: int,
     rank: int,
     world: int,
     device: torch.device,
     equal_micro_batches: bool = False,
 ) -> Iterator[MicroBatch]:
-    """This worker's part of `wanted` samples spread evenly over a split, in batches of at most `size`.
+    """Yields this worker's batches of at most `size`, of `num_samples` samples spread evenly over a split.
 
-    The batches are the same for any number of workers, only dealt out differently; `slot` numbers them over all workers.
-    `equal_micro_batches`: every worker gets equally many, empty ones where there are no more.
+    The batches are the same for any number of workers, only assigned differently; `slot` numbers them over all workers.
+    `equal_micro_batches`: all workers get the same number of batches, padded with empty ones.
     """
-    placement = Placement(device, samples.task)
-    chosen = np.arange(wanted, dtype=np.int64) * samples.count // max(1, wanted)
-    batches = -(-wanted // size)
-    own = {number: chosen[number * size : (number + 1) * size] for number in range(rank, batches, world)}
-    with brought(samples, np.concatenate([np.array([], np.int64), *own.values()])):
-        for number, numbers in own.items():
+    placement = DevicePlacement(device, samples.task)
+    chosen = np.arange(num_samples, dtype=np.int64) * samples.num_samples // max(1, num_samples)
+    num_batches = -(-num_samples // size)
+    batches_of_rank = {number: chosen[number * size : (number + 1) * size] for number in range(rank, num_batches, world)}
+    with fetch_and_pin(samples, np.concatenate([np.array([], np.int64), *batches_of_rank.values()])):
+        for number, numbers in batches_of_rank.items():
             yield placement.place(MicroBatch(number, *samples.batch(numbers)))
-    if equal_micro_batches and batches % world and rank >= batches % world:
+    if equal_micro_batches and num_batches % world and rank >= num_batches % world:
         yield placement.place(empty_batch(samples, 0, size))

@@ -1,11 +1,11 @@
-"""What a step is made of: slots, fixed parts of the global batch that the workers share out among themselves.
+"""Step plan: the samples of each slot (a fixed part of the global batch) and the slots of each worker.
 
-A slot's samples depend on the step alone, never on the number of workers; that number only decides who computes it. Position
-is one integer, so seeking to step 10^9 is a multiplication.
+A slot's samples depend only on the step; the number of workers only decides which worker computes it. A position is one
+integer, so seeking to step 10^9 is a multiplication.
 
     plan = Plan(Order(samples=100_000), slots=8, slot_size=4)
     plan.slot(step=3, slot=0)                                 # 4 positions of the stream of epochs, int64
-    plan.share(rank=1, world=3)                               # the slots of one worker, range(2, 5)
+    plan.worker_slots(rank=1, world=3)                        # the slots of one worker, range(2, 5)
 """
 
 import math
@@ -19,66 +19,66 @@ from raystride.pipelines.feed.order import Order, SampleOrder
 
 @dataclass(frozen=True)
 class Plan:
-    """Names the samples of every slot of every step."""
+    """Assignment of samples to the slots of all steps."""
 
     order: SampleOrder
-    """Which sample stands where."""
+    """Order of the samples."""
     slots: int
-    """Slots in a step."""
+    """Number of slots in a step."""
     slot_size: int
-    """Samples in a slot."""
+    """Number of samples in a slot."""
     epochs: float = math.inf
-    """Passes over the data after which the stream ends; the last step may be short or have empty slots."""
+    """Number of epochs; the last step may be short or have empty slots."""
     first_step: int = 0
-    """The step at which this attempt begins ..."""
+    """First step of this attempt."""
     first_position: int = 0
-    """... and the position there: after a short last step, and more epochs asked for, not `first_step` x `batch`."""
+    """Position of the first step: after a short last step and an extension by more epochs, not `first_step` x `batch`."""
 
     @property
     def batch(self) -> int:
-        """Samples in a step."""
+        """Number of samples in a step."""
         return self.slots * self.slot_size
 
     @property
     def steps(self) -> float:
-        """Steps in all epochs, the short one at the end included; infinite without a bound."""
+        """Number of steps in all epochs, including a short last one; infinite without a bound."""
         if math.isinf(self.end):
             return math.inf
         return self.first_step + max(0, math.ceil((self.end - self.first_position) / self.batch))
 
     @property
     def end(self) -> float:
-        """Positions in all epochs; infinite without a bound."""
-        return self.order.length(self.epochs)
+        """Number of positions in all epochs; infinite without a bound."""
+        return self.order.num_positions(self.epochs)
 
     def position(self, step: int) -> int:
-        """Samples before a step, which is also the position of its first one."""
-        return int(max(self.first_position, min(self._begin(step), self.end)))
+        """Returns the number of samples before a step, equal to the position of its first sample."""
+        return int(max(self.first_position, min(self._step_start(step), self.end)))
 
     def slot(self, step: int, slot: int) -> np.ndarray:
-        """Positions (int64) of a slot's samples; fewer than `slot_size`, or none, only at the end of the last epoch."""
-        first = self._begin(step) + slot * self.slot_size
+        """Returns the positions (int64) of a slot's samples; fewer than `slot_size` only at the end of the last epoch."""
+        first = self._step_start(step) + slot * self.slot_size
         return np.arange(first, max(first, min(first + self.slot_size, self.end)), dtype=np.int64)
 
     def positions(self, first: int, stop: int, rank: int, world: int) -> tuple[np.ndarray, np.ndarray]:
-        """The positions of one worker's samples in steps [first, stop), and each one's step, both int64, in order."""
-        slots = self.share(rank, world)
+        """Returns the positions of one worker's samples in steps [first, stop) and each one's step, both int64, in order."""
+        slots = self.worker_slots(rank, world)
         steps = np.arange(first, stop, dtype=np.int64)
-        inside = np.arange(slots.start * self.slot_size, slots.stop * self.slot_size, dtype=np.int64)
-        positions = (self._begin(first) + (steps - first)[:, None] * self.batch + inside).ravel()
-        there = positions < self.end
-        return positions[there], np.repeat(steps, len(inside))[there]
+        offsets = np.arange(slots.start * self.slot_size, slots.stop * self.slot_size, dtype=np.int64)
+        positions = (self._step_start(first) + (steps - first)[:, None] * self.batch + offsets).ravel()
+        in_range = positions < self.end
+        return positions[in_range], np.repeat(steps, len(offsets))[in_range]
 
-    def _begin(self, step: int) -> int:
+    def _step_start(self, step: int) -> int:
         return self.first_position + (step - self.first_step) * self.batch
 
-    def share(self, rank: int, world: int) -> range:
-        """The neighbouring slots that a worker computes, numbers within a step. Raises ValueError as `share` does."""
-        return share(self.slots, rank, world)
+    def worker_slots(self, rank: int, world: int) -> range:
+        """Returns the consecutive slots of a worker, numbered within a step. Raises ValueError as `worker_slots` does."""
+        return worker_slots(self.slots, rank, world)
 
 
-def share(slots: int, rank: int, world: int) -> range:
-    """One worker's neighbouring slots; shares differ by one at most. Raises ValueError unless 0 <= rank < world <= slots."""
+def worker_slots(slots: int, rank: int, world: int) -> range:
+    """Returns a worker's consecutive slots, balanced within one. Raises ValueError unless 0 <= rank < world <= slots."""
     if not 0 <= rank < world <= slots:
         raise ValueError(f"{slots} slots cannot be shared by {world} workers (rank {rank}): raise train.slots")
     return range(rank * slots // world, (rank + 1) * slots // world)
@@ -87,14 +87,14 @@ def share(slots: int, rank: int, world: int) -> range:
 def build_plan(
     config: Config, samples: int, first_step: int = 0, first_position: int = 0, order: SampleOrder | None = None
 ) -> Plan:
-    """The plan of a run over so many training samples, from where an attempt begins; `order` is that of a mixture."""
+    """Builds the plan of a run over `samples` training samples from an attempt's start; `order` is given for a mixture."""
     train = config.train
     order = order or build_order(config, samples)
     return Plan(order, train.slots, train.slot_samples, train.epochs or math.inf, first_step, first_position)
 
 
 def build_order(config: Config, samples: int, seed: int | None = None) -> Order:
-    """The order of one source's samples, under the run's seed or one of the source's own."""
+    """Builds the order of one source's samples, with the run's seed or the source's own."""
     data = config.data
     seed = config.seed if seed is None else seed
     assert data.shuffle != "auto"  # `feed.shuffling` has chosen

@@ -1,8 +1,8 @@
-"""What a sample is: a window of the stream of tokens, a whole example, or a bundle of examples of like length.
+"""Training samples: windows of the token stream, whole examples, or bundles of examples of similar length.
 
 samples = open_samples(config, task, stream)
-samples.count                                             # samples in an epoch
-inputs, targets = samples.batch(np.array([5, 17]))        # what the model is fed, on the host
+samples.num_samples                                       # samples in an epoch
+inputs, targets = samples.batch(np.array([5, 17]))        # model inputs and targets, on the host
 """
 
 from collections.abc import Mapping, Sequence
@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 
 from raystride.pipelines.config import Config
-from raystride.pipelines.feed.bundles import Bundles, bundle
+from raystride.pipelines.feed.bundles import Bundles, bundle_examples
 from raystride.pipelines.feed.cache import RemotePiece
-from raystride.pipelines.feed.far_shards import FarShards, Pieces, in_order_of_samples
 from raystride.pipelines.feed.mixture import Mixture, split_samples
 from raystride.pipelines.feed.order import uniform
+from raystride.pipelines.feed.remote_shards import Pieces, RemoteShards, order_by_sample
 from raystride.pipelines.feed.stream import TokenStream
 from raystride.pipelines.tasks.task import Inputs, Rows, Task
 
@@ -25,90 +25,90 @@ if TYPE_CHECKING:
 
 
 SOURCE_SHIFT = 40
-"""A piece's number in a stream has so many bits."""
-Read = tuple[Rows, Rows | None]
-"""Samples' numbers and, where there are any, their loss masks."""
+"""Low bits of a piece number, for its number in the stream; the stream's index is above them."""
+ReadRows = tuple[Rows, Rows | None]
+"""Ids of samples and, if there are any, their loss masks."""
 
 
 class Samples(Protocol):
-    """The samples of a split, by number."""
+    """Samples of a split, by number."""
 
     task: Task
     examples: float
-    """Examples in a sample, on average; windows are one each."""
+    """Mean number of examples in a sample; 1 for windows."""
     tokens: float
-    """Tokens in a sample, on average, as the task counts them; those of a window that are predicted."""
+    """Mean number of tokens in a sample, as the task counts them; for a window, the predicted ones."""
 
     example: float
-    """Tokens in an example, on average; a window's examples are the documents in it."""
+    """Mean number of tokens in an example; a window's examples are the documents in it."""
 
     @property
-    def count(self) -> int:
-        """Samples in an epoch: so far, where more are still being prepared."""
+    def num_samples(self) -> int:
+        """Number of samples in an epoch; the current number while more are being prepared."""
         ...
 
-    def read(self, samples: np.ndarray) -> Read:
-        """The numbers and masks of the samples of these numbers, (n) int64, as `Task.collate` takes them."""
+    def read_rows(self, samples: np.ndarray) -> ReadRows:
+        """Reads the ids and masks of samples by number, (n) int64, as `Task.collate` takes them."""
         ...
 
-    def rows_of(self, samples: np.ndarray) -> np.ndarray:
-        """How many rows `read` gives of each of the samples of these numbers, (n) int64."""
+    def num_rows_of(self, samples: np.ndarray) -> np.ndarray:
+        """Returns the number of rows that `read_rows` gives for each sample, (n) int64."""
         return np.ones(len(samples), np.int64)
 
     @property
-    def far(self) -> Sequence[FarShards]:
-        """The shards on remote stores that they are read from; none where all lie on disks of this machine."""
+    def remote_shards(self) -> Sequence[RemoteShards]:
+        """Remote shards of all streams; empty if all shards are local."""
         ...
 
-    def pieces(self, samples: np.ndarray) -> Pieces:
-        """The pieces of far shards that the samples of these numbers, (n) int64, are read from; see `piece`."""
+    def locate_pieces(self, samples: np.ndarray) -> Pieces:
+        """Returns the remote pieces of samples by number, (n) int64; see `remote_piece`."""
         ...
 
-    def piece(self, number: int) -> RemotePiece:
-        """A piece by its number: that in its stream, and above `SOURCE_SHIFT` bits the place of this among `far`."""
-        return self.far[number >> SOURCE_SHIFT].piece(number & ((1 << SOURCE_SHIFT) - 1))
+    def remote_piece(self, number: int) -> RemotePiece:
+        """Returns a piece by its number: the number in its stream, and above `SOURCE_SHIFT` bits the stream's index."""
+        return self.remote_shards[number >> SOURCE_SHIFT].remote_piece(number & ((1 << SOURCE_SHIFT) - 1))
 
-    def expect(self, number: int) -> None:
-        """Says that the piece of a number is needed soon, until `forget` says otherwise."""
-        self.far[number >> SOURCE_SHIFT].expect(number & ((1 << SOURCE_SHIFT) - 1))
+    def pin(self, number: int) -> None:
+        """Pins a piece that is needed soon, until `unpin`."""
+        self.remote_shards[number >> SOURCE_SHIFT].pin(number & ((1 << SOURCE_SHIFT) - 1))
 
-    def forget(self, number: int) -> None:
-        """Says that the piece of a number is not needed soon."""
-        self.far[number >> SOURCE_SHIFT].forget(number & ((1 << SOURCE_SHIFT) - 1))
+    def unpin(self, number: int) -> None:
+        """Unpins a piece."""
+        self.remote_shards[number >> SOURCE_SHIFT].unpin(number & ((1 << SOURCE_SHIFT) - 1))
 
     def piece_name(self, number: int) -> bytes:
-        """What the piece of a number is called in the node's ledger."""
-        return self.far[number >> SOURCE_SHIFT].name(number & ((1 << SOURCE_SHIFT) - 1))
+        """Returns a piece's name in the node's ledger."""
+        return self.remote_shards[number >> SOURCE_SHIFT].piece_name(number & ((1 << SOURCE_SHIFT) - 1))
 
     def batch(self, samples: np.ndarray, epochs: np.ndarray | None = None) -> "tuple[Inputs, torch.Tensor]":
-        """Inputs and targets, on the host, of the samples of these numbers, (n) int64.
+        """Returns inputs and targets, on the host, of samples by number, (n) int64.
 
-        With the epochs in which they are trained on, (n) int64, they vary as the task has it.
+        If `epochs` of the samples, (n) int64, are given, the task's augmentation is applied.
         """
-        rows, masks = self.read(samples)
+        rows, masks = self.read_rows(samples)
         if epochs is None or not self.task.draws:
             return self.task.collate(rows, masks)
         drawn = uniform(self.task.config.seed, epochs, samples, self.task.draws)
         return self.task.collate_drawn(rows, masks, drawn)
 
-    def empty(self, samples: int) -> "tuple[Inputs, torch.Tensor]":
-        """Inputs and targets of so many samples in which no target counts, of shapes that real ones have."""
+    def empty_batch(self, samples: int) -> "tuple[Inputs, torch.Tensor]":
+        """Returns inputs and targets of `samples` samples without targets that count, in realistic shapes."""
         ...
 
 
-class _OfStream(Samples):
+class _StreamSamples(Samples):
     """Samples of one stream."""
 
     _stream: TokenStream
 
     @property
-    def far(self) -> Sequence[FarShards]:
-        """The stream's shards, where they lie far away."""
-        return [self._stream.far] if self._stream.far else []
+    def remote_shards(self) -> Sequence[RemoteShards]:
+        """The stream's shards if they are remote, else empty."""
+        return [self._stream.remote_shards] if self._stream.remote_shards else []
 
 
-class Windows(_OfStream):
-    """Windows over all tokens, across the borders of documents and shards; the tail that fills none is dropped."""
+class Windows(_StreamSamples):
+    """Windows over all tokens, across documents and shards; an incomplete last window is dropped."""
 
     examples = 1.0
 
@@ -119,25 +119,25 @@ class Windows(_OfStream):
         self.example = min(self.tokens, stream.tokens / max(1, stream.examples))
 
     @property
-    def count(self) -> int:
-        """Windows of the stream."""
-        return windows_in(self.task, self._stream.tokens)
+    def num_samples(self) -> int:
+        """Number of windows in the stream."""
+        return count_windows(self.task, self._stream.tokens)
 
-    def read(self, samples: np.ndarray) -> Read:
-        """The windows of these numbers, (n) int64: ids (n, length) and masks likewise, or None."""
-        return self._stream.windows(samples * self._window.stride, self._window.length)
+    def read_rows(self, samples: np.ndarray) -> ReadRows:
+        """Reads windows by number, (n) int64: ids (n, length) and masks likewise, or None."""
+        return self._stream.read_windows(samples * self._window.stride, self._window.length)
 
-    def pieces(self, samples: np.ndarray) -> Pieces:
-        """The pieces in which the windows of these numbers lie."""
-        return self.far[0].pieces_of_tokens(samples * self._window.stride, self._window.length)
+    def locate_pieces(self, samples: np.ndarray) -> Pieces:
+        """Returns the remote pieces of windows by number."""
+        return self.remote_shards[0].pieces_of_tokens(samples * self._window.stride, self._window.length)
 
-    def empty(self, samples: int) -> "tuple[Inputs, torch.Tensor]":
-        """Inputs and targets of so many windows of zeros in which no target counts."""
+    def empty_batch(self, samples: int) -> "tuple[Inputs, torch.Tensor]":
+        """Returns inputs and targets of windows of zeros without targets that count."""
         windows = np.zeros((samples, self._window.length), np.int64)
         return self.task.collate(windows, np.zeros(windows.shape, bool))
 
 
-class Examples(_OfStream):
+class Examples(_StreamSamples):
     """Whole examples, each a sample of its own."""
 
     examples = 1.0
@@ -147,144 +147,144 @@ class Examples(_OfStream):
         self.tokens = self.example = task.tokens_of(stream.tokens / max(1, stream.examples))
 
     @property
-    def count(self) -> int:
-        """Examples of the stream."""
+    def num_samples(self) -> int:
+        """Number of examples in the stream."""
         return self._stream.examples
 
-    def read(self, samples: np.ndarray) -> Read:
-        """The examples of these numbers, (n) int64: n vectors of ids, and masks likewise, or None."""
-        return self._stream.rows(samples)
+    def read_rows(self, samples: np.ndarray) -> ReadRows:
+        """Reads examples by number, (n) int64: n vectors of ids, and masks likewise, or None."""
+        return self._stream.read_rows(samples)
 
-    def pieces(self, samples: np.ndarray) -> Pieces:
-        """The pieces in which the rows of these numbers about lie."""
-        return self.far[0].pieces_of_rows(samples)
+    def locate_pieces(self, samples: np.ndarray) -> Pieces:
+        """Returns the approximate remote pieces of examples by number."""
+        return self.remote_shards[0].pieces_of_rows(samples)
 
-    def empty(self, samples: int) -> "tuple[Inputs, torch.Tensor]":
-        """Inputs and targets of so many copies of the first example in which no target counts."""
-        rows, _ = self._stream.rows(np.zeros(samples, np.int64))
+    def empty_batch(self, samples: int) -> "tuple[Inputs, torch.Tensor]":
+        """Returns inputs and targets of copies of the first example without targets that count."""
+        rows, _ = self._stream.read_rows(np.zeros(samples, np.int64))
         return self.task.collate(rows, [np.zeros(len(row), bool) for row in rows])
 
 
-class Bundled(_OfStream):
-    """Bundles of examples of like length, each a sample; see `feed.bundles`."""
+class BundledExamples(_StreamSamples):
+    """Bundles of examples of similar length, each a sample; see `feed.bundles`."""
 
-    def __init__(self, task: Task, stream: TokenStream, most: int, seed: int) -> None:
+    def __init__(self, task: Task, stream: TokenStream, max_tokens: int, seed: int) -> None:
         self.task, self._stream, self._rows = task, stream, Examples(task, stream)
-        self.bundles: Bundles = bundle(task.sizes(*stream.heads()), most, seed)
-        self.examples = stream.examples / max(1, self.count)
+        self.bundles: Bundles = bundle_examples(task.sizes(*stream.read_heads()), max_tokens, seed)
+        self.examples = stream.examples / max(1, self.num_samples)
         self.example = self._rows.example
         self.tokens = self.examples * self.example
 
     @property
-    def count(self) -> int:
-        """Bundles."""
-        return self.bundles.count
+    def num_samples(self) -> int:
+        """Number of bundles."""
+        return self.bundles.num_bundles
 
-    def read(self, samples: np.ndarray) -> Read:
-        """The examples in the bundles of these numbers, (n) int64, as `Examples.read` gives them."""
-        return self._rows.read(np.concatenate([self.bundles.members(sample) for sample in samples.tolist()]))
+    def read_rows(self, samples: np.ndarray) -> ReadRows:
+        """Reads the examples in bundles by number, (n) int64, as `Examples.read_rows` does."""
+        return self._rows.read_rows(np.concatenate([self.bundles.members(sample) for sample in samples.tolist()]))
 
-    def rows_of(self, samples: np.ndarray) -> np.ndarray:
-        """How many examples are in each of the bundles of these numbers."""
+    def num_rows_of(self, samples: np.ndarray) -> np.ndarray:
+        """Returns the number of examples in each bundle."""
         sizes: np.ndarray = np.diff(self.bundles.edges)[samples]
         return sizes
 
-    def pieces(self, samples: np.ndarray) -> Pieces:
-        """The pieces in which the examples in the bundles of these numbers about lie."""
+    def locate_pieces(self, samples: np.ndarray) -> Pieces:
+        """Returns the approximate remote pieces of the examples in bundles by number."""
         members = [self.bundles.members(sample) for sample in samples.tolist()]
-        pieces, rows = self._rows.pieces(np.concatenate(members))
-        return pieces, np.repeat(np.arange(len(members)), [len(each) for each in members])[rows]
+        pieces, rows = self._rows.locate_pieces(np.concatenate(members))
+        return pieces, np.repeat(np.arange(len(members)), [len(numbers) for numbers in members])[rows]
 
-    def empty(self, samples: int) -> "tuple[Inputs, torch.Tensor]":
-        """Inputs and targets of so many bundles in which no target counts; one example stands for a bundle."""
-        return self._rows.empty(samples)
+    def empty_batch(self, samples: int) -> "tuple[Inputs, torch.Tensor]":
+        """Returns inputs and targets without targets that count; a single example stands for each bundle."""
+        return self._rows.empty_batch(samples)
 
 
-class Mixed(Samples):
-    """Samples of several sources, by a mixture's numbers."""
+class MixedSamples(Samples):
+    """Samples of several sources, numbered by a mixture."""
 
     def __init__(self, task: Task, sources: Mapping[str, Samples], mixture: Mixture) -> None:
-        self.task, self._sources = task, [sources.get(each.name) for each in mixture.sources]
+        self.task, self._sources = task, [sources.get(source.name) for source in mixture.sources]
         shares = mixture.shares()
         self.examples, self.tokens, self.example = (
-            sum(shares.get(name, 0.0) * getattr(each, figure) for name, each in sources.items())
+            sum(shares.get(name, 0.0) * getattr(source, figure) for name, source in sources.items())
             for figure in ("examples", "tokens", "example")
         )
 
     @property
-    def count(self) -> int:
-        """Samples of all sources that have not ended."""
-        return sum(source.count for source in self._sources if source is not None)
+    def num_samples(self) -> int:
+        """Number of samples of all sources that have not ended."""
+        return sum(source.num_samples for source in self._sources if source is not None)
 
-    def read(self, samples: np.ndarray) -> Read:
-        """The samples of these numbers, (n) int64, in this order. Raises IndexError for those of a source that has ended."""
+    def read_rows(self, samples: np.ndarray) -> ReadRows:
+        """Reads samples by number, (n) int64, in this order. Raises IndexError for samples of a source that has ended."""
         numbers, inside = split_samples(samples)
-        read, places = [], []
+        parts, places = [], []
         for number in np.unique(numbers).tolist():
-            here, source = np.flatnonzero(numbers == number), self._of(number)
-            read.append(source.read(inside[here]))
-            places.append(np.repeat(here, source.rows_of(inside[here])))
-        if len(read) == 1:
-            return read[0]
+            indices, source = np.flatnonzero(numbers == number), self._get_source(number)
+            parts.append(source.read_rows(inside[indices]))
+            places.append(np.repeat(indices, source.num_rows_of(inside[indices])))
+        if len(parts) == 1:
+            return parts[0]
         order = np.argsort(np.concatenate(places), kind="stable")
-        masked = any(masks is not None for _, masks in read)
-        masks = [_all_count(rows) if masks is None else masks for rows, masks in read] if masked else None
-        return _joined([rows for rows, _ in read], order), None if masks is None else _joined(masks, order)
+        masked = any(masks is not None for _, masks in parts)
+        masks = [_full_masks(rows) if masks is None else masks for rows, masks in parts] if masked else None
+        return _reorder_rows([rows for rows, _ in parts], order), None if masks is None else _reorder_rows(masks, order)
 
     @cached_property
-    def far(self) -> Sequence[FarShards]:
-        """Those of all sources that have not ended."""
-        return [shards for source in self._sources if source is not None for shards in source.far]
+    def remote_shards(self) -> Sequence[RemoteShards]:
+        """Remote shards of all sources that have not ended."""
+        return [shards for source in self._sources if source is not None for shards in source.remote_shards]
 
-    def pieces(self, samples: np.ndarray) -> Pieces:
-        """The pieces in which the samples of these numbers lie, of the sources that lie far away."""
+    def locate_pieces(self, samples: np.ndarray) -> Pieces:
+        """Returns the pieces of samples by number, for the sources that are remote."""
         numbers, inside = split_samples(samples)
-        pieces, owners, place = [np.empty(0, np.int64)], [np.empty(0, np.int64)], 0
+        pieces, owners, source_index = [np.empty(0, np.int64)], [np.empty(0, np.int64)], 0
         for number, source in enumerate(self._sources):
-            if source is None or not source.far:
+            if source is None or not source.remote_shards:
                 continue
-            here = np.flatnonzero(numbers == number)
-            found, of = source.pieces(inside[here])
-            pieces.append(found + (place << SOURCE_SHIFT))
-            owners.append(here[of])
-            place += 1
-        return in_order_of_samples(list(zip(pieces, owners, strict=True)))
+            indices = np.flatnonzero(numbers == number)
+            source_pieces, piece_owners = source.locate_pieces(inside[indices])
+            pieces.append(source_pieces + (source_index << SOURCE_SHIFT))
+            owners.append(indices[piece_owners])
+            source_index += 1
+        return order_by_sample(list(zip(pieces, owners, strict=True)))
 
-    def empty(self, samples: int) -> "tuple[Inputs, torch.Tensor]":
-        """Inputs and targets of so many samples in which no target counts, of the first source that has not ended."""
-        return next(each for each in self._sources if each is not None).empty(samples)
+    def empty_batch(self, samples: int) -> "tuple[Inputs, torch.Tensor]":
+        """Returns inputs and targets without targets that count, from the first source that has not ended."""
+        return next(source for source in self._sources if source is not None).empty_batch(samples)
 
-    def _of(self, number: int) -> Samples:
+    def _get_source(self, number: int) -> Samples:
         source = self._sources[number]
         if source is None:
             raise IndexError(f"source {number} of the mixture has ended, and has no samples any more")
         return source
 
 
-def _all_count(rows: Rows) -> Rows:
-    """Masks of rows that have none: every number counts."""
+def _full_masks(rows: Rows) -> Rows:
+    """Returns all-true masks for rows without masks."""
     return np.ones(rows.shape, bool) if isinstance(rows, np.ndarray) else [np.ones(len(row), bool) for row in rows]
 
 
-def _joined(some: Sequence[Rows], order: np.ndarray) -> Rows:
-    """All rows, of which those of these numbers come first, second and so on."""
-    if all(isinstance(rows, np.ndarray) for rows in some):
-        joined: np.ndarray = np.concatenate(some)[order]  # type: ignore[arg-type]
+def _reorder_rows(parts: Sequence[Rows], order: np.ndarray) -> Rows:
+    """Concatenates rows and reorders them by `order`."""
+    if all(isinstance(rows, np.ndarray) for rows in parts):
+        joined: np.ndarray = np.concatenate(parts)[order]  # type: ignore[arg-type]
         return joined
-    rows = [row for each in some for row in each]
+    rows = [row for part in parts for row in part]
     return [rows[number] for number in order.tolist()]
 
 
 def open_samples(config: Config, task: Task, stream: TokenStream) -> Samples:
-    """The samples of a split as the task and `train.slot_tokens` make them."""
+    """Opens the samples of a split, of the kind given by the task and `train.slot_tokens`."""
     if task.window:
         return Windows(task, stream)
     if config.train.slot_tokens:
-        return Bundled(task, stream, config.train.slot_tokens, config.seed)
+        return BundledExamples(task, stream, config.train.slot_tokens, config.seed)
     return Examples(task, stream)
 
 
-def windows_in(task: Task, tokens: int) -> int:
-    """Whole windows in that many tokens."""
+def count_windows(task: Task, tokens: int) -> int:
+    """Returns the number of complete windows in so many tokens."""
     assert task.window
     return max(0, tokens - (task.window.length - task.window.stride)) // task.window.stride

@@ -1,10 +1,11 @@
-"""How samples of far shards are shuffled: a full shuffle of more than the node's cache holds fetches most pieces many times.
+"""Chooses the shuffle of remote shards: a full shuffle of more data than the node's cache fetches most pieces many times.
 
-What it would fetch follows from the order, which is computed, and from the cache, which lets go of what is needed last: a
-small likeness of both is gone through. Blocks of neighbouring samples, mixed in windows that the cache holds, need each
-piece about once an epoch.
+The number of fetches follows from the order, which is computed, and from the cache's optimal eviction: a scaled-down model
+of both is simulated. Blocks of consecutive samples, shuffled in windows that fit the cache, fetch each piece about once per
+epoch.
 
-    data = choose_shuffle(config.data, Reading(size=10**10, samples=2_500_000, piece=1 << 20, cache=2 << 30), None, print)
+    reading = RemoteReading(total_bytes=10**10, samples=2_500_000, piece_bytes=1 << 20, cache_bytes=2 << 30)
+    data = choose_shuffle(config.data, reading, None, print)
     data.shuffle, data.shuffle_block, data.shuffle_window     # "blocks", 4096, 32
 """
 
@@ -16,111 +17,113 @@ from typing import Any
 
 import numpy as np
 
-from raystride.pipelines.config.data import Data
+from raystride.pipelines.config.data import DataConfig
 from raystride.pipelines.feed.order import Order
 
-ALIKE_PIECES, ALIKE_USES = 512, 32
-"""Pieces, and uses of each in an epoch, that the likeness has at most."""
-WORTH = 1.5
-"""How often a full shuffle may fetch the data in an epoch before `auto` takes blocks."""
-PIECES_OF_BLOCK = 16
-"""Pieces that a block has at least: those at its ends belong to two blocks, and are fetched for each."""
-FIRST_WINDOW = 1 / 8
-"""The share of a window that the first one is: all of it has to be there soon after a start."""
-WINDOW_OF_CACHE = 1 / 4
-"""The share of the cache that a window of blocks may have: the next one is fetched beside it, and others read, too."""
+MODEL_PIECES, MODEL_USES = 512, 32
+"""Maximum pieces, and uses of each per epoch, in the scaled-down model."""
+MAX_FULL_SHUFFLE_COST = 1.5
+"""Fetches of the data per epoch up to which `auto` chooses a full shuffle instead of blocks."""
+MIN_BLOCK_PIECES = 16
+"""Minimum pieces in a block: those at its ends belong to two blocks, and are fetched for each."""
+FIRST_WINDOW_SHARE = 1 / 8
+"""Size of the first window relative to a full one: all of it must be fetched soon after the start."""
+WINDOW_CACHE_SHARE = 1 / 4
+"""Maximum share of the cache for a window of blocks: the next window is prefetched, and other processes read, too."""
 
 
 @dataclass(frozen=True)
-class Reading:
-    """What is read of far shards in an epoch, and through which cache."""
+class RemoteReading:
+    """Remote reads of an epoch, and the cache size."""
 
-    size: int
-    """Bytes of all of it."""
+    total_bytes: int
+    """Bytes read in an epoch."""
     samples: int
-    piece: int
+    piece_bytes: int
     """Bytes of a piece."""
-    cache: int
-    """Bytes that the node's cache holds."""
+    cache_bytes: int
+    """Bytes of the node's cache."""
 
     @property
-    def sample(self) -> float:
-        """Bytes of a sample."""
-        return max(1.0, self.size / max(1, self.samples))
+    def sample_bytes(self) -> float:
+        """Mean bytes of a sample."""
+        return max(1.0, self.total_bytes / max(1, self.samples))
 
 
-def choose_shuffle(data: Data, reading: Reading | None, past: Mapping[str, Any] | None, said: Callable[[str], None]) -> Data:
-    """The settings with a shuffle that is not `auto`; of a run that goes on, that of its order until now (`to_json`).
+def choose_shuffle(
+    data: DataConfig, reading: RemoteReading | None, past: Mapping[str, Any] | None, log: Callable[[str], None]
+) -> DataConfig:
+    """Returns the settings with `auto` resolved; a resumed run keeps the shuffle of its past order (`to_json`).
 
-    `reading` is None where nothing is read from far away. `said` is told what was chosen, and what a full shuffle costs.
+    `reading` is None if nothing is remote. `log` gets the choice, and the cost of a full shuffle.
     """
     if data.shuffle not in ("auto", "full"):
         return data
     if data.shuffle == "auto" and past and (order := _first_order(past)):
-        before = {f"shuffle_{name}": order.get(name, 0) for name in ("block", "window", "first_window")}
-        return replace(data, shuffle=order["shuffle"], **before)
-    times = 1.0 if reading is None else full_cost(reading)
-    if reading is None or times <= WORTH:
+        past_settings = {f"shuffle_{name}": order.get(name, 0) for name in ("block", "window", "first_window")}
+        return replace(data, shuffle=order["shuffle"], **past_settings)
+    cost = 1.0 if reading is None else estimate_full_shuffle_cost(reading)
+    if reading is None or cost <= MAX_FULL_SHUFFLE_COST:
         return replace(data, shuffle="full")
-    held = f"the node's cache holds {reading.cache / 2**30:,.2g} of {reading.size / 2**30:,.2g} GiB"
+    cache_text = f"the node's cache holds {reading.cache_bytes / 2**30:,.2g} of {reading.total_bytes / 2**30:,.2g} GiB"
     if data.shuffle == "full":
-        said(
-            f"data.shuffle full will fetch about {times:.1f} times the data in each epoch, since {held}: "
+        log(
+            f"data.shuffle full will fetch about {cost:.1f} times the data in each epoch, since {cache_text}: "
             "--data.shuffle auto fetches it about once, by mixing blocks of samples; --data.cache_gib is the other way"
         )
         return data
-    block = max(data.shuffle_block, math.ceil(PIECES_OF_BLOCK * reading.piece / reading.sample))
-    window = max(1, min(data.shuffle_window, int(WINDOW_OF_CACHE * reading.cache / (block * reading.sample))))
-    first = min(window, data.shuffle_first_window or math.ceil(window * FIRST_WINDOW))
-    said(
-        f"data.shuffle auto is blocks of {block:,} samples, {window} of them mixed at a time, and {first} at first: "
-        f"full would fetch about {times:.1f} times the data in each epoch, since {held}"
+    block = max(data.shuffle_block, math.ceil(MIN_BLOCK_PIECES * reading.piece_bytes / reading.sample_bytes))
+    window = max(1, min(data.shuffle_window, int(WINDOW_CACHE_SHARE * reading.cache_bytes / (block * reading.sample_bytes))))
+    first_window = min(window, data.shuffle_first_window or math.ceil(window * FIRST_WINDOW_SHARE))
+    log(
+        f"data.shuffle auto is blocks of {block:,} samples, {window} of them mixed at a time, and {first_window} at first: "
+        f"full would fetch about {cost:.1f} times the data in each epoch, since {cache_text}"
     )
-    return replace(data, shuffle="blocks", shuffle_block=block, shuffle_window=window, shuffle_first_window=first)
+    return replace(data, shuffle="blocks", shuffle_block=block, shuffle_window=window, shuffle_first_window=first_window)
 
 
-def full_cost(reading: Reading) -> float:
-    """How often a full shuffle fetches the data in an epoch, beyond the first, about."""
-    if reading.size <= reading.cache:
+def estimate_full_shuffle_cost(reading: RemoteReading) -> float:
+    """Estimates how many times a full shuffle fetches the data per epoch after the first."""
+    if reading.total_bytes <= reading.cache_bytes:
         return 1.0
-    uses = reading.piece / reading.sample
-    alike = max(1, min(ALIKE_USES, round(uses)))
-    pieces = min(ALIKE_PIECES, max(2, reading.size // reading.piece))
-    order = Order(pieces * alike)
-    read = order.at(np.arange(2 * order.samples)) // alike
-    held = max(1, round(pieces * reading.cache / reading.size))
-    fetched = belady(read.tolist(), held, counted_from=order.samples) / pieces
-    # A sample of more than a piece needs each of its pieces once; of many in a piece, each is as likely to miss.
-    return fetched * max(1.0, uses / alike)
+    uses = reading.piece_bytes / reading.sample_bytes
+    uses_per_piece = max(1, min(MODEL_USES, round(uses)))
+    pieces = min(MODEL_PIECES, max(2, reading.total_bytes // reading.piece_bytes))
+    order = Order(pieces * uses_per_piece)
+    reads = order.sample_ids_at(np.arange(2 * order.samples)) // uses_per_piece
+    cache_pieces = max(1, round(pieces * reading.cache_bytes / reading.total_bytes))
+    fetches = count_belady_fetches(reads.tolist(), cache_pieces, counted_from=order.samples) / pieces
+    # A sample larger than a piece needs each of its pieces once; of many samples in a piece, each is as likely to miss.
+    return fetches * max(1.0, uses / uses_per_piece)
 
 
-def belady(read: Sequence[int], held: int, counted_from: int = 0) -> int:
-    """Fetches of the best cache of `held` pieces that reads these, in order; those from a place in the order on.
+def count_belady_fetches(reads: Sequence[int], capacity: int, counted_from: int = 0) -> int:
+    """Counts the fetches of an optimal cache of `capacity` pieces for reads in order, from index `counted_from` on.
 
-    What is read next farthest in the future makes room (Belady, 1966).
+    The piece with the furthest next read is evicted (Belady, 1966).
     """
-    never = len(read)
-    following, last = [never] * len(read), dict[int, int]()
-    for at in range(len(read) - 1, -1, -1):
-        following[at] = last.get(read[at], never)
-        last[read[at]] = at
-    there: dict[int, int] = {}
+    never = len(reads)
+    next_use, last_seen = [never] * len(reads), dict[int, int]()
+    for position in range(len(reads) - 1, -1, -1):
+        next_use[position] = last_seen.get(reads[position], never)
+        last_seen[reads[position]] = position
+    cached: dict[int, int] = {}
     farthest: list[tuple[int, int]] = []
-    fetched = 0
-    for at, piece in enumerate(read):
-        if piece not in there:
-            fetched += at >= counted_from
-            while len(there) >= held:
-                when, victim = heapq.heappop(farthest)
-                if there.get(victim) == -when:
-                    del there[victim]
-        there[piece] = following[at]
-        heapq.heappush(farthest, (-following[at], piece))
-    return fetched
+    num_fetches = 0
+    for position, piece in enumerate(reads):
+        if piece not in cached:
+            num_fetches += position >= counted_from
+            while len(cached) >= capacity:
+                negative_use, evicted = heapq.heappop(farthest)
+                if cached.get(evicted) == -negative_use:
+                    del cached[evicted]
+        cached[piece] = next_use[position]
+        heapq.heappush(farthest, (-next_use[position], piece))
+    return num_fetches
 
 
 def _first_order(past: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """The order of a run so far, or of the first of its mixture's sources."""
+    """Returns the past order of a run, or of the first source of its mixture."""
     if "sources" in past:
         return _first_order(past["sources"][0]) if past["sources"] else None
     if "order" in past:

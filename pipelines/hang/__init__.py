@@ -1,7 +1,7 @@
-"""Groups of workers that hang: noticed, looked at from outside, and ended.
+"""Hang detection: worker heartbeats, stack dumps from outside the process, and termination of the hanging group.
 
-heartbeat   each worker's signs of life, and the table of them
-detector    from those: does the group hang, and who holds it up
-stack_dump  where a process stands, read from outside it
-watch       all of it in the background of the driver
+heartbeat   heartbeats of the workers, and the table of them
+detector    decides from the heartbeats whether the group hangs, and on which ranks
+stack_dump  stacks of a process, read from outside it
+watch       all of it in a background thread of the driver
 """

@@ -1,10 +1,10 @@
-"""Signs of life: what each worker tells of itself beside its training, and the table of them that the recorder keeps.
+"""Worker heartbeats: sent by a background thread of each worker, kept in a table by the recorder.
 
-A heartbeat says where the worker is and whether it has moved since the last one. A thread that does nothing else tells it,
-and it is kept in memory alone. Seconds throughout.
+A heartbeat has the worker's current phase and a progress mark. It is sent by a dedicated thread and kept in memory only. All
+times are in seconds.
 
     heartbeats = HeartbeatSender(recorder.heartbeat, worker, node_id, every_s=5.0)     # in the worker
-    table.hear(heartbeat); table.heartbeats()             # in the recorder's process: {0: Heartbeat(...), 1: ...}
+    table.record(heartbeat); table.heartbeats()           # in the recorder's process: {0: Heartbeat(...), 1: ...}
 """
 
 import os
@@ -15,130 +15,132 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from raystride.pipelines.hang.process import Process
-from raystride.pipelines.phases import PHASES, innermost, phase
+from raystride.pipelines.phases import PHASES, innermost_phase, phase
 from raystride.pipelines.worker.job import WorkerInfo
 
 LEASE_S = 45.0
-"""How long a worker on another node than the driver goes on unheard."""
+"""Seconds for which a worker on another node than the driver continues without an answer."""
 ENDED = "ended"
-"""Where a worker is that trains no more."""
+"""Phase of a worker that has finished training."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Heartbeat:
-    """What a worker tells of itself at one moment."""
+    """The state of a worker at one moment."""
 
     process: Process
     number: int
-    """Of this worker's heartbeats: another one than before says that it lives."""
-    inside: str
+    """Sequence number of this worker's heartbeats: a change shows that it is alive."""
+    current_phase: str
     """The innermost open phase; empty between phases, `ENDED` after the training."""
-    moved: float
-    """Another figure than before says that a phase has begun or ended since."""
-    stepped: float
-    """Seconds in steps that have ended."""
-    own: float = 0.0
-    """Seconds that it took for these and their data by itself, without waiting for others."""
+    progress_mark: float
+    """Changes whenever a phase begins or ends."""
+    step_s: float
+    """Seconds in finished steps."""
+    own_s: float = 0.0
+    """Seconds of its own work in these and in loading their data, without waiting for other workers."""
 
     @classmethod
-    def now(cls, process: Process, number: int) -> "Heartbeat":
-        """The heartbeat of this number, from the phases of the process that calls."""
-        last = innermost()
-        inside, began = last.name, last.began
-        moved = began + sum(phase(name).seconds for name in PHASES)
-        stepped = phase("step").seconds
+    def capture(cls, process: Process, number: int) -> "Heartbeat":
+        """Creates the heartbeat with this number from the phases of the calling process."""
+        innermost = innermost_phase()
+        current_phase, began = innermost.name, innermost.began
+        progress_mark = began + sum(phase(name).seconds for name in PHASES)
+        step_s = phase("step").seconds
         return cls(
             process=process,
             number=number,
-            inside=inside if began else "",
-            moved=moved,
-            stepped=stepped,
-            own=stepped + phase("data").seconds - phase("reduce").seconds,
+            current_phase=current_phase if began else "",
+            progress_mark=progress_mark,
+            step_s=step_s,
+            own_s=step_s + phase("data").seconds - phase("reduce").seconds,
         )
 
 
-class CutOff(RuntimeError):
-    """A heartbeat that nobody answered, as if the driver's node were out of reach."""
+class DriverUnreachable(RuntimeError):
+    """A heartbeat got no answer: the driver's node may be unreachable."""
 
 
 class HeartbeatSender:
-    """Beats from its making to `end`, which tells that the worker ends by itself.
+    """Sends heartbeats from its construction until `end`, which reports that the worker ends by itself.
 
-    `cut_off` is called when no heartbeat was answered for `LEASE_S` seconds, since `tell` raised CutOff each time.
+    `on_lease_expired` is called when no heartbeat was answered for `LEASE_S` seconds because `send` raised DriverUnreachable
+    each time.
     """
 
     def __init__(
         self,
-        tell: Callable[[Heartbeat], object],
+        send: Callable[[Heartbeat], object],
         worker: WorkerInfo,
         node_id: str,
         every_s: float,
-        cut_off: Callable[[], None] | None = None,
+        on_lease_expired: Callable[[], None] | None = None,
     ) -> None:
-        self._tell, self._every_s, self._cut_off = tell, every_s, cut_off
-        self._process = Process.this(worker, node_id)
+        self._send, self._every_s, self._on_lease_expired = send, every_s, on_lease_expired
+        self._process = Process.current(worker, node_id)
         self._number = 0
         self._ended = threading.Event()
-        threading.Thread(target=self._run, name="heartbeats", daemon=True).start()
+        threading.Thread(target=self._send_periodically, name="heartbeats", daemon=True).start()
 
     def end(self) -> None:
-        """Ends the thread, whose last heartbeat tells that the worker has ended by itself."""
+        """Stops the thread; its last heartbeat reports that the worker has ended by itself."""
         self._ended.set()
 
-    def _run(self) -> None:
+    def _send_periodically(self) -> None:
         answered = time.monotonic()
         while True:
             ended = self._ended.is_set()
             self._number += 1
-            heartbeat = Heartbeat.now(self._process, self._number)
+            heartbeat = Heartbeat.capture(self._process, self._number)
             try:
-                self._tell(replace(heartbeat, inside=ENDED) if ended else heartbeat)
+                self._send(replace(heartbeat, current_phase=ENDED) if ended else heartbeat)
                 answered = time.monotonic()
-            except CutOff:
-                if self._cut_off and time.monotonic() - answered > LEASE_S:
-                    self._cut_off()
-            except Exception:  # the recorder may be starting again: the next heartbeat will do
+            except DriverUnreachable:
+                if self._on_lease_expired and time.monotonic() - answered > LEASE_S:
+                    self._on_lease_expired()
+            except Exception:  # the recorder may be restarting: wait for the next heartbeat
                 answered = time.monotonic()
             if ended:
                 return
             self._ended.wait(self._every_s)
 
 
-def end_cut_off_worker() -> None:
-    """Ends this process at once: it may wait in an exchange with workers that are out of reach, too.
+def exit_unreachable_worker() -> None:
+    """Exits this process immediately: it may be blocked in a collective with unreachable workers.
 
-    The driver has started, or will start, another group elsewhere. This one could save no more (`Checkpoints.claim`), but it
-    would hold its place and devices, and tell the record of steps that the other does again, once the network is back.
+    The driver has started, or will start, another group elsewhere. This worker could save no more checkpoints
+    (`Checkpoints.claim`), but it would hold its slot and devices, and once the network is back it would report steps that
+    the other group repeats.
     """
-    said = f"nothing was heard of the driver for {LEASE_S:.0f} s: this worker ends, another group may train the run by now"
-    print(f"raystride: {said}", file=sys.stderr, flush=True)
+    text = f"nothing was heard of the driver for {LEASE_S:.0f} s: this worker ends, another group may train the run by now"
+    print(f"raystride: {text}", file=sys.stderr, flush=True)
     os._exit(1)
 
 
 class HeartbeatTable:
-    """The newest heartbeat of each worker of the group that trains now."""
+    """The newest heartbeat of each worker of the current group."""
 
     def __init__(self) -> None:
         self._beats: dict[int, Heartbeat] = {}
         self._lock = threading.Lock()
 
-    def hear(self, heartbeat: Heartbeat) -> None:
-        """Takes in a heartbeat. The first one of another group ends what is known of the group before."""
+    def record(self, heartbeat: Heartbeat) -> None:
+        """Records a heartbeat. The first one of a new group clears those of the group before."""
         with self._lock:
-            if another_group(self._beats, heartbeat):
+            if is_new_generation(self._beats, heartbeat):
                 self._beats = {}
             self._beats[heartbeat.process.rank] = heartbeat
 
     def heartbeats(self) -> dict[int, Heartbeat]:
-        """The newest heartbeat of each worker, by rank."""
+        """Returns the newest heartbeat of each worker, by rank."""
         with self._lock:
             return dict(self._beats)
 
 
-def another_group(known: dict[int, Heartbeat], heartbeat: Heartbeat) -> bool:
-    """Whether a heartbeat is of other processes than those known: its rank has another, or they are of another number.
+def is_new_generation(known: dict[int, Heartbeat], heartbeat: Heartbeat) -> bool:
+    """Returns whether a heartbeat is from a new group: its rank has another process, or the number of workers differs.
 
-    Those known are of one group, so one of them is asked: with all of them eight thousand workers took 2.7 s of each 5.
+    All known heartbeats are of one group, so one of them is compared: comparing all took 2.7 s of each 5 for 8,000 workers.
     """
     before = known.get(heartbeat.process.rank) or next(iter(known.values()), None)
     if before is None:

@@ -1,8 +1,8 @@
-"""A process, told from a later one that has its number: numbers are used again, the moment of the start is not.
+"""Process identity by pid and start time: pids are reused, start times are not.
 
-process_start(os.getpid())                                # 1763790000.12, seconds since 1970, for people
-start_ticks(os.getpid())                                  # 1234567, since the machine's start: no clock that is set moves it
-process = Process.this(WorkerInfo(rank=0), node_id="")
+process_start_time(os.getpid())                           # 1763790000.12, seconds since 1970, for people
+process_start_ticks(os.getpid())                          # 1234567, since the machine's boot: independent of the clock
+process = Process.current(WorkerInfo(rank=0), node_id="")
 """
 
 import os
@@ -13,8 +13,8 @@ from pathlib import Path
 from raystride.pipelines.worker.job import WorkerInfo
 
 
-def process_start(pid: int) -> float | None:
-    """When a process of this host began, in seconds since 1970; None where there is none, or only a zombie."""
+def process_start_time(pid: int) -> float | None:
+    """Returns the start time of a process of this host in seconds since 1970; None if it is missing or a zombie."""
     import psutil
 
     try:
@@ -24,27 +24,27 @@ def process_start(pid: int) -> float | None:
         return None
 
 
-def start_ticks(pid: int) -> int | None:
-    """When a process of this machine began, in ticks (hundredths of a second as a rule) since the machine did.
+def process_start_ticks(pid: int) -> int | None:
+    """Returns the start of a process of this machine in ticks (usually 10 ms) since boot.
 
-    None where there is none, or only a zombie. Without Linux's /proc by the clock, which whoever sets it moves.
+    None if it is missing or a zombie. Without Linux's /proc it is taken from the wall clock, which may be adjusted.
     """
     try:
         after_name = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except FileNotFoundError:
         if Path("/proc/self/stat").exists():
             return None
-        began = process_start(pid)
+        began = process_start_time(pid)
         return None if began is None else round(100 * began)
     except (ProcessLookupError, PermissionError):
         return None
     return None if after_name[0] == "Z" else int(after_name[19])
 
 
-def this_machine() -> str:
-    """What tells this machine, since it was started, and this container from all others; its name where Linux is not there.
+def machine_id() -> str:
+    """Returns an id unique to this boot of the machine and this container; the host name if it does not run Linux.
 
-    Two containers may have the same host name, and each counts its processes from 1.
+    Two containers may have the same host name, and each numbers its processes from 1.
     """
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
@@ -55,20 +55,20 @@ def this_machine() -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Process:
-    """A worker's process, told from a later one with its number by when it started."""
+    """A worker's process, distinguished by its start time from a later one with the same pid."""
 
     rank: int
     world: int
     node: str
-    """The node's address, for people."""
+    """The node's address, for display."""
     node_id: str
-    """Ray's name of the node; empty without Ray."""
+    """Ray's node id; empty without Ray."""
     pid: int
     started: int
-    """By `start_ticks`."""
+    """From `process_start_ticks`."""
 
     @classmethod
-    def this(cls, worker: WorkerInfo, node_id: str) -> "Process":
-        """The process that calls, as the one in which this worker trains."""
-        started = start_ticks(os.getpid()) or 0
+    def current(cls, worker: WorkerInfo, node_id: str) -> "Process":
+        """Returns the calling process as the process of this worker."""
+        started = process_start_ticks(os.getpid()) or 0
         return cls(rank=worker.rank, world=worker.world, node=worker.node, node_id=node_id, pid=os.getpid(), started=started)

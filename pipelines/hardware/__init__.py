@@ -1,4 +1,4 @@
-"""What machines tell of themselves: NVIDIA's and AMD's GPUs, processors' energy, and the peak rates of their data sheets.
+"""Hardware readings: NVIDIA and AMD GPUs, CPU energy (RAPL), and peak FLOP/s from data sheets.
 
-A card is read figure by figure, and one that it does not have is left out. Nothing here knows of a training.
+Each figure of a card is read on its own, and figures that it lacks are left out. Nothing here depends on the training code.
 """

@@ -1,22 +1,22 @@
-"""What a device has drawn, how long it was held back and how often it idled, reckoned from readings one after the other.
+"""Energy, throttling time and idle share of a device, accumulated from successive readings.
 
-A device (a GPU, a processor's package) is read as a dict of figures. Energy is the difference of its counter where it has
-one, else its power integrated by trapezoids. A reason to slow down counts by the card's own counter of seconds where there
-is one, else for the whole time between two readings where it held at the second.
+A device (a GPU, a CPU package) is read as a dict of figures. Energy is the difference of its energy counter if it has one,
+else the trapezoidal integral of its power. Throttling time of a reason is the difference of the card's own counter if it has
+one, else the whole time between two readings if the reason is active at the second.
 
     meter = EnergyMeter()
-    meter.add({"power_usage_watts": 300.0, "utilization_percentage": 97.0}, now=0.0)
-    meter.add({"power_usage_watts": 500.0, "utilization_percentage": 98.0}, now=5.0); meter.joules      # 2000.0
+    meter.add_reading({"power_usage_watts": 300.0, "utilization_percentage": 97.0}, now=0.0)
+    meter.add_reading({"power_usage_watts": 500.0, "utilization_percentage": 98.0}, now=5.0); meter.joules      # 2000.0
 """
 
 from collections.abc import Callable, Mapping
 from typing import Literal, Protocol
 
-IDLE_BELOW = 5.0
+IDLE_BELOW_PERCENT = 5.0
 """Percent of SM utilisation below which a GPU counts as idle."""
-COUNTER = "energy_counter_joules"
-REASONS = "clocks_event_reasons"
-THROTTLING = {
+ENERGY_COUNTER = "energy_counter_joules"
+CLOCK_REASONS = "clocks_event_reasons"
+THROTTLE_BITS = {
     "sw_power_cap": 0x4,
     "hw_slowdown": 0x8,
     "sync_boost": 0x10,
@@ -26,125 +26,128 @@ THROTTLING = {
     "board_limit": 0x200,
     "reliability": 0x400,
 }
-"""Bits of NVML's clocks event reasons that hold a busy card back. Idling and clocks that someone chose are none of them."""
+"""Bits of NVML's clocks event reasons that throttle a busy card, without idling and clocks set by a user."""
 
 Figures = dict[str, float]
-Verdict = Literal["lost", "lacking", "later"]
+ErrorKind = Literal["lost", "lacking", "later"]
 
 
-class LostError(Exception):
-    """A device that is gone for good; the text says why."""
+class DeviceLostError(Exception):
+    """The device is permanently lost; the text says why."""
 
 
 class Device(Protocol):
-    """A device whose figures are read again and again, as `EnergyMeter` takes them."""
+    """A device that is read periodically, with figures as `EnergyMeter` expects them."""
 
     name: str
-    """As in the names of its figures: `gpu_0`, `cpu_package_0`."""
+    """Prefix of its figures' names: `gpu_0`, `cpu_package_0`."""
 
     def read(self) -> Figures:
-        """The device's figures now, without those that fail this time. Raises LostError where it is gone for good."""
+        """Returns the device's current figures, without those that fail this time.
+
+        Raises DeviceLostError if the device is permanently lost.
+        """
         ...
 
 
 class Card:
-    """A GPU whose figures are read each alone: one that it lacks is left out for good, one that fails for this time.
+    """A GPU with independent readings: an unsupported one is dropped for good, a failing one is skipped this time.
 
-    `judge` says of an error what it means. The first call of `read` is the probe.
+    `classify_error` maps an error to its kind. The first call of `read` probes all readings.
     """
 
     def __init__(
-        self, name: str, readings: Mapping[str, Callable[[], Figures]], judge: Callable[[Exception], Verdict]
+        self, name: str, readings: Mapping[str, Callable[[], Figures]], classify_error: Callable[[Exception], ErrorKind]
     ) -> None:
         self.name = name
         self._readings = dict(readings)
-        self._judge = judge
+        self._classify_error = classify_error
 
     def read(self) -> Figures:
-        """The figures of all readings that succeed. Raises LostError."""
+        """Returns the figures of all readings that succeed. Raises DeviceLostError."""
         figures: Figures = {}
-        for what, reading in list(self._readings.items()):
+        for name, reading in list(self._readings.items()):
             try:
                 figures |= reading()
-            except Exception as error:  # each vendor's library has its own, and none may end the sampling
-                verdict = self._judge(error)
-                if verdict == "lost":
-                    raise LostError(str(error)) from error
-                if verdict == "lacking":
-                    del self._readings[what]
+            except Exception as error:  # each vendor's library has its own errors, and none may end the sampling
+                kind = self._classify_error(error)
+                if kind == "lost":
+                    raise DeviceLostError(str(error)) from error
+                if kind == "lacking":
+                    del self._readings[name]
         return figures
 
 
 class EnergyMeter:
-    """One device's account. Figures of readings that are missing now and then only make it coarser."""
+    """Accumulated energy, throttling and idling of one device. Missing figures only make the result coarser."""
 
     def __init__(self) -> None:
         self.joules: float | None = None
-        """Since the first reading; None where the device tells neither energy nor power."""
+        """Since the first reading; None if the device reports neither energy nor power."""
         self.throttled: dict[str, float] = {}
-        """Seconds by reason, of those that held at any time."""
+        """Seconds by reason, for the reasons that were ever active."""
         self.throttled_seconds: float | None = None
-        """Seconds in which any reason held; None where the device does not tell."""
+        """Seconds in which any reason was active; None if the device does not report it."""
         self.readings = self.idle = 0
-        """Readings of utilisation after the first, and those of them below `IDLE_BELOW`."""
+        """Number of utilisation readings after the first, and of those below `IDLE_BELOW_PERCENT`."""
         self._time: float | None = None
         self._energy: tuple[float, float] | None = None  # the newest reading's time and value
         self._power: tuple[float, float] | None = None
         self._counters: dict[str, float] = {}
 
-    def add(self, figures: Figures, now: float, last: bool = False) -> Figures:
-        """Takes a reading at `now` seconds; returns what is worth recording of it. The `last` says nothing on idling."""
-        passed = 0.0 if self._time is None else now - self._time
+    def add_reading(self, figures: Figures, now: float, last: bool = False) -> Figures:
+        """Accumulates a reading at `now` seconds and returns the figures to record. The `last` one is ignored for idling."""
+        elapsed = 0.0 if self._time is None else now - self._time
         shown = {name: value for name, value in figures.items() if "counter" not in name}
         power = self._add_energy(figures, now)
-        self._add_throttling(figures, passed)
-        if passed and not last and "utilization_percentage" in figures:
+        self._add_throttling(figures, elapsed)
+        if elapsed and not last and "utilization_percentage" in figures:
             self.readings += 1
-            self.idle += figures["utilization_percentage"] < IDLE_BELOW
+            self.idle += figures["utilization_percentage"] < IDLE_BELOW_PERCENT
         if self.joules is not None:
             shown["energy_joules"] = self.joules
             if power is not None:
                 shown.setdefault("power_usage_watts", power)
         if self.throttled_seconds is not None:
             shown["throttled_seconds"] = self.throttled_seconds
-            shown |= {f"throttled_{reason}_seconds": held for reason, held in self.throttled.items()}
+            shown |= {f"throttled_{reason}_seconds": seconds for reason, seconds in self.throttled.items()}
         self._time = now
         return shown
 
     def _add_energy(self, figures: Figures, now: float) -> float | None:
-        """Counts on; the mean power in watts since the counter's reading before, where there is one."""
-        energy, power = figures.get(COUNTER), figures.get("power_usage_watts")
+        """Accumulates the energy; returns the mean power in watts since the last counter reading, if there is one."""
+        energy, power = figures.get(ENERGY_COUNTER), figures.get("power_usage_watts")
         joules, mean = self.joules or 0.0, None
         if energy is not None and self._power is None:
             if self._energy is not None:
-                then, earlier = self._energy
-                gained = max(0.0, energy - earlier)  # a counter that went back was reset by a driver that was loaded anew
+                last_time, last_value = self._energy
+                gained = max(0.0, energy - last_value)  # a reloaded driver resets the counter
                 joules += gained
-                mean = gained / (now - then) if now > then else None
+                mean = gained / (now - last_time) if now > last_time else None
             self._energy, self.joules = (now, energy), joules
         elif power is not None and self._energy is None:
             if self._power is not None:
-                then, earlier = self._power
-                joules += (now - then) * (earlier + power) / 2
+                last_time, last_value = self._power
+                joules += (now - last_time) * (last_value + power) / 2
             self._power, self.joules = (now, power), joules
         return mean
 
-    def _add_throttling(self, figures: Figures, passed: float) -> None:
-        bits = int(figures.get(REASONS, 0))
+    def _add_throttling(self, figures: Figures, elapsed: float) -> None:
+        bits = int(figures.get(CLOCK_REASONS, 0))
         gained: Figures = {}
-        known = REASONS in figures
-        for reason, bit in THROTTLING.items():
+        known = CLOCK_REASONS in figures
+        for reason, bit in THROTTLE_BITS.items():
             counter = figures.get(f"throttled_counter_{reason}")
             if counter is not None:
                 known = True
                 gained[reason] = max(0.0, counter - self._counters.get(reason, counter))
                 self._counters[reason] = counter
             elif bits & bit and reason not in self._counters:
-                gained[reason] = passed
+                gained[reason] = elapsed
         if not known:
             return
         for reason, seconds in gained.items():
             if seconds:
                 self.throttled[reason] = self.throttled.get(reason, 0.0) + seconds
-        # Reasons overlap (a card that is too hot may also be at its power limit), but not beyond the time that passed.
-        self.throttled_seconds = (self.throttled_seconds or 0.0) + min(sum(gained.values()), passed)
+        # Reasons overlap (a hot card may also be at its power limit), so their sum is bounded by the elapsed time.
+        self.throttled_seconds = (self.throttled_seconds or 0.0) + min(sum(gained.values()), elapsed)

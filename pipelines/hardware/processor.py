@@ -1,4 +1,4 @@
-"""What this machine's processor is.
+"""The name of this machine's CPU.
 
 processor_name()                                          # "AMD EPYC 9654 96-Core Processor"
 """
@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 def processor_name() -> str | None:
-    """What the processor is called, where the system tells."""
+    """Returns the CPU's model name, or None if the system does not report it."""
     try:
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             if line.startswith("model name"):

@@ -1,7 +1,8 @@
-"""A job from its settings to its exit code, in the driver: how a run is started, owned, watched and ended.
+"""Jobs in the driver: train, prepare and multi-adapter runs, from their settings to their exit code.
 
-driver     train, prepare, check: the order of things
-preflight  what could go wrong, looked at first;  `owner`: one driver a run;  `resume`: its name started again
-inline     a training in this very process;  `profiled`: a job that its profiler has to start
-session    a training under way: signals, `progress`, the end;  `failure`: the cause on one screen
+train_job   the steps of a training job;  `adapters_job`: several adapters in one process
+preparing   data preparation before or during a training, or as a job of its own
+provenance  environment, data and tags that a run records;  `workers`: number and run of its workers
+inline      training in the driver's process;  `profiled`: a job started under its profiler
+finished    evaluation, prediction and export of a finished run
 """

@@ -1,28 +1,35 @@
-"""A training in this very process: no Ray, one worker, the same loop. For debuggers, profilers and small machines.
+"""Trains in this process without Ray: one worker, the same loop. For debuggers, profilers and small machines.
 
 summary = train_inline(job, InlineRecorder(run_folder=..., run="my-run", ...))
 """
 
+import faulthandler
+import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
-from raystride.pipelines.hang.detector import HangDetector
+from raystride.pipelines.config import Config
+from raystride.pipelines.console.failure import TrainingFailed
+from raystride.pipelines.hang.detector import HangDetector, Hung
 from raystride.pipelines.hang.heartbeat import Heartbeat
 from raystride.pipelines.hang.process import Process
 from raystride.pipelines.hang.stack_dump import StackDump
-from raystride.pipelines.hang.watch import heartbeat_every_s, keep_hang
-from raystride.pipelines.profiling.stalls import stacks
+from raystride.pipelines.hang.watch import heartbeat_interval_s, save_hang_report
+from raystride.pipelines.profiling.stalls import format_stacks
 from raystride.pipelines.record import Recorder
 from raystride.pipelines.record.summary import RunSummary
 from raystride.pipelines.worker.job import Job, WorkerInfo
 
+LEAVE_S = 5.0
+"""Seconds that the interpreter's exit may take after an inline training hung."""
+
 
 class InlineRecorder(Recorder):
-    """The recorder of an inline run, in this process, called as `RecorderHandle` is."""
+    """Recorder in this process for an inline run, with the interface of `RecorderHandle`."""
 
     def __init__(self, **arguments: Any) -> None:
         super().__init__(**arguments)
@@ -32,32 +39,44 @@ class InlineRecorder(Recorder):
 
 
 def train_inline(job: Job, recorder: InlineRecorder) -> RunSummary:
-    """Trains as the only worker; returns its summary. Raises what the training raises, and Hung where it hangs."""
-    from raystride.pipelines.worker.worker import run_worker
+    """Trains as the only worker; returns its summary. Raises the errors of the training, and Hung if it hangs."""
+    from raystride.pipelines.worker.run import run_worker
 
     def train() -> RunSummary:
-        with getattr(job.strategy, "taking_part", nullcontext)():
+        with getattr(job.strategy, "participate", nullcontext)():
             return run_worker(job, WorkerInfo(), recorder.post, recorder.stop_requested)
 
     hang_s = job.config.launch.hang_s
-    return train() if hang_s in ("auto", 0) else _leave_if_it_hangs(train, job, recorder)
+    return train() if hang_s in ("auto", 0) else _train_with_hang_detector(train, job, recorder)
 
 
-def _leave_if_it_hangs(train: Callable[[], RunSummary], job: Job, recorder: InlineRecorder) -> RunSummary:
-    """Trains in a thread, which is left alone with whatever it waits for where it hangs."""
+def _train_with_hang_detector(train: Callable[[], RunSummary], job: Job, recorder: InlineRecorder) -> RunSummary:
+    """Trains in a thread, which is abandoned if it hangs."""
     outcome: Future[RunSummary] = Future()
-    threading.Thread(target=_settle, args=(outcome, train), name="worker", daemon=True).start()
-    every_s = heartbeat_every_s(job.config.launch.hang_s)
-    detector, process, looks = HangDetector(job.config.launch.hang_s, every_s), Process.this(WorkerInfo(), ""), 0
+    threading.Thread(target=_set_outcome, args=(outcome, train), name="worker", daemon=True).start()
+    every_s = heartbeat_interval_s(job.config.launch.hang_s)
+    detector, process, num_checks = HangDetector(job.config.launch.hang_s, every_s), Process.current(WorkerInfo(), ""), 0
     while not wait([outcome], every_s).done:
-        looks += 1
-        if hang := detector.look({0: Heartbeat.now(process, looks)}, time.monotonic()):
-            raise keep_hang(hang, {0: StackDump(alive=True, text=stacks())}, job.folder, recorder.post)
+        num_checks += 1
+        if hang := detector.check({0: Heartbeat.capture(process, num_checks)}, time.monotonic()):
+            raise save_hang_report(hang, {0: StackDump(alive=True, text=format_stacks())}, job.folder, recorder.post)
     return outcome.result()
 
 
-def _settle(outcome: Future[RunSummary], train: Callable[[], RunSummary]) -> None:
+def _set_outcome(outcome: Future[RunSummary], train: Callable[[], RunSummary]) -> None:
     try:
         outcome.set_result(train())
     except BaseException as error:
         outcome.set_exception(error)
+
+
+@contextmanager
+def exit_despite_hang(config: Config) -> Iterator[None]:
+    """Limits the interpreter's exit to `LEAVE_S` seconds if the training in the block is inline and hangs."""
+    try:
+        yield
+    except TrainingFailed as failed:
+        if isinstance(failed.cause, Hung) and config.launch.mode == "inline":
+            # The hung call may block the interpreter's exit too. This watchdog is a native thread, and exits with 1.
+            faulthandler.dump_traceback_later(LEAVE_S, exit=True, file=os.open(os.devnull, os.O_WRONLY))
+        raise

@@ -1,10 +1,10 @@
-"""A training's data: prepared before it, or in a process of its own beside it (`data.start_after_mib`).
+"""Prepares a training's data before it, or in another process during it (`data.start_after_mib`).
 
-    with data_for(config, storage, screen, carried, "", 2.0) as prepared:
-        ...                                               # trains, while the rest may be prepared
+    with open_prepared_data(config, storage, screen, plugin_bundle, kept, 2.0) as prepared:
+        ...                                               # trains, while the rest may still be prepared
 
-One process at a time prepares a folder: another one, of another training or `raystride prepare`, waits for its end, and goes
-on where it was if it dies.
+One process at a time prepares a folder: another one, of another training or `raystride prepare`, waits for its end, and
+continues its work if it dies.
 """
 
 import os
@@ -18,97 +18,122 @@ from multiprocessing.process import BaseProcess
 from threading import Event
 
 from raystride.pipelines.cluster.cluster import cluster
-from raystride.pipelines.cluster.internals import on_loopback
+from raystride.pipelines.cluster.internals import listen_on_loopback
+from raystride.pipelines.commands import launch_command, storage_flag
 from raystride.pipelines.config import Config, SettingError
-from raystride.pipelines.feed.samples import windows_in
-from raystride.pipelines.files import Folder
-from raystride.pipelines.launch.owner import Owned, Ownership, new_attempt
-from raystride.pipelines.launch.screen import Screen
-from raystride.pipelines.plugins import Carried
-from raystride.pipelines.prepare.fingerprint import NOTHING_KEPT, Kept, identity
-from raystride.pipelines.prepare.generations import failure, forget_failure, read_generation, tell_failure
-from raystride.pipelines.prepare.one_source import Prepared, finished
-from raystride.pipelines.prepare.prepare import prepare
+from raystride.pipelines.config.parse import Parsed
+from raystride.pipelines.console.exit_codes import DONE, run_with_exit_code
+from raystride.pipelines.console.screen import Screen
+from raystride.pipelines.feed.samples import count_windows
+from raystride.pipelines.plugins import PluginBundle
+from raystride.pipelines.preflight.check import resolve_resources
+from raystride.pipelines.prepare.fingerprint import NO_KEPT_PREPARATIONS, KeptPreparations, identity
+from raystride.pipelines.prepare.generations import clear_failure, publish_failure, read_failure, read_generation
+from raystride.pipelines.prepare.one_source import PreparedData, load_finished_manifest
+from raystride.pipelines.prepare.prepare import check_data, prepare
+from raystride.pipelines.prepare.prepared_folder import is_prepared, prepared_folder
+from raystride.pipelines.run_store.lease import RunLease, RunLocked, new_attempt
+from raystride.pipelines.run_store.location import locate_run
 from raystride.pipelines.service_thread import ServiceThread
 from raystride.pipelines.sources.faults import DataError
+from raystride.pipelines.storage.folder import Folder
 from raystride.pipelines.tasks import build_task
 from raystride.triton_kernels.processes import end_with_parent, fresh_context
 
-LOOK_S = 0.5
-"""Between two looks at whether there is enough to begin."""
-OTHERS_S = 5.0
-"""Between two looks at whether another process has prepared it, or has died."""
+POLL_S = 0.5
+"""Seconds between two checks whether there is enough data to begin."""
+OTHER_PROCESS_POLL_S = 5.0
+"""Seconds between two checks whether another process has finished the preparation, or has died."""
+
+
+def run_preparation(parsed: Parsed[Config]) -> int:
+    """Prepares the data of a configuration; returns the exit code."""
+    return run_with_exit_code(lambda: _prepare(*locate_run(parsed)))
+
+
+def _prepare(config: Config, storage: Folder) -> int:
+    check_data(config, storage, build_task(config))
+    with cluster(config.launch):
+        if config.data.start_after_mib and config.launch.mode != "inline":
+            with suppress(SettingError):  # a training that does not fit here runs elsewhere
+                _, resources, allocation = resolve_resources(config, storage, Screen().log)
+                limit_ray_data_cpus(resources.cpus - allocation.cpus)
+        prepared = prepare_data(config, storage, Screen(), exclusive=True)
+    print(f"results  {prepared.folder}")
+    print("mlflow   not logged")
+    print(f"next     {launch_command()} train with the same settings {storage_flag(str(storage))}".rstrip())
+    return DONE
 
 
 def prepare_data(
-    config: Config, storage: Folder, screen: Screen, kept: Kept = NOTHING_KEPT, *, alone: bool = False
-) -> Prepared:
-    """Prepares the data, if it is not there yet; `kept` as in `prepare`; `alone`: when no other process does.
+    config: Config,
+    storage: Folder,
+    screen: Screen,
+    kept: KeptPreparations = NO_KEPT_PREPARATIONS,
+    *,
+    exclusive: bool = False,
+) -> PreparedData:
+    """Prepares the data if it is not prepared yet; `kept` as in `prepare`; `exclusive`: waits for other preparing processes.
 
     Raises SettingError, DataError.
     """
     on_ray = config.launch.mode != "inline"
-    if alone:
-        prepared = prepare_alone(config, storage, screen.line, kept)
+    if exclusive:
+        prepared = prepare_exclusively(config, storage, screen.log, kept)
     else:
-        prepared = prepare(config, storage, build_task(config), kept=kept, on_ray=on_ray, echo=screen.line)
+        prepared = prepare(config, storage, build_task(config), kept=kept, on_ray=on_ray, log=screen.log)
     _check_samples(config, prepared)
     return prepared
 
 
 @contextmanager
-def data_for(
-    config: Config, storage: Folder, screen: Screen, carried: Carried, kept: Kept, cpus: float
-) -> Iterator[Prepared]:
-    """The prepared data of a training; with `data.start_after_mib` what is ready of it, while another process goes on.
+def open_prepared_data(
+    config: Config, storage: Folder, screen: Screen, plugin_bundle: PluginBundle, kept: KeptPreparations, cpus: float
+) -> Iterator[PreparedData]:
+    """Yields the prepared data of a training; with `data.start_after_mib` its first part, while another process continues.
 
-    That one has so many of the cluster's `cpus` at a time, one at least. Raises SettingError, DataError.
+    That process uses at most `cpus` of the cluster's CPUs at a time, and at least one. Raises SettingError, DataError.
     """
-    if not config.data.start_after_mib or prepared_before(config, storage, kept):
+    if not config.data.start_after_mib or is_prepared(config, storage, kept):
         yield prepare_data(config, storage, screen, kept)
         return
-    with beside(config, storage, screen, carried, kept, cpus) as begun:
-        prepared = begun.first()
+    with prepare_in_background(config, storage, screen, plugin_bundle, kept, cpus) as preparation:
+        prepared = preparation.wait_for_first()
         _check_samples(config, prepared)
-        screen.line(f"data: {prepared.manifest.tokens('train'):,} tokens are prepared to begin with, the rest follows")
+        screen.log(f"data: {prepared.manifest.tokens('train'):,} tokens are prepared to begin with, the rest follows")
         yield prepared
 
 
-def prepared_before(config: Config, storage: Folder, kept: Kept = NOTHING_KEPT) -> bool:
-    """Whether data that would be prepared beside a training is there as a whole. Raises SettingError, DataError."""
-    return config.data.start_after_mib > 0 and finished(_place(config, storage, kept)) is not None
-
-
-class Begun:
-    """A preparation that has begun."""
+class PreparationProcess:
+    """A preparation that runs in another process."""
 
     def __init__(self, folder: Folder, process: BaseProcess) -> None:
         self.folder, self._process = folder, process
 
-    def first(self) -> Prepared:
-        """What training begins on, once it is there. Raises DataError, SettingError where the preparation goes wrong."""
+    def wait_for_first(self) -> PreparedData:
+        """Waits for and returns the data on which training can begin. Raises DataError if the preparation fails."""
         while True:
             ended = self._process.exitcode
-            if (manifest := read_generation(self.folder, 0)) or (manifest := finished(self.folder)):
-                return Prepared(self.folder, manifest, reused=False)
-            if error := failure(self.folder):
+            if (manifest := read_generation(self.folder, 0)) or (manifest := load_finished_manifest(self.folder)):
+                return PreparedData(self.folder, manifest, reused=False)
+            if error := read_failure(self.folder):
                 raise DataError(error)
             if ended is not None:
                 raise DataError(f"the preparation in process {self._process.pid} ended with code {ended}: start it again")
-            time.sleep(LOOK_S)
+            time.sleep(POLL_S)
 
 
-def _check_samples(config: Config, prepared: Prepared) -> None:
-    """Refuses data that does not fill one window."""
+def _check_samples(config: Config, prepared: PreparedData) -> None:
+    """Raises SettingError if the data does not fill one window."""
     task = build_task(config)
     for name, (_, manifest) in prepared.manifest.by_source(prepared.folder).items():
-        of = f"of data.sources.{name} " if name else ""
+        label = f"of data.sources.{name} " if name else ""
         for split in ("train", "validation") if task.window else ():
             tokens = manifest.tokens(split)
-            if not windows_in(task, tokens):
+            if not count_windows(task, tokens):
                 raise SettingError(
-                    f"model.context is {config.model.context}: the {split} data {of}has {tokens} tokens, which is not one "
-                    f"sample of {config.model.context + 1}. Lower model.context, give more data, or set "
+                    f"model.context is {config.model.context}: the {split} data {label}has {tokens} tokens, which is not "
+                    f"one sample of {config.model.context + 1}. Lower model.context, give more data, or set "
                     "data.validation_fraction",
                     setting="model.context",
                     value=config.model.context,
@@ -116,99 +141,102 @@ def _check_samples(config: Config, prepared: Prepared) -> None:
 
 
 @contextmanager
-def beside(config: Config, storage: Folder, screen: Screen, carried: Carried, kept: Kept, cpus: float) -> Iterator[Begun]:
+def prepare_in_background(
+    config: Config, storage: Folder, screen: Screen, plugin_bundle: PluginBundle, kept: KeptPreparations, cpus: float
+) -> Iterator[PreparationProcess]:
     """Prepares in another process until the block ends. With Ray, this process has joined the cluster.
 
-    The tasks at a time are as many as `cpus`, or workers would wait for their places until all is prepared.
+    At most `cpus` tasks run at a time; otherwise the workers would wait for their slots until all is prepared.
     """
-    from ray import cloudpickle  # what the user's script has registered lies nowhere that another process could import
+    from ray import cloudpickle  # another process cannot import plug-ins that the user's script has registered
 
-    if not config.data.sources:  # the process could see another script than this one
-        kept = Kept(fingerprints={"": identity(config, build_task(config), kept, storage).data})
-    folder, address = _place(config, storage, kept), None
+    if not config.data.sources:  # fixed here, as the other process could see another version of the script
+        kept = KeptPreparations(fingerprints={"": identity(config, build_task(config), kept, storage).data})
+    folder, address = prepared_folder(config, storage, kept), None
     if config.launch.mode != "inline":
         import ray
 
         address = ray.get_runtime_context().gcs_address
     context = fresh_context()
-    hear, tell = context.Pipe(duplex=False)
-    forget_failure(folder)
+    receiver, sender = context.Pipe(duplex=False)
+    clear_failure(folder)
     process = context.Process(
-        target=_prepare, args=(cloudpickle.dumps((config, storage, carried, kept)), address, cpus, tell), daemon=True
+        target=_preparation_main,
+        args=(cloudpickle.dumps((config, storage, plugin_bundle, kept)), address, cpus, sender),
+        daemon=True,
     )
     process.start()
-    tell.close()
+    sender.close()
     ended = Event()
-    watch = partial(_watch, process, hear, ended, folder, screen.line)
-    ServiceThread("preparation", watch, every_s=0.0, log=screen.line).start()
+    watch = partial(_relay_messages, process, receiver, ended, folder, screen.log)
+    ServiceThread("preparation", watch, every_s=0.0, log=screen.log).start()
     try:
-        yield Begun(folder, process)
+        yield PreparationProcess(folder, process)
     finally:
         ended.set()
         process.kill()
         process.join()
 
 
-def prepare_alone(config: Config, storage: Folder, echo: Callable[[str], None], kept: Kept = NOTHING_KEPT) -> Prepared:
-    """Prepares where no other process does; waits for one that does. Raises DataError, SettingError."""
-    task, folder, said = build_task(config), _place(config, storage, kept), False
-    while finished(folder) is None:
+def prepare_exclusively(
+    config: Config, storage: Folder, log: Callable[[str], None], kept: KeptPreparations = NO_KEPT_PREPARATIONS
+) -> PreparedData:
+    """Prepares the data as the only process, and waits if another one is at it. Raises DataError, SettingError."""
+    task, folder, is_announced = build_task(config), prepared_folder(config, storage, kept), False
+    while load_finished_manifest(folder) is None:
         try:
-            with Ownership.take(folder, new_attempt()):
-                return prepare(config, storage, task, kept=kept, on_ray=config.launch.mode != "inline", echo=echo)
-        except Owned:
-            if not said:
-                echo(f"data: another process prepares {folder}, and this one waits for it")
-            said = True
-            time.sleep(OTHERS_S)
-    return prepare(config, storage, task, kept=kept, on_ray=False, echo=echo)
+            with RunLease.acquire(folder, new_attempt()):
+                return prepare(config, storage, task, kept=kept, on_ray=config.launch.mode != "inline", log=log)
+        except RunLocked:
+            if not is_announced:
+                log(f"data: another process prepares {folder}, and this one waits for it")
+            is_announced = True
+            time.sleep(OTHER_PROCESS_POLL_S)
+    return prepare(config, storage, task, kept=kept, on_ray=False, log=log)
 
 
-def _prepare(pickled: bytes, address: str | None, cpus: float, tell: Connection) -> None:
-    """The other process.
+def _preparation_main(pickled: bytes, address: str | None, cpus: float, sender: Connection) -> None:
+    """Main function of the preparing process.
 
-    A terminal's ^C, and whoever ends a job, send their signals to this one, too: the training heeds them, and goes on with
-    what it reads until it has saved. When it ends so does this process, by a signal that is not blocked.
+    A terminal's Ctrl-C and job schedulers signal this process, too, so it blocks those signals: the training handles them,
+    and still reads data until it has saved. When the training ends, this process is ended by a signal that is not blocked.
     """
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM, signal.SIGHUP})
     end_with_parent()
     from ray import cloudpickle
 
-    config, storage, carried, kept = cloudpickle.loads(pickled)
-    carried.register()
+    config, storage, plugin_bundle, kept = cloudpickle.loads(pickled)
+    plugin_bundle.register()
     own = address and not (config.launch.address or os.environ.get("RAY_ADDRESS"))
     if address:
         os.environ["RAY_ADDRESS"] = address
-        use_at_most(cpus)
+        limit_ray_data_cpus(cpus)
     try:
-        with on_loopback() if own else nullcontext(), cluster(config.launch):
-            prepare_alone(config, storage, tell.send, kept)
+        with listen_on_loopback() if own else nullcontext(), cluster(config.launch):
+            prepare_exclusively(config, storage, sender.send, kept)
     except (DataError, SettingError) as error:
-        tell_failure(_place(config, storage, kept), str(error))
+        publish_failure(prepared_folder(config, storage, kept), str(error))
 
 
-def use_at_most(cpus: float) -> None:
-    """Has Ray Data in this process use so many processors at a time."""
+def limit_ray_data_cpus(cpus: float) -> None:
+    """Limits Ray Data in this process to `cpus` CPUs at a time, at least one."""
     from ray.data import DataContext, ExecutionResources
 
     DataContext.get_current().execution_options.resource_limits = ExecutionResources.for_limits(cpu=max(1.0, cpus))
 
 
-def _place(config: Config, storage: Folder, kept: Kept) -> Folder:
-    """The folder of the prepared data. Raises SettingError, DataError."""
-    return storage / ".prepared" / identity(config, build_task(config), kept, storage).data
-
-
-def _watch(process: BaseProcess, hear: Connection, ended: Event, folder: Folder, said: Callable[[str], None]) -> bool:
-    """Passes on what the process says; if it dies before it was `ended`, tells all who wait for it. True: it has ended."""
+def _relay_messages(
+    process: BaseProcess, receiver: Connection, ended: Event, folder: Folder, log: Callable[[str], None]
+) -> bool:
+    """Logs the messages of the process; publishes a failure if it dies before `ended` is set. Returns True at its end."""
     with suppress(EOFError):
         while True:
             try:
-                text = hear.recv()
+                text = receiver.recv()
             except OSError:
                 break
-            said(text)
+            log(text)
     process.join()
-    if process.exitcode and not ended.is_set() and finished(folder) is None:
-        tell_failure(folder, f"its process ended with code {process.exitcode}: start this run again")
+    if process.exitcode and not ended.is_set() and load_finished_manifest(folder) is None:
+        publish_failure(folder, f"its process ended with code {process.exitcode}: start this run again")
     return True

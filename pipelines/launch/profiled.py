@@ -1,6 +1,6 @@
-"""Jobs that a profiler has to start: the job executes itself once more, under the profiler, and sums up what it left.
+"""Runs a job under a profiler that has to start it: the job executes itself again under the profiler and reports on it.
 
-    code = under_profiler(config, storage)                    # None: go on here; else the exit code of the job that ran
+    code = run_under_profiler(config, storage)                # None: continue here; else the exit code of the profiled job
 
 Nsight Systems needs it for inline jobs (Ray's workers are started under it by `trainer`), Nsight Compute always.
 """
@@ -13,44 +13,53 @@ import time
 from pathlib import Path
 from shutil import which
 
-from raystride.pipelines.cluster.resources import Resources, resolve
+from raystride.pipelines.cluster.resources import Resources, resolve_allocation
 from raystride.pipelines.config import Config
-from raystride.pipelines.credentials import hidden
-from raystride.pipelines.files import Folder, strict_json
-from raystride.pipelines.pages import heading, page, paragraph, table
-from raystride.pipelines.profiling.nsight_commands import COMPUTE, SESSION, compute_command, read_csv_table, systems_command
-from raystride.pipelines.profiling.profile import PLACE
+from raystride.pipelines.credentials import redact
+from raystride.pipelines.pages import heading, html_page, html_table, paragraph
+from raystride.pipelines.profiling.nsight_commands import (
+    NCU_VARIABLE,
+    NSYS_SESSION_VARIABLE,
+    compute_command,
+    read_csv_table,
+    systems_command,
+)
+from raystride.pipelines.profiling.profile import PROFILES_FOLDER
 from raystride.pipelines.record.entry import new_entry
-from raystride.pipelines.record.mlflow_log import MlflowLog
+from raystride.pipelines.record.mlflow.log import MlflowLog
+from raystride.pipelines.storage.folder import Folder, strict_json
 from raystride.triton_kernels.processes import run_in_group
 
 REPORT = "ncu"
-COMPUTED, MOVED, LASTED = (
+COMPUTE_METRIC, MEMORY_METRIC, DURATION_METRIC = (
     "sm__throughput.avg.pct_of_peak_sustained_elapsed",
     "gpu__compute_memory_throughput.avg.pct_of_peak_sustained_elapsed",
     "gpu__time_duration.sum",
 )
-"""Nsight Compute's speed of light: the share of the peak that arithmetic and memory reached, and the duration."""
-KERNELS = 200
-"""Rows of the page at most; the report has all."""
+"""Nsight Compute's speed of light: percent of peak arithmetic and memory throughput, and the duration."""
+MAX_ROWS = 200
+"""Largest number of rows on the page; the report has all."""
 REMEDIES = {
     "nsys": "install Nsight Systems and put nsys on PATH, or use profile.tool torch",
     "ncu": "install Nsight Compute and put ncu on PATH, or use profile.tool torch",
 }
 
 
-def under_profiler(config: Config, storage: Folder) -> int | None:
-    """Runs this very command under its profiler, where that has to start it. Raises SettingError where it is not there."""
+def run_under_profiler(config: Config, storage: Folder) -> int | None:
+    """Runs this command again under a profiler that has to start it; returns its exit code, None if no profiler has to.
+
+    Raises SettingError if the profiler is not installed.
+    """
     tool, inline = config.profile.tool, config.launch.mode == "inline"
-    # Under the profiler the job comes here again, and then goes on.
-    if tool not in REMEDIES or SESSION in os.environ or COMPUTE in os.environ:
+    # The job under the profiler also calls this function, and then continues.
+    if tool not in REMEDIES or NSYS_SESSION_VARIABLE in os.environ or NCU_VARIABLE in os.environ:
         return None
     if which(tool) is None and config.launch.address is None and "RAY_ADDRESS" not in os.environ:
         raise config.profile.error("tool", f"needs the program {tool}, which is not there: {REMEDIES[tool]}")
     if tool == "ncu":
-        return _under_compute(config, storage)
+        return _run_under_ncu(config, storage)
     if inline:
-        device = resolve(config, Resources.of_this_machine()).device
+        device = resolve_allocation(config, Resources.of_this_machine()).device
         command = systems_command(f"raystride{os.getpid()}", device)
         os.execvp(command[0], [*command, *_this_command()])  # noqa: S606  (this process becomes the other)
     return None
@@ -60,7 +69,7 @@ def _this_command() -> list[str]:
     return [sys.executable, *sys.orig_argv[1:]]
 
 
-def _under_compute(config: Config, storage: Folder) -> int:
+def _run_under_ncu(config: Config, storage: Folder) -> int:
     assert config.run
     folder = storage / config.run
     with tempfile.TemporaryDirectory(prefix="ncu-") as name:
@@ -68,51 +77,55 @@ def _under_compute(config: Config, storage: Folder) -> int:
         report, log = scratch / f"{REPORT}.ncu-rep", scratch / f"{REPORT}.log"
         command = compute_command(str(scratch / REPORT), config.profile.kernel, str(log))
         code = run_in_group([*command, *_this_command()])
-        said = log.read_text() if log.exists() else ""
+        output = log.read_text() if log.exists() else ""
         log.unlink(missing_ok=True)
         if not report.exists():
-            print(f"warning: there is no profile by ncu: {why_no_report(said)}", file=sys.stderr)
+            print(f"warning: there is no profile by ncu: {explain_missing_report(output)}", file=sys.stderr)
             return code
         sheet = subprocess.run(
             ["ncu", "--import", str(report), "--csv", "--page", "raw"], capture_output=True, text=True, check=False
         )
-        rows = speed_of_light(sheet.stdout)
+        rows = parse_speed_of_light(sheet.stdout)
         (scratch / f"{REPORT}.csv").write_text(sheet.stdout)
         (scratch / f"{REPORT}.json").write_text(strict_json(rows, indent=1) + "\n")
-        (scratch / f"{REPORT}.html").write_text(compute_page(config.run, rows))
-        _keep(config, storage, folder, scratch)
-    print(f"profile  {folder / PLACE / f'{REPORT}.html'}")
+        (scratch / f"{REPORT}.html").write_text(render_compute_page(config.run, rows))
+        _store_report(config, storage, folder, scratch)
+    print(f"profile  {folder / PROFILES_FOLDER / f'{REPORT}.html'}")
     return code
 
 
-def why_no_report(said: str) -> str:
-    """The reason and its remedy, from what ncu said."""
-    if "ERR_NVGPUCTRPERM" in said:
+def explain_missing_report(output: str) -> str:
+    """Returns the reason for a missing report and the remedy, from ncu's output."""
+    if "ERR_NVGPUCTRPERM" in output:
         return (
             "the driver lets only administrators read the GPU's counters (ERR_NVGPUCTRPERM): run as root, with "
             "CAP_SYS_ADMIN, or load the driver with NVreg_RestrictProfilingToAdminUsers=0"
         )
-    if "No kernels were profiled" in said:
+    if "No kernels were profiled" in output:
         return "no kernel ran within profile.steps on a GPU, or none matches profile.kernel"
-    return said.strip()[-500:] or "ncu wrote nothing"
+    return output.strip()[-500:] or "ncu wrote nothing"
 
 
-def speed_of_light(text: str) -> list[dict[str, float | str]]:
-    """Kernel, microseconds and shares of the peaks, from `ncu --csv --page raw`: header, a row of units, a row a launch."""
+def parse_speed_of_light(text: str) -> list[dict[str, float | str]]:
+    """Parses kernel, microseconds and percent of the peaks from `ncu --csv --page raw`: header, units, a row a launch."""
     rows = read_csv_table(text)
     if not rows:
         return []
     units = rows[0]
-    found: list[dict[str, float | str]] = []
-    scale = {"ns": 1e-3, "nsecond": 1e-3, "us": 1.0, "usecond": 1.0, "ms": 1e3, "msecond": 1e3}[units[LASTED]]
+    launches: list[dict[str, float | str]] = []
+    scale = {"ns": 1e-3, "nsecond": 1e-3, "us": 1.0, "usecond": 1.0, "ms": 1e3, "msecond": 1e3}[units[DURATION_METRIC]]
     for row in rows[1:]:
-        lasted, computed, moved = (float(row[key].replace(",", "")) for key in (LASTED, COMPUTED, MOVED))
-        found.append({"kernel": row["Kernel Name"], "us": lasted * scale, "compute_%": computed, "memory_%": moved})
-    return found
+        duration, compute_percent, memory_percent = (
+            float(row[key].replace(",", "")) for key in (DURATION_METRIC, COMPUTE_METRIC, MEMORY_METRIC)
+        )
+        launches.append(
+            {"kernel": row["Kernel Name"], "us": duration * scale, "compute_%": compute_percent, "memory_%": memory_percent}
+        )
+    return launches
 
 
-def compute_page(run: str, rows: list[dict[str, float | str]]) -> str:
-    """What the figures say, in words and as a table."""
+def render_compute_page(run: str, rows: list[dict[str, float | str]]) -> str:
+    """Renders the page with a summary and a table of the kernel launches."""
     slowest = sorted(rows, key=lambda row: -float(row["us"]))
     parts = []
     if slowest:
@@ -127,23 +140,23 @@ def compute_page(run: str, rows: list[dict[str, float | str]]) -> str:
         cells = [
             [str(row["kernel"]), *(f"{float(row[key]):.1f}" for key in ("us", "compute_%", "memory_%"))] for row in slowest
         ]
-        parts += [paragraph(text), table(["kernel", "µs", "arithmetic, %", "memory, %"], cells[:KERNELS])]
-    how = paragraph(f"Open {REPORT}.ncu-rep in Nsight Compute (ncu-ui).")
-    return page(f"Nsight Compute: {run}", heading("Kernels"), *parts, heading("How to open the report"), how)
+        parts += [paragraph(text), html_table(["kernel", "µs", "arithmetic, %", "memory, %"], cells[:MAX_ROWS])]
+    how_to_open = paragraph(f"Open {REPORT}.ncu-rep in Nsight Compute (ncu-ui).")
+    return html_page(f"Nsight Compute: {run}", heading("Kernels"), *parts, heading("How to open the report"), how_to_open)
 
 
-def _keep(config: Config, storage: Folder, folder: Folder, scratch: Path) -> None:
-    """Copies the files to the run's folder and, as the run's record is closed by now, opens it in MLflow once more."""
+def _store_report(config: Config, storage: Folder, folder: Folder, scratch: Path) -> None:
+    """Copies the files to the run's folder and logs them to MLflow, where it reopens the run, as its record is closed."""
     assert config.run
     names = []
     for file in sorted(scratch.iterdir()):
-        names.append(f"{PLACE}/{file.name}")
+        names.append(f"{PROFILES_FOLDER}/{file.name}")
         folder.upload(file, names[-1])
-    log = MlflowLog.at(folder, config.run, config.record, storage)
+    log = MlflowLog.for_run(folder, config.run, config.record, storage)
     if log is None:
         return
     try:
         log.log([new_entry("artifact", {"name": name}) for name in names])
         log.finish(folder.read_json("summary.json")["status"], time.time())
-    except Exception as error:  # a tracking server that is away; the files are in the run's folder
-        print(hidden(f"warning: the profile is not in MLflow ({type(error).__name__}: {error})"), file=sys.stderr)
+    except Exception as error:  # the tracking server is unreachable; the files are in the run's folder
+        print(redact(f"warning: the profile is not in MLflow ({type(error).__name__}: {error})"), file=sys.stderr)

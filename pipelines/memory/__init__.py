@@ -1,6 +1,6 @@
-"""The memory that a worker will need, told before anything starts; needs no PyTorch, which the driver does without.
+"""Estimates a worker's memory before anything starts; needs no PyTorch, as the driver does not import it.
 
-estimate     bytes of a worker, by kind
-networks     the tasks' networks as sizes; `saved`: what each operation keeps for its backward
-activations  from those to the most that is alive at once
+estimate     bytes of a worker, by component
+networks     the tasks' networks as sizes; `saved`: the tensors that each operation saves for its backward
+activations  from those to the peak of live bytes in a step
 """

@@ -1,17 +1,17 @@
-"""What a forward and backward hold besides parameters, their gradients and the optimiser's state, at their worst.
+"""Peak memory of a forward and backward besides parameters, their gradients and the optimiser's state.
 
-A network tells of itself what `Network` asks for (`networks` has ours): its blocks, what each saves for its backward, and in
-which parts that backward goes. The most is held at one of these moments, which `moments` lists with the gradients that have
-come to be by then:
+A network is described as a `Network` (`networks` builds ours): its blocks, the bytes that each saves for its backward, and
+the parts of that backward in order. The peak is at one of these moments; `list_moments` lists them with the gradients that
+exist by then:
 
-    loss          all blocks' saved tensors, and what the head and the loss hold
-    block         those of all blocks up to this one, the stream's gradient, and what one of its parts differentiates
-    embedding     what the gradients of everything ahead of the blocks take, which come last
+    loss          all blocks' saved tensors, and those of the head and the loss
+    block         saved tensors of all blocks up to this one, the stream's gradient, and the part that is differentiated
+    embedding     the gradients of the parameters ahead of the blocks, made last
 
-With activation checkpointing a block's saved tensors exist while its backward runs, and before that only what is kept.
+With activation checkpointing a block's saved tensors exist only while its backward runs; before that only the kept ones do.
 
-    held = moments(network, arithmetic, checkpointing="none")
-    max(moment.activations for moment in held)                # bytes
+    found = list_moments(network, arithmetic, checkpointing="none")
+    max(moment.activations for moment in found)               # bytes
 """
 
 from collections.abc import Iterable
@@ -23,130 +23,148 @@ FP32 = 4
 
 @dataclass(frozen=True)
 class Arithmetic:
-    """What numbers are made of, and by what means they are computed."""
+    """Bytes per number of each kind of tensor, and whether our kernels compute them."""
 
     stream: int = FP32
     """Bytes of a number of the residual stream."""
-    product: int = FP32
-    """Bytes of a number that products read and write."""
+    matmul: int = FP32
+    """Bytes of a number that matrix products read and write."""
     kernels: bool = False
     """Our Triton kernels run."""
     mask: int = FP32
-    """Bytes of a dropout mask's number."""
+    """Bytes of a number of a dropout mask."""
 
     @property
-    def cast(self) -> bool:
-        """Autocast: products work on copies of inputs and weights."""
-        return self.stream != self.product
+    def autocasts(self) -> bool:
+        """True under autocast: matrix products work on copies of inputs and weights."""
+        return self.stream != self.matmul
 
 
 @dataclass(frozen=True)
 class Moment:
-    """A point of a step at which much is held."""
+    """A candidate for the peak of memory in a step."""
 
     activations: float
-    """Bytes that are no parameter, no gradient of one and no state of the optimiser."""
-    arisen: float = 0.0
+    """Bytes other than parameters, their gradients and the optimiser's state."""
+    ready_gradients: float = 0.0
     """Numbers of the gradients that this backward has made so far."""
-    making: float = 0.0
-    """Those of them that it is just making, which lie beside gradients that are there already."""
-    place: Literal["forward", "loss", "block", "embedding"] = "loss"
-    """Where: in the forward of the last block, or as above."""
-    done: int = 0
+    computing_gradients: float = 0.0
+    """Numbers of the gradients that it is just making, held besides gradients that exist already."""
+    phase: Literal["forward", "loss", "block", "embedding"] = "loss"
+    """`forward`: of the last block; the others as above."""
+    num_blocks_done: int = 0
     """Blocks whose backward is over."""
 
 
 @dataclass(frozen=True)
 class PartMemory:
-    """A part of a block's backward."""
+    """Memory of one part of a block's backward."""
 
-    saved: float
+    saved_bytes: float
     """Bytes that the forward saved for it."""
-    working: float
-    """Bytes that it adds at most, with all of these still there."""
-    numbers: int
-    """Parameters of which it makes gradients ..."""
-    making: int
-    """... and of the one that it makes when it holds the most."""
+    extra: float
+    """Peak of the bytes that it adds while all saved ones still exist."""
+    num_parameters: int
+    """Parameters whose gradients it makes ..."""
+    computing_gradients: int
+    """... and those whose gradient it makes at its peak."""
 
 
 @dataclass(frozen=True)
 class BlockMemory:
-    """What `strategies.recompute` and FSDP take for one piece: an item of the network's `ModuleList`s."""
+    """Memory of the unit of `strategies.recompute` and FSDP: an item of the network's `ModuleList`s."""
 
     input: float
-    """Bytes of what comes in, all that is kept where the block is computed again."""
-    products: float
-    """Bytes that are kept where products and attention are not computed again."""
+    """Bytes of the input, all that is kept if the block is recomputed."""
+    matmul_outputs: float
+    """Bytes that are kept if products and attention are not recomputed."""
     parts: tuple[PartMemory, ...]
     """In the order of the backward."""
     gradient: float
     """Bytes of the stream's gradient during its backward."""
-    matrices: int
-    """Numbers of its matrices, which autocast copies."""
-    beside: float = 0.0
-    """Bytes kept until its backward in any case, as what lies between it and the next block."""
+    num_matmul_weights: int
+    """Numbers of its matrices, copied by autocast."""
+    extra_kept: float = 0.0
+    """Bytes kept until its backward in any case, such as those between it and the next block."""
 
     @property
-    def numbers(self) -> int:
-        """How many parameters the block has."""
-        return sum(part.numbers for part in self.parts)
+    def num_parameters(self) -> int:
+        """Number of parameters of the block."""
+        return sum(part.num_parameters for part in self.parts)
 
     @property
-    def saved(self) -> float:
+    def saved_bytes(self) -> float:
         """Bytes that its forward saves."""
-        return sum(part.saved for part in self.parts)
+        return sum(part.saved_bytes for part in self.parts)
 
-    def kept(self, checkpointing: str) -> float:
-        """Bytes that are there from its forward to its backward."""
-        return {"none": self.saved, "selective": self.products, "full": self.input}[checkpointing] + self.beside
+    def bytes_kept(self, checkpointing: str) -> float:
+        """Returns the bytes held from its forward to its backward."""
+        return {"none": self.saved_bytes, "selective": self.matmul_outputs, "full": self.input}[
+            checkpointing
+        ] + self.extra_kept
 
 
 @dataclass(frozen=True)
 class Network:
-    """A network and the micro-batch that it is given."""
+    """A network with the micro-batch that it computes."""
 
     sizes: list[int]
     """Numbers of each parameter, in the network's order."""
     blocks: list[BlockMemory]
     """In the order of the forward."""
-    front: float
-    """Bytes that what comes before the blocks saves."""
+    embedding_saved: float
+    """Bytes that the layers before the blocks save."""
     loss: list[Moment]
-    """What lies on top of the blocks, from the forward of the head to the backward of the loss."""
-    ending: Moment
-    """The last of the backward, when the gradients of all that comes before the blocks are made."""
+    """Moments above the blocks, from the forward of the head to the backward of the loss."""
+    final_moment: Moment
+    """The end of the backward, when the gradients of the layers before the blocks are made."""
     head: int = 0
-    """Numbers of a head whose gradient is there before that of the blocks ..."""
-    waiting: float = 0.0
-    """... and bytes of the gradient of a shared one, which waits until its other use has come to its own."""
+    """Numbers of a head whose gradient is made before that of the blocks ..."""
+    deferred_gradient: float = 0.0
+    """... and bytes of the gradient of a tied head, held until the embedding's gradient is made."""
 
     @property
-    def count(self) -> int:
-        """How many parameters the network has."""
+    def num_parameters(self) -> int:
+        """Number of parameters of the network."""
         return sum(self.sizes)
 
 
-def moments(network: Network, arithmetic: Arithmetic, checkpointing: str) -> list[Moment]:
-    """The moments of a micro-batch at which the most may be held."""
-    kept = [block.kept(checkpointing) for block in network.blocks]
-    below = network.front + sum(kept)
-    copies = _copies(network.blocks, arithmetic)
-    found = [replace(each, activations=below + copies + each.activations) for each in network.loss]
-    found.append(Moment(below - kept[-1], place="forward"))
-    arisen = network.head
-    for done, block in enumerate(reversed(network.blocks)):
-        left = len(network.blocks) - done
-        # Autocast keeps its copies of weights until its block ends; computed again, only those of one block are there.
-        copies = _copies(network.blocks[:left] if checkpointing == "none" else [block], arithmetic)
-        held = below + block.saved + block.beside - kept[left - 1] + copies + network.waiting + block.gradient
+def list_moments(network: Network, arithmetic: Arithmetic, checkpointing: str) -> list[Moment]:
+    """Returns the candidate moments for the peak of memory in a micro-batch."""
+    bytes_kept = [block.bytes_kept(checkpointing) for block in network.blocks]
+    below = network.embedding_saved + sum(bytes_kept)
+    copies = _autocast_copy_bytes(network.blocks, arithmetic)
+    moments = [replace(moment, activations=below + copies + moment.activations) for moment in network.loss]
+    moments.append(Moment(below - bytes_kept[-1], phase="forward"))
+    ready_gradients = network.head
+    for num_blocks_done, block in enumerate(reversed(network.blocks)):
+        num_blocks_left = len(network.blocks) - num_blocks_done
+        # Autocast keeps its copies of weights until its block ends; with recomputation only those of one block exist.
+        copies = _autocast_copy_bytes(network.blocks[:num_blocks_left] if checkpointing == "none" else [block], arithmetic)
+        held_bytes = (
+            below
+            + block.saved_bytes
+            + block.extra_kept
+            - bytes_kept[num_blocks_left - 1]
+            + copies
+            + network.deferred_gradient
+            + block.gradient
+        )
         for part in block.parts:
-            found.append(Moment(held + part.working, arisen + part.making, part.making, "block", done))
-            held -= part.saved
-            arisen += part.numbers
-        below -= kept[left - 1]
-    return [*found, network.ending]
+            moments.append(
+                Moment(
+                    held_bytes + part.extra,
+                    ready_gradients + part.computing_gradients,
+                    part.computing_gradients,
+                    "block",
+                    num_blocks_done,
+                )
+            )
+            held_bytes -= part.saved_bytes
+            ready_gradients += part.num_parameters
+        below -= bytes_kept[num_blocks_left - 1]
+    return [*moments, network.final_moment]
 
 
-def _copies(blocks: Iterable[BlockMemory], arithmetic: Arithmetic) -> float:
-    return arithmetic.product * sum(block.matrices for block in blocks) if arithmetic.cast else 0.0
+def _autocast_copy_bytes(blocks: Iterable[BlockMemory], arithmetic: Arithmetic) -> float:
+    return arithmetic.matmul * sum(block.num_matmul_weights for block in blocks) if arithmetic.autocasts else 0.0

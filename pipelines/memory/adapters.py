@@ -1,67 +1,88 @@
-"""How many numbers the adapters of a run have, told from its settings alone.
+"""Counts the parameters of a run's adapters from its settings alone.
 
-adapter_numbers(config)                                   # of all adapters that it trains
+count_adapter_parameters(config)                          # of all adapters that it trains
 """
 
 from dataclasses import dataclass
 
-from raystride.model.shape import head_size, hidden_width
-from raystride.pipelines.config import Config, Model
+from raystride.model.shape import ENCODERS, dense_sizes, head_size, hidden_width
+from raystride.pipelines.config import Config, ModelConfig
 
 
 @dataclass(frozen=True)
-class BlockSite:
+class BlockLinear:
     """A linear layer of a block that can have an adapter."""
 
     names: tuple[str, ...]
-    """The last parts of the names by which `lora.targets` may mean it."""
+    """Last parts of the names for its selection by `lora.targets`."""
     inputs: int
     outputs: int
 
 
-def block_sites(shape: Model) -> list[BlockSite]:
-    """Those of a block, without attention to another network's results."""
-    width, hidden, size = shape.width, hidden_width(shape), head_size(shape)
+def block_linears(shape: ModelConfig) -> list[BlockLinear]:
+    """Returns the linear layers of a block, without cross-attention."""
+    width, hidden, size = shape.hidden_size, hidden_width(shape), head_size(shape)
     queries, keys = shape.heads * size, (shape.kv_heads or shape.heads) * size
-    if shape.flavour == "llama":
+    if shape.architecture == "llama":
         return [
-            BlockSite(("q", "q_proj"), width, queries),
-            BlockSite(("k", "k_proj"), width, keys),
-            BlockSite(("v", "v_proj"), width, keys),
-            BlockSite(("out", "o_proj"), queries, width),
-            BlockSite(("gate", "gate_proj"), width, hidden),
-            BlockSite(("up", "up_proj"), width, hidden),
-            BlockSite(("down", "down_proj"), hidden, width),
+            BlockLinear(("q", "q_proj"), width, queries),
+            BlockLinear(("k", "k_proj"), width, keys),
+            BlockLinear(("v", "v_proj"), width, keys),
+            BlockLinear(("out", "o_proj"), queries, width),
+            BlockLinear(("gate", "gate_proj"), width, hidden),
+            BlockLinear(("up", "up_proj"), width, hidden),
+            BlockLinear(("down", "down_proj"), hidden, width),
+        ]
+    if shape.architecture == "modernbert":
+        return [
+            BlockLinear(("qkv", "Wqkv"), width, queries + 2 * keys),
+            BlockLinear(("out", "Wo"), queries, width),
+            BlockLinear(("gate", "Wi"), width, hidden),
+            BlockLinear(("up", "Wi"), width, hidden),
+            BlockLinear(("down", "Wo"), hidden, width),
+        ]
+    if shape.architecture == "bert":
+        projections = (("q", "query", "q_lin"), ("k", "key", "k_lin"), ("v", "value", "v_lin"))
+        return [
+            *(BlockLinear(names, width, size) for names, size in zip(projections, (queries, keys, keys), strict=True)),
+            BlockLinear(("out", "dense", "out_lin"), queries, width),
+            BlockLinear(("up", "dense", "lin1"), width, hidden),
+            BlockLinear(("down", "dense", "lin2"), hidden, width),
         ]
     return [
-        BlockSite(("qkv", "c_attn"), width, queries + 2 * keys),
-        BlockSite(("out", "c_proj"), queries, width),
-        BlockSite(("up", "c_fc"), width, hidden),
-        BlockSite(("down", "c_proj"), hidden, width),
+        BlockLinear(("qkv", "c_attn"), width, queries + 2 * keys),
+        BlockLinear(("out", "c_proj"), queries, width),
+        BlockLinear(("up", "c_fc"), width, hidden),
+        BlockLinear(("down", "c_proj"), hidden, width),
     ]
 
 
-def chosen_sites(config: Config) -> list[BlockSite]:
-    """Those of a block that get an adapter; of a name that only some blocks have, as if all had it."""
-    found = block_sites(config.model)
+def select_targets(config: Config) -> list[BlockLinear]:
+    """Returns the linear layers of a block that get an adapter; a name of only some blocks counts as if all had it."""
+    linears = block_linears(config.model)
     if config.lora.all_linear:
-        return found
-    named = {name.rpartition(".")[2] for name in config.lora.named}
-    return [site for site in found if named & set(site.names)]
+        return linears
+    target_names = {name.rpartition(".")[2] for name in config.lora.named}
+    return [site for site in linears if target_names & set(site.names)]
 
 
-def adapter_numbers(config: Config) -> int:
-    """Numbers in A and B of all blocks, a translator's twice: its encoder's and its decoder's, whose attention is double."""
-    rank, sites = config.lora.rank, chosen_sites(config)
-    of_block = sum(rank * (site.inputs + site.outputs) + config.lora.dora * site.outputs for site in sites)
+def count_adapter_parameters(config: Config) -> int:
+    """Returns the numbers in A and B of all blocks. A translator has those of encoder and decoder, with double attention.
+
+    The dense layer of an encoder before its head is counted, as it is trained whole. The head is not; its labels are
+    unknown.
+    """
+    rank, find_targets = config.lora.rank, select_targets(config)
+    per_block = sum(rank * (site.inputs + site.outputs) + config.lora.dora * site.outputs for site in find_targets)
     blocks = config.model.layers
     if config.task == "translation":
         blocks = 2 * blocks + (config.model.encoder_layers or blocks)
-    return of_block * blocks
+    dense = sum(dense_sizes(config.model)) if config.model.architecture in ENCODERS else 0
+    return per_block * blocks + dense
 
 
-def held_low(config: Config, tokens: int) -> float:
-    """Bytes that the adapters save for their backward of so many tokens, and hold beside it for a moment."""
-    sites = chosen_sites(config)
-    widest = max((site.outputs for site in sites), default=0)
-    return 4.0 * tokens * (config.model.layers * len(sites) * config.lora.rank + 2 * widest)
+def low_rank_activation_bytes(config: Config, tokens: int) -> float:
+    """Returns the bytes that the adapters save for the backward of `tokens` tokens, with the peak of temporary ones."""
+    find_targets = select_targets(config)
+    widest = max((site.outputs for site in find_targets), default=0)
+    return 4.0 * tokens * (config.model.layers * len(find_targets) * config.lora.rank + 2 * widest)

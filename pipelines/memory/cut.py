@@ -1,12 +1,12 @@
-"""What each worker of a mesh has of a network, in the words of the estimate of memory.
+"""Per-worker part of a network in a mesh, as settings for the memory estimate.
 
-With tensor parallelism a worker has some heads, hidden units and words, and between attention and feed-forward some tokens;
-with context parallelism some tokens throughout; with a pipeline the blocks of its stages, whose saved tensors it keeps for
-every micro-batch that is on its way.
+With tensor parallelism a worker has some heads, hidden units and words, and between attention and feed-forward some tokens.
+With context parallelism it has some tokens throughout. With a pipeline it has the blocks of its stages, and keeps their
+saved tensors for every micro-batch in flight.
 
-    for part in network_parts(config, words=50257):                # one for each worker of a pipeline
+    for part in network_parts(config, 50257, slots=8):        # one for each worker of a pipeline
         alone = cut_config(config, part)                      # its settings, as if there were no mesh
-        part.held(8)                                          # of its stages, of eight micro-batches a step
+        part.num_in_flight                                    # of each of its stages, of eight micro-batches a step
 """
 
 from collections.abc import Iterator, Mapping
@@ -15,68 +15,68 @@ from typing import Any
 
 from raystride.model.shape import head_size, hidden_width
 from raystride.pipelines.config import Config
-from raystride.pipelines.config.run import Scaling
-from raystride.pipelines.strategies.stage_plan import cut_stages, micro_batches_held, stage_workers
+from raystride.pipelines.config.run import ScalingConfig
+from raystride.pipelines.strategies.mesh.pipeline_plan import assign_stages, max_micro_batches_in_flight, split_into_stages
 
 
 @dataclass(frozen=True)
 class NetworkPart:
-    """A worker's part of a network."""
+    """One worker's part of a network."""
 
     tensor: int = 1
     """Workers that share heads, hidden units and words, and the tokens between attention and feed-forward."""
     context: int = 1
-    """Workers that share all tokens."""
+    """Workers that share the tokens of a sequence."""
     stages: tuple[int, ...] = ()
-    """The number of blocks of each stage here; empty: there is no pipeline."""
+    """Number of blocks of each of its stages; empty without a pipeline."""
     first: bool = True
-    """It has what comes before the first block ..."""
+    """It has the layers before the first block ..."""
     last: bool = True
-    """... and what comes behind the last."""
-    on_their_way: tuple[int, ...] = ()
-    """Micro-batches that each stage keeps, at most."""
+    """... and those after the last."""
+    num_in_flight: tuple[int, ...] = ()
+    """Maximum of micro-batches that each stage keeps."""
 
 
-def network_parts(config: Config, words: int, slots: int) -> Iterator[NetworkPart]:
-    """The parts of the workers of a pipeline, for so many slots a step in a group; without one that of any worker."""
+def network_parts(config: Config, vocab_size: int, slots: int) -> Iterator[NetworkPart]:
+    """Yields the part of each worker of a pipeline, for `slots` slots a step in a group; without a pipeline one for all."""
     scaling = config.scaling
     whole = NetworkPart(scaling.tensor, scaling.context)
     if scaling.pipeline == 1:
         yield whole
         return
-    blocks = [len(each) for each in cut_stages(config.model, words, scaling.stages)]
-    workers = stage_workers(scaling.stages, scaling.pipeline, scaling.schedule)
+    blocks = [len(stage_blocks) for stage_blocks in split_into_stages(config.model, vocab_size, scaling.stages)]
+    workers = assign_stages(scaling.stages, scaling.pipeline, scaling.schedule)
     for worker in range(scaling.pipeline):
-        own = [stage for stage, each in enumerate(workers) if each == worker]
+        own_stages = [stage for stage, owner in enumerate(workers) if owner == worker]
         yield replace(
             whole,
-            stages=tuple(blocks[stage] for stage in own),
-            first=0 in own,
-            last=scaling.stages - 1 in own,
-            on_their_way=tuple(micro_batches_held(scaling.schedule, worker, scaling.pipeline, slots)),
+            stages=tuple(blocks[stage] for stage in own_stages),
+            first=0 in own_stages,
+            last=scaling.stages - 1 in own_stages,
+            num_in_flight=tuple(max_micro_batches_in_flight(scaling.schedule, worker, scaling.pipeline, slots)),
         )
 
 
 def cut_config(config: Config, part: NetworkPart) -> Config:
-    """The settings of a worker's part of a model, without a mesh; its workers are the groups."""
+    """Returns the settings of a worker's part of a model without a mesh; its workers are the groups."""
     shape, scaling = config.model, config.scaling
     tensor = part.tensor
-    own = replace(
+    own_model = replace(
         shape,
         layers=sum(part.stages) or shape.layers,
         heads=shape.heads // tensor,
         kv_heads=(shape.kv_heads or shape.heads) // tensor,
         head_size=head_size(shape),
-        feed_forward=-(-hidden_width(shape) // tensor),
-        window_layers=(),  # which ones matters to nothing that is held
-        unrotated_layers=(),
+        ffn_size=-(-hidden_width(shape) // tensor),
+        window_layers=(),  # without effect on memory
+        nope_layers=(),
     )
-    alone = replace(scaling, tensor=1, pipeline=1, context=1, workers="auto")
+    without_mesh = replace(scaling, tensor=1, pipeline=1, context=1, workers="auto")
     train = replace(config.train, micro_batch_slots=1) if part.stages else config.train
-    return replace(config, model=own, scaling=alone, train=train)
+    return replace(config, model=own_model, scaling=without_mesh, train=train)
 
 
-def cut_facts(facts: Mapping[str, Any], scaling: Scaling) -> Mapping[str, Any]:
-    """What preparation learned, with a worker's part of the words."""
-    words = {name: -(-int(facts[name]) // scaling.tensor) for name in facts if name.endswith("vocabulary_size")}
-    return {**facts, **words}
+def cut_facts(facts: Mapping[str, Any], scaling: ScalingConfig) -> Mapping[str, Any]:
+    """Returns the facts of preparation with the worker's part of the vocabulary."""
+    vocab_size = {name: -(-int(facts[name]) // scaling.tensor) for name in facts if name.endswith("vocabulary_size")}
+    return {**facts, **vocab_size}

@@ -1,8 +1,8 @@
-"""A thread of an observer's own, from the start of the loop to its end.
+"""Base of observers with a background thread, from the start of the loop to its end.
 
-class HostMonitor(Background):
+class HostMonitor(BackgroundObserver):
     def on_start(self, run):
-        self._begin("host-monitor", self._watch, run)     # _watch: while not self._ended.wait(seconds): ...
+        self._start_thread("host-monitor", self._watch, run)     # _watch: while not self._stop_event.wait(seconds): ...
 """
 
 import threading
@@ -15,25 +15,25 @@ if TYPE_CHECKING:
     from raystride.pipelines.record.summary import RunSummary
 
 
-class Background(Observer):
-    """Ends its thread with the training, however that ends, and waits for it so many seconds at most."""
+class BackgroundObserver(Observer):
+    """An observer with a thread that is stopped when the training ends or fails, waiting at most `join_timeout_s`."""
 
-    def __init__(self, end_s: float = 5.0) -> None:
-        self._end_s = end_s
-        self._ended = threading.Event()
+    def __init__(self, join_timeout_s: float = 5.0) -> None:
+        self._join_timeout_s = join_timeout_s
+        self._stop_event = threading.Event()
         self._thread: threading.Thread | None = None
 
-    def _begin(self, name: str, work: Callable[..., None], *arguments: Any) -> None:
+    def _start_thread(self, name: str, work: Callable[..., None], *arguments: Any) -> None:
         self._thread = threading.Thread(target=work, args=arguments, name=name, daemon=True)
         self._thread.start()
 
     def on_error(self, error: BaseException) -> None:
-        self._end()
+        self._stop_thread()
 
     def on_end(self, summary: "RunSummary") -> None:
-        self._end()
+        self._stop_thread()
 
-    def _end(self) -> None:
-        self._ended.set()
+    def _stop_thread(self) -> None:
+        self._stop_event.set()
         if self._thread is not None:
-            self._thread.join(self._end_s)
+            self._thread.join(self._join_timeout_s)

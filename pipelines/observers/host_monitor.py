@@ -1,8 +1,8 @@
-"""A node's processor, memory, disk and network while it trains, under the names that MLflow's own monitor uses.
+"""CPU, memory, disk and network usage of a node during training, under the names of MLflow's own monitor.
 
-One thread a node (that of local rank 0) takes a reading every few seconds and hands it to the sender with its time; the
-training loop has no part in it. Percent, and megabytes of 10^6 bytes as in MLflow; network figures count from the start.
-With one node the names are `system/cpu_utilization_percentage` and so on; with several, `system/<node>/...`.
+One thread per node (on local rank 0) takes a reading every few seconds and hands it to the sender with its time; the
+training loop is not involved. Units are percent, and megabytes of 10^6 bytes as in MLflow; network figures count from the
+start. With one node the names are `system/cpu_utilization_percentage` and so on; with several, `system/<node>/...`.
 
     monitor = HostMonitor(sender, every_s=5.0)
     monitor.on_start(facts); ...; monitor.on_end({})
@@ -12,7 +12,7 @@ import os
 from typing import TYPE_CHECKING, Any
 
 from raystride.pipelines.limits import usable_memory
-from raystride.pipelines.observers.background import Background
+from raystride.pipelines.observers.background import BackgroundObserver
 from raystride.pipelines.observers.observer import RunFacts
 from raystride.pipelines.record.entry import new_entry
 
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from raystride.pipelines.record.sender import Sender
 
 
-class HostMonitor(Background):
-    """Sends one entry of kind `system` every `every_s` seconds, from the start of the loop to its end."""
+class HostMonitor(BackgroundObserver):
+    """Observer that sends one entry of kind `system` every `every_s` seconds, from the start of the loop to its end."""
 
     def __init__(self, sender: "Sender", every_s: float) -> None:
         super().__init__()
@@ -30,25 +30,25 @@ class HostMonitor(Background):
 
     def on_start(self, run: RunFacts) -> None:
         if run.local_rank == 0:
-            self._begin("host-monitor", self._watch, run.system_prefix)
+            self._start_thread("host-monitor", self._sample_periodically, run.system_prefix)
 
-    def _watch(self, prefix: str) -> None:
+    def _sample_periodically(self, prefix: str) -> None:
         import psutil
 
         psutil.cpu_percent()  # the first reading has nothing to compare with and is always 0
         network = psutil.net_io_counters()
         sample = 0
-        while not self._ended.wait(self._every_s):
+        while not self._stop_event.wait(self._every_s):
             try:
-                values = host_reading(network)
+                values = read_host(network)
             except (OSError, psutil.Error):
-                continue  # a file of /proc can be gone for a moment; the next reading will do
+                continue  # a file of /proc can be missing for a moment; wait for the next reading
             self._sender.put(new_entry("system", {prefix + name: value for name, value in values.items()}, step=sample))
             sample += 1
 
 
-def host_reading(network_at_start: Any) -> dict[str, float]:
-    """One reading by MLflow's names without the prefix; `network_at_start` is what psutil counted at the start (or None)."""
+def read_host(network_at_start: Any) -> dict[str, float]:
+    """Returns one reading by MLflow's names without prefix; `network_at_start` holds the counters at start (or None)."""
     import psutil
 
     memory, disk, network = psutil.virtual_memory(), psutil.disk_usage(os.sep), psutil.net_io_counters()

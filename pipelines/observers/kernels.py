@@ -1,4 +1,4 @@
-"""Which operations ran as Triton kernels and which in PyTorch, for the run's record.
+"""Records the backend of each operation: Triton kernel or PyTorch.
 
 observers = [Throughput(), Kernels(sender), Tracker(sender)]
 """
@@ -15,11 +15,14 @@ if TYPE_CHECKING:
 
 
 class Kernels(Observer):
-    """Tags the run with what ran, after its first interval, and adds it to the summary; refusals go to the log as well."""
+    """Observer that tags the run with each operation's backend after the first interval, and adds it to the summary.
+
+    Fallbacks to PyTorch are also logged, with their reason.
+    """
 
     def __init__(self, sender: "Sender") -> None:
         self._sender = sender
-        self._told: dict[str, str] = {}
+        self._reported: dict[str, str] = {}
         self._rank = 0
 
     def on_start(self, run: RunFacts) -> None:
@@ -27,16 +30,16 @@ class Kernels(Observer):
 
     def on_log(self, step: int, measured: dict[str, float]) -> None:
         ran = kernels_ran()
-        if self._rank or ran == self._told:
+        if self._rank or ran == self._reported:
             return
         self._sender.put(
-            new_entry("tags", {"raystride.kernels": ", ".join(f"{name} {what}" for name, what in sorted(ran.items()))})
+            new_entry("tags", {"raystride.kernels": ", ".join(f"{name} {backend}" for name, backend in sorted(ran.items()))})
         )
-        for name, what in ran.items():
-            if what.startswith("torch:") and what != self._told.get(name):
-                reason = what.removeprefix("torch: ")
+        for name, backend in ran.items():
+            if backend.startswith("torch:") and backend != self._reported.get(name):
+                reason = backend.removeprefix("torch: ")
                 self._sender.warn(f"{name} runs in PyTorch, not in Triton: {reason}")
-        self._told = ran
+        self._reported = ran
 
     def on_end(self, summary: "RunSummary") -> None:
         summary["kernels"] = kernels_ran()

@@ -1,6 +1,6 @@
-"""What may watch a training, and when it is called.
+"""The observer interface: hooks that the training loop calls.
 
-The loop calls every observer in order; each overrides the hooks that it needs. `measured` and `summary` are dicts that pass
+The loop calls every observer in order; each overrides the hooks that it needs. `measured` and `summary` are dicts passed
 through the observers: each may add figures, and the tracker, which comes last, sends them to the recorder.
 
     class Loud(Observer):
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class RunFacts:
-    """What stays the same over one attempt, as one worker sees it."""
+    """Constants of one attempt, from one worker's point of view."""
 
     run: str
     """The run's name."""
@@ -32,7 +32,7 @@ class RunFacts:
     node: str = "localhost"
     """The node's name."""
     nodes: int = 1
-    """Nodes that hold workers; with several, each node's figures carry its name."""
+    """Number of nodes with workers; with several, each node's figures carry its name."""
     device: str = "cpu"
     """The device's name as PyTorch gives it (`NVIDIA H100 80GB HBM3`), or `cpu`."""
     precision: str = "fp32"
@@ -40,13 +40,13 @@ class RunFacts:
     tokens_per_step: float = 0
     """Tokens (or whatever the task counts) in one step of all workers together."""
     flops_per_token: float | None = None
-    """Floating-point operations of forward and backward for one token, where the model knows them."""
+    """Floating-point operations of forward and backward for one token, if the model knows them."""
     parameters: int = 0
     """Trainable parameters."""
 
     @property
     def system_prefix(self) -> str:
-        """What the names of this node's figures begin with."""
+        """Returns the prefix of this node's metric names."""
         return f"system/{self.node}/" if self.nodes > 1 else "system/"
 
     step: int = 0
@@ -54,25 +54,25 @@ class RunFacts:
 
 
 class Observer:
-    """Watches a training. Every hook does nothing until a subclass overrides it."""
+    """An observer of a training run. Every hook is empty until a subclass overrides it."""
 
     def on_start(self, run: RunFacts) -> None:
-        """Is called before the first step, after the model was built and the state loaded."""
+        """Called before the first step, after the model is built and the state is loaded."""
 
     def on_step(self, step: int) -> None:
-        """Is called after each step, before anything waits for the device: do microseconds of work here."""
+        """Called after each step, before anything waits for the device: do only microseconds of work here."""
 
     def on_pause(self, seconds: float) -> None:
-        """Is told the seconds of the loop that were no training: of a validation, of waiting for a checkpoint."""
+        """Called with the seconds that the loop spent outside training: in a validation, waiting for a checkpoint."""
 
     def on_log(self, step: int, measured: dict[str, float]) -> None:
-        """Is given the figures of an interval or of a validation, already the same on every worker, and may add to them."""
+        """Called with the figures of an interval or a validation, already equal on every worker; may add to them."""
 
     def on_checkpoint(self, step: int, path: str) -> None:
-        """Is told when the checkpoint of `step` is complete at `path`, some steps later; never where its save failed."""
+        """Called when the checkpoint of `step` is complete at `path`, some steps later; never if its save failed."""
 
     def on_error(self, error: BaseException) -> None:
-        """Is told when the loop ends with an exception, which goes on its way afterwards."""
+        """Called when the loop ends with an exception, which then propagates."""
 
     def on_end(self, summary: "RunSummary") -> None:
-        """Is called after the last step, with the figures of the whole attempt, to which it may add."""
+        """Called after the last step with the figures of the whole attempt; may add to them."""

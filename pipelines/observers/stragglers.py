@@ -1,9 +1,9 @@
-"""Each worker's own time, told to the recorder, which compares the workers: nothing is exchanged between them for it.
+"""Reports each worker's own compute time to the recorder, which finds stragglers without communication between workers.
 
     observers = [Throughput(), Stragglers(sender), Tracker(sender)]
 
-All by the host's clock. On CPUs that is what the worker did itself, and the rest is waiting in `reduce`. On GPUs the host
-only launches, so that a slow GPU does not show here, whereas a slow host or waiting for data does.
+Times are of the host's clock. On CPUs a worker's own time is its computation, and the rest is waiting in `reduce`. On GPUs
+the host only launches kernels: a slow GPU does not show here, but a slow host or waiting for data does.
 """
 
 from typing import TYPE_CHECKING
@@ -15,21 +15,21 @@ from raystride.pipelines.record.entry import WorkerTime, new_entry
 if TYPE_CHECKING:
     from raystride.pipelines.record.sender import Sender
 
-COUNTED = ("step", "reduce", "data")
+COUNTED_PHASES = ("step", "reduce", "data")
 
 
 class Stragglers(Observer):
-    """Sends an entry of kind `rank` at every log that ends an interval of steps, where there are several workers."""
+    """Observer that sends an entry of kind `rank` at every log after an interval of steps, if there are several workers."""
 
     def __init__(self, sender: "Sender") -> None:
         self._sender = sender
         self._run = RunFacts(run="", attempt="")
         self._steps = 0
-        self._before = self._seconds()
+        self._last_seconds = self._phase_seconds()
 
     def on_start(self, run: RunFacts) -> None:
         self._run = run
-        self._before = self._seconds()
+        self._last_seconds = self._phase_seconds()
 
     def on_step(self, step: int) -> None:
         self._steps += 1
@@ -37,8 +37,8 @@ class Stragglers(Observer):
     def on_log(self, step: int, measured: dict[str, float]) -> None:
         if self._run.world < 2 or not self._steps:
             return
-        now = self._seconds()
-        spent = {name: now[name] - self._before[name] for name in COUNTED}
+        now = self._phase_seconds()
+        spent = {name: now[name] - self._last_seconds[name] for name in COUNTED_PHASES}
         seconds = spent["step"] + spent["data"]
         values: WorkerTime = {
             "rank": self._run.rank,
@@ -46,12 +46,12 @@ class Stragglers(Observer):
             "node": self._run.node,
             "steps": self._steps,
             "seconds": seconds,
-            # Waiting for the others happens in `reduce`, so that part is not the worker's own.
+            # `reduce` includes waiting for the other workers.
             "own_s": seconds - spent["reduce"],
             "data_s": spent["data"],
         }
         self._sender.put(new_entry("rank", values, step=step))
-        self._before, self._steps = now, 0
+        self._last_seconds, self._steps = now, 0
 
-    def _seconds(self) -> dict[str, float]:
-        return {name: phase(name).seconds for name in COUNTED}
+    def _phase_seconds(self) -> dict[str, float]:
+        return {name: phase(name).seconds for name in COUNTED_PHASES}

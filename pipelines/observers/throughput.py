@@ -1,9 +1,9 @@
-"""How fast a training goes and where its time goes: tokens a second, seconds a step, phases, the start, peak memory.
+"""Training speed: tokens per second, seconds per step, phase shares, time to first step, MFU, peak memory.
 
-The clock runs from the end of one step to the end of the next, waiting for data included. What is not training (validation,
-waiting for a checkpoint) is told through `on_pause` and left out. The first step, which compiles and warms up, only starts
-the clock. The figures come from the host's clock alone: nothing here waits for the device, so single steps of a GPU run
-ahead of it, and only intervals that end with the loop's own wait (every logging step) are exact.
+The clock runs from the end of one step to the end of the next, including waiting for data. Time outside training
+(validation, waiting for a checkpoint) is reported through `on_pause` and excluded. The first step, which compiles and warms
+up, only starts the clock. All figures come from the host's clock, and nothing here waits for the device: single steps of a
+GPU run ahead of it, and only intervals that end with the loop's own wait (every logging step) are exact.
 
     throughput = Throughput()
     throughput.on_start(facts)
@@ -22,21 +22,22 @@ import numpy as np
 
 from raystride.pipelines.hardware.peaks import peak_flops
 from raystride.pipelines.observers.observer import Observer, RunFacts
-from raystride.pipelines.phases import PARTS, phase
+from raystride.pipelines.phases import EXCLUSIVE_PHASES, phase
 
 if TYPE_CHECKING:
     from raystride.pipelines.record.summary import RunSummary
 
-KEPT_STEPS = 100_000
-"""Step times kept for the percentiles of the whole attempt; beyond that, an even random choice of them (800 kB)."""
+MAX_KEPT_STEPS = 100_000
+"""Step times kept for the percentiles of the whole attempt; beyond that, a uniform random sample of them (800 kB)."""
 
 
 class Throughput(Observer):
-    """Adds `tokens_per_second`, `step_seconds_p50`, `step_seconds_p95`, `peak_memory_bytes` and, where known, `mfu`; to an
-    interval `step_seconds_mean` too.
+    """Adds `tokens_per_second`, `step_seconds_p50`, `step_seconds_p95`, `peak_memory_bytes` and, if known, `mfu`; to an
+    interval also `step_seconds_mean`.
 
-    Tokens are those of whole steps as the task counts them: what a decoder predicts, a text's, a source's and a target's
-    with their ends, an image as one. Of samples that differ in length it is the mean that a step has; padding never counts.
+    Tokens are those of whole steps as the task counts them: predicted tokens of a decoder, tokens of a text, of source and
+    target including their end tokens, one per image. If samples differ in length, the mean per step is used; padding never
+    counts.
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
@@ -46,10 +47,10 @@ class Throughput(Observer):
         self._last: float | None = None
         self._paused = 0.0
         self._interval = array("d")
-        self._kept = array("d")
+        self._reservoir = array("d")
         self._steps = 0
         self._seconds = 0.0
-        # The choice of step times must not touch the training's own random numbers.
+        # Sampling step times must not touch the training's own random state.
         self._random = random.Random(0)
 
     def on_start(self, run: RunFacts) -> None:
@@ -62,7 +63,7 @@ class Throughput(Observer):
     def on_step(self, step: int) -> None:
         now = self._clock()
         if self._last is not None:
-            self._count(now - self._last - self._paused)
+            self._record_step(now - self._last - self._paused)
         self._last, self._paused = now, 0.0
 
     def on_log(self, step: int, measured: dict[str, float]) -> None:
@@ -70,27 +71,27 @@ class Throughput(Observer):
         if not self._interval:
             return
         seconds, steps = sum(self._interval), len(self._interval)
-        measured.update(self._figures(seconds, steps, self._interval))
+        measured.update(self._speed_metrics(seconds, steps, self._interval))
         measured["step_seconds_mean"] = seconds / steps
         self._interval = array("d")
 
     def on_end(self, summary: "RunSummary") -> None:
         summary["peak_memory_bytes"] = peak_memory_bytes()
         if self._steps:
-            summary.update(cast("RunSummary", self._figures(self._seconds, self._steps, self._kept)))
+            summary.update(cast("RunSummary", self._speed_metrics(self._seconds, self._steps, self._reservoir)))
 
-    def _count(self, seconds: float) -> None:
+    def _record_step(self, seconds: float) -> None:
         self._steps += 1
         self._seconds += seconds
         self._interval.append(seconds)
-        if len(self._kept) < KEPT_STEPS:
-            self._kept.append(seconds)
-        elif (place := self._random.randrange(self._steps)) < KEPT_STEPS:  # algorithm R (Vitter, 1985)
-            self._kept[place] = seconds
+        if len(self._reservoir) < MAX_KEPT_STEPS:
+            self._reservoir.append(seconds)
+        elif (place := self._random.randrange(self._steps)) < MAX_KEPT_STEPS:  # algorithm R (Vitter, 1985)
+            self._reservoir[place] = seconds
 
-    def _figures(self, seconds: float, steps: int, times: "array[float]") -> dict[str, float]:
-        middle, slow = np.percentile(np.frombuffer(times), [50, 95])
-        figures = {"step_seconds_p50": float(middle), "step_seconds_p95": float(slow)}
+    def _speed_metrics(self, seconds: float, steps: int, times: "array[float]") -> dict[str, float]:
+        median, p95 = np.percentile(np.frombuffer(times), [50, 95])
+        figures = {"step_seconds_p50": float(median), "step_seconds_p95": float(p95)}
         if seconds > 0 and self._run.tokens_per_step:
             rate = self._run.tokens_per_step * steps / seconds
             figures["tokens_per_second"] = rate
@@ -100,47 +101,47 @@ class Throughput(Observer):
 
 
 class PhaseShares(Observer):
-    """Adds `phase_<name>_share` for each phase of `PARTS` to the figures of an interval, by the host's clock.
+    """Adds `phase_<name>_share` for each phase of `EXCLUSIVE_PHASES` to the figures of an interval, by the host's clock.
 
-    An interval goes from one log to the next; the shares of phases that do not contain each other add up to at most 1, and
-    what is missing is the loop itself. On GPUs the host runs ahead: its forward and backward are the launching of them.
+    An interval lasts from one log to the next; the shares of phases that are not nested add up to at most 1, and the
+    remainder is the loop itself. On GPUs the host runs ahead: its forward and backward are only kernel launches.
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
         self._steps = 0
-        self._begin()
+        self._start_interval()
 
     def on_start(self, run: RunFacts) -> None:
-        self._begin()
+        self._start_interval()
 
     def on_step(self, step: int) -> None:
         self._steps += 1
 
     def on_log(self, step: int, measured: dict[str, float]) -> None:
-        if not self._steps:  # a validation's log right after that of its step
+        if not self._steps:  # a validation's log directly after its step's log
             return
         elapsed = self._clock() - self._began
         for name, before in self._seconds.items():
             measured[f"phase_{name}_share"] = (phase(name).seconds - before) / elapsed
-        self._begin()
+        self._start_interval()
 
-    def _begin(self) -> None:
+    def _start_interval(self) -> None:
         self._steps = 0
         self._began = self._clock()
-        self._seconds = {name: phase(name).seconds for name in PARTS}
+        self._seconds = {name: phase(name).seconds for name in EXCLUSIVE_PHASES}
 
 
-class FirstStep(Observer):
-    """Adds `seconds_to_first_step` and `start/<milestone>_s`, seconds since the milestone before, to the first figures.
+class TimeToFirstStep(Observer):
+    """Adds `seconds_to_first_step` and `start/<milestone>_s`, seconds since the previous milestone, to the first figures.
 
-    Whoever passes a milestone (the driver, then each worker) notes the time, in seconds since 1970.
+    The driver and then each worker note the times of their milestones, in seconds since 1970.
     """
 
     def __init__(self, started_at: float, milestones: dict[str, float]) -> None:
         self._started_at = started_at
         self._milestones = dict(milestones)
-        self._told = False
+        self._reported = False
 
     def on_start(self, run: object) -> None:
         self._milestones["build"] = time.time()
@@ -150,12 +151,12 @@ class FirstStep(Observer):
             self._milestones["first_step"] = time.time()
 
     def on_log(self, step: int, measured: dict[str, float]) -> None:
-        if self._told:
+        if self._reported:
             return
-        self._told = True
+        self._reported = True
         before = self._started_at
-        for name, reached in sorted(self._milestones.items(), key=lambda mark: mark[1]):
-            measured[f"start/{name}_s"] = max(0.0, reached - before)  # clocks of two hosts differ, and one may be set back
+        for name, reached in sorted(self._milestones.items(), key=lambda milestone: milestone[1]):
+            measured[f"start/{name}_s"] = max(0.0, reached - before)  # host clocks differ and may be set back
             before = reached
         measured["seconds_to_first_step"] = max(0.0, before - self._started_at)
 
@@ -165,10 +166,10 @@ class FirstStep(Observer):
 
 
 def peak_memory_bytes() -> int:
-    """The most memory that this process held so far: on its GPU by PyTorch's count, else resident in main memory."""
+    """Returns this process's peak memory: allocated on its GPU by PyTorch's count, else resident in main memory."""
     import torch
 
-    if torch.cuda.is_available() and (held := torch.cuda.max_memory_allocated()):
-        return held
+    if torch.cuda.is_available() and (allocated := torch.cuda.max_memory_allocated()):
+        return allocated
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024  # Linux counts in KiB, macOS in bytes

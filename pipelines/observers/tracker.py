@@ -1,6 +1,6 @@
-"""The last observer: hands everything that was measured to the recorder, through a sender that never makes the loop wait.
+"""The last observer: hands all measured figures to the recorder, through a sender that never blocks the loop.
 
-Rank 0 sends figures, checkpoints and the summary, which are the same on every worker; each worker sends its own error.
+Rank 0 sends figures, checkpoints and the summary, all equal on every worker; each worker sends its own error.
 
     observers = [Throughput(), HostMonitor(sender, 5.0), RayMetrics(), Tracker(sender)]
 """
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class Tracker(Observer):
-    """Puts what the hooks are given into `sender`. At the end it waits at most `flush_s` seconds for the last receipt."""
+    """Observer that puts hook arguments into `sender`. At the end it waits at most `flush_s` seconds for a receipt."""
 
     def __init__(self, sender: "Sender", flush_s: float = 10.0) -> None:
         self._sender = sender

@@ -1,8 +1,8 @@
-"""Documents to shards: how a source is divided, encoded and written, and when a preparation is whole.
+"""Preparation of data: divides a source into parts, encodes them and writes shards, once for the same data and settings.
 
-Read in this order: prepare (the whole), parts (how a source is divided), stages (what is done with a part), ray_data (the
-same on Ray Data), shards and manifest (what is written), fingerprint (what it depends on).
+Reading order: prepare (the whole), parts (division of a source), stages (processing of a part), ray_data (the same on Ray
+Data), shards and manifest (files that are written), fingerprint (inputs of a preparation).
 
-    prepared = prepare(config, Folder.at("runs"), task)       # raystride.pipelines.prepare.prepare
+    prepared = prepare(config, Folder.from_uri("runs"), task)       # raystride.pipelines.prepare.prepare
     prepared.manifest.splits["train"][0].ids_offset           # raystride.pipelines.prepare.manifest, which needs no pyarrow
 """

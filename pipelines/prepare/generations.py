@@ -1,13 +1,12 @@
-"""What of a preparation that is under way can be trained on already: generations of its shards, each fixed once it stands.
+"""Generations: immutable groups of finished shards that a training can read while the preparation is still running.
 
-A generation is the next parts that are whole, in their order: a manifest of their shards in `generations/000003/`. The first
-one has something of both splits, and `end.json` says that no other follows. A reader that knows a generation never has to
-look at it again.
+A generation is the next finished parts in order: a manifest of their shards in `generations/000003/`. The first one contains
+both splits, and `end.json` says that no other follows. A reader that has read a generation never has to read it again.
 
-    publisher = Publisher(job.folder, least_bytes=64 << 20, describe=describe, enough=enough)
+    publisher = Publisher(job.folder, min_bytes=64 << 20, describe=describe, is_sufficient=is_sufficient)
     with publisher.publishing(parts):
-        run_parts(job, parts)
-    first = read_generation(folder, 0)                        # None: it is not there yet
+        prepare_parts(job, parts)
+    first = read_generation(folder, 0)                        # None: it does not exist yet
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,128 +14,139 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any
 
-from raystride.pipelines.files import Folder
 from raystride.pipelines.prepare.manifest import Manifest
-from raystride.pipelines.service_thread import ServiceThread, error_text
+from raystride.pipelines.service_thread import ServiceThread, format_error
 from raystride.pipelines.sources.pieces import Part
+from raystride.pipelines.storage.folder import Folder
 
-PLACE = "generations"
+GENERATIONS_FOLDER = "generations"
 END, FAILED = "end.json", "failed.json"
-LOOK_S = 0.5
-"""Between two looks at what is done."""
+POLL_INTERVAL_S = 0.5
+"""Seconds between two checks for finished parts."""
 
 Records = Sequence[Mapping[str, Any]]
 Describe = Callable[[Records], Manifest]
-"""The manifest of some parts' records."""
+"""Returns the manifest of some parts' records."""
 
 
 def read_generation(folder: Folder, number: int) -> Manifest | None:
-    """The manifest of a generation of a prepared folder, its shards alone; None while it is not there."""
+    """Returns the manifest of a generation of a prepared folder, its own shards only; None if it does not exist yet."""
     try:
-        return Manifest.load(folder / PLACE / f"{number:06d}")
+        return Manifest.load(folder / GENERATIONS_FOLDER / f"{number:06d}")
     except FileNotFoundError:
         return None
 
 
 def generations(folder: Folder) -> int | None:
-    """How many generations a preparation has that has ended; None while it has not."""
+    """Returns the number of generations of a finished preparation; None if it is still running."""
     try:
-        return int((folder / PLACE).read_json(END)["generations"])
+        return int((folder / GENERATIONS_FOLDER).read_json(END)["generations"])
     except FileNotFoundError:
         return None
 
 
-def failure(folder: Folder) -> str:
-    """Why a preparation that others read from went wrong; empty where it did not."""
+def read_failure(folder: Folder) -> str:
+    """Returns the error of a failed preparation that others read from; "" if it has not failed."""
     try:
-        return str((folder / PLACE).read_json(FAILED)["error"])
+        return str((folder / GENERATIONS_FOLDER).read_json(FAILED)["error"])
     except FileNotFoundError:
         return ""
 
 
-def tell_failure(folder: Folder, error: str) -> None:
-    """Has all who wait for another generation know that none will come."""
-    (folder / PLACE).put_json(FAILED, {"error": error})
+def publish_failure(folder: Folder, error: str) -> None:
+    """Tells all readers that wait for another generation that none will come."""
+    (folder / GENERATIONS_FOLDER).put_json(FAILED, {"error": error})
 
 
-def forget_failure(folder: Folder) -> None:
-    """Has nobody believe any more that a preparation went wrong: another one begins."""
-    (folder / PLACE).remove(FAILED)
+def clear_failure(folder: Folder) -> None:
+    """Removes the failure of an earlier preparation when another one begins."""
+    (folder / GENERATIONS_FOLDER).remove(FAILED)
 
 
-def in_order(parts: Sequence[Part]) -> list[Part]:
-    """The parts as generations have them: those that validate first, of which else the first one would have nothing."""
+def validation_first(parts: Sequence[Part]) -> list[Part]:
+    """Returns the parts in the order of generations: validation first, so that the first generation has both splits."""
     return sorted(parts, key=lambda part: part.split != "validation")
 
 
 class Publisher:
-    """Follows the records of parts and writes generations of at least so many bytes of text; the first is `enough`.
+    """Watches the records of parts and writes generations of at least `min_bytes` of text.
 
-    It goes on with those of an interrupted preparation.
+    The first generation must also satisfy `is_sufficient`. It continues the generations of an interrupted preparation.
     """
 
     def __init__(
         self,
         folder: Folder,
-        least_bytes: float,
+        min_bytes: float,
         describe: Describe,
-        enough: Callable[[Manifest], bool],
+        is_sufficient: Callable[[Manifest], bool],
         log: Callable[[str], None] = lambda _: None,
     ) -> None:
-        self._folder, self._least, self._describe, self._enough, self._log = folder, least_bytes, describe, enough, log
+        self._folder, self._min_bytes, self._describe, self._is_sufficient, self._log = (
+            folder,
+            min_bytes,
+            describe,
+            is_sufficient,
+            log,
+        )
         self._parts: list[Part] = []
         self._records: list[Mapping[str, Any]] = []
-        """Of the parts after those that are published."""
-        self.published, self._number = self._found()
-        """Parts that are in generations."""
+        """Records of the parts after those that are published."""
+        self.published, self._number = self._find_generations()
+        """Parts that are in generations, and the number of generations."""
 
     @contextmanager
     def publishing(self, parts: Sequence[Part]) -> Iterator[None]:
-        """Publishes these parts, which come after those before, while the block prepares them, and at its end the rest.
+        """Publishes these parts, which follow earlier ones, while the block prepares them, and the remaining ones at its
+        end.
 
-        What is not enough for the first generation waits for the parts that are given next. If the block or publishing
-        raises, all who wait are told. A storage that fails in between is tried again, and at the end once more.
+        Parts that do not suffice for the first generation wait for the parts that are given next. If the block or publishing
+        raises, all waiting readers are told. Storage errors in between are retried, and once more at the end.
         """
-        self._parts += in_order(parts)
-        forget_failure(self._folder)
+        self._parts += validation_first(parts)
+        clear_failure(self._folder)
         try:
             with ServiceThread(
-                "generations", self._publish, every_s=LOOK_S, log=self._log, on_error=self._tell_unless_storage
+                "generations",
+                self._publish_due,
+                every_s=POLL_INTERVAL_S,
+                log=self._log,
+                on_error=self._publish_unless_storage_error,
             ):
                 yield
-            self._publish()
-            if self._number or (self._records and self._enough(self._manifest())):
-                self._write()
+            self._publish_due()
+            if self._number or (self._records and self._is_sufficient(self._build_manifest())):
+                self._write_generation()
         except Exception as error:
             with suppress(OSError):
-                tell_failure(self._folder, error_text(error))
+                publish_failure(self._folder, format_error(error))
             raise
 
     @property
-    def begun(self) -> bool:
-        """Whether there is a generation, with which a training can begin."""
+    def has_generation(self) -> bool:
+        """Whether there is a generation with which a training can begin."""
         return self._number > 0
 
     def skip(self, parts: int) -> None:
-        """Passes over parts that are published."""
+        """Passes over parts that are already published."""
         self._parts += [Part(0, (), None)] * parts
 
     def end(self) -> None:
-        """Says that no other generation follows."""
-        (self._folder / PLACE).put_json(END, {"generations": self._number})
+        """Records that no other generation follows."""
+        (self._folder / GENERATIONS_FOLDER).put_json(END, {"generations": self._number})
 
-    def _tell_unless_storage(self, error: Exception) -> None:
-        """Tells who waits of an error that another try would meet again."""
+    def _publish_unless_storage_error(self, error: Exception) -> None:
+        """Publishes an error that another try would meet again."""
         if not isinstance(error, OSError):
-            tell_failure(self._folder, error_text(error))
+            publish_failure(self._folder, format_error(error))
 
-    def _publish(self) -> None:
-        """Publishes what is whole where it is as much as it has to be: which parts that are is no matter of time."""
+    def _publish_due(self) -> None:
+        """Publishes finished parts once they reach the size of a generation: its parts do not depend on timing."""
         while True:
             parts = self._parts[self.published : self.published + len(self._records)]
-            due = parts and sum(each.bytes for each in parts) >= self._least
-            if due and (self._number or self._enough(self._manifest())):
-                self._write()  # first, also where it has failed before: with these parts and no others
+            due = parts and sum(part.bytes for part in parts) >= self._min_bytes
+            if due and (self._number or self._is_sufficient(self._build_manifest())):
+                self._write_generation()  # first, also if it has failed before: with exactly these parts
             if self.published + len(self._records) == len(self._parts):
                 return
             part = self._parts[self.published + len(self._records)]
@@ -145,17 +155,17 @@ class Publisher:
             except FileNotFoundError:
                 return
 
-    def _manifest(self) -> Manifest:
+    def _build_manifest(self) -> Manifest:
         manifest = self._describe(self._records)
         return replace(manifest, source=manifest.source | {"parts": len(self._records)})
 
-    def _write(self) -> None:
+    def _write_generation(self) -> None:
         if self._records:
-            self._manifest().save(self._folder / PLACE / f"{self._number:06d}")
+            self._build_manifest().save(self._folder / GENERATIONS_FOLDER / f"{self._number:06d}")
             self.published, self._number, self._records = self.published + len(self._records), self._number + 1, []
 
-    def _found(self) -> tuple[int, int]:
-        """How many parts are in generations of an interrupted preparation, and how many generations there are."""
+    def _find_generations(self) -> tuple[int, int]:
+        """Returns the number of parts in generations of an interrupted preparation, and the number of generations."""
         published, number = 0, 0
         while manifest := read_generation(self._folder, number):
             published, number = published + int(manifest.source["parts"]), number + 1

@@ -1,14 +1,14 @@
-"""Near-duplicates: documents most of whose words in a row are those of an earlier one (Broder, 1997).
+"""Near-duplicates: documents that share most of their word sequences with an earlier document (Broder, 1997).
 
 Each part writes a signature (MinHash) of each of its documents. Then one process goes through all of them in the order of
-the source and leaves out a document that is like one that was kept. So the same are left out on any number of hosts, however
-the source is cut, and after an interruption.
+the source and drops a document that is similar to one that was kept. So the result is the same on any number of hosts, for
+any division of the source, and after an interruption.
 
-Signatures are compared if they have a band in common, a stretch of hashes. So bands are grouped first, of more than
-MAX_GROUPED_HERE documents by Ray Data where there is Ray, and only documents that share one are looked at in order.
+Signatures are compared if they share a band, a range of hashes. Therefore bands are grouped first (by Ray Data above
+MAX_GROUPED_LOCALLY documents, if there is Ray), and only documents that share a band are visited in order.
 
-    find_duplicates(job, parts, run_each, group)             # a pass over all parts, those before an interruption left out
-    duplicates_of(job.folder, part.number)                   # {3, 17}: which of its documents, counted from 0
+    find_duplicates(job, parts, run_each, group)             # a pass over all parts except those done before an interruption
+    read_duplicates(job.folder, part.number)                 # {3, 17}: positions of its duplicates, counted from 0
 """
 
 from collections import Counter
@@ -19,30 +19,30 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from raystride.pipelines.files import Folder
 from raystride.pipelines.prepare.cleaning import Cleaning
-from raystride.pipelines.prepare.parts import part_items
-from raystride.pipelines.prepare.progress import Meter, shown
+from raystride.pipelines.prepare.parts import read_part_items
+from raystride.pipelines.prepare.progress import ProgressMeter, show_progress
 from raystride.pipelines.sources.faults import Fault
 from raystride.pipelines.sources.pieces import Part, Piece, Reader
+from raystride.pipelines.storage.folder import Folder
 
-SIGNATURES, FOUND = "signatures", "near_duplicates.json"
-"""In a folder that is being prepared: the parts' signatures, and which documents of which part are left out."""
-WORDS = 5
-"""Words in a row that two documents have in common or not."""
-HASHES = 128
-"""Of a signature, whose share that is equal estimates how much two documents have in common: within 0.09 mostly."""
+SIGNATURES_FOLDER, DUPLICATES_FILE = "signatures", "near_duplicates.json"
+"""In a folder that is being prepared: the parts' signatures, and the documents of each part that are left out."""
+SHINGLE_WORDS = 5
+"""Words of a shingle, the unit of comparison."""
+NUM_HASHES = 128
+"""Hashes of a signature. The fraction of equal ones estimates the similarity of two documents, mostly within 0.09."""
 
-MAX_GROUPED_HERE = 1_000_000
+MAX_GROUPED_LOCALLY = 1_000_000
 """Documents whose bands one process groups, in 6 s and 1 GB."""
-SAID_OF = 100_000
-"""Documents above which it is said what comparing them takes."""
+REPORT_ABOVE = 100_000
+"""Number of documents above which the cost of comparing them is logged."""
 MAX_INDEXED = 0.95
-"""The index finds pairs that are alike from here on, at most: above 0.99 datasketch has no bands, and raises ValueError."""
+"""Maximum similarity threshold of the index: above 0.99 datasketch has no bands, and raises ValueError."""
 
 
-class Reads(Protocol):
-    """What of a preparation is needed here."""
+class DuplicatesJob(Protocol):
+    """The part of a `Preparation` that this module needs."""
 
     @property
     def folder(self) -> Folder:
@@ -51,47 +51,47 @@ class Reads(Protocol):
 
     @property
     def readers(self) -> dict[str, Reader]:
-        """By split."""
+        """Readers by split."""
         ...
 
     @property
     def skip(self) -> bool:
-        """Whether faults are passed over."""
+        """Whether faults are skipped."""
         ...
 
     @property
     def cleaning(self) -> Cleaning | None:
-        """What is done with documents."""
+        """The cleaning of documents."""
         ...
 
 
 RunEach = Callable[..., list[Any]]
-"""Runs a function of a job and a part for all parts, here or on a cluster."""
-Signed = Sequence[tuple[int, int]]
-"""The numbers of parts, in order, and how many documents come before each."""
+"""Runs a function of a job and a part for all parts, in this process or on a cluster."""
+SignedParts = Sequence[tuple[int, int]]
+"""The numbers of parts, in order, each with the number of documents before it."""
 Collisions = tuple[np.ndarray, np.ndarray]
 """Documents that share a band with another one, by their number in the source, (n) int64, and its key, (n) uint64."""
 
 
 @dataclass(frozen=True)
 class Bands:
-    """How signatures are cut into bands: those of two documents that are alike have one in common, nearly always."""
+    """Division of signatures into bands: two similar documents nearly always share one."""
 
     count: int
     rows: int
     """Hashes of a band."""
 
     @classmethod
-    def of(cls, threshold: float) -> "Bands":
-        """The bands that datasketch's index has for a threshold."""
+    def for_threshold(cls, threshold: float) -> "Bands":
+        """Returns the bands of datasketch's index for a threshold."""
         from datasketch import MinHashLSH
 
-        # Bands that find nearly all at the threshold; whether a pair found is alike, its whole signatures decide.
-        index = MinHashLSH(threshold=min(threshold, MAX_INDEXED), num_perm=HASHES, weights=(0.1, 0.9))
+        # These bands find nearly all pairs at the threshold; the whole signatures decide whether a pair is similar.
+        index = MinHashLSH(threshold=min(threshold, MAX_INDEXED), num_perm=NUM_HASHES, weights=(0.1, 0.9))
         return cls(index.b, index.r)
 
     def keys(self, signatures: np.ndarray) -> np.ndarray:
-        """A number for each band of signatures (n, HASHES) uint32, (n, count) uint64; equal bands have equal ones."""
+        """Returns a key for each band of signatures (n, NUM_HASHES) uint32, (n, count) uint64; equal for equal bands."""
         keys = np.empty((len(signatures), self.count), np.uint64)
         for band in range(self.count):
             mixed = np.full(len(signatures), band + 1, np.uint64)
@@ -102,124 +102,132 @@ class Bands:
         return keys
 
 
-Group = Callable[[Folder, Signed, Bands], Collisions]
-"""Finds what shares a band, here or on a cluster."""
+GroupBands = Callable[[Folder, SignedParts, Bands], Collisions]
+"""Finds documents that share a band, in this process or on a cluster."""
 
 
 def find_duplicates(
-    job: Reads, parts: Sequence[Part], run_each: RunEach, group: "Group | None" = None, log: Callable[[str], None] = print
+    job: DuplicatesJob,
+    parts: Sequence[Part],
+    run_each: RunEach,
+    group: "GroupBands | None" = None,
+    log: Callable[[str], None] = print,
 ) -> int:
-    """Writes which documents are near-duplicates, unless it was found before; how many. Raises DataError.
+    """Finds near-duplicates and writes them, unless an earlier run did; returns their number. Raises DataError.
 
-    `group` finds what shares a band; in this process, if it is None.
+    `group` finds documents that share a band; None: in this process.
     """
     assert job.cleaning
     try:
-        return sum(map(len, job.folder.read_json(FOUND).values()))
+        return sum(map(len, job.folder.read_json(DUPLICATES_FILE).values()))
     except (FileNotFoundError, ValueError):
         pass
-    there = set((job.folder / SIGNATURES).names())
-    left = [part for part in parts if _file(part.number) not in there]
-    with shown("signing documents", Meter(job.folder / SIGNATURES, {_file(part.number): part.bytes for part in left}), log):
+    existing = set((job.folder / SIGNATURES_FOLDER).names())
+    left = [part for part in parts if _signature_file(part.number) not in existing]
+    with show_progress(
+        "signing documents",
+        ProgressMeter(job.folder / SIGNATURES_FOLDER, {_signature_file(part.number): part.bytes for part in left}),
+        log,
+    ):
         run_each(sign_part, job, left)
-    sizes, first, signed = (job.folder / SIGNATURES).sizes(), 0, []
+    sizes, first, signed = (job.folder / SIGNATURES_FOLDER).sizes(), 0, []
     for part in parts:
         signed.append((part.number, first))
-        first += sizes[_file(part.number)] // (4 * HASHES)
-    found = _compare(job.folder, signed, first, job.cleaning.data.near_duplicates, group or group_here, log)
-    job.folder.put_json(FOUND, {str(number): sorted(rows) for number, rows in found.items()})
+        first += sizes[_signature_file(part.number)] // (4 * NUM_HASHES)
+    found = _find_similar(job.folder, signed, first, job.cleaning.data.near_duplicates, group or group_bands_locally, log)
+    job.folder.put_json(DUPLICATES_FILE, {str(number): sorted(rows) for number, rows in found.items()})
     return sum(map(len, found.values()))
 
 
-def duplicates_of(folder: Folder, part: int) -> Set[int]:
-    """The documents of a part that are left out. Raises FileNotFoundError where they were not looked for."""
-    if (size := folder.size(FOUND)) is None:
-        raise FileNotFoundError(str(folder / FOUND))
-    return set(_read_found(folder, size).get(str(part), ()))
+def read_duplicates(folder: Folder, part: int) -> Set[int]:
+    """Returns the near-duplicates among a part's documents. Raises FileNotFoundError if they were not searched for."""
+    if (size := folder.size(DUPLICATES_FILE)) is None:
+        raise FileNotFoundError(str(folder / DUPLICATES_FILE))
+    return set(_load_duplicates(folder, size).get(str(part), ()))
 
 
 @lru_cache(maxsize=1)
-def _read_found(folder: Folder, size: int) -> dict[str, list[int]]:
-    """What was found, read once in a process: each of many parts asks, and of ten million documents it has 25 MB."""
-    return dict(folder.read_json(FOUND))
+def _load_duplicates(folder: Folder, size: int) -> dict[str, list[int]]:
+    """Reads all duplicates, once a process: every part asks, and for ten million documents they have 25 MB."""
+    return dict(folder.read_json(DUPLICATES_FILE))
 
 
-def sign_part(job: Reads, part: Part) -> None:
+def sign_part(job: DuplicatesJob, part: Part) -> None:
     """Writes the signatures of a part's documents. Raises DataError unless faults are skipped."""
     cleaning, signed = job.cleaning, []
     assert cleaning
-    items = cleaning.items(part_items(job.readers[part.split or "train"], part), f"part {part.number}", Counter())
+    items = cleaning.items(read_part_items(job.readers[part.split or "train"], part), f"part {part.number}", Counter())
     for item in items:
         if isinstance(item, Fault):
             if not job.skip:
                 raise item.error()
             continue
         assert isinstance(item, Piece)
-        signed.append(signature(cleaning.text(item.document)))
-    content = np.array(signed, "<u4").reshape(-1, HASHES)
-    (job.folder / SIGNATURES).put(_file(part.number), content.tobytes())
+        signed.append(minhash_signature(cleaning.text(item.document)))
+    content = np.array(signed, "<u4").reshape(-1, NUM_HASHES)
+    (job.folder / SIGNATURES_FOLDER).put(_signature_file(part.number), content.tobytes())
 
 
-def signature(text: str) -> np.ndarray:
-    """The signature of a text, (HASHES) uint32; case and what is between words make no difference."""
+def minhash_signature(text: str) -> np.ndarray:
+    """Returns the MinHash signature of a text, (NUM_HASHES) uint32; case and white space make no difference."""
     from datasketch import MinHash
 
     words = text.lower().split()
-    runs = {" ".join(words[at : at + WORDS]) for at in range(max(1, len(words) - WORDS + 1))}
-    found = MinHash(num_perm=HASHES, seed=1, scheme="affine32")
+    runs = {" ".join(words[start : start + SHINGLE_WORDS]) for start in range(max(1, len(words) - SHINGLE_WORDS + 1))}
+    found = MinHash(num_perm=NUM_HASHES, seed=1, scheme="affine32")
     found.update_batch([run.encode("utf-8", "surrogatepass") for run in sorted(runs)])
     return found.hashvalues.astype(np.uint32)  # type: ignore[no-any-return]
 
 
-class _Compared:
-    """How many documents were looked at, for a bar or a line."""
+class _CompareProgress:
+    """Number of compared documents, for a progress bar or line."""
 
     def __init__(self, total: int) -> None:
         self.total, self.done = max(total, 1), 0
 
     def read(self) -> str:
-        """The documents so far."""
+        """Returns the number of documents so far as a line."""
         return f"{self.done:,}/{self.total:,} documents"
 
 
-def _compare(
-    folder: Folder, signed: Signed, documents: int, threshold: float, group: Group, log: Callable[[str], None]
+def _find_similar(
+    folder: Folder, signed: SignedParts, documents: int, threshold: float, group: GroupBands, log: Callable[[str], None]
 ) -> dict[int, list[int]]:
-    """By part, the documents that are left out."""
-    compared, bands = _Compared(documents), Bands.of(threshold)
-    if documents > SAID_OF:
-        log(f"data: {describe_need(documents, bands)}")
-    collisions = (group if documents > MAX_GROUPED_HERE else group_here)(folder, signed, bands)
-    if documents > SAID_OF:
+    """Returns the documents that are left out, by part."""
+    compared, bands = _CompareProgress(documents), Bands.for_threshold(threshold)
+    if documents > REPORT_ABOVE:
+        log(f"data: {describe_memory_need(documents, bands)}")
+    collisions = (group if documents > MAX_GROUPED_LOCALLY else group_bands_locally)(folder, signed, bands)
+    if documents > REPORT_ABOVE:
         log(f"data: {len(np.unique(collisions[0])):,} of {documents:,} documents share a band with another one")
-    with shown("comparing documents", compared, log):
-        return _alike(collisions, folder, signed, threshold, compared)
+    with show_progress("comparing documents", compared, log):
+        return _select_duplicates(collisions, folder, signed, threshold, compared)
 
 
-def describe_need(documents: int, bands: Bands) -> str:
-    """What comparing so many documents takes, in a line."""
+def describe_memory_need(documents: int, bands: Bands) -> str:
+    """Returns a line about the memory that the comparison needs."""
     rows = documents * bands.count
-    most = 40e-9 * rows + 1e-9 * documents * (650 + 130 * bands.count)
+    max_gigabytes = 40e-9 * rows + 1e-9 * documents * (650 + 130 * bands.count)
     return (
         f"{bands.count} bands of each of {documents:,} documents are grouped, {24e-9 * rows:.1f} GB in all; then this "
-        f"process takes up to {most:.1f} GB of memory, if every document shares one with another"
+        f"process takes up to {max_gigabytes:.1f} GB of memory, if every document shares one with another"
     )
 
 
-def group_here(folder: Folder, signed: Signed, bands: Bands) -> Collisions:
-    """What shares a band, found in this process."""
-    rows = [band_rows(folder, number, first, bands) for number, first in signed]
-    return colliding(*(np.concatenate([row[column] for row in rows]) for column in (0, 1)))
+def group_bands_locally(folder: Folder, signed: SignedParts, bands: Bands) -> Collisions:
+    """Finds documents that share a band, in this process."""
+    rows = [compute_band_rows(folder, number, first, bands) for number, first in signed]
+    return find_collisions(*(np.concatenate([row[column] for row in rows]) for column in (0, 1)))
 
 
-def band_rows(folder: Folder, part: int, first: int, bands: Bands) -> Collisions:
-    """A row for each band of each document of a part, before which come `first` documents."""
-    keys = bands.keys(_read(folder, part))
+def compute_band_rows(folder: Folder, part: int, first: int, bands: Bands) -> Collisions:
+    """Returns a row for each band of each document of a part; `first` documents come before the part."""
+    keys = bands.keys(_read_signatures(folder, part))
     return np.repeat(np.arange(first, first + len(keys)), bands.count), keys.ravel()
 
 
-def colliding(documents: np.ndarray, keys: np.ndarray) -> Collisions:
-    """Those of some rows whose key another one has, too."""
+def find_collisions(documents: np.ndarray, keys: np.ndarray) -> Collisions:
+    """Returns the rows with a key that occurs more than once."""
     order = np.argsort(keys, kind="stable")
     ordered = keys[order]
     same = ordered[1:] == ordered[:-1]
@@ -229,39 +237,39 @@ def colliding(documents: np.ndarray, keys: np.ndarray) -> Collisions:
     return documents[order[shared]], ordered[shared]
 
 
-def _alike(
-    collisions: Collisions, folder: Folder, signed: Signed, threshold: float, compared: _Compared
+def _select_duplicates(
+    collisions: Collisions, folder: Folder, signed: SignedParts, threshold: float, compared: _CompareProgress
 ) -> dict[int, list[int]]:
-    """By part, the documents whose signatures are like that of an earlier one that is kept.
+    """Returns, by part, the documents with a signature similar to that of an earlier kept one.
 
-    Documents that share no band are like none.
+    Documents that share no band are never similar.
     """
     order = np.argsort(collisions[0], kind="stable")
     documents, keys = collisions[0][order], collisions[1][order]
     kept: dict[int, list[np.ndarray]] = {}
-    """The signatures of documents that are kept, by the keys of their shared bands."""
+    """Signatures of kept documents, by the keys of their shared bands."""
     found: dict[int, list[int]] = {}
     for (number, first), (_, end) in zip(signed, [*signed[1:], (0, compared.total)], strict=True):
         low, high = np.searchsorted(documents, [first, end])
         if low < high:
             own, edges = np.unique(documents[low:high], return_index=True)
-            signatures = _read(folder, number)[own - first]
+            signatures = _read_signatures(folder, number)[own - first]
             for document, values, shared in zip(own.tolist(), signatures, np.split(keys[low:high], edges[1:]), strict=True):
                 listed = shared.tolist()
                 others = [other for key in listed for other in kept.get(key, ())]
                 if others and float((np.stack(others) == values).mean(1).max()) >= threshold:
                     found.setdefault(number, []).append(document - first)
                     continue
-                values = values.copy()  # not a view of its part's
+                values = values.copy()  # not a view of the part's signatures
                 for key in listed:
                     kept.setdefault(key, []).append(values)
         compared.done = end
     return found
 
 
-def _read(folder: Folder, number: int) -> np.ndarray:
-    return np.frombuffer((folder / SIGNATURES).read(_file(number)), "<u4").reshape(-1, HASHES)
+def _read_signatures(folder: Folder, number: int) -> np.ndarray:
+    return np.frombuffer((folder / SIGNATURES_FOLDER).read(_signature_file(number)), "<u4").reshape(-1, NUM_HASHES)
 
 
-def _file(number: int) -> str:
+def _signature_file(number: int) -> str:
     return f"{number:05d}.u4"

@@ -1,8 +1,8 @@
-"""One source to a prepared folder, once: `<storage>/.prepared/<fingerprint>/` with shards, tokenizers and manifest.
+"""Preparation of one source, once: `<storage>/.prepared/<fingerprint>/` with shards, tokenizers and manifest.
 
-A finished preparation is reused at once; an interrupted one goes on at its next part, and gives the same bytes.
+A finished preparation is reused at once. An interrupted one continues at its next part, and gives the same bytes.
 
-    prepared = prepare_source(config, Folder.at("runs"), task)    # on_ray=False: in this process, without Ray
+    prepared = prepare_source(config, Folder.from_uri("runs"), task)    # on_ray=False: in this process, without Ray
     prepared.manifest.tokens("train"), prepared.reused        # 3_217_004, False
     encoder = load_tokenizer(prepared.folder / "tokenizer")
 """
@@ -16,43 +16,50 @@ from functools import partial
 from typing import Any
 
 from raystride.pipelines.config import Config
-from raystride.pipelines.credentials import masked
-from raystride.pipelines.files import Folder
-from raystride.pipelines.prepare.cleaning import cleaning_of
+from raystride.pipelines.credentials import redact_uris
+from raystride.pipelines.prepare.cleaning import build_cleaning
 from raystride.pipelines.prepare.fingerprint import Identity, find_fingerprint, open_sources
-from raystride.pipelines.prepare.generations import Describe, Publisher, Records, in_order
-from raystride.pipelines.prepare.learning import FACTS, Echo, Learned, Studied, learn_facts, make_tokenizers
+from raystride.pipelines.prepare.generations import Describe, Publisher, Records, validation_first
+from raystride.pipelines.prepare.learn_facts import FACTS, LearnedFacts, LearningSource, Log, learn_facts, make_tokenizers
 from raystride.pipelines.prepare.manifest import FILE, Manifest, Shard, Shards
-from raystride.pipelines.prepare.near_duplicates import FOUND, SIGNATURES, Bands, Collisions, Signed, find_duplicates
-from raystride.pipelines.prepare.parts import divide
-from raystride.pipelines.prepare.progress import Meter, shown
+from raystride.pipelines.prepare.near_duplicates import (
+    DUPLICATES_FILE,
+    SIGNATURES_FOLDER,
+    Bands,
+    Collisions,
+    SignedParts,
+    find_duplicates,
+)
+from raystride.pipelines.prepare.parts import divide_into_parts
+from raystride.pipelines.prepare.progress import ProgressMeter, show_progress
 from raystride.pipelines.prepare.raw_files import write_raw_files
-from raystride.pipelines.prepare.shards import same_file
-from raystride.pipelines.prepare.stage_speed import SPEED_FILE, kept_stages, speeds, summed
-from raystride.pipelines.prepare.stages import SPLITS, Preparation, id_type, read_part, tokenise, write_part
+from raystride.pipelines.prepare.shards import is_intact
+from raystride.pipelines.prepare.stage_speed import SPEED_FILE, describe_speeds, load_stages, sum_stages
+from raystride.pipelines.prepare.stages import SPLITS, Preparation, id_type, read_part, tokenise_table, write_part
 from raystride.pipelines.sources.checking import check_source
 from raystride.pipelines.sources.faults import DataError
 from raystride.pipelines.sources.pieces import Part
 from raystride.pipelines.sources.source import Source
+from raystride.pipelines.storage.folder import Folder
 from raystride.pipelines.tasks.task import Task
 from raystride.pipelines.tokenizers import Tokenizers
 
 
 @dataclass(frozen=True)
-class Prepared:
+class PreparedData:
     """Data that is ready to train on."""
 
     folder: Folder
     """`<storage>/.prepared/<fingerprint>`, with each of the task's tokenizers in a folder of its name."""
     manifest: Manifest
     reused: bool
-    """Whether an earlier preparation was found whole."""
+    """Whether an earlier preparation was found complete."""
     learned: str = ""
-    """Of a mixture, what its sources have learned together (`Identity.learned`)."""
+    """Fingerprint of the facts that a mixture's sources have learned together (`Identity.learned`)."""
 
     @property
     def identity(self) -> Identity:
-        """What the data is."""
+        """Fingerprints of the data."""
         return Identity(self.manifest.fingerprint, self.manifest.sources, self.learned)
 
 
@@ -61,155 +68,155 @@ def prepare_source(
     storage: Folder,
     task: Task,
     *,
-    learned: Learned | None = None,
+    learned: LearnedFacts | None = None,
     fingerprint: str | None = None,
     on_ray: bool = True,
-    echo: Echo = print,
-) -> Prepared:
-    """Prepares `config.data` under `storage`, or finds it prepared. With `on_ray`, ray.init was called before.
+    log: Log = print,
+) -> PreparedData:
+    """Prepares `config.data` under `storage`, or finds it prepared. With `on_ray`, ray.init must have been called.
 
-    `learned` is what was learned from several sources together, of which this is one. With `fingerprint` the preparation is
-    known: if it is whole, the source is not opened. With `data.start_after_mib`, others
-    train on what is ready while it goes on (`prepare.generations`). Raises DataError where the data cannot be used and
-    SettingError where the tokenizer's settings cannot.
+    `learned` are facts learned from several sources, including this one. If `fingerprint` names a finished preparation, the
+    source is not opened. With `data.start_after_mib`, other processes train on finished parts meanwhile
+    (`prepare.generations`). Raises DataError if the data cannot be used, and SettingError if the tokenizer's settings
+    cannot.
     """
     opened = None
     if fingerprint is None:
         opened = open_sources(config, task)
         fingerprint = find_fingerprint(config, task, *opened, learned.digest if learned else "", storage)
     folder = storage / ".prepared" / fingerprint
-    if (manifest := finished(folder)) is not None:
-        echo(f"data: {_counts(manifest, task)}, prepared before ({folder})")
-        return Prepared(folder, manifest, reused=True)
+    if (manifest := load_finished_manifest(folder)) is not None:
+        log(f"data: {_describe_counts(manifest, task)}, prepared before ({folder})")
+        return PreparedData(folder, manifest, reused=True)
     if folder.exists(FILE):
-        echo(f"data: {folder} was prepared, but its manifest or a shard is not as it was written: it is prepared again")
+        log(f"data: {folder} was prepared, but its manifest or a shard is not as it was written: it is prepared again")
     source, validation = opened or open_sources(config, task)
-    look_at(config, source, validation)
+    check_readable(config, source, validation)
     write_raw_files(folder, source, validation)
-    for line in _notes(source, validation):
-        echo(f"data: {line}")
+    for line in _describe_sources(source, validation):
+        log(f"data: {line}")
     if on_ray:
-        _say_if_full(echo)
+        _log_if_cluster_full(log)
     started, began = time.time(), time.monotonic()
-    parts = divide(source, validation, config.data)
-    job = job_of(config, folder, Divided(source, validation, parts), task, learned, on_ray, echo)
-    describe = partial(manifest_of, config, fingerprint, source, job.task)
-    publisher = publisher_of(config, job, describe, echo) if config.data.start_after_mib else None
+    parts = divide_into_parts(source, validation, config.data)
+    job = build_job(config, folder, DividedSource(source, validation, parts), task, learned, on_ray, log)
+    describe = partial(build_manifest, config, fingerprint, source, job.task)
+    publisher = build_publisher(config, job, describe, log) if config.data.start_after_mib else None
     with publisher.publishing(parts) if publisher else nullcontext():
-        records = run(job, parts, on_ray, echo)
+        records = prepare_parts(job, parts, on_ray, log)
     if publisher:
         publisher.end()
     manifest = describe(records)
-    _check(config, manifest)
-    folder.put_json(SPEED_FILE, summed(record.get("stages", {}) for record in records))
+    _check_splits(config, manifest)
+    folder.put_json(SPEED_FILE, sum_stages(record.get("stages", {}) for record in records))
     manifest.save(folder)
-    # Only an interrupted preparation needs what goes here, and the manifest ends that.
+    # Only an interrupted preparation needs these files; with the manifest this one is finished.
     try:
-        for name in ("parts", FACTS, SIGNATURES, FOUND):
+        for name in ("parts", FACTS, SIGNATURES_FOLDER, DUPLICATES_FILE):
             folder.remove(name)
         folder.remove_temporary(before=started)
     except OSError as error:
-        echo(f"warning: what an interrupted preparation would need is left in {folder}: {error}")
-    _report(manifest, task, records, folder, time.monotonic() - began, echo)
-    return Prepared(folder, manifest, reused=False)
+        log(f"warning: what an interrupted preparation would need is left in {folder}: {error}")
+    _log_report(manifest, task, records, folder, time.monotonic() - began, log)
+    return PreparedData(folder, manifest, reused=False)
 
 
-def _notes(source: Source, validation: Source | None) -> list[str]:
+def _describe_sources(source: Source, validation: Source | None) -> list[str]:
     return [*source.describe(), *(validation.describe() if validation else ())]
 
 
 @dataclass(frozen=True)
-class Divided:
-    """A source, the one that validates, where there is one, and their parts."""
+class DividedSource:
+    """A source, the validation source if there is one, and their parts."""
 
     source: Source
     validation: Source | None
     parts: tuple[Part, ...]
 
 
-def job_of(
-    config: Config, folder: Folder, divided: Divided, task: Task, learned: Learned | None, on_ray: bool, echo: Echo
+def build_job(
+    config: Config, folder: Folder, divided: DividedSource, task: Task, learned: LearnedFacts | None, on_ray: bool, log: Log
 ) -> Preparation:
-    """What all parts have in common, once tokenizers are made and facts are learned. Raises DataError, SettingError."""
+    """Returns the data that all parts share, after making tokenizers and learning facts. Raises DataError, SettingError."""
     source, data = divided.source, config.data
     readers = {"train": source.reader, "validation": (divided.validation or source).reader}
-    cleaning = cleaning_of(config, task)
+    cleaning = build_cleaning(config, task)
     job = Preparation(folder, readers, task, data.validation_fraction, data.on_error == "skip", cleaning)
-    studied = Studied(job, divided.parts, data.validation == "tail")
+    studied = LearningSource(job, divided.parts, data.validation == "tail")
     if learned:
         learned.copy_tokenizers(folder, task)
     else:
-        make_tokenizers(config, [studied], folder, task, on_ray, echo)
+        make_tokenizers(config, [studied], folder, task, on_ray, log)
     if job.finds_duplicates:
-        echo("data: a first pass over all documents, for those that are near-duplicates of an earlier one")
-        run_each, group = (_each_on_ray, _group_on_ray) if on_ray else (_each_here, None)
-        find_duplicates(job, divided.parts, run_each, group, echo)
+        log("data: a first pass over all documents, for those that are near-duplicates of an earlier one")
+        run_each, group = (_run_each_on_ray, _group_bands_on_ray) if on_ray else (_run_each_locally, None)
+        find_duplicates(job, divided.parts, run_each, group, log)
     encoders = Tokenizers(folder, task.tokenizers)
     job = replace(job, task=task.knowing({}, encoders))
-    facts = learned.facts(job.task) if learned else learn_facts([replace(studied, job=job)], folder, on_ray, echo)
+    facts = learned.facts(job.task) if learned else learn_facts([replace(studied, job=job)], folder, on_ray, log)
     return replace(job, task=task.knowing(facts, encoders))
 
 
-def _each_here(function: Callable[[Preparation, Part], Any], job: Preparation, parts: Sequence[Part]) -> list[Any]:
+def _run_each_locally(function: Callable[[Preparation, Part], Any], job: Preparation, parts: Sequence[Part]) -> list[Any]:
     return [function(job, part) for part in parts]
 
 
-def _each_on_ray(function: Callable[[Preparation, Part], Any], job: Preparation, parts: Sequence[Part]) -> list[Any]:
+def _run_each_on_ray(function: Callable[[Preparation, Part], Any], job: Preparation, parts: Sequence[Part]) -> list[Any]:
     from raystride.pipelines.prepare.ray_data import run_each
 
     return run_each(function, job, parts)
 
 
-def _group_on_ray(folder: Folder, signed: Signed, bands: Bands) -> Collisions:
+def _group_bands_on_ray(folder: Folder, signed: SignedParts, bands: Bands) -> Collisions:
     from raystride.pipelines.prepare.ray_data import group_bands
 
     return group_bands(folder, signed, bands)
 
 
-def look_at(config: Config, source: Source, validation: Source | None) -> None:
-    """Raises DataError for what is seen at once to be unreadable, unless that is to be skipped."""
-    for each in (source, validation):
-        if each and config.data.on_error == "raise":
-            check_source(each)
+def check_readable(config: Config, source: Source, validation: Source | None) -> None:
+    """Raises DataError for a source that is visibly unreadable, unless faults are skipped."""
+    for opened in (source, validation):
+        if opened and config.data.on_error == "raise":
+            check_source(opened)
 
 
-def _say_if_full(echo: Echo) -> None:
-    """Its tasks wait without a word where others have all processors of a cluster."""
+def _log_if_cluster_full(log: Log) -> None:
+    """Logs that no CPU is free, since tasks wait silently while others use all CPUs of a cluster."""
     import ray
 
-    free, there = (found.get("CPU", 0) for found in (ray.available_resources(), ray.cluster_resources()))
+    free, total = (found.get("CPU", 0) for found in (ray.available_resources(), ray.cluster_resources()))
     if free < 1:
-        echo(f"data: waiting for a processor, {free:g} of {there:g} CPUs are free (see `ray status`)")
+        log(f"data: waiting for a processor, {free:g} of {total:g} CPUs are free (see `ray status`)")
 
 
-def finished(folder: Folder) -> Manifest | None:
-    """The manifest of a folder whose preparation is whole: every shard is there with its size. Else None."""
+def load_finished_manifest(folder: Folder) -> Manifest | None:
+    """Returns the manifest of a finished preparation, with all shards present in their sizes; None if it is not finished."""
     try:
         manifest = Manifest.load(folder)
     except (FileNotFoundError, ValueError):
         return None
     shards = [shard for some in manifest.splits.values() for shard in some]
-    sizes = folder.sizes()  # one listing: a request a shard would take minutes, at each start, where there are thousands
+    sizes = folder.sizes()  # one listing: for thousands of shards a request each would take minutes at every start
     return manifest if all(sizes.get(shard.file) == shard.bytes for shard in shards) else None
 
 
-def publisher_of(config: Config, job: Preparation, describe: Describe, echo: Echo = print) -> Publisher:
-    """What has others train on what is ready."""
+def build_publisher(config: Config, job: Preparation, describe: Describe, log: Log = print) -> Publisher:
+    """Returns the publisher of finished parts for concurrent trainings."""
 
-    def enough(manifest: Manifest) -> bool:
+    def fills_a_window(manifest: Manifest) -> bool:
         least = job.task.window.length if job.task.window else 1
         return all(manifest.tokens(split) >= least for split in SPLITS)
 
-    return Publisher(job.folder, config.data.start_after_mib * 2**20, describe, enough, echo)
+    return Publisher(job.folder, config.data.start_after_mib * 2**20, describe, fills_a_window, log)
 
 
-def run(job: Preparation, parts: Sequence[Part], on_ray: bool, echo: Echo) -> list[dict[str, Any]]:
-    """The records of all parts, in order: those of an interrupted preparation, and those made now."""
-    done = _done(job.folder, {part.number for part in parts})
-    left = [part for part in in_order(parts) if part.number not in done]
+def prepare_parts(job: Preparation, parts: Sequence[Part], on_ray: bool, log: Log) -> list[dict[str, Any]]:
+    """Prepares all parts that are not done and returns the records of all, in order."""
+    done = _load_done_records(job.folder, {part.number for part in parts})
+    left = [part for part in validation_first(parts) if part.number not in done]
     if done:
-        echo(f"data: going on with a preparation that was interrupted, {len(done)} of {len(parts)} parts are done")
-    with shown("preparing", Meter.of_parts(job.folder, left), echo):
+        log(f"data: going on with a preparation that was interrupted, {len(done)} of {len(parts)} parts are done")
+    with show_progress("preparing", ProgressMeter.for_parts(job.folder, left), log):
         if not left:
             made = []
         elif on_ray:
@@ -217,35 +224,36 @@ def run(job: Preparation, parts: Sequence[Part], on_ray: bool, echo: Echo) -> li
 
             made = run_parts(job, left)
         else:
-            made = [write_part(job, (tokenise(job, table) for table in read_part(job, part))) for part in left]
+            made = [write_part(job, (tokenise_table(job, table) for table in read_part(job, part))) for part in left]
     records = done | {record["part"]: record for record in made}
     return [records[part.number] for part in parts]
 
 
-def _done(folder: Folder, wanted: Set[int]) -> dict[int, dict[str, Any]]:
-    """Records, by part, of those wanted whose shards are still as they were written."""
+def _load_done_records(folder: Folder, wanted: Set[int]) -> dict[int, dict[str, Any]]:
+    """Returns, by part, the records of wanted parts with intact shards."""
     records = {}
     for name in (folder / "parts").names():
         try:
             if int(name.removesuffix(".json")) not in wanted:
                 continue
             record = (folder / "parts").read_json(name)
-            if all(same_file(folder, shard) for shard in record["shards"].values() if shard):
+            if all(is_intact(folder, shard) for shard in record["shards"].values() if shard):
                 records[record["part"]] = record
         except (OSError, ValueError, KeyError):
-            continue  # prepared again
+            continue  # it is prepared again
     return records
 
 
-def manifest_of(config: Config, digest: str, source: Source, task: Task, records: Records) -> Manifest:
-    """What parts of a preparation say of themselves together, from their records."""
+def build_manifest(config: Config, digest: str, source: Source, task: Task, records: Records) -> Manifest:
+    """Returns the manifest of a preparation from the records of its parts."""
     skipped = [fault for record in records for fault in record["faults"]]
     unnamed = sum(record["skipped"] for record in records) - len(skipped)
     if unnamed:
-        skipped.append({"place": masked(config.data.source), "reason": f"and {unnamed} more documents"})
+        skipped.append({"place": redact_uris(config.data.source), "reason": f"and {unnamed} more documents"})
     learned = dict(task.facts)
     shards = {
-        split: Shards.of(Shard(**shard) for record in records if (shard := record["shards"][split])) for split in SPLITS
+        split: Shards.from_shards(Shard(**shard) for record in records if (shard := record["shards"][split]))
+        for split in SPLITS
     }
     return Manifest(
         fingerprint=digest,
@@ -253,26 +261,26 @@ def manifest_of(config: Config, digest: str, source: Source, task: Task, records
         vocabulary_size=learned.pop("vocabulary_size", 0),
         end_id=learned.pop("end_id", 0),
         splits=shards,
-        source={"kind": source.kind, "name": masked(config.data.source), "files": len(source.files)}
+        source={"kind": source.kind, "name": redact_uris(config.data.source), "files": len(source.files)}
         | {"bytes": sum(file.size for file in source.files)}
         | ({"cut": cut} if (cut := sum(record.get("cut", 0) for record in records)) else {})
-        | ({"dropped": dropped} if (dropped := _dropped(records)) else {}),
+        | ({"dropped": dropped} if (dropped := _sum_drop_reasons(records)) else {}),
         skipped=skipped,
         tokenizers=list(task.tokenizers),
         learned=learned,
     )
 
 
-def _dropped(records: Records) -> dict[str, int]:
-    """How many documents were left out, by reason; a step that added some counts below zero in a part."""
+def _sum_drop_reasons(records: Records) -> dict[str, int]:
+    """Returns how many documents were dropped, by reason; negative for a step that added documents."""
     total: Counter[str] = Counter()
     for record in records:
         total.update(record.get("dropped", {}))
     return dict(total)
 
 
-def _check(config: Config, manifest: Manifest) -> None:
-    """Raises DataError where a split has nothing."""
+def _check_splits(config: Config, manifest: Manifest) -> None:
+    """Raises DataError if a split is empty."""
     data = config.data
     train, validation = (manifest.tokens(split) for split in SPLITS)
     if not train and not validation:
@@ -295,25 +303,25 @@ def _check(config: Config, manifest: Manifest) -> None:
     raise DataError(f"no document for {empty}: {share} leaves none of {count}; {remedy}, or name a --data.validation_source")
 
 
-def _report(
-    manifest: Manifest, task: Task, records: list[dict[str, Any]], folder: Folder, seconds: float, echo: Echo
+def _log_report(
+    manifest: Manifest, task: Task, records: list[dict[str, Any]], folder: Folder, seconds: float, log: Log
 ) -> None:
     if count := sum(record["skipped"] for record in records):
         first = manifest.skipped[0]
         named = f"the first {first['place']}: {first['reason']}"
-        echo(f"data: {count} files or documents skipped, {named}; listed in {folder / FILE}")
+        log(f"data: {count} files or documents skipped, {named}; listed in {folder / FILE}")
     if dropped := manifest.source.get("dropped"):
-        # The name of a step is an import path.
+        # The name of a step is an import path, with a dot.
         counts = (f"{count:,} {'by ' * ('.' in why)}{why}" for why, count in dropped.items())
-        echo(f"data: left out {', '.join(counts)}")
+        log(f"data: left out {', '.join(counts)}")
     if cut := manifest.source.get("cut"):
-        echo(f"data: {cut:,} examples are longer than model.context allows and were cut")
-    if stages := kept_stages(folder):
-        echo(f"data: {speeds(stages)}")
-    echo(f"data: {_counts(manifest, task)}, prepared in {seconds:.1f} s ({folder})")
+        log(f"data: {cut:,} examples are longer than model.context allows and were cut")
+    if stages := load_stages(folder):
+        log(f"data: {describe_speeds(stages)}")
+    log(f"data: {_describe_counts(manifest, task)}, prepared in {seconds:.1f} s ({folder})")
 
 
-def _counts(manifest: Manifest, task: Task) -> str:
+def _describe_counts(manifest: Manifest, task: Task) -> str:
     if task.window is None:
         return " and ".join(f"{manifest.documents(split):,} {split}" for split in SPLITS) + " examples"
     tokens = " and ".join(f"{manifest.tokens(split):,} {split}" for split in SPLITS)

@@ -1,7 +1,7 @@
-"""The raw files that a preparation is made of: names, sizes, time stamps and hashes of their content.
+"""Raw files of a preparation: names, sizes, time stamps and content hashes.
 
 They are written to `files.parquet` in the prepared folder when a preparation begins. A copied file has another time stamp,
-so a run that goes on compares content: names, sizes, and a hash of samples of each local file.
+so a resumed run compares content: names, sizes, and a hash of samples of each local file.
 
     write_raw_files(folder, source, validation)
     find_changed_files(folder, source, validation)            # ["a.jsonl: 2,320 bytes before, 2,363 now"]
@@ -16,14 +16,14 @@ from hashlib import blake2b, sha256
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from raystride.pipelines.files import Folder
 from raystride.pipelines.sources.pieces import File
 from raystride.pipelines.sources.source import Source
+from raystride.pipelines.storage.folder import Folder
 
 FILE = "files.parquet"
 MAX_HASHED = 10_000
-"""Files whose content is hashed; of more, as many evenly spread. Of the others the size tells."""
-BLOCK, BLOCKS = 64 << 10, 16
+"""Maximum number of hashed files, evenly spread; the others are compared by size."""
+BLOCK_BYTES, NUM_BLOCKS = 64 << 10, 16
 """Bytes of a sample, and samples of a file. A file that is no larger than all of them is hashed whole."""
 THREADS = 16
 
@@ -52,7 +52,7 @@ class RawFile:
 
 
 def list_raw_files(source: Source, validation: Source | None) -> list[RawFile]:
-    """Returns the raw files of a source and of the one that validates, with hashes of their content."""
+    """Returns the raw files of the source and of the validation source, with hashes of their content."""
     found = list(_iterate_files(source, validation))
     step = -(-len(found) // MAX_HASHED) or 1
     hashed = _hash_files([file for _, file in found[::step]])
@@ -73,7 +73,7 @@ def write_raw_files(folder: Folder, source: Source, validation: Source | None) -
 
 
 def read_raw_files(folder: Folder) -> list[RawFile] | None:
-    """Returns the raw files of a preparation; None if an earlier version made it, which did not write them."""
+    """Returns the raw files of a preparation; None if an earlier version made it, which did not record them."""
     try:
         content = folder.read(FILE)
     except FileNotFoundError:
@@ -92,7 +92,8 @@ def find_changed_files(
 ) -> list[str] | None:
     """Returns how the raw files differ from those of a preparation, one description a file; None if that is unknown.
 
-    A file with the same size and time stamp is the same. Those with another time stamp are hashed, at most `max_hashed`.
+    A file with the same size and time stamp counts as unchanged. Those with another time stamp are hashed, at most
+    `max_hashed`.
     """
     before = read_raw_files(folder)
     if before is None:
@@ -120,21 +121,21 @@ def find_changed_files(
 def with_stamps(
     source: Source, validation: Source | None, stamps: Mapping[tuple[str, str], int]
 ) -> tuple[Source, Source | None]:
-    """Returns the sources with the time stamps that their files had, by `RawFile.key`."""
+    """Returns the sources with recorded time stamps, by `RawFile.key`."""
 
-    def stamped(role: str, files: Sequence[File]) -> tuple[File, ...]:
+    def stamp_files(role: str, files: Sequence[File]) -> tuple[File, ...]:
         return tuple(replace(file, stamp=stamps.get((role, file.name), file.stamp)) for file in files)
 
-    def restored(role: str, opened: Source) -> Source:
-        return replace(opened, files=stamped(role, opened.files), targets=stamped(f"{role} targets", opened.targets))
+    def restore_source(role: str, opened: Source) -> Source:
+        return replace(opened, files=stamp_files(role, opened.files), targets=stamp_files(f"{role} targets", opened.targets))
 
-    return restored("train", source), validation and restored("validation", validation)
+    return restore_source("train", source), validation and restore_source("validation", validation)
 
 
-def describe_changes(changes: Sequence[str], shown: int = 3) -> str:
-    """Returns the first changes in a line, and how many more there are."""
-    more = len(changes) - shown
-    return "; ".join(changes[:shown]) + (f"; and {more:,} more" if more > 0 else "")
+def describe_changes(changes: Sequence[str], max_shown: int = 3) -> str:
+    """Returns the first changes in a line, and the number of further ones."""
+    more = len(changes) - max_shown
+    return "; ".join(changes[:max_shown]) + (f"; and {more:,} more" if more > 0 else "")
 
 
 def _iterate_files(source: Source, validation: Source | None) -> Iterator[tuple[str, File]]:
@@ -145,7 +146,7 @@ def _iterate_files(source: Source, validation: Source | None) -> Iterator[tuple[
 
 
 def _hash_files(files: Sequence[File]) -> list[str | None]:
-    # A stretch a thread: handing over one small file takes as long as hashing it.
+    # One range of files a thread: handing over a small file takes as long as hashing it.
     stretch = -(-len(files) // THREADS) or 1
     with ThreadPoolExecutor(THREADS) as pool:
         stretches = pool.map(
@@ -163,11 +164,13 @@ def _hash_file(file: File) -> str | None:
         with open(file.uri, "rb", buffering=0) as stream:
             if os.fstat(stream.fileno()).st_size != file.size:
                 return None
-            if file.size <= BLOCK * BLOCKS:
+            if file.size <= BLOCK_BYTES * NUM_BLOCKS:
                 digest.update(stream.read())
             else:
-                for number in range(BLOCKS):
-                    digest.update(os.pread(stream.fileno(), BLOCK, (file.size - BLOCK) * number // (BLOCKS - 1)))
+                for number in range(NUM_BLOCKS):
+                    digest.update(
+                        os.pread(stream.fileno(), BLOCK_BYTES, (file.size - BLOCK_BYTES) * number // (NUM_BLOCKS - 1))
+                    )
     except OSError:
         return None
     return digest.hexdigest()

@@ -1,10 +1,10 @@
-"""The stages of a preparation on Ray Data: one read task a part, tokenised and written in the same task.
+"""Preparation on Ray Data: one read task a part, tokenised and written in the same task.
 
-Read, map and write fuse into one operator, so text and ids stay inside a process and only records travel. Ray Data wraps
-what a task raises; the caller gets the DataError itself.
+Read, map and write fuse into one operator, so text and ids stay inside a process and only records travel. Ray Data wraps the
+errors of a task; the caller gets the DataError itself.
 
     for record in run_parts(job, parts): ...                  # ray.init was called before
-    run_alone(function, argument)                             # one plain task
+    run_task(function, argument)                              # one plain task
 """
 
 import logging
@@ -20,11 +20,11 @@ from ray.data import DataContext
 from ray.data.block import Block, BlockMetadata
 from ray.data.datasource import Datasink, Datasource, ReadTask, WriteResult
 
-from raystride.pipelines.files import Folder
-from raystride.pipelines.prepare.near_duplicates import Bands, Collisions, Signed, band_rows, colliding
-from raystride.pipelines.prepare.stages import Preparation, read_part, tokenise, write_part
+from raystride.pipelines.prepare.near_duplicates import Bands, Collisions, SignedParts, compute_band_rows, find_collisions
+from raystride.pipelines.prepare.stages import Preparation, read_part, tokenise_table, write_part
 from raystride.pipelines.sources.faults import DataError
 from raystride.pipelines.sources.pieces import Part
+from raystride.pipelines.storage.folder import Folder
 
 _BLOCK_BYTES = 8 << 20
 _ROWS_OF_STRETCH = 4 << 20
@@ -35,7 +35,7 @@ Result = TypeVar("Result")
 
 
 class _Parts(Datasource):  # type: ignore[misc]
-    """A read task a part."""
+    """Data source with a read task a part."""
 
     def __init__(self, job: Preparation, parts: list[Part]) -> None:
         super().__init__()
@@ -55,7 +55,7 @@ class _Parts(Datasource):  # type: ignore[misc]
 
 
 class _Shards(Datasink[dict[str, Any]]):  # type: ignore[misc]
-    """Writes the shards of the part whose tables a task has."""
+    """Data sink that writes the shards of the part in a task."""
 
     def __init__(self, job: Preparation) -> None:
         self._job = job
@@ -69,75 +69,77 @@ class _Shards(Datasink[dict[str, Any]]):  # type: ignore[misc]
 
 
 def run_parts(job: Preparation, parts: list[Part]) -> list[dict[str, Any]]:
-    """Prepares the parts on the cluster; their records. Raises DataError as a stage raised it."""
+    """Prepares the parts on the cluster and returns their records. Raises DataError as a stage raised it."""
     if job.task.wants_gpu and ray.cluster_resources().get("GPU"):
-        # Plain tasks: Ray Data lets no operator that maps whole blocks ask for a GPU.
+        # Plain tasks: in Ray Data, operators that map whole blocks cannot request a GPU.
         return run_each(_prepare_part, job, parts, gpus=1)
     sink = _Shards(job)
-    with quiet_context(), _unwrapped():
+    with quiet_ray_data(), _unwrap_errors():
         texts = ray.data.read_datasource(_Parts(job, parts), override_num_blocks=len(parts))
-        texts.map_batches(_Tokenise(job), batch_size=None, batch_format="pyarrow", zero_copy_batch=True).write_datasink(sink)
+        texts.map_batches(_TokeniseTable(job), batch_size=None, batch_format="pyarrow", zero_copy_batch=True).write_datasink(
+            sink
+        )
     return sink.records
 
 
 def _prepare_part(job: Preparation, part: Part) -> dict[str, Any]:
-    return write_part(job, (tokenise(job, table) for table in read_part(job, part)))
+    return write_part(job, (tokenise_table(job, table) for table in read_part(job, part)))
 
 
-class _Tokenise:
-    """The second stage as an object, since Ray Data names operators after what it maps."""
+class _TokeniseTable:
+    """The second stage as an object, since Ray Data names operators after the mapped callable."""
 
     def __init__(self, job: Preparation) -> None:
         self._job = job
         self.__name__ = "tokenise"
 
     def __call__(self, table: pa.Table) -> pa.Table:
-        return tokenise(self._job, table)
+        return tokenise_table(self._job, table)
 
 
 def run_each(
     function: Callable[[Preparation, Part], Result], job: Preparation, parts: Iterable[Part], *, gpus: int = 0
 ) -> list[Result]:
-    """The function's results, a task a part with so many GPUs, in their order. Raises DataError as it does."""
+    """Returns the function's results in order, from a task a part with `gpus` GPUs each. Raises DataError as it does."""
     remote, shared = ray.remote(function).options(num_gpus=gpus), ray.put(job)
-    with _unwrapped():
+    with _unwrap_errors():
         results: list[Result] = ray.get([remote.remote(shared, part) for part in parts])
         return results
 
 
-def run_alone(function: Callable[..., Result], *arguments: Any) -> Result:
-    """The function's result, computed in one task. Raises DataError, SettingError as it does."""
-    with _unwrapped():
+def run_task(function: Callable[..., Result], *arguments: Any) -> Result:
+    """Returns the function's result, computed in one task. Raises DataError, SettingError as it does."""
+    with _unwrap_errors():
         result: Result = ray.get(ray.remote(function).remote(*arguments))
         return result
 
 
-def group_bands(folder: Folder, signed: Signed, bands: Bands) -> Collisions:
-    """What shares a band, found on the cluster: rows of all parts are grouped by a stretch of their keys."""
+def group_bands(folder: Folder, signed: SignedParts, bands: Bands) -> Collisions:
+    """Finds documents that share a band, on the cluster: rows of all parts are grouped by ranges of their keys."""
     documents = signed[-1][1] + 1 if signed else 0
     stretches = max(1, int(ray.cluster_resources().get("CPU", 1)), documents * bands.count // _ROWS_OF_STRETCH)
 
-    def rows(batch: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    def stretch_rows(batch: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
         places = zip(batch["part"].tolist(), batch["first"].tolist(), strict=True)
-        found = [band_rows(folder, part, first, bands) for part, first in places]
-        numbers, keys = (np.concatenate([each[column] for each in found]) for column in (0, 1))
+        found = [compute_band_rows(folder, part, first, bands) for part, first in places]
+        numbers, keys = (np.concatenate([rows[column] for rows in found]) for column in (0, 1))
         return {"stretch": (keys % np.uint64(stretches)).astype(np.int64), "document": numbers, "key": keys.view(np.int64)}
 
     def collide(batch: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-        numbers, keys = colliding(batch["document"], batch["key"].view(np.uint64))
+        numbers, keys = find_collisions(batch["document"], batch["key"].view(np.uint64))
         return {"document": numbers, "key": keys.view(np.int64)}
 
-    with quiet_context(), _unwrapped():
+    with quiet_ray_data(), _unwrap_errors():
         parts = ray.data.from_items([{"part": part, "first": first} for part, first in signed])
-        grouped = parts.map_batches(rows, batch_size=1, batch_format="numpy").groupby("stretch")
+        grouped = parts.map_batches(stretch_rows, batch_size=1, batch_format="numpy").groupby("stretch")
         batches = list(grouped.map_groups(collide, batch_format="numpy").iter_batches(batch_size=None, batch_format="numpy"))
     found = [np.concatenate([batch[name] for batch in batches if name in batch] or [np.empty(0, np.int64)]) for name in _ROW]
     return found[0].astype(np.int64), found[1].astype(np.int64).view(np.uint64)
 
 
 @contextmanager
-def quiet_context() -> Iterator[None]:
-    """Ray Data in the order of the parts, with small blocks, and without a word of its own."""
+def quiet_ray_data() -> Iterator[None]:
+    """Sets Ray Data to keep the order of the parts, use small blocks and log nothing."""
     logger, context = logging.getLogger("ray.data"), DataContext.get_current()
     options = context.execution_options
     before = logger.level, context.enable_progress_bars, context.target_max_block_size, options.preserve_order
@@ -151,19 +153,19 @@ def quiet_context() -> Iterator[None]:
 
 
 @contextmanager
-def _unwrapped() -> Iterator[None]:
-    """Raises the ValueError of ours that is inside what Ray raises."""
+def _unwrap_errors() -> Iterator[None]:
+    """Raises the DataError or SettingError inside an error of Ray."""
     try:
         yield
     except Exception as error:
-        inner = _inner(error)
+        inner = _find_own_error(error)
         if inner is None:
             raise
-        # A DataError has one line; Ray Data adds others to whatever passes through it.
+        # A DataError has one line; Ray Data appends others to every error.
         raise type(inner)(str(inner).splitlines()[0]) from None
 
 
-def _inner(error: BaseException | None) -> ValueError | None:
+def _find_own_error(error: BaseException | None) -> ValueError | None:
     from raystride.pipelines.config import SettingError
 
     seen = set()

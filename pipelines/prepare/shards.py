@@ -1,9 +1,9 @@
 """Shards: Arrow IPC files of one uncompressed record batch, so that all ids of a file lie side by side and can be mapped.
 
-    row = what a shard holds of a document
+    row = the part of a document in a shard
     ids: large_list<uint16 | uint32>   document: uint64   begins: bool   ends: bool   loss_mask: large_list<uint8>, optional
 
-`document` counts the documents of one part, from 0: part and document together name a document. Ids are gathered in an
+`document` counts the documents of one part, from 0: part and document together identify a document. Ids are buffered in an
 unnamed temporary file, so that a shard may be larger than memory.
 
     writer = ShardWriter(pa.uint16())
@@ -19,15 +19,15 @@ from typing import IO, Any
 import numpy as np
 import pyarrow as pa
 
-from raystride.pipelines.files import Folder
 from raystride.pipelines.prepare.hash_list import hash_list_name, put_hash_list
 from raystride.pipelines.prepare.manifest import Shard
+from raystride.pipelines.storage.folder import Folder
 
-_LISTS = ("ids", "loss_mask")
+_LIST_COLUMNS = ("ids", "loss_mask")
 
 
 class ShardWriter:
-    """Gathers the rows of one shard, then writes it whole or not at all."""
+    """Buffers the rows of one shard and writes it atomically."""
 
     def __init__(self, id_type: pa.DataType) -> None:
         self._id_type = id_type
@@ -40,27 +40,27 @@ class ShardWriter:
         self._ends: list[bool] = []
 
     def add(self, table: pa.Table) -> None:
-        """Appends rows (document, begins, ends, ids, loss_mask); one that goes on with the last row's document joins it."""
+        """Appends rows (document, begins, ends, ids, loss_mask); a row of the last row's document is merged with it."""
         ids, masks = table["ids"].combine_chunks(), table["loss_mask"].combine_chunks()
         lengths = ids.value_lengths().to_pylist()
         columns = [table[name].to_pylist() for name in ("document", "begins", "ends")]
-        at = self._tokens
+        position = self._tokens
         for length, document, begins, ends in zip(lengths, *columns, strict=True):
             if self._documents and document == self._documents[-1]:
                 self._ends[-1] = ends
             else:
-                self._offsets.append(at)
+                self._offsets.append(position)
                 self._documents.append(document)
                 self._begins.append(begins)
                 self._ends.append(ends)
-            at += length
-        # There is no mask until a document has one; all tokens before it count.
+            position += length
+        # There is no mask until a document has one; all tokens before it are in the loss.
         if masks.null_count < len(masks):
             self._add_mask(masks, lengths)
         elif self._mask is not None:
-            np.ones(at - self._tokens, np.uint8).tofile(self._mask)
+            np.ones(position - self._tokens, np.uint8).tofile(self._mask)
         ids.flatten().to_numpy().tofile(self._ids)
-        self._tokens = at
+        self._tokens = position
 
     def _add_mask(self, masks: pa.Array, lengths: list[int]) -> None:
         if self._mask is None:
@@ -71,16 +71,17 @@ class ShardWriter:
             values.tofile(self._mask)
 
     def finish(self, folder: Folder, name: str) -> Shard | None:
-        """Writes the shard atomically and says where its ids lie. Raises OSError where what was written reads otherwise."""
+        """Writes the shard atomically and returns it with the offset of its ids. Raises OSError if it reads back
+        differently."""
         with self._ids, self._mask or tempfile.TemporaryFile():
             if not self._tokens:
                 return None
-            batch = self._batch()
+            batch = self._build_batch()
             with folder.file(name) as path:
                 with pa.ipc.new_file(str(path), batch.schema) as out:
                     out.write_batch(batch)
                 offsets = _offsets(path, batch)
-                digest, top_hash = _sha256(path), put_hash_list(folder, name, path)
+                digest, top_hash = _hash_file(path), put_hash_list(folder, name, path)
                 size = path.stat().st_size
         return Shard(
             file=name,
@@ -95,52 +96,52 @@ class ShardWriter:
             top_hash=top_hash,
         )
 
-    def _batch(self) -> pa.RecordBatch:
+    def _build_batch(self) -> pa.RecordBatch:
         offsets = pa.py_buffer(np.asarray([*self._offsets, self._tokens], np.int64))
         columns = {
-            "ids": self._lists(self._ids, self._id_type, offsets),
+            "ids": self._list_column(self._ids, self._id_type, offsets),
             "document": pa.array(self._documents, pa.uint64()),
             "begins": pa.array(self._begins, pa.bool_()),
             "ends": pa.array(self._ends, pa.bool_()),
         }
         if self._mask is not None:
-            columns["loss_mask"] = self._lists(self._mask, pa.uint8(), offsets)
+            columns["loss_mask"] = self._list_column(self._mask, pa.uint8(), offsets)
         return pa.RecordBatch.from_arrays(list(columns.values()), names=list(columns))
 
-    def _lists(self, spool: IO[bytes], of: pa.DataType, offsets: pa.Buffer) -> pa.Array:
+    def _list_column(self, spool: IO[bytes], value_type: pa.DataType, offsets: pa.Buffer) -> pa.Array:
         spool.flush()
-        values = np.memmap(spool, of.to_pandas_dtype(), "r", shape=(self._tokens,))
-        flat = pa.Array.from_buffers(of, self._tokens, [None, pa.py_buffer(values)])
-        return pa.Array.from_buffers(pa.large_list(of), len(self._offsets), [None, offsets], children=[flat])
+        values = np.memmap(spool, value_type.to_pandas_dtype(), "r", shape=(self._tokens,))
+        flat = pa.Array.from_buffers(value_type, self._tokens, [None, pa.py_buffer(values)])
+        return pa.Array.from_buffers(pa.large_list(value_type), len(self._offsets), [None, offsets], children=[flat])
 
 
 def _offsets(path: Path, batch: pa.RecordBatch) -> dict[str, int]:
-    """Bytes at which a shard's rows and the flat values of its list columns begin, checked by reading them with numpy."""
+    """Returns the byte offsets of a shard's rows and of the flat values of its list columns, verified by numpy."""
     found = {}
     with pa.memory_map(str(path)) as source:
         start = source.read_buffer(1).address
         source.seek(0)
         written = pa.ipc.open_file(source).get_batch(0)
-        buffers = {name: written.column(name).values.buffers()[1] for name in batch.schema.names if name in _LISTS}
-        meant = {name: batch.column(name).values.to_numpy() for name in buffers}
-        buffers["rows"], meant["rows"] = written.column("ids").buffers()[1], batch.column("ids").offsets.to_numpy()
+        buffers = {name: written.column(name).values.buffers()[1] for name in batch.schema.names if name in _LIST_COLUMNS}
+        expected = {name: batch.column(name).values.to_numpy() for name in buffers}
+        buffers["rows"], expected["rows"] = written.column("ids").buffers()[1], batch.column("ids").offsets.to_numpy()
         for name, buffer in buffers.items():
             found[name] = buffer.address - start
-            there = np.memmap(path, meant[name].dtype, "r", found[name], meant[name].shape)
-            if not np.array_equal(there, meant[name]):
+            on_disk = np.memmap(path, expected[name].dtype, "r", found[name], expected[name].shape)
+            if not np.array_equal(on_disk, expected[name]):
                 raise OSError(f"{path}: the {name} that were written read otherwise: check the disk and prepare again")
     return found
 
 
-def _sha256(path: Path) -> str:
+def _hash_file(path: Path) -> str:
     with path.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
-def same_file(folder: Folder, shard: dict[str, Any]) -> bool:
-    """Whether a shard of an interrupted preparation is there as it was written."""
+def is_intact(folder: Folder, shard: dict[str, Any]) -> bool:
+    """Returns whether a shard of an interrupted preparation is present and unchanged."""
     try:
-        there = not shard.get("top_hash") or folder.exists(hash_list_name(shard["file"]))
-        return there and folder.sha256(shard["file"]) == str(shard["sha256"])
+        on_disk = not shard.get("top_hash") or folder.exists(hash_list_name(shard["file"]))
+        return on_disk and folder.sha256(shard["file"]) == str(shard["sha256"])
     except OSError:
         return False

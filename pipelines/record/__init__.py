@@ -1,13 +1,13 @@
-"""What is written down of a run, and how it gets there without making the training wait.
+"""The record of a run: journal, summary, MLflow and TensorBoard, written without delaying the training.
 
     observers -> Sender.put -> [process border] -> Recorder.receive -> journal segment -> acknowledged -> Sender forgets
                                                                             |
                                                           Follower -> MLflow, then the reference in mlflow.json
                                                           TensorboardLog -> one event file an attempt
 
-One writer: the recorder alone touches the run's journal and MLflow, so no worker holds credentials and SQLite has one
-writer. Every arrow may break and is mended by the piece before it: senders repeat what is not acknowledged, a new recorder
-reads the journal of the old one, the follower replays what MLflow missed with the original times.
+Only the recorder writes the run's journal and MLflow, so no worker holds credentials and SQLite has one writer. If an arrow
+breaks, the component before it recovers: senders repeat unacknowledged entries, a new recorder reads the journal of the old
+one, and the follower replays to MLflow the segments that it missed, with their original times.
 """
 
 from raystride.pipelines.record.entry import Entry

@@ -2,13 +2,14 @@
 
 Every manifest names its parent, the range of positions since then, the order of samples, and for each rank a digest of the
 (epoch, sample) pairs that this rank fed. A digest is a sum, so it depends neither on the order nor on the number of ranks:
-the ranks' sum must be that of the order over the range, and the order's sum over an epoch that of all samples once. So what
-was fed is compared, not what was planned; a lost, repeated or exchanged sample is found but for a chance of 2^-64.
+the ranks' sum must equal that of the order over the range, and the order's sum over an epoch that of all samples once. The
+audit compares the samples that were fed, not those that were planned. A lost, repeated or exchanged sample goes unnoticed
+with a probability of 2^-64.
 
     python -m raystride.pipelines.record.audit my-run --storage runs
     # my-run: 6,000 samples in 500 steps, 2.9 epochs of 2,048; each exactly once an epoch, none lost or repeated ...
 
-Exit codes: 0 proven, 1 the chain breaks (the line says where), 2 there is no such run.
+Exit codes: 0 proven, 1 the chain breaks (the line names the place), 2 there is no such run.
 """
 
 import argparse
@@ -20,24 +21,25 @@ from typing import Any
 
 import numpy as np
 
-from raystride.pipelines.feed.growth import GrownOrder
-from raystride.pipelines.feed.mixture import SHIFT, Mixture, split_samples
+from raystride.pipelines.checkpoint.layout import MANIFEST, checkpoint_names, step_name
+from raystride.pipelines.feed.growth import AppendableOrder
+from raystride.pipelines.feed.mixture import SAMPLE_BITS, Mixture, split_samples
 from raystride.pipelines.feed.order import Order, digest
-from raystride.pipelines.files import Folder
-from raystride.pipelines.train.names import MANIFEST, checkpoint_names, step_name
+from raystride.pipelines.storage.folder import Folder
 
 CHUNK = 1 << 20
-"""Positions at a time: 8 MiB of numbers."""
-AnyOrder = Order | GrownOrder | Mixture
-Epochs = dict[tuple[int, int], int]
-"""The digest of what was planned, by a source's number and its epoch."""
+"""Positions per chunk: 8 MiB of numbers."""
+AnyOrder = Order | AppendableOrder | Mixture
+EpochDigests = dict[tuple[int, int], int]
+"""Digests of the planned samples, by the number of a source and its epoch."""
 
 
-class Broken(Exception):
-    """The manifests do not prove it; the message says where and why.
+class AuditFailed(Exception):
+    """The manifests do not prove it; the message gives the place and the reason.
 
-    `step` is that of the manifest that does not fit (None: none could be read, or the order itself is wrong), `parent_step`
-    that of the one before, where they do not fit each other, and `positions` the first and last that were not fed once each.
+    `step` is that of the manifest that does not fit (None: none could be read, or the order itself is wrong). `parent_step`
+    is that of the manifest before, if the two do not fit each other. `positions` are the first and the last position of the
+    range that was not fed once each.
     """
 
     def __init__(
@@ -54,57 +56,59 @@ class Broken(Exception):
 
 @dataclass(frozen=True)
 class Audit:
-    """What an audit has proven: how many samples of how many steps were each used once an epoch."""
+    """The result of a successful audit: the samples of these steps were each used exactly once an epoch."""
 
     steps: int
     samples: int
     """Samples fed, over all epochs."""
-    in_an_epoch: int
-    """Samples of an epoch, of all sources together."""
+    samples_per_epoch: int
+    """Samples of an epoch, over all sources."""
     checkpoints: int
-    """Links of the chain, from the newest checkpoint back to the start."""
+    """Length of the chain from the newest checkpoint back to the start."""
     attempts: int
-    """Starts of the run that wrote one of them."""
+    """Number of attempts that wrote one of these checkpoints."""
     workers: tuple[int, ...]
-    """Numbers of workers that it ran on, in the order in which they came first."""
+    """Numbers of workers of the run, in the order of their first appearance."""
     dropped: tuple[int, ...] = ()
-    """Numbers of the steps that were fed and changed nothing, because the guard found them bad."""
+    """Numbers of the steps that were fed and then dropped because the guard found them bad."""
     left_out: int = 0
-    """Samples that the guard left out: not fed, and counted in `samples`."""
+    """Samples that the guard skipped: not fed, but counted in `samples`."""
     by_source: dict[str, tuple[int, int]] = field(default_factory=dict)
-    """Of a mixture, the samples fed of each source, and those of its epoch."""
+    """By source, the samples fed and the samples of an epoch; the only source of a run without a mixture is ""."""
 
     def __str__(self) -> str:
         workers = ", ".join(map(str, self.workers))
         exceptions = f"; {self.left_out:,} sample(s) were left out by the guard" if self.left_out else ""
         if self.dropped:
-            exceptions += f"; {len(self.dropped)} step(s) changed nothing by the guard ({_some(self.dropped)})"
+            exceptions += f"; {len(self.dropped)} step(s) changed nothing by the guard ({_format_steps(self.dropped)})"
         names = [name for name in self.by_source if name]
-        each = ", ".join(f"{name} {self.by_source[name][0] / self.by_source[name][1]:.3g}" for name in names)
-        exceptions += f"; epochs by source: {each}" if each else ""
+        epochs_by_source = ", ".join(f"{name} {self.by_source[name][0] / self.by_source[name][1]:.3g}" for name in names)
+        exceptions += f"; epochs by source: {epochs_by_source}" if epochs_by_source else ""
         return (
-            f"{self.samples:,} samples in {self.steps:,} steps, {self.samples / self.in_an_epoch:.3g} epochs of "
-            f"{self.in_an_epoch:,}; each exactly once an epoch, none lost or repeated{exceptions} "
+            f"{self.samples:,} samples in {self.steps:,} steps, {self.samples / self.samples_per_epoch:.3g} epochs of "
+            f"{self.samples_per_epoch:,}; each exactly once an epoch, none lost or repeated{exceptions} "
             f"({self.checkpoints} checkpoints of {self.attempts} attempt(s) on {workers} worker(s))"
         )
 
 
 def audit(checkpoints: Folder) -> Audit:
-    """Walks the chain from the newest manifest to the start. Raises Broken."""
-    chain = list(reversed(list(_chain(checkpoints))))
-    newest, order = chain[-1], _order(chain[-1]["order"])
-    epochs: Epochs = defaultdict(int)
+    """Checks the chain of manifests from the newest one to the start. Raises AuditFailed."""
+    chain = list(reversed(list(_walk_manifests(checkpoints))))
+    newest, order = chain[-1], _parse_order(chain[-1]["order"])
+    epochs: EpochDigests = defaultdict(int)
     for manifest in chain:
-        if isinstance(order, Order) and _order(manifest["order"]) != order:
+        if isinstance(order, Order) and _parse_order(manifest["order"]) != order:
             message = f"{step_name(manifest['step'])} has the samples in another order than {step_name(newest['step'])}"
-            raise Broken(message, step=manifest["step"])
+            raise AuditFailed(message, step=manifest["step"])
         first, end = manifest["positions"]
         # Sums modulo 2^64: neither the order nor the number of workers changes them.
-        fed = sum(int(each, 16) for each in manifest["fed"].values()) % 2**64
-        # What the guard left out was planned but not fed; it counts for the epoch all the same.
-        missing = sum(_digest(order, *place, defaultdict(int)) for place in _left_out(manifest))
-        if (fed + missing) % 2**64 != _digest(order, first, end, epochs):
-            raise Broken(
+        fed_digest = sum(int(rank_digest, 16) for rank_digest in manifest["fed"].values()) % 2**64
+        # Samples that the guard skipped were planned but not fed; they count for the epoch all the same.
+        skipped_digest = sum(
+            _digest_range(order, *positions_left_out, defaultdict(int)) for positions_left_out in _skipped_ranges(manifest)
+        )
+        if (fed_digest + skipped_digest) % 2**64 != _digest_range(order, first, end, epochs):
+            raise AuditFailed(
                 f"{step_name(manifest['step'])}: its {len(manifest['fed'])} worker(s) did not feed the samples at positions "
                 f"{first:,} to {end - 1:,} once each",
                 step=manifest["step"],
@@ -114,76 +118,76 @@ def audit(checkpoints: Folder) -> Audit:
     return Audit(
         steps=newest["step"],
         samples=newest["positions"][1],
-        in_an_epoch=sum(samples for _, samples in by_source.values()),
+        samples_per_epoch=sum(samples for _, samples in by_source.values()),
         by_source=by_source,
         checkpoints=len(chain),
         attempts=len({manifest["attempt"] for manifest in chain}),
         workers=tuple(dict.fromkeys(manifest["world"] for manifest in chain)),
         dropped=tuple(newest.get("state", {}).get("dropped", ())),
-        left_out=sum(end - first for manifest in chain for first, end in _left_out(manifest)),
+        left_out=sum(end - first for manifest in chain for first, end in _skipped_ranges(manifest)),
     )
 
 
-def _order(content: dict[str, Any]) -> AnyOrder:
+def _parse_order(content: dict[str, Any]) -> AnyOrder:
     if "sources" in content:
         return Mixture.from_json(content)
-    return GrownOrder.from_json(content) if "generations" in content else Order(**content)
+    return AppendableOrder.from_json(content) if "generations" in content else Order(**content)
 
 
-def _check_epochs(order: AnyOrder, end: int, epochs: Epochs) -> dict[str, tuple[int, int]]:
-    """By source ("" where there is one), how many samples were fed before position `end`, and how many an epoch has.
+def _check_epochs(order: AnyOrder, end: int, epochs: EpochDigests) -> dict[str, tuple[int, int]]:
+    """Returns by source ("" if there is only one) the samples fed before position `end` and the samples of an epoch.
 
-    Raises Broken where a whole epoch does not have each once.
+    Raises AuditFailed if a whole epoch does not have each sample once.
     """
-    sources: list[tuple[str, Order | GrownOrder]]
+    sources: list[tuple[str, Order | AppendableOrder]]
     if isinstance(order, Mixture):
-        counts, sources = order.counts(end).tolist(), [(each.name, each.order) for each in order.sources]
+        counts, sources = order.counts(end).tolist(), [(source.name, source.order) for source in order.sources]
     else:
         counts, sources = [end], [("", order)]
     for number, ((name, own), count) in enumerate(zip(sources, counts, strict=True)):
         for epoch in range(count // own.samples):
-            if epochs[number, epoch] != _all_once(own.samples, epoch, number):
-                of = f" of {name}" if name else ""
-                raise Broken(f"the order of epoch {epoch}{of} does not visit each of {own.samples:,} samples once")
+            if epochs[number, epoch] != _digest_whole_epoch(own.samples, epoch, number):
+                suffix = f" of {name}" if name else ""
+                raise AuditFailed(f"the order of epoch {epoch}{suffix} does not visit each of {own.samples:,} samples once")
     return {name: (count, own.samples) for (name, own), count in zip(sources, counts, strict=True)}
 
 
-def _left_out(manifest: dict[str, Any]) -> list[tuple[int, int]]:
-    """Positions (first, behind the last) that the guard left out since the manifest's parent."""
+def _skipped_ranges(manifest: dict[str, Any]) -> list[tuple[int, int]]:
+    """Returns the ranges of positions (first, end) that the guard skipped since the manifest's parent."""
     first, end = manifest["positions"]
     slots = manifest.get("state", {}).get("left_out", ())
     return [(position, position + samples) for _, _, position, samples in slots if first <= position < end]
 
 
-def _some(steps: tuple[int, ...]) -> str:
-    """Steps as people count them, the first few."""
+def _format_steps(steps: tuple[int, ...]) -> str:
+    """Formats the first eight steps, counted from 1."""
     return ", ".join(str(step + 1) for step in steps[:8]) + (", ..." if len(steps) > 8 else "")
 
 
-def _chain(checkpoints: Folder) -> Iterator[dict[str, Any]]:
-    """The manifests from the newest that can be read to the start."""
+def _walk_manifests(checkpoints: Folder) -> Iterator[dict[str, Any]]:
+    """Yields the manifests from the newest readable one back to the start. Raises AuditFailed if the chain breaks."""
     names = reversed(checkpoint_names(checkpoints.names()))
-    manifest = next(filter(None, (_read(checkpoints, name) for name in names)), None)
+    manifest = next(filter(None, (_read_manifest(checkpoints, name) for name in names)), None)
     if manifest is None:
-        raise Broken("there is no manifest of a checkpoint that could be read")
+        raise AuditFailed("there is no manifest of a checkpoint that could be read")
     while True:
         yield manifest
         step, parent_step, first = manifest["step"], manifest["parent_step"], manifest["positions"][0]
         if parent_step == 0 and first == 0:
             return
-        parent = _read(checkpoints, step_name(parent_step)) if parent_step < step else None
+        parent = _read_manifest(checkpoints, step_name(parent_step)) if parent_step < step else None
         if parent is None:
             message = f"{step_name(step)} follows {step_name(parent_step)}, of which there is no manifest"
-            raise Broken(message, step=step, parent_step=parent_step)
+            raise AuditFailed(message, step=step, parent_step=parent_step)
         if parent["positions"][1] != first:
             end = parent["positions"][1]
             message = f"{step_name(step)} begins at position {first:,}, but {step_name(parent_step)} ends before {end:,}"
-            raise Broken(message, step=step, parent_step=parent_step)
+            raise AuditFailed(message, step=step, parent_step=parent_step)
         manifest = parent
 
 
-def _read(checkpoints: Folder, name: str) -> dict[str, Any] | None:
-    """A manifest that has all that an audit needs, else None."""
+def _read_manifest(checkpoints: Folder, name: str) -> dict[str, Any] | None:
+    """Returns a manifest, or None if it cannot be read or lacks a key that an audit needs."""
     try:
         manifest = dict(checkpoints.read_json(f"{name}/{MANIFEST}"))
     except (OSError, ValueError):
@@ -191,30 +195,30 @@ def _read(checkpoints: Folder, name: str) -> dict[str, Any] | None:
     return manifest if {"step", "parent_step", "positions", "fed", "order", "world", "attempt"} <= manifest.keys() else None
 
 
-def _digest(order: AnyOrder, first: int, end: int, epochs: Epochs) -> int:
-    """The digest of what stands at these positions, added to that of each source's epoch as well."""
+def _digest_range(order: AnyOrder, first: int, end: int, epochs: EpochDigests) -> int:
+    """Returns the digest of the samples at these positions, and adds it to the digests of their sources' epochs."""
     total = 0
     for start in range(first, end, CHUNK):
         positions = np.arange(start, min(end, start + CHUNK), dtype=np.int64)
-        samples, there = order.at(positions), order.epochs(positions)
+        samples, sample_epochs = order.sample_ids_at(positions), order.epochs(positions)
         sources = split_samples(samples)[0]
-        for source, epoch in np.unique(np.stack((sources, there)), axis=1).T.tolist():
-            here = (sources == source) & (there == epoch)
-            part = digest(np.array(epoch), samples[here])
+        for source, epoch in np.unique(np.stack((sources, sample_epochs)), axis=1).T.tolist():
+            in_group = (sources == source) & (sample_epochs == epoch)
+            part = digest(np.array(epoch), samples[in_group])
             epochs[source, epoch] = (epochs[source, epoch] + part) % 2**64
             total = (total + part) % 2**64
     return total
 
 
-def _all_once(samples: int, epoch: int, source: int) -> int:
-    """The digest of samples 0, 1, 2, ... of a source's epoch, in no order at all."""
-    first, starts = source << SHIFT, range(0, samples, CHUNK)
-    found = (digest(np.array(epoch), np.arange(start, min(samples, start + CHUNK)) + first) for start in starts)
-    return sum(found) % 2**64
+def _digest_whole_epoch(samples: int, epoch: int, source: int) -> int:
+    """Returns the digest of an epoch that has each sample of a source once."""
+    first, starts = source << SAMPLE_BITS, range(0, samples, CHUNK)
+    digests = (digest(np.array(epoch), np.arange(start, min(samples, start + CHUNK)) + first) for start in starts)
+    return sum(digests) % 2**64
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Audits a run and prints one line; the exit code."""
+    """Audits a run, prints one line, and returns the exit code."""
     parser = argparse.ArgumentParser(
         prog="python -m raystride.pipelines.record.audit",
         description="Proves that a run used every sample exactly once an epoch.",
@@ -222,13 +226,13 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("run", help="the run's name")
     parser.add_argument("--storage", default="runs", help="folder or URI that the run lies in (default: runs)")
     given = parser.parse_args(arguments)
-    checkpoints = Folder.at(given.storage) / given.run / "checkpoints"
+    checkpoints = Folder.from_uri(given.storage) / given.run / "checkpoints"
     if not checkpoints.exists():
         print(f"{given.run}: there are no checkpoints at {checkpoints}. Is --storage right?", file=sys.stderr)
         return 2
     try:
         print(f"{given.run}: {audit(checkpoints)}")
-    except Broken as reason:
+    except AuditFailed as reason:
         print(f"{given.run}: not proven: {reason}")
         return 1
     return 0

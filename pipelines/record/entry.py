@@ -1,7 +1,7 @@
-"""What crosses from the workers, the driver and the jobs to a run's record: one dict an entry, of twelve kinds.
+"""Entries of a run's record, sent by workers, driver and jobs: one dict each, of twelve kinds.
 
-An entry stays a dict on its whole way, through a pickle to the recorder and as a line of JSON in the journal, and its `kind`
-tells mypy what its `values` are. `sequence` counts a sender's entries from 1; `sender` and `attempt` are added on the way.
+An entry is a dict everywhere: pickled on its way to the recorder, one line of JSON in the journal. Its `kind` tells mypy the
+type of its `values`. `sequence` counts a sender's entries from 1; `sender` and `attempt` are added by the recorder.
 
     new_entry("metrics", {"train_loss": 2.31}, step=10)      # {"kind": "metrics", "time": 1.7e9, "step": 10, ...}
     new_entry("event", {"name": "warning", "text": "the disk is nearly full"})
@@ -12,14 +12,14 @@ import time as clock
 from collections.abc import Mapping
 from typing import Any, Literal, NotRequired, TypedDict, cast, get_args, overload
 
-from raystride.pipelines.credentials import hidden, masked_all
+from raystride.pipelines.credentials import redact, redact_all_uris
 
 Figures = Mapping[str, float]
 """Measurements by name."""
 
 
 class CheckpointPath(TypedDict):
-    """Where a checkpoint lies: its URI."""
+    """The URI of a checkpoint."""
 
     path: str
 
@@ -31,21 +31,21 @@ class FileName(TypedDict):
 
 
 class EventText(TypedDict):
-    """What happened, by a name for programs (`warning`, `note`, `phase`, `attempt`, `end`, ...) and a text for people."""
+    """An event: a name for programs (`warning`, `note`, `phase`, `attempt`, `end`, ...) and a text for people."""
 
     name: str
     text: str
 
 
 class ErrorText(TypedDict):
-    """An exception's whole text, and the rank where it was raised."""
+    """The full text of an exception, and the rank that raised it."""
 
     text: str
     rank: int
 
 
 class WorkerTime(TypedDict):
-    """A worker's seconds in the steps since its last log: all of them, its own (not waiting for others), for its data."""
+    """A worker's seconds in the steps since its last log: in all, its own (not waiting for others), waiting for data."""
 
     rank: int
     world: int
@@ -57,9 +57,9 @@ class WorkerTime(TypedDict):
 
 
 class GroupTime(TypedDict):
-    """Workers' own seconds in so many `steps`, which end with the entry's.
+    """Workers' own seconds in the last `steps` steps up to the entry's step.
 
-    A row a rank, or the slowest of the ranks from the row's on to the next one's.
+    A row is one rank, or the slowest of the ranks from the row's up to the next row's.
     """
 
     ranks: list[int]
@@ -68,9 +68,9 @@ class GroupTime(TypedDict):
 
 
 class NodeTotals(TypedDict):
-    """What a node's sampler has counted since it began; `tokens` and `seconds` by the node of rank 0 alone.
+    """Totals of a node's sampler since it began; only the node of rank 0 sends `tokens` and `seconds`.
 
-    `throttled_seconds` is None where no device tells it; `source` is the sender's name, as a node may have several.
+    `throttled_seconds` is None if no device reports it. `source` is the sender's name, since a node may have several.
     """
 
     node: str
@@ -87,8 +87,8 @@ class NodeTotals(TypedDict):
     source: NotRequired[str]
 
 
-class _Sent(TypedDict):
-    """What every entry has: `time` in seconds since 1970, and the optimiser's step it belongs to, if any."""
+class _EntryBase(TypedDict):
+    """Keys of every entry: `time` in seconds since 1970, and the optimiser's step, if the entry belongs to one."""
 
     time: float
     step: int | None
@@ -97,84 +97,84 @@ class _Sent(TypedDict):
     attempt: NotRequired[str]
 
 
-class Metrics(_Sent):
-    """What the loop logged."""
+class Metrics(_EntryBase):
+    """Measurements that the training loop logged."""
 
     kind: Literal["metrics"]
     values: Figures
 
 
-class System(_Sent):
+class System(_EntryBase):
     """Readings of hosts and devices, and comparisons of workers."""
 
     kind: Literal["system"]
     values: Figures
 
 
-class Rank(_Sent):
-    """A worker's own time."""
+class Rank(_EntryBase):
+    """Times of one worker."""
 
     kind: Literal["rank"]
     values: WorkerTime
 
 
-class RanksTime(_Sent):
-    """The workers' own times, compared by the recorder."""
+class RanksTime(_EntryBase):
+    """Times of all workers, aggregated by the recorder."""
 
     kind: Literal["ranks"]
     values: GroupTime
 
 
-class Totals(_Sent):
-    """What a node has counted so far."""
+class Totals(_EntryBase):
+    """Totals of a node so far."""
 
     kind: Literal["totals"]
     values: NodeTotals
 
 
-class Parameters(_Sent):
+class Parameters(_EntryBase):
     """The attempt's settings, by dotted name."""
 
     kind: Literal["parameters"]
     values: Mapping[str, object]
 
 
-class Tags(_Sent):
-    """Words about the run, as trackers show them."""
+class Tags(_EntryBase):
+    """Tags of the run, for trackers such as MLflow."""
 
     kind: Literal["tags"]
     values: Mapping[str, str]
 
 
-class CheckpointDone(_Sent):
+class CheckpointDone(_EntryBase):
     """A checkpoint that is complete."""
 
     kind: Literal["checkpoint"]
     values: CheckpointPath
 
 
-class Artifact(_Sent):
-    """A file that trackers should have."""
+class Artifact(_EntryBase):
+    """A file to log to trackers."""
 
     kind: Literal["artifact"]
     values: FileName
 
 
-class Event(_Sent):
-    """Something that happened."""
+class Event(_EntryBase):
+    """An event of the run: a warning, a phase, its begin or end."""
 
     kind: Literal["event"]
     values: EventText
 
 
-class Error(_Sent):
-    """What ended a worker."""
+class Error(_EntryBase):
+    """The error that ended a worker."""
 
     kind: Literal["error"]
     values: ErrorText
 
 
-class Summary(_Sent):
+class Summary(_EntryBase):
     """Figures of the whole attempt, for `summary.json`."""
 
     kind: Literal["summary"]
@@ -184,7 +184,7 @@ class Summary(_Sent):
 Entry = (
     Metrics | System | Rank | RanksTime | Totals | Parameters | Tags | CheckpointDone | Artifact | Event | Error | Summary
 )
-KINDS = frozenset(kind for each in get_args(Entry) for kind in get_args(each.__annotations__["kind"]))
+KINDS = frozenset(kind for entry_type in get_args(Entry) for kind in get_args(entry_type.__annotations__["kind"]))
 
 _Step = int | None
 _Time = float | None
@@ -213,29 +213,33 @@ def new_entry(
     kind: Literal["parameters", "summary"], values: Mapping[str, object], step: _Step = ..., time: _Time = ...
 ) -> Entry: ...
 def new_entry(kind: Any, values: Any, step: _Step = None, time: _Time = None) -> Any:
-    """Returns an entry of the present moment, or of `time` in seconds since 1970."""
+    """Returns an entry with the current time, or with `time` in seconds since 1970."""
     return {"kind": kind, "time": clock.time() if time is None else time, "step": step, "values": values}
 
 
-def warning(text: str) -> Entry:
-    """Returns a warning for people."""
+def warning_entry(text: str) -> Entry:
+    """Returns an event entry with a warning for people."""
     return new_entry("event", {"name": "warning", "text": text})
 
 
-TOLD = frozenset({"parameters", "tags", "checkpoint", "event", "error"})
-"""The kinds with texts that people read."""
+TEXT_KINDS = frozenset({"parameters", "tags", "checkpoint", "event", "error"})
+"""Kinds with texts for people, in which secrets may appear."""
 
 
-def without_secrets(entry: Entry) -> Entry:
-    """The entry without what this process knows to be a password or key; of figures there are none."""
-    if entry["kind"] not in TOLD or not any(isinstance(value, str | tuple | list) for value in entry["values"].values()):
+def redact_entry(entry: Entry) -> Entry:
+    """Returns the entry without the passwords and keys that this process knows; entries of figures are unchanged."""
+    if entry["kind"] not in TEXT_KINDS or not any(
+        isinstance(value, str | tuple | list) for value in entry["values"].values()
+    ):
         return entry
-    values = {key: hidden(value) if isinstance(value, str) else masked_all(value) for key, value in entry["values"].items()}
+    values = {
+        key: redact(value) if isinstance(value, str) else redact_all_uris(value) for key, value in entry["values"].items()
+    }
     return cast(Entry, entry | {"values": values})
 
 
 def check_entry(entry: Entry) -> None:
-    """Raises KeyError, TypeError or ValueError where what came over the wire is no entry."""
+    """Checks a dict received from a sender. Raises KeyError, TypeError or ValueError if it is no valid entry."""
     if entry["kind"] not in KINDS:
         raise ValueError(f"the kind {entry['kind']!r} is none of {', '.join(sorted(KINDS))}")
     float(entry["time"])

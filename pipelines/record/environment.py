@@ -1,6 +1,6 @@
-"""What a run ran on: commit, versions, hardware; written to `environment.json`, so that a result can be repeated.
+"""Environment of a run for reproducibility: commit, versions, hardware; written to `environment.json`.
 
-Memory in bytes. What cannot be found out (no git, no GPU, another operating system) is None or empty, never an error.
+Memory is in bytes. Unknown facts (no git, no GPU, another operating system) are None or empty, never an error.
 
     folder.put_json("environment.json", describe_environment())
 """
@@ -11,10 +11,11 @@ import subprocess
 import sys
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import NotRequired, TypedDict
+from typing import Any, NotRequired, TypedDict
 
 import raystride
-from raystride.pipelines.credentials import hidden
+from raystride.locations import ROOT
+from raystride.pipelines.credentials import redact
 from raystride.pipelines.hardware.processor import processor_name
 from raystride.pipelines.limits import usable_cores, usable_memory
 
@@ -22,7 +23,7 @@ PACKAGES = ("torch", "triton", "ray", "mlflow", "numpy", "pyarrow", "datasets", 
 
 
 class Gpu(TypedDict):
-    """A GPU as its driver tells it."""
+    """A GPU as its driver reports it."""
 
     name: str
     memory_bytes: int
@@ -30,14 +31,14 @@ class Gpu(TypedDict):
 
 
 class Commit(TypedDict):
-    """Where the code comes from; None where there is no git or no tree."""
+    """Commit of the source code; None if there is no git or no working tree."""
 
     commit: str | None
     dirty: bool | None
 
 
 class Machine(TypedDict):
-    """What a machine has, whatever it is called."""
+    """Hardware of a machine, without its name."""
 
     cpu: str | None
     cores: int | None
@@ -46,13 +47,13 @@ class Machine(TypedDict):
 
 
 class Hardware(Machine):
-    """A machine."""
+    """Hardware of a machine, with its host name."""
 
     host: str
 
 
 class Software(TypedDict):
-    """What programs are there."""
+    """Python, platform and package versions."""
 
     python: str
     platform: str
@@ -60,52 +61,56 @@ class Software(TypedDict):
 
 
 class Node(Machine, Software):
-    """What a node computes with."""
+    """Hardware and software of a worker node."""
 
 
 class Environment(Commit, Hardware, Software):
-    """What a process runs on."""
+    """Source, hardware and software of a process, and its command line."""
 
     command: list[str]
 
 
-class DataOfRun(TypedDict):
-    """The fingerprint of a run's data; of a mixture also those of its sources, by name, and of what they have in common."""
+class DataFingerprints(TypedDict):
+    """Fingerprint of a run's data; for a mixture also those of its sources by name (`sources`) and of the parts that they
+    share (`learned`).
+    """
 
     data: str
     prepared_at: NotRequired[str]
-    """How fast the stages of its preparation went, in words."""
+    """Speed of the stages of its preparation, in words."""
     sources: NotRequired[dict[str, str]]
     learned: NotRequired[str]
     content: NotRequired[dict[str, str]]
-    """Hashes of the raw files' content by the names of sources, "" for the only one."""
+    """Content hashes of the raw files by the name of the source, "" for the only one."""
 
 
-class RunEnvironment(Environment, DataOfRun):
-    """What `environment.json` holds: also the attempt's name, and what its data is."""
+class RunEnvironment(Environment, DataFingerprints):
+    """Content of `environment.json`: the environment, the attempt's name, its data, and its base model."""
 
     attempt: str
+    base: dict[str, Any]
+    """The base model of a new run, as its folder describes it: family, parameters, context, vocabulary."""
 
 
 def describe_environment() -> Environment:
-    """Commit and changes of the source, versions, and the hardware of this machine."""
+    """Returns commit and changes of the source, versions, and the hardware of this machine."""
     return {
-        **describe_source(Path(__file__).resolve().parents[2]),
-        "command": [hidden(argument) for argument in sys.argv],
+        **describe_source(ROOT),
+        "command": [redact(argument) for argument in sys.argv],
         "python": platform.python_version(),
         "platform": platform.platform(),
-        "versions": _versions(),
+        "versions": _package_versions(),
         **describe_hardware(),
     }
 
 
 def describe_node() -> Node:
-    """Versions and hardware of a node that computes. Runs there."""
+    """Returns versions and hardware of a worker node. Must run on that node."""
     hardware = describe_hardware()
     return {
         "python": platform.python_version(),
         "platform": platform.platform(),
-        "versions": _versions(),
+        "versions": _package_versions(),
         "cpu": hardware["cpu"],
         "cores": hardware["cores"],
         "memory_bytes": hardware["memory_bytes"],
@@ -113,35 +118,35 @@ def describe_node() -> Node:
     }
 
 
-def _versions() -> dict[str, str]:
-    """Raystride's own version, as the code that runs says it, and those of the packages that are installed."""
-    found = {name: found for name in PACKAGES if (found := _version(name)) is not None}
-    return {"raystride": raystride.__version__} | found
+def _package_versions() -> dict[str, str]:
+    """Returns the version of the running Raystride, and those of the packages in `PACKAGES` that are installed."""
+    versions = {name: versions for name in PACKAGES if (versions := _installed_version(name)) is not None}
+    return {"raystride": raystride.__version__} | versions
 
 
 def describe_source(root: Path) -> Commit:
-    """The `commit` of the working tree at `root`, and whether it is `dirty`; both None where there is no git or no tree."""
-    # Asked of any folder inside, git would answer for whatever tree happens to lie around an installed package.
+    """Returns `commit` and `dirty` of the working tree at `root`; both are None if there is no git or no working tree."""
+    # From any folder inside, git would answer for a working tree that happens to surround an installed package.
     if not (root / ".git").exists():
         return {"commit": None, "dirty": None}
-    commit = _output("git", "-C", str(root), "rev-parse", "HEAD")
-    changes = _output("git", "-C", str(root), "status", "--porcelain")
+    commit = _command_output("git", "-C", str(root), "rev-parse", "HEAD")
+    changes = _command_output("git", "-C", str(root), "status", "--porcelain")
     return {"commit": commit or None, "dirty": None if changes is None else bool(changes)}
 
 
 def describe_hardware() -> Hardware:
-    """Host, processor, cores that this process may use, memory in bytes, GPUs with their memory in bytes."""
+    """Returns host, processor, usable cores, memory in bytes, and GPUs with their memory in bytes."""
     return {
         "host": socket.gethostname(),
         "cpu": processor_name(),
         "cores": usable_cores(),
         "memory_bytes": usable_memory(),
-        "gpus": _gpus(),
+        "gpus": _list_gpus(),
     }
 
 
-def _gpus() -> list[Gpu]:
-    """This machine's NVIDIA GPUs, asked of the driver: PyTorch would open a context on each."""
+def _list_gpus() -> list[Gpu]:
+    """Returns this machine's NVIDIA GPUs by NVML, since PyTorch would open a CUDA context on each."""
     try:
         import pynvml
 
@@ -149,11 +154,11 @@ def _gpus() -> list[Gpu]:
     except Exception:
         return []
     try:
-        driver = _text(pynvml.nvmlSystemGetDriverVersion())
+        driver = _decode(pynvml.nvmlSystemGetDriverVersion())
         handles = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())]
         return [
             {
-                "name": _text(pynvml.nvmlDeviceGetName(handle)),
+                "name": _decode(pynvml.nvmlDeviceGetName(handle)),
                 "memory_bytes": int(pynvml.nvmlDeviceGetMemoryInfo(handle).total),
                 "driver": driver,
             }
@@ -165,20 +170,20 @@ def _gpus() -> list[Gpu]:
         pynvml.nvmlShutdown()
 
 
-def _text(value: str | bytes) -> str:
+def _decode(value: str | bytes) -> str:
     return value.decode() if isinstance(value, bytes) else value
 
 
-def _version(package: str) -> str | None:
+def _installed_version(package: str) -> str | None:
     try:
         return version(package)
     except PackageNotFoundError:
         return None
 
 
-def _output(*command: str) -> str | None:
+def _command_output(*command: str) -> str | None:
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
+        process = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
     except (OSError, subprocess.TimeoutExpired):
         return None
-    return done.stdout.strip() if done.returncode == 0 else None
+    return process.stdout.strip() if process.returncode == 0 else None

@@ -1,12 +1,12 @@
-"""What many workers and nodes tell, made few before it is recorded: nothing in a run's record grows with their number.
+"""Aggregates per-worker and per-node measurements, so that a run's record does not grow with their number.
 
-Each worker's own time comes with every log. Over all workers it becomes one comparison (`slowest_rank`, ...) and one entry
-`ranks` with 64 rows at most, of each interval at first and then of ever longer bins of them. Of more than eight nodes,
-readings of hosts and devices become the least, the mean and the most of all.
+Every worker sends its own time with every log. The times of all workers become one comparison (`slowest_rank`, ...) and one
+entry `ranks` with at most 64 rows, for each interval at first and later for bins of ever more intervals. With more than
+eight nodes, readings of hosts and devices become the minimum, mean and maximum over all nodes.
 
-    group = Group()
-    group.takes(entry)                                        # True: it is summed up here, and not recorded itself
-    for entry in group.made(): ...                            # what came of it
+    group = Aggregator()
+    group.ingest(entry)                                       # True: it is aggregated, and not recorded itself
+    for entry in group.drain(): ...                           # the entries to record
 """
 
 import re
@@ -18,56 +18,56 @@ from raystride.pipelines.record.entry import Entry, GroupTime, System, WorkerTim
 from raystride.pipelines.record.summary import RunSummary
 
 MIN_OPEN, MAX_OPEN_FIGURES = 64, 200_000
-"""Intervals that may wait for a worker's figures, as a worker that died sends none, and figures in all of them together:
-after an outage workers send what they have one after another."""
-BINS_A_LENGTH = 256
-"""Bins of one length; the next ones are twice as long, so that a million intervals make some three thousand."""
-MOST_ROWS = 64
-"""Of a bin; where there are more workers, a row is the slowest of neighbours."""
-MOST_NODES = 8
-"""Nodes up to which each one's readings are recorded by themselves."""
+"""Bounds on incomplete intervals, and on the workers' figures in all of them together. A dead worker sends none, and after
+an outage workers send their backlogs one after another."""
+BINS_PER_LENGTH = 256
+"""Number of bins of one length; the next ones are twice as long, so that a million intervals make about 3,000 bins."""
+MAX_ROWS = 64
+"""Rows of a bin; with more workers, a row is the slowest of several neighbours."""
+MAX_NODES = 8
+"""Up to this number of nodes, the readings of each are recorded unchanged."""
 
 
-class Group:
-    """The workers and nodes of an attempt; calls must not overlap."""
+class Aggregator:
+    """Aggregates of the workers and nodes of an attempt. Not thread-safe."""
 
     def __init__(self) -> None:
-        self._ranks, self._nodes = Ranks(), Nodes()
+        self._ranks, self._nodes = RankAggregator(), NodeAggregator()
 
-    def takes(self, entry: Entry) -> bool:
-        """Whether the entry is summed up here instead of being recorded. Raises KeyError where a figure is missing."""
+    def ingest(self, entry: Entry) -> bool:
+        """Returns True if the entry is aggregated instead of recorded. Raises KeyError if a figure is missing."""
         if entry["kind"] == "rank":
-            self._ranks.see(entry["step"], entry["values"])
+            self._ranks.ingest(entry["step"], entry["values"])
             return True
-        return entry["kind"] == "system" and self._nodes.see(entry)
+        return entry["kind"] == "system" and self._nodes.ingest(entry)
 
-    def made(self) -> list[Entry]:
-        """The entries that have come of it since the last call."""
-        return self._ranks.take_news() + self._nodes.take_news()
+    def drain(self) -> list[Entry]:
+        """Returns the aggregated entries since the last call."""
+        return self._ranks.drain() + self._nodes.drain()
 
-    def rest(self) -> list[Entry]:
-        """The entries of what is not complete, at the end of the record."""
-        return self.made() + self._ranks.rest() + self._nodes.rest()
+    def flush(self) -> list[Entry]:
+        """Returns all remaining entries, those of incomplete bins and rounds included, at the end of the record."""
+        return self.drain() + self._ranks.flush() + self._nodes.flush()
 
     def figures(self) -> RunSummary:
-        """The workers compared over all intervals; empty for a single one, or while one's figures are missing."""
+        """Returns the comparison of workers over all intervals; empty for one worker, or while one's figures are missing."""
         return self._ranks.figures()
 
     def to_json(self) -> dict[str, Any]:
-        """Returns all that is summed up here, as `restored` takes it."""
+        """Returns the whole state, for `from_json`."""
         return {"ranks": self._ranks.to_json(), "nodes": self._nodes.to_json()}
 
     @classmethod
-    def restored(cls, content: Mapping[str, Any], bins_recorded: int) -> Self:
-        """Returns the group that `to_json` told of. Of bins that were recorded since, none is made a second time."""
+    def from_json(cls, content: Mapping[str, Any], num_recorded_bins: int) -> Self:
+        """Returns the aggregator of a state from `to_json`; bins that were recorded since are not emitted a second time."""
         group = cls()
-        group._ranks = Ranks.restored(content["ranks"], bins_recorded)
-        group._nodes = Nodes.restored(content["nodes"])
+        group._ranks = RankAggregator.from_json(content["ranks"], num_recorded_bins)
+        group._nodes = NodeAggregator.from_json(content["nodes"])
         return group
 
 
-class Ranks:
-    """The times of a group's workers: of each interval, of bins of intervals, and of all so far."""
+class RankAggregator:
+    """Sums of the workers' times: by interval, by bin of intervals, and since the beginning."""
 
     def __init__(self) -> None:
         self._open: dict[int, dict[int, WorkerTime]] = {}
@@ -75,36 +75,36 @@ class Ranks:
         self._intervals = self._bins = self._step = 0
         self._sums: dict[int, WorkerTime] = {}
         self._world = 0
-        self._news: list[Entry] = []
-        self._made = self._skipped = 0
-        """Bins that were closed, and how many of the next ones are in the journal already."""
+        self._ready: list[Entry] = []
+        self._num_closed = self._num_to_skip = 0
+        """Number of closed bins, and of the next ones that are in the journal already."""
 
     def to_json(self) -> dict[str, Any]:
-        """Returns everything, as `restored` takes it."""
+        """Returns the whole state, for `from_json`."""
         return {
             "open": [[step, list(interval.values())] for step, interval in self._open.items()],
             "bin": list(self._bin.values()),
             "sums": list(self._sums.values()),
-            "counts": [self._intervals, self._bins, self._step, self._world, self._made],
+            "counts": [self._intervals, self._bins, self._step, self._world, self._num_closed],
         }
 
     @classmethod
-    def restored(cls, content: Mapping[str, Any], recorded: int) -> Self:
-        """Returns what `to_json` told of, where so many bins have been recorded by now."""
+    def from_json(cls, content: Mapping[str, Any], num_recorded: int) -> Self:
+        """Returns the sums of a state from `to_json`; `num_recorded` bins are in the journal by now."""
         ranks = cls()
-        ranks._open = {step: {each["rank"]: each for each in values} for step, values in content["open"]}
-        ranks._bin, ranks._sums = ({each["rank"]: each for each in content[name]} for name in ("bin", "sums"))
-        ranks._intervals, ranks._bins, ranks._step, ranks._world, ranks._made = content["counts"]
-        ranks._skipped = max(0, recorded - ranks._made)
+        ranks._open = {step: {times["rank"]: times for times in values} for step, values in content["open"]}
+        ranks._bin, ranks._sums = ({times["rank"]: times for times in content[name]} for name in ("bin", "sums"))
+        ranks._intervals, ranks._bins, ranks._step, ranks._world, ranks._num_closed = content["counts"]
+        ranks._num_to_skip = max(0, num_recorded - ranks._num_closed)
         return ranks
 
-    def see(self, step: int | None, values: WorkerTime) -> None:
-        """Takes in a worker's figures of the interval that ended with `step`. Raises KeyError where one is missing."""
+    def ingest(self, step: int | None, values: WorkerTime) -> None:
+        """Adds a worker's figures of the interval that ended with `step`. Raises KeyError if one is missing."""
         rank, world = int(values["rank"]), int(values["world"])
-        if world != self._world:  # the group was started anew, smaller or larger: its ranks are others
-            self._news += self.rest()
+        if world != self._world:  # the group was restarted with another size: the ranks are other workers
+            self._ready += self.flush()
             self._open, self._sums, self._world = {}, {}, world
-        _add(self._sums, values)
+        _add_times(self._sums, values)
         if step is None:
             return
         interval = self._open.setdefault(step, {})
@@ -114,132 +114,137 @@ class Ranks:
         elif len(self._open) > max(MIN_OPEN, MAX_OPEN_FIGURES // world):
             del self._open[min(self._open)]
 
-    def take_news(self) -> list[Entry]:
-        """The entries of the bins that were completed since the last call."""
-        news, self._news = self._news, []
+    def drain(self) -> list[Entry]:
+        """Returns the entries of the bins that were completed since the last call."""
+        news, self._ready = self._ready, []
         return news
 
-    def rest(self) -> list[Entry]:
-        """The entries of the bin that is not complete, which is closed by it."""
+    def flush(self) -> list[Entry]:
+        """Closes the incomplete bin and returns its entries."""
         if not self._bin:
             return []
-        compared = {key: value for key, value in compare(self._bin).items() if isinstance(value, int | float)}
-        rest = [new_entry("system", compared, self._step), new_entry("ranks", rows(self._bin), self._step)]
+        compared = {key: value for key, value in compare_workers(self._bin).items() if isinstance(value, int | float)}
+        entries = [new_entry("system", compared, self._step), new_entry("ranks", rank_rows(self._bin), self._step)]
         self._bin, self._intervals = {}, 0
-        self._made += 1
-        if self._skipped:
-            self._skipped -= 1
+        self._num_closed += 1
+        if self._num_to_skip:
+            self._num_to_skip -= 1
             return []
-        return rest
+        return entries
 
     def figures(self) -> RunSummary:
-        """The comparison over all intervals; empty for a single worker, or while one's figures are missing."""
-        return compare(self._sums) if self._world > 1 and len(self._sums) == self._world else {}
+        """Returns the comparison over all intervals; empty for a single worker, or while one's figures are missing."""
+        return compare_workers(self._sums) if self._world > 1 and len(self._sums) == self._world else {}
 
     def _end_interval(self, step: int, interval: dict[int, WorkerTime]) -> None:
         for values in interval.values():
-            _add(self._bin, values)
+            _add_times(self._bin, values)
         self._intervals += 1
         self._step = step
-        if self._intervals >= 2 ** (self._bins // BINS_A_LENGTH):
+        if self._intervals >= 2 ** (self._bins // BINS_PER_LENGTH):
             self._bins += 1
-            self._news += self.rest()
+            self._ready += self.flush()
 
 
-def _add(sums: dict[int, WorkerTime], values: WorkerTime) -> None:
-    """Adds a worker's figures to its sums."""
-    before = sums.get(values["rank"])
-    if before is None:
+def _add_times(sums: dict[int, WorkerTime], values: WorkerTime) -> None:
+    """Adds a worker's times to its sums."""
+    totals = sums.get(values["rank"])
+    if totals is None:
         sums[values["rank"]] = values.copy()
         return
-    before["steps"] += values["steps"]
-    before["seconds"] += values["seconds"]
-    before["own_s"] += values["own_s"]
-    before["data_s"] += values["data_s"]
+    totals["steps"] += values["steps"]
+    totals["seconds"] += values["seconds"]
+    totals["own_s"] += values["own_s"]
+    totals["data_s"] += values["data_s"]
 
 
-def compare(workers: Mapping[int, WorkerTime]) -> RunSummary:
-    """The slowest of several workers, its node, and what the group lost by it."""
-    own = {rank: values["own_s"] for rank, values in workers.items()}
-    slowest = max(own, key=lambda rank: own[rank])
-    others = median(seconds for rank, seconds in own.items() if rank != slowest)
-    lasted = fmean(values["seconds"] for values in workers.values())
+def compare_workers(workers: Mapping[int, WorkerTime]) -> RunSummary:
+    """Returns the slowest worker, its node, and the shares of time that the group lost by it and by waiting."""
+    own_s = {rank: values["own_s"] for rank, values in workers.items()}
+    slowest = max(own_s, key=lambda rank: own_s[rank])
+    others_s = median(seconds for rank, seconds in own_s.items() if rank != slowest)
+    mean_s = fmean(values["seconds"] for values in workers.values())
     return {
         "slowest_rank": slowest,
         "slowest_node": workers[slowest]["node"],
-        "straggler_loss_share": (own[slowest] - others) / lasted if lasted > 0 else 0.0,
-        "waiting_share": 1 - fmean(own.values()) / lasted if lasted > 0 else 0.0,
+        "straggler_loss_share": (own_s[slowest] - others_s) / mean_s if mean_s > 0 else 0.0,
+        "waiting_share": 1 - fmean(own_s.values()) / mean_s if mean_s > 0 else 0.0,
     }
 
 
-def rows(workers: Mapping[int, WorkerTime]) -> GroupTime:
-    """The workers' times by rank, in at most `MOST_ROWS` rows: with more workers the slowest of each so many neighbours."""
+def rank_rows(workers: Mapping[int, WorkerTime]) -> GroupTime:
+    """Returns the workers' times by rank in at most `MAX_ROWS` rows; with more workers a row is the slowest of several."""
     times = [workers[rank] for rank in sorted(workers)]
-    neighbours = -(-len(times) // MOST_ROWS)
-    kept = [times[at : at + neighbours] for at in range(0, len(times), neighbours)]
+    neighbours = -(-len(times) // MAX_ROWS)
+    rows = [times[start : start + neighbours] for start in range(0, len(times), neighbours)]
     return {
-        "ranks": [row[0]["rank"] for row in kept],
-        "steps": max(each["steps"] for each in times),
-        "own_s": [max(each["own_s"] for each in row) for row in kept],
+        "ranks": [row[0]["rank"] for row in rows],
+        "steps": max(worker["steps"] for worker in times),
+        "own_s": [max(worker["own_s"] for worker in row) for row in rows],
     }
 
 
-class Nodes:
-    """Readings of many nodes: each figure's least, mean and most over all hosts and devices, once a round of samples."""
+class NodeAggregator:
+    """Readings of many nodes: minimum, mean and maximum of each figure over all hosts and devices, per round of samples."""
 
     def __init__(self) -> None:
-        self._known: set[str] = set()
-        self._told: set[tuple[str, str]] = set()
+        self._known_nodes: set[str] = set()
+        self._reported: set[tuple[str, str]] = set()
         self._round: list[System] = []
         self._rounds = 0
-        self._news: list[Entry] = []
+        self._ready: list[Entry] = []
 
     def to_json(self) -> dict[str, Any]:
-        """Returns everything, as `restored` takes it."""
-        return {"known": sorted(self._known), "told": sorted(self._told), "round": self._round, "rounds": self._rounds}
+        """Returns the whole state, for `from_json`."""
+        return {
+            "known": sorted(self._known_nodes),
+            "told": sorted(self._reported),
+            "round": self._round,
+            "rounds": self._rounds,
+        }
 
     @classmethod
-    def restored(cls, content: Mapping[str, Any]) -> Self:
-        """Returns what `to_json` told of."""
+    def from_json(cls, content: Mapping[str, Any]) -> Self:
+        """Returns the readings of a state from `to_json`."""
         nodes = cls()
-        nodes._known, nodes._told = set(content["known"]), {(sender, name) for sender, name in content["told"]}
+        nodes._known_nodes, nodes._reported = set(content["known"]), {(sender, name) for sender, name in content["told"]}
         nodes._round, nodes._rounds = list(content["round"]), content["rounds"]
         return nodes
 
-    def see(self, entry: System) -> bool:
-        """Whether the readings are kept here: of the first round for a while, later ones of more than `MOST_NODES` nodes."""
+    def ingest(self, entry: System) -> bool:
+        """Returns True if the readings are held: those of the first round, and beyond `MAX_NODES` nodes all."""
         parts = [name.split("/", 2) for name in entry["values"]]
         nodes = {part[1] for part in parts if len(part) == 3 and part[0] == "system"}
         if not nodes:
             return False
-        self._known |= nodes
-        # A worker reads its node's host and its GPUs, each by itself.
-        what = entry["sender"], min(entry["values"])
-        if what in self._told:  # the next round begins
-            self._news += self.rest()
-        if self._rounds and len(self._known) <= MOST_NODES:
+        self._known_nodes |= nodes
+        # A worker samples its node's host and its GPUs separately.
+        reading = entry["sender"], min(entry["values"])
+        if reading in self._reported:  # the next round begins
+            self._ready += self.flush()
+        if self._rounds and len(self._known_nodes) <= MAX_NODES:
             return False
-        self._told.add(what)
+        self._reported.add(reading)
         self._round.append(entry)
         return True
 
-    def take_news(self) -> list[Entry]:
-        """The entries of the rounds that were completed since the last call."""
-        news, self._news = self._news, []
+    def drain(self) -> list[Entry]:
+        """Returns the entries of the rounds that were completed since the last call."""
+        news, self._ready = self._ready, []
         return news
 
-    def rest(self) -> list[Entry]:
-        """What comes of the round that is not complete, which is closed by it: its entries, of many nodes a single one."""
-        told, self._round, self._told = self._round, [], set()
-        self._rounds += bool(told)
-        if not told or len(self._known) <= MOST_NODES:
-            return list(told)
-        found: dict[str, list[float]] = {}
-        for name, value in (item for entry in told for item in entry["values"].items()):
-            figure = re.sub(r"_\d+_", "_", name.split("/", 2)[-1])  # of all devices together: `gpu_3_power` as `gpu_power`
+    def flush(self) -> list[Entry]:
+        """Closes the incomplete round and returns its entries; with more than `MAX_NODES` nodes a single one."""
+        round_entries, self._round, self._reported = self._round, [], set()
+        self._rounds += bool(round_entries)
+        if not round_entries or len(self._known_nodes) <= MAX_NODES:
+            return list(round_entries)
+        values_by_figure: dict[str, list[float]] = {}
+        for name, value in (item for entry in round_entries for item in entry["values"].items()):
+            figure = re.sub(r"_\d+_", "_", name.split("/", 2)[-1])  # over all devices: `gpu_3_power` as `gpu_power`
             if isinstance(value, int | float):
-                found.setdefault(f"system/{figure}", []).append(value)
+                values_by_figure.setdefault(f"system/{figure}", []).append(value)
         figures: dict[str, float] = {}
-        for name, values in found.items():
+        for name, values in values_by_figure.items():
             figures |= {f"{name}_least": min(values), f"{name}_mean": fmean(values), f"{name}_most": max(values)}
-        return [new_entry("system", figures, told[-1]["step"])]
+        return [new_entry("system", figures, round_entries[-1]["step"])]

@@ -1,11 +1,12 @@
-"""One worker of a node calls the recorder for all of them: of eight thousand workers' calls a process answers a tenth.
+"""Per-node relay to the recorder: one worker batches the calls of all workers of its node.
 
-Whichever worker comes first leads: it listens on a socket in a folder that is its user's alone, gathers what the others of
-its node have to say for a moment, and says it in one call. When it dies, the next one leads; where it stands still, others
-go by themselves for a while. What the recorder gets twice by that it knows by its number.
+Without it one process could answer a tenth of the calls of 8,000 workers. The first worker to come is the leader: it listens
+on a socket in a folder that only its user can read, collects the calls of its node for a moment, and sends them in one. If
+it dies, another worker becomes the leader; if it does not answer, the others call the recorder directly for a while. The
+recorder recognises entries that it receives twice by their sequence numbers.
 
-    relay = Relay(tell, token, world=8192)                    # tell([("receive", arguments), ...]) -> [Receipt, ...]
-    relay.call("receive", sender, entries, recorder)          # what the recorder answered, or raises what `tell` raised
+    relay = Relay(send_calls, token, world=8192)              # send_calls([("receive", arguments), ...]) -> [Receipt, ...]
+    relay.call("receive", sender, entries, recorder)          # the recorder's answer, or raises what `send_calls` raised
 """
 
 import atexit
@@ -31,82 +32,82 @@ from pathlib import Path
 from typing import Any
 
 from raystride.pipelines.config import SettingError
-from raystride.pipelines.node_folder import open_private
+from raystride.pipelines.node_folder import ensure_private
 
-MOST_DIRECT = 64
-"""Workers up to which each calls the recorder by itself."""
-CALLS_A_SECOND = 400.0
-"""Of all nodes together: a node waits for as long between two as makes it so many."""
-ANSWER_S = 25.0
-"""How long an answer may take beyond that: longer than two calls of which each meets the recorder's limit."""
-ALONE_S = 60.0
-"""How long a worker goes by itself when its leader has stood still."""
-MAX_FOLDER = 40
-"""Bytes of a temporary folder's path in which sockets may lie: Linux takes 107 of a socket's whole path."""
-TRIES = 20
-"""Looks, a twentieth of a second apart, for a leader that is just beginning."""
+MAX_DIRECT = 64
+"""Up to this number of workers, each calls the recorder directly."""
+MAX_CALLS_PER_S = 400.0
+"""Calls per second of all nodes together; it sets the pause of a node between two calls."""
+ANSWER_TIMEOUT_S = 25.0
+"""Seconds that an answer may take beyond that pause: longer than two calls that both reach the recorder's timeout."""
+DIRECT_S = 60.0
+"""Seconds that a worker calls the recorder directly after its leader did not answer."""
+MAX_FOLDER_BYTES = 40
+"""Maximum length of a temporary folder's path for sockets: Linux allows 107 bytes for the whole path of a socket."""
+MAX_TRIES = 20
+"""Attempts, 0.05 s apart, to reach a leader that is just starting."""
 
-YOUNG_S = 60.0
-"""Seconds in which a leader that has just made its folder surely holds its lock."""
+MIN_DEAD_AGE_S = 60.0
+"""Age in seconds at which an unlocked folder counts as dead; by then a new leader surely holds its lock."""
 
 Call = tuple[str, tuple[Any, ...]]
 """A method of the recorder, and its arguments."""
 
 
-class LeaderStandsStill(Exception):
-    """Of a leader that stands still."""
+class LeaderTimeout(Exception):
+    """The node's leader did not answer in time."""
 
 
 class LeaderDied(Exception):
-    """A leader, while it was talked to."""
+    """The node's leader died during a call."""
 
 
 class Relay:
-    """A worker's way to the recorder through its node; `token` tells runs apart. Safe to use from several threads."""
+    """A worker's client of the recorder, through its node's leader. `token` identifies the run. Thread-safe."""
 
-    def __init__(self, tell: Callable[[list[Call]], list[Any]], token: str, world: int) -> None:
-        self._tell, self._world = tell, world
-        self._folder = _relays_folder() / blake2b(f"{token} {socket.gethostname()}".encode(), digest_size=8).hexdigest()
-        self._place = str(self._folder / "socket")
-        self._leads: queue.SimpleQueue[tuple[Call, int, Future[Any]]] | None = None
+    def __init__(self, send_calls: Callable[[list[Call]], list[Any]], token: str, world: int) -> None:
+        self._send_calls, self._world = send_calls, world
+        self._folder = _relay_root() / blake2b(f"{token} {socket.gethostname()}".encode(), digest_size=8).hexdigest()
+        self._socket_path = str(self._folder / "socket")
+        self._call_queue: queue.SimpleQueue[tuple[Call, int, Future[Any]]] | None = None
         self._lock = threading.Lock()
-        self._alone_until = 0.0
+        self._direct_until = 0.0
 
     def call(self, method: str, *arguments: Any) -> Any:
-        """Has the recorder told, and gives its answer. Raises what the call raised, directly where no leader is found."""
-        what: Call = (method, arguments)
-        if time.monotonic() < self._alone_until:
-            return self._tell([what])[0]
-        for _ in range(TRIES):
-            if self._leads is not None:
-                return self._lead(what, os.getpid()).result()
+        """Calls the recorder, directly if no leader is found; returns its answer or raises the call's error."""
+        call: Call = (method, arguments)
+        if time.monotonic() < self._direct_until:
+            return self._send_calls([call])[0]
+        for _ in range(MAX_TRIES):
+            if self._call_queue is not None:
+                return self._submit_call(call, os.getpid()).result()
             try:
-                return self._follow(what)
+                return self._forward_to_leader(call)
             except (FileNotFoundError, ConnectionRefusedError):
                 try:
-                    began = self._begin_to_lead()
+                    is_leader = self._try_to_lead()
                 except (OSError, SettingError) as error:
-                    self._alone_until = math.inf
+                    self._direct_until = math.inf
                     warnings.warn(f"each of this node's workers calls the recorder by itself: {error}", stacklevel=2)
                     break
-                if not began:
+                if not is_leader:
                     time.sleep(0.05)
-            except LeaderStandsStill:
-                self._alone_until = time.monotonic() + ALONE_S
+            except LeaderTimeout:
+                self._direct_until = time.monotonic() + DIRECT_S
                 break
             except LeaderDied:
                 break
-        return self._tell([what])[0]
+        return self._send_calls([call])[0]
 
-    def _follow(self, what: Call) -> Any:
-        """Says it through the leader. Raises what it was answered, and OSError, LeaderStandsStill or LeaderDied."""
-        with Client(self._place, "AF_UNIX") as connection:
-            if not _is_own(connection):
+    def _forward_to_leader(self, call: Call) -> Any:
+        """Sends a call through the leader. Raises the call's error, OSError, LeaderTimeout or LeaderDied."""
+        with Client(self._socket_path, "AF_UNIX") as connection:
+            if not _is_same_user(connection):
                 raise LeaderDied
             try:
-                connection.send((what, os.getpid()))
-                if not connection.poll(ANSWER_S + self._world / CALLS_A_SECOND):
-                    raise LeaderStandsStill
+                connection.send((call, os.getpid()))
+                if not connection.poll(ANSWER_TIMEOUT_S + self._world / MAX_CALLS_PER_S):
+                    raise LeaderTimeout
                 answer, failed = connection.recv()
             except (OSError, EOFError):
                 raise LeaderDied from None
@@ -114,13 +115,13 @@ class Relay:
             raise answer
         return answer
 
-    def _begin_to_lead(self) -> bool:
-        """Whether this process leads from here on, or did already: for as long as it lives it holds a lock."""
+    def _try_to_lead(self) -> bool:
+        """Makes this process the leader, which holds a lock while it lives; returns False if another process is."""
         with self._lock:
-            if self._leads is not None:
+            if self._call_queue is not None:
                 return True
-            open_private(self._folder.parent)
-            open_private(self._folder)
+            ensure_private(self._folder.parent)
+            ensure_private(self._folder)
             lock = os.open(self._folder / "lock", os.O_CREAT | os.O_RDWR, 0o600)
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -128,60 +129,60 @@ class Relay:
                 os.close(lock)
                 return False
             with suppress(FileNotFoundError):
-                os.unlink(self._place)  # of one that died
-            _clear(self._folder)
-            listener = Listener(self._place, "AF_UNIX", backlog=128)
-            self._leads = queue.SimpleQueue()
-            atexit.register(self._end, listener)
-            for target, argument in ((self._listen, listener), (self._deliver, self._leads)):
+                os.unlink(self._socket_path)  # left by a leader that died
+            _remove_dead_folders(self._folder)
+            listener = Listener(self._socket_path, "AF_UNIX", backlog=128)
+            self._call_queue = queue.SimpleQueue()
+            atexit.register(self._remove_folder, listener)
+            for target, argument in ((self._accept_connections, listener), (self._deliver_batches, self._call_queue)):
                 threading.Thread(target=target, args=(argument,), name="relay", daemon=True).start()
             return True
 
-    def _lead(self, what: Call, process: int) -> "Future[Any]":
-        assert self._leads is not None
+    def _submit_call(self, call: Call, process: int) -> "Future[Any]":
+        assert self._call_queue is not None
         future: Future[Any] = Future()
-        self._leads.put((what, process, future))
+        self._call_queue.put((call, process, future))
         return future
 
-    def _listen(self, listener: Listener) -> None:
+    def _accept_connections(self, listener: Listener) -> None:
         while True:
             try:
                 connection = listener.accept()
-            except (OSError, EOFError):  # of a worker that went again, or at this process's end
+            except (OSError, EOFError):  # the worker has gone, or this process ends
                 time.sleep(0.05)
                 continue
-            threading.Thread(target=self._serve, args=(connection,), name="relay", daemon=True).start()
+            threading.Thread(target=self._serve_connection, args=(connection,), name="relay", daemon=True).start()
 
-    def _end(self, listener: Listener) -> None:
-        """Leaves nothing behind."""
+    def _remove_folder(self, listener: Listener) -> None:
+        """Closes the listener and removes this leader's folder."""
         with suppress(OSError):
             listener.close()
         shutil.rmtree(self._folder, ignore_errors=True)
 
-    def _serve(self, connection: Connection) -> None:
-        """Takes a call of another worker, and answers it."""
+    def _serve_connection(self, connection: Connection) -> None:
+        """Answers the call of another worker."""
         with suppress(OSError, EOFError), connection:
-            if not _is_own(connection):  # before anything that it sends is unpickled
+            if not _is_same_user(connection):  # before anything that it sends is unpickled
                 return
-            what, process = connection.recv()
+            call, process = connection.recv()
             try:
-                answer = self._lead(what, process).result(), False
+                answer = self._submit_call(call, process).result(), False
             except Exception as error:
-                answer = _portable(error), True
+                answer = _picklable_error(error), True
             connection.send(answer)
 
-    def _deliver(self, waiting: "queue.SimpleQueue[tuple[Call, int, Future[Any]]]") -> None:
-        """Makes one call of all that came since the last one."""
+    def _deliver_batches(self, waiting: "queue.SimpleQueue[tuple[Call, int, Future[Any]]]") -> None:
+        """Sends all calls since the last batch in one call to the recorder, for ever."""
         workers = {os.getpid()}
         while True:
             batch = [waiting.get()]
-            # As many nodes have as many workers as this one, as far as it knows.
-            time.sleep(self._world / len(workers) / CALLS_A_SECOND)
+            # The number of nodes is estimated: all are taken to have as many workers as this one.
+            time.sleep(self._world / len(workers) / MAX_CALLS_PER_S)
             while not waiting.empty():
                 batch.append(waiting.get())
             workers |= {process for _, process, _ in batch}
             try:
-                answers = self._tell([what for what, _, _ in batch])
+                answers = self._send_calls([call for call, _, _ in batch])
             except Exception as error:
                 for _, _, future in batch:
                     future.set_exception(error)
@@ -190,31 +191,31 @@ class Relay:
                 future.set_result(answer)
 
 
-def _relays_folder() -> Path:
-    """Returns where this user's sockets lie: not in `$RAYSTRIDE_CACHE`, which may be long, or a disk of the network."""
+def _relay_root() -> Path:
+    """Returns the folder of this user's sockets; not `$RAYSTRIDE_CACHE`, which may have a long path or be a network disk."""
     temporary = tempfile.gettempdir()
-    return Path(temporary if len(os.fsencode(temporary)) <= MAX_FOLDER else "/tmp") / f"raystride-{os.getuid()}-relays"  # noqa: S108
+    return Path(temporary if len(os.fsencode(temporary)) <= MAX_FOLDER_BYTES else "/tmp") / f"raystride-{os.getuid()}-relays"  # noqa: S108
 
 
-def _is_own(connection: Connection) -> bool:
-    """Whether a process of the same user is at the other end."""
+def _is_same_user(connection: Connection) -> bool:
+    """Returns whether the peer is a process of the same user."""
     with socket.socket(fileno=os.dup(connection.fileno())) as peer:
         _, user, _ = struct.unpack("3i", peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
     return bool(user == os.getuid())
 
 
-def _clear(own: Path) -> None:
-    """Removes what leaders of other runs have left that were killed: nobody holds their locks."""
-    for other in own.parent.iterdir():
+def _remove_dead_folders(own_folder: Path) -> None:
+    """Removes folders of killed leaders of other runs, whose locks nobody holds."""
+    for folder in own_folder.parent.iterdir():
         with suppress(OSError):
-            if other != own and time.time() - other.stat().st_mtime > YOUNG_S:
-                with (other / "lock").open() as lock:
+            if folder != own_folder and time.time() - folder.stat().st_mtime > MIN_DEAD_AGE_S:
+                with (folder / "lock").open() as lock:
                     fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    shutil.rmtree(other, ignore_errors=True)
+                    shutil.rmtree(folder, ignore_errors=True)
 
 
-def _portable(error: Exception) -> Exception:
-    """An error that another process can be told."""
+def _picklable_error(error: Exception) -> Exception:
+    """Returns the error if it can be pickled, else a RuntimeError with its text."""
     try:
         pickle.dumps(error)
         copy.copy(error)

@@ -1,8 +1,8 @@
-"""A process's way to the recorder: takes entries in microseconds, delivers each until it is acknowledged.
+"""Asynchronous, reliable delivery of a process's entries to the recorder.
 
-A thread posts what is new about every half second, and after errors again with a growing pause. An entry is kept until it is
-on the recorder's disk, so that a recorder that died gets it once more from here; what it knows it drops, so each is recorded
-exactly once.
+`put` takes microseconds. A thread posts new entries about every 0.5 s, and retries after errors with a growing pause. An
+entry is kept until it is on the recorder's disk, so that a restarted recorder gets it again. The recorder drops entries that
+it knows, so each is recorded exactly once.
 
     sender = Sender(recorder.receive, "rank0")                       # under Ray: a function that calls the actor
     sender.put("metrics", {"train_loss": 2.31}, step=10)
@@ -16,92 +16,92 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from raystride.pipelines.record.entry import Entry, new_entry, warning, without_secrets
+from raystride.pipelines.record.entry import Entry, new_entry, redact_entry, warning_entry
 
 
 class Receipt(NamedTuple):
-    """What a recorder says to a sender: up to which sequence number it holds its entries, and has recorded them for good."""
+    """A recorder's acknowledgement: the highest sequence number of the sender that it has received, and has made durable."""
 
     recorder: str
-    """Who says so; another name after a restart, which has forgotten what it only held."""
+    """Name of the recorder; a restarted one has another name, and has lost the entries that were not durable."""
     received: int
     durable: int
 
 
 Post = Callable[[str, list[Entry], str], Receipt]
-"""Takes a sender's name, entries in order, and which recorder holds those before them ("" with the first). May raise.
+"""Takes a sender's name, entries in order, and the name of the recorder with the earlier ones ("" at first). May raise.
 
-A recorder of another name takes none of them, as some would be missing between; its receipt says from where it needs them.
+A recorder of another name accepts none of them, since some would be missing; its receipt gives the number of its last one.
 """
 
-MEASUREMENTS = frozenset({"metrics", "system", "totals", "rank"})
-"""The kinds that may be thinned."""
-NOTES = frozenset({"event"})
-"""The kind, warnings among it, of which the oldest go if there are far too many."""
-HARD = 2
-"""How many times `MOST_WAITING` entries wait at most, but for checkpoints and errors."""
+MEASUREMENT_KINDS = frozenset({"metrics", "system", "totals", "rank"})
+"""The kinds that may be downsampled."""
+NOTE_KINDS = frozenset({"event"})
+"""The kind, including warnings, of which the oldest are dropped if there are far too many entries."""
+HARD_LIMIT_FACTOR = 2
+"""Maximum of waiting entries as a multiple of `MAX_WAITING`; checkpoints and errors may exceed it."""
 FIRST_DELAY_S = 0.05
 INTERVAL_S = 0.5
-BACKOFF = 20
-"""Longest pause after errors, in intervals."""
-MOST_IN_A_POST = 5_000
-MOST_WAITING = 200_000
-"""Entries kept for a recorder that does not answer, some 100 MB; beyond that the older metrics are thinned."""
+MAX_BACKOFF_INTERVALS = 20
+"""Maximum pause after errors, in intervals."""
+MAX_POST_ENTRIES = 5_000
+MAX_WAITING = 200_000
+"""Entries kept for a recorder that does not answer, about 100 MB; beyond that the older metrics are downsampled."""
 
 
 class Sender:
-    """Delivers entries through `post`. Safe to use from several threads; `close` (or the process's end) stops it.
+    """Sender of entries through `post`. Thread-safe; `close` (or the process's end) stops it.
 
-    To `name` it adds random digits, so that a restarted process is not mistaken for the one before, whose numbers it reuses.
+    Random digits are added to `name`, since a restarted process counts from 1 again and must not be taken for the old one.
     """
 
-    def __init__(self, post: Post, name: str, most_waiting: int = MOST_WAITING, interval_s: float = INTERVAL_S) -> None:
+    def __init__(self, post: Post, name: str, max_waiting: int = MAX_WAITING, interval_s: float = INTERVAL_S) -> None:
         self.name = f"{name}.{secrets.token_hex(4)}"
         self._post = post
-        self._most_waiting = most_waiting
+        self._max_waiting = max_waiting
         self._interval_s = interval_s
         self._waiting: deque[Entry] = deque()
-        self._recorder, self._posted = "", 0  # who holds which of them, as far as it has said so
+        self._recorder, self._posted = "", 0  # the recorder that holds entries, and up to which number
         self._sequence = itertools.count(1)
         self._changed = threading.Condition()  # never held while posting
-        self._thin_at = most_waiting
-        """Entries at which some are left out next: more than are left, or each new one would have all of them looked at."""
-        self._thinned: Any = None
-        """The event that says of this outage how much was left out."""
+        self._downsample_at = max_waiting
+        """Number of entries that starts the next downsampling: more than are left, or every new one would scan all."""
+        self._downsampled_event: Any = None
+        """The event of this outage that gives the number of dropped entries."""
         self._left_out = 0
-        self._put_any = False
-        self._hurry = 0  # callers of flush
+        self._has_entries = False
+        self._num_flushing = 0  # number of callers in `flush`
         self._closed = False
-        self._thread = threading.Thread(target=self._deliver, name=f"sender-{name}", daemon=True)
+        self._thread = threading.Thread(target=self._deliver_loop, name=f"sender-{name}", daemon=True)
         self._thread.start()
 
     def put(self, entry: Entry) -> None:
-        """Queues an entry, under this sender's next number, and returns at once."""
-        entry = without_secrets(entry)
+        """Queues an entry under this sender's next sequence number, and returns at once."""
+        entry = redact_entry(entry)
         with self._changed:
-            self._append(entry)
-            if len(self._waiting) > self._thin_at:
-                self._thin()
-            if not self._put_any:  # the thread sleeps until the first entry, then looks by itself
-                self._put_any = True
+            self._enqueue(entry)
+            if len(self._waiting) > self._downsample_at:
+                self._downsample()
+            if not self._has_entries:  # the thread sleeps until the first entry, and polls after that
+                self._has_entries = True
                 self._changed.notify_all()
 
     def warn(self, text: str) -> None:
         """Queues a warning for people."""
-        self.put(warning(text))
+        self.put(warning_entry(text))
 
     def flush(self, timeout_s: float) -> bool:
-        """Waits until all that was put is acknowledged, at most `timeout_s` seconds; whether it is."""
+        """Waits up to `timeout_s` seconds until all entries are acknowledged; returns whether they are."""
         with self._changed:
-            self._hurry += 1
+            self._num_flushing += 1
             self._changed.notify_all()
             try:
                 return self._changed.wait_for(lambda: not self._waiting, timeout_s)
             finally:
-                self._hurry -= 1
+                self._num_flushing -= 1
 
     def close(self, timeout_s: float = 5.0) -> bool:
-        """Flushes and ends the thread; whether everything was acknowledged."""
+        """Flushes and ends the thread; returns whether all entries were acknowledged."""
         delivered = self.flush(timeout_s)
         with self._changed:
             self._closed = True
@@ -109,53 +109,55 @@ class Sender:
         self._thread.join(timeout=1.0)
         return delivered
 
-    def _append(self, entry: Entry) -> None:
+    def _enqueue(self, entry: Entry) -> None:
         entry["sequence"] = next(self._sequence)
         self._waiting.append(entry)
 
-    def _thin(self) -> None:
-        """Drops every second of the older half's measurements; beyond `HARD` times the bound also the oldest notes.
+    def _downsample(self) -> None:
+        """Drops every second measurement of the older half; beyond `HARD_LIMIT_FACTOR` times the bound the oldest notes.
 
-        Checkpoints and errors all stay, and one event an outage says how much was left out.
+        Checkpoints and errors are all kept. One event per outage gives the number of dropped entries.
         """
         older = [self._waiting.popleft() for _ in range(len(self._waiting) // 2)]
         kept, drop = deque[Entry](), False
         for entry in older:
-            if entry["kind"] in MEASUREMENTS:
+            if entry["kind"] in MEASUREMENT_KINDS:
                 drop = not drop
                 if drop:
                     continue
             kept.append(entry)
-        too_many = len(kept) + len(self._waiting) - HARD * self._most_waiting
+        too_many = len(kept) + len(self._waiting) - HARD_LIMIT_FACTOR * self._max_waiting
         if too_many > 0:
-            notes = [entry for entry in kept if entry["kind"] in NOTES and entry is not self._thinned][:too_many]
+            notes = [entry for entry in kept if entry["kind"] in NOTE_KINDS and entry is not self._downsampled_event][
+                :too_many
+            ]
             gone = {id(entry) for entry in notes}
             kept = deque(entry for entry in kept if id(entry) not in gone)
         self._waiting.extendleft(reversed(kept))
         if left_out := len(older) - len(kept):
             self._left_out += left_out
             text = f"{self.name}: the recorder did not answer, so {self._left_out} older entries were left out"
-            if self._thinned is None:
-                self._thinned = new_entry("event", {"name": "thinned", "text": text})
-                self._append(self._thinned)
+            if self._downsampled_event is None:
+                self._downsampled_event = new_entry("event", {"name": "thinned", "text": text})
+                self._enqueue(self._downsampled_event)
             else:
-                self._thinned["values"] = {"name": "thinned", "text": text}
-        self._thin_at = max(self._most_waiting, len(self._waiting) * 5 // 4)
+                self._downsampled_event["values"] = {"name": "thinned", "text": text}
+        self._downsample_at = max(self._max_waiting, len(self._waiting) * 5 // 4)
 
-    def _deliver(self) -> None:
+    def _deliver_loop(self) -> None:
         pause = min(FIRST_DELAY_S, self._interval_s)
-        while self._sleep(pause):
+        while self._wait(pause):
             with self._changed:
                 new = itertools.dropwhile(lambda entry: entry["sequence"] <= self._posted, self._waiting)
-                batch = list(itertools.islice(new, MOST_IN_A_POST))
+                batch = list(itertools.islice(new, MAX_POST_ENTRIES))
             if not batch and not self._waiting:
                 pause = self._interval_s
                 continue
             try:
                 receipt = self._post(self.name, batch, self._recorder)
             except Exception:
-                # Whatever the way to the recorder does (a dead actor, a timeout), the training goes on and we try again.
-                pause = min(BACKOFF * self._interval_s, 2 * max(pause, self._interval_s))
+                # Whatever fails on the way to the recorder (a dead actor, a timeout), the training goes on; retry later.
+                pause = min(MAX_BACKOFF_INTERVALS * self._interval_s, 2 * max(pause, self._interval_s))
                 continue
             pause = self._interval_s
             with self._changed:
@@ -163,16 +165,16 @@ class Sender:
                 while self._waiting and self._waiting[0]["sequence"] <= receipt.durable:
                     self._waiting.popleft()
                 if not self._waiting:
-                    self._thinned, self._left_out, self._thin_at = None, 0, self._most_waiting
+                    self._downsampled_event, self._left_out, self._downsample_at = None, 0, self._max_waiting
                     self._changed.notify_all()
 
-    def _sleep(self, pause: float) -> bool:
-        """Waits for the first entry if there was none yet, then for `pause`; shortly during a flush. False when closed."""
+    def _wait(self, pause: float) -> bool:
+        """Waits for the first entry if there was none yet, then for `pause` seconds, less in a flush; False when closed."""
         with self._changed:
-            if not self._put_any:
-                self._changed.wait_for(lambda: self._put_any or self._closed)
-            self._changed.wait_for(lambda: self._hurry or self._closed, pause)
-            # What was taken is acknowledged when it is on disk, so a flush asks again after a pause.
-            if self._hurry and not self._closed:
+            if not self._has_entries:
+                self._changed.wait_for(lambda: self._has_entries or self._closed)
+            self._changed.wait_for(lambda: self._num_flushing or self._closed, pause)
+            # Entries are acknowledged only when they are on disk, so a flush asks again after a pause.
+            if self._num_flushing and not self._closed:
                 self._changed.wait_for(lambda: self._closed, min(FIRST_DELAY_S, self._interval_s))
             return not self._closed

@@ -1,8 +1,8 @@
-"""What the driver shows of a running training, kept up to date entry by entry.
+"""State of a running training for the driver's progress line, updated entry by entry.
 
-state = State(steps=1000)
-state.see({"kind": "metrics", "step": 10, "time": 1.0, "values": {"train_loss": 2.3}})
-state.shown()["loss"]                                    # 2.3
+state = StateTracker(steps=1000)
+state.ingest({"kind": "metrics", "step": 10, "time": 1.0, "values": {"train_loss": 2.3}})
+state.snapshot()["loss"]                                 # 2.3
 """
 
 from collections import deque
@@ -13,16 +13,16 @@ from raystride.pipelines.record.entry import Entry, NodeTotals
 from raystride.pipelines.record.summary import RunSummary
 
 WINDOW = 64
-"""Measurements over which the time left is estimated, so that a slow start is soon forgotten."""
-MOST_WARNINGS = 20
+"""Number of measurements for the estimate of the time left, so that a slow start is soon forgotten."""
+MAX_WARNINGS = 20
 LOSSES = ("val_loss", "val_perplexity")
-"""What a validation measures besides the task's own scores."""
+"""Figures of a validation that are not the task's own scores."""
 
 
 class TrainingState(TypedDict, total=False):
-    """What is shown of a running training; None where not known (yet).
+    """Figures of a running training for people; None if not known (yet).
 
-    `eta` in seconds, `entries` what the attempt has recorded, `mlflow` the run's link.
+    `eta` is in seconds, `entries` the number of recorded entries of the attempt, `mlflow` the run's link.
     """
 
     status: str
@@ -39,8 +39,8 @@ class TrainingState(TypedDict, total=False):
     mlflow: str | None
 
 
-class State:
-    """The newest figures of an attempt; `steps` is the number of steps at which the run ends, if that is known."""
+class StateTracker:
+    """Tracker of an attempt's newest figures; `steps` is the step at which the run ends, if known."""
 
     def __init__(self, steps: int | None) -> None:
         self.steps = steps
@@ -51,19 +51,19 @@ class State:
         self.newest: dict[str, Any] = {}
         self.summary: RunSummary = {}
         self.totals: dict[str, NodeTotals] = {}
-        """What each node's sampler has counted, by the sampler's name."""
+        """Newest totals of each node's sampler, by the sampler's name."""
         self.warnings: list[str] = []
         self._times: deque[tuple[float, int]] = deque(maxlen=WINDOW)
 
-    def see(self, entry: Entry) -> None:
-        """Takes in one entry. Raises KeyError, TypeError or ValueError where it is no proper entry."""
+    def ingest(self, entry: Entry) -> None:
+        """Updates the state with one entry. Raises KeyError, TypeError or ValueError if it is malformed."""
         self.entries += 1
         if entry["kind"] == "metrics":
             self.newest.update(entry["values"])
             if entry["step"] is not None:
                 self.step = int(entry["step"])
                 self._times.append((float(entry["time"]), self.step))
-            self.phase = None  # figures arrive: what was waited for is over
+            self.phase = None  # figures arrive, so the phase is over
         elif entry["kind"] == "summary":
             self.summary.update(cast(RunSummary, entry["values"]))
         elif entry["kind"] == "totals":
@@ -71,17 +71,17 @@ class State:
         elif entry["kind"] == "event" and entry["values"]["name"] == "phase":
             self.phase = entry["values"]["text"]
         elif entry["kind"] == "event" and entry["values"]["name"] in ("warning", "thinned"):
-            self.warn(entry["values"]["text"])
+            self.add_warning(entry["values"]["text"])
 
-    def warn(self, text: str) -> bool:
-        """Adds a warning, once; whether it is new."""
-        fresh = text not in self.warnings and len(self.warnings) < MOST_WARNINGS
+    def add_warning(self, text: str) -> bool:
+        """Adds a warning unless it is known; returns whether it is new."""
+        fresh = text not in self.warnings and len(self.warnings) < MAX_WARNINGS
         if fresh:
             self.warnings.append(text)
         return fresh
 
-    def shown(self) -> TrainingState:
-        """The figures for the progress line."""
+    def snapshot(self) -> TrainingState:
+        """Returns the figures for the progress line."""
         return {
             "status": self.status,
             "phase": self.phase,
@@ -91,12 +91,12 @@ class State:
             "val_loss": self.newest.get("val_loss"),
             "scores": {name: value for name, value in self.newest.items() if name.startswith("val_") and name not in LOSSES},
             "tokens_per_second": self.newest.get("tokens_per_second"),
-            "eta": self._eta(),
+            "eta": self._estimate_eta_s(),
             "warnings": list(self.warnings),
             "entries": self.entries,
         }
 
-    def _eta(self) -> float | None:
+    def _estimate_eta_s(self) -> float | None:
         if not self.steps or self.step is None or len(self._times) < 2:
             return None
         (first, low), (last, high) = self._times[0], self._times[-1]
@@ -106,10 +106,10 @@ class State:
 
 
 def run_figures(totals: Iterable[NodeTotals]) -> RunSummary:
-    """Energy, power, throttled seconds and idling of a run from its nodes' newest totals, as far as those tell it.
+    """Returns energy, power, throttled seconds and idling of a run from its nodes' newest totals, as far as they are known.
 
-    Energy is told only where every device of every node was metered to the end: a sum of some of them would be taken for
-    that of all. Tokens and seconds are those of the node of rank 0; the others send none.
+    Energy is returned only if every device of every node was metered to the end: a partial sum would be taken for the total.
+    Tokens and seconds are those of the node of rank 0; the other nodes send none.
     """
     parts = list(totals)
     figures: RunSummary = {}
@@ -117,7 +117,7 @@ def run_figures(totals: Iterable[NodeTotals]) -> RunSummary:
         return figures
     complete = len({part["node"] for part in parts}) >= max(part["nodes"] for part in parts)
     if complete and not any(part["unmetered"] for part in parts):
-        joules, tokens, seconds = (_sum(parts, name) for name in ("joules", "tokens", "seconds"))
+        joules, tokens, seconds = (_sum_field(parts, name) for name in ("joules", "tokens", "seconds"))
         figures |= {"energy_joules": joules, "energy_covers": " and ".join(sorted({part["covers"] for part in parts}))}
         if tokens:
             figures["joules_per_token"] = joules / tokens
@@ -125,13 +125,13 @@ def run_figures(totals: Iterable[NodeTotals]) -> RunSummary:
             figures["average_power_watts"] = joules / seconds
     if any(part.get("throttled_seconds") is not None for part in parts):
         by_reason: dict[str, float] = {}
-        for reason, held in (item for part in parts for item in part["throttled_by_reason"].items()):
-            by_reason[reason] = by_reason.get(reason, 0.0) + held
-        figures |= {"throttled_seconds": _sum(parts, "throttled_seconds"), "throttled_seconds_by_reason": by_reason}
-    if readings := _sum(parts, "readings"):
-        figures["gpu_idle_share"] = _sum(parts, "idle") / readings
+        for reason, throttled_s in (item for part in parts for item in part["throttled_by_reason"].items()):
+            by_reason[reason] = by_reason.get(reason, 0.0) + throttled_s
+        figures |= {"throttled_seconds": _sum_field(parts, "throttled_seconds"), "throttled_seconds_by_reason": by_reason}
+    if readings := _sum_field(parts, "readings"):
+        figures["gpu_idle_share"] = _sum_field(parts, "idle") / readings
     return figures
 
 
-def _sum(parts: list[NodeTotals], name: str) -> float:
+def _sum_field(parts: list[NodeTotals], name: str) -> float:
     return float(sum(cast(float, part.get(name) or 0) for part in parts))

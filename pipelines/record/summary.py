@@ -1,12 +1,12 @@
-"""What `summary.json` holds: the figures of a finished run for programs, every key always there, null where unknown.
+"""`summary.json`: the figures of a finished run for programs, with every key always present, null if unknown.
 
 Rates are per second, durations in seconds, memory in bytes. Non-finite figures are the strings "NaN" and "Infinity".
-`tokens_per_second` counts what goes in, without padding: tokens that a decoder predicts, those of texts, those of both sides
-of a translation, each image as one. `mfu` is this rate times `flops_per_token`, the operations to train on one of these, as
-a share of the devices' peak. `tokens_seen` counts targets.
-Energy is that of what `energy_covers` names, `GPUs` or `CPU packages`, of all nodes; throttled seconds add up over GPUs.
-With several workers, `straggler_loss_share` is the share of the steps' time that the group lost by its slowest rank, and
-`waiting_share` what workers on average waited for each other; both by the hosts' clocks.
+`tokens_per_second` counts inputs without padding: tokens that a decoder predicts, tokens of texts, tokens of both sides of a
+translation, each image as one. `mfu` is this rate times `flops_per_token`, the operations to train on one of these tokens,
+as a share of the devices' peak. `tokens_seen` counts targets.
+Energy is that of the devices in `energy_covers`, `GPUs` or `CPU packages`, of all nodes; throttled seconds are summed over
+GPUs. With several workers, `straggler_loss_share` is the share of the steps' time that the group lost by its slowest rank,
+and `waiting_share` the average share that workers waited for each other; both by the hosts' clocks.
 
     summary = build_summary(run="my-run", status="finished", newest={"train_loss": 1.9}, given={"steps": 500})
 """
@@ -14,11 +14,11 @@ With several workers, `straggler_loss_share` is the share of the steps' time tha
 from collections.abc import Mapping
 from typing import Any, TypedDict, cast
 
-from raystride.pipelines.record.journal import plain
+from raystride.pipelines.record.journal import to_json_value
 
 
-class _Always(TypedDict, total=False):
-    """The keys that every `summary.json` has, null (None) where unknown; a worker's own summary has some of them."""
+class _SummaryKeys(TypedDict, total=False):
+    """The keys of every `summary.json`, null (None) if unknown; a worker's own summary has some of them."""
 
     run: str
     status: str
@@ -53,26 +53,30 @@ class _Always(TypedDict, total=False):
     mlflow_run_id: str | None
 
 
-class RunSummary(_Always, total=False):
-    """What `summary.json` holds, or what is known of it while the run goes on."""
+class RunSummary(_SummaryKeys, total=False):
+    """Content of `summary.json`, or the part that is known while the run goes on."""
 
     ending: str
-    """Why the loop ended."""
+    """Reason for the end of the training loop."""
     interrupted_by: str
-    """The signal that asked for it."""
+    """Name of the signal that requested the end."""
     workers: int
-    """Of the last attempt."""
+    """Number of workers of the last attempt."""
+    unit: str
+    """Unit of the samples that were seen: tokens, examples, pairs or images."""
+    metric: str
+    """The metric by which checkpoints are compared, `validation.metric`."""
     complete: bool
-    """Whether all steps are done, or the run ended early by itself."""
+    """True if all steps are done, or the run stopped early by itself."""
     precision: str
-    """How numbers were multiplied: what `train.precision auto` came to."""
+    """Precision of matrix products, as `train.precision auto` was resolved."""
     products: str
-    """Which way linear products on CPUs went, and what was measured to be gained by it."""
+    """Backend of linear products on CPUs, and its measured gain."""
     kernels: dict[str, str]
-    """Which implementation of each operation ran."""
+    """Implementation that ran, by operation."""
 
 
-SUMMARY_KEYS = tuple(_Always.__annotations__)
+SUMMARY_KEYS = tuple(_SummaryKeys.__annotations__)
 
 STATUSES = {
     "finished": "FINISHED",
@@ -82,23 +86,25 @@ STATUSES = {
     "stopped": "KILLED",
     "failed": "FAILED",
 }
-"""How a run can end, and what MLflow calls it."""
+"""Statuses of an ended run, and MLflow's words for them."""
 
-COUNTS = frozenset({"steps", "samples_seen", "tokens_seen", "peak_memory_bytes", "resumed_from"})
-"""Whole numbers, which the loop measures as floats like all else."""
+COUNT_KEYS = frozenset({"steps", "samples_seen", "tokens_seen", "peak_memory_bytes", "resumed_from"})
+"""Keys of whole numbers, which the loop measures as floats."""
 
 
 def build_summary(run: str, status: str, newest: Mapping[str, Any], given: Mapping[str, Any]) -> RunSummary:
-    """The summary from what the loop gave at its end and, where it gave nothing (it died), from the newest measurements.
+    """Builds the summary from `given`, the loop's figures at its end, else (the loop died) from the `newest` measurements.
 
-    Raises ValueError for a status that is none of `STATUSES`.
+    Raises ValueError for a status that is not in `STATUSES`.
     """
     if status not in STATUSES:
         raise ValueError(f"status is {status!r}: it must be one of {', '.join(STATUSES)}")
     summary = {key: newest.get(key) for key in SUMMARY_KEYS} | {"metrics": {}} | dict(given)
     summary |= {"run": run, "status": status}
-    return cast(RunSummary, {key: _whole(value) if key in COUNTS else plain(value) for key, value in summary.items()})
+    return cast(
+        RunSummary, {key: _to_int(value) if key in COUNT_KEYS else to_json_value(value) for key, value in summary.items()}
+    )
 
 
-def _whole(value: Any) -> Any:
-    return int(value) if isinstance(value, float) and value.is_integer() else plain(value)
+def _to_int(value: Any) -> Any:
+    return int(value) if isinstance(value, float) and value.is_integer() else to_json_value(value)

@@ -1,10 +1,12 @@
-"""TensorBoard's event files, which follow a run's journal: figures, settings as hyperparameters and as a table of text.
+"""TensorBoard's event files by PyTorch's writer: figures, and settings as hyperparameters and as a table of text.
 
-One file an attempt, `tensorboard/events.out.tfevents.<seconds since 1970>.<attempt>`, points with their entries' own times.
-It holds nothing but what the journal says: a recorder that takes over from a dead one, or that met a full disk, writes the
-whole file anew, with the same bytes. It opens with the mark at which TensorBoard forgets what earlier attempts did beyond
-that step, so what a resumed run does again is there once. Readings of the machines have no step of the training: they stand
-at the newest one. On local storage TensorBoard can watch the file grow; to remote storage it is copied now and then.
+One file for each attempt, `tensorboard/events.out.tfevents.<time>.<host>.<process>.<number>.<attempt>`, with the times of
+the journal's entries. `purge_step` hides the points of earlier attempts from the attempt's first step on, so that each step
+of a resumed run is there once. A recorder that takes over from a dead one, or that met a full disk, replaces the attempt's
+file by one with all entries of its journal. Readings of machines have no step: they get the newest step of the training.
+TensorBoard can follow a file on local storage while it grows; on remote storage the file is a copy, renewed now and then.
+
+PyTorch is imported at the first figures, and only if the files are asked for.
 
     log = TensorboardLog(run_folder, "a1")
     log.add(entries); log.close()                          # tensorboard --logdir runs
@@ -13,29 +15,27 @@ at the newest one. On local storage TensorBoard can watch the file grow; to remo
 import math
 import tempfile
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from raystride.pipelines.config.run import Record
-from raystride.pipelines.files import Folder
+from raystride.pipelines.config.run import RecordConfig
 from raystride.pipelines.record.entry import Entry
-from raystride.pipelines.record.journal import read_segment, segments
+from raystride.pipelines.record.journal import list_segments, read_segment
+from raystride.pipelines.storage.folder import Folder
 
 if TYPE_CHECKING:
-    from tensorboard.compat.proto.event_pb2 import Event
-    from tensorboard.compat.proto.summary_pb2 import Summary
-    from tensorboard.summary.writer.record_writer import RecordWriter
+    from torch.utils.tensorboard import SummaryWriter
 
 PLACE = "tensorboard"
 COPY_S = 60.0
-"""Least seconds between two copies to remote storage, where every copy is that of the whole file."""
+"""Minimum seconds between two copies to remote storage, each of the whole file."""
 
 
-def check_tensorboard(settings: Record) -> None:
-    """Raises SettingError where TensorBoard's files are asked for and its package is not there."""
+def check_tensorboard(settings: RecordConfig) -> None:
+    """Raises SettingError if TensorBoard's files are asked for and its package is not installed."""
     if settings.tensorboard and find_spec("tensorboard") is None:
         raise settings.error(
             "tensorboard", 'needs TensorBoard, which is not installed: pip install "raystride[tensorboard]", or leave it out'
@@ -47,129 +47,106 @@ class TensorboardLog:
 
     def __init__(self, run_folder: Folder, attempt: str) -> None:
         self._run_folder, self._attempt = run_folder, attempt
-        self._writer: RecordWriter | None = None
-        self._name = ""
+        self._writer: SummaryWriter | None = None
         self._step = 0
         self._copied_at = 0.0
         # Only remote storage needs it; it is removed when nothing refers to it.
         self._scratch = None if run_folder.local else tempfile.TemporaryDirectory()
 
     def add(self, entries: list[Entry]) -> None:
-        """Writes what the newest segment of the journal holds; the file begins with the attempt's first figures."""
+        """Writes the entries of the journal's newest segment; the file begins with the attempt's first figures."""
         if self._writer is None:
             if not any(entry["kind"] == "metrics" for entry in entries):
                 return
-            entries = self._begin()
-        self._write(_events(entries, self._step))
-        self._step = _newest_step(entries, self._step)
+            entries = self._read_journal()
+        try:
+            writer = self._writer or self._open_writer(entries)
+            self._write(writer, entries)
+            writer.flush()
+        except OSError:
+            self._drop_writer()
+            raise
         if time.monotonic() - self._copied_at > COPY_S:
             self._copy()
 
     def close(self) -> None:
-        """Writes what earlier calls could not, and ends the file."""
+        """Writes the entries that earlier calls could not write, and closes the file."""
         if self._writer is None:
-            self.add(self._journal())
+            self.add(self._read_journal())
         if self._writer is not None:
+            self._writer.flush()
             self._copy()
             self._writer.close()
             self._writer = None
 
     @property
-    def _path(self) -> Path:
-        return Path(self._scratch.name if self._scratch else str(self._run_folder.local)) / PLACE / self._name
+    def _local(self) -> Path:
+        return Path(self._scratch.name if self._scratch else str(self._run_folder.local)) / PLACE
 
-    def _journal(self) -> list[Entry]:
-        found = [segment for segment in segments(self._run_folder) if segment.attempt == self._attempt]
+    def _read_journal(self) -> list[Entry]:
+        found = [segment for segment in list_segments(self._run_folder) if segment.attempt == self._attempt]
         return [entry for segment in found for entry in read_segment(self._run_folder, segment)]
 
-    def _begin(self) -> list[Entry]:
-        """Opens the file and writes what comes before all figures; the entries that shall follow, all of the attempt's."""
-        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
-        from tensorboard.summary.writer.record_writer import RecordWriter
+    def _open_writer(self, entries: list[Entry]) -> "SummaryWriter":
+        """Begins the file with the attempt's settings; removes files of the attempt that are there."""
+        from torch.utils.tensorboard import SummaryWriter
 
-        entries = self._journal()
+        for folder in (self._run_folder / PLACE, Folder(str(self._local))):
+            for name in folder.names():
+                if name.endswith(f".{self._attempt}"):
+                    folder.remove(name)
         first = next(entry for entry in entries if entry["kind"] == "metrics")
-        when, self._step = float(first["time"]), int(first["step"] or 0)
-        self._name = f"events.out.tfevents.{int(when):010}.{self._attempt}"
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        self._writer = RecordWriter(self._path.open("wb"))
-        head = [
-            Event(wall_time=when, file_version="brain.Event:2"),
-            # TensorBoard forgets what earlier attempts did beyond this step.
-            Event(wall_time=when, step=self._step, session_log=SessionLog(status=SessionLog.START)),
-        ]
-        settings = [_parameters(entry["values"]) for entry in entries if entry["kind"] == "parameters"]
-        self._write(head + [Event(wall_time=when, step=self._step, summary=summary) for summary in settings])
-        return entries
+        self._step = int(first["step"] or 0)
+        self._writer = SummaryWriter(str(self._local), purge_step=self._step, filename_suffix=f".{self._attempt}")
+        for entry in entries:
+            if entry["kind"] == "parameters":
+                self._write_settings(self._writer, entry["values"], float(first["time"]))
+        return self._writer
 
-    def _write(self, events: "Iterable[Event]") -> None:
-        assert self._writer is not None
-        try:
-            for event in events:
-                self._writer.write(event.SerializeToString())
-            self._writer.flush()
-        except OSError:
-            with suppress(OSError):  # it has bytes left that the disk does not take
+    def _write(self, writer: "SummaryWriter", entries: list[Entry]) -> None:
+        """Writes the figures of the entries, those of a machine at the newest step of the training."""
+        for entry in entries:
+            if entry["kind"] != "metrics" and entry["kind"] != "system":
+                continue
+            if entry["kind"] == "metrics" and entry["step"] is not None:
+                self._step = int(entry["step"])
+            for name, value in entry["values"].items():
+                if (number := _parse_number(value)) is not None:
+                    writer.add_scalar(name, number, self._step, float(entry["time"]))
+
+    def _write_settings(self, writer: "SummaryWriter", settings: Mapping[str, object], when: float) -> None:
+        """Writes the settings for TensorBoard's page of hyperparameters, and as a table for its page of texts."""
+        from torch.utils.tensorboard.summary import hparams
+
+        # Not `add_hparams`, which makes a run of its own in a folder below.
+        _, start, _ = hparams({name: _shown_value(value) for name, value in settings.items()}, {})
+        file_writer: Any = writer.file_writer
+        file_writer.add_summary(start, self._step, when)
+        rows = [f"| {name} | {value} |" for name, value in settings.items()]
+        writer.add_text("settings", "\n".join(["| setting | value |", "| --- | --- |", *rows]), self._step, when)
+
+    def _drop_writer(self) -> None:
+        """Closes the file if it is open; it has bytes left that the disk does not take."""
+        if self._writer is not None:
+            with suppress(OSError):
                 self._writer.close()
             self._writer = None
-            raise
 
     def _copy(self) -> None:
         if self._scratch:
-            self._run_folder.upload(self._path, f"{PLACE}/{self._name}")
+            (path,) = self._local.iterdir()
+            self._run_folder.upload(path, f"{PLACE}/{path.name}")
             self._copied_at = time.monotonic()
 
 
-def _events(entries: list[Entry], step: int) -> "Iterator[Event]":
-    """The figures of entries as events, those of a machine at the step of the training's newest ones."""
-    from tensorboard.compat.proto.event_pb2 import Event
-    from tensorboard.compat.proto.summary_pb2 import Summary
-
-    for entry in entries:
-        if entry["kind"] not in ("metrics", "system"):
-            continue
-        step = _newest_step([entry], step)
-        numbers = ((name, _number(value)) for name, value in entry["values"].items())
-        values = [Summary.Value(tag=name, simple_value=number) for name, number in numbers if number is not None]
-        yield Event(wall_time=float(entry["time"]), step=step, summary=Summary(value=values))
-
-
-def _newest_step(entries: list[Entry], before: int) -> int:
-    steps = [entry["step"] for entry in entries if entry["kind"] == "metrics" and entry["step"] is not None]
-    return int(steps[-1]) if steps else before
-
-
-def _number(value: Any) -> float | None:
+def _parse_number(value: object) -> float | None:
     try:
-        return float(value)
+        return float(value)  # type: ignore[arg-type]
     except (TypeError, ValueError):
         return None
 
 
-def _parameters(parameters: Mapping[str, object]) -> "Summary":
-    """The settings for TensorBoard's page of hyperparameters, and as a table for its page of texts."""
-    from tensorboard.compat.proto.summary_pb2 import Summary
-    from tensorboard.plugins.hparams import metadata
-    from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData, SessionStartInfo
-    from tensorboard.plugins.text.metadata import create_summary_metadata
-    from tensorboard.util.tensor_util import make_tensor_proto
-
-    start = SessionStartInfo()
-    for name, value in parameters.items():
-        if isinstance(value, bool):
-            start.hparams[name].bool_value = value
-        elif isinstance(value, int | float) and math.isfinite(value):
-            start.hparams[name].number_value = value
-        else:
-            start.hparams[name].string_value = str(value)
-    table = "\n".join(
-        ["| setting | value |", "| --- | --- |", *(f"| {name} | {value} |" for name, value in parameters.items())]
-    )
-    hyperparameters = metadata.create_summary_metadata(HParamsPluginData(session_start_info=start))
-    text = create_summary_metadata(display_name=None, description=None)
-    return Summary(
-        value=[
-            Summary.Value(tag=metadata.SESSION_START_INFO_TAG, metadata=hyperparameters, tensor=metadata.NULL_TENSOR),
-            Summary.Value(tag="settings", metadata=text, tensor=make_tensor_proto(table)),
-        ]
-    )
+def _shown_value(value: object) -> Any:
+    """Returns finite numbers as they are, and everything else as text: PyTorch shows a bool as 0 or 1."""
+    number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    return value if number else str(value)

@@ -1,4 +1,4 @@
-"""What a person sees of a run: its loss curve in the terminal and as a picture, a job's closing screen, the run's page.
+"""Reports of a run for people: loss curve as text and PNG, closing screen of a job, HTML page.
 
 figures = gather_figures(stream_entries(run_folder))
 print(closing_screen(summary, run_folder, text_curve(*figures.losses), sample="..."))
@@ -6,8 +6,8 @@ write_page(run_folder, figures, summary)
 """
 
 from raystride.pipelines.report.closing import closing_screen
-from raystride.pipelines.report.curve import curve_picture, text_curve
+from raystride.pipelines.report.curve import save_curve_picture, text_curve
 from raystride.pipelines.report.figures import gather_figures
 from raystride.pipelines.report.page import write_page
 
-__all__ = ["closing_screen", "curve_picture", "gather_figures", "text_curve", "write_page"]
+__all__ = ["closing_screen", "gather_figures", "save_curve_picture", "text_curve", "write_page"]

@@ -1,21 +1,20 @@
-"""The last screen of every job: the curve, a sample, the key figures, and three lines on where to look and what to do next.
+"""The closing screen of a job: loss curve, sample, key figures, and three lines with results, MLflow and the next command.
 
 print(closing_screen(summary, run_folder, text_curve(points, validation), sample="def main():"))
 """
 
 from collections import defaultdict
-from collections.abc import Callable
-from typing import Any
 
-from raystride.pipelines.commands import pasted
-from raystride.pipelines.files import Folder
+from raystride.pipelines.commands import shell_command
 from raystride.pipelines.record.summary import RunSummary
+from raystride.pipelines.report.run_figures import format_metric, list_run_figures
+from raystride.pipelines.storage.folder import Folder
 
-SAMPLE_LINES = 12
-LINE = 100
-MATTERS = 0.05
+MAX_SAMPLE_LINES = 12
+MAX_LINE_LENGTH = 100
+MIN_STRAGGLER_LOSS = 0.05
 """Share of a group's time that a slow worker must cost before the screen says so."""
-WELL = ("finished", "done", "stopped_early")
+SUCCESSES = ("finished", "done", "stopped_early")
 
 
 def closing_screen(
@@ -25,94 +24,79 @@ def closing_screen(
     sample: str = "",
     link: str | None = None,
     next_job: str = "",
+    *,
+    has_test_data: bool = False,
 ) -> str:
-    """The text that a job ends with; its last three lines are always: results, MLflow, next.
+    """Returns the closing screen of a job; its last three lines are always: results, MLflow, next.
 
-    `summary` holds the keys of `summary.json`; `link` is the run's page on a tracking server, where there is one; `next_job`
-    is the command to suggest, when not given the one that fits the run's status and whether it writes samples.
+    `summary` holds the keys of `summary.json`; `link` is the run's page on a tracking server, if there is one; `next_job` is
+    the command to suggest, by default one that fits the run's status, whether it writes samples, and whether it
+    `has_test_data`, on which `raystride evaluate` scores it.
     """
-    parts = [part for part in (curve, _sample(sample), _figures(summary), _straggler(summary)) if part]
-    return "\n\n".join([*parts, "\n".join(_last_lines(summary, run_folder, link, next_job, writes=bool(sample)))])
+    parts = [part for part in (curve, _sample_text(sample), _figures_text(summary), _straggler_sentence(summary)) if part]
+    split = "" if has_test_data else "--split validation"
+    lines = _last_lines(summary, run_folder, link, next_job, split, writes=bool(sample))
+    return "\n\n".join([*parts, "\n".join(lines)])
 
 
-def _last_lines(summary: RunSummary, run_folder: Folder, link: str | None, next_job: str, *, writes: bool) -> list[str]:
+def _last_lines(
+    summary: RunSummary, run_folder: Folder, link: str | None, next_job: str, split: str, *, writes: bool
+) -> list[str]:
     storage, run = str(run_folder.parent), run_folder.name
     if summary.get("mlflow_run_id") is None:
-        tracking = "not logged there"
+        tracking = "not logged"
     elif link:
         tracking = link
     else:
-        tracking = pasted("ui", storage=storage)
+        tracking = shell_command("ui", storage=storage)
     if not next_job:
-        if summary.get("status") not in WELL:
-            next_job = f"{pasted('train', run, storage)}   # resumes it"
+        if summary.get("status") not in SUCCESSES:
+            next_job = f"{shell_command('train', run, storage)}   # resumes it"
         elif writes:
-            next_job = pasted("generate", run, storage)
+            next_job = shell_command("generate", run, storage)
         else:
-            next_job = pasted("evaluate", run, storage, "--split validation")
+            next_job = shell_command("evaluate", run, storage, split).rstrip()
     return [f"results  {run_folder}", f"mlflow   {tracking}", f"next     {next_job}"]
 
 
-def _sample(text: str) -> str:
-    """The first lines of a sample, set off by a bar at the left."""
+def _sample_text(text: str) -> str:
+    """Returns the first lines of a sample, with a bar at the left."""
     lines = text.strip("\n").splitlines()
     if not "".join(lines).strip():
         return ""
-    # What a model writes may hold control characters, which must not reach the terminal.
-    shown = ["".join(c if c.isprintable() or c == "\t" else "�" for c in line)[:LINE] for line in lines[:SAMPLE_LINES]]
-    return "\n".join(["sample", *(f"  │ {line}" for line in shown), *(["  │ ..."] if len(lines) > SAMPLE_LINES else [])])
+    # A model's output may hold control characters, which must not reach the terminal.
+    visible_lines = [
+        "".join(c if c.isprintable() or c == "\t" else "�" for c in line)[:MAX_LINE_LENGTH]
+        for line in lines[:MAX_SAMPLE_LINES]
+    ]
+    return "\n".join(
+        ["sample", *(f"  │ {line}" for line in visible_lines), *(["  │ ..."] if len(lines) > MAX_SAMPLE_LINES else [])]
+    )
 
 
-FIGURES: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
-    ("status", "status", str),
-    ("steps", "steps", lambda value: f"{value:,}"),
-    ("train_loss", "training loss", lambda value: f"{value:.4f}"),
-    ("val_loss", "validation loss", lambda value: f"{value:.4f}"),
-    ("tokens_seen", "tokens seen", lambda value: f"{value:,}"),
-    ("tokens_per_second", "tokens/s", lambda value: f"{value:,.0f}"),
-    ("mfu", "MFU", lambda value: f"{value:.1%}"),
-    ("step_seconds_p50", "step, median", lambda value: f"{value * 1000:.1f} ms"),
-    ("step_seconds_p95", "step, 95 %", lambda value: f"{value * 1000:.1f} ms"),
-    ("data_wait_share", "waiting for data", lambda value: f"{value:.1%}"),
-    ("seconds_to_first_step", "first step after", lambda value: f"{value:.1f} s"),
-    ("peak_memory_bytes", "peak memory", lambda value: f"{value / 2**30:.2f} GiB"),
-    ("joules_per_token", "energy a token", lambda value: f"{value:.3g} J"),
-    ("average_power_watts", "average power", lambda value: f"{value:,.0f} W"),
-    ("throttled_seconds", "throttled", lambda value: f"{value:,.1f} s"),
-    ("gpu_idle_share", "GPUs idle", lambda value: f"{value:.1%}"),
-    ("resumed_from", "resumed from", str),
-)
+def format_figures(summary: RunSummary) -> dict[str, str]:
+    """Returns the known figures of a summary as text, by their labels, and those of a mixture's sources by their names."""
+    by_source = {name: format_metric(value) for name, value in (summary.get("metrics") or {}).items() if "/" in name}
+    return {figure.label: figure.text for figure in list_run_figures(summary)} | by_source
 
 
-def figures(summary: RunSummary) -> dict[str, str]:
-    """The known figures of a summary as people read them, by what people call them."""
-    known = {label: _shown(form, value) for key, label, form in FIGURES if (value := summary.get(key)) is not None}
-    others = {name: value for name, value in (summary.get("metrics") or {}).items() if name not in summary}
-    return known | {name: _shown(lambda value: f"{value:.4g}", value) for name, value in others.items()}
-
-
-def _figures(summary: RunSummary) -> str:
-    """The known figures, two a line; then those of a mixture's sources, a line each figure."""
-    known, by_source = figures(summary), defaultdict[str, list[str]](list)
-    for name in [name for name in summary.get("metrics") or {} if "/" in name]:
-        figure, _, source = name.partition("/")
-        by_source[figure].append(f"{source} {known.pop(name)}")
-    cells = [f"{label:<17}{value:<18}" for label, value in known.items()]
+def _figures_text(summary: RunSummary) -> str:
+    """Returns the known figures, two per line, then those of a mixture's sources, one figure per line."""
+    figures, by_source = list_run_figures(summary), defaultdict[str, list[str]](list)
+    for name, value in (summary.get("metrics") or {}).items():
+        figure, slash, source = name.partition("/")
+        if slash:
+            by_source[figure].append(f"{source} {format_metric(value)}")
+    width = max([16, *(len(figure.label) for figure in figures)]) + 1
+    cells = [f"{figure.label:<{width}}{figure.text:<18}" for figure in figures]
     lines = ["  ".join(cells[i : i + 2]).rstrip() for i in range(0, len(cells), 2)]
-    return "\n".join([*lines, *(f"{figure:<17}{', '.join(some)}" for figure, some in by_source.items())])
+    return "\n".join([*lines, *(f"{figure:<{width}}{', '.join(texts)}" for figure, texts in by_source.items())])
 
 
-def _straggler(summary: RunSummary) -> str:
-    """A sentence on the slowest worker, where it cost the others much."""
+def _straggler_sentence(summary: RunSummary) -> str:
+    """Returns a sentence on the slowest worker if it cost the group more than `MIN_STRAGGLER_LOSS`, else ""."""
     share = summary.get("straggler_loss_share")
-    if not isinstance(share, float) or share <= MATTERS:
+    if not isinstance(share, float) or share <= MIN_STRAGGLER_LOSS:
         return ""
-    who = f"rank {summary.get('slowest_rank')} on {summary.get('slowest_node')}"
-    return f"{who} was slower than the others, who waited for it: the group lost {share:.0%} of its time by that"
-
-
-def _shown(form: Callable[[Any], str], value: Any) -> str:
-    try:
-        return form(value)
-    except (TypeError, ValueError):  # a figure that is not finite is a string in the summary
-        return str(value)
+    worker = f"rank {summary.get('slowest_rank')} on {summary.get('slowest_node')}"
+    return f"{worker} was slower than the others, who waited for it: the group lost {share:.0%} of its time by that"

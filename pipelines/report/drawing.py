@@ -1,21 +1,21 @@
-"""How pictures are drawn for pages: one size and look, the colours of a step's parts, and SVG that stands in the page.
+"""Shared style of the SVG pictures in HTML pages: size, axes, and colours of a step's parts.
 
-figure = empty_figure(2.6)                                # inches high
+figure = new_figure(2.6)                                  # inches high
 figure.subplots().plot([1, 2], [3, 4])
-text = svg(figure)
+text = to_svg(figure)
 """
 
 import io
 from typing import TYPE_CHECKING
 
-from raystride.pipelines.pages import picture
+from raystride.pipelines.pages import svg_figure
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 WIDTH_INCHES = 8.6
-COLOURS = {
+PART_COLOURS = {
     "data": "#ddcc77",
     "forward": "#88ccee",
     "backward": "#332288",
@@ -25,18 +25,18 @@ COLOURS = {
     "checkpoint": "#44aa99",
     "rest": "#dddddd",
 }
-"""Of the parts of a step: Paul Tol's muted scheme, which colour-blind readers tell apart."""
-WORDS = {"reduce": "communication", "update": "optimiser"}
+"""Colours of the parts of a step: Paul Tol's muted scheme, distinguishable for colour-blind readers."""
+PART_LABELS = {"reduce": "communication", "update": "optimiser"}
 
 
-def spoken(part: str) -> str:
-    """What a part of a step is called where people read it."""
-    return WORDS.get(part, part)
+def part_label(part: str) -> str:
+    """Returns the label of a part of a step."""
+    return PART_LABELS.get(part, part)
 
 
-def empty_figure(height: float) -> "Figure":
-    """A figure as wide as the page and so many inches high."""
-    # The object interface, since pyplot would look for a display and keep every figure.
+def new_figure(height: float) -> "Figure":
+    """Returns an empty figure of the page's width; `height` is in inches."""
+    # Matplotlib's object interface, since pyplot would look for a display and keep every figure.
     from matplotlib.backends.backend_svg import FigureCanvasSVG
     from matplotlib.figure import Figure
 
@@ -45,17 +45,17 @@ def empty_figure(height: float) -> "Figure":
     return figure
 
 
-def bare(axes: "Axes") -> None:
-    """A faint grid behind, and no frame."""
+def style_axes(axes: "Axes") -> None:
+    """Gives axes a faint grid in the background, and no frame at the top and right."""
     axes.set_axisbelow(True)
     axes.grid(alpha=0.25, linewidth=0.6)
     axes.spines[["top", "right"]].set_visible(False)
 
 
-def svg(figure: "Figure") -> str:
-    """The figure without the XML head, which has no place inside a page; text stays text, in the reader's font.
+def to_svg(figure: "Figure") -> str:
+    """Returns the figure as SVG for embedding in HTML, without the XML header; text stays text, in the reader's font.
 
-    The same figure gives the same text.
+    The result is deterministic.
     """
     import matplotlib
 
@@ -63,4 +63,4 @@ def svg(figure: "Figure") -> str:
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "page"}):
         figure.savefig(stream, format="svg", metadata={"Date": None})
     text = stream.getvalue()
-    return picture(text[text.index("<svg") :])
+    return svg_figure(text[text.index("<svg") :])

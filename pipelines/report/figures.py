@@ -1,88 +1,90 @@
-"""What a run's pictures need of its journal, gathered in one pass: lines of some thousand points, however long the run is.
+"""Figures for a run's pictures, gathered from its journal in one pass; lines have at most 2,000 points.
 
     figures = gather_figures(stream_entries(run_folder))
     figures.points("train_loss")                              # [(10, 3.1), (20, 2.9), ...] by step
     figures.part_shares                                       # {"data": 0.02, "forward": 0.3, ..., "rest": 0.01}
 
-Points are (step, value); a step that was trained again after a resume counts with its newest value. Those of devices are
-(seconds since the run began, value).
+Points are (step, value); a step that was repeated after a resume has its newest value. Points of devices are (seconds since
+the run began, value).
 """
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
-from raystride.pipelines.phases import PARTS
+from raystride.pipelines.phases import EXCLUSIVE_PHASES
 from raystride.pipelines.record.entry import Entry, Metrics, System
 
 Point = tuple[int, float]
 Points = list[Point]
 Value = TypeVar("Value")
 
-MOST_POINTS = 2000
-"""Of a line: twice what a page or a picture is wide."""
-LINES = ("train_loss", "val_loss", "tokens_per_second", "mfu", *(f"phase_{part}_share" for part in PARTS))
-"""The measurements that are drawn."""
-STRIPS = {
+MAX_POINTS = 2000
+"""Maximum of points per line: twice the width of a page or picture in pixels."""
+LINE_NAMES = ("train_loss", "val_loss", "tokens_per_second", "mfu", *(f"phase_{part}_share" for part in EXCLUSIVE_PHASES))
+"""Names of the measurements that are drawn."""
+DEVICE_READINGS = {
     "utilization_percentage": "utilisation, %",
     "power_usage_watts": "power, W",
     "temperature_celsius": "temperature, °C",
     "throttled": "throttled",
     "memory_usage_megabytes": "memory, MB",
 }
-"""The readings under `system/` that are drawn, by what their names end with, and their labels."""
-OF_ALL_NODES = ("_least", "_mean", "_most")
-"""What is told of a reading where there are more nodes than are told one by one."""
+"""Labels of the readings under `system/` that are drawn, by the ending of their names."""
+ALL_NODES_SUFFIXES = ("_least", "_mean", "_most")
+"""Suffixes of readings that are aggregated over all nodes, in runs with many nodes."""
 
 
-class Thinned(Generic[Value]):
-    """Values by where they stand, of which each second one goes whenever there are too many; the newest always stays."""
+class Downsampled(Generic[Value]):
+    """Values by position; every second one is dropped if there are more than `max_points`. The newest is always kept."""
 
-    def __init__(self, most: int = MOST_POINTS) -> None:
-        self._most = most
+    def __init__(self, max_points: int = MAX_POINTS) -> None:
+        self._max_points = max_points
         self._values: dict[float, Value] = {}
         self._stride, self._count = 1, 0
         self._newest: tuple[float, Value] | None = None
 
-    def put(self, where: float, value: Value) -> None:
-        """Adds a value, or has it in place of the one that stood there."""
-        self._newest = where, value
-        if where in self._values:
-            self._values[where] = value
+    def put(self, position: float, value: Value) -> None:
+        """Adds a value, or replaces the one at this position."""
+        self._newest = position, value
+        if position in self._values:
+            self._values[position] = value
             return
         if self._count % self._stride == 0:
-            self._values[where] = value
-            if len(self._values) > self._most:
+            self._values[position] = value
+            if len(self._values) > self._max_points:
                 self._values = {key: self._values[key] for key in sorted(self._values)[::2]}
                 self._stride *= 2
         self._count += 1
 
-    def get(self, where: float) -> Value | None:
-        """The value that stands there; None where there is none, or it went."""
-        return self._values.get(where)
+    def get(self, position: float) -> Value | None:
+        """Returns the value at this position; None if there is none, or it was dropped."""
+        return self._values.get(position)
 
     def items(self) -> list[tuple[float, Value]]:
-        """The values that stayed, in order."""
+        """Returns the kept values by position, in order."""
         return sorted((self._values | dict([self._newest] if self._newest else [])).items(), key=lambda item: item[0])
 
 
 @dataclass
 class Figures:
-    """What `gather_figures` found."""
+    """The result of `gather_figures`: lines, workers' times, readings of devices, and sums."""
 
-    lines: dict[str, Thinned[float]] = field(default_factory=lambda: {name: Thinned() for name in LINES})
-    """By measurement."""
-    workers: Thinned[dict[int, float]] = field(default_factory=lambda: Thinned(MOST_POINTS // 4))
-    """By step, each worker's own seconds a step, by rank."""
-    devices: dict[str, dict[str, Thinned[float]]] = field(default_factory=dict)
-    """By reading (a key of `STRIPS`) and device."""
-    sums: dict[str, list[float]] = field(default_factory=lambda: {f"phase_{part}_share": [0.0, 0] for part in PARTS})
-    """Of the parts' shares over all intervals, and how many."""
+    lines: dict[str, Downsampled[float]] = field(default_factory=lambda: {name: Downsampled() for name in LINE_NAMES})
+    """Lines by measurement."""
+    workers: Downsampled[dict[int, float]] = field(default_factory=lambda: Downsampled(MAX_POINTS // 4))
+    """By step, the workers' own seconds per step, by rank."""
+    devices: dict[str, dict[str, Downsampled[float]]] = field(default_factory=dict)
+    """Lines by reading (a key of `DEVICE_READINGS`) and device."""
+    sums: dict[str, list[float]] = field(
+        default_factory=lambda: {f"phase_{part}_share": [0.0, 0] for part in EXCLUSIVE_PHASES}
+    )
+    """By share of a part, its sum over all intervals and their number."""
     began: float | None = None
-    """The time of the first entry, in seconds since 1970; None where there is none."""
+    """Time of the first entry in seconds since 1970; None if there is none."""
 
     def points(self, name: str) -> Points:
-        """A measurement's line."""
+        """Returns the line of a measurement."""
         return [(int(step), value) for step, value in self.lines[name].items()]
 
     @property
@@ -92,14 +94,14 @@ class Figures:
 
     @property
     def part_shares(self) -> dict[str, float]:
-        """Mean share of the time by part of a step over all intervals, and the rest; empty where none was measured."""
-        sums = {part: self.sums[f"phase_{part}_share"] for part in PARTS}
+        """Mean share of the time by part of a step over all intervals, and the rest; empty if none was measured."""
+        sums = {part: self.sums[f"phase_{part}_share"] for part in EXCLUSIVE_PHASES}
         shares = {part: total / count for part, (total, count) in sums.items() if count}
         return shares | {"rest": max(0.0, 1 - sum(shares.values()))} if shares else {}
 
 
 def gather_figures(entries: Iterable[Entry]) -> Figures:
-    """Goes through a journal once."""
+    """Gathers the figures of a journal in one pass."""
     figures = Figures()
     for entry in entries:
         if figures.began is None:
@@ -109,10 +111,10 @@ def gather_figures(entries: Iterable[Entry]) -> Figures:
         elif entry["kind"] == "system":
             _add_readings(figures, entry)
         elif entry["kind"] == "ranks" and entry["step"]:
-            told = entry["values"]
-            own = {rank: own_s / max(1, told["steps"]) for rank, own_s in zip(told["ranks"], told["own_s"], strict=True)}
+            times = entry["values"]
+            own = {rank: own_s / max(1, times["steps"]) for rank, own_s in zip(times["ranks"], times["own_s"], strict=True)}
             figures.workers.put(entry["step"], own)
-        elif entry["kind"] == "rank" and entry["step"]:  # of runs up to version 0.1, whose workers' entries stand one by one
+        elif entry["kind"] == "rank" and entry["step"]:  # runs up to version 0.1 have an entry per worker
             alone = entry["values"]
             others = figures.workers.get(entry["step"]) or {}
             figures.workers.put(entry["step"], others | {alone["rank"]: alone["own_s"] / max(1, alone["steps"])})
@@ -122,10 +124,10 @@ def gather_figures(entries: Iterable[Entry]) -> Figures:
 def _add_metrics(figures: Figures, entry: Metrics) -> None:
     if (step := entry["step"]) is None:
         return
-    for name, told in entry["values"].items():
+    for name, number in entry["values"].items():
         if (line := figures.lines.get(name)) is None:
             continue
-        value = told if type(told) is float else _number(told)
+        value = number if type(number) is float else _to_float(number)
         if value is None:
             continue
         line.put(step, value)
@@ -138,16 +140,16 @@ def _add_readings(figures: Figures, entry: System) -> None:
     for name, value in entry["values"].items():
         if not isinstance(value, int | float) or not name.startswith("system/"):
             continue
-        suffix = next((each for each in OF_ALL_NODES if name.endswith(each)), "")
+        suffix = next((suffix for suffix in ALL_NODES_SUFFIXES if name.endswith(suffix)), "")
         plain = name.removesuffix(suffix)
-        if reading := next((each for each in STRIPS if plain.endswith(each)), None):
+        if reading := next((reading for reading in DEVICE_READINGS if plain.endswith(reading)), None):
             device = plain.removeprefix("system/").removesuffix(reading).rstrip("_") + suffix.replace("_", " ")
-            line = figures.devices.setdefault(reading, {}).setdefault(device, Thinned())
+            line = figures.devices.setdefault(reading, {}).setdefault(device, Downsampled())
             line.put(float(entry["time"]) - (figures.began or 0.0), float(value))
 
 
-def _number(value: object) -> float | None:
-    """A number of the journal, where what is not finite is a word that `float` reads; None where it is none."""
+def _to_float(value: object) -> float | None:
+    """Returns a value of the journal as a float; non-finite numbers are strings there. None if it is not a number."""
     try:
         return None if value is None else float(value)  # type: ignore[arg-type]
     except (TypeError, ValueError):

@@ -1,79 +1,84 @@
-"""The page of a model on the hub, from its run's record: data, settings, figures, how to load it, and a licence to choose.
+"""The Hugging Face model card of a run's model: data, settings, figures, usage, and a licence to fill in.
 
 card = model_card(storage / "tickets", "me/tickets", step=1000)   # Markdown with the hub's YAML on top
 """
 
 import yaml
 
-from raystride.pipelines.files import Folder
 from raystride.pipelines.hub import is_hub_name, name_and_revision
-from raystride.pipelines.report.origin import origin_of
+from raystride.pipelines.report.origin import load_origin
+from raystride.pipelines.report.run_figures import list_run_figures
+from raystride.pipelines.storage.folder import Folder
 
-FIGURES = {
-    "train_loss": "training loss",
-    "val_loss": "validation loss",
-    "steps": "steps",
-    "samples_seen": "samples",
-    "tokens_seen": "tokens",
-    "parameters_sha256": "hash of the last parameters",
-}
-"""Of a run's summary, by what they are called here."""
+CARD_FIGURES = ("steps", "val_loss", "train_loss", "seen")
+"""Keys of a run's figures that say something of its model, besides the task's metrics."""
 
 
 def model_card(run: Folder, name: str, step: int, *, adapter: bool = False) -> str:
-    """The card of a model that is called so, of the checkpoint after so many steps; `adapter`: it needs its base.
+    """Returns the card of the model `name` from the checkpoint after `step` steps; `adapter` means that it needs its base.
 
-    What is not recorded is left out.
+    Facts that are not recorded are left out.
     """
-    origin = origin_of(run)
+    origin = load_origin(run)
     base = (origin.config.model.init_from if origin.config else None) or ""
+    task = origin.config.task if origin.config else ""
     library = "peft" if adapter else "transformers"
-    head = {"library_name": library, "pipeline_tag": "text-generation", "tags": ["raystride"]}
+    head = {"library_name": library, "pipeline_tag": _pipeline_tag(task), "tags": ["raystride"]}
     head |= {"base_model": name_and_revision(base)[0]} if is_hub_name(base) else {}
     summary = run.read_json("summary.json") if run.exists("summary.json") else {}
-    figures = [[said, summary[key]] for key, said in FIGURES.items() if summary.get(key) is not None]
-    figures += [[key, value] for key, value in sorted((summary.get("metrics") or {}).items())]
+    metrics = summary.get("metrics") or {}
+    figures = [[each.label, each.text] for each in list_run_figures(summary) if each.key in (*CARD_FIGURES, *metrics)]
+    if summary.get("parameters_sha256"):
+        figures.append(["hash of the last parameters", summary["parameters_sha256"]])
     parts = [
         f"---\n# license: yours to fill in, such as apache-2.0\n{yaml.safe_dump(head, sort_keys=False)}---\n",
         f"# {name}\n\nThe model of the run `{run.name}` after {step} steps, trained by Raystride.\n",
-        "## Data\n\n" + _table(["", ""], origin.facts(None)),
+        "## Data\n\n" + _markdown_table(["", ""], origin.list_facts(None)),
         "## Settings\n\nThose that are not as they are by default.\n\n"
-        + _table(["setting", "value"], _settings(origin.changed)),
-        "## Figures\n\n" + _table(["", ""], figures),
-        "## Use\n\n" + (_use_of_adapter(name, base) if adapter else _use(name)),
+        + _markdown_table(["setting", "value"], _settings_rows(origin.changed_settings)),
+        "## Figures\n\n" + _markdown_table(["", ""], figures),
+        "## Use\n\n" + (_adapter_usage_text(name, base, task) if adapter else _usage_text(name, task)),
         "## Licence\n\nNot chosen yet: fill in `license` at the top of this page.\n",
     ]
     return "\n".join(parts)
 
 
-def _use(name: str) -> str:
+def _pipeline_tag(task: str) -> str:
+    return "text-classification" if task == "classification" else "text-generation"
+
+
+def _auto_class(task: str) -> str:
+    return "AutoModelForSequenceClassification" if task == "classification" else "AutoModelForCausalLM"
+
+
+def _usage_text(name: str, task: str) -> str:
     return (
-        "```python\nfrom transformers import AutoModelForCausalLM, AutoTokenizer\n\n"
-        f'model = AutoModelForCausalLM.from_pretrained("{name}")\n'
+        f"```python\nfrom transformers import {_auto_class(task)}, AutoTokenizer\n\n"
+        f'model = {_auto_class(task)}.from_pretrained("{name}")\n'
         f'tokenizer = AutoTokenizer.from_pretrained("{name}")\n```\n'
     )
 
 
-def _use_of_adapter(name: str, base: str) -> str:
-    place, revision = name_and_revision(base) if is_hub_name(base) else ("FOLDER", None)
-    said = "" if is_hub_name(base) else "It is of no use without its base, here FOLDER, which is not on the hub.\n\n"
-    at = f', revision="{revision}"' if revision else ""
+def _adapter_usage_text(name: str, base: str, task: str) -> str:
+    base_name, revision = name_and_revision(base) if is_hub_name(base) else ("FOLDER", None)
+    warning = "" if is_hub_name(base) else "It is of no use without its base, here FOLDER, which is not on the hub.\n\n"
+    revision_argument = f', revision="{revision}"' if revision else ""
     return (
-        f"{said}```python\nfrom peft import PeftModel\nfrom transformers import AutoModelForCausalLM, AutoTokenizer\n\n"
-        f'base = AutoModelForCausalLM.from_pretrained("{place}"{at})\n'
+        f"{warning}```python\nfrom peft import PeftModel\nfrom transformers import {_auto_class(task)}, AutoTokenizer\n\n"
+        f'base = {_auto_class(task)}.from_pretrained("{base_name}"{revision_argument})\n'
         f'model = PeftModel.from_pretrained(base, "{name}")\n'
         f'tokenizer = AutoTokenizer.from_pretrained("{name}")\n```\n'
     )
 
 
-def _settings(changed: list[list[str]]) -> list[list[object]]:
-    return [[f"`{key}`", f"`{value}`"] for key, value, _ in changed]
+def _settings_rows(changed_settings: list[list[str]]) -> list[list[object]]:
+    return [[f"`{key}`", f"`{value}`"] for key, value, _ in changed_settings]
 
 
-def _table(head: list[str], rows: list[list[object]] | list[list[str]]) -> str:
+def _markdown_table(head: list[str], rows: list[list[object]] | list[list[str]]) -> str:
     if not rows:
         return "Not recorded.\n"
     lines = [head, ["---"] * len(head), *rows]
     return "".join(
-        "| " + " | ".join(str(each).replace("|", "\\|").replace("\n", " ") for each in line) + " |\n" for line in lines
+        "| " + " | ".join(str(cell).replace("|", "\\|").replace("\n", " ") for cell in line) + " |\n" for line in lines
     )

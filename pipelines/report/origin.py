@@ -1,6 +1,6 @@
-"""What a run was made of, for its page: data, date, commit, the settings that are not the defaults, and its sample.
+"""Provenance of a run, for its page: data, date, commit, non-default settings, and a sample of its output.
 
-origin_of(run_folder).changed                             # [["train.steps", "200", "1000"], ...]
+load_origin(run_folder).changed_settings                  # [["train.steps", "200", "1000"], ...]
 """
 
 from collections.abc import Mapping
@@ -13,24 +13,24 @@ from yaml import YAMLError
 
 from raystride.pipelines.config import Config
 from raystride.pipelines.config.parse import from_yaml
-from raystride.pipelines.files import Folder
+from raystride.pipelines.storage.folder import Folder
 
-SAMPLE = 2000
-"""Characters of the sample that are shown."""
-PLACES = ("run", "storage")
-"""Settings that say where the run lies, which its page shows anyway."""
+MAX_SAMPLE_CHARACTERS = 2000
+"""Maximum length of the sample in characters."""
+LOCATION_SETTINGS = ("run", "storage")
+"""Settings of the run's location, which its page shows anyway."""
 
 
 @dataclass(frozen=True)
 class Origin:
-    """What was known of a run when it began."""
+    """Configuration, environment and sample of a run."""
 
     config: Config | None = None
     environment: Mapping[str, Any] = field(default_factory=dict)
     sample: str = ""
 
     @property
-    def changed(self) -> list[list[str]]:
+    def changed_settings(self) -> list[list[str]]:
         """Settings that differ from the defaults: name, value, default."""
         if self.config is None:
             return []
@@ -38,39 +38,41 @@ class Origin:
         return [
             [key, str(value), str(default.get(key))]
             for key, value in self.config.flat().items()
-            if key not in PLACES and value != default.get(key)
+            if key not in LOCATION_SETTINGS and value != default.get(key)
         ]
 
-    def _data(self, flat: Mapping[str, Any]) -> str | None:
-        """The source, or those of a mixture by name."""
+    @property
+    def data_source(self) -> str | None:
+        """The data source, or those of a mixture by name."""
+        flat = self.config.flat() if self.config else {}
         mixed = self.config.data.sources if self.config else {}
         return ", ".join(f"{name}: {flat[f'data.sources.{name}.source']}" for name in mixed) or flat.get("data.source")
 
-    def facts(self, began: float | None) -> list[list[str]]:
-        """What the data was, when the run began (seconds since 1970), and what it ran on, as far as it is known."""
+    def list_facts(self, began: float | None) -> list[list[str]]:
+        """Returns rows on data, begin, commit and machine, as far as they are known. `began` is in seconds since 1970."""
         flat = self.config.flat() if self.config else {}
         commit, versions = self.environment.get("commit"), self.environment.get("versions") or {}
         cards = self.environment.get("gpus") or []
-        found = {
-            "data": self._data(flat),
+        values = {
+            "data": self.data_source,
             "validated on": flat["data.validation_source"] if flat.get("data.validation") == "source" else None,
-            "data's fingerprint": self.environment.get("data"),
-            "prepared at": self.environment.get("prepared_at"),
+            "data fingerprint": self.environment.get("data"),
+            "preparation speed": self.environment.get("prepared_at"),
             "began": datetime.fromtimestamp(began, UTC).strftime("%Y-%m-%d %H:%M UTC") if began else None,
             "commit": f"{commit}{', with changes' if self.environment.get('dirty') else ''}" if commit else None,
             "machine": cards[0]["name"] if cards else self.environment.get("cpu"),
             "PyTorch": versions.get("torch"),
         }
-        return [[name, str(value)] for name, value in found.items() if value]
+        return [[name, str(value)] for name, value in values.items() if value]
 
 
-def origin_of(folder: Folder) -> Origin:
-    """What a run's folder says of it; what is missing or damaged there is left out."""
+def load_origin(folder: Folder) -> Origin:
+    """Loads the origin from a run's folder; missing or damaged files are ignored."""
     config, environment, sample = None, {}, ""
     with suppress(OSError, ValueError, TypeError, AttributeError, YAMLError):
         config = from_yaml(Config, folder.read("config.yaml").decode())
     with suppress(OSError, ValueError):
         environment = dict(folder.read_json("environment.json"))
     with suppress(OSError):
-        sample = folder.read("sample.txt").decode(errors="replace")[:SAMPLE]
+        sample = folder.read("sample.txt").decode(errors="replace")[:MAX_SAMPLE_CHARACTERS]
     return Origin(config, environment, sample)

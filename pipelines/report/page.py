@@ -1,52 +1,35 @@
-"""A run's page: one self-contained HTML file that says how well the run used its machine, from its journal alone.
+"""A run's HTML page: one self-contained file on how well the run used its machine, from its journal.
 
     write_page(folder, gather_figures(stream_entries(folder)), summary)   # as `report.html`
 
-No script, font or picture is fetched from elsewhere.
+No script, font or picture is loaded from outside.
 """
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from raystride.pipelines.files import Folder
-from raystride.pipelines.pages import heading, items, missing, page, paragraph, preformatted, table
+from raystride.pipelines.pages import bullet_list, empty_note, heading, html_page, html_table, paragraph, preformatted_text
 from raystride.pipelines.report import pictures
-from raystride.pipelines.report.advice import advise
+from raystride.pipelines.report.advice import suggest_changes
 from raystride.pipelines.report.figures import Figures
-from raystride.pipelines.report.origin import Origin, origin_of
+from raystride.pipelines.report.origin import Origin, load_origin
+from raystride.pipelines.report.run_figures import list_metrics, list_run_figures
+from raystride.pipelines.storage.folder import Folder
 
-FIGURES: dict[str, tuple[str, str]] = {
-    "status": ("status", "{}"),
-    "steps": ("steps", "{:,}"),
-    "workers": ("workers", "{}"),
-    "tokens_seen": ("tokens seen", "{:,}"),
-    "train_loss": ("training loss", "{:.4f}"),
-    "val_loss": ("validation loss", "{:.4f}"),
-    "tokens_per_second": ("tokens/s", "{:,.0f}"),
+PAGE_FIGURES = {
     "precision": ("precision", "{}"),
     "products": ("linear products", "{}"),
-    "mfu": ("model FLOP utilisation", "{:.1%}"),
-    "step_seconds_p50": ("step, median, s", "{:.4f}"),
-    "step_seconds_p95": ("step, 95 %, s", "{:.4f}"),
-    "data_wait_share": ("waiting for data", "{:.1%}"),
-    "seconds_to_first_step": ("first step after, s", "{:.1f}"),
-    "peak_memory_bytes": ("peak memory, GiB", "{:.2f}"),
-    "joules_per_token": ("joules a token", "{:.3g}"),
     "energy_covers": ("energy covers", "{}"),
-    "average_power_watts": ("average power, W", "{:.0f}"),
-    "throttled_seconds": ("throttled, s", "{:.0f}"),
-    "gpu_idle_share": ("GPU idle", "{:.1%}"),
     "straggler_loss_share": ("lost to the slowest rank", "{:.1%}"),
     "slowest_rank": ("slowest rank", "{}"),
 }
-"""Of the summary, by key: what it is called, and its format. What a run does not have is left out."""
-COSTLIEST = 10
-GIB = 2**30
+"""Label and format of the figures that the page alone has, by their key in the summary."""
+MAX_OPERATIONS = 10
 
 
 def write_page(folder: Folder, figures: Figures, summary: Mapping[str, Any]) -> None:
-    """Puts the page of the run in this folder there, as `report.html`. Raises OSError."""
-    folder.put("report.html", run_page(figures, summary, _operations(folder), origin_of(folder)))
+    """Writes the page of the run as `report.html` to its folder. Raises OSError."""
+    folder.put("report.html", run_page(figures, summary, _load_operations(folder), load_origin(folder)))
 
 
 def run_page(
@@ -55,53 +38,75 @@ def run_page(
     operations: Sequence[Mapping[str, Any]] = (),
     origin: Origin | None = None,
 ) -> str:
-    """The page as HTML, from a journal's figures, the summary, what the run was made of, and the costliest operations
-    where steps were profiled.
+    """Returns the page as HTML, from a journal's figures, the summary, the run's origin, and the costliest operations if
+    steps were profiled.
     """
     origin = origin or Origin()
     shares = figures.part_shares
-    sections = [
-        ("Loss", pictures.losses(figures), "No loss was measured."),
-        ("Speed", pictures.speed(figures) + pictures.mfu(figures), "No speed was measured."),
-        ("Where a step's time goes", pictures.step_parts(shares) + pictures.parts_over_time(figures), "Not measured."),
-        ("Rank by time: own seconds a step", pictures.rank_heat(figures), "One worker: there is nothing to compare."),
-        ("The machine", pictures.strips(figures), "No device was sampled."),
-        ("Costliest operations", _operations_table(operations), "Not profiled; --profile.tool torch does it."),
+    optional = [
+        ("Loss", pictures.draw_losses(figures), "loss"),
+        ("Speed", pictures.draw_speed(figures) + pictures.draw_mfu(figures), "speed"),
+        (
+            "Time per step by part",
+            pictures.draw_step_parts(shares) + pictures.draw_parts_over_time(figures),
+            "time per step",
+        ),
+        ("Compute time per step, by worker", pictures.draw_rank_heatmap(figures), "workers side by side (there was one)"),
+        ("Hardware", pictures.draw_device_strips(figures), "hardware"),
+        ("Most expensive operations", _operations_table(operations), "operations (--profile.tool torch records them)"),
     ]
-    body = [part for title, content, none in sections for part in (heading(title), content or missing(none))]
-    return page(
+    body = [part for title, content, _ in optional if content for part in (heading(title), content)]
+    missing = [note for _, content, note in optional if not content]
+    return html_page(
         f"Run {summary.get('run', '')}",
-        table((), _figures(summary)),
+        paragraph(_headline(figures, summary, origin)),
+        html_table((), _figure_rows(summary)),
         heading("What to try next"),
-        items(advise(summary, shares)),
+        bullet_list(suggest_changes(summary, shares, figures.losses)),
         *body,
-        heading("What it is made of"),
-        table((), origin.facts(figures.began)),
-        heading("Settings that are not the defaults"),
-        table(["setting", "value", "default"], origin.changed)
-        if origin.changed
-        else missing("None, or they are not known."),
-        *([heading("What it wrote at the end"), preformatted(origin.sample)] if origin.sample.strip() else []),
+        *([paragraph(f"Not recorded: {', '.join(missing)}.")] if missing else []),
+        heading("Provenance"),
+        html_table((), origin.list_facts(figures.began)),
+        heading("Changed settings"),
+        html_table(["setting", "value", "default"], origin.changed_settings)
+        if origin.changed_settings
+        else empty_note("None, or they are not known."),
+        *([heading("Sample"), preformatted_text(origin.sample)] if origin.sample.strip() else []),
         paragraph(
             "Parts of a step are the host's time; on GPUs forward, backward and optimiser are that of launching them."
         ),
     )
 
 
-def _figures(summary: Mapping[str, Any]) -> list[list[str]]:
-    """What the run has of the figures, with their names."""
-    known = {key: summary[key] for key in FIGURES if summary.get(key) is not None}
-    scaled = {key: value / GIB if key.endswith("_bytes") else value for key, value in known.items()}
-    return [[FIGURES[key][0], FIGURES[key][1].format(value)] for key, value in scaled.items()]
+def _headline(figures: Figures, summary: Mapping[str, Any], origin: Origin) -> str:
+    """Returns one sentence with the result: task, data, steps, the task's metric, the best validation."""
+    config = origin.config
+    task = f"{config.task} on {origin.data_source}, " if config and origin.data_source else ""
+    ended = f"{summary.get('status', 'not ended')} after {summary.get('steps') or 0:,} steps"
+    results = [f"{figure.label} {figure.text}" for figure in list_metrics(summary)[:2]]
+    if validated := figures.points("val_loss"):
+        step, lowest = min(validated, key=lambda point: (point[1], point[0]))
+        results.append(f"lowest validation loss {lowest:.4g} at step {step:,}")
+    return f"{task}{ended}: {', '.join(results) or 'nothing was validated'}."
+
+
+def _figure_rows(summary: Mapping[str, Any]) -> list[list[str]]:
+    """Returns label and text of the run's figures, then how it computed."""
+    known = {key: summary[key] for key in PAGE_FIGURES if summary.get(key) is not None}
+    more = [[PAGE_FIGURES[key][0], PAGE_FIGURES[key][1].format(value)] for key, value in known.items()]
+    return [[figure.label, figure.text] for figure in list_run_figures(summary)] + more
 
 
 def _operations_table(operations: Sequence[Mapping[str, Any]]) -> str:
-    rows = [[str(each["name"]), f"{each['calls']:,}", f"{each['share']:.1%}"] for each in operations[:COSTLIEST]]
-    return table(["operation", "calls", "share of the time"], rows) if rows else ""
+    rows = [
+        [str(operation["name"]), f"{operation['calls']:,}", f"{operation['share']:.1%}"]
+        for operation in operations[:MAX_OPERATIONS]
+    ]
+    return html_table(["operation", "calls", "share of the time"], rows) if rows else ""
 
 
-def _operations(folder: Folder) -> list[dict[str, Any]]:
-    """The costliest operations of the newest profile by PyTorch, where there is one."""
+def _load_operations(folder: Folder) -> list[dict[str, Any]]:
+    """Returns the costliest operations of the newest PyTorch profile; empty if there is none."""
     profiles = folder / "profiles"
     names = sorted(name for name in profiles.names() if name.endswith("-operations.json")) if profiles.exists() else []
     return list(profiles.read_json(names[-1])) if names else []

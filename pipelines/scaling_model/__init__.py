@@ -1,25 +1,25 @@
-"""The scaling model: from some trials to step time, price and energy on many more workers, each with how far it may be off.
+"""The scaling model: predicts step time, price and energy on many more workers from a few trials, with intervals.
 
-observation  what a trial ran and measured: all that the model knows of a training
-mesh         a group of workers that computes a slot together, and what it exchanges
+observation  a trial's work and its measurements: the whole input of the model
+mesh         a group of workers that computes a slot together, and its communication
 terms        the formulas of a step's time, with their sources
-fit          what the trials leave possible of the unknowns, by `sampling`
-identified   which unknowns the trials tell, and which come from a cluster `described` in YAML
-model        predictions as intervals, and the error made on trials that were held back; `power` for energy
+fit          the posterior of the unknowns after the trials
+identified   the unknowns that trials identify, and those taken from a cluster `described` in YAML
+model        predictions as intervals, and their errors on held-out trials
 
-    model = ScalingModel(observations, described); model.predict(work).step_seconds
+    model = ScalingModel.fit(observations, described); model.predict(work, target_tokens=1e9)
 """
 
 from raystride.pipelines.scaling_model.described import ClusterDescription, ClusterError, NetworkLink
 from raystride.pipelines.scaling_model.interval import Interval
 from raystride.pipelines.scaling_model.mesh import WorkMesh
-from raystride.pipelines.scaling_model.model import HeldBack, NotPredicted, Prediction, ScalingModel, held_back
+from raystride.pipelines.scaling_model.model import HoldOut, NotPredicted, Prediction, ScalingModel, hold_out
 from raystride.pipelines.scaling_model.observation import Observation, TrialError, Work
 
 __all__ = [
     "ClusterDescription",
     "ClusterError",
-    "HeldBack",
+    "HoldOut",
     "Interval",
     "NetworkLink",
     "NotPredicted",
@@ -29,5 +29,5 @@ __all__ = [
     "TrialError",
     "Work",
     "WorkMesh",
-    "held_back",
+    "hold_out",
 ]

@@ -1,59 +1,68 @@
-"""The unknowns of a step's time, what is believed of each before a trial, and draws of what trials leave possible.
+"""The unknowns of a step's time: their priors, and draws from their posterior after some trials.
 
-Every unknown is positive and known by its order of magnitude before, so its logarithm gets a normal prior: wide ones from
-physics, narrow ones for links that a description names. Trials then narrow what they can, and what they cannot keeps its
-prior's width: this is how an unknown is found to be not identified, and why a prediction that needs it has a wide interval.
-Least squares would set such terms to zero and hide both, and resampling a handful of trials would not show them either.
+Every unknown is positive and known to an order of magnitude, so its logarithm gets a normal prior: a wide one from physics,
+a narrow one for links of a description. Trials narrow the unknowns that they identify; the others keep the width of their
+prior. This shows that an unknown is not identified, and gives a prediction that needs it a wide interval. Least squares
+would set such terms to zero and hide both, and resampling a handful of trials would not show them either.
 
-Errors are relative and follow Student's t with four degrees of freedom, so that one disturbed trial moves little (Lange,
-Little and Taylor, 1989). Their size is an unknown too.
+Errors are relative and follow Student's t with four degrees of freedom, so that one disturbed trial has little effect
+(Lange, Little and Taylor, 1989). Their size is an unknown too.
+
+Differential evolution Markov chains draw from the posterior (ter Braak, 2006): a walker proposes a step along the difference
+of two walkers of the ensemble's other half, so that neither scales nor correlations of the unknowns matter. No derivatives
+are needed: the time of a step has kinks, at the points beyond which communication is no longer hidden.
 
     draws = draw_unknowns(observations, cluster, steps=1500)               # {"overlap": array of draws x 1, ...}
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from raystride.pipelines.scaling_model.described import ClusterDescription
 from raystride.pipelines.scaling_model.observation import Observation
-from raystride.pipelines.scaling_model.sampling import Array, sample_density
-from raystride.pipelines.scaling_model.terms import Table, seconds_of, terms_table
+from raystride.pipelines.scaling_model.terms import Array, Table, build_table, evaluate_terms
 
-FREEDOM = 4.0
-"""Degrees of freedom of the errors' distribution."""
-WALKERS = 200
+LogDensity = Callable[[Array], Array]
+
+DEGREES_OF_FREEDOM = 4.0
+"""Of the distribution of errors."""
+NUM_WALKERS = 200
 """Of the sampler."""
-CANDIDATES = 2000
-"""Places drawn from the priors, of which the likeliest are climbed from."""
-CLIMBED = 6
-CLIMBS = 40
-"""Steps of a climb at most: the sampler goes on from where it ends."""
-COMPARABLE = 8.0
-"""Places whose log densities differ by less are all kept."""
-NUDGE = 1e-5
-"""Of an unknown's logarithm, for slopes."""
-REDUCE_ERROR = (0.1, 0.02)
-"""How well the host's clock tells the wait for gradients: this share of the wait, and of the step."""
+NUM_CANDIDATES = 2000
+"""Points drawn from the priors; the most likely are optimised."""
+NUM_OPTIMIZED = 6
+MAX_EVALUATIONS = 40
+"""Of an optimisation; the sampler continues from its end."""
+JUMP_FRACTION = 0.1
+"""Share of moves by a whole difference, which lead from one mode to another."""
+THINNING = 10
+"""One state of this many is kept, as consecutive ones are alike."""
+MAX_DENSITY_GAP = 8.0
+"""Optima whose log densities differ by less are all kept."""
+FINITE_DIFFERENCE = 1e-5
+"""Step of an unknown's logarithm, for derivatives."""
+REDUCE_WAIT_ERROR = (0.1, 0.02)
+"""Error of the measured wait for gradients, by the host's clock: this share of the wait, and of the step."""
 
 
 @dataclass(frozen=True)
 class Prior:
-    """A log-normal belief; `most` bounds what is a share."""
+    """A log-normal prior; `upper_bound` limits shares."""
 
     middle: float
     factor: float
-    """About two thirds lie within the middle divided and multiplied by this."""
+    """About two thirds lie between the middle divided and multiplied by this."""
     unit: str
-    most: float = math.inf
+    upper_bound: float = math.inf
 
 
 PRIORS: Mapping[str, Prior] = {
     "fixed": Prior(2e-3, 5, "s a step"),
     "micro-batch": Prior(1e-3, 5, "s a micro-batch"),
-    "overlap": Prior(0.6, 2, "of compute", most=1.0),
+    "overlap": Prior(0.6, 2, "of compute", upper_bound=1.0),
     "slowest": Prior(0.01, 2.5, "of compute"),
     "crowding": Prior(0.02, 6, "of compute and worker"),
     "intra bandwidth": Prior(2e10, 10, "bytes/s"),
@@ -62,121 +71,155 @@ PRIORS: Mapping[str, Prior] = {
     "inter latency": Prior(2e-5, 4, "s a hop"),
     "noise": Prior(0.02, 2, "of a step"),
 }
-"""Besides them, each group has its seconds a token:"""
-COMPUTE = Prior(0.8, 2, "of the fastest trial's")
-"""Of a group's seconds a token, what is computing."""
-REACHED = Prior(0.8, 1.25, "of the stated bandwidth")
-"""Collectives reach 65 to 95 % of what a data sheet states; NCCL's own tests call it bus bandwidth."""
-DELAYED = Prior(1.5, 1.6, "of the stated latency")
+"""Each group also has its seconds a token:"""
+COMPUTE_PRIOR = Prior(0.8, 2, "of the fastest trial's")
+"""Computing, as a share of a group's seconds a token."""
+BANDWIDTH_PRIOR = Prior(0.8, 1.25, "of the stated bandwidth")
+"""Collectives reach 65 to 95 % of a data sheet's figure; NCCL's own tests call it bus bandwidth."""
+LATENCY_PRIOR = Prior(1.5, 1.6, "of the stated latency")
 """A hop costs more than the wire: kernels and protocols."""
 
 
-def priors(cluster: ClusterDescription | None) -> dict[str, Prior]:
-    """The prior of every unknown by its name: `PRIORS`, but of the links that `cluster` describes."""
-    found = dict(PRIORS)
+def build_priors(cluster: ClusterDescription | None) -> dict[str, Prior]:
+    """Returns the prior of every unknown by name: `PRIORS`, with narrower ones for the links that `cluster` describes."""
+    by_name = dict(PRIORS)
     for name, link in () if cluster is None else (("intra", cluster.intra), ("inter", cluster.inter)):
-        bandwidth, latency = link.gb_per_s * 1e9 * REACHED.middle, link.latency_us * 1e-6 * DELAYED.middle
-        found[f"{name} bandwidth"] = Prior(bandwidth, REACHED.factor, "bytes/s")
-        found[f"{name} latency"] = Prior(latency, DELAYED.factor, "s a hop")
-    return found
+        bandwidth, latency = link.gb_per_s * 1e9 * BANDWIDTH_PRIOR.middle, link.latency_us * 1e-6 * LATENCY_PRIOR.middle
+        by_name[f"{name} bandwidth"] = Prior(bandwidth, BANDWIDTH_PRIOR.factor, "bytes/s")
+        by_name[f"{name} latency"] = Prior(latency, LATENCY_PRIOR.factor, "s a hop")
+    return by_name
 
 
 class Posterior:
-    """What is believed of the unknowns after some trials: a density over their logarithms, a column each."""
+    """Posterior of the unknowns after some trials: a density over their logarithms, a column each."""
 
-    def __init__(self, observations: Sequence[Observation], believed: Mapping[str, Prior]) -> None:
-        self.table: Table = terms_table([one.work for one in observations])
+    def __init__(self, observations: Sequence[Observation], prior_by_name: Mapping[str, Prior]) -> None:
+        self.table: Table = build_table([one.work for one in observations])
         self.groups = sorted(set(self.table.groups))
-        self.names = [*believed, *(f"compute {group}" for group in self.groups)]
+        self.names = [*prior_by_name, *(f"compute {group}" for group in self.groups)]
         self._seconds = np.array([one.seconds - one.data_seconds for one in observations])
-        a_token = self._seconds / self.table["tokens"]
-        fastest = [min(a_token[row] for row, own in enumerate(self.table.groups) if own == name) for name in self.groups]
-        computing = [Prior(COMPUTE.middle * seconds, COMPUTE.factor, "s a token") for seconds in fastest]
-        beliefs = [*believed.values(), *computing]
-        self._middle = np.log([one.middle for one in beliefs])
-        self._width = np.log([one.factor for one in beliefs])
-        self._most = np.log([one.most for one in beliefs])
+        seconds_per_token = self._seconds / self.table["tokens"]
+        fastest = [
+            min(seconds_per_token[row] for row, own in enumerate(self.table.groups) if own == name) for name in self.groups
+        ]
+        compute_priors = [Prior(COMPUTE_PRIOR.middle * seconds, COMPUTE_PRIOR.factor, "s a token") for seconds in fastest]
+        priors = [*prior_by_name.values(), *compute_priors]
+        self._middle = np.log([one.middle for one in priors])
+        self._width = np.log([one.factor for one in priors])
+        self._upper_bound = np.log([one.upper_bound for one in priors])
         self._window_error = np.array([one.relative_error for one in observations])
         self._reduce = np.array([math.nan if one.reduce_seconds is None else one.reduce_seconds for one in observations])
         self._timed = np.flatnonzero(~np.isnan(self._reduce))
 
     def values(self, logarithms: Array) -> dict[str, Array]:
-        """The unknowns themselves by name, a column (draws, 1) each, from their logarithms (draws, unknowns)."""
+        """Converts logarithms (draws, unknowns) to the unknowns by name, a column (draws, 1) each."""
         return {name: np.exp(column)[:, None] for name, column in zip(self.names, logarithms.T, strict=True)}
 
-    def density(self, logarithms: Array) -> Array:
-        """Logarithm of the density of each row of `logarithms` (draws, unknowns), up to a constant: (draws,)."""
-        errors, scale, surprises = self._misses(logarithms)
-        height = _student(errors) - np.log(scale).sum(axis=1) - 0.5 * (surprises**2).sum(axis=1)
-        return np.where((logarithms > self._most).any(axis=1), -np.inf, height)
+    def log_density(self, logarithms: Array) -> Array:
+        """Returns the log density, up to a constant, of each row of `logarithms` (draws, unknowns): (draws,)."""
+        errors, scale, prior_deviations = self._residuals(logarithms)
+        total = _student_t_log_density(errors) - np.log(scale).sum(axis=1) - 0.5 * (prior_deviations**2).sum(axis=1)
+        return np.where((logarithms > self._upper_bound).any(axis=1), -np.inf, total)
 
-    def _misses(self, logarithms: Array) -> tuple[Array, Array, Array]:
-        """Of each row: errors in units of what they should be, that unit for steps, and how far from the priors' middles."""
+    def _residuals(self, logarithms: Array) -> tuple[Array, Array, Array]:
+        """Returns, for each row, the errors in units of their scale, that scale for steps, and the deviations from the
+        priors."""
         values = self.values(logarithms)
-        parts = seconds_of(self.table, values)
+        parts = evaluate_terms(self.table, values)
         scale = np.hypot(values["noise"], self._window_error)
-        of_steps = np.log(parts.total / self._seconds) / scale
-        waited, step = self._reduce[self._timed], self._seconds[self._timed]
-        of_waits = (parts.exposed + parts.waiting)[:, self._timed] - waited
-        errors = np.hstack([of_steps, of_waits / np.hypot(REDUCE_ERROR[0] * waited, REDUCE_ERROR[1] * step)])
+        step_errors = np.log(parts.total / self._seconds) / scale
+        wait, step = self._reduce[self._timed], self._seconds[self._timed]
+        wait_errors = (parts.exposed + parts.waiting)[:, self._timed] - wait
+        errors = np.hstack([step_errors, wait_errors / np.hypot(REDUCE_WAIT_ERROR[0] * wait, REDUCE_WAIT_ERROR[1] * step)])
         return errors, scale, (logarithms - self._middle) / self._width
 
-    def start(self, walkers: int, rng: np.random.Generator) -> Array:
-        """Walkers around the likeliest places, as far as a normal density through each would reach."""
-        found = [self._climb(place) for place in self._candidates(rng)]
-        heights = [self.density(place[None])[0] for place, _ in found]
-        best = [pair for pair, height in zip(found, heights, strict=True) if height > max(heights) - COMPARABLE]
+    def initial_walkers(self, walkers: int, rng: np.random.Generator) -> Array:
+        """Returns walkers around the best optima, drawn from the normal approximation at each."""
+        optima = [self._optimize(point) for point in self._draw_candidates(rng)]
+        heights = [self.log_density(point[None])[0] for point, _ in optima]
+        best = [pair for pair, height in zip(optima, heights, strict=True) if height > max(heights) - MAX_DENSITY_GAP]
         around = [
-            rng.multivariate_normal(place, spread, size=walkers // len(best) + 1, method="eigh") for place, spread in best
+            rng.multivariate_normal(point, spread, size=walkers // len(best) + 1, method="eigh") for point, spread in best
         ]
-        return np.minimum(np.concatenate(around), self._most - 1e-3)[:walkers]
+        return np.minimum(np.concatenate(around), self._upper_bound - 1e-3)[:walkers]
 
-    def _candidates(self, rng: np.random.Generator) -> Array:
-        """The likeliest of many draws from the priors, each with computing as fast as fits its group's trials best."""
-        found = self._middle + self._width * rng.standard_normal((CANDIDATES, len(self._middle)))
-        # A little inside of the bounds, beyond which the density is zero.
-        found = np.minimum(found, self._most - 1e-3)
+    def _draw_candidates(self, rng: np.random.Generator) -> Array:
+        """Returns the most likely of many draws from the priors, each with the compute speed that fits its group's trials
+        best."""
+        points = self._middle + self._width * rng.standard_normal((NUM_CANDIDATES, len(self._middle)))
+        # Slightly inside the bounds; outside the density is zero.
+        points = np.minimum(points, self._upper_bound - 1e-3)
         first = len(self.names) - len(self.groups)
-        # Computing is only a part of a step, so one correction alone would not meet it.
+        # Computing is only a part of a step, so one correction would not suffice.
         for _ in range(5):
-            missed = np.log(self._seconds / seconds_of(self.table, self.values(found)).total)
+            log_error = np.log(self._seconds / evaluate_terms(self.table, self.values(points)).total)
             for column, name in enumerate(self.groups, first):
-                own = [row for row, group in enumerate(self.table.groups) if group == name]
-                found[:, column] += np.median(missed[:, own], axis=1)
-        return found[np.argsort(self.density(found))[-CLIMBED:]]
+                rows = [row for row, group in enumerate(self.table.groups) if group == name]
+                points[:, column] += np.median(log_error[:, rows], axis=1)
+        return points[np.argsort(self.log_density(points))[-NUM_OPTIMIZED:]]
 
-    def _climb(self, place: Array) -> tuple[Array, Array]:
-        """The likeliest place near one, by least squares with soft bounds on errors, and the covariance there."""
+    def _optimize(self, start: Array) -> tuple[Array, Array]:
+        """Returns the local optimum, by least squares with soft bounds on errors, and the covariance there."""
         from scipy.optimize import least_squares  # half a second of every start
 
         noise = self.names.index("noise")
 
-        def residuals(at: Array) -> Array:
-            errors, _, surprises = self._misses(np.atleast_2d(at))
+        def residuals(point: Array) -> Array:
+            errors, _, surprises = self._residuals(np.atleast_2d(point))
             return np.hstack([errors, surprises]).squeeze()
 
-        def slopes(at: Array) -> Array:
-            return (residuals(at + NUDGE * np.eye(len(at))) - residuals(at)).T / NUDGE
+        def slopes(point: Array) -> Array:
+            return (residuals(point + FINITE_DIFFERENCE * np.eye(len(point))) - residuals(point)).T / FINITE_DIFFERENCE
 
         for _ in range(2):
-            # Least squares would raise the noise without end: it stays, and is then set to what is left of the errors.
-            free = np.where(np.arange(len(place)) == noise, 1e-9, 10 * self._width)
-            bounds = (place - free, np.minimum(place + free, self._most))
-            place = least_squares(residuals, place, slopes, bounds, loss="soft_l1", max_nfev=CLIMBS).x
-            left = np.median(np.abs(self._misses(place[None])[0])) * np.exp(place[noise])
-            place[noise] = np.clip(np.log(left), *(self._middle[noise] + self._width[noise] * np.array([-3, 3])))
-        return place, np.asarray(np.linalg.inv(slopes(place).T @ slopes(place)), dtype=np.float64)
+            # Least squares would raise the noise without bound: it is fixed, and then set from the remaining errors.
+            free = np.where(np.arange(len(start)) == noise, 1e-9, 10 * self._width)
+            bounds = (start - free, np.minimum(start + free, self._upper_bound))
+            start = least_squares(residuals, start, slopes, bounds, loss="soft_l1", max_nfev=MAX_EVALUATIONS).x
+            noise_left = np.median(np.abs(self._residuals(start[None])[0])) * np.exp(start[noise])
+            start[noise] = np.clip(np.log(noise_left), *(self._middle[noise] + self._width[noise] * np.array([-3, 3])))
+        return start, np.asarray(np.linalg.inv(slopes(start).T @ slopes(start)), dtype=np.float64)
 
 
 def draw_unknowns(
     observations: Sequence[Observation], cluster: ClusterDescription | None, *, steps: int, seed: int = 0
 ) -> dict[str, Array]:
-    """Draws of all unknowns by name, a column (draws, 1) each; the same for the same arguments."""
+    """Returns draws of all unknowns by name, a column (draws, 1) each; deterministic for given arguments."""
     rng = np.random.default_rng(seed)
-    posterior = Posterior(observations, priors(cluster))
-    return posterior.values(sample_density(posterior.density, posterior.start(WALKERS, rng), steps=steps, rng=rng))
+    posterior = Posterior(observations, build_priors(cluster))
+    return posterior.values(
+        sample_density(posterior.log_density, posterior.initial_walkers(NUM_WALKERS, rng), steps=steps, rng=rng)
+    )
 
 
-def _student(errors: Array) -> Array:
-    """Logarithm of the density of Student's t, summed over columns."""
-    return np.asarray(-0.5 * (FREEDOM + 1) * np.log1p(errors**2 / FREEDOM).sum(axis=1))
+def _student_t_log_density(errors: Array) -> Array:
+    """Returns the logarithm of the density of Student's t, summed over columns."""
+    return np.asarray(-0.5 * (DEGREES_OF_FREEDOM + 1) * np.log1p(errors**2 / DEGREES_OF_FREEDOM).sum(axis=1))
+
+
+def sample_density(log_density: LogDensity, initial_walkers: Array, *, steps: int, rng: np.random.Generator) -> Array:
+    """Returns draws x unknowns, the first quarter of `steps` discarded.
+
+    `log_density` returns the logarithm, up to a constant, for each row of its argument.
+    """
+    walkers, heights = initial_walkers.copy(), log_density(initial_walkers)
+    samples = []
+    for step in range(steps):
+        _move_walkers(log_density, walkers, heights, rng)
+        if step >= steps // 4 and step % THINNING == 0:
+            samples.append(walkers.copy())
+    return np.concatenate(samples)
+
+
+def _move_walkers(log_density: LogDensity, walkers: Array, heights: Array, rng: np.random.Generator) -> None:
+    """Moves every walker once, in place, one half of the ensemble after the other."""
+    half, unknowns = len(walkers) // 2, walkers.shape[1]
+    for moved_half, other_half in ((slice(0, half), slice(half, None)), (slice(half, None), slice(0, half))):
+        current, others = walkers[moved_half], walkers[other_half]
+        first, second = others[rng.integers(len(others), size=(2, len(current)))]
+        scale = np.where(rng.random(len(current)) < JUMP_FRACTION, 1.0, 2.38 / np.sqrt(2 * unknowns))[:, None]
+        proposed = current + scale * (first - second) + 1e-4 * rng.standard_normal(current.shape)
+        proposed_heights = log_density(proposed)
+        accepted = np.log(rng.random(len(current))) < proposed_heights - heights[moved_half]
+        walkers[moved_half] = np.where(accepted[:, None], proposed, current)
+        heights[moved_half] = np.where(accepted, proposed_heights, heights[moved_half])

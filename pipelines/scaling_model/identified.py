@@ -1,10 +1,10 @@
-"""Which unknowns the trials tell, which come from a described cluster, and what is missing for the others.
+"""Tells whether each unknown is measured by the trials, taken from a described cluster, or not identified, and why.
 
-An unknown counts as told where trials have at least halved what was believed of its order of magnitude, to less than a
-factor of four between its bounds, and where they could: what grows with the number of workers (hops, the slowest) needs
-three numbers of workers, for two points lie on a logarithm as well as on a line.
+An unknown counts as measured if trials have at least halved the width of its prior in orders of magnitude, to less than a
+factor of four between its bounds, and if they could: terms that grow with the number of workers (hops, the slowest) need
+three numbers of workers, as two points lie on a logarithm as well as on a line.
 
-    for term in identify(observations, draws, cluster):
+    for term in identify_unknowns(observations, draws, cluster):
         print(term)                     # inter latency: not identified: 2 numbers of nodes, of 3 needed, ...
 """
 
@@ -15,15 +15,15 @@ from statistics import NormalDist
 from typing import Literal
 
 from raystride.pipelines.scaling_model.described import ClusterDescription
-from raystride.pipelines.scaling_model.fit import Prior, priors
-from raystride.pipelines.scaling_model.interval import COVERED, Interval
+from raystride.pipelines.scaling_model.fit import Prior, build_priors
+from raystride.pipelines.scaling_model.interval import COVERAGE, Interval
 from raystride.pipelines.scaling_model.observation import Observation
-from raystride.pipelines.scaling_model.sampling import Array
+from raystride.pipelines.scaling_model.terms import Array
 
-KNOWN_TO = 4.0
+MAX_MEASURED_FACTOR = 4.0
 """Bounds further apart than this factor are no measurement."""
-NARROWED = 0.5
-"""The share of its former width, in orders of magnitude, to which trials narrow what they measure."""
+MAX_WIDTH_RATIO = 0.5
+"""Trials measure an unknown if its width, in orders of magnitude, falls to this share of the prior's."""
 REMEDIES = {
     "fixed": "needs trials with different work a step (slots, slot size)",
     "micro-batch": "needs trials with different numbers of micro-batches a worker",
@@ -36,49 +36,53 @@ REMEDIES = {
 
 @dataclass(frozen=True)
 class Term:
-    """An unknown, and where its value comes from."""
+    """An unknown, and the source of its value."""
 
     name: str
     value: Interval
     unit: str
     source: Literal["measured", "described", "not identified"]
     remedy: str = ""
-    """What would identify it; empty where it is."""
+    """Advice that would identify it; empty if it is."""
 
     def __str__(self) -> str:
-        found = f"{self.name}: {self.value.text()} {self.unit}"
-        return f"{found}, {self.source}" if not self.remedy else f"{self.name}: not identified: {self.remedy}"
+        text = f"{self.name}: {self.value.text()} {self.unit}"
+        return f"{text}, {self.source}" if not self.remedy else f"{self.name}: not identified: {self.remedy}"
 
 
-def identify(
+def identify_unknowns(
     observations: Sequence[Observation], draws: Mapping[str, Array], cluster: ClusterDescription | None
 ) -> list[Term]:
-    """Every unknown of a fit, with its interval and what tells it: trials, the described cluster, or nothing so far."""
-    believed, counts = priors(cluster), _counts(observations)
+    """Returns every unknown of a fit, with its interval and its source: trials, the described cluster, or none so far."""
+    prior_by_name, counts_by_unknown = build_priors(cluster), _count_settings(observations)
     terms = []
-    for name, found in draws.items():
-        value, prior = Interval.of(found), believed.get(name)
+    for name, unknown in draws.items():
+        value, prior = Interval.from_draws(unknown), prior_by_name.get(name)
         if prior is None:
             terms.append(Term(name, value, "s a token", "measured"))
             continue
-        narrowed = math.log(value.factor) < NARROWED * math.log(_prior_factor(prior)) and value.factor < KNOWN_TO
-        what, seen, needed = counts.get(name, ("", 1, 1))
+        is_narrow = (
+            math.log(value.factor) < MAX_WIDTH_RATIO * math.log(_prior_factor(prior)) and value.factor < MAX_MEASURED_FACTOR
+        )
+        quantity, num_seen, num_needed = counts_by_unknown.get(name, ("", 1, 1))
         is_link = name.startswith(("intra", "inter"))
-        if seen >= needed and narrowed:
+        if num_seen >= num_needed and is_narrow:
             terms.append(Term(name, value, prior.unit, "measured"))
         elif cluster is not None and is_link:
             terms.append(Term(name, value, prior.unit, "described"))
         else:
-            few = f"needs trials on {needed} different {what}, these have {seen}" if seen < needed else ""
-            remedy = few or REMEDIES.get(name, "what crosses these links takes too little of a step to tell")
+            too_few = (
+                f"needs trials on {num_needed} different {quantity}, these have {num_seen}" if num_seen < num_needed else ""
+            )
+            remedy = too_few or REMEDIES.get(name, "what crosses these links takes too little of a step to tell")
             terms.append(Term(name, value, prior.unit, "not identified", remedy + ", or sweep.cluster" * is_link))
     return terms
 
 
-def _counts(observations: Sequence[Observation]) -> dict[str, tuple[str, int, int]]:
-    """What an unknown depends on: in words, how many different values the trials have, and how many it takes."""
+def _count_settings(observations: Sequence[Observation]) -> dict[str, tuple[str, int, int]]:
+    """Returns, by unknown, the quantity that it depends on in words, and its numbers of values in the trials and needed."""
     works = [one.work for one in observations]
-    local = len({work.neighbours for work in works})
+    local = len({work.local_workers for work in works})
     nodes = len({work.nodes for work in works})
     return {
         "intra bandwidth": ("numbers of workers on a node", local, 2),
@@ -91,8 +95,8 @@ def _counts(observations: Sequence[Observation]) -> dict[str, tuple[str, int, in
 
 
 def _prior_factor(prior: Prior) -> float:
-    """How many times the low bound the high one is, of what is believed before."""
+    """Returns the ratio of a prior's high to its low bound."""
     normal = NormalDist(math.log(prior.middle), math.log(prior.factor))
-    below = normal.cdf(math.log(prior.most)) if prior.most < math.inf else 1.0
-    low, high = (normal.inv_cdf(below * share) for share in ((1 - COVERED) / 2, (1 + COVERED) / 2))
+    total = normal.cdf(math.log(prior.upper_bound)) if prior.upper_bound < math.inf else 1.0
+    low, high = (normal.inv_cdf(total * share) for share in ((1 - COVERAGE) / 2, (1 + COVERAGE) / 2))
     return math.exp(high - low)

@@ -1,41 +1,41 @@
-"""A middle value and how far it may be off: every figure of the scaling model is one.
+"""A middle value with its bounds: the form of every figure of the scaling model.
 
-Interval.of(draws)                                        # the 10th, 50th and 90th percentile: 80 % lie inside
+Interval.from_draws(draws)                                # the 10th, 50th and 90th percentile: 80 % lie inside
 """
 
 from dataclasses import dataclass
 
 import numpy as np
 
-from raystride.pipelines.scaling_model.sampling import Array
+from raystride.pipelines.scaling_model.terms import Array
 
-COVERED = 0.8
-"""The share of truths that should lie inside."""
+COVERAGE = 0.8
+"""Share of true values that should lie inside."""
 
 
 @dataclass(frozen=True)
 class Interval:
-    """Bounds between which a figure lies in four of five cases, and its middle."""
+    """Bounds of a figure in four of five cases, and its middle."""
 
     low: float
     middle: float
     high: float
 
     @classmethod
-    def of(cls, draws: Array) -> "Interval":
-        """The interval of a figure from draws of it: their 10th, 50th and 90th percentile."""
-        low, middle, high = np.quantile(draws, [(1 - COVERED) / 2, 0.5, (1 + COVERED) / 2])
+    def from_draws(cls, draws: Array) -> "Interval":
+        """Returns the interval of a figure from draws of it: their 10th, 50th and 90th percentile."""
+        low, middle, high = np.quantile(draws, [(1 - COVERAGE) / 2, 0.5, (1 + COVERAGE) / 2])
         return cls(float(low), float(middle), float(high))
 
     @property
     def factor(self) -> float:
-        """How many times the low bound the high one is."""
+        """Ratio of the high bound to the low one."""
         return self.high / self.low
 
-    def times(self, factor: float) -> "Interval":
-        """The interval with every figure multiplied, in another unit for instance."""
+    def scale(self, factor: float) -> "Interval":
+        """Returns the interval multiplied by a factor, for another unit for instance."""
         return Interval(self.low * factor, self.middle * factor, self.high * factor)
 
     def text(self, form: str = ".3g") -> str:
-        """The interval as text, `middle (low to high)`, with figures in this form."""
+        """Returns `middle (low to high)`, with figures in this format."""
         return f"{self.middle:{form}} ({self.low:{form}} to {self.high:{form}})"

@@ -1,6 +1,6 @@
-"""What a trial ran and what was measured of it: all that the scaling model knows of a training.
+"""A trial's work and its measurements: the whole input of the scaling model about a training.
 
-Seconds are those of the host's clock, bytes those that go over a link, tokens those of a whole step.
+Seconds are those of the host's clock, bytes those on a link, tokens those of a whole step.
 
     work = Work(device="A100", model="7b", parameters=6_700_000_000, workers=8, workers_per_node=8, strategy="fsdp",
                 slots=8, tokens_per_slot=4096, messages=33)
@@ -18,9 +18,9 @@ Strategy = Literal["single", "ddp", "fsdp", "deepspeed"]
 
 
 class TrialError(ValueError):
-    """A trial cannot have been as described. The message names the field, its value and what is allowed.
+    """An impossible trial. The message names the field, its value and the allowed ones.
 
-    So do `name` and `value`, where it is one field.
+    So do `name` and `value`, if it is one field.
     """
 
     def __init__(self, message: str = "", *, name: str = "", value: object = None) -> None:
@@ -28,64 +28,64 @@ class TrialError(ValueError):
         self.name, self.value = name, value
 
     @classmethod
-    def about(cls, name: str, value: object, rule: str) -> "TrialError":
-        """Returns the error of one field, whose value must be as the rule says."""
+    def for_field(cls, name: str, value: object, rule: str) -> "TrialError":
+        """Returns the error of one field, with the rule for its value."""
         return cls(f"{name} is {value}: {rule}", name=name, value=value)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """What a group of workers does in a step, and how it is spread over them.
+    """A group's work of a step, and its distribution over workers.
 
-    Raises TrialError where a count is below 1, or the workers do not fill nodes, slots or groups evenly.
+    Raises TrialError if a count is below 1, or the workers do not fill nodes, slots or groups evenly.
     """
 
     device: str
-    """What a worker computes on, by name: speeds are never carried from one device to another."""
+    """Device name of a worker: speeds are never transferred from one device to another."""
     model: str
-    """Names the network and its context: what takes equally long a token."""
+    """Name of the network and its context, which fix the time a token."""
     parameters: int
     """Trained parameters of the whole model."""
     workers: int
     """Training processes."""
     workers_per_node: int
-    """Of them, those on one node."""
+    """Training processes of one node."""
     strategy: Strategy
-    """How the model is spread."""
+    """How the model is distributed."""
     slots: int
     """Slots of a step."""
     tokens_per_slot: int
     """Tokens of a slot."""
     messages: int
-    """Pieces in which gradients or parameters are sent: buckets under ddp, blocks and what surrounds them under fsdp."""
+    """Messages that carry gradients or parameters: buckets under ddp, blocks and the layers around them under fsdp."""
     slots_per_micro_batch: int = 1
-    """Slots that one forward and backward takes."""
+    """Slots of one forward and backward."""
     zero: int = 1
     """The ZeRO stage, with `deepspeed`."""
     reshard: bool = True
-    """Whether `fsdp` gathers parameters again for the backward."""
+    """True if `fsdp` gathers parameters again for the backward."""
     shard_workers: int = 0
-    """Workers that hold one copy between them, with `fsdp`; 0: all."""
+    """Workers that share one copy, with `fsdp`; 0: all."""
     precision: str = "fp32"
     """As in train.precision."""
     gradient_bytes: int = 4
-    """Bytes that the gradient of a parameter takes on the wire."""
+    """Bytes of a parameter's gradient on the wire."""
     gather_bytes: int = 4
-    """Bytes that a parameter takes when it is gathered."""
+    """Bytes of a parameter when it is gathered."""
     threads: int = 0
     """Threads of a worker on CPUs."""
     recompute: bool = False
-    """Whether activations are computed again in the backward."""
+    """True if activations are recomputed in the backward."""
     variant: str = ""
-    """What else changes how fast a worker computes: compilation, kernels."""
+    """Other choices that change how fast a worker computes: compilation, kernels."""
     backend: Literal["nccl", "gloo"] = "nccl"
-    """What sends: NCCL chooses between rings and trees, gloo has rings."""
+    """Communication library: NCCL chooses between rings and trees, gloo has rings."""
     flops_per_token: float | None = None
     """Of forward and backward, for the utilisation."""
     mesh: WorkMesh | None = None
     """How groups of workers compute a slot together; None: each worker computes its own slots."""
     effort: float = 1.0
-    """How many times the computing of a token of what `model` names, where several networks compute at one speed."""
+    """Computing of a token relative to that of the `model`, if several networks compute at one speed."""
 
     def __post_init__(self) -> None:
         counts = (
@@ -99,29 +99,31 @@ class Work:
         )
         for name in counts:
             if getattr(self, name) < 1:
-                raise TrialError.about(name, getattr(self, name), "it must be at least 1")
+                raise TrialError.for_field(name, getattr(self, name), "it must be at least 1")
         if self.workers > self.workers_per_node and self.workers % self.workers_per_node:
             rule = f"it must be a multiple of workers_per_node, {self.workers_per_node}"
-            raise TrialError.about("workers", self.workers, rule)
+            raise TrialError.for_field("workers", self.workers, rule)
         if self.mesh is not None:
             self._check_mesh()
             return
         if self.workers > self.slots:
             rule = f"it must be at most slots, {self.slots}, or some have nothing to do"
-            raise TrialError.about("workers", self.workers, rule)
-        if self.workers % self.shards or max(self.shards, self.neighbours) % min(self.shards, self.neighbours):
-            rule = f"it must divide workers, {self.workers}, and fill nodes of {self.neighbours} or divide them"
-            raise TrialError.about("shard_workers", self.shard_workers, rule)
+            raise TrialError.for_field("workers", self.workers, rule)
+        if self.workers % self.num_shards or max(self.num_shards, self.local_workers) % min(
+            self.num_shards, self.local_workers
+        ):
+            rule = f"it must divide workers, {self.workers}, and fill nodes of {self.local_workers} or divide them"
+            raise TrialError.for_field("shard_workers", self.shard_workers, rule)
 
     def _check_mesh(self) -> None:
         if self.workers % self.group_workers:
-            raise TrialError.about("workers", self.workers, f"it must be a multiple of a group's, {self.group_workers}")
+            raise TrialError.for_field("workers", self.workers, f"it must be a multiple of a group's, {self.group_workers}")
         if self.groups > self.slots:
-            raise TrialError.about(
+            raise TrialError.for_field(
                 "workers", self.workers, f"slots, {self.slots}, must be at least its {self.groups} groups"
             )
-        if self.groups % self.shards:
-            raise TrialError.about("shard_workers", self.shard_workers, f"it must divide the groups, {self.groups}")
+        if self.groups % self.num_shards:
+            raise TrialError.for_field("shard_workers", self.shard_workers, f"it must divide the groups, {self.groups}")
 
     @property
     def group_workers(self) -> int:
@@ -130,7 +132,7 @@ class Work:
 
     @property
     def groups(self) -> int:
-        """Groups of workers, or without a mesh workers, among which slots are shared out."""
+        """Groups of workers, or without a mesh workers, among which slots are divided."""
         return self.workers // self.group_workers
 
     @property
@@ -139,13 +141,13 @@ class Work:
         return math.ceil(self.workers / self.workers_per_node)
 
     @property
-    def neighbours(self) -> int:
-        """How many of the workers are on one node."""
+    def local_workers(self) -> int:
+        """Number of the workers on one node."""
         return min(self.workers, self.workers_per_node)
 
     @property
-    def shards(self) -> int:
-        """Workers that hold one copy of the model between them; with a mesh groups of them."""
+    def num_shards(self) -> int:
+        """Workers that share one copy of the model; with a mesh groups of them."""
         return self.shard_workers or self.groups
 
     @property
@@ -166,22 +168,22 @@ class Work:
 
     @property
     def group(self) -> str:
-        """What works have in common that compute equally fast a token, in words."""
+        """Name of the set of works that compute equally fast a token."""
         parts = [self.device, self.model, self.precision, f"{self.threads} threads" * (self.threads > 0)]
         return " ".join(filter(None, [*parts, "recompute" * self.recompute, self.variant]))
 
-    def at(self, workers: int, workers_per_node: int, mesh: WorkMesh | None = None) -> "Work":
-        """The same work on another number of workers, each with as much to do as now, so that the batch grows with them.
+    def scale_to(self, workers: int, workers_per_node: int, mesh: WorkMesh | None = None) -> "Work":
+        """Returns the same work on another number of workers with the same share each, so that the batch grows.
 
-        Groups of a mesh stay as they are, or become those of `mesh`; a hybrid's stay as large, where there are as many
-        workers. Raises TrialError where `workers` cannot be cut into nodes or groups.
+        Groups of a mesh keep their size, or become those of `mesh`; a hybrid's keep theirs if there are as many workers.
+        Raises TrialError if `workers` cannot be cut into nodes or groups.
         """
         mesh = mesh or self.mesh
-        group = mesh.group_workers if mesh else 1
-        groups = workers // group
-        if workers % group or not groups:
-            raise TrialError.about("workers", workers, f"it must be a multiple of a group's, {group}")
-        share = math.ceil(math.ceil(self.slots / self.groups) * group / self.group_workers)
+        group_workers = mesh.group_workers if mesh else 1
+        groups = workers // group_workers
+        if workers % group_workers or not groups:
+            raise TrialError.for_field("workers", workers, f"it must be a multiple of a group's, {group_workers}")
+        share = math.ceil(math.ceil(self.slots / self.groups) * group_workers / self.group_workers)
         strategy: Strategy = "ddp" if self.strategy == "single" and workers > 1 else self.strategy
         return replace(
             self,
@@ -193,47 +195,47 @@ class Work:
             mesh=mesh,
         )
 
-    def alone(self) -> "Work":
-        """A group's slots on one worker."""
+    def on_one_worker(self) -> "Work":
+        """Returns the work of a group's slots on one worker."""
         slots = math.ceil(self.slots / self.groups)
-        shards = min(self.shard_workers, 1)
-        return replace(self, workers=1, workers_per_node=1, slots=slots, shard_workers=shards, mesh=None)
+        num_shards = min(self.shard_workers, 1)
+        return replace(self, workers=1, workers_per_node=1, slots=slots, shard_workers=num_shards, mesh=None)
 
 
 @dataclass(frozen=True)
 class Observation:
-    """One measured trial. Raises TrialError where no step was measured, or waiting for data took longer than a step."""
+    """One measured trial. Raises TrialError if no step was measured, or waiting for data took longer than a step."""
 
     work: Work
     step_seconds: tuple[float, ...]
-    """Mean seconds of a step in each of a few windows, the first steps left out."""
+    """Mean seconds of a step in each of a few windows, without the first steps."""
     data_seconds: float = 0.0
-    """Of them, waiting for data."""
+    """The part of them spent waiting for data."""
     reduce_seconds: float | None = None
-    """Of them, waiting for the sum of gradients after the backward; None: not measured, or the strategy waits elsewhere."""
+    """The part of them spent waiting for the sum of gradients after the backward; None: not measured, or not applicable."""
     joules_per_token: float | None = None
     """Energy of all workers; None: not measured."""
 
     def __post_init__(self) -> None:
         if not self.step_seconds or min(self.step_seconds) <= 0:
-            raise TrialError.about("step_seconds", self.step_seconds, "it must hold one time above 0 or more")
+            raise TrialError.for_field("step_seconds", self.step_seconds, "it must hold one time above 0 or more")
         if not 0 <= self.data_seconds < self.seconds:
-            raise TrialError.about("data_seconds", self.data_seconds, f"it must be below the step's {self.seconds}")
+            raise TrialError.for_field("data_seconds", self.data_seconds, f"it must be below the step's {self.seconds}")
 
     @property
     def seconds(self) -> float:
-        """Seconds a step, in the middle one of the windows."""
+        """Seconds a step, the median of the windows."""
         return statistics.median(self.step_seconds)
 
     @property
     def relative_error(self) -> float:
-        """The standard error of the windows' mean as a share of `seconds`; 0 where there is but one window."""
+        """Standard error of the windows' mean as a share of `seconds`; 0 if there is only one window."""
         count = len(self.step_seconds)
         return statistics.stdev(self.step_seconds) / self.seconds / math.sqrt(count) if count > 1 else 0.0
 
     @property
     def watts(self) -> float | None:
-        """Average power of a worker in watts; None where energy was not measured."""
+        """Average power of a worker in watts; None if energy was not measured."""
         if self.joules_per_token is None:
             return None
         return self.joules_per_token * self.work.tokens / self.seconds / self.work.workers

@@ -1,8 +1,8 @@
-"""Where documents come from: what `data.source` names, whatever its place and format.
+"""Data sources: resolves `data.source` to files and readers of its format, from any file system.
 
-source     from the setting to a kind, its files and the reader of its format
-listing    the files that a path, glob, folder or URI stands for; `streams` reads them, from any file system
-text lines rows hub    the formats; `fields` makes a document of a row
-registry   data sets of your own, and those that every machine has (`embedded`)
-pieces     a source divided: files, slices, parts;  `faults`: what can be wrong with it
+source     resolves the setting to a kind, its files and the reader of its format
+listing    lists the files of a path, glob, folder or URI; `streams` reads them, from any file system
+text lines rows hub    readers of the formats; `fields` converts a row to a document
+registry   registered data sets, the user's and built-in ones (`embedded`)
+pieces     the units of a source: files, slices, parts;  `faults`: errors of files and documents
 """

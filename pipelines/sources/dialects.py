@@ -1,12 +1,12 @@
-"""How the fields of a CSV file are divided, quoted and named: by what the settings say, and else by its first rows.
+"""Detects the CSV dialect of a file: delimiter, quoting and column names, from the settings or else from its first rows.
 
-With the usual delimiter and the columns in the first line, that is all. Else other delimiters are tried, and where no line
-names the columns, the user is asked for them with what was seen.
+The usual delimiter is accepted if the first line has the task's columns. Else other delimiters are tried, and if no line
+has the column names, the error shows the first line and asks for them.
 
-Only a field that begins with the quote is quoted. Fields between tabs are not, unless the first rows look as if a program
-for CSV had quoted them: they are regular, or have the columns, only so, or quotes stand where such a program puts them.
+Only a field that begins with the quote is quoted. Tab-separated fields are not, unless the first rows look quoted by a CSV
+program: only then do they have the columns, or equal numbers of fields, or their quotes are in the places of such a program.
 
-    find_dialect(b"3;a text\\n", Form(header=False, delimiter="auto"), columns, file)      # Dialect(";", False, (1, 0), ...)
+    find_dialect(b"3;a text\\n", CsvSettings(header=False), columns, file)      # Dialect(";", False, (1, 0), ...)
 """
 
 import csv
@@ -17,21 +17,21 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from raystride.pipelines.config.data import DELIMITERS
-from raystride.pipelines.sources.faults import REMEDY, Fault, Faulty
-from raystride.pipelines.sources.fields import Columns, no_column
-from raystride.pipelines.sources.pieces import File, holds_nothing
+from raystride.pipelines.sources.faults import REMEDY, Fault, FaultError
+from raystride.pipelines.sources.fields import Columns, missing_column_fault
+from raystride.pipelines.sources.pieces import File, empty_file_fault
 
-HEAD = 1 << 16
-"""Bytes of a file by which it is judged."""
-TRIED = (",", ";", "\t", "|")
-AS_A_NAME = 64
-"""Characters of a column's name at most, where it has to be told from a value."""
-CALLED = {",": "comma", ";": "semicolon", "\t": "tab", "|": "pipe"}
+HEAD_BYTES = 1 << 16
+"""Bytes at a file's beginning that are read to detect its dialect."""
+CANDIDATE_DELIMITERS = (",", ";", "\t", "|")
+MAX_NAME_LENGTH = 64
+"""The maximal length of a column's name when names are distinguished from values."""
+DELIMITER_NAMES = {",": "comma", ";": "semicolon", "\t": "tab", "|": "pipe"}
 
 
 @dataclass(frozen=True)
-class Form:
-    """What the settings say of tables."""
+class CsvSettings:
+    """The CSV settings of `data`."""
 
     header: Literal["auto"] | bool = "auto"
     delimiter: str = "auto"
@@ -41,259 +41,286 @@ class Form:
 
 @dataclass(frozen=True)
 class Dialect:
-    """How a file is read."""
+    """The detected format of a CSV file."""
 
     delimiter: str
     header: bool
-    """Whether its first row is no document."""
-    chosen: tuple[int, ...]
-    """The positions of the columns that a task reads."""
+    """Whether its first row is a header."""
+    column_indices: tuple[int, ...]
+    """The positions of the task's columns."""
     names: tuple[str, ...]
-    """Of all columns."""
+    """The names of all columns."""
     quoted: bool = True
     """Whether a field that begins with `"` is quoted."""
-    any_end: bool = False
-    """Whether lines end with CR, too: the first one does."""
-    told_quotes: bool = False
-    """Whether the first rows would come out otherwise with quotes that mean the other thing."""
+    any_line_end: bool = False
+    """Whether lines may also end with CR, as the first one does."""
+    quotes_matter: bool = False
+    """Whether the first rows would differ with the other meaning of quotes."""
 
-    def reader(self, lines: Iterable[str]) -> Any:
-        """Returns the rows of some lines. It raises csv.Error at the first that is none, and has no limit of a field."""
-        csv.field_size_limit(2**31 - 1)  # the default of 128 KiB is less than many a document has
+    def read_rows(self, lines: Iterable[str]) -> Any:
+        """Returns an iterator over the rows of some lines, with no field limit. It raises csv.Error at an invalid row."""
+        csv.field_size_limit(2**31 - 1)  # many documents exceed the default of 128 KiB
         if not self.quoted:
             return csv.reader(lines, delimiter=self.delimiter, quoting=csv.QUOTE_NONE, strict=True)
         return csv.reader(lines, delimiter=self.delimiter, strict=True)
 
 
-def find_dialect(head: bytes, form: Form, columns: Columns, file: File) -> Dialect:
-    """Returns how a file that begins with these bytes is read. Raises Faulty if nothing tells it, or a column is missing."""
+def find_dialect(head: bytes, csv_settings: CsvSettings, columns: Columns, file: File) -> Dialect:
+    """Returns the dialect of a file from its first bytes. Raises FaultError if it is ambiguous, or a column is missing."""
     usual = "\t" if ".tsv" in file.name.lower() else ","
-    named = DELIMITERS.get(form.delimiter, form.delimiter)
-    tried = [named] if named else [usual, *(each for each in TRIED if each != usual)]
+    named = DELIMITERS.get(csv_settings.delimiter, csv_settings.delimiter)
+    tried = [named] if named else [usual, *(other for other in CANDIDATE_DELIMITERS if other != usual)]
     if is_blank(head):
-        raise Faulty(holds_nothing(file, "no rows"))
-    found: list[_Look] = []
+        raise FaultError(empty_file_fault(file, "no rows"))
+    found: list[_Preview] = []
     for delimiter in tried:
-        found.append(look := _look(head, delimiter, form, columns))
-        if not form.names and form.header is not False and all(column.name in look.rows[0] for column in columns):
-            chosen = tuple(look.rows[0].index(column.name) for column in columns)
-            return replace(look.dialect, header=True, chosen=chosen, names=tuple(look.rows[0]))
-    if problem := _unreadable(head, file):
-        raise Faulty(problem)
-    wanted = len(form.names) or None
-    look = max(found, key=lambda each: (len(each.rows[0]) == wanted, _regular(each.rows), each.dialect.delimiter == usual))
+        found.append(look := _preview(head, delimiter, csv_settings, columns))
+        if (
+            not csv_settings.names
+            and csv_settings.header is not False
+            and all(column.name in look.rows[0] for column in columns)
+        ):
+            column_indices = tuple(look.rows[0].index(column.name) for column in columns)
+            return replace(look.dialect, header=True, column_indices=column_indices, names=tuple(look.rows[0]))
+    if problem := _utf16_fault(head, file):
+        raise FaultError(problem)
+    wanted = len(csv_settings.names) or None
+    look = max(
+        found,
+        key=lambda preview: (len(preview.rows[0]) == wanted, _regularity(preview.rows), preview.dialect.delimiter == usual),
+    )
     if look.rows == [[]]:
-        raise Faulty(not_csv(file, 0, look.problem, look.dialect) if look.problem else holds_nothing(file, "no rows"))
-    by_position = _by_position(look.rows, look.dialect.delimiter, form, columns, file)
-    return replace(look.dialect, header=by_position.header, chosen=by_position.chosen, names=by_position.names)
+        raise FaultError(
+            misquoted_fault(file, 0, look.problem, look.dialect) if look.problem else empty_file_fault(file, "no rows")
+        )
+    by_position = _dialect_by_position(look.rows, look.dialect.delimiter, csv_settings, columns, file)
+    return replace(
+        look.dialect, header=by_position.header, column_indices=by_position.column_indices, names=by_position.names
+    )
 
 
 def is_blank(head: bytes) -> bool:
-    """Returns whether some bytes have no line with anything in it."""
+    """Returns whether all lines in some bytes are empty."""
     return not head.removeprefix(b"\xef\xbb\xbf").strip(b"\r\n")
 
 
 @dataclass(frozen=True)
-class _Look:
-    """The first rows as a delimiter gives them: one at least, which may have no field."""
+class _Preview:
+    """The first rows as parsed with one delimiter: at least one row, possibly without fields."""
 
     dialect: Dialect
     rows: list[list[str]]
-    problem: "Misquoted | None" = None
-    """The quoted field at which the rows end before the file does."""
+    problem: "MisquotedField | None" = None
+    """The invalid quoted field that stopped the parser before the file's end."""
 
 
 @dataclass(frozen=True)
-class Misquoted:
-    """A field that begins with a quote and is no quoted field."""
+class MisquotedField:
+    """A field that begins with a quote, but is no valid quoted field."""
 
     line: int
-    """In which it begins, from 0."""
+    """The number of its first line, from 0."""
     field: int
-    """In its row, from 0."""
+    """Its position in the row, from 0."""
     reason: str
 
 
-def _look(head: bytes, delimiter: str, form: Form, columns: Columns) -> _Look:
-    """How a file begins if this is between its fields."""
-    lines, goes_on = _lines_of(head, any_end=True), len(head) >= HEAD
-    dialect = Dialect(delimiter, False, (), (), quoted=form.quote != "none")
-    reader = dialect.reader(lines)
+def _preview(head: bytes, delimiter: str, csv_settings: CsvSettings, columns: Columns) -> _Preview:
+    """Parses the first rows of a file with this delimiter."""
+    lines, is_truncated = _split_lines(head, any_line_end=True), len(head) >= HEAD_BYTES
+    dialect = Dialect(delimiter, False, (), (), quoted=csv_settings.quote != "none")
+    reader = dialect.read_rows(lines)
     with suppress(csv.Error):
         next(filter(None, reader), None)
-    # Whether the line with which the first row ends does so with CR; behind the last byte of all there may be an LF.
+    # Whether the first row's last line ends with CR; an LF may follow the last byte of the head.
     read = lines[: reader.line_num]
-    dialect = replace(dialect, any_end=bool(read) and read[-1].endswith("\r") and (len(read) < len(lines) or not goes_on))
-    if not dialect.any_end:
-        lines = _lines_of(head, any_end=False)
-    found = _rows(lines, dialect, goes_on)
-    if form.quote == "auto" and delimiter == "\t":
-        plain = _rows(lines, replace(dialect, quoted=False), goes_on)
-        told = plain.rows != found.rows
-        found = found if told and _is_quoted(found, plain, columns) else plain
-        found = replace(found, dialect=replace(found.dialect, told_quotes=told))
+    dialect = replace(
+        dialect, any_line_end=bool(read) and read[-1].endswith("\r") and (len(read) < len(lines) or not is_truncated)
+    )
+    if not dialect.any_line_end:
+        lines = _split_lines(head, any_line_end=False)
+    found = _parse_rows(lines, dialect, is_truncated)
+    if csv_settings.quote == "auto" and delimiter == "\t":
+        plain = _parse_rows(lines, replace(dialect, quoted=False), is_truncated)
+        is_ambiguous = plain.rows != found.rows
+        found = found if is_ambiguous and _is_quoted(found, plain, columns) else plain
+        found = replace(found, dialect=replace(found.dialect, quotes_matter=is_ambiguous))
     return found
 
 
-def _is_quoted(quoted: _Look, plain: _Look, columns: Columns) -> bool:
-    """Whether fields between tabs are quoted, as far as the first rows tell, which differ in both readings."""
+def _is_quoted(quoted: _Preview, plain: _Preview, columns: Columns) -> bool:
+    """Returns whether tab-separated fields are quoted, judged by first rows that differ in both readings."""
     if quoted.problem:
         return False
     named = [all(column.name in look.rows[0] for column in columns) for look in (quoted, plain)]
     if named[0] != named[1]:
         return named[0]
-    regular = _regular(quoted.rows), _regular(plain.rows)
+    regular = _regularity(quoted.rows), _regularity(plain.rows)
     if regular[0] != regular[1]:
         return regular[0] == 1
     if [*map(len, quoted.rows)] != [*map(len, plain.rows)]:
         return False
     fields = [field for row in plain.rows for field in row]
-    if not all(_quotes(field) for field in fields if '"' in field):
+    if not all(_is_in_quotes(field) for field in fields if '"' in field):
         return False
-    # Programs quote what has quotes in it, which they double; or all fields, but for numbers.
+    # Programs quote fields that contain quotes, and double these; or they quote all fields but numbers.
     return all('""' in field[1:-1] for field in fields if '"' in field) or all(
-        _quotes(field) or _number(field) or not field for field in fields
+        _is_in_quotes(field) or _is_number(field) or not field for field in fields
     )
 
 
-def _quotes(field: str) -> bool:
+def _is_in_quotes(field: str) -> bool:
     return len(field) > 1 and field[0] == field[-1] == '"'
 
 
-def find_misquoted(lines: Iterable[str], delimiter: str) -> Misquoted | None:
-    """Returns the quoted field of a row, which begins with the first of these lines, that is not closed or goes on after
-    its closing quote; None if there is none.
+def find_misquoted_field(lines: Iterable[str], delimiter: str) -> MisquotedField | None:
+    """Returns the quoted field of a row that is not closed or continues after its closing quote; None if there is none.
+
+    The row begins with the first of these lines.
     """
     field, begun = 0, None
     for number, line in enumerate(lines):
-        at = 0
+        position = 0
         while True:
             if begun is None:
-                if line.startswith('"', at):
-                    begun, at = Misquoted(number, field, "is not closed"), at + 1
-                elif (end := line.find(delimiter, at)) >= 0:
-                    field, at = field + 1, end + 1
+                if line.startswith('"', position):
+                    begun, position = MisquotedField(number, field, "is not closed"), position + 1
+                elif (end := line.find(delimiter, position)) >= 0:
+                    field, position = field + 1, end + 1
                     continue
                 else:
                     return None  # the row ends
-            if (end := line.find('"', at)) < 0:
+            if (end := line.find('"', position)) < 0:
                 break
             after = line[end + 1 : end + 2]
             if after == '"':
-                at = end + 2
+                position = end + 2
             elif after == delimiter:
-                field, begun, at = field + 1, None, end + 2
+                field, begun, position = field + 1, None, end + 2
             elif after in ("", "\r", "\n"):
                 return None
             else:
-                return replace(begun, reason=f"goes on after its closing quote ({_short(line[max(0, end - 8) : end + 9])})")
+                return replace(
+                    begun, reason=f"goes on after its closing quote ({_shorten(line[max(0, end - 8) : end + 9])})"
+                )
     return begun
 
 
-def not_csv(file: File, before: int, found: Misquoted, dialect: Dialect) -> Fault:
-    """Returns the fault of a row that begins after so many lines and has no end."""
+def misquoted_fault(file: File, lines_before: int, found: MisquotedField, dialect: Dialect) -> Fault:
+    """Returns the fault of a misquoted field, in a row after this number of lines."""
     name = dialect.names[found.field] if found.field < len(dialect.names) else str(found.field)
     remedy = f"if quotes are text here give --data.quote none; else {REMEDY}"
     reason = f"a field of column {name!r} begins with a quote and {found.reason}"
-    return Fault(f"{file.uri}, line {before + found.line + 1}", reason, remedy, name)
+    return Fault(f"{file.uri}, line {lines_before + found.line + 1}", reason, remedy, name)
 
 
-def _by_position(rows: list[list[str]], delimiter: str, form: Form, columns: Columns, file: File) -> Dialect:
-    """The dialect of a file whose first row does not name the columns, or need not. Raises Faulty."""
+def _dialect_by_position(
+    rows: list[list[str]], delimiter: str, csv_settings: CsvSettings, columns: Columns, file: File
+) -> Dialect:
+    """Returns the dialect if the first row lacks the column names, or need not have them. Raises FaultError."""
     first = rows[0]
-    if form.names:
-        named = form.header if form.header != "auto" else list(form.names) == first
-        if len(form.names) != len(first):
+    if csv_settings.names:
+        named = csv_settings.header if csv_settings.header != "auto" else list(csv_settings.names) == first
+        if len(csv_settings.names) != len(first):
             reason = (
-                f"has {len(first)} fields in its first line ({glimpse(first)}), and data.columns {len(form.names)} names"
+                f"has {len(first)} fields in its first line ({preview_row(first)}), "
+                f"and data.columns {len(csv_settings.names)} names"
             )
-            raise Faulty(Fault(file.uri, reason, f"name as many columns with --data.columns, {_other(delimiter)}"))
+            raise FaultError(
+                Fault(file.uri, reason, f"name as many columns with --data.columns, {_suggest_delimiter(delimiter)}")
+            )
         for column in columns:
-            if column.name not in form.names:
-                raise Faulty(no_column(file.uri, column, form.names))
-        return Dialect(delimiter, named, tuple(form.names.index(column.name) for column in columns), form.names)
+            if column.name not in csv_settings.names:
+                raise FaultError(missing_column_fault(file.uri, column, csv_settings.names))
+        return Dialect(
+            delimiter, named, tuple(csv_settings.names.index(column.name) for column in columns), csv_settings.names
+        )
     numbers = all(column.name.isdecimal() for column in columns)
-    header = form.header if form.header != "auto" else _has_names(rows)
+    header = csv_settings.header if csv_settings.header != "auto" else _has_names(rows)
     if not numbers:
-        raise Faulty(_nameless(first, header, delimiter, form, columns, file))
+        raise FaultError(_missing_names_fault(first, header, delimiter, csv_settings, columns, file))
     for column in columns:
         if int(column.name) >= len(first):
-            reason = f"has no column {column.name} but 0 to {len(first) - 1}: {_numbered(first)}"
-            raise Faulty(
-                Fault(file.uri, reason, f"choose another with --{column.setting}, {_other(delimiter)}", column.name)
+            reason = f"has no column {column.name} but 0 to {len(first) - 1}: {_format_numbered(first)}"
+            raise FaultError(
+                Fault(
+                    file.uri, reason, f"choose another with --{column.setting}, {_suggest_delimiter(delimiter)}", column.name
+                )
             )
     if header is None:
-        reason = f"names or values: its first line could be either ({glimpse(first)})"
-        raise Faulty(Fault(file.uri, reason, "say whether it has a line of names with --data.header true or false"))
+        reason = f"names or values: its first line could be either ({preview_row(first)})"
+        raise FaultError(Fault(file.uri, reason, "say whether it has a line of names with --data.header true or false"))
     names = first if header else map(str, range(len(first)))
     return Dialect(delimiter, header, tuple(int(column.name) for column in columns), tuple(names))
 
 
-def _nameless(first: list[str], header: bool | None, delimiter: str, form: Form, columns: Columns, file: File) -> Fault:
-    """The fault of a file in which the columns cannot be found by their names."""
-    missing = next((each for each in columns if each.name not in first), columns[0])
-    if form.header == "auto" and header is not False:
-        fault = no_column(file.uri, missing, first)
+def _missing_names_fault(
+    first: list[str], header: bool | None, delimiter: str, csv_settings: CsvSettings, columns: Columns, file: File
+) -> Fault:
+    """Returns the fault of a file without the columns' names."""
+    missing = next((column for column in columns if column.name not in first), columns[0])
+    if csv_settings.header == "auto" and header is not False:
+        fault = missing_column_fault(file.uri, missing, first)
         if len(first) == 1:
-            return replace(fault, remedy=f"{fault.remedy}, {_other(delimiter)}")
+            return replace(fault, remedy=f"{fault.remedy}, {_suggest_delimiter(delimiter)}")
         return replace(fault, remedy=f"{fault.remedy}; if there is no line of names give --data.header false")
-    if form.header is True:
-        return no_column(file.uri, missing, first)
+    if csv_settings.header is True:
+        return missing_column_fault(file.uri, missing, first)
     flags = " ".join(f"--{column.setting} NUMBER" for column in columns)
     remedy = f"columns by number ({flags}) or names for all with --data.columns"
-    if form.header is False:
-        reason = f"has no line of names, so there is no column {missing.name!r} but {_numbered(first)}"
-        return Fault(file.uri, reason, f"give {remedy}, {_other(delimiter)}", missing.name)
-    reason = f"has no column {missing.name!r}: the first line looks like data: {glimpse(first)}"
+    if csv_settings.header is False:
+        reason = f"has no line of names, so there is no column {missing.name!r} but {_format_numbered(first)}"
+        return Fault(file.uri, reason, f"give {remedy}, {_suggest_delimiter(delimiter)}", missing.name)
+    reason = f"has no column {missing.name!r}: the first line looks like data: {preview_row(first)}"
     return Fault(file.uri, reason, f"if there is no header give --data.header false and {remedy}", missing.name)
 
 
-def _lines_of(head: bytes, *, any_end: bool) -> list[str]:
-    """The lines of a file's beginning, with their ends."""
+def _split_lines(head: bytes, *, any_line_end: bool) -> list[str]:
+    """Returns the lines of a file's beginning, with their line endings."""
     found = head.removeprefix(b"\xef\xbb\xbf")
-    lines = found.splitlines(keepends=True) if any_end else [line + b"\n" for line in found.split(b"\n")]
+    lines = found.splitlines(keepends=True) if any_line_end else [line + b"\n" for line in found.split(b"\n")]
     return [line.decode(errors="surrogateescape") for line in lines]
 
 
-def _rows(lines: list[str], dialect: Dialect, goes_on: bool) -> _Look:
-    """The whole rows of a file's beginning, the first one however long; `goes_on`: the last line may be a part of one."""
+def _parse_rows(lines: list[str], dialect: Dialect, is_truncated: bool) -> _Preview:
+    """Parses the complete rows of a file's beginning, but always the first; `is_truncated`: the last line may be partial."""
     rows: list[list[str]] = []
-    reader, before, problem = dialect.reader(lines), 0, None
+    reader, lines_before, problem = dialect.read_rows(lines), 0, None
     try:
         for row in reader:
             rows.append(row)
-            before = reader.line_num
+            lines_before = reader.line_num
     except csv.Error:
-        problem = find_misquoted(lines[before:], dialect.delimiter) if dialect.quoted else None
-        if problem and reader.line_num >= len(lines) and goes_on:  # it may be closed beyond
+        problem = find_misquoted_field(lines[lines_before:], dialect.delimiter) if dialect.quoted else None
+        if problem and reader.line_num >= len(lines) and is_truncated:  # it may be closed beyond the head
             problem = None
-            rows.append(next(csv.reader([*lines[before:]], delimiter=dialect.delimiter), []))
+            rows.append(next(csv.reader([*lines[lines_before:]], delimiter=dialect.delimiter), []))
         elif problem:
-            problem = replace(problem, line=before + problem.line)
-    whole = rows[:-1] if goes_on and len(rows) > 1 and problem is None else rows
-    return _Look(dialect, [row for number, row in enumerate(whole) if row or not number] or [[]], problem)
+            problem = replace(problem, line=lines_before + problem.line)
+    whole = rows[:-1] if is_truncated and len(rows) > 1 and problem is None else rows
+    return _Preview(dialect, [row for number, row in enumerate(whole) if row or not number] or [[]], problem)
 
 
-def _regular(rows: list[list[str]]) -> float:
-    """The share of rows with the usual number of fields, 0 where that is one."""
+def _regularity(rows: list[list[str]]) -> float:
+    """Returns the fraction of rows with the most common number of fields; 0 if that is one."""
     (fields, count), *_ = Counter(map(len, rows)).most_common(1)
     return count / len(rows) if fields > 1 else 0.0
 
 
 def _has_names(rows: list[list[str]]) -> bool | None:
-    """Whether a first row names columns: no where it holds what only values are, None where it cannot be told."""
+    """Returns whether the first row is a header: False if it has what only values have, None if that is ambiguous."""
     first, *others = rows
-    if any(not name.strip() or _number(name) or len(name) > AS_A_NAME or "\n" in name for name in first):
+    if any(not name.strip() or _is_number(name) or len(name) > MAX_NAME_LENGTH or "\n" in name for name in first):
         return False
-    below = [[row[i] for row in others if i < len(row)] for i in range(len(first))]
-    if any(name in values for name, values in zip(first, below, strict=True)):
+    column_values = [[row[i] for row in others if i < len(row)] for i in range(len(first))]
+    if any(name in values for name, values in zip(first, column_values, strict=True)):
         return False
-    if any(values and all(map(_number, values)) for values in below):
+    if any(values and all(map(_is_number, values)) for values in column_values):
         return True
     return None
 
 
-def _number(text: str) -> bool:
+def _is_number(text: str) -> bool:
     try:
         float(text)
     except ValueError:
@@ -301,26 +328,26 @@ def _number(text: str) -> bool:
     return True
 
 
-def _unreadable(head: bytes, file: File) -> Fault | None:
-    """The fault of a file in UTF-16, whose bytes give no rows at all."""
+def _utf16_fault(head: bytes, file: File) -> Fault | None:
+    """Returns the fault of a file in UTF-16 that should be UTF-8; None otherwise."""
     if file.encoding == "utf-8" and head.startswith((b"\xff\xfe", b"\xfe\xff")):
         return Fault(file.uri, "is UTF-16", "say so with --data.encoding utf-16")
     return None
 
 
-def _other(delimiter: str) -> str:
-    return f"or another delimiter than {CALLED.get(delimiter, repr(delimiter))} with --data.delimiter"
+def _suggest_delimiter(delimiter: str) -> str:
+    return f"or another delimiter than {DELIMITER_NAMES.get(delimiter, repr(delimiter))} with --data.delimiter"
 
 
-def _numbered(row: Sequence[str]) -> str:
-    return ", ".join(f"{number}: {_short(value)}" for number, value in enumerate(row[:12]))
+def _format_numbered(row: Sequence[str]) -> str:
+    return ", ".join(f"{number}: {_shorten(value)}" for number, value in enumerate(row[:12]))
 
 
-def glimpse(row: Sequence[str]) -> str:
-    """The beginning of a row, to be seen by people."""
-    return " | ".join(map(_short, row[:8])) + (" | ..." if len(row) > 8 else "")
+def preview_row(row: Sequence[str]) -> str:
+    """Returns the beginning of a row for a message."""
+    return " | ".join(map(_shorten, row[:8])) + (" | ..." if len(row) > 8 else "")
 
 
-def _short(value: str) -> str:
+def _shorten(value: str) -> str:
     text = " ".join(value.encode(errors="replace").decode().split())
     return text if len(text) <= 24 else f"{text[:21]}..."

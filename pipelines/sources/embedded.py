@@ -1,14 +1,14 @@
-"""Data sets that every machine has: each task can be tried at once, with nothing to download.
+"""Built-in data sets, to try each task without a download.
 
     raystride train --task classification --data.source packages
 
-packages      12 lines of the standard library → which of 20 packages they come from; about 6,500
+packages      12 lines of the standard library → their package, of 20; about 6,500
 docstrings    a function of the standard library without its docstring → the docstring's first line; about 6,000
 digits        scikit-learn's handwritten digits (Alpaydin and Kaynak, 1998), 8 x 8 pixels → the digit; 1,797
 arithmetic    every sum of two numbers below 100, to be learned in a minute; 10,000
 reversal      4 to 12 English number words → the German ones, in reverse; 20,000
 
-All come in the same order each time. The first two are those of the running Python.
+Their order is always the same. The first two come from the running Python.
 """
 
 import ast
@@ -30,14 +30,14 @@ PACKAGES: dict[str, tuple[str, ...]] = {
         "multiprocessing", "statistics", "tarfile", "typing", "unittest", "urllib", "xml",
     )
 } | {"datetime": ("datetime", "_pydatetime"), "decimal": ("_pydecimal",), "pickle": ("pickle", "pickletools")}  # fmt: skip
-"""What `packages` is to tell apart, and the modules of each; none that a distribution of Python leaves out."""
+"""The classes of `packages`, with their modules; none that a distribution of Python leaves out."""
 
 SNIPPET_LINES = 12
 """Lines in a snippet of `packages`."""
 
 _LEFT_OUT = {"test", "tests", "idle_test"}
-_MOST_CODE = 1200
-_MOST_SUMMARY = 120
+_MAX_CODE = 1200
+_MAX_SUMMARY = 120
 
 _ENGLISH = (
     "one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen eighteen "
@@ -62,7 +62,7 @@ def packages() -> Iterator[dict[str, str]]:
 
 
 def snippets(code: str, label: str, words: set[str]) -> Iterator[str]:
-    """Every 12 lines of the code but blank ones, imports, and lines that hold the label or, as a word, one of `words`."""
+    """Yields each 12 lines of the code, without blank lines, imports, and lines with the label or one of `words`."""
     imported = {
         line
         for node in ast.walk(ast.parse(code))
@@ -90,12 +90,12 @@ def docstrings() -> Iterator[dict[str, str]]:
             if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) or len(node.body) < 2:
                 continue
             summary = (ast.get_docstring(node) or "").partition("\n")[0].strip()
-            if not 0 < len(summary) <= _MOST_SUMMARY:
+            if not 0 < len(summary) <= _MAX_SUMMARY:
                 continue
             node.body = node.body[1:]
             node.decorator_list = []
             text = ast.unparse(node)
-            if len(text) <= _MOST_CODE and text not in seen:
+            if len(text) <= _MAX_CODE and text not in seen:
                 seen.add(text)
                 yield {"text": text, "target": summary}
 
@@ -127,7 +127,7 @@ def reversal() -> Iterator[dict[str, str]]:
 
 
 def _files(module: str) -> list[Path]:
-    """The source files of a module of the standard library without tests, or of all of it."""
+    """Returns the source files of a module of the standard library, or of all modules, without tests."""
     root = Path(sysconfig.get_path("stdlib"))
     below = root / module
     found = [below.with_suffix(".py")] if module and not below.is_dir() else sorted(below.rglob("*.py"))

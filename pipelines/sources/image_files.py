@@ -1,11 +1,11 @@
-"""The bytes of an image that a row names by its path, from where the row may lead and nowhere else.
+"""Reads image files that rows name by path, restricted to permitted folders.
 
-Who wrote a row may not be who reads it: a path in it leads below the folder of its data set (or `data.image_root`), and a
-request to a served model to no file at all. Never more than `MOST_BYTES` are read, and from nothing but regular files.
+Rows are not trusted: their paths must be below the folder of their data set (or `data.image_root`), and a request to a
+served model may read no file at all. At most `MAX_BYTES` are read, from regular files only.
 
-    read_image("pictures/7.png", Reach("/data/birds", ("/data/birds",)))      # b"\\x89PNG..."
-    read_image("/etc/hostname", Reach("/data/birds", ("/data/birds",)))       # Faulty: ... leads out of /data/birds
-    read_image("pictures/7.png", NOWHERE)                                     # Faulty: ... no file is read here
+    read_image("pictures/7.png", ImageAccess("/data/birds", ("/data/birds",)))    # b"\\x89PNG..."
+    read_image("/etc/hostname", ImageAccess("/data/birds", ("/data/birds",)))     # FaultError: ... leads out of /data/birds
+    read_image("pictures/7.png", NO_FILES)                                        # FaultError: ... no file is read here
 """
 
 import os
@@ -13,82 +13,84 @@ import stat
 from dataclasses import dataclass
 from urllib.parse import unquote, urlsplit
 
-from raystride.pipelines.files import absolute, filesystem
-from raystride.pipelines.retries import retried
-from raystride.pipelines.sources.faults import Fault, Faulty, faults_of
-from raystride.pipelines.stores import address_below, split
+from raystride.pipelines.sources.faults import Fault, FaultError, raise_as_faults
+from raystride.pipelines.storage.folder import absolute_uri, resolve_filesystem
+from raystride.pipelines.storage.object_stores import join_address, split_options
+from raystride.pipelines.storage.retries import retry
 
-MOST_BYTES = 64 << 20
-"""A larger file is no picture that a network is trained on, or one that was made to fill the memory."""
+MAX_BYTES = 64 << 20
+"""The maximal size of an image file; a larger one is no training image, or was made to fill the memory."""
 REMEDY = "name the folder that they lie in with --data.image_root, or leave such rows out with --data.on_error skip"
 
 
 @dataclass(frozen=True)
-class Reach:
-    """Where paths of images lead."""
+class ImageAccess:
+    """The permitted paths of images."""
 
     folder: str
-    """What relative ones are relative to: a path or URI."""
+    """The base of relative paths: a path or URI."""
     roots: tuple[str, ...] | None
-    """Folders, as paths or URIs, below one of which they must end. Empty: no file may be named. None: any."""
+    """Paths or URIs of permitted folders. Empty: no file may be read. None: any file."""
 
 
-NOWHERE = Reach("", ())
-"""Where rows carry all they have: requests."""
-ANYWHERE = Reach("", None)
-"""Where the caller typed the path."""
+NO_FILES = ImageAccess("", ())
+"""For requests, whose rows contain their images."""
+ANY_FILE = ImageAccess("", None)
+"""For paths that the user typed."""
 
 
-def read_image(name: str, reach: Reach) -> bytes:
-    """The bytes of an image's file. Raises Faulty, whose place is where the file was looked for."""
+def read_image(name: str, image_access: ImageAccess) -> bytes:
+    """Returns the bytes of an image file. Raises FaultError with the resolved path as its place."""
     uri = name
-    if reach.folder and "://" not in name and not name.startswith("/"):
-        # Behind a `?` in a remote address there would be options, by which a row could choose another server.
-        uri = address_below(reach.folder, name.replace("?", "%3F") if "://" in reach.folder else name)
-    if reach.roots == ():
-        raise Faulty(Fault(name[:200], "is refused: no file is read here", "give the image's bytes, or a data: URI of them"))
-    uri = absolute(uri)
-    with faults_of(uri):
-        found = _read_remote(uri, reach) if "://" in uri else _read_local(uri, reach)
-    if len(found) > MOST_BYTES:
-        raise Faulty(Fault(uri, f"is refused: it is larger than {MOST_BYTES >> 20} MiB", REMEDY))
+    if image_access.folder and "://" not in name and not name.startswith("/"):
+        # After a `?`, a remote address has options, with which a row could choose another server.
+        uri = join_address(image_access.folder, name.replace("?", "%3F") if "://" in image_access.folder else name)
+    if image_access.roots == ():
+        raise FaultError(
+            Fault(name[:200], "is refused: no file is read here", "give the image's bytes, or a data: URI of them")
+        )
+    uri = absolute_uri(uri)
+    with raise_as_faults(uri):
+        found = _read_remote(uri, image_access) if "://" in uri else _read_local(uri, image_access)
+    if len(found) > MAX_BYTES:
+        raise FaultError(Fault(uri, f"is refused: it is larger than {MAX_BYTES >> 20} MiB", REMEDY))
     return found
 
 
-def _read_local(path: str, reach: Reach) -> bytes:
+def _read_local(path: str, image_access: ImageAccess) -> bytes:
     real = os.path.realpath(path)
-    if reach.roots is not None:
-        roots = [os.path.realpath(absolute(root)) for root in reach.roots if "://" not in absolute(root)]
+    if image_access.roots is not None:
+        roots = [os.path.realpath(absolute_uri(root)) for root in image_access.roots if "://" not in absolute_uri(root)]
         if not any(real.startswith(f"{root.rstrip('/')}/") for root in roots):
-            raise _leads_out(path, reach.roots)
-    # A pipe would keep whoever opens it waiting, and a device may have no end.
+            raise _outside_error(path, image_access.roots)
+    # Opening a pipe could block, and a device may be endless.
     with os.fdopen(os.open(real, os.O_RDONLY | os.O_NONBLOCK), "rb") as stream:
         if not stat.S_ISREG(os.fstat(stream.fileno()).st_mode):
-            raise Faulty(Fault(path, "is refused: it is no regular file", REMEDY))
-        return stream.read(MOST_BYTES + 1)
+            raise FaultError(Fault(path, "is refused: it is no regular file", REMEDY))
+        return stream.read(MAX_BYTES + 1)
 
 
-def _read_remote(uri: str, reach: Reach) -> bytes:
-    if reach.roots is not None and not any(_below(uri, absolute(root)) for root in reach.roots):
-        raise _leads_out(uri, reach.roots)
-    system, path = filesystem(uri)
+def _read_remote(uri: str, image_access: ImageAccess) -> bytes:
+    if image_access.roots is not None and not any(_is_below(uri, absolute_uri(root)) for root in image_access.roots):
+        raise _outside_error(uri, image_access.roots)
+    system, path = resolve_filesystem(uri)
 
     def read() -> bytes:
         with system.open_input_stream(path) as stream:
-            return bytes(stream.read(MOST_BYTES + 1))
+            return bytes(stream.read(MAX_BYTES + 1))
 
-    return retried(read)
+    return retry(read)
 
 
-def _below(uri: str, root: str) -> bool:
-    """Whether a URI names something below another, of the same host and by no way up, however it is written."""
+def _is_below(uri: str, root: str) -> bool:
+    """Returns whether a URI is below another one, on the same host and without `..`, in any encoding."""
     (scheme, host, path, *_), (root_scheme, root_host, root_path, *_) = urlsplit(uri), urlsplit(root)
     steps = unquote(path).replace("\\", "/").split("/")
     same = (scheme, host) == (root_scheme, root_host)
     if scheme not in ("http", "https"):
-        same = same and split(uri)[1] == split(root)[1]  # options may name another server
+        same = same and split_options(uri)[1] == split_options(root)[1]  # options may name another server
     return same and ".." not in steps and path.startswith(f"{root_path.rstrip('/')}/")
 
 
-def _leads_out(uri: str, roots: tuple[str, ...]) -> Faulty:
-    return Faulty(Fault(uri, f"is refused: it leads out of {' and '.join(roots)}", REMEDY))
+def _outside_error(uri: str, roots: tuple[str, ...]) -> FaultError:
+    return FaultError(Fault(uri, f"is refused: it leads out of {' and '.join(roots)}", REMEDY))

@@ -1,6 +1,6 @@
-"""What a source is made of: files, slices of files, parts (the unit of work), and the pieces of text that come out.
+"""The units of a source: files, slices of files, parts (the unit of work), and pieces of text that readers yield.
 
-A reader knows one format. It says which slices a file has, and reads one of them, whichever process it is in:
+A reader supports one format. It splits a file into slices, and reads a slice in any process:
 
     for piece in reader.read(Slice(file, 0, 33_554_432, 33_554_432)):
         piece.document, piece.begins, piece.ends              # a document, or a stretch of a long one
@@ -11,31 +11,31 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Protocol
 
-from raystride.pipelines.files import parent_and_name
 from raystride.pipelines.sources.faults import Fault
-from raystride.pipelines.sources.image_files import Reach
+from raystride.pipelines.sources.image_files import ImageAccess
+from raystride.pipelines.storage.folder import parent_and_name
 from raystride.pipelines.tasks.task import Document
 
-PIECE = 1 << 20
-"""Bytes of text that are handled at once; a longer document comes as several pieces where its format allows."""
+PIECE_BYTES = 1 << 20
+"""Bytes of text per piece; a longer document is several pieces if its format allows it."""
 
 COMPRESSIONS = {".gz": "gzip", ".bz2": "bz2", ".zst": "zstd"}
-"""Endings of compressed files, and what pyarrow calls them."""
+"""Endings of compressed files, with pyarrow's names."""
 
-HEAD = 4096
-"""Characters of a document whose hash says whether it validates."""
+HEAD_CHARACTERS = 4096
+"""Characters of a document that are hashed to assign it to training or validation."""
 
 
 @dataclass(frozen=True)
 class Archive:
-    """An archive, and where nodes that read it unpack it."""
+    """An archive, with the folder into which each reading node unpacks it."""
 
     uri: str
     """Absolute path or URI."""
     size: int
     """Bytes on disk."""
     folder: str
-    """The local folder whose files are its members."""
+    """The local folder for its members."""
 
 
 @dataclass(frozen=True)
@@ -45,116 +45,116 @@ class File:
     uri: str
     """Absolute path or URI."""
     name: str
-    """Path relative to the source, the same wherever the source lies."""
+    """Path relative to the source, independent of its location."""
     size: int
     """Bytes on disk."""
     stamp: int = 0
-    """Time of the last change in nanoseconds; 0 where the file system has none."""
+    """Time of the last change in nanoseconds; 0 if the file system has none."""
     encoding: str = "utf-8"
-    """How its text is encoded, as Python calls it."""
+    """The encoding of its text, by Python's name."""
     image_root: str | None = None
-    """Another folder below which images may lie that it names."""
+    """Another folder from which it may name images."""
     archive: Archive | None = None
-    """What it is a member of."""
+    """The archive that contains it."""
     inode: tuple[int, int] | None = None
-    """Device and inode of a local one, which all its names have in common; None where there is none."""
-    linked: bool = False
-    """Whether a link leads to it."""
+    """Device and inode of a local file, the same for all its names; None if there is none."""
+    via_link: bool = False
+    """Whether its path goes through a link."""
     others: tuple[str, ...] = ()
-    """Paths of its other names in the source, under which it is not read."""
-    alone: bool = True
-    """Whether it is all of its source: else it may hold nothing."""
+    """Paths of its other names in the source, which are not read."""
+    is_whole_source: bool = True
+    """Whether it is the source's only file; other files may be empty."""
 
     @property
-    def streamed(self) -> bool:
-        """Whether it is read from the beginning only: it is compressed, or its bytes become UTF-8 as they are read."""
+    def is_streamed(self) -> bool:
+        """Whether it can only be read from the beginning: it is compressed, or recoded to UTF-8."""
         return self.encoding != "utf-8" or self.name.lower().endswith(tuple(COMPRESSIONS))
 
     @property
     def folder(self) -> str:
-        """The path or URI of the folder in which it lies."""
+        """The path or URI of its folder."""
         return parent_and_name(self.uri)[0].uri
 
     @cached_property
-    def reach(self) -> Reach:
-        """Where paths of images in it lead: from its folder, to somewhere below the source's."""
+    def image_access(self) -> ImageAccess:
+        """The images that it may name: relative to its folder, below the source's folder or `image_root`."""
         base = self.uri.removesuffix(f"/{self.name}") if self.uri.endswith(f"/{self.name}") else self.folder
-        return Reach(self.folder, (base, self.image_root) if self.image_root else (base,))
+        return ImageAccess(self.folder, (base, self.image_root) if self.image_root else (base,))
 
 
-def holds_nothing(file: File, what: str) -> Fault:
-    """Returns the fault of a file that has no document: it is empty, or has `what`, though it has bytes."""
+def empty_file_fault(file: File, what: str) -> Fault:
+    """Returns the fault of a file without documents: it is empty, or has bytes but `what`, such as "no rows"."""
     return Fault(file.uri, "is empty" if file.size == 0 else f"has {what} in its {file.size:,} bytes")
 
 
 @dataclass(frozen=True)
 class Slice:
-    """A stretch of a file, in the units of its reader: bytes of (decompressed) text, or rows."""
+    """A range of a file, in units of its reader: bytes of (decompressed) text, or rows."""
 
     file: File
     start: int
-    """First unit."""
+    """The first unit."""
     stop: int | None
-    """Unit after the last; None: to the end, wherever that is (a streamed file's length is known once it is read)."""
+    """The unit after the last; None: to the end (the length of a streamed file is known once it is read)."""
     bytes: int
-    """Bytes of text in it, roughly; parts are made equal by them."""
+    """Approximate bytes of text, by which parts are balanced."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """What one task prepares: slices of neighbouring files. It gives at most one shard a split."""
+    """The work of one preparation task: slices of neighbouring files. It yields at most one shard a split."""
 
     number: int
     slices: tuple[Slice, ...]
     split: str | None
-    """`train` or `validation`; None: the hash of each document decides."""
+    """`train` or `validation`; None: decided by the hash of each document."""
 
     @property
     def bytes(self) -> int:
-        """Bytes of text, roughly."""
+        """Approximate bytes of text."""
         return sum(part.bytes for part in self.slices)
 
 
 @dataclass(frozen=True)
 class Piece:
-    """A document, or a stretch of one that is long."""
+    """A document, or a part of a long one."""
 
     document: Document
-    """Its fields, or the stretch of its only one."""
+    """Its fields, or a part of its only field."""
     begins: bool = True
     """Whether the document begins here."""
     ends: bool = True
     """Whether it ends here."""
     head: str | None = None
-    """Its document's first HEAD characters; None: those that are here."""
+    """The first HEAD_CHARACTERS characters of its document; None: they are in this piece."""
     place: str = ""
-    """The file it comes from, and where in it."""
+    """Its file, and the position in it."""
     row: Mapping[str, Any] | None = None
-    """The whole row by its columns' names, where the reader was told to keep it."""
+    """The complete row by column name, if the reader keeps rows."""
 
     @property
     def identity(self) -> str:
-        """What decides by its hash whether the document validates: equal inputs are never on both sides."""
+        """The text that is hashed to assign the document to a split, so that equal inputs are in the same split."""
         if len(self.document) > 1:
-            return self.document[0]  # whole, since the files of many images begin alike
-        return self.document[0][:HEAD] if self.head is None else self.head
+            return self.document[0]  # complete, since many image files begin alike
+        return self.document[0][:HEAD_CHARACTERS] if self.head is None else self.head
 
 
 class Reader(Protocol):
-    """One format. Frozen and small, since it travels to the workers."""
+    """The reader of one format. Frozen and small, since it is sent to workers."""
 
     def slices(self, file: File, target: int) -> list[Slice]:
-        """The file in stretches of about `target` bytes of text, where the format allows. Raises Faulty."""
+        """Splits a file into slices of about `target` bytes of text, if the format allows it. Raises FaultError."""
         ...
 
-    def measure(self, piece: Slice) -> int:
-        """Units in a slice whose stop is not known. Raises Faulty."""
+    def count_units(self, piece: Slice) -> int:
+        """Returns the number of units in a slice with unknown stop. Raises FaultError."""
         ...
 
-    def seam(self, file: File, offset: int) -> int:
-        """The first place from `offset` on where the file may be cut in two. Raises Faulty."""
+    def next_split(self, file: File, offset: int) -> int:
+        """Returns the first offset from `offset` on at which the file may be split. Raises FaultError."""
         ...
 
     def read(self, piece: Slice) -> Iterator[Piece | Fault]:
-        """The pieces of a slice in order. Raises Faulty where the rest of the slice cannot be read."""
+        """Yields the pieces of a slice in order. Raises FaultError if the rest of the slice cannot be read."""
         ...

@@ -1,8 +1,8 @@
-"""How the documents of a registered function are read.
+"""Reads the documents of registered functions.
 
 @register_source("poems", version="2")                    # in a plug-in; see `pipelines.plugins`
 def poems() -> Iterator[str]: ...
-RegisteredReader("poems", columns).read(...)              # what --data.source poems makes of it
+RegisteredReader("poems", columns).read(...)              # for --data.source poems
 """
 
 import hashlib
@@ -14,27 +14,27 @@ from importlib import import_module
 from itertools import islice
 from typing import Any
 
-from raystride.pipelines.plugins import SOURCES, Documents, installed_plugins, load_plugins
-from raystride.pipelines.sources.faults import DataError, Fault, Faulty
-from raystride.pipelines.sources.fields import Columns, document, named, with_row
-from raystride.pipelines.sources.image_files import NOWHERE, Reach
+from raystride.pipelines.plugins import SOURCES, DocumentFunction, installed_plugins, load_plugins
+from raystride.pipelines.sources.faults import DataError, Fault, FaultError
+from raystride.pipelines.sources.fields import Columns, attach_row, build_document, document_from_row
+from raystride.pipelines.sources.image_files import NO_FILES, ImageAccess
 from raystride.pipelines.sources.pieces import File, Piece, Slice
 
 EMBEDDED = "raystride.pipelines.sources.embedded"
-"""Registers the sources that every machine has."""
+"""The module that registers the built-in sources."""
 
 
-def registered_sources() -> Mapping[str, tuple[Documents, str]]:
-    """All that are known in this process, with their versions."""
+def registered_sources() -> Mapping[str, tuple[DocumentFunction, str]]:
+    """Returns all sources that are registered in this process, with their versions."""
     import_module(EMBEDDED)
     return SOURCES
 
 
-def open_registered(source: str, split: str, columns: Columns, image_root: str | None = None) -> "RegisteredReader":
-    """The reader of a source. Raises DataError where no such source is registered."""
+def open_registered_source(source: str, split: str, columns: Columns, image_root: str | None = None) -> "RegisteredReader":
+    """Returns the reader of a source. Raises DataError if no such source is registered."""
     known = registered_sources()
     if source not in known:
-        # Only where nothing else has it, since looking through all installed packages takes 30 ms.
+        # Only if it is not found otherwise, since the search of all installed packages takes 30 ms.
         load_plugins(installed_plugins())
     if source not in known:
         raise DataError(
@@ -48,67 +48,67 @@ def open_registered(source: str, split: str, columns: Columns, image_root: str |
 
 @dataclass(frozen=True)
 class RegisteredReader:
-    """The documents of a registered function: one slice, since only the function can find them. Units are documents."""
+    """A reader of a registered function's documents, in one slice, since it cannot seek. Units are documents."""
 
     source: str
     columns: Columns
-    function: Documents
-    """Travels with the reader, so that whoever reads needs no registry."""
+    function: DocumentFunction
+    """Pickled with the reader, so that workers need no registry."""
     version: str = ""
     split: str = ""
-    """What the function is told, where it takes an argument."""
+    """The function's argument, if it takes one."""
     image_root: str | None = None
-    """The folder below which images lie that its documents name, and to which they are relative."""
+    """The folder of the images that its documents name, and the base of relative paths."""
     keep: bool = False
-    """Whether each document gives something, an empty or broken one its fault."""
+    """Whether each document yields an item, a fault if it is empty or broken."""
 
-    def file(self) -> File:
-        """What stands for the function where other sources have files; its name changes with code and version."""
+    def as_file(self) -> File:
+        """Returns a File that represents the function; its name changes with code and version."""
         try:
             text = inspect.getsource(self.function).encode()
         except OSError:  # typed into a terminal
             text = self.function.__code__.co_code
         code = hashlib.sha256(text).hexdigest()[:16]
-        told = f"#{self.split}" if self._takes_split() else ""
-        return File(f"registered source {self.source}", f"{self.source}-{code}-{self.version}{told}", 0)
+        split_suffix = f"#{self.split}" if self._takes_split() else ""
+        return File(f"registered source {self.source}", f"{self.source}-{code}-{self.version}{split_suffix}", 0)
 
     def slices(self, file: File, target: int) -> list[Slice]:
-        """One slice of unknown length."""
+        """Returns one slice of unknown length."""
         return [Slice(file, 0, None, 0)]
 
-    def measure(self, piece: Slice) -> int:
-        """Documents, counted by running through them. Raises Faulty where the function raises."""
-        return sum(1 for _ in self._documents())
+    def count_units(self, piece: Slice) -> int:
+        """Returns the number of documents, by iterating over them. Raises FaultError if the function raises."""
+        return sum(1 for _ in self._iterate_documents())
 
-    def seam(self, file: File, offset: int) -> int:
-        """The offset itself: the documents may be cut before any of them."""
+    def next_split(self, file: File, offset: int) -> int:
+        """Returns the offset: the documents may be split before any of them."""
         return offset
 
     def read(self, piece: Slice) -> Iterator[Piece | Fault]:
-        """The documents of the slice. Raises Faulty where the function raises."""
-        for number, value in enumerate(islice(self._documents(), piece.start, piece.stop), piece.start + 1):
+        """Yields the documents of the slice. Raises FaultError if the function raises."""
+        for number, value in enumerate(islice(self._iterate_documents(), piece.start, piece.stop), piece.start + 1):
             place = f"registered source {self.source}, document {number}"
             if isinstance(value, Mapping):
-                found = named(value, place, self.columns, self._reach, keep=self.keep)
-                yield from with_row(found, partial(dict, value), self.keep)
+                found = document_from_row(value, place, self.columns, self._image_access, keep=self.keep)
+                yield from attach_row(found, partial(dict, value), self.keep)
                 continue
             values = value if isinstance(value, tuple) else (value,)
             if len(values) == len(self.columns):
-                yield from document(values, place, self.columns, self._reach, keep=self.keep)
+                yield from build_document(values, place, self.columns, self._image_access, keep=self.keep)
             else:
                 reason = f"is {len(values)} values for the columns {', '.join(column.name for column in self.columns)}"
                 yield Fault(place, reason, "yield a tuple of them, or a dict", row={} if self.keep else None)
 
     @property
-    def _reach(self) -> Reach:
-        return Reach(self.image_root, (self.image_root,)) if self.image_root else NOWHERE
+    def _image_access(self) -> ImageAccess:
+        return ImageAccess(self.image_root, (self.image_root,)) if self.image_root else NO_FILES
 
-    def _documents(self) -> Iterator[Any]:
+    def _iterate_documents(self) -> Iterator[Any]:
         try:
             yield from self.function(self.split) if self._takes_split() else self.function()
         except Exception as error:
             name = f"registered source {self.source}"
-            raise Faulty(Fault(name, f"raised {type(error).__name__}: {error}", "mend the function")) from error
+            raise FaultError(Fault(name, f"raised {type(error).__name__}: {error}", "mend the function")) from error
 
     def _takes_split(self) -> bool:
         return bool(inspect.signature(self.function).parameters)

@@ -1,7 +1,7 @@
-"""Bytes of a file between two offsets, from any file system: decompressed where its name says so, and as UTF-8.
+"""Reads byte ranges and lines of files from any file system, decompressed according to the name, and recoded to UTF-8.
 
 with open_range(file, 0, None) as stream:
-    for at, line in lines(stream): ...                    # offset of the line's first byte, line without its newline
+    for offset, line in read_lines(stream): ...           # offset of the line's first byte, line without its newline
 """
 
 import codecs
@@ -11,31 +11,31 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
-from raystride.pipelines.files import filesystem
-from raystride.pipelines.retries import retried
-from raystride.pipelines.sources.archives import at_hand, foreign
-from raystride.pipelines.sources.faults import REMEDY, Fault, Faulty, faults_of
-from raystride.pipelines.sources.pieces import COMPRESSIONS, PIECE, File
+from raystride.pipelines.sources.archives import ensure_unpacked, unsupported_format_fault
+from raystride.pipelines.sources.faults import REMEDY, Fault, FaultError, raise_as_faults
+from raystride.pipelines.sources.pieces import COMPRESSIONS, PIECE_BYTES, File
+from raystride.pipelines.storage.folder import resolve_filesystem
+from raystride.pipelines.storage.retries import retry
 
-_HEAD = 1 << 16
-"""Bytes by which one tells that a file has no LF."""
+_HEAD_BYTES = 1 << 16
+"""Bytes at a file's beginning that are searched for an LF."""
 
 
 class ByteRange:
-    """A stream that ends at an offset. Raises Faulty where the file ends or breaks before."""
+    """A stream that ends at an offset. Raises FaultError if the file ends earlier, or reading fails."""
 
     def __init__(self, stream: Any, place: str, start: int, stop: int | None) -> None:
         self._stream, self._place, self._left = stream, place, None if stop is None else stop - start
         self.start = start
 
     def read(self, size: int) -> bytes:
-        """The next bytes, `size` unless the range ends.
+        """Returns the next bytes, `size` unless the range ends.
 
-        Raises Faulty where the file breaks, or is gone, or ends before the range does (its own EOFError, turned into one).
+        Raises FaultError if reading fails, the file is missing, or it ends before the range does.
         """
         wanted = size if self._left is None else min(size, self._left)
-        with faults_of(self._place):
-            data: bytes = retried(lambda: self._stream.read(wanted))  # a read that failed has not moved the stream on
+        with raise_as_faults(self._place):
+            data: bytes = retry(lambda: self._stream.read(wanted))  # a failed read has not moved the stream
             if self._left is not None:
                 self._left -= len(data)
                 if len(data) < wanted:
@@ -45,53 +45,55 @@ class ByteRange:
 
 @contextmanager
 def open_range(file: File, start: int = 0, stop: int | None = None) -> Iterator[ByteRange]:
-    """The file's (decompressed, recoded) bytes [start, stop). Raises Faulty."""
-    at_hand(file)
-    if fault := foreign(file):
-        raise Faulty(fault)
-    with faults_of(file.uri):
-        system, path = filesystem(file.uri)
+    """Opens the file's (decompressed, recoded) bytes [start, stop). Raises FaultError."""
+    ensure_unpacked(file)
+    if fault := unsupported_format_fault(file):
+        raise FaultError(fault)
+    with raise_as_faults(file.uri):
+        system, path = resolve_filesystem(file.uri)
         packed = next((name for end, name in COMPRESSIONS.items() if file.name.lower().endswith(end)), None)
         opened = (
             partial(system.open_input_stream, path, compression=packed) if packed else partial(system.open_input_file, path)
         )
-        stream = retried(opened)
+        stream = retry(opened)
     with stream:
-        with faults_of(file.uri):
+        with raise_as_faults(file.uri):
             source: Any = (
-                _Gzip(stream, partial(system.open_input_stream, path, compression=None)) if packed == "gzip" else stream
+                _GzipStream(stream, partial(system.open_input_stream, path, compression=None))
+                if packed == "gzip"
+                else stream
             )
-            source = source if file.encoding == "utf-8" else _Recoded(source, file)
-            if file.streamed:
-                # What is decompressed or recoded cannot be entered in the middle.
-                _skip(source, start)
+            source = source if file.encoding == "utf-8" else _RecodedStream(source, file)
+            if file.is_streamed:
+                # A decompressed or recoded stream cannot seek.
+                _skip_bytes(source, start)
             else:
                 stream.seek(start)
         yield ByteRange(source, file.uri, start, stop)
 
 
-class _Gzip:
-    """A gzip file as Arrow reads it. What Arrow refuses Python reads, which takes zeros behind the end for padding."""
+class _GzipStream:
+    """A gzip stream read by Arrow, and by Python if Arrow refuses it: Python accepts zero padding after the end."""
 
     def __init__(self, stream: Any, reopen: Callable[[], Any]) -> None:
         self._stream, self._reopen, self._at, self._by_python = stream, reopen, 0, False
 
     def read(self, size: int) -> bytes:
-        """The next bytes, `size` unless the file ends. Raises OSError or EOFError where it is broken."""
+        """Returns the next bytes, `size` unless the file ends. Raises OSError or EOFError if it is broken."""
         try:
             data: bytes = self._stream.read(size)
         except OSError as error:
             if self._by_python or error.errno:
                 raise
             self._stream, self._by_python = gzip.GzipFile(fileobj=self._reopen()), True
-            _skip(self._stream, self._at)
+            _skip_bytes(self._stream, self._at)
             data = self._stream.read(size)
         self._at += len(data)
         return data
 
 
-class _Recoded:
-    """A stream of text in another encoding, as UTF-8. Raises Faulty where it is not of that encoding."""
+class _RecodedStream:
+    """A stream of text, recoded to UTF-8. Raises FaultError if the text is not in the file's encoding."""
 
     def __init__(self, stream: Any, file: File) -> None:
         self._stream, self._file = stream, file
@@ -99,78 +101,78 @@ class _Recoded:
         self._ready, self._ended, self._begun = b"", False, False
 
     def read(self, size: int) -> bytes:
-        """The next bytes, `size` unless the text ends."""
+        """Returns the next bytes, `size` unless the text ends."""
         while len(self._ready) < size and not self._ended:
             data = self._stream.read(size)
-            # In many an encoding any bytes are text.
-            if not self._begun and (fault := foreign(self._file, data)):
-                raise Faulty(fault)
+            # In many encodings all bytes are valid text.
+            if not self._begun and (fault := unsupported_format_fault(self._file, data)):
+                raise FaultError(fault)
             self._begun, self._ended = True, not data
             try:
                 self._ready += self._decoder.decode(data, self._ended).encode("utf-8", "surrogatepass")
             except UnicodeDecodeError as error:
                 reason = f"is not {self._file.encoding}: {error.reason}"
-                raise Faulty(Fault(self._file.uri, reason, "name its encoding with --data.encoding")) from error
+                raise FaultError(Fault(self._file.uri, reason, "name its encoding with --data.encoding")) from error
         given, self._ready = self._ready[:size], self._ready[size:]
         return given
 
 
-def _skip(stream: Any, size: int) -> None:
-    while size and (data := stream.read(min(size, PIECE))):
+def _skip_bytes(stream: Any, size: int) -> None:
+    while size and (data := stream.read(min(size, PIECE_BYTES))):
         size -= len(data)
 
 
-def length(file: File) -> int:
-    """Bytes in the decompressed text, found by reading it. Raises Faulty."""
+def text_length(file: File) -> int:
+    """Returns the bytes of the decompressed text, by reading it. Raises FaultError."""
     total = 0
     with open_range(file) as stream:
-        while data := stream.read(PIECE):
+        while data := stream.read(PIECE_BYTES):
             total += len(data)
     return total
 
 
 def count_lines(file: File) -> int:
-    """Lines of the decompressed text, found by reading it. Raises Faulty."""
+    """Returns the number of lines of the decompressed text, by reading it. Raises FaultError."""
     found, last = 0, b"\n"
     with open_range(file) as stream:
-        while data := stream.read(PIECE):
+        while data := stream.read(PIECE_BYTES):
             found, last = found + data.count(b"\n"), data[-1:]
     return found + (last != b"\n")
 
 
-def lines(stream: ByteRange) -> Iterator[tuple[int, bytes]]:
-    """Lines without their newline, each with the offset in the file at which it begins."""
-    at, rest = stream.start, b""
-    # A line longer than what was read so far doubles the next reading, so that its cost stays linear.
-    while data := stream.read(max(PIECE, len(rest))):
+def read_lines(stream: ByteRange) -> Iterator[tuple[int, bytes]]:
+    """Yields lines without their newline, each with its offset in the file."""
+    offset, rest = stream.start, b""
+    # A line longer than the bytes read so far doubles the next read, so that the cost stays linear.
+    while data := stream.read(max(PIECE_BYTES, len(rest))):
         *whole, rest = (rest + data).split(b"\n")
         for line in whole:
-            yield at, line
-            at += len(line) + 1
+            yield offset, line
+            offset += len(line) + 1
     if rest:
-        yield at, rest
+        yield offset, rest
 
 
-def refuse_cr(file: File, line: bytes) -> None:
-    """Raises Faulty if the first line of a file shows that its lines end with CR alone: all of it would be one line."""
+def check_line_endings(file: File, line: bytes) -> None:
+    """Raises FaultError if a file's first line shows that its lines end with CR alone: it would be read as one line."""
     if b"\r" not in line.rstrip(b"\r"):
         return
     with open_range(file) as stream:
-        head = stream.read(min(_HEAD, file.size) if not file.streamed else _HEAD)
+        head = stream.read(min(_HEAD_BYTES, file.size) if not file.is_streamed else _HEAD_BYTES)
     if b"\n" not in head:
         remedy = f"write them with LF, with `tr '\\r' '\\n'` for instance, or {REMEDY}"
-        raise Faulty(Fault(file.uri, "has lines that end with CR alone", remedy))
+        raise FaultError(Fault(file.uri, "has lines that end with CR alone", remedy))
 
 
-def lines_of_any_end(stream: ByteRange) -> Iterator[tuple[int, bytes]]:
-    """Yields lines that end with LF, CR LF or CR, with their ends, each with the offset in the file at which it begins."""
-    at, rest = stream.start, b""
-    while data := stream.read(max(PIECE, len(rest))):
+def read_lines_any_ending(stream: ByteRange) -> Iterator[tuple[int, bytes]]:
+    """Yields lines that end with LF, CR LF or CR, including their ends, each with its offset in the file."""
+    offset, rest = stream.start, b""
+    while data := stream.read(max(PIECE_BYTES, len(rest))):
         found = (rest + data).splitlines(keepends=True)
-        # What follows may belong to the last one: the rest of a line, or the LF after a CR.
+        # The last one may be incomplete: the rest of the line, or the LF after a CR, may follow.
         rest = found.pop()
         for line in found:
-            yield at, line
-            at += len(line)
+            yield offset, line
+            offset += len(line)
     if rest:
-        yield at, rest
+        yield offset, rest

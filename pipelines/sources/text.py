@@ -1,11 +1,11 @@
-"""Text files: each file is a document. Large ones are cut into byte ranges, and every range into pieces of a mebibyte.
+"""Reads text files, a document each. Large ones are split into byte ranges, and each range into pieces of a mebibyte.
 
-A cut lies at a line's end, or else before a blank, between two visible ASCII characters where there is one near: BPE
-patterns cut there as well, so the ids are those of the uncut text. Otherwise at any newline, blank or character.
+A cut is at a line's end, or else before a blank, between two visible ASCII characters if one is near: BPE patterns split
+there as well, so the ids are those of the uncut text. Otherwise it is at any newline, blank or character.
 
     reader = TextReader()
     for piece in reader.read(Slice(file, 0, file.size, file.size)): ...
-    cut(b"one\\ntwo\\n\\nthree") == 4                            # not 9: "\\n\\n" may be one token
+    find_cut(b"one\\ntwo\\n\\nthree") == 4                       # not 9: "\\n\\n" may be one token
 """
 
 import codecs
@@ -14,12 +14,12 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
-from raystride.pipelines.credentials import masked
-from raystride.pipelines.sources.archives import at_hand
-from raystride.pipelines.sources.faults import Fault, Faulty, not_utf8
-from raystride.pipelines.sources.fields import Columns, document
-from raystride.pipelines.sources.pieces import HEAD, PIECE, File, Piece, Slice, holds_nothing
-from raystride.pipelines.sources.streams import ByteRange, length, open_range
+from raystride.pipelines.credentials import redact_uris
+from raystride.pipelines.sources.archives import ensure_unpacked
+from raystride.pipelines.sources.faults import Fault, FaultError, not_utf8_fault
+from raystride.pipelines.sources.fields import Columns, build_document
+from raystride.pipelines.sources.pieces import HEAD_CHARACTERS, PIECE_BYTES, File, Piece, Slice, empty_file_fault
+from raystride.pipelines.sources.streams import ByteRange, open_range, text_length
 
 _WINDOW = 1 << 16
 _VISIBLE = frozenset(range(33, 127))
@@ -27,151 +27,153 @@ _VISIBLE = frozenset(range(33, 127))
 
 @dataclass(frozen=True)
 class TextReader:
-    """Plain text. Units are bytes, of the decompressed text where a file is compressed."""
+    """A reader of plain text. Units are bytes, of the decompressed text if a file is compressed."""
 
     skip: bool = False
-    """Whether a range that is not UTF-8 is left out as a whole, which takes a look at it before any of it is yielded."""
+    """Whether a range that is not UTF-8 is skipped completely; it is then validated before any of it is yielded."""
     whole: bool = False
-    """Whether a file is one piece, however long it is."""
+    """Whether each file is one piece, of any length."""
 
     def slices(self, file: File, target: int) -> list[Slice]:
-        """Byte ranges of about `target` bytes; a streamed file is one slice of unknown length."""
-        if file.streamed:
+        """Returns byte ranges of about `target` bytes; a streamed file is one slice of unknown length."""
+        if file.is_streamed:
             return [Slice(file, 0, None, file.size)]
         count = 1 if self.whole else max(1, round(file.size / target))
-        edges = [0, *(self._edge(file, file.size * i // count) for i in range(1, count)), file.size]
+        edges = [0, *(self._find_edge(file, file.size * i // count) for i in range(1, count)), file.size]
         return [Slice(file, a, b, b - a) for a, b in pairwise(edges) if b > a or count == 1]
 
-    def _edge(self, file: File, offset: int) -> int:
+    def _find_edge(self, file: File, offset: int) -> int:
         start = max(0, offset - _WINDOW)
         with open_range(file, start, offset) as stream:
-            return start + cut(stream.read(_WINDOW))
+            return start + find_cut(stream.read(_WINDOW))
 
-    def measure(self, piece: Slice) -> int:
-        """Bytes of the decompressed text."""
-        return length(piece.file) - piece.start
+    def count_units(self, piece: Slice) -> int:
+        """Returns the bytes of the decompressed text."""
+        return text_length(piece.file) - piece.start
 
-    def seam(self, file: File, offset: int) -> int:
-        """The next character's first byte; where files are whole, the end."""
+    def next_split(self, file: File, offset: int) -> int:
+        """Returns the offset of the next character; the file's end if `whole` is set."""
         if self.whole and offset:
-            return length(file)
+            return text_length(file)
         with open_range(file, offset) as stream:
             following = stream.read(4)
         return offset + next((i for i, byte in enumerate(following) if byte & 0xC0 != 0x80), len(following))
 
     def read(self, piece: Slice) -> Iterator[Piece | Fault]:
-        """The text in pieces of about PIECE bytes. Raises Faulty where it breaks, or is not UTF-8 though `skip` is off."""
+        """Yields the text in pieces of about PIECE_BYTES. Raises FaultError if reading fails, or on invalid UTF-8 without
+        `skip`.
+        """
         file = piece.file
-        ends = self.whole or piece.stop is None or (not file.streamed and piece.stop == file.size)
-        if self.skip and (fault := self._check(piece)):
+        ends = self.whole or piece.stop is None or (not file.is_streamed and piece.stop == file.size)
+        if self.skip and (fault := self._find_fault(piece)):
             yield fault
             if ends and piece.start:
-                # The document's earlier ranges must not run into the next document.
-                yield Piece(("",), begins=False, head=self._head(file))
+                # Ends the document, so that its earlier ranges do not join the next document.
+                yield Piece(("",), begins=False, head=self._read_head(file))
             return
-        head = None if ends and not piece.start else self._head(file)  # a range may be shorter than a head
-        place, shown, at = file.uri, masked(file.uri), piece.start
+        head = None if ends and not piece.start else self._read_head(file)  # a range may be shorter than a head
+        place, shown, position = file.uri, redact_uris(file.uri), piece.start
         with open_range(file, piece.start, piece.stop) as stream:
-            blocks = iter([b"".join(_blocks(stream))]) if self.whole else _blocks(stream)
-            for data, last in _with_last(block for block in blocks if block):
+            blocks = iter([b"".join(_read_blocks(stream))]) if self.whole else _read_blocks(stream)
+            for data, last in _mark_last(block for block in blocks if block):
                 try:
                     text = data.decode()
                 except UnicodeDecodeError as error:
-                    raise Faulty(not_utf8(place, error, at)) from error
-                head = text[:HEAD] if head is None else head
-                yield Piece((text,), at == 0, last and ends, head, shown)
-                at += len(data)
-        if at == 0:  # a file is a document, and this one has nothing
-            yield holds_nothing(file, "no text")
+                    raise FaultError(not_utf8_fault(place, error, position)) from error
+                head = text[:HEAD_CHARACTERS] if head is None else head
+                yield Piece((text,), position == 0, last and ends, head, shown)
+                position += len(data)
+        if position == 0:  # a file is a document, and this one is empty
+            yield empty_file_fault(file, "no text")
 
-    def _head(self, file: File) -> str:
+    def _read_head(self, file: File) -> str:
         with open_range(file) as stream:
-            return stream.read(4 * HEAD).decode(errors="ignore")[:HEAD]
+            return stream.read(4 * HEAD_CHARACTERS).decode(errors="ignore")[:HEAD_CHARACTERS]
 
-    def _check(self, piece: Slice) -> Fault | None:
-        decoder, at = codecs.getincrementaldecoder("utf-8")(), piece.start
+    def _find_fault(self, piece: Slice) -> Fault | None:
+        decoder, position = codecs.getincrementaldecoder("utf-8")(), piece.start
         try:
             with open_range(piece.file, piece.start, piece.stop) as stream:
-                while data := stream.read(PIECE):
+                while data := stream.read(PIECE_BYTES):
                     decoder.decode(data)
-                    at += len(data)
+                    position += len(data)
                 decoder.decode(b"", final=True)
         except UnicodeDecodeError as error:
-            return Fault(piece.file.uri, f"is not UTF-8 after byte {at}: {error.reason}")
-        except Faulty as faulty:
+            return Fault(piece.file.uri, f"is not UTF-8 after byte {position}: {error.reason}")
+        except FaultError as faulty:
             return faulty.fault
         return None
 
 
-def cut(data: bytes) -> int:
-    """Where to cut some bytes of UTF-8, as late as possible; their length where nothing else is possible."""
+def find_cut(data: bytes) -> int:
+    """Returns the last good position to cut UTF-8 bytes; their length if there is none."""
     low = max(0, len(data) - _WINDOW) + 1
-    seams = ((b"\n", 1), (b" ", 0))  # a newline belongs to what it ends, a blank to the word after it
+    seams = ((b"\n", 1), (b" ", 0))  # a newline belongs to the line before it, a blank to the word after it
     for blank, behind in seams:
-        at = data.rfind(blank, low, len(data) - 1)
-        while at > 0:
-            if data[at - 1] in _VISIBLE and data[at + 1] in _VISIBLE:
-                return at + behind
-            at = data.rfind(blank, low, at)
+        position = data.rfind(blank, low, len(data) - 1)
+        while position > 0:
+            if data[position - 1] in _VISIBLE and data[position + 1] in _VISIBLE:
+                return position + behind
+            position = data.rfind(blank, low, position)
     for blank, behind in seams:
-        if (at := data.rfind(blank, low, len(data) - 1)) > 0:
-            return at + behind
-    at = len(data)
-    while at > 1 and data[at - 1] & 0xC0 == 0x80:
-        at -= 1
+        if (position := data.rfind(blank, low, len(data) - 1)) > 0:
+            return position + behind
+    position = len(data)
+    while position > 1 and data[position - 1] & 0xC0 == 0x80:
+        position -= 1
     # `at - 1` is now the first byte of the last character, which may be incomplete.
-    return at - 1 if at > 1 and data[at - 1] >= 0x80 else len(data)
+    return position - 1 if position > 1 and data[position - 1] >= 0x80 else len(data)
 
 
-def _blocks(stream: ByteRange) -> Iterator[bytes]:
+def _read_blocks(stream: ByteRange) -> Iterator[bytes]:
     rest = b""
-    while data := stream.read(PIECE):
+    while data := stream.read(PIECE_BYTES):
         data = rest + data
-        at = cut(data) if len(data) >= PIECE else len(data)
-        yield data[:at]
-        rest = data[at:]
+        position = find_cut(data) if len(data) >= PIECE_BYTES else len(data)
+        yield data[:position]
+        rest = data[position:]
     if rest:
         yield rest
 
 
-def _with_last(blocks: Iterator[bytes]) -> Iterator[tuple[bytes, bool]]:
-    held: bytes | None = None
+def _mark_last(blocks: Iterator[bytes]) -> Iterator[tuple[bytes, bool]]:
+    previous: bytes | None = None
     for block in blocks:
-        if held is not None:
-            yield held, False
-        held = block
-    if held is not None:
-        yield held, True
+        if previous is not None:
+            yield previous, False
+        previous = block
+    if previous is not None:
+        yield previous, True
 
 
-IMAGES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp")
+IMAGE_ENDINGS = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp")
 """Endings of image files."""
 
 
 @dataclass(frozen=True)
 class FolderReader:
-    """Whole files of text or images, labelled by the first folder of their names. Units are files."""
+    """A reader of complete text or image files, labelled by the first folder of their names. Units are files."""
 
     columns: Columns
     keep: bool = False
-    """Whether each file gives something, an empty or broken one its fault."""
+    """Whether each file yields an item, a fault if it is empty or broken."""
 
     def slices(self, file: File, target: int) -> list[Slice]:
-        """One slice: the file, which is a document."""
+        """Returns one slice: the file, which is a document."""
         return [Slice(file, 0, 1, file.size)]
 
-    def measure(self, piece: Slice) -> int:
-        """One: a file is the unit."""
+    def count_units(self, piece: Slice) -> int:
+        """Returns 1: a file is the unit."""
         return 1
 
-    def seam(self, file: File, offset: int) -> int:
-        """The offset, 0 or 1: before the file or after it."""
+    def next_split(self, file: File, offset: int) -> int:
+        """Returns the offset, 0 or 1: before the file or after it."""
         return offset
 
     def read(self, piece: Slice) -> Iterator[Piece | Fault]:
-        """The file's document: its label and its text, or image."""
+        """Yields the file's document: its label and its text, or image."""
         file = piece.file
-        at_hand(file)
+        ensure_unpacked(file)
         values: dict[str, Any] = {"label": file.name.partition("/")[0], "image": file.uri}
         if any(column.kind == "text" for column in self.columns):
             for item in TextReader(whole=True).read(Slice(file, 0, None, file.size)):
@@ -179,6 +181,6 @@ class FolderReader:
                     yield replace(item, empty=file.size == 0, row={}) if self.keep else item
                     return
                 values["text"] = item.document[0]
-        yield from document(
-            [values[column.kind] for column in self.columns], file.uri, self.columns, file.reach, keep=self.keep
+        yield from build_document(
+            [values[column.kind] for column in self.columns], file.uri, self.columns, file.image_access, keep=self.keep
         )

@@ -1,22 +1,18 @@
-"""How a model is spread over workers: a small protocol and a file each for what can stand behind it.
+"""Distributed strategies: the protocol, and one module per way to distribute a model over workers.
 
-strategy   the protocol, and `Single` for one worker
-ddp        every worker holds the whole model; gradients are summed over all
-reduction  the buckets in which they are summed
-sharded_base  adapters over a frozen base in shards
-sharded    what the next two have in common
-fsdp       parameters, gradients and optimiser state in shards (FSDP2)
-deepspeed  the same by DeepSpeed's ZeRO, stage by stage
-partitions what DeepSpeed's optimisers hold, in the form of ours
-meshed     a slot by several workers: tensor, pipeline and context parallelism; see `mesh`
-exact      buckets whose sums have the same bits for any number of workers, along a `tree` over the slots
-recompute  what is computed again in backward, or compiled
+strategy          the protocol, and `Single` for one worker
+ddp               replicated model; gradients are all-reduced in the buckets of `reduction`
+fsdp              sharded parameters, gradients and optimiser state (FSDP2)
+deepspeed         the same with DeepSpeed's ZeRO;  `partitions`: its optimiser state in our format
+sharded           common base of the two;  `sharded_base`: adapters over a sharded frozen base
+mesh              one slot on several workers: tensor, pipeline and context parallelism
+exact             sums with the same bits on any number of workers, along a `reduction_tree` over the slots
+parameter_layout  maps local to global parameters
+recompute         activation checkpointing and torch.compile
 """
 
 from functools import partial
 from typing import TYPE_CHECKING
-
-from raystride.pipelines.strategies.measured import LOSS, OUT_OF_TIME, STOP, SUMMED, TARGETS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -28,16 +24,21 @@ if TYPE_CHECKING:
     from raystride.pipelines.strategies.reduction import Buckets
     from raystride.pipelines.strategies.strategy import Strategy
 
+LOSS, TARGETS, STOP, OUT_OF_TIME = SUMMED = range(4)
+"""Indices into `measured` (fp32), the vector that is all-reduced with a step's gradients: the sum of losses, the number of
+targets, and the numbers of workers that request to end.
+"""
+
 __all__ = ["LOSS", "OUT_OF_TIME", "STOP", "SUMMED", "TARGETS", "build_strategy"]
 
 
 def build_strategy(config: "Config", *, device: "torch.device", rank: int, world: int) -> "Strategy":
-    """The strategy that `scaling.strategy` names; `auto` is `single` for one worker and `ddp` for several."""
+    """Builds the strategy that `scaling.strategy` names; `auto` is `single` for one worker and `ddp` for several."""
     scaling, train = config.scaling, config.train
     if scaling.group > 1:
-        from raystride.pipelines.strategies.meshed import Meshed
+        from raystride.pipelines.strategies.mesh.mesh_strategy import MeshStrategy
 
-        return Meshed(scaling, train, device, rank, world)
+        return MeshStrategy(scaling, train, device, rank, world)
     if scaling.strategy == "fsdp" and config.lora.rank:
         from raystride.pipelines.strategies.sharded_base import ShardedBase
 
@@ -45,7 +46,7 @@ def build_strategy(config: "Config", *, device: "torch.device", rank: int, world
             device,
             rank,
             world,
-            _buckets(config, rank, world),
+            _bucket_factory(config, rank, world),
             shard_workers=scaling.shard_workers,
             reshard=scaling.reshard,
             offload=scaling.offload,
@@ -62,7 +63,7 @@ def build_strategy(config: "Config", *, device: "torch.device", rank: int, world
             shard_workers=scaling.shard_workers,
             reshard=scaling.reshard,
             offload=scaling.offload,
-            compute=torch.bfloat16 if train.precision == "pure_bf16" else torch.float32,
+            compute_dtype=torch.bfloat16 if train.precision == "pure_bf16" else torch.float32,
         )
     if scaling.strategy == "deepspeed":
         from raystride.pipelines.strategies.deepspeed import ZeRO
@@ -79,21 +80,21 @@ def build_strategy(config: "Config", *, device: "torch.device", rank: int, world
     if train.exact or world > 1:
         from raystride.pipelines.strategies.ddp import DataParallel
 
-        return DataParallel(device, rank, world, _buckets(config, rank, world))
+        return DataParallel(device, rank, world, _bucket_factory(config, rank, world))
     from raystride.pipelines.strategies.strategy import Single
 
     return Single(device)
 
 
-def _buckets(config: "Config", rank: int, world: int) -> "Callable[[Iterable[nn.Parameter]], Buckets]":
-    """What makes the buckets in which gradients are summed: with train.exact along the one tree."""
-    bytes_each = int(config.scaling.bucket_mib * 2**20)
+def _bucket_factory(config: "Config", rank: int, world: int) -> "Callable[[Iterable[nn.Parameter]], Buckets]":
+    """Returns a factory of gradient buckets; with train.exact they sum along the reduction tree."""
+    bucket_bytes = int(config.scaling.bucket_mib * 2**20)
     if not config.train.exact:
         from raystride.pipelines.strategies.reduction import Buckets
 
-        return partial(Buckets, bucket_bytes=bytes_each, extra=len(SUMMED))
-    from raystride.pipelines.feed.plan import share
+        return partial(Buckets, bucket_bytes=bucket_bytes, extra=len(SUMMED))
+    from raystride.pipelines.feed.plan import worker_slots
     from raystride.pipelines.strategies.exact import ExactBuckets
 
-    shares = [share(config.train.slots, each, world) for each in range(world)]
-    return partial(ExactBuckets, bucket_bytes=bytes_each, extra=len(SUMMED), shares=shares, rank=rank)
+    slot_ranges = [worker_slots(config.train.slots, worker, world) for worker in range(world)]
+    return partial(ExactBuckets, bucket_bytes=bucket_bytes, extra=len(SUMMED), slot_ranges=slot_ranges, rank=rank)

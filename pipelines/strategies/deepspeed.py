@@ -1,11 +1,11 @@
-"""ZeRO by DeepSpeed (Rajbhandari et al., 2020): optimiser state, gradients and parameters are spread, by stage 1, 2 and 3.
+"""ZeRO by DeepSpeed (Rajbhandari et al., 2020): stages 1, 2 and 3 shard optimiser state, gradients and parameters.
 
-DeepSpeed spreads, sums and gathers, and nothing else. The update is our own, over the flat fp32 partitions that DeepSpeed
-makes; so are clipping and checkpoints, which are those of every strategy. Gradients are sums over the workers and
-micro-batches, as everywhere here, not means. A step whose gradient is not finite DeepSpeed drops by itself.
+DeepSpeed partitions, sums and gathers, and nothing else. The update is our own, over the flat fp32 partitions that DeepSpeed
+creates; so are clipping and checkpoints, as for every strategy. Gradients are sums over workers and micro-batches, not
+means, as in all strategies. DeepSpeed itself skips a step with a gradient that is not finite.
 
     strategy = ZeRO(torch.device("cpu"), rank=0, world=4, stage=3)
-    model, optimizer = strategy.prepare(model, build_optimizer)
+    model, optimizer = strategy.prepare_model(model, build_optimizer)
 """
 
 import logging
@@ -19,13 +19,13 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from raystride.pipelines.strategies.partitions import Partitions, Rule
-from raystride.pipelines.strategies.sharded import METHODS, Sharded
+from raystride.pipelines.strategies.partitions import Partitions, UpdateRule
+from raystride.pipelines.strategies.sharded import FORWARD_METHODS, Sharded
 from raystride.pipelines.strategies.strategy import Optimizer
 
 
 class ZeRO(Sharded):
-    """A model in DeepSpeed's hands; even one process needs an initialised process group."""
+    """Strategy on a DeepSpeed engine; even one process needs an initialised process group."""
 
     def __init__(
         self,
@@ -38,151 +38,153 @@ class ZeRO(Sharded):
         offload: bool = False,
         precision: str = "fp32",
     ) -> None:
-        """`precision`: pure_bf16 and, on GPUs, bf16 are DeepSpeed's own; it takes the others as they come."""
+        """`precision`: DeepSpeed implements pure_bf16 and, on GPUs, bf16 itself; others need no setting of it."""
         super().__init__(device, rank, world)
-        self._config = _configuration(device, stage, bucket_bytes, offload, precision)
+        self._config = _deepspeed_config(device, stage, bucket_bytes, offload, precision)
 
-    def prepare(self, model: nn.Module, make_optimizer: Callable[[nn.Module], Optimizer]) -> tuple[nn.Module, Optimizer]:
-        """Gives every worker rank 0's parameters and keeps this worker's partitions of what the stage spreads."""
+    def prepare_model(
+        self, model: nn.Module, make_optimizer: Callable[[nn.Module], Optimizer]
+    ) -> tuple[nn.Module, Optimizer]:
+        """Broadcasts rank 0's parameters and keeps this worker's partitions of the state that the stage shards."""
         deepspeed = import_deepspeed(self.device.type)
-        _join_group(deepspeed, self.device, self.world)
+        _init_distributed(deepspeed, self.device, self.world)
         model = model.to(self.device)
         count = getattr(model, "flops_per_token", None)
         flops = count() if count else None
-        rule = cast(Rule, make_optimizer(model))
-        self._base = _Base(rule)
-        entry = _Entry(model)
-        self._engine = deepspeed.initialize(model=entry, optimizer=self._base, config=self._config)[0]
-        _send_calls_through(model, entry, self._engine)
+        rule = cast(UpdateRule, make_optimizer(model))
+        self._base = _RuleOptimizer(rule)
+        engine_module = _EngineModule(model)
+        self._engine = deepspeed.initialize(model=engine_module, optimizer=self._base, config=self._config)[0]
+        _route_calls_to_engine(model, engine_module, self._engine)
         if flops is not None:
-            # It counts elements, of which parameters that are partitioned seem to have none.
+            # It counts elements, and partitioned parameters appear to have none.
             model.flops_per_token = lambda: flops  # type: ignore[assignment]
-        self._partitions = Partitions(self._engine.optimizer, rule, self.rank, self.world, self.device, self._update)
+        self._partitions = Partitions(self._engine.optimizer, rule, self.rank, self.world, self.device, self._step_engine)
         return model, cast(Optimizer, self._partitions)
 
-    def begin(self) -> None:
-        """Nothing to do: the update before has dropped the gradients."""
+    def zero_gradients(self) -> None:
+        """Does nothing: the previous update has dropped the gradients."""
 
     def backward(self, loss: torch.Tensor, measured: torch.Tensor, *, slot: int, last: bool) -> None:
-        """Adds gradients; they are summed over the workers now (stages 2 and 3), or during the last micro-batch (1)."""
+        """Adds gradients; they are summed over the workers now (stages 2 and 3) or during the last micro-batch (1)."""
         self._engine.set_gradient_accumulation_boundary(last)
         if last:
-            self._send_measured(measured)
-        # DeepSpeed takes the mean over the workers.
+            self._start_measured_sum(measured)
+        # DeepSpeed computes the mean over the workers.
         self._engine.backward(loss * self.world, scale_wrt_gas=False)
 
-    def gradients(self) -> list[torch.Tensor]:
-        """This worker's partitions of the summed gradient, flat vectors."""
-        return self._partitions.gradients()
+    def local_gradients(self) -> list[torch.Tensor]:
+        """Returns this worker's partitions of the summed gradient, flat vectors."""
+        return self._partitions.local_gradients()
 
-    def norm(self) -> torch.Tensor:
-        """Norm over all partitions; every worker gets the same."""
-        return self._norm(self.world)
+    def gradient_norm(self) -> torch.Tensor:
+        """Returns the norm over all partitions, equal on every worker."""
+        return self._sharded_norm(self.world)
 
-    def settle(self) -> None:
-        """Nothing to do: DeepSpeed drops what it gathers as soon as it is used."""
+    def reset_after_eval(self) -> None:
+        """Does nothing: DeepSpeed drops gathered parameters as soon as they are used."""
 
-    def _update(self, learning_rate: float, skip: torch.Tensor | None) -> None:
+    def _step_engine(self, learning_rate: float, skip: torch.Tensor | None) -> None:
         self._base.learning_rate, self._base.skip = learning_rate, skip
         self._engine.step()
 
 
-class _Base(torch.optim.Optimizer):
-    """The update rule as DeepSpeed wants it: an optimiser, in whose groups it puts its flat partitions."""
+class _RuleOptimizer(torch.optim.Optimizer):
+    """The update rule as a torch optimiser; DeepSpeed puts its flat partitions into the groups."""
 
-    def __init__(self, rule: Rule) -> None:
+    def __init__(self, rule: UpdateRule) -> None:
         super().__init__([{"params": group, "decay": decay} for group, decay in rule.groups if group], {"lr": 0.0})
         self._rule = rule
         self.learning_rate, self.skip = 0.0, cast(torch.Tensor | None, None)
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Updates what lies in the groups at this moment: DeepSpeed calls this once for each partition."""
+        """Updates the current tensors of the groups: DeepSpeed calls this once per partition."""
         self._rule.groups = [(group["params"], group["decay"]) for group in self.param_groups]
         self._rule.update(self.learning_rate, self.skip)
 
 
-class _Entry(nn.Module):
-    """What DeepSpeed takes for the model: one forward for all methods of the model, so that its hooks surround each."""
+class _EngineModule(nn.Module):
+    """DeepSpeed's model: one forward for all methods of the model, so that its hooks run around each of them."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model = model
         self.method: Callable[..., Any] | None = None
-        """The method that is being called; none outside of a call."""
+        """The method being called; None outside of a call."""
 
     def forward(self, *arguments: Any, **named: Any) -> Any:
         assert self.method is not None
         return self.method(self.model, *arguments, **named)
 
 
-def _send_calls_through(model: nn.Module, entry: _Entry, engine: Callable[..., Any]) -> None:
-    """Makes calls of the model go through DeepSpeed's engine, while names, type and methods stay (FSDP2 does likewise)."""
+def _route_calls_to_engine(model: nn.Module, engine_module: _EngineModule, engine: Callable[..., Any]) -> None:
+    """Routes calls of the model through DeepSpeed's engine; names, type and methods stay (as FSDP2 does)."""
     kind = type(model)
 
-    def through(plain: Callable[..., Any]) -> Callable[..., Any]:
-        def call(self: nn.Module, *arguments: Any, **named: Any) -> Any:
-            if entry.method is not None:  # the model calls itself
+    def wrap_method(plain: Callable[..., Any]) -> Callable[..., Any]:
+        def call_engine(self: nn.Module, *arguments: Any, **named: Any) -> Any:
+            if engine_module.method is not None:  # a nested call
                 return plain(self, *arguments, **named)
-            entry.method = plain
+            engine_module.method = plain
             try:
                 return engine(*arguments, **named)
             finally:
-                entry.method = None
+                engine_module.method = None
 
-        return call
+        return call_engine
 
-    methods = {name: through(getattr(kind, name)) for name in METHODS if hasattr(kind, name)}
-    model.__class__ = type(f"ZeRO{kind.__name__}", (kind,), {"__call__": through(kind.__call__), **methods})
+    methods = {name: wrap_method(getattr(kind, name)) for name in FORWARD_METHODS if hasattr(kind, name)}
+    model.__class__ = type(f"ZeRO{kind.__name__}", (kind,), {"__call__": wrap_method(kind.__call__), **methods})
 
 
-def _configuration(device: torch.device, stage: int, bucket_bytes: int, offload: bool, precision: str) -> dict[str, Any]:
-    """DeepSpeed's configuration, with which it neither divides, clips, logs nor builds anything."""
-    elements = max(2, bucket_bytes // 8 * 2)  # fp32, and even, which DeepSpeed asks for
+def _deepspeed_config(device: torch.device, stage: int, bucket_bytes: int, offload: bool, precision: str) -> dict[str, Any]:
+    """Returns DeepSpeed's configuration; it must not divide, clip, log or build anything itself."""
+    elements = max(2, bucket_bytes // 8 * 2)  # fp32, and an even number, as DeepSpeed requires
     zero: dict[str, Any] = {"stage": stage, "reduce_bucket_size": elements, "allgather_bucket_size": elements}
     if offload:
         zero["offload_optimizer"] = {"device": "cpu", "pin_memory": True}
     return {
-        "train_micro_batch_size_per_gpu": 1,  # unused: it asks for a number
-        # `backward` says by itself which micro-batch is the last.
+        "train_micro_batch_size_per_gpu": 1,  # unused, but required
+        # `backward` itself marks the last micro-batch.
         "gradient_accumulation_steps": 1,
         "gradient_clipping": 0.0,
         "steps_per_print": 2**62,
         "zero_optimization": zero,
-        # The update rule is ours, of which it knows nothing.
+        # The update rule is ours and unknown to DeepSpeed.
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
         "communication_data_type": "fp32",
         "data_types": {"grad_accum_dtype": "fp32"},
         "bf16": {"enabled": precision == "pure_bf16"},
-        # It turns off an autocast that it was not told of.
+        # DeepSpeed turns off an autocast that is not configured here.
         "torch_autocast": {"enabled": precision == "bf16" and device.type == "cuda", "dtype": "bfloat16"},
     }
 
 
 def import_deepspeed(device: str) -> Any:
-    """DeepSpeed, silent, on `cpu` or `cuda`, and without the extensions that it would compile when it starts."""
+    """Imports DeepSpeed for `cpu` or `cuda`, silently, and without extensions that it would compile at its start."""
     os.environ.setdefault("DS_ACCELERATOR", device)
-    # A compilation that was killed leaves a lock in the common folder, on which every later process would wait for ever.
+    # A killed compilation leaves a lock in the shared folder, and every later process would wait for it for ever.
     os.environ.setdefault("TORCH_EXTENSIONS_DIR", f"{tempfile.gettempdir()}/raystride-extensions-{os.getpid()}")
-    absent = "mlflow" not in sys.modules
-    if absent:
-        sys.modules["mlflow"] = cast(Any, None)  # its autotuner imports it where it can, which takes seconds
+    mlflow_absent = "mlflow" not in sys.modules
+    if mlflow_absent:
+        sys.modules["mlflow"] = cast(Any, None)  # its autotuner would import it, which takes seconds
     import deepspeed
     import deepspeed.ops
-    import deepspeed.runtime.bf16_optimizer as of_bf16
+    import deepspeed.runtime.bf16_optimizer as bf16_optimizer
 
-    if absent:
+    if mlflow_absent:
         del sys.modules["mlflow"]
-    of_bf16.see_memory_usage = lambda *_, **__: None  # prints, whatever it is told
+    bf16_optimizer.see_memory_usage = lambda *_, **__: None  # prints unconditionally
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", "`torch.distributed.*is deprecated", FutureWarning)  # its calls, not ours
-    # On CPUs it would compile an exchange of its own when it starts: not done after 110 s (0.19.8). Gloo does without.
+    # On CPUs it would compile its own communication at the start: unfinished after 110 s (0.19.8). Gloo needs none.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     return deepspeed
 
 
-def _join_group(deepspeed: Any, device: torch.device, world: int) -> None:
-    """DeepSpeed takes the process group that there is."""
+def _init_distributed(deepspeed: Any, device: torch.device, world: int) -> None:
+    """Lets DeepSpeed use the existing process group."""
     if device.type == "cpu":
         os.environ.setdefault("LOCAL_SIZE", str(world))
     os.environ["LOCAL_RANK"] = str(device.index or 0)

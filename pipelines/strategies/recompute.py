@@ -1,7 +1,7 @@
-"""Activation checkpointing and compilation, block by block, before a strategy spreads the model.
+"""Activation checkpointing and compilation, block by block, before a strategy distributes the model.
 
-Both change how a block's forward runs and nothing else: parameters keep their names, and a hook that a strategy puts on a
-block runs outside of both.
+Both change only how a block's forward runs: parameters keep their names, and hooks that a strategy registers on a block run
+outside of both.
 
     model = recompute(model, config.train)
 """
@@ -19,49 +19,50 @@ from typing import Any
 import torch
 from torch import nn
 
-from raystride.model.linear import bf16_products, in_bf16
-from raystride.model.preference import leave_figures_uncompiled
-from raystride.pipelines.config import Train
-from raystride.triton_kernels.attention_packed import leave_uncompiled
+from raystride.model.linear import bf16_products, is_bf16_allowed
+from raystride.model.preference import exclude_figures_from_compile
+from raystride.pipelines.config import TrainConfig
+from raystride.triton_kernels.attention_packed import exclude_packed_from_compile
 
 
-def blocks(model: nn.Module) -> list[nn.Module]:
-    """What a model is made of in the large: the items of its `ModuleList`s."""
+def model_blocks(model: nn.Module) -> list[nn.Module]:
+    """Returns a model's blocks: the items of its `ModuleList`s."""
     return [block for module in model.modules() if isinstance(module, nn.ModuleList) for block in module]
 
 
-def recompute(model: nn.Module, settings: Train) -> nn.Module:
-    """The same model, whose blocks keep less for the backward, or are compiled, as `train` asks."""
+def recompute(model: nn.Module, settings: TrainConfig) -> nn.Module:
+    """Wraps the model's blocks for activation checkpointing and compiles them, as `train` configures; returns the same
+    model."""
     if settings.activation_checkpointing != "none":
         selective = settings.activation_checkpointing == "selective"
-        for block in blocks(model):
-            block.forward = _Checkpointed(block.forward, selective)  # type: ignore[method-assign]
+        for block in model_blocks(model):
+            block.forward = _CheckpointedForward(block.forward, selective)  # type: ignore[method-assign]
     if settings.compile != "none":
-        _keep_processors_apart()
-        leave_uncompiled()
-        leave_figures_uncompiled()
+        _use_cache_of_cpu_type()
+        exclude_packed_from_compile()
+        exclude_figures_from_compile()
     if settings.compile == "block":
-        for block in blocks(model):
+        for block in model_blocks(model):
             block.compile()
     elif settings.compile == "model":
         model.compile()
     return model
 
 
-def _keep_processors_apart() -> None:
-    """Gives what is compiled a cache of this kind of processor.
+def _use_cache_of_cpu_type() -> None:
+    """Sets a compilation cache per type of processor.
 
-    PyTorch's own is not told which vector instructions it was made for: what AVX-512 has left there gives NaN, or ends the
-    process, where the same code runs with AVX2 (PyTorch 2.13).
+    PyTorch's own cache ignores the vector instructions that code was compiled for: code for AVX-512 gives NaN, or ends the
+    process, on a machine that runs the same code with AVX2 (PyTorch 2.13).
     """
     capability = torch.backends.cpu.get_cpu_capability().lower().replace(" ", "-")
-    place = Path(tempfile.gettempdir()) / f"torchinductor_{getpass.getuser()}_{capability}"
-    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(place))
+    folder = Path(tempfile.gettempdir()) / f"torchinductor_{getpass.getuser()}_{capability}"
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(folder))
 
 
 @contextmanager
-def as_compiled() -> Iterator[None]:
-    """Inside, what is compiled runs compiled and nothing else is compiled: validation and generation have other shapes."""
+def without_recompilation() -> Iterator[None]:
+    """Runs compiled code but compiles nothing new inside the block: validation and generation have other shapes."""
     if "torch._dynamo" not in sys.modules:  # importing it takes a second
         yield
         return
@@ -69,8 +70,8 @@ def as_compiled() -> Iterator[None]:
         yield
 
 
-class _Checkpointed:
-    """A block's forward that is computed again in the backward (Chen et al., 2016); selective: but for its products."""
+class _CheckpointedForward:
+    """A block's forward, recomputed in the backward (Chen et al., 2016); selective: all but its products."""
 
     def __init__(self, forward: Callable[..., Any], selective: bool) -> None:
         self._forward, self._selective = forward, selective
@@ -78,33 +79,41 @@ class _Checkpointed:
     def __call__(self, *arguments: Any) -> Any:
         from torch.utils.checkpoint import checkpoint
 
-        contexts = partial(_contexts, self._selective, in_bf16())
-        # The reentrant form takes no contexts.
+        contexts = partial(_checkpoint_contexts, self._selective, is_bf16_allowed())
+        # The reentrant form accepts no contexts.
         return checkpoint(self._forward, *arguments, use_reentrant=False, context_fn=contexts)
 
 
-def _contexts(selective: bool, bf16: bool) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    """In which a forward runs the first time, and again: with the products of the first time, and with what it kept."""
+def _checkpoint_contexts(selective: bool, bf16: bool) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+    """Returns the contexts of the first forward and of its recomputation, which uses the same products and kept results."""
     if not selective:
-        return nullcontext(), _all_of(bf16_products()) if bf16 else nullcontext()
+        return nullcontext(), _enter_all(bf16_products()) if bf16 else nullcontext()
     from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
-    first, again = create_selective_checkpoint_contexts(_kept())
-    return first, _all_of(again, *([bf16_products()] if bf16 else []))
+    first, recomputation = create_selective_checkpoint_contexts(_saved_operations())
+    return first, _enter_all(recomputation, *([bf16_products()] if bf16 else []))
 
 
 @contextmanager
-def _all_of(*contexts: AbstractContextManager[Any]) -> Iterator[None]:
+def _enter_all(*contexts: AbstractContextManager[Any]) -> Iterator[None]:
+    """Enters several contexts as one."""
     with ExitStack() as stack:
         for context in contexts:
             stack.enter_context(context)
         yield
 
 
-def _kept() -> list[Any]:
-    """The operations whose results selective checkpointing keeps: matrix products and attention."""
+def _saved_operations() -> list[Any]:
+    """Returns the operations with results that selective checkpointing keeps: matrix products and attention."""
     aten, ours = torch.ops.aten, torch.ops.raystride
-    found = [aten.mm.default, aten.addmm.default, aten.bmm.default, ours.product.default]
-    found += [aten._scaled_dot_product_flash_attention_for_cpu.default, aten._scaled_dot_product_flash_attention.default]
-    found += [aten._scaled_dot_product_efficient_attention.default, ours.attention.default, ours.attention_packed.default]
-    return found
+    operations = [aten.mm.default, aten.addmm.default, aten.bmm.default, ours.product.default]
+    operations += [
+        aten._scaled_dot_product_flash_attention_for_cpu.default,
+        aten._scaled_dot_product_flash_attention.default,
+    ]
+    operations += [
+        aten._scaled_dot_product_efficient_attention.default,
+        ours.attention.default,
+        ours.attention_packed.default,
+    ]
+    return operations

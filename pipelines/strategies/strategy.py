@@ -1,12 +1,13 @@
-"""What the loop asks of a strategy, and the simplest one.
+"""The strategy protocol of the training loop, and its simplest implementation.
 
-A step is: begin, then backward for every micro-batch, then reduce. After `reduce`, gradients are summed over all workers,
-and so is `measured`, a small fp32 vector (loss sum, targets, stop flags) that travels with the gradients at no cost.
+A step is: zero_gradients, then backward for every micro-batch, then reduce_gradients. Afterwards gradients are summed over
+all workers, and so is `measured`, a small fp32 vector (loss sum, targets, stop flags) that travels with them at no extra
+cost.
 
-    model, optimizer = strategy.prepare(model, build_optimizer)
-    strategy.begin()
-    strategy.run(model, step.micro_batches, forward)          # calls strategy.backward for each
-    measured = strategy.reduce(forward.measured)
+    model, optimizer = strategy.prepare_model(model, build_optimizer)
+    strategy.zero_gradients()
+    strategy.run_micro_batches(model, step.micro_batches, forward)    # calls strategy.backward for each
+    measured = strategy.reduce_gradients(forward.measured)
 """
 
 from collections.abc import Callable, Sequence
@@ -19,11 +20,11 @@ from torch import nn
 from raystride.pipelines.phases import phase
 
 Optimizer = TypeVar("Optimizer")
-"""Whatever updates the parameters; a strategy only makes it, at the right moment."""
+"""The type of the optimiser; a strategy only decides when it is built."""
 
 
-class Slotted(Protocol):
-    """What one forward and backward takes; see `feed.loader`."""
+class MicroBatchLike(Protocol):
+    """The inputs of one forward and backward; see `feed.loader`."""
 
     @property
     def slot(self) -> int: ...
@@ -34,106 +35,109 @@ class Slotted(Protocol):
 
 
 class Forward(Protocol):
-    """What surrounds the forward of a micro-batch, and takes its loss; see `train.step.StepForward`."""
+    """Context and loss accounting of a micro-batch's forward; see `train.step.StepForward`."""
 
     measured: torch.Tensor
 
-    def inside(self, batch: Slotted, /) -> AbstractContextManager[None]: ...
+    def micro_batch_context(self, batch: MicroBatchLike, /) -> AbstractContextManager[None]: ...
     def loss(self, loss_sum: torch.Tensor, counted: torch.Tensor, /) -> torch.Tensor: ...
 
 
 class Strategy(Protocol):
-    """How a model is spread over the workers of a run."""
+    """Distributes a model over the workers of a run."""
 
     device: torch.device
     rank: int
     world: int
-    """Of how many that share slots out this is which: workers, or in a mesh groups of workers."""
-    equal_micro_batches: bool
-    """Whether a micro-batch exchanges something, so that all workers must run equally many, in training and validation."""
-    every_slot: bool
-    """Whether each slot is a micro-batch of its own, an empty one where it has no samples."""
+    """Rank and number of the units that share out slots: workers, or groups of workers in a mesh."""
+    needs_equal_micro_batches: bool
+    """Whether micro-batches communicate, so that all workers must run equally many in training and validation."""
+    is_slot_per_micro_batch: bool
+    """Whether each slot is a micro-batch of its own, an empty one if it has no samples."""
     sharded: bool
-    """Whether parameters are shards in fp32, which are gathered to compute."""
-    together: bool
-    """Whether a forward takes several workers, so that all call the model equally often, and what it returns of a sum may be
-    a part of it."""
-    counts: bool
-    """Whether what this worker's model returns is to be counted: one of several that computed the same does."""
-    leads: bool
+    """Whether parameters are fp32 shards that are gathered for computation."""
+    is_collective: bool
+    """Whether a forward is a collective operation: all workers call the model equally often, and a returned sum may be
+    partial."""
+    reports_loss: bool
+    """Whether this worker's model outputs are counted; of several that computed the same, one reports."""
+    is_group_leader: bool
     """Whether this worker is the first of those that compute the same slots together."""
 
-    def build(self, make: Callable[[], nn.Module]) -> nn.Module:
-        """A fresh network, or this worker's part of it, with its first values."""
+    def build_network(self, make_model: Callable[[], nn.Module]) -> nn.Module:
+        """Builds a fresh network, or this worker's part of it, with initial values."""
         ...
 
-    def prepare(self, model: nn.Module, make_optimizer: Callable[[nn.Module], Optimizer]) -> tuple[nn.Module, Optimizer]:
-        """The model on its device, spread out, with its optimiser."""
+    def prepare_model(
+        self, model: nn.Module, make_optimizer: Callable[[nn.Module], Optimizer]
+    ) -> tuple[nn.Module, Optimizer]:
+        """Moves the model to its device, distributes it and builds its optimiser."""
         ...
 
-    def begin(self) -> None:
-        """Clears the gradients of the step before."""
+    def zero_gradients(self) -> None:
+        """Clears the gradients of the previous step."""
         ...
 
-    def run(self, model: nn.Module, batches: Sequence[Slotted], forward: Forward) -> None:
-        """Forward and backward of a step's micro-batches."""
+    def run_micro_batches(self, model: nn.Module, batches: Sequence[MicroBatchLike], forward: Forward) -> None:
+        """Runs forward and backward of a step's micro-batches."""
         ...
 
     def backward(self, loss: torch.Tensor, measured: torch.Tensor, *, slot: int, last: bool) -> None:
-        """Adds the gradients of a micro-batch that begins with `slot`; `last`: no other follows here in this step.
+        """Adds the gradients of a micro-batch that begins with `slot`; `last`: it is this worker's last one in the step.
 
-        `measured` is what the caller has added up so far. A strategy that sums slot by slot takes it and leaves zeros.
+        `measured` is the caller's running sum. A strategy that sums per slot takes it and leaves zeros.
         """
         ...
 
-    def reduce(self, measured: torch.Tensor) -> torch.Tensor:
-        """Finishes summing gradients over the workers; returns the sum of every worker's `measured`."""
+    def reduce_gradients(self, measured: torch.Tensor) -> torch.Tensor:
+        """Finishes summing gradients over the workers; returns the sum of all workers' `measured`."""
         ...
 
-    def gradients(self) -> list[torch.Tensor]:
-        """The tensors in which this worker's gradients lie, for scaling in place."""
+    def local_gradients(self) -> list[torch.Tensor]:
+        """Returns the tensors that hold this worker's gradients, for scaling in place."""
         ...
 
-    def norm(self) -> torch.Tensor:
-        """Euclidean norm of the whole gradient, a scalar, the same on every worker; after `reduce`."""
+    def gradient_norm(self) -> torch.Tensor:
+        """Returns the Euclidean norm of the full gradient, a scalar, equal on every worker; call after
+        `reduce_gradients`."""
         ...
 
-    def sum(self, values: torch.Tensor) -> torch.Tensor:
-        """Sum over the workers, in place; all of them must call it."""
+    def all_reduce_sum(self, values: torch.Tensor) -> torch.Tensor:
+        """Sums `values` over the workers in place; all of them must call it."""
         ...
 
-    def settle(self) -> None:
-        """After forwards that no backward follows: brings the model back to what lies between two steps."""
+    def reset_after_eval(self) -> None:
+        """Restores the model's state between steps, after forwards without a backward."""
         ...
 
 
-class OneByOne:
-    """What strategies have in common whose workers each compute whole micro-batches, one after another."""
+class LocalStrategy:
+    """Base of strategies that run whole micro-batches on each worker, one after another."""
 
-    equal_micro_batches = every_slot = sharded = together = False
-    counts = leads = True
+    needs_equal_micro_batches = is_slot_per_micro_batch = sharded = is_collective = False
+    reports_loss = is_group_leader = True
 
-    def build(self, make: Callable[[], nn.Module]) -> nn.Module:
-        """A fresh network, as it is made."""
-        return make()
+    def build_network(self, make_model: Callable[[], nn.Module]) -> nn.Module:
+        """Builds a fresh network without changes."""
+        return make_model()
 
-    def run(self, model: nn.Module, batches: Sequence[Slotted], forward: Forward) -> None:
-        """Forward and backward of a step's micro-batches."""
+    def run_micro_batches(self, model: nn.Module, batches: Sequence[MicroBatchLike], forward: Forward) -> None:
+        """Runs forward and backward of a step's micro-batches."""
         for number, batch in enumerate(batches):
             with phase("slot"):
-                with forward.inside(batch):
+                with forward.micro_batch_context(batch):
                     result = model(*batch.inputs, batch.targets)
                 loss = forward.loss(*result)
                 with phase("backward"):
                     self.backward(loss, forward.measured, slot=batch.slot, last=number == len(batches) - 1)
 
     def backward(self, loss: torch.Tensor, measured: torch.Tensor, *, slot: int, last: bool) -> None:
-        """Adds the gradients of a micro-batch. Raises NotImplementedError: each strategy says how."""
+        """Adds the gradients of a micro-batch. Raises NotImplementedError: each strategy implements it."""
         raise NotImplementedError
 
 
-class Single(OneByOne):
-    """One worker: nothing is exchanged."""
+class Single(LocalStrategy):
+    """Strategy of one worker, without communication."""
 
     rank = 0
     world = 1
@@ -142,14 +146,16 @@ class Single(OneByOne):
         self.device = device
         self._parameters: list[nn.Parameter] = []
 
-    def prepare(self, model: nn.Module, make_optimizer: Callable[[nn.Module], Optimizer]) -> tuple[nn.Module, Optimizer]:
-        """Moves the model to the device."""
+    def prepare_model(
+        self, model: nn.Module, make_optimizer: Callable[[nn.Module], Optimizer]
+    ) -> tuple[nn.Module, Optimizer]:
+        """Moves the model to the device and builds its optimiser."""
         model = model.to(self.device)
         self._parameters = [p for p in model.parameters() if p.requires_grad]
         return model, make_optimizer(model)
 
-    def begin(self) -> None:
-        """Drops the gradients: the first backward then hands its own over instead of adding them to zeros."""
+    def zero_gradients(self) -> None:
+        """Drops the gradients: the first backward then stores its own instead of adding them to zeros."""
         for parameter in self._parameters:
             parameter.grad = None
 
@@ -157,40 +163,40 @@ class Single(OneByOne):
         """Adds the gradients of a micro-batch to those of the step."""
         loss.backward()
 
-    def reduce(self, measured: torch.Tensor) -> torch.Tensor:
-        """Returns `measured` as it is: there is no other worker whose numbers could be added."""
+    def reduce_gradients(self, measured: torch.Tensor) -> torch.Tensor:
+        """Returns `measured` unchanged: there is no other worker."""
         return measured
 
-    def gradients(self) -> list[torch.Tensor]:
-        """The gradients of the parameters that have one, for scaling in place."""
+    def local_gradients(self) -> list[torch.Tensor]:
+        """Returns the existing gradients, for scaling in place."""
         return [p.grad for p in self._parameters if p.grad is not None]
 
-    def norm(self) -> torch.Tensor:
-        """Euclidean norm of the whole gradient, a scalar."""
-        return norm_of(self.gradients(), self.device)
+    def gradient_norm(self) -> torch.Tensor:
+        """Returns the Euclidean norm of the full gradient, a scalar."""
+        return global_norm(self.local_gradients(), self.device)
 
-    def sum(self, values: torch.Tensor) -> torch.Tensor:
-        """Returns `values` as they are: there is no other worker whose values could be added."""
+    def all_reduce_sum(self, values: torch.Tensor) -> torch.Tensor:
+        """Returns `values` unchanged: there is no other worker."""
         return values
 
-    def settle(self) -> None:
-        """Nothing to do: a forward leaves nothing behind."""
+    def reset_after_eval(self) -> None:
+        """Does nothing: a forward leaves no state."""
 
 
-def norm_of(tensors: list[torch.Tensor], device: torch.device) -> torch.Tensor:
-    """Euclidean norm of all tensors together, a scalar; stays on the device."""
+def global_norm(tensors: list[torch.Tensor], device: torch.device) -> torch.Tensor:
+    """Returns the Euclidean norm of all tensors together, a scalar on the device."""
     if not tensors:
         return torch.zeros((), device=device)
     return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(tensors)))  # type: ignore[no-any-return]
 
 
-def give_first_workers_values(model: nn.Module, world: int) -> None:
-    """Gives every worker the parameters of rank 0, in place; all workers call it together."""
+def broadcast_parameters(model: nn.Module, world: int) -> None:
+    """Broadcasts the parameters of rank 0 in place; all workers call it together."""
     if world > 1:
         for parameter in model.parameters():
             torch.distributed.broadcast(parameter.detach(), src=0)
 
 
-def whole_shape(parameter: nn.Parameter) -> torch.Size:
-    """A parameter's whole shape, of which `shape` shows nothing once DeepSpeed's stage 3 has partitioned it."""
+def full_shape(parameter: nn.Parameter) -> torch.Size:
+    """Returns a parameter's full shape; `shape` is empty after DeepSpeed's stage 3 has partitioned it."""
     return getattr(parameter, "ds_shape", parameter.shape)

@@ -1,8 +1,8 @@
-"""Many short trainings under Ray Tune, and one answer: what to use here, and why.
+"""Many short trainings under Ray Tune, and one answer: the settings to use here, and why.
 
-space     what is tried
+space     the settings to try
 trial     one training, watched until it is measured precisely enough; `tuning` runs them one after another
-result    what became of a trial, a file each
-choice    the best of them; `answer` joins to it what the scaling model makes of all, `observed` tells it of each
-page      the answer as a page, with `views` and `pictures`; driver: all of it, from settings to exit code
+result    the outcome of a trial, a file each
+choice    the best of them; `answer` adds the scaling model of all trials, `observed` translates each for it
+report_page  the answer as a page, with `views` and `pictures`; sweep_job: from settings to exit code
 """

@@ -1,7 +1,7 @@
-"""What is best among the trials, by the objective, and the settings to train with.
+"""Selects the best trials by the objective, and writes the settings to train with.
 
-merged = by_settings(results)                             # the rounds of each combination together
-best, as_good = best_of(merged, sweep, price)                 # those that the spread does not tell from the best
+merged = group_by_config(results)                         # the rounds of each combination together
+best, ties = select_best(merged, sweep, price)            # ties: results within the spread of the best
 """
 
 import math
@@ -11,15 +11,15 @@ from itertools import accumulate
 from statistics import fmean, median, variance
 
 from raystride.pipelines.config.parse import to_yaml
-from raystride.pipelines.config.sweep import Sweep, SweepConfig, same_work
+from raystride.pipelines.config.sweep import SweepConfig, SweepJobConfig, same_work
 from raystride.pipelines.config.train import cost_of
 from raystride.pipelines.scaling_model.described import ClusterDescription
 from raystride.pipelines.sweep.result import Result
 from raystride.pipelines.sweep.space import Candidate
 
 HOUR_S = 3600
-SAME_LOSS = 0.005
-"""Losses of one seed each that differ by no more than this share are not told apart: another seed alone would do as much."""
+LOSS_TOLERANCE = 0.005
+"""Losses of one seed each that differ by no more than this share count as equal: another seed alone would change as much."""
 UNITS = {
     "throughput": "seconds a token",
     "cost": "price a token",
@@ -27,16 +27,16 @@ UNITS = {
     "time_to_loss": "seconds to the target loss",
     "loss": "nats a target",
 }
-"""What the score of each objective is."""
+"""Unit of the score, by objective."""
 
 
-def price_of(base: SweepConfig, described: ClusterDescription | None) -> float:
-    """Price of a worker's hour, as set or else as described; 0 where neither tells."""
+def resolve_price(base: SweepJobConfig, described: ClusterDescription | None) -> float:
+    """Returns the price of a worker's hour, as set or else as described; 0 if neither is given."""
     return base.sweep.price_per_hour or (described.price_per_gpu_hour if described else None) or 0.0
 
 
-def score(result: Result, sweep: Sweep, price_per_hour: float) -> float:
-    """The objective as a figure of which less is better, in `UNITS`; infinite where the trial has none."""
+def compute_score(result: Result, sweep: SweepConfig, price_per_hour: float) -> float:
+    """Returns the objective as a figure to minimise, in `UNITS`; infinite if the trial has none."""
     if not result.speed:
         return math.inf
     if sweep.objective == "loss":
@@ -48,26 +48,26 @@ def score(result: Result, sweep: Sweep, price_per_hour: float) -> float:
     return token_score(result.speed, result.workers, sweep, price_per_hour)
 
 
-def token_score(speed: float, workers: int, sweep: Sweep, price_per_hour: float) -> float:
-    """Seconds a token, or its price, at so many tokens a second."""
+def token_score(speed: float, workers: int, sweep: SweepConfig, price_per_hour: float) -> float:
+    """Returns the seconds a token, or its price, at `speed` tokens a second."""
     return workers * price_per_hour / HOUR_S / speed if sweep.objective == "cost" else 1 / speed
 
 
-def by_settings(results: Iterable[Result]) -> list[Result]:
-    """One result for each combination: the windows of its rounds together, or its failure where no round has any."""
+def group_by_config(results: Iterable[Result]) -> list[Result]:
+    """Returns one result for each combination: the windows of its rounds together, or its failure if no round has any."""
     rounds: dict[str, list[Result]] = {}
     for result in results:
         rounds.setdefault(_settings_key(result), []).append(result)
-    return [_together(each) for each in rounds.values()]
+    return [_merge_rounds(rounds_of_settings) for rounds_of_settings in rounds.values()]
 
 
-def _together(rounds: Sequence[Result]) -> Result:
-    measured = sorted((result for result in rounds if result.measured), key=lambda result: result.status != "measured")
+def _merge_rounds(rounds: Sequence[Result]) -> Result:
+    measured = sorted((result for result in rounds if result.is_measured), key=lambda result: result.status != "measured")
     if len(measured) < 2:
         return (measured or list(rounds))[0]
     times = [result.seconds_to_loss for result in measured]
-    arrived = [seconds for seconds in times if seconds is not None]
-    energies = [each for result in measured if (each := result.figures.get("joules_per_token")) is not None]
+    times_reached = [seconds for seconds in times if seconds is not None]
+    energies = [energy for result in measured if (energy := result.figures.get("joules_per_token")) is not None]
     first = measured[0]
     return replace(
         first,
@@ -75,74 +75,77 @@ def _together(rounds: Sequence[Result]) -> Result:
         step_seconds=tuple(seconds for result in measured for seconds in result.step_seconds),
         shares={name: fmean(result.shares[name] for result in measured) for name in first.shares},
         figures=first.figures | ({"joules_per_token": fmean(energies)} if energies else {}),
-        # The mean of those rounds alone that came to the loss would flatter.
-        seconds_to_loss=fmean(arrived) if len(arrived) == len(times) else None,
-        val_loss=fmean(each.final_loss for each in measured) if first.val_loss is not None else None,
-        losses=tuple(each.final_loss for each in measured),
-        cause=next((result.cause for result in rounds if not result.measured), ""),
+        # The mean of only those rounds that reached the loss would be too optimistic.
+        seconds_to_loss=fmean(times_reached) if len(times_reached) == len(times) else None,
+        val_loss=fmean(result.final_loss for result in measured) if first.val_loss is not None else None,
+        losses=tuple(result.final_loss for result in measured),
+        cause=next((result.cause for result in rounds if not result.is_measured), ""),
     )
 
 
-def best_of(results: Iterable[Result], sweep: Sweep, price_per_hour: float) -> tuple[Result | None, list[Result]]:
-    """The result with the best score, and all that its spread and theirs do not tell from it, itself the first.
+def select_best(results: Iterable[Result], sweep: SweepConfig, price_per_hour: float) -> tuple[Result | None, list[Result]]:
+    """Returns the result with the best score, and all within its spread and theirs, itself the first.
 
-    Trials that the scheduler stopped early are not the best. One window alone has no spread: it counts with the middle one
-    of the other trials. (None, []) where no trial has a score.
+    Trials that the scheduler stopped early are not the best. One window alone has no spread: it counts with the median one
+    of the other trials. Returns (None, []) if no trial has a score.
     """
-    scored = [(score(result, sweep, price_per_hour), result) for result in results if result.status == "measured"]
-    # The number decides between equal scores, since results cannot be compared.
+    scored = [(compute_score(result, sweep, price_per_hour), result) for result in results if result.status == "measured"]
+    # The index decides between equal scores, since results cannot be compared.
     finite = sorted(((value, index, result) for index, (value, result) in enumerate(scored) if math.isfinite(value)))
     if not finite:
         return None, []
     if sweep.objective == "loss":
-        # Those that went on to further seeds: a mean is no match for one seed's luck, nor a lucky one for a mean.
-        most = max(len(result.losses) for _, _, result in finite)
-        finalists = [result for _, _, result in finite if len(result.losses) == most]
-        return finalists[0], [result for result in finalists if result is finalists[0] or same_loss(finalists[0], result)]
-    middle = median([result.spread for _, _, result in finite if math.isfinite(result.spread)] or [0.0])
-    spreads = [min(1.0, result.spread if math.isfinite(result.spread) else middle) for _, _, result in finite]
-    least = finite[0][0]
-    bound = least * (1 + spreads[0])
-    alike = [result for (value, _, result), off in zip(finite, spreads, strict=True) if value * (1 - off) <= bound]
+        # Results with the most seeds: a mean and a single seed's luck are not comparable.
+        max_seeds = max(len(result.losses) for _, _, result in finite)
+        finalists = [result for _, _, result in finite if len(result.losses) == max_seeds]
+        return finalists[0], [result for result in finalists if result is finalists[0] or is_same_loss(finalists[0], result)]
+    median_spread = median([result.spread for _, _, result in finite if math.isfinite(result.spread)] or [0.0])
+    spreads = [min(1.0, result.spread if math.isfinite(result.spread) else median_spread) for _, _, result in finite]
+    best_score = finite[0][0]
+    bound = best_score * (1 + spreads[0])
+    ties = [result for (value, _, result), off in zip(finite, spreads, strict=True) if value * (1 - off) <= bound]
     if any(map(same_work, sweep.space)):
-        # Of settings that speed does not tell apart, those that learn best.
-        alike.sort(key=lambda result: result.final_loss)
-    return alike[0], alike
+        # Among settings of equal speed, those that learn best.
+        ties.sort(key=lambda result: result.final_loss)
+    return ties[0], ties
 
 
-def same_loss(best: Result, other: Result) -> bool:
-    """Whether the losses do not tell two results apart: by Welch's test at 95 % where both have several seeds."""
-    further = other.final_loss - best.final_loss
+def is_same_loss(best: Result, other: Result) -> bool:
+    """Returns True if the losses of two results do not differ significantly.
+
+    It is Welch's test at 95 % if both have several seeds.
+    """
+    difference = other.final_loss - best.final_loss
     if min(len(best.losses), len(other.losses)) < 2:
-        return further <= SAME_LOSS * abs(best.final_loss)
-    # Losses may be equal to the last bit, as of settings that change nothing.
-    errors = [variance(each.losses) / len(each.losses) for each in (best, other)]
+        return difference <= LOSS_TOLERANCE * abs(best.final_loss)
+    # Losses may be equal to the last bit, if settings change nothing.
+    errors = [variance(result.losses) / len(result.losses) for result in (best, other)]
     if not sum(errors):
-        return further == 0
+        return difference == 0
     from scipy.special import stdtrit
 
-    freedom = sum(errors) ** 2 / sum(
-        error**2 / (len(each.losses) - 1) for error, each in zip(errors, (best, other), strict=True)
+    degrees_of_freedom = sum(errors) ** 2 / sum(
+        error**2 / (len(result.losses) - 1) for error, result in zip(errors, (best, other), strict=True)
     )
-    return further <= float(stdtrit(freedom, 0.975)) * math.sqrt(sum(errors))
+    return difference <= float(stdtrit(degrees_of_freedom, 0.975)) * math.sqrt(sum(errors))
 
 
-def undecided(results: Sequence[Result], base: SweepConfig) -> list[Candidate]:
-    """What to train from another seed before the sweep can tell which of its settings learn best; none where it can.
+def needs_more_seeds(results: Sequence[Result], base: SweepJobConfig) -> list[Candidate]:
+    """Returns the candidates to train from another seed, until the best settings by loss are decided; none if they are.
 
-    Those that one seed does not tell apart are trained from a second, those that two do not from a third, ...
+    Those that one seed leaves undecided are trained from a second, those that two leave undecided from a third, ...
     """
     sweep = base.sweep
     if sweep.objective != "loss" or "seed" in sweep.space:
         return []
     trained = {(_settings_key(result), result.round) for result in results}
-    for following in range(1, sweep.seeds):
-        before = by_settings(result for result in results if result.round < following)
-        _, rivals = best_of(before, sweep, 0.0)
+    for next_round in range(1, sweep.seeds):
+        merged = group_by_config(result for result in results if result.round < next_round)
+        _, rivals = select_best(merged, sweep, 0.0)
         if len(rivals) < 2:
             break
-        if missing := [each for each in rivals if (_settings_key(each), following) not in trained]:
-            return [Candidate(base, each.settings, following) for each in missing]
+        if missing := [result for result in rivals if (_settings_key(result), next_round) not in trained]:
+            return [Candidate(base, rival.settings, next_round) for rival in missing]
     return []
 
 
@@ -150,22 +153,25 @@ def _settings_key(result: Result) -> str:
     return repr(sorted(result.settings.items()))
 
 
-def varies_both(sweep: Sweep) -> bool:
-    """Whether some settings of the space change what a step takes, and others only what is learned by it."""
+def varies_both(sweep: SweepConfig) -> bool:
+    """Returns True if some settings of the space change the work of a step, and others only the learning."""
     return len({same_work(key) for key in sweep.space}) == 2
 
 
-def front_of(results: Iterable[Result], sweep: Sweep) -> list[Result]:
-    """The results that no other one beats in speed and in loss, the fastest first; none where the space varies one alone."""
+def pareto_front(results: Iterable[Result], sweep: SweepConfig) -> list[Result]:
+    """Returns the results that no other one beats in speed and in loss, the fastest first; none if the space varies one
+    alone."""
     if not varies_both(sweep):
         return []
-    whole = [result for result in results if result.status == "measured" and math.isfinite(result.final_loss)]
-    whole.sort(key=lambda result: (-result.speed, result.final_loss))
-    least = list(accumulate((result.final_loss for result in whole), min, initial=math.inf))
-    return [result for result, before in zip(whole, least, strict=False) if result.final_loss < before]
+    finished = [result for result in results if result.status == "measured" and math.isfinite(result.final_loss)]
+    finished.sort(key=lambda result: (-result.speed, result.final_loss))
+    lowest_losses = list(accumulate((result.final_loss for result in finished), min, initial=math.inf))
+    return [
+        result for result, lowest_before in zip(finished, lowest_losses, strict=False) if result.final_loss < lowest_before
+    ]
 
 
-def recommendation(candidate: Candidate, why: str) -> str:
-    """The settings to train with, as YAML that `train.py --config` takes, under the reason as a comment."""
-    comment = "".join(f"# {line}\n" for line in why.splitlines())
+def render_recommendation(candidate: Candidate, reason: str) -> str:
+    """Returns the settings to train with, as YAML for `train.py --config`, under the reason as a comment."""
+    comment = "".join(f"# {line}\n" for line in reason.splitlines())
     return comment + to_yaml(candidate.recommended)

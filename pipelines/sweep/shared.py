@@ -1,8 +1,9 @@
-"""The trials of a sweep beside each other in this process, over one base (`sweep.share_base`).
+"""Runs the trials of a sweep concurrently in this process, over one base (`sweep.share_base`).
 
-    measure_shared(plan, candidates, [], len(candidates), done=lambda result: print(result.label))
+    measure_shared(plan, candidates, [], len(candidates), on_result=lambda result: print(result.label))
 
-As `tuning.measure`, without Ray Tune: all trials are adapters that train at once, each to its end; see `launch.many`.
+As `tuning.measure_with_tune`, without Ray Tune: all trials are adapters that train at once, each to its end; see
+`launch.adapters_job`.
 """
 
 import time
@@ -10,48 +11,59 @@ from collections.abc import Callable, Sequence
 
 from raystride.pipelines.cluster.cluster import CannotRun
 from raystride.pipelines.config import SettingError
-from raystride.pipelines.launch.driver import train
-from raystride.pipelines.launch.failure import TrainingFailed
-from raystride.pipelines.launch.many import train_beside
-from raystride.pipelines.launch.screen import Quiet
+from raystride.pipelines.console.failure import TrainingFailed
+from raystride.pipelines.console.screen import SilentScreen
+from raystride.pipelines.launch.adapters_job import train_concurrently
+from raystride.pipelines.launch.train_job import train
 from raystride.pipelines.sources.faults import DataError
-from raystride.pipelines.sweep.result import Result, keep_result
+from raystride.pipelines.sweep.result import Result, save_result
 from raystride.pipelines.sweep.space import Candidate
-from raystride.pipelines.sweep.trial import SweepPlan, ended, refusal, result_of, why
+from raystride.pipelines.sweep.trial import (
+    SweepPlan,
+    build_result,
+    classify_failure,
+    refuse_candidate,
+    result_without_figures,
+)
 
 
 def measure_shared(
-    plan: SweepPlan, candidates: Sequence[Candidate], known: Sequence[Result], left: int, done: Callable[[Result], None]
+    plan: SweepPlan,
+    candidates: Sequence[Candidate],
+    known: Sequence[Result],
+    num_left: int,
+    on_result: Callable[[Result], None],
 ) -> None:
-    """Trains the candidates at once; `done` hears of each when all have ended. Those that cannot run say why.
+    """Trains the candidates at once; `on_result` gets each result when all have ended, or the reason of a refusal.
 
-    Raises SettingError where they cannot share a base.
+    Raises SettingError if they cannot share a base.
     """
-    began = time.monotonic()
+    start = time.monotonic()
     ready = []
-    for each in candidates:
-        if refused := refusal(each, plan.there):
-            _end(plan, refused, done)
+    for candidate in candidates:
+        if refused_result := refuse_candidate(candidate, plan.resources):
+            _save_and_report(plan, refused_result, on_result)
         else:
-            ready.append(each)
+            ready.append(candidate)
     if not ready:
         return
-    outcomes = train_beside([each.config for each in ready if each.config], plan.storage, Quiet(), train)
-    for each, outcome in zip(ready, outcomes, strict=True):
-        # What all took together is what each took.
-        seconds = time.monotonic() - began
-        folder = plan.storage / each.run
+    configs = [candidate.config for candidate in ready if candidate.config]
+    outcomes = train_concurrently(configs, plan.storage, SilentScreen(), train)
+    for candidate, outcome in zip(ready, outcomes, strict=True):
+        # Each took as long as all together.
+        seconds = time.monotonic() - start
+        folder = plan.storage / candidate.run
         if isinstance(outcome, CannotRun | SettingError | DataError):
-            result = ended(each, "refused", str(outcome), seconds)
+            result = result_without_figures(candidate, "refused", str(outcome), seconds)
         elif isinstance(outcome, TrainingFailed):
-            result = result_of(each, folder, plan.there, *why(outcome.cause), seconds=seconds)
+            result = build_result(candidate, folder, plan.resources, *classify_failure(outcome.cause), seconds=seconds)
         elif isinstance(outcome, BaseException):
             raise outcome
         else:
-            result = result_of(each, folder, plan.there, "measured", seconds=seconds)
-        _end(plan, result, done)
+            result = build_result(candidate, folder, plan.resources, "measured", seconds=seconds)
+        _save_and_report(plan, result, on_result)
 
 
-def _end(plan: SweepPlan, result: Result, done: Callable[[Result], None]) -> None:
-    keep_result(plan.folder, result)
-    done(result)
+def _save_and_report(plan: SweepPlan, result: Result, on_result: Callable[[Result], None]) -> None:
+    save_result(plan.folder, result)
+    on_result(result)

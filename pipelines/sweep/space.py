@@ -1,11 +1,11 @@
-"""What a sweep tries: the space of settings, and the candidates in it.
+"""The search space of a sweep: its settings, and the candidates in it.
 
-    for candidate in grid(config): ...                        # every combination, in rounds
-    candidate.config                                          # the training's settings, or None where a rule refuses them
+    for candidate in enumerate_grid(config): ...              # every combination, in rounds
+    candidate.config                                          # the training's settings, or None if a rule refuses them
     candidate.refusal                                         # the rule, in words
 
-The order of a grid and of random draws depends on the configuration alone, so a sweep that is started again meets the same
-candidates, and their keys tell which of them have been measured.
+The order of a grid and of random draws depends on the configuration alone, so a restarted sweep meets the same candidates,
+and their keys show the measured ones.
 """
 
 import hashlib
@@ -18,85 +18,95 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from raystride.pipelines.config import Config, Scaling, SettingError
+from raystride.pipelines.config import Config, ScalingConfig, SettingError
 from raystride.pipelines.config.condition import Condition
 from raystride.pipelines.config.parse import with_settings
-from raystride.pipelines.config.sweep import SweepConfig
+from raystride.pipelines.config.renamed import first_names
+from raystride.pipelines.config.sweep import SweepJobConfig
 
 Settings = Mapping[str, Any]
 """Values by the settings' full names."""
-ATTEMPTS = 100
-"""Random draws for each candidate before the conditions are taken to leave no more."""
-DECISIVE = ("scaling", "warmup_steps", "window_steps", "windows", "objective", "target_loss")
-"""Settings of a sweep on which a trial's figures depend."""
-MESH = ("scaling.tensor", "scaling.pipeline", "scaling.schedule", "scaling.context", "scaling.context_exchange")
-"""Settings that say how a group of workers computes a slot together."""
-ASIDE = ("run", "storage", "launch.", "record.")
-"""Settings of a training on which they do not, or names that begin so."""
+MAX_DRAWS_PER_CANDIDATE = 100
+"""Random draws for each candidate before the conditions are assumed to leave no more."""
+KEY_SWEEP_SETTINGS = ("scaling", "warmup_steps", "window_steps", "windows", "objective", "target_loss")
+"""Settings of a sweep that affect a trial's figures."""
+MESH_SETTINGS = ("scaling.tensor", "scaling.pipeline", "scaling.schedule", "scaling.context", "scaling.context_exchange")
+"""Settings of how a group of workers computes a slot together."""
+IGNORED_SETTINGS = ("run", "storage", "launch.", "record.")
+"""Settings of a training that do not affect figures, or prefixes of their names."""
 
 
 @dataclass(frozen=True)
 class Candidate:
     """One combination of settings, in one round."""
 
-    base: SweepConfig
+    base: SweepJobConfig
     settings: Settings
-    """What differs from the base, by full name."""
+    """Differences from the base, by full name."""
     round: int = 0
     """From 0; each combination is measured once a round, with the objective `loss` from another seed."""
 
     @cached_property
-    def _made(self) -> Config | SettingError:
+    def _built_config(self) -> Config | SettingError:
         try:
-            return self._as_trial(with_settings(self.base.training(), self._spread_out()))
+            return self._shorten_training(with_settings(self.base.training(), self._trial_settings()))
         except SettingError as error:
             return error
 
     @property
     def config(self) -> Config | None:
-        """The training's settings; None where they contradict each other."""
-        return self._made if isinstance(self._made, Config) else None
+        """The training's settings; None if they contradict each other."""
+        return self._built_config if isinstance(self._built_config, Config) else None
 
     @property
     def refusal(self) -> str:
-        """The rule that refuses the settings, in words; empty where none does."""
-        return "" if isinstance(self._made, Config) else str(self._made)
+        """The rule that refuses the settings, in words; empty if none does."""
+        return "" if isinstance(self._built_config, Config) else str(self._built_config)
 
     @property
     def recommended(self) -> Config:
         """The settings to train with: those of the sweep's training, with this combination. Raises SettingError."""
-        return replace(with_settings(self.base.training(), self._spread_out()), run=None)
+        return replace(with_settings(self.base.training(), self._trial_settings()), run=None)
 
     @cached_property
     def key(self) -> str:
-        """Sixteen hexadecimal digits of all that the figures depend on."""
-        training = {name: value for name, value in self.base.training().lasting().items() if not name.startswith(ASIDE)}
-        sweep = {name: getattr(self.base.sweep, name) for name in DECISIVE}
-        text = json.dumps([training | dict(self.settings), sweep, self.round], sort_keys=True, default=str)
+        """Sixteen hexadecimal digits of everything that affects the figures."""
+        training = {
+            name: value for name, value in self.base.training().lasting().items() if not name.startswith(IGNORED_SETTINGS)
+        }
+        sweep = {name: getattr(self.base.sweep, name) for name in KEY_SWEEP_SETTINGS}
+        first = first_names(Config)
+        own = {first.get(name, name): value for name, value in self.settings.items()}
+        text = json.dumps([training | own, sweep, self.round], sort_keys=True, default=str)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     @property
     def keys(self) -> tuple[str, str]:
-        """The key, and the one that earlier versions gave it: half as long, so that two candidates may share it."""
+        """The key, and that of earlier versions: half as long, so that two candidates may share it."""
         return self.key, self.key[:8]
 
-    def has(self, settings: Settings, number: int) -> bool:
-        """Whether these are its settings, as they were or as JSON holds them, and this its round."""
-        own, given = (json.dumps(dict(each), sort_keys=True, default=str) for each in (self.settings, settings))
-        return own == given and number == self.round
+    def matches(self, settings: Settings, number: int) -> bool:
+        """Returns True if these are its settings, as they are or as JSON holds them, and this its round."""
+        own_json, given_json = (
+            json.dumps(dict(values), sort_keys=True, default=str) for values in (self.settings, settings)
+        )
+        return own_json == given_json and number == self.round
 
     @property
     def run(self) -> str:
-        """The name of the run that measures it."""
+        """Name of the run that measures it."""
         return f"{self.base.run}-{self.key}"
 
     @property
     def label(self) -> str:
         """The settings in short, for tables: `workers 2, precision bf16`."""
-        return ", ".join(f"{short(key)} {shown_value(value)}" for key, value in self.settings.items()) or "as configured"
+        return (
+            ", ".join(f"{setting_name(key)} {format_value(value)}" for key, value in self.settings.items())
+            or "as configured"
+        )
 
-    def _spread_out(self) -> dict[str, Any]:
-        """The settings, under weak scaling with as many slots a worker as there would be in all."""
+    def _trial_settings(self) -> dict[str, Any]:
+        """Returns the settings; under weak scaling each worker gets the slots of the base."""
         settings, base = dict(self.settings), self.base
         if self.round and base.sweep.objective == "loss":
             settings["seed"] = settings.get("seed", base.seed) + self.round
@@ -107,8 +117,8 @@ class Candidate:
             settings["train.slots"] = settings.get("train.slots", base.train.slots) * workers
         return settings
 
-    def _as_trial(self, config: Config) -> Config:
-        """The settings of a training that is there to be measured: short, and without what is not the step."""
+    def _shorten_training(self, config: Config) -> Config:
+        """Returns the settings of a training for measurement only: short, with nothing besides the steps."""
         sweep, train = self.base.sweep, config.train
         by_loss = sweep.objective == "loss"
         if sweep.objective != "time_to_loss":
@@ -117,87 +127,87 @@ class Candidate:
             config,
             run=self.run,
             train=replace(train, log_every=sweep.window_steps),
-            # One at the end, as small as can be, unless it is what counts.
+            # One at the end, as small as possible, unless the objective is the loss.
             validation=replace(config.validation, every=0, samples=config.validation.samples if by_loss else 1),
             checkpoint=replace(config.checkpoint, every=0),
             sample=replace(config.sample, tokens=0),
-            # MLflow is told between two trials, so that no measurement is disturbed.
+            # Trials are logged to MLflow between two of them, so that no measurement is disturbed.
             record=replace(config.record, mlflow=False),
             # A failure is a result too.
-            launch=replace(config.launch, restarts=0),
+            launch=replace(config.launch, max_restarts=0),
         )
 
 
-def short(key: str) -> str:
-    """A setting's name without its section."""
+def setting_name(key: str) -> str:
+    """Returns a setting's name without its section."""
     return key.rsplit(".", 1)[-1]
 
 
-def shown_value(value: Any) -> str:
-    """A value as people read it."""
+def format_value(value: Any) -> str:
+    """Returns a value for display."""
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
-def mesh_words(scaling: Scaling, settings: Settings) -> str:
-    """How a combination's groups of workers compute a slot together; empty where a group is one worker.
+def describe_mesh(scaling: ScalingConfig, settings: Settings) -> str:
+    """Returns the mesh of a combination in words: `groups of 4 (pipeline 2 zbv, tensor 2)`; empty if a group is one worker.
 
-    In words: `groups of 4 (pipeline 2 zbv, tensor 2)`. Raises SettingError where `settings` has what is no mesh.
+    Raises SettingError if `settings` has an invalid mesh.
     """
-    scaling = replace(scaling, **{short(key): settings[key] for key in MESH if key in settings})
+    scaling = replace(scaling, **{setting_name(key): settings[key] for key in MESH_SETTINGS if key in settings})
     if scaling.group == 1:
         return ""
-    several = {
+    text_by_dimension = {
         "pipeline": f"pipeline {scaling.pipeline} {scaling.schedule}",
         "context": f"context {scaling.context} {scaling.context_exchange}",
         "tensor": f"tensor {scaling.tensor}",
     }
-    named = ", ".join(words for name, words in several.items() if getattr(scaling, name) > 1)
-    return f"groups of {scaling.group} ({named})"
+    dimensions = ", ".join(words for name, words in text_by_dimension.items() if getattr(scaling, name) > 1)
+    return f"groups of {scaling.group} ({dimensions})"
 
 
-def mesh_flags(settings: Settings) -> str:
-    """The mesh of a combination as flags of a command line; empty where none varies."""
-    return " ".join(f"--{key} {settings[key]}" for key in MESH if key in settings)
+def format_mesh_flags(settings: Settings) -> str:
+    """Returns the mesh of a combination as flags of a command line; empty if none varies."""
+    return " ".join(f"--{key} {settings[key]}" for key in MESH_SETTINGS if key in settings)
 
 
-def grid(base: SweepConfig) -> Iterator[Candidate]:
-    """Every combination of the lists, the first setting slowest, that meets the conditions; all of them in each round."""
+def enumerate_grid(base: SweepJobConfig) -> Iterator[Candidate]:
+    """Yields every combination that meets the conditions, the first setting slowest; all of them in each round."""
     space = base.sweep.space
     combinations = [dict(zip(space, values, strict=True)) for values in itertools.product(*space.values())]
-    return _in_rounds(base, [settings for settings in combinations if meets(base, settings)])
+    return _repeat_rounds(base, [settings for settings in combinations if meets_conditions(base, settings)])
 
 
-def draw(base: SweepConfig) -> Iterator[Candidate]:
-    """`sweep.trials` different random combinations that meet the conditions, fewer where there are no more."""
-    chance, found = random.Random(base.seed), []  # the settings' own seed: the same draws when started again
-    for _ in range(base.sweep.trials * ATTEMPTS):
-        settings = {key: _drawn(choices, chance) for key, choices in base.sweep.space.items()}
-        if settings not in found and meets(base, settings):
-            found.append(settings)
-        if len(found) == base.sweep.trials:
+def draw_random(base: SweepJobConfig) -> Iterator[Candidate]:
+    """Yields `sweep.trials` different random combinations that meet the conditions, fewer if there are no more."""
+    rng, drawn = random.Random(base.seed), []  # the settings' own seed: the same draws when started again
+    for _ in range(base.sweep.trials * MAX_DRAWS_PER_CANDIDATE):
+        settings = {key: _draw_value(choices, rng) for key, choices in base.sweep.space.items()}
+        if settings not in drawn and meets_conditions(base, settings):
+            drawn.append(settings)
+        if len(drawn) == base.sweep.trials:
             break
-    return _in_rounds(base, found)
+    return _repeat_rounds(base, drawn)
 
 
-def meets(base: SweepConfig, settings: Settings) -> bool:
-    """Whether the conditions of `sweep.where` hold. Raises SettingError for one that cannot be told."""
+def meets_conditions(base: SweepJobConfig, settings: Settings) -> bool:
+    """Returns True if the conditions of `sweep.constraints` hold. Raises SettingError for one that cannot be evaluated."""
     values = base.training().flat() | dict(settings)
-    return all(Condition(text, values).holds(values) for text in base.sweep.where)
+    return all(Condition(text, values).holds(values) for text in base.sweep.constraints)
 
 
-def _in_rounds(base: SweepConfig, combinations: list[dict[str, Any]]) -> Iterator[Candidate]:
+def _repeat_rounds(base: SweepJobConfig, combinations: list[dict[str, Any]]) -> Iterator[Candidate]:
     for number in range(base.sweep.repeats):
-        # Every other round backwards: what drifts with time then hits both ends of the list alike.
+        # Every other round backwards: drift over time then affects both ends of the list alike.
         for settings in combinations[:: -1 if number % 2 else 1]:
             yield Candidate(base, settings, number)
 
 
-def _drawn(choices: Any, chance: random.Random) -> Any:
+def _draw_value(choices: Any, rng: random.Random) -> Any:
     if not isinstance(choices, Mapping):
-        return chance.choice(list(choices))
+        return rng.choice(list(choices))
     ((kind, (low, high)),) = choices.items()
     if kind == "integers":
-        return chance.randint(low, high)
+        return rng.randint(low, high)
     if kind == "log_uniform":
-        return math.exp(chance.uniform(math.log(low), math.log(high)))
-    return chance.uniform(low, high)
+        return math.exp(rng.uniform(math.log(low), math.log(high)))
+    return rng.uniform(low, high)

@@ -1,11 +1,11 @@
 """A sweep in MLflow: a run for the sweep, and under it one for each trial.
 
-    tracking = Tracking(folder, base, storage)
-    tracking.trial(result, number=1)                          # between two trials, so that no measurement is disturbed
+    tracking = SweepTracking(folder, base, storage)
+    tracking.log_trial(result, number=1)                      # between two trials, so that no measurement is disturbed
     tracking.end("finished")
 
-Trials write their journals only; what they measured comes to MLflow from there, once they ended. A server that is away costs
-a warning; what it missed is told at the end, and when the sweep is started again.
+Trials write their journals only; their measurements are logged to MLflow from there, after they ended. An unreachable
+server causes a warning; missed entries are logged at the end, and when the sweep is started again.
 """
 
 import sys
@@ -13,99 +13,99 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 
-from raystride.pipelines.config.sweep import SweepConfig
-from raystride.pipelines.credentials import hidden
-from raystride.pipelines.files import Folder
+from raystride.pipelines.config.sweep import SweepJobConfig
+from raystride.pipelines.credentials import redact
 from raystride.pipelines.record.entry import Entry, new_entry
-from raystride.pipelines.record.links import comparison_link
-from raystride.pipelines.record.mlflow_follower import Follower
-from raystride.pipelines.record.mlflow_log import MLFLOW_REFERENCE, MlflowLog
+from raystride.pipelines.record.mlflow.follower import Follower
+from raystride.pipelines.record.mlflow.links import comparison_link
+from raystride.pipelines.record.mlflow.log import MLFLOW_REFERENCE, MlflowLog
+from raystride.pipelines.storage.folder import Folder
 from raystride.pipelines.sweep.result import Result
 
 SUMMARY = "summary.json"
 
 
-class Tracking:
-    """Logs to MLflow what a sweep does, where `record.mlflow` says so."""
+class SweepTracking:
+    """Logs a sweep to MLflow, if `record.mlflow` is set."""
 
-    def __init__(self, folder: Folder, base: SweepConfig, storage: Folder) -> None:
+    def __init__(self, folder: Folder, base: SweepJobConfig, storage: Folder) -> None:
         assert base.run
         self._base, self._storage = base, storage
-        self._log = MlflowLog.at(folder, base.run, base.record, storage)
-        self._introduced = self._away = False
-        self._try(lambda: None)
+        self._log = MlflowLog.for_run(folder, base.run, base.record, storage)
+        self._has_logged_settings = self._is_unreachable = False
+        self._attempt(lambda: None)
 
     @property
     def run_id(self) -> str | None:
-        """The sweep's run in MLflow, if there is one."""
+        """The sweep's run in MLflow, if any."""
         return self._log.run_id if self._log else None
 
     @property
     def link(self) -> str | None:
-        """The address at which a browser shows the sweep's run; None where MLflow is off, or the run in a database."""
+        """Browser address of the sweep's run; None if MLflow is off, or the run is in a database."""
         return self._log.link if self._log else None
 
-    def trial(self, result: Result, number: int) -> Result:
-        """Logs a trial that ended, the so-many-th; the result with its run's id, or as it was where MLflow is away."""
+    def log_trial(self, result: Result, number: int) -> Result:
+        """Logs trial `number`, which ended; returns the result with its run's id, or unchanged if MLflow is unreachable."""
         folder = self._storage / result.run
-        if not folder.exists("journal") or not self._try(lambda: self._log_trial(result, folder, number)):
+        if not folder.exists("journal") or not self._attempt(lambda: self._log_trial(result, folder, number)):
             return result
         return replace(result, mlflow_run_id=folder.read_json(MLFLOW_REFERENCE).get("run_id"))
 
     def end(self, status: str) -> None:
         """Logs the sweep's files, and ends its run with `status`, a key of `record.STATUSES`."""
         if log := self._log:
-            self._try(lambda: log.finish(status, time.time()))
+            self._attempt(lambda: log.finish(status, time.time()))
 
-    def artifact(self, name: str) -> None:
+    def log_artifact(self, name: str) -> None:
         """Logs a file of the sweep's folder."""
-        self._try(lambda: self._put(new_entry("artifact", {"name": name})))
+        self._attempt(lambda: self._log_entry(new_entry("artifact", {"name": name})))
 
-    def comparison(self, results: list[Result]) -> str | None:
-        """The page that shows the trials side by side."""
+    def comparison_url(self, results: list[Result]) -> str | None:
+        """Returns the page that shows the trials side by side."""
         folders = [self._storage / result.run for result in results]
         return comparison_link(folder.read_json(MLFLOW_REFERENCE) for folder in folders if folder.exists(MLFLOW_REFERENCE))
 
-    def _introduce(self) -> None:
-        """Tells once what is swept."""
-        if not self._introduced:
+    def _log_settings(self) -> None:
+        """Logs the sweep's settings once."""
+        if not self._has_logged_settings:
             settings = self._base.flat()
-            told = {name: value for name, value in settings.items() if name.startswith(("sweep.", "data.", "model."))}
-            self._put(new_entry("parameters", told))
-            self._put(new_entry("tags", {"raystride.kind": "sweep"}))
-            self._introduced = True
+            logged = {name: value for name, value in settings.items() if name.startswith(("sweep.", "data.", "model."))}
+            self._log_entry(new_entry("parameters", logged))
+            self._log_entry(new_entry("tags", {"raystride.kind": "sweep"}))
+            self._has_logged_settings = True
 
     def _log_trial(self, result: Result, folder: Folder, number: int) -> None:
-        log = MlflowLog.at(folder, result.run, self._base.record, self._storage)
+        log = MlflowLog.for_run(folder, result.run, self._base.record, self._storage)
         assert log
         Follower(folder, log, _warn).catch_up()
-        told = {"raystride.trial": result.label, "raystride.outcome": result.status}
-        log.log([new_entry("tags", {"mlflow.parentRunId": str(self.run_id), **told})])
+        tags = {"raystride.trial": result.label, "raystride.outcome": result.status}
+        log.log([new_entry("tags", {"mlflow.parentRunId": str(self.run_id), **tags})])
         status = folder.read_json(SUMMARY).get("status", "failed") if folder.exists(SUMMARY) else "failed"
         log.finish(status, time.time())
-        if result.speed:  # last, so that what failed before is told again without a second point
-            self._put(new_entry("metrics", {"trial_tokens_per_second": result.speed}, number))
+        if result.speed:  # last, so that a retry after a failure adds no second point
+            self._log_entry(new_entry("metrics", {"trial_tokens_per_second": result.speed}, number))
 
-    def _put(self, entry: Entry) -> None:
+    def _log_entry(self, entry: Entry) -> None:
         assert self._log
         for problem in self._log.log([entry]):
             _warn(problem)
 
-    def _try(self, action: Callable[[], object]) -> bool:
-        """Whether MLflow is on and could be told; warns once an outage."""
+    def _attempt(self, action: Callable[[], object]) -> bool:
+        """Returns True if MLflow is on and the action succeeded; warns once an outage."""
         if not self._log:
             return False
         try:
-            self._introduce()
+            self._log_settings()
             action()
         except Exception as error:  # MLflow, its database and its server raise whatever they like
             self._log.disconnect()
-            if not self._away:
-                cause = hidden(f"{type(error).__name__}: {error}")[:200]
+            if not self._is_unreachable:
+                cause = redact(f"{type(error).__name__}: {error}")[:200]
                 _warn(f"MLflow at {self._log.public_uri} cannot be told; the same command again tells it ({cause})")
-            self._away = True
+            self._is_unreachable = True
             return False
-        self._away = False
+        self._is_unreachable = False
         return True
 
 

@@ -1,9 +1,9 @@
 """One trial: a real training under Ray Train, watched until it is measured precisely enough.
 
-    result = run_trial(candidate, storage, Resources.of_cluster(), tags, tell=lambda window: True)
+    result = run_trial(candidate, storage, Resources.of_cluster(), tags, on_window=lambda window: True)
 
-This runs in the process that drives the trial; what computes are Ray Train's workers, which are new for each trial. What the
-training prints goes to `trial.txt` in its own folder.
+This runs in the process that drives the trial; Ray Train's workers, new for each trial, compute. The training's output
+goes to `trial.txt` in its own folder.
 """
 
 import math
@@ -16,51 +16,51 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from raystride.pipelines.cluster.cluster import CannotRun
-from raystride.pipelines.cluster.resources import Resources, resolve
+from raystride.pipelines.cluster.resources import Resources, resolve_allocation
 from raystride.pipelines.config import SettingError
-from raystride.pipelines.config.sweep import Sweep, SweepConfig
-from raystride.pipelines.files import Folder
+from raystride.pipelines.config.sweep import SweepConfig, SweepJobConfig
+from raystride.pipelines.console.failure import OUT_OF_MEMORY, TrainingFailed, first_cause
+from raystride.pipelines.console.screen import Screen
+from raystride.pipelines.console.session import Watcher
 from raystride.pipelines.hang.detector import Hung
-from raystride.pipelines.launch.driver import train
-from raystride.pipelines.launch.failure import OUT_OF_MEMORY, TrainingFailed, first_cause
-from raystride.pipelines.launch.preflight import checks_of_settings
-from raystride.pipelines.launch.screen import Screen
-from raystride.pipelines.launch.session import Watcher
-from raystride.pipelines.plugins import Carried
+from raystride.pipelines.launch.train_job import train
+from raystride.pipelines.plugins import PluginBundle
+from raystride.pipelines.preflight.checks import check_settings
 from raystride.pipelines.record import read_entries
 from raystride.pipelines.record.entry import Entry
 from raystride.pipelines.record.journal import JournalTail
 from raystride.pipelines.record.state import TrainingState
 from raystride.pipelines.sources.faults import DataError
+from raystride.pipelines.storage.folder import Folder
 from raystride.pipelines.sweep.result import (
-    FIGURES,
-    MEASURED,
+    KEPT_FIGURES,
+    STATUSES_WITH_FIGURES,
     MeasuredWindow,
     Result,
     Status,
+    extract_windows,
     mean_shares,
     relative_half_width,
     seconds_to_loss,
-    windows_of,
 )
 from raystride.pipelines.sweep.space import Candidate
 
-LEAVE_S = 30.0
-"""How long a trial whose time is up may take to end by itself."""
+GRACE_S = 30.0
+"""Time that a trial beyond its timeout has to end by itself."""
 
 
 @dataclass(frozen=True)
 class SweepPlan:
-    """What all trials of a sweep share."""
+    """Common parameters of all trials of a sweep."""
 
-    base: SweepConfig
+    base: SweepJobConfig
     storage: Folder
     price_per_hour: float
     """Of a worker; 0: unknown."""
-    there: Resources
-    """What the cluster has."""
-    carried: Carried = field(default_factory=Carried, repr=False)
-    """What the sweep's own script has registered."""
+    resources: Resources
+    """Resources of the cluster."""
+    plugins: PluginBundle = field(default_factory=PluginBundle, repr=False)
+    """Plug-ins that the sweep's own script has registered."""
 
     @property
     def folder(self) -> Folder:
@@ -69,114 +69,117 @@ class SweepPlan:
         return self.storage / self.base.run
 
 
-class TookTooLong(TimeoutError):
-    """A trial that did not end in its time, and not when it was asked to either."""
+class TrialTimeout(TimeoutError):
+    """A trial exceeded its timeout, and did not end when it was asked to."""
 
 
-class Measuring(Watcher):
-    """Looks at a trial's windows as they come, and says when there are enough of them, or no more are wanted.
+class TrialWatcher(Watcher):
+    """Watches a trial's windows, and stops it when there are enough of them, or no more are wanted.
 
-    `tell` hears of each window, and says whether the trial is to go on.
+    `on_window` gets each window, and returns False to stop the trial.
     """
 
-    def __init__(self, candidate: Candidate, folder: Folder, tell: Callable[[MeasuredWindow], bool]) -> None:
-        self._sweep, self._folder, self._tell = candidate.base.sweep, folder, tell
+    def __init__(self, candidate: Candidate, folder: Folder, on_window: Callable[[MeasuredWindow], bool]) -> None:
+        self._sweep, self._folder, self._on_window = candidate.base.sweep, folder, on_window
         self._deadline = time.monotonic() + self._sweep.timeout_s
         self._journal, self._entries = JournalTail(folder), list[Entry]()
-        self._told = self._step = 0
-        self.unwanted = False
-        """Whether `tell` ended the trial."""
+        self._num_reported = self._step = 0
+        self.is_unwanted = False
+        """True if `on_window` ended the trial."""
         self.error: BaseException | None = None
 
     def on_state(self, state: TrainingState, request_stop: Callable[[], None]) -> None:
-        """Reads what is new in the journal. Raises TookTooLong where the trial does not end in its time."""
-        late = time.monotonic() - self._deadline
-        # Where there are windows to keep, the trial is asked to end, and has a while for it.
-        if late > (LEAVE_S if self._told else 0):
-            raise TookTooLong(f"it took longer than sweep.timeout_s, {self._sweep.timeout_s:g} s")
+        """Reads new entries of the journal. Raises TrialTimeout if the trial exceeds its timeout."""
+        overtime_s = time.monotonic() - self._deadline
+        # If there are windows to keep, the trial is asked to end, and has a grace period.
+        if overtime_s > (GRACE_S if self._num_reported else 0):
+            raise TrialTimeout(f"it took longer than sweep.timeout_s, {self._sweep.timeout_s:g} s")
         step = state.get("step") or 0
-        if late > 0:
+        if overtime_s > 0:
             request_stop()
-        if step == self._step or self.unwanted:
+        if step == self._step or self.is_unwanted:
             return
         self._step = step
         try:
-            self._entries += self._journal.new()
-        except OSError:  # a storage that is away for a moment: the next look reads more
+            self._entries += self._journal.read_new()
+        except OSError:  # the storage is unreachable for a moment: the next call reads more
             return
-        windows = windows_of(self._entries)
-        self.unwanted = not all(self._tell(window) for window in windows[self._told :])
-        self._told = len(windows)
-        if self.unwanted or enough(windows, self._sweep):
+        windows = extract_windows(self._entries)
+        self.is_unwanted = not all(self._on_window(window) for window in windows[self._num_reported :])
+        self._num_reported = len(windows)
+        if self.is_unwanted or is_precise_enough(windows, self._sweep):
             request_stop()
 
     def on_failure(self, error: BaseException) -> None:
-        """Keeps what ended the training."""
+        """Keeps the error that ended the training."""
         self.error = error
 
 
-def refusal(candidate: Candidate, there: Resources) -> Result | None:
-    """The result of a candidate that is not started: refused by a rule, or by the preflight's estimate of its memory."""
+def refuse_candidate(candidate: Candidate, resources: Resources) -> Result | None:
+    """Returns the result of a candidate that is not started, by a rule or by the preflight's memory estimate; None if it is
+    fine."""
     if candidate.config is None:
-        return ended(candidate, "refused", candidate.refusal)
+        return result_without_figures(candidate, "refused", candidate.refusal)
     try:
-        share = resolve(candidate.config, there)
+        share = resolve_allocation(candidate.config, resources)
     except SettingError as error:
-        return ended(candidate, "refused", str(error))
-    *others, memory = checks_of_settings(candidate.config, share, there, candidate.config.tokenizer.vocabulary_size)
+        return result_without_figures(candidate, "refused", str(error))
+    *others, memory = check_settings(candidate.config, share, resources, candidate.config.tokenizer.vocabulary_size)
     for check in others:
         if not check.passed:
-            return ended(candidate, "refused", f"{check.name}: {check.found}")
-    return None if memory.passed else ended(candidate, "too_large", memory.found)
+            return result_without_figures(candidate, "refused", f"{check.name}: {check.found}")
+    return None if memory.passed else result_without_figures(candidate, "too_large", memory.found)
 
 
 def run_trial(
     candidate: Candidate,
     storage: Folder,
-    there: Resources,
+    resources: Resources,
     tags: Mapping[str, str],
-    tell: Callable[[MeasuredWindow], bool],
-    carried: Carried | None = None,
+    on_window: Callable[[MeasuredWindow], bool],
+    plugins: PluginBundle | None = None,
 ) -> Result:
-    """Trains the candidate's settings to the end of their windows; what became of it. Needs Ray."""
+    """Trains the candidate's settings to the end of their windows; returns the outcome. Needs Ray."""
     config = candidate.config
     assert config
-    began = time.monotonic()
+    start = time.monotonic()
     folder = storage / candidate.run
-    watcher = Measuring(candidate, folder, tell)
-    refused = ""
+    watcher = TrialWatcher(candidate, folder, on_window)
+    refusal = ""
     with TemporaryDirectory() as scratch:
         path = Path(scratch) / "trial.txt"
         try:
             with path.open("w") as file, redirect_stdout(file), redirect_stderr(file):
-                train(config, storage, Screen(), watcher, tags, carried)
+                train(config, storage, Screen(), watcher, tags, plugins)
         except TrainingFailed:
-            pass  # the watcher has what it raised
+            pass  # the watcher has the error
         except (CannotRun, SettingError, DataError) as error:
-            refused = str(error)
+            refusal = str(error)
         finally:
-            # Also of a trial that failed: what it printed may say why.
+            # Also for a trial that failed: its output may say why.
             folder.upload(path, path.name)
-    seconds = time.monotonic() - began
-    if refused:
-        return ended(candidate, "refused", refused, seconds=seconds)
+    seconds = time.monotonic() - start
+    if refusal:
+        return result_without_figures(candidate, "refused", refusal, seconds=seconds)
     if watcher.error:
-        return result_of(candidate, folder, there, *why(watcher.error), seconds=seconds)
-    return result_of(candidate, folder, there, "stopped_early" if watcher.unwanted else "measured", seconds=seconds)
+        return build_result(candidate, folder, resources, *classify_failure(watcher.error), seconds=seconds)
+    return build_result(
+        candidate, folder, resources, "stopped_early" if watcher.is_unwanted else "measured", seconds=seconds
+    )
 
 
-def why(error: BaseException) -> tuple[Status, str]:
-    """What kind of end this was, and its cause in a line."""
+def classify_failure(error: BaseException) -> tuple[Status, str]:
+    """Returns the status of a failed trial, and its cause in a line."""
     rank, cause = first_cause(error)
-    first, *_ = str(cause).strip().splitlines() or [""]  # below it, Ray writes of memory whatever the cause
+    first, *_ = str(cause).strip().splitlines() or [""]  # below it, Ray mentions memory whatever the cause
     text = (f"rank {rank}: " if rank is not None else "") + f"{type(cause).__name__}: {first}".removesuffix(": ")
-    if isinstance(cause, Hung | TookTooLong):
+    if isinstance(cause, Hung | TrialTimeout):
         return "hung", text
     return "out_of_memory" if OUT_OF_MEMORY.search(text) else "failed", text
 
 
-def ended(candidate: Candidate, status: Status, cause: str, seconds: float = 0.0) -> Result:
-    """The result of a trial without figures."""
+def result_without_figures(candidate: Candidate, status: Status, cause: str, seconds: float = 0.0) -> Result:
+    """Returns the result of a trial without figures."""
     return Result(
         key=candidate.key,
         run=candidate.run,
@@ -189,64 +192,67 @@ def ended(candidate: Candidate, status: Status, cause: str, seconds: float = 0.0
     )
 
 
-def result_of(
-    candidate: Candidate, folder: Folder, there: Resources, status: Status, cause: str = "", seconds: float = 0.0
+def build_result(
+    candidate: Candidate, folder: Folder, resources: Resources, status: Status, cause: str = "", seconds: float = 0.0
 ) -> Result:
-    """The result from what the trial left in its folder; failed where that has no window after the warm-up."""
+    """Returns the result from the trial's folder; failed if that has no window after the warm-up."""
     sweep = candidate.base.sweep
     entries = read_entries(folder)
-    windows = windows_of(entries)
-    kept = [window for window in windows if window.begin >= sweep.warmup_steps]
-    if not kept:
+    windows = extract_windows(entries)
+    measured = [window for window in windows if window.begin >= sweep.warmup_steps]
+    if not measured:
         without = "it ended before the first window after the warm-up"
-        return ended(candidate, "failed" if status in MEASURED else status, cause or without, seconds)
+        return result_without_figures(
+            candidate, "failed" if status in STATUSES_WITH_FIGURES else status, cause or without, seconds
+        )
     summary = folder.read_json("summary.json") if folder.exists("summary.json") else {}
-    trained = sum(window.step_seconds * (window.end - window.begin) for window in windows)
-    told = [entry["values"] for entry in entries if entry["kind"] == "parameters"]
-    parameters: Mapping[str, Any] = told[-1] if told else {}
-    device, threads = _device(folder, str(parameters.get("device", ""))), int(parameters.get("threads", 0))
+    training_s = sum(window.step_seconds * (window.end - window.begin) for window in windows)
+    reported = [entry["values"] for entry in entries if entry["kind"] == "parameters"]
+    parameters: Mapping[str, Any] = reported[-1] if reported else {}
+    device, threads = _device_name(folder, str(parameters.get("device", ""))), int(parameters.get("threads", 0))
     return replace(
-        ended(candidate, status, cause, seconds),
+        result_without_figures(candidate, status, cause, seconds),
         workers=int(parameters.get("workers", 0)),
         device=device,
         threads=threads,
-        places_per_node=_places_per_node(there, device, threads),
-        tokens_per_step=kept[-1].tokens_per_second * kept[-1].step_seconds,
-        speeds=tuple(window.tokens_per_second for window in kept),
-        step_seconds=tuple(window.step_seconds for window in kept),
-        shares=mean_shares(kept),
-        figures={name: summary[name] for name in FIGURES if summary.get(name) is not None},
+        places_per_node=_places_per_node(resources, device, threads),
+        tokens_per_step=measured[-1].tokens_per_second * measured[-1].step_seconds,
+        speeds=tuple(window.tokens_per_second for window in measured),
+        step_seconds=tuple(window.step_seconds for window in measured),
+        shares=mean_shares(measured),
+        figures={name: summary[name] for name in KEPT_FIGURES if summary.get(name) is not None},
         seconds_to_loss=seconds_to_loss(windows, sweep.target_loss) if sweep.target_loss else None,
-        loss=kept[-1].loss,
-        val_loss=_validated(summary) if sweep.objective == "loss" else None,
-        overhead_s=max(0.0, seconds - trained),
+        loss=measured[-1].loss,
+        val_loss=_final_val_loss(summary) if sweep.objective == "loss" else None,
+        overhead_s=max(0.0, seconds - training_s),
     )
 
 
-def enough(windows: list[MeasuredWindow], sweep: Sweep) -> bool:
-    """Whether a trial may end early: the loss is reached where that is the aim, else the speed is known well enough."""
+def is_precise_enough(windows: list[MeasuredWindow], sweep: SweepConfig) -> bool:
+    """Returns True if a trial may end early: the loss is reached if that is the aim, else the speed is known precisely
+    enough."""
     if sweep.objective == "time_to_loss":
         return seconds_to_loss(windows, sweep.target_loss) is not None
     if sweep.objective == "loss":
         return False  # losses are compared after equally many steps
     speeds = [window.tokens_per_second for window in windows if window.begin >= sweep.warmup_steps]
-    return len(speeds) >= sweep.least_windows and relative_half_width(speeds) <= sweep.precision
+    return len(speeds) >= sweep.min_windows and relative_half_width(speeds) <= sweep.target_precision
 
 
-def _validated(summary: Mapping[str, Any]) -> float | None:
-    """The validation loss at the end; infinite where it is no number, which the summary has as a word."""
-    found = summary.get("val_loss")
-    return math.inf if isinstance(found, str) else found
+def _final_val_loss(summary: Mapping[str, Any]) -> float | None:
+    """Returns the validation loss at the end; infinite if it is not finite, as the summary has a word then."""
+    val_loss = summary.get("val_loss")
+    return math.inf if isinstance(val_loss, str) else val_loss
 
 
-def _device(folder: Folder, kind: str) -> str:
-    """What a worker computed on, by name: `cpu`, or the GPUs' of the head node."""
+def _device_name(folder: Folder, kind: str) -> str:
+    """Returns the device of a worker: `cpu`, or the name of the head node's GPUs."""
     gpus = folder.read_json("environment.json").get("gpus") if kind == "cuda" else None
     return str(gpus[0]["name"]) if gpus else kind
 
 
-def _places_per_node(there: Resources, device: str, threads: int) -> int:
-    """How many workers find a place on one node of the cluster."""
+def _places_per_node(resources: Resources, device: str, threads: int) -> int:
+    """Returns the number of workers that fit on one node of the cluster."""
     if device != "cpu":
-        return max(1, int(there.gpus // there.nodes))
-    return max(1, int(max(there.node_cpus, default=there.cpus) // max(1, threads)))
+        return max(1, int(resources.gpus // resources.nodes))
+    return max(1, int(max(resources.node_cpus, default=resources.cpus) // max(1, threads)))

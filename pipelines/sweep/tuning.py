@@ -1,11 +1,11 @@
-"""The trials of a sweep by Ray Tune: one after another, each a training of its own under Ray Train.
+"""Runs the trials of a sweep by Ray Tune: one after another, each a training of its own under Ray Train.
 
-    measure(plan, candidates, [], len(candidates), done=lambda result: print(result.label))
+    measure_with_tune(plan, candidates, [], len(candidates), on_result=lambda result: print(result.label))
 
-Tune's function runs the trial's driver, in a process on the head node that holds no processor, so that all of them are left
-to the workers; two trials that each held some, and waited for the rest, would wait for ever. It serves trial after trial,
-while their workers are new processes each time. A result is kept in the sweep's folder before Tune hears of it. A trial that
-Tune stops ends its training first, since Tune knows nothing of the workers.
+Tune's function runs the trial's driver, in a process on the head node that reserves no processor, so that all of them are
+left to the workers; two trials that each reserved some, and waited for the rest, would deadlock. It serves trial after
+trial, while their workers are new processes each time. A result is saved in the sweep's folder before Tune gets it. A trial
+that Tune stops ends its training first, since Tune knows nothing of the workers.
 """
 
 import logging
@@ -21,104 +21,121 @@ from typing import Any
 
 from ray import tune
 
-from raystride.pipelines.cluster.cluster import joined
-from raystride.pipelines.cluster.internals import free_places_of_the_dead, head_place
-from raystride.pipelines.cluster.logins import of_mlflow
-from raystride.pipelines.cluster.resources import resolve
-from raystride.pipelines.cluster.trainer import ray_storage
-from raystride.pipelines.config.sweep import Sweep, SweepConfig
-from raystride.pipelines.sweep.choice import score, token_score
-from raystride.pipelines.sweep.result import MeasuredWindow, Result, keep_result, result_of_candidate
-from raystride.pipelines.sweep.space import Candidate, meets
-from raystride.pipelines.sweep.trial import SweepPlan, TookTooLong, ended, refusal, result_of, run_trial
+from raystride.pipelines.cluster.cluster import uses_running_cluster
+from raystride.pipelines.cluster.internals import head_node_resources, remove_orphaned_placement_groups
+from raystride.pipelines.cluster.logins import mlflow_environment
+from raystride.pipelines.cluster.resources import resolve_allocation
+from raystride.pipelines.cluster.trainer import ray_storage_options
+from raystride.pipelines.config.sweep import SweepConfig, SweepJobConfig
+from raystride.pipelines.sweep.choice import compute_score, token_score
+from raystride.pipelines.sweep.result import MeasuredWindow, Result, load_candidate_result, save_result
+from raystride.pipelines.sweep.space import Candidate, meets_conditions
+from raystride.pipelines.sweep.trial import (
+    SweepPlan,
+    TrialTimeout,
+    build_result,
+    refuse_candidate,
+    result_without_figures,
+    run_trial,
+)
 
-QUIET = {
+QUIET_ENVIRONMENT = {
     "RAY_AIR_NEW_OUTPUT": "0",
-    "RAY_CHDIR_TO_TRIAL_DIR": "0",  # relative places are those of the sweep's own working directory
+    "RAY_CHDIR_TO_TRIAL_DIR": "0",  # relative paths are those of the sweep's own working directory
     "TUNE_DISABLE_AUTO_CALLBACK_LOGGERS": "1",
     "TUNE_WARN_EXCESSIVE_EXPERIMENT_CHECKPOINT_SYNC_THRESHOLD_S": "0",
 }
 SCORE, WINDOW, TRIAL = "score", "window", "trial"
-END_S = 60
-"""How long a trial that Tune stops may take to end its training."""
+STOP_TIMEOUT_S = 60
+"""Time that a trial stopped by Tune has to end its training."""
 
 
-def measure(
-    plan: SweepPlan, candidates: Sequence[Candidate], known: Sequence[Result], left: int, done: Callable[[Result], None]
+def measure_with_tune(
+    plan: SweepPlan,
+    candidates: Sequence[Candidate],
+    known: Sequence[Result],
+    num_left: int,
+    on_result: Callable[[Result], None],
 ) -> None:
-    """Runs the candidates, or without any, with `sweep.search` optuna, `left` that it suggests, knowing what was measured.
+    """Runs the candidates; without any, with `sweep.search` optuna, `num_left` suggested ones, given the `known` results.
 
-    `done` hears of each that ended, in this process.
+    `on_result` gets each result when its trial ends, in this process.
     """
-    os.environ.update({name: os.environ.get(name, value) for name, value in QUIET.items()})
-    logging.getLogger("ray.tune").setLevel(logging.CRITICAL)  # what ended trials is told in their own lines
+    os.environ.update({name: os.environ.get(name, value) for name, value in QUIET_ENVIRONMENT.items()})
+    logging.getLogger("ray.tune").setLevel(logging.CRITICAL)  # failures of trials are in their own lines
     sweep = plan.base.sweep
-    chosen = sweep.search == "optuna" and not candidates
-    trials = [{"settings": dict(each.settings), "round": each.round} for each in candidates]
-    together = 1 if sweep.isolated else sweep.at_once
-    alone = together == 1 and not joined(plan.base.launch)
-    free_places_of_the_dead(alone)  # there are none yet: where Ray is another, it is said here, where people see it
-    function = tune.with_parameters(_trial, plan=plan, alone=alone, surroundings=of_mlflow())
+    is_optuna = sweep.search == "optuna" and not candidates
+    trials = [{"settings": dict(candidate.settings), "round": candidate.round} for candidate in candidates]
+    max_concurrent = 1 if sweep.isolated else sweep.max_concurrent
+    is_only_driver = max_concurrent == 1 and not uses_running_cluster(plan.base.launch)
+    remove_orphaned_placement_groups(is_only_driver)  # there are none yet: an unsupported Ray is reported here, visibly
+    function = tune.with_parameters(_trial, plan=plan, is_only_driver=is_only_driver, environment=mlflow_environment())
     tune.Tuner(
-        tune.with_resources(function, tune.PlacementGroupFactory([head_place()])),
-        param_space=_distributions(plan.base) if chosen else {TRIAL: tune.grid_search(trials)},
+        tune.with_resources(function, tune.PlacementGroupFactory([head_node_resources()])),
+        param_space=_tune_space(plan.base) if is_optuna else {TRIAL: tune.grid_search(trials)},
         tune_config=tune.TuneConfig(
             metric=SCORE,
             mode="min",
-            num_samples=left if chosen else 1,
-            max_concurrent_trials=together,
-            search_alg=_optuna(plan, known) if chosen else None,
-            scheduler=_scheduler(sweep, candidates),
+            num_samples=num_left if is_optuna else 1,
+            max_concurrent_trials=max_concurrent,
+            search_alg=_build_optuna(plan, known) if is_optuna else None,
+            scheduler=_build_scheduler(sweep, candidates),
             # One process drives trial after trial.
             reuse_actors=True,
         ),
         run_config=tune.RunConfig(
-            name="tune", **ray_storage(plan.folder / ".ray"), verbose=0, callbacks=[_Ends(plan, done)]
+            name="tune", **ray_storage_options(plan.folder / ".ray"), verbose=0, callbacks=[_ResultCallback(plan, on_result)]
         ),
     ).fit()
 
 
-def candidate_of(parameters: Mapping[str, Any], base: SweepConfig) -> Candidate:
-    """The candidate that Tune's parameters stand for."""
+def parse_candidate(parameters: Mapping[str, Any], base: SweepJobConfig) -> Candidate:
+    """Returns the candidate of Tune's parameters."""
     trial = parameters.get(TRIAL)
     return Candidate(base, trial["settings"], trial["round"]) if trial else Candidate(base, dict(parameters))
 
 
-def _trial(parameters: dict[str, Any], plan: SweepPlan, alone: bool, surroundings: Mapping[str, str]) -> None:
-    """What Tune runs, `alone` where no one else can have workers on the cluster, with MLflow's variables of the driver.
+def _trial(parameters: dict[str, Any], plan: SweepPlan, is_only_driver: bool, environment: Mapping[str, str]) -> None:
+    """Runs one trial in Tune's process.
 
-    Raises where the trial hung, so that its process, and with it all that it started, is ended; SystemExit where Tune
-    stopped it.
+    `is_only_driver`: no one else can have workers on the cluster. `environment`: MLflow's variables of the driver. Raises if
+    the trial hung, so that its process, and with it all that it started, is ended; SystemExit if Tune stopped it.
     """
-    os.environ.update(surroundings)
-    os.environ["TUNE_FUNCTION_THREAD_TIMEOUT_S"] = str(END_S)  # Tune looks it up when the next trial is to come here
-    plan.carried.register()
-    candidate = candidate_of(parameters, plan.base)
-    result = result_of_candidate(plan.folder, candidate) or _breaks_a_condition(candidate) or refusal(candidate, plan.there)
+    os.environ.update(environment)
+    os.environ["TUNE_FUNCTION_THREAD_TIMEOUT_S"] = str(STOP_TIMEOUT_S)  # Tune reads it before the next trial
+    plan.plugins.register()
+    candidate = parse_candidate(parameters, plan.base)
+    result = (
+        load_candidate_result(plan.folder, candidate)
+        or _refuse_unmet_conditions(candidate)
+        or refuse_candidate(candidate, plan.resources)
+    )
     if result is None:
-        free_places_of_the_dead(alone)
-        told = _Told(plan, candidate)
-        result = run_trial(candidate, plan.storage, plan.there, {"raystride.sweep": str(plan.base.run)}, told, plan.carried)
-    keep_result(plan.folder, result)
+        remove_orphaned_placement_groups(is_only_driver)
+        reporter = _WindowReporter(plan, candidate)
+        result = run_trial(
+            candidate, plan.storage, plan.resources, {"raystride.sweep": str(plan.base.run)}, reporter, plan.plugins
+        )
+    save_result(plan.folder, result)
     if result.status == "hung":
-        raise TookTooLong(result.cause)
+        raise TrialTimeout(result.cause)
     if result.status == "stopped_early":
-        sys.exit(0)  # as tune.report did, which is not to be called again
-    value = score(result, plan.base.sweep, plan.price_per_hour)
-    # Not a number, which both Optuna and ASHA leave out, where infinite would spoil their quantiles.
+        sys.exit(0)  # as tune.report did, which must not be called again
+    value = compute_score(result, plan.base.sweep, plan.price_per_hour)
+    # Both Optuna and ASHA leave out NaN; infinity would spoil their quantiles.
     tune.report({SCORE: value if math.isfinite(value) else math.nan, WINDOW: plan.base.sweep.windows + 1})
 
 
-class _Told:
-    """Tells the scheduler of each window, where there is one that stops trials, and says whether the trial is to go on.
+class _WindowReporter:
+    """Reports each window to the scheduler, if there is one that stops trials; returns False to stop the trial.
 
-    With the objective energy, which is known at the end alone, it hears of the speed.
+    With the objective energy, which is known only at the end, it reports the speed.
     """
 
     def __init__(self, plan: SweepPlan, candidate: Candidate) -> None:
         assert candidate.config
-        self._plan, self._asked = plan, plan.base.sweep.stop_bad != "none"
-        self._workers = resolve(candidate.config, plan.there).workers
+        self._plan, self._asked = plan, plan.base.sweep.early_stopping != "none"
+        self._workers = resolve_allocation(candidate.config, plan.resources).workers
         self._speeds: list[float] = []
 
     def __call__(self, window: MeasuredWindow) -> bool:
@@ -136,119 +153,125 @@ class _Told:
         return True
 
 
-class _Ends(tune.Callback):  # type: ignore[misc]
-    """Hears from Tune, in the sweep's own process, which trials ended."""
+class _ResultCallback(tune.Callback):  # type: ignore[misc]
+    """Receives from Tune, in the sweep's own process, the trials that ended."""
 
-    def __init__(self, plan: SweepPlan, done: Callable[[Result], None]) -> None:
-        self._plan, self._done = plan, done
+    def __init__(self, plan: SweepPlan, on_result: Callable[[Result], None]) -> None:
+        self._plan, self._on_result = plan, on_result
         self._stopped: list[Any] = []
-        """Trials that Tune stopped, whose trainings are ending."""
+        """Trials that Tune stopped while their trainings are ending."""
 
     def __getstate__(self) -> dict[str, Any]:
-        return {}  # Tune keeps its callbacks for a restore of its own; ours reads the results
+        return {}  # Tune saves its callbacks for a restore of its own; ours reads the results
 
     def on_trial_complete(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
-        if (result := self._kept(trial)) is None:
+        if (result := self._load_result(trial)) is None:
             self._stopped.append(trial)
         else:
-            self._done(result)
+            self._on_result(result)
 
     def on_trial_start(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
-        # Its process has ended what it did before, or has died.
-        self._tell_of_stopped()
+        # Its process has ended the previous trial, or has died.
+        self._report_stopped()
 
     def on_experiment_end(self, trials: list[Any], **info: Any) -> None:
-        self._tell_of_stopped()
+        self._report_stopped()
 
     def on_trial_error(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
-        candidate = candidate_of(trial.config, self._plan.base)
+        candidate = parse_candidate(trial.config, self._plan.base)
         cause = "the process that drove the trial ended"
-        if trial.run_metadata.error_filename:  # its public reader looks where the file comes to only later
+        if trial.run_metadata.error_filename:  # its public reader looks in a place that gets the file only later
             with suppress(OSError):
-                cause = cause_in(Path(trial.error_file).read_text()) or cause
-        unsaid = ended(candidate, "failed", f"{cause}; its trial.txt and Ray's logs may say more")
-        self._done(self._kept(trial) or self._keep(unsaid))
+                cause = parse_cause(Path(trial.error_file).read_text()) or cause
+        fallback = result_without_figures(candidate, "failed", f"{cause}; its trial.txt and Ray's logs may say more")
+        self._on_result(self._load_result(trial) or self._save_result(fallback))
 
-    def _tell_of_stopped(self) -> None:
+    def _report_stopped(self) -> None:
         while self._stopped:
             trial = self._stopped.pop(0)
-            self._done(self._kept(trial) or self._keep(self._read(trial)))
+            self._on_result(self._load_result(trial) or self._save_result(self._read_stopped(trial)))
 
-    def _read(self, trial: Any) -> Result:
-        """What the journal says of a trial that was not let to end."""
-        candidate = candidate_of(trial.config, self._plan.base)
-        lasted = float(trial.last_result.get("time_total_s", 0.0))
+    def _read_stopped(self, trial: Any) -> Result:
+        """Returns the result from the journal of a trial that did not end by itself."""
+        candidate = parse_candidate(trial.config, self._plan.base)
+        duration_s = float(trial.last_result.get("time_total_s", 0.0))
         folder = self._plan.storage / candidate.run
-        return result_of(candidate, folder, self._plan.there, "stopped_early", seconds=lasted)
+        return build_result(candidate, folder, self._plan.resources, "stopped_early", seconds=duration_s)
 
-    def _kept(self, trial: Any) -> Result | None:
-        return result_of_candidate(self._plan.folder, candidate_of(trial.config, self._plan.base))
+    def _load_result(self, trial: Any) -> Result | None:
+        return load_candidate_result(self._plan.folder, parse_candidate(trial.config, self._plan.base))
 
-    def _keep(self, result: Result) -> Result:
-        keep_result(self._plan.folder, result)
+    def _save_result(self, result: Result) -> Result:
+        save_result(self._plan.folder, result)
         return result
 
 
-def cause_in(text: str) -> str:
-    """What a trial's `error.txt` says in a line, empty where it says nothing.
+def parse_cause(text: str) -> str:
+    """Returns the cause in a trial's `error.txt` in a line, empty if there is none.
 
-    Tune pickles the error beside it, but by a pickle whoever can write the storage has this process run what they like.
+    Tune also pickles the error, but a pickle would let anyone who can write the storage run code in this process.
     """
     *_, newest = text.rpartition("Failure # ")
-    *_, told = re.split(r'^ +File ".*", line \d+.*$', newest.partition("\n")[2], flags=re.MULTILINE)
-    return next((line.strip() for line in told.splitlines() if line and not line.startswith((" ", "\t", "\x1b"))), "")
-
-
-def _scheduler(sweep: Sweep, candidates: Sequence[Candidate]) -> Any:
-    """What decides which trials go on; None: all do."""
-    from ray.tune.schedulers import ASHAScheduler
-
-    if sweep.stop_bad == "none" or (candidates and all(each.round for each in candidates)):
-        return None  # later rounds are of what was found good, and a mean of some that were stopped would flatter
-    first = max(sweep.least_windows, math.ceil(sweep.windows / sweep.keep**2)) if sweep.objective == "loss" else None
-    return ASHAScheduler(
-        time_attr=WINDOW,
-        max_t=sweep.windows + 1,
-        grace_period=first or sweep.least_windows,
-        reduction_factor=sweep.keep,
+    *_, after_traceback = re.split(r'^ +File ".*", line \d+.*$', newest.partition("\n")[2], flags=re.MULTILINE)
+    return next(
+        (line.strip() for line in after_traceback.splitlines() if line and not line.startswith((" ", "\t", "\x1b"))), ""
     )
 
 
-def _distributions(base: SweepConfig) -> dict[str, Any]:
-    """The space in Tune's words."""
-    words = {
+def _build_scheduler(sweep: SweepConfig, candidates: Sequence[Candidate]) -> Any:
+    """Returns the scheduler that stops bad trials; None: all continue."""
+    from ray.tune.schedulers import ASHAScheduler
+
+    if sweep.early_stopping == "none" or (candidates and all(candidate.round for candidate in candidates)):
+        return None  # later rounds are of good candidates, and a mean with stopped ones would be too optimistic
+    first = (
+        max(sweep.min_windows, math.ceil(sweep.windows / sweep.reduction_factor**2)) if sweep.objective == "loss" else None
+    )
+    return ASHAScheduler(
+        time_attr=WINDOW,
+        max_t=sweep.windows + 1,
+        grace_period=first or sweep.min_windows,
+        reduction_factor=sweep.reduction_factor,
+    )
+
+
+def _tune_space(base: SweepJobConfig) -> dict[str, Any]:
+    """Returns the space as Tune's distributions."""
+    samplers = {
         "uniform": tune.uniform,
         "log_uniform": tune.loguniform,
         "integers": lambda low, high: tune.randint(low, high + 1),
     }
-    found = {}
+    space = {}
     for key, choices in base.sweep.space.items():
         if isinstance(choices, Mapping):
             ((kind, (low, high)),) = choices.items()
-            found[key] = words[kind](low, high)
+            space[key] = samplers[kind](low, high)
         else:
-            found[key] = tune.choice(list(choices))
-    return found
+            space[key] = tune.choice(list(choices))
+    return space
 
 
-def _optuna(plan: SweepPlan, known: Iterable[Result]) -> Any:
-    """Optuna's TPE, told of what was measured before."""
+def _build_optuna(plan: SweepPlan, known: Iterable[Result]) -> Any:
+    """Returns Optuna's TPE, given the earlier results."""
     import optuna
     from ray.tune.search.optuna import OptunaSearch
 
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     base = plan.base
-    scored = [(result.settings, score(result, base.sweep, plan.price_per_hour)) for result in known]
-    before = [(settings, value) for settings, value in scored if math.isfinite(value)]
+    scored = [(result.settings, compute_score(result, base.sweep, plan.price_per_hour)) for result in known]
+    measured = [(settings, value) for settings, value in scored if math.isfinite(value)]
     return OptunaSearch(
-        seed=(base.seed + len(before)) % 2**32,  # started again, it would else begin with what it tried first
-        points_to_evaluate=[settings for settings, _ in before] or None,
-        evaluated_rewards=[value for _, value in before] or None,
+        seed=(base.seed + len(measured)) % 2**32,  # else a restart would begin with the same suggestions
+        points_to_evaluate=[settings for settings, _ in measured] or None,
+        evaluated_rewards=[value for _, value in measured] or None,
     )
 
 
-def _breaks_a_condition(candidate: Candidate) -> Result | None:
-    """For searches that do not know of `sweep.where`: the candidate as refused, where it breaks one."""
-    if meets(candidate.base, candidate.settings):
+def _refuse_unmet_conditions(candidate: Candidate) -> Result | None:
+    """Returns the candidate as refused, if it breaks `sweep.constraints`; for searches that do not know the conditions."""
+    if meets_conditions(candidate.base, candidate.settings):
         return None
-    return ended(candidate, "refused", f"it breaks a condition of sweep.where: {'; '.join(candidate.base.sweep.where)}")
+    return result_without_figures(
+        candidate, "refused", f"it breaks a condition of sweep.constraints: {'; '.join(candidate.base.sweep.constraints)}"
+    )

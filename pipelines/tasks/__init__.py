@@ -1,4 +1,4 @@
-"""What is trained: one file a task against `task.Task`, chosen by the setting `task`."""
+"""Training tasks: one file a task, a subclass of `task.Task`, chosen by the setting `task`."""
 
 from importlib import import_module
 
@@ -14,15 +14,15 @@ TASKS = {
     "translation": "Translation",
     "images": "Images",
 }
-"""The class of each task, in the file of its name. Tasks of one's own are plug-ins; see docs/own-task.md."""
+"""The class of each task, in the file of its name. User-defined tasks are plug-ins; see docs/own-task.md."""
 
 __all__ = ["TASKS", "Task", "build_task"]
 
 
 def build_task(config: Config, facts: Facts | None = None, encoders: Encoders | None = None) -> Task:
-    """The task that `config.task` names, knowing what preparation learned, if it did.
+    """Builds the task that `config.task` names, with the facts and tokenizers of a preparation if there are any.
 
-    Loads the settings' plug-ins. Raises SettingError where there is no such task, or a plug-in is missing.
+    Loads the settings' plug-ins. Raises SettingError if there is no such task, or a plug-in is missing.
     """
     plugins.load_plugins(config.plugins)
     if config.task in TASKS:

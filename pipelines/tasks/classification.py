@@ -1,21 +1,23 @@
-"""Classification of texts: which of the labels that the data has a text gets.
+"""Classification of texts: predicts one of the data's labels for a text.
 
-An example is the label's number and the text's ids, as many as the context holds. With the tokenizer `bytes` the raw bytes
-travel, and the kernel `byte_pack` pads and masks them on the device.
+An example is the label's number and the text's ids, as many as the context holds. For a Hugging Face encoder, the special
+tokens that its tokenizer adds, [CLS] and [SEP], surround them. With the tokenizer `bytes` the raw bytes are transferred, and
+the kernel `byte_pack` pads and masks them on the device.
 
     task = Classification(config, {"vocabulary_size": 4096, "labels": ["asyncio", "email"], ...})
     (ids, lengths), labels = task.collate(rows, None)        # ids (B, T), lengths (B), labels (B), int64
 """
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from raystride.model.shape import classifier_flops_per_token
+from raystride.model.shape import ENCODERS, classifier_flops_per_token
 from raystride.pipelines.config import Config
-from raystride.pipelines.tasks.labels import Labelling
-from raystride.pipelines.tasks.padding import pad
+from raystride.pipelines.tasks.labels import LabelTask
+from raystride.pipelines.tasks.padding import pad_sequences
 from raystride.pipelines.tasks.task import Column, Document, Encoders, Facts, Inputs, Rows, Task
+from raystride.pipelines.tokenizers.training import read_surrounding
 
 if TYPE_CHECKING:
     import torch
@@ -24,8 +26,10 @@ if TYPE_CHECKING:
     from raystride.model.classifier import Classifier
 
 
-class Classification(Labelling):
-    """Classification of texts by an encoder, with one answer a text."""
+class Classification(LabelTask):
+    """Classification of texts by an encoder, with one label a text."""
+
+    unit = "examples"
 
     def __init__(self, config: Config, facts: Facts | None = None, encoders: Encoders | None = None) -> None:
         super().__init__(config, facts, encoders)
@@ -38,37 +42,55 @@ class Classification(Labelling):
 
     @property
     def ids(self) -> int:
-        """A bound of the numbers in an example: of the text's ids, or its bytes, and of the labels' numbers."""
+        """An upper bound of the numbers in an example: the text's ids, or bytes, and the label's number."""
         return max(256 if self.bytes else int(self.facts["vocabulary_size"]), len(self.labels))
 
     def learn(self, surveys: list[Facts]) -> Facts:  # type: ignore[override]
-        """The tokenizer's facts and the labels."""
-        return {**Task.learn(self, surveys), **super().learn(surveys)}
+        """Returns the tokenizer's facts and the labels."""
+        learned = {**Task.learn(self, surveys), **super().learn(surveys)}
+        return learned | ({"around": read_surrounding(self.config.tokenizer)} if self._is_encoder else {})
+
+    def shaped_by(self) -> dict[str, Any]:
+        """Returns the other inputs of examples: the context, at which texts are truncated, and the tokens around an
+        encoder's texts."""
+        around = {"around": read_surrounding(self.config.tokenizer)} if self._is_encoder else {}
+        return {"context": self.config.model.context, **around}
+
+    @property
+    def _is_encoder(self) -> bool:
+        """Whether the network is a Hugging Face encoder, which needs special tokens around a text."""
+        return self.config.model.architecture in ENCODERS
 
     def encode(self, document: Document) -> tuple[np.ndarray, None]:
-        """The label's number, 0 for a question, and the first ids of the text."""
-        label = self.number_of(document[1]) if len(document) > 1 else 0
-        ids = self.encoders["tokenizer"].encode(document[0])[: self.config.model.context]
-        return np.concatenate(([np.uint32(label)], ids)), None
+        """Returns the label's number, 0 for an unlabelled text, and the first ids of the text, with the special tokens
+        around them."""
+        label = self.label_number(document[1]) if len(document) > 1 else 0
+        first, last = self.facts.get("around", ([], []))
+        room = max(0, self.config.model.context - len(first) - len(last))
+        ids = self.encoders["tokenizer"].encode(document[0])[:room]
+        return np.concatenate([np.asarray(part, np.uint32) for part in ([label], first, ids, last)]), None
 
     def decode(self, ids: np.ndarray, mask: np.ndarray | None) -> Document:
         """Returns the text, as much of it as the context holds, and its label."""
         return self.encoders["tokenizer"].decode(ids[1:].tolist()), self.labels[int(ids[0])]
 
     def collate(self, rows: Rows, masks: Rows | None) -> "tuple[Inputs, torch.Tensor]":
-        """Padded ids (B, T) and lengths (B), or of bytes all of them, where each text begins and T positions; labels (B)."""
+        """Returns padded ids (B, T) and lengths (B), and the labels (B).
+
+        For raw bytes: all bytes concatenated, the offsets of texts and T positions.
+        """
         import torch
 
         targets = self.targets(rows, masks)
         texts = [row[1:] for row in rows]
         if not self.bytes:
-            return pad(texts), targets
+            return pad_sequences(texts), targets
         offsets = torch.from_numpy(np.cumsum([0, *map(len, texts)], dtype=np.int64))
         longest = max(1, *map(len, texts))
         return (torch.from_numpy(np.concatenate(texts)), offsets, torch.arange(longest)), targets
 
     def unpack(self, inputs: Inputs) -> Inputs:
-        """Ids (B, T) and lengths (B); those of raw bytes are made on the device, by the kernel `byte_pack`."""
+        """Returns ids (B, T) and lengths (B); for raw bytes the kernel `byte_pack` makes them on the device."""
         if not self.bytes:
             return inputs
         from raystride.triton_kernels.byte_pack import byte_pack
@@ -78,15 +100,15 @@ class Classification(Labelling):
         return ids, offsets.diff()
 
     def tokens_of(self, numbers: float) -> float:
-        """Tokens of an example of so many numbers: those of the text, without the label."""
+        """Returns the tokens of an example of this many numbers: those of the text, without the label."""
         return numbers - 1
 
     def flops_per_token(self, model: "nn.Module", tokens: float) -> float:
-        """Operations to train on a token of texts of this length."""
+        """Returns the training operations per token for texts of this length."""
         return classifier_flops_per_token(self.config.model, tokens)
 
     def build_model(self) -> "Classifier":
-        """A freshly initialised encoder with a head."""
+        """Returns a freshly initialised encoder with a classification head."""
         from raystride.model.classifier import Classifier
 
         return Classifier(

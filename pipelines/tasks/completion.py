@@ -1,8 +1,8 @@
-"""Fine-tuning on pairs of a prompt and its completion, or on chats: language modelling whose loss leaves out the prompt.
+"""Fine-tuning on pairs of a prompt and its completion, or on chats: language modelling with the prompt left out of the loss.
 
-Each pair is a sample of its own, padded to the longest beside it. With a tokenizer that has a chat template, prompt and
-completion are the turns of a chat, as the template writes them; else they follow each other, and an end token them. With
-`data.messages_column` a sample is a whole chat, of which all that the assistant says is learned (`tasks.chats`).
+Each pair is a sample of its own, padded to the longest in its batch. With a tokenizer that has a chat template, prompt and
+completion are rendered as the turns of a chat; else they are concatenated, with an end token. With `data.messages_column` a
+sample is a whole chat, and all turns of the assistant are trained on (`tasks.chats`).
 
     task = Completion(config, {"vocabulary_size": 50257, "end_id": 50256}, encoders)
     (inputs,), targets = task.collate(rows, masks)           # both (B, T), int64; the prompt's targets are IGNORED
@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from raystride.pipelines.tasks.chats import encode_chat, read_conversation
-from raystride.pipelines.tasks.language_model import LanguageModel
-from raystride.pipelines.tasks.messages import pack_messages, texts_of, unpack_messages
-from raystride.pipelines.tasks.padding import pad
+from raystride.pipelines.tasks.language_model import LanguageModel, prepend_begin_ids
+from raystride.pipelines.tasks.messages import message_texts, pack_messages, unpack_messages
+from raystride.pipelines.tasks.padding import pad_sequences
 from raystride.pipelines.tasks.row_losses import row_losses
 from raystride.pipelines.tasks.task import IGNORED, ChatTemplate, Column, Document, Encoded, Inputs, Rows
 from raystride.pipelines.tokenizers.chat import check_conversations
-from raystride.pipelines.tokenizers.training import read_chat
+from raystride.pipelines.tokenizers.training import read_begin_ids, read_chat
 
 if TYPE_CHECKING:
     import torch
@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 
 class Completion(LanguageModel):
     """Fine-tuning of a decoder that answers a prompt."""
+
+    unit = "pairs"
 
     @property
     def window(self) -> None:
@@ -46,22 +48,33 @@ class Completion(LanguageModel):
         return (Column("data.column", data.column), Column("data.target_column", data.target_column, answer=True))
 
     def texts(self, document: Document, tokenizer: str) -> Iterable[str]:
-        """Both the prompt and the completion, or all that is said."""
-        return texts_of(unpack_messages(document[0])) if self.chats else document
+        """Returns the prompt and the completion, or the contents of all messages."""
+        return message_texts(unpack_messages(document[0])) if self.chats else document
 
     @property
     def chats(self) -> bool:
         """Whether documents are chats."""
         return self.config.data.messages_column is not None
 
-    def shaped_by(self) -> dict[str, Any]:
-        """What shapes examples besides: the context, beyond which they are cut off, and the chat's template.
+    @property
+    def writes_chats(self) -> bool:
+        """Whether the tokenizer has a chat template, which renders prompts and completions as turns."""
+        return self.encoders["tokenizer"].chat is not None
 
-        Raises SettingError where chats have no template, or one that does not tell which turns are the assistant's.
+    def shaped_by(self) -> dict[str, Any]:
+        """Returns the other inputs of examples: the context, at which they are truncated, and the chat template.
+
+        Raises SettingError if chats have no template, or one that does not delimit the assistant's turns.
         """
         tokenizer = self.config.tokenizer
         template = read_chat(tokenizer) if tokenizer.kind == "file" else None
-        shape = {"context": self.config.model.context, "chat": template}
+        shape: dict[str, Any] = {"context": self.config.model.context, "chat": template}
+        if template is not None and tokenizer.markers != "text":
+            raise tokenizer.error(
+                "markers", "must be `text` where a chat template writes the markers; or set tokenizer.chat_template none"
+            )
+        if template is None and (begin := read_begin_ids(tokenizer)):
+            shape["begin"] = begin
         if not self.chats:
             return shape
         if template is None:
@@ -73,19 +86,19 @@ class Completion(LanguageModel):
         return shape | {"chats": True}
 
     def encode(self, document: Document) -> tuple[np.ndarray, np.ndarray]:
-        """Ids, and which of them count, as `example` has them. Raises ValueError where a chat is none."""
+        """Returns ids and loss mask of `example`. Raises ValueError if a chat is invalid."""
         ids, mask, _ = self.example(document)
         assert mask is not None
         return ids, mask
 
     def example(self, document: Document) -> Encoded:
-        """Ids of prompt and completion, of which the latter count. Of what is longer than context + 1, the prompt's
-        beginning goes first, but for one id, then the completion's end; of a chat, turns at its end.
+        """Returns the ids of prompt and completion, with a loss mask of the completion.
 
-        Raises ValueError where a chat is none, or its template refuses it.
+        If they are longer than context + 1, the prompt is cut from the left, as `fit_prompt` says, then the completion from
+        the right; a chat loses turns at its end. Raises ValueError if a chat is invalid, or its template refuses it.
         """
         if self.chats:
-            return encode_chat(self._template, read_conversation(document), self.config.model.context + 1)
+            return encode_chat(self._chat_template, read_conversation(document), self.config.model.context + 1)
         prompt = self.prompt(document[0])
         if len(document) == 1:
             return Encoded(prompt, np.zeros(len(prompt), bool))
@@ -94,18 +107,18 @@ class Completion(LanguageModel):
         answer = chat.answer(*document) if chat else np.append(encoder.encode(document[1]), end)
         room = self.config.model.context + 1
         cut = len(prompt) + len(answer) > room
-        prompt = prompt[-max(1, room - len(answer)) :]
+        prompt = self.fit_prompt(prompt, room - len(answer))
         answer = answer[: room - len(prompt)]
         return Encoded(np.concatenate((prompt, answer)), np.arange(len(prompt) + len(answer)) >= len(prompt), cut)
 
     def decode(self, ids: np.ndarray, mask: np.ndarray | None) -> Document:
-        """Returns the prompt and the completion, or messages: each of the assistant's and all that stands between two.
+        """Returns the prompt and the completion, or messages: each turn of the assistant, and the text between two as one.
 
-        With a chat template they have the template's words around them.
+        With a chat template they include the template's text.
         """
         counted = np.ones(len(ids), bool) if mask is None else mask
         borders = np.flatnonzero(np.diff(counted)) + 1
-        texts = [self.encoders["tokenizer"].decode(some.tolist()) for some in np.split(ids, borders)]
+        texts = [self.encoders["tokenizer"].decode(stretch.tolist()) for stretch in np.split(ids, borders)]
         if not self.chats:
             return ("", texts[0]) if counted[0] else (texts[0], "".join(texts[1:]))
         roles = ("assistant", "user") if counted[0] else ("user", "assistant")
@@ -113,54 +126,65 @@ class Completion(LanguageModel):
         return (pack_messages(messages), "[]")[: len(self.columns)]
 
     @property
-    def _template(self) -> ChatTemplate:
+    def _chat_template(self) -> ChatTemplate:
         template = self.encoders["tokenizer"].chat
-        assert template  # as `shaped_by` made sure
+        assert template  # `shaped_by` has checked it
         return template
 
     def question(self, document: Document) -> np.ndarray:
-        """Ids of the prompt; of a chat all before the assistant's last turn. Raises ValueError where a chat is none."""
+        """Returns the prompt's ids; for a chat, all before the assistant's last turn. Raises ValueError if a chat is
+        invalid."""
         if not self.chats:
             return self.prompt(document[0])
         asked = read_conversation(document).question
-        return self._template.opening(asked.messages, asked.tools)
+        return self._chat_template.opening(asked.messages, asked.tools)
 
     def answer_bytes(self, document: Document) -> int:
-        """Bytes of the completion, or of all that the assistant says. Raises ValueError where a chat is none."""
+        """Returns the bytes of the completion, or of all turns of the assistant. Raises ValueError if a chat is invalid."""
         return read_conversation(document).answer_bytes if self.chats else super().answer_bytes(document)
 
     def prompt(self, text: str) -> np.ndarray:
-        """Ids of a prompt, with what leads in its answer in a chat; of an empty one an end token.
+        """Returns the ids of a prompt, with begin tokens, or in a chat with the header of its answer; if empty, an end
+        token.
 
-        Raises ValueError where a chat is none.
+        Raises ValueError if a chat is invalid.
         """
         if self.chats:
             return self.question((text,))
         encoder = self.encoders["tokenizer"]
-        ids = encoder.chat.question(text) if encoder.chat else encoder.encode(text)
+        ids = encoder.chat.question(text) if encoder.chat else prepend_begin_ids(encoder.encode(text), encoder.begin_ids)
         return ids if len(ids) else np.array([encoder.end_id], np.uint32)
 
-    def collate(self, rows: Rows, masks: Rows | None) -> "tuple[Inputs, torch.Tensor]":
-        """Inputs are all but each pair's last id, targets all but its first; padding stands behind, and is no target.
+    def fit_prompt(self, prompt: np.ndarray, room: int) -> np.ndarray:
+        """Returns the last ids of a prompt that fit into `room`, at least one, after the begin tokens."""
+        encoder = self.encoders["tokenizer"]
+        begin = len(encoder.begin_ids) if encoder.chat is None else 0
+        if len(prompt) <= max(1, room) or room <= begin:
+            return prompt[-max(1, room) :]
+        return np.concatenate((prompt[:begin], prompt[len(prompt) - (room - begin) :]))
 
-        Packed, all pairs follow each other in one row (1, N), and beside it stands where each begins, as in LanguageModel.
+    def collate(self, rows: Rows, masks: Rows | None) -> "tuple[Inputs, torch.Tensor]":
+        """Returns as inputs all but each pair's last id, as targets all but its first; padding is on the right, and is
+        IGNORED.
+
+        Packed: all pairs are concatenated in one row (1, N), with the offsets of pairs as in LanguageModel.
         """
         kept = [np.ones(len(row), bool) for row in rows] if masks is None else masks
         wanted = [np.where(mask, row.astype(np.int64), IGNORED)[1:] for row, mask in zip(rows, kept, strict=True)]
         read = [row[:-1] for row in rows]
-        if self.packed:
+        if self.packs_documents:
             import torch
 
             documents = torch.tensor([0, *accumulate(map(len, read))], dtype=torch.int32)
-            inputs, targets = (torch.from_numpy(np.concatenate(each).astype(np.int64))[None] for each in (read, wanted))
+            inputs, targets = (torch.from_numpy(np.concatenate(ids).astype(np.int64))[None] for ids in (read, wanted))
             return (inputs, documents), targets
-        inputs, _ = pad(read)
-        targets, _ = pad(wanted, IGNORED)
+        inputs, _ = pad_sequences(read)
+        targets, _ = pad_sequences(wanted, IGNORED)
         return (inputs,), targets
 
     def losses(self, model: "nn.Module", inputs: Inputs, targets: "torch.Tensor") -> "tuple[torch.Tensor, torch.Tensor]":
-        """The loss sum of each pair in nats, and its targets that count, both (B)."""
-        if not self.packed:
+        """Returns the loss sum of each pair in nats, and its number of counted targets, both (B)."""
+        if not self.packs_documents:
             return super().losses(model, inputs, targets)
         import torch
 
@@ -168,10 +192,10 @@ class Completion(LanguageModel):
         hidden, wanted = self.hidden(model, inputs)[0, :, None], targets[0, :, None]
         losses, counts = row_losses(model.logits, hidden, wanted)  # type: ignore[arg-type]
         lengths = inputs[1].diff().long()
-        sums, counted = (torch.segment_reduce(each.float(), "sum", lengths=lengths) for each in (losses, counts))
+        sums, counted = (torch.segment_reduce(values.float(), "sum", lengths=lengths) for values in (losses, counts))
         return sums, counted.long()
 
     @property
     def targets_per_sample(self) -> None:
-        """None: about as many targets as a pair has ids, the prompt's among them."""
+        """None: about as many targets as a pair has ids, including the prompt's."""
         return

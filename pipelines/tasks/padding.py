@@ -1,6 +1,6 @@
-"""Sequences of several lengths as one matrix.
+"""Padding of sequences to one matrix.
 
-ids, lengths = pad([np.array([5, 6, 7]), np.array([8])])    # [[5, 6, 7], [8, 0, 0]] and [3, 1], int64
+ids, lengths = pad_sequences([np.array([5, 6, 7]), np.array([8])])    # [[5, 6, 7], [8, 0, 0]] and [3, 1], int64
 """
 
 from collections.abc import Sequence
@@ -12,8 +12,8 @@ if TYPE_CHECKING:
     import torch
 
 
-def pad(rows: Sequence[np.ndarray], value: int = 0) -> "tuple[torch.Tensor, torch.Tensor]":
-    """The sequences (B, T), filled up to the longest with `value`, and their lengths (B); at least one column, int64."""
+def pad_sequences(rows: Sequence[np.ndarray], value: int = 0) -> "tuple[torch.Tensor, torch.Tensor]":
+    """Returns sequences (B, T), padded to the longest with `value`, and their lengths (B); int64, at least one column."""
     import torch
 
     lengths = [len(row) for row in rows]

@@ -1,11 +1,11 @@
-"""What the model of `model.init_from` says to answers before it is trained: the reference of the task `preference`.
+"""Reference log-probabilities for the task `preference`: those of the untrained model of `model.init_from`.
 
-It is computed once, while data is being prepared, and lies in every example: training holds no second model, and what is
-trained beside frozen weights (adapters) has the same reference as what is trained whole. In fp32, on a GPU where this
-process has one, in batches of like length.
+They are computed once, during preparation, and stored in every example: training holds no second model, and adapters with
+frozen weights have the same reference as full training. Computed in fp32, on a GPU if this process has one, in batches of
+similar length.
 
     reference = Reference(task.build_model, "/models/llama", tokenizer=prepared / "tokenizer")
-    reference.log_probabilities([18, 60], task.sequences)     # (2, 2) fp32, of two pairs of so many ids
+    reference.log_probabilities([18, 60], task.sequences)     # (2, 2) fp32, of two pairs of 18 and 60 ids
     weights_sha256("/models/llama")                           # 64 hexadecimal digits, without PyTorch
 """
 
@@ -18,71 +18,73 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from raystride.pipelines.config import SettingError
-from raystride.pipelines.files import Folder
-from raystride.pipelines.hub import fetched
+from raystride.pipelines.hub import fetch_model
+from raystride.pipelines.storage.folder import Folder
 
 if TYPE_CHECKING:
     import torch
 
     from raystride.model.preference import PreferenceDecoder
 
-TOKENS = 1 << 14
-"""Ids of a batch, padding included; a pair that is longer by itself is a batch of its own."""
+MAX_BATCH_TOKENS = 1 << 14
+"""Ids of a batch, including padding; a longer pair is a batch of its own."""
 FLOAT, HALF = np.dtype("<f4"), np.dtype("<u2")
 
 
 class Reference:
-    """The base model in this process."""
+    """The reference model in this process."""
 
     def __init__(
         self, build: "Callable[[], PreferenceDecoder]", place: str, tokenizer: Folder, *, on_gpu: bool = True
     ) -> None:
-        """Loads it into a network that `build` makes; `tokenizer` is that of the data, `on_gpu`: where there is one.
+        """Loads it into a network of `build`; `tokenizer` is that of the data, `on_gpu` allows a GPU if there is one.
 
-        Raises SettingError where the place holds another model, or one of another tokenizer.
+        Raises SettingError if the place holds another model, or one with another tokenizer.
         """
         import torch
 
-        from raystride.pipelines.pretrained import start_from
+        from raystride.pipelines.pretrained import load_base_weights
 
         self._device = torch.device("cuda" if on_gpu and torch.cuda.is_available() else "cpu")
-        with torch.random.fork_rng(devices=[]):  # what training draws is not to follow from whether this was needed
+        with torch.random.fork_rng(devices=[]):  # training's random numbers must not depend on this
             model = build()
-        start_from(model, place, tokenizer, lambda _: None)
+        load_base_weights(model, place, tokenizer, lambda _: None)
         self._model = model.to(self._device).eval()
 
     def log_probabilities(
         self, sizes: Sequence[int], sequences: "Callable[[list[int]], tuple[torch.Tensor, torch.Tensor]]"
     ) -> np.ndarray:
-        """Log-probabilities in nats of the chosen and the rejected answer of each pair, (n, 2) fp32, from pairs' padded ids
-        and what gives ids and words (2B, T) of the pairs of some numbers."""
+        """Returns log-probabilities in nats of the chosen and the rejected answer of each pair, (n, 2) fp32.
+
+        `sizes` are padded ids of the pairs; `sequences` returns ids and next ids (2B, T) of the pairs of some numbers.
+        """
         import torch
 
         found = np.zeros((len(sizes), 2), FLOAT)
         order = np.argsort([-size for size in sizes], kind="stable").tolist()
         with torch.inference_mode():
             while order:
-                some = order[: max(1, TOKENS // sizes[order[0]])]
-                del order[: len(some)]
-                ids, words = (each.to(self._device) for each in sequences(some))
-                found[some] = self._model.log_probabilities(ids, words).view(2, -1).t().float().cpu().numpy()
+                batch = order[: max(1, MAX_BATCH_TOKENS // sizes[order[0]])]
+                del order[: len(batch)]
+                ids, words = (tensor.to(self._device) for tensor in sequences(batch))
+                found[batch] = self._model.log_probabilities(ids, words).view(2, -1).t().float().cpu().numpy()
         return found
 
 
-def as_ids(values: np.ndarray) -> np.ndarray:
-    """Numbers in fp32, (k), as 2 k numbers below 2^16, uint32."""
+def floats_to_ids(values: np.ndarray) -> np.ndarray:
+    """Returns numbers in fp32, (k), as 2 k numbers below 2^16, uint32."""
     return np.ascontiguousarray(values, FLOAT).view(HALF).astype(np.uint32)
 
 
-def from_ids(ids: np.ndarray) -> np.ndarray:
-    """The numbers (k) in fp32 that `as_ids` made."""
+def ids_to_floats(ids: np.ndarray) -> np.ndarray:
+    """Returns the numbers (k) in fp32 of `floats_to_ids`."""
     return np.ascontiguousarray(ids.astype(HALF)).view(FLOAT)
 
 
 def weights_sha256(place: str) -> str:
-    """One hash of a model's description and weights, in a folder or on the hub. Raises SettingError where it has none."""
+    """Returns one hash of a model's config and weights, in a folder or on the hub. Raises SettingError if it has none."""
     try:
-        folder = fetched(place)
+        folder = fetch_model(place)
     except ValueError as error:
         raise SettingError(f"model.init_from is {place!r}: {error}", setting="model.init_from", value=place) from error
     weights = [name for name in folder.names() if name.endswith(".safetensors")]
@@ -100,10 +102,10 @@ def weights_sha256(place: str) -> str:
 def _file_sha256(folder: Folder, name: str) -> str:
     if not folder.local:
         return folder.sha256(name)
-    # Settings are compared several times before a training begins, and weights have gigabytes.
-    return _kept_sha256(folder, name, (folder.local / name).stat().st_mtime_ns)
+    # Settings are compared several times before a training begins, and weights take gigabytes.
+    return _cached_sha256(folder, name, (folder.local / name).stat().st_mtime_ns)
 
 
 @lru_cache(maxsize=256)
-def _kept_sha256(folder: Folder, name: str, written: int) -> str:
+def _cached_sha256(folder: Folder, name: str, written: int) -> str:
     return folder.sha256(name)

@@ -1,4 +1,4 @@
-"""The loss of each row of a batch, where the model's own loss is the sum over all of them.
+"""Loss of each row of a batch, for models whose own loss is the sum over all rows.
 
 sums, counts = row_losses(model.logits, model.hidden(ids), targets)      # (B), (B)
 """
@@ -11,14 +11,14 @@ from raystride.pipelines.tasks.task import IGNORED
 if TYPE_CHECKING:
     import torch
 
-NUMBERS = 1 << 25
-"""Logits that are held at once: 128 MiB in fp32."""
+MAX_LOGITS = 1 << 25
+"""Logits held at once: 128 MiB in fp32."""
 
 
 def row_losses(
     logits: "Callable[[torch.Tensor], torch.Tensor]", hidden: "torch.Tensor", targets: "torch.Tensor"
 ) -> "tuple[torch.Tensor, torch.Tensor]":
-    """Sums of cross-entropies in nats, and targets that count, of each row; `logits` turns (b, T, C) into (b, T, V)."""
+    """Returns sums of cross-entropies in nats, and counted targets, of each row; `logits` maps (b, T, C) to (b, T, V)."""
     import torch
     from torch.nn.functional import cross_entropy
 
@@ -30,5 +30,5 @@ def row_losses(
         losses = cross_entropy(part.flatten(0, 1), wanted.flatten(), ignore_index=IGNORED, reduction="none")
         sums.append(losses.view(wanted.shape).sum(1))
         first += len(wanted)
-        rows = max(1, NUMBERS // part[0].numel())
+        rows = max(1, MAX_LOGITS // part[0].numel())
     return torch.cat(sums), (targets != IGNORED).sum(1)

@@ -1,13 +1,13 @@
-"""What is trained, as the spine sees it: what a task knows and nobody else. One file in this folder a task.
+"""Task: the interface of a training task. One file in this folder a task.
 
-    task = build_task(config)                               # before the data is known: which columns, which metrics
+    task = build_task(config)                               # before the data is known: columns and metrics
     ids, mask = task.encode(document)                       # while preparing: one document -> one example
-    task = build_task(config, manifest.facts, encoders)     # from then on it knows what preparation learned
-    inputs, targets = task.collate(rows, masks)             # while feeding: what the model is fed, on the host
+    task = build_task(config, manifest.facts, encoders)     # from then on with the facts that preparation learned
+    inputs, targets = task.collate(rows, masks)             # while feeding: the model's inputs, on the host
     loss_sum, counted = task.build_model()(*inputs, targets)    # while training
     metrics = task.score(loss_sum, targets, counts)         # while validating
 
-PyTorch is imported only where it is used: the driver and the workers that prepare data never need it, and it takes seconds.
+PyTorch is imported lazily: the driver and the workers that prepare data never need it, and the import takes seconds.
 """
 
 import math
@@ -26,32 +26,33 @@ if TYPE_CHECKING:
     from torch import nn
 
 Document = tuple[str, ...]
-"""What a source yields: the values of the task's columns. An image is a data URI of its file (RFC 2397)."""
+"""A row of a source: the values of the task's columns. An image is a data URI of its file (RFC 2397)."""
 Facts = Mapping[str, Any]
-"""What preparation learned of the data, as JSON: `vocabulary_size`, `end_id`, the names of labels, ..."""
+"""Facts that preparation learned from the data, as JSON: `vocabulary_size`, `end_id`, the names of labels, ... A run that
+started from a pretrained model also has `base_ids`: its ids that begin (`bos`), end (`eos`) and pad (`pad`) a text."""
 Rows = Sequence[np.ndarray] | np.ndarray
-"""Some samples: vectors of numbers, or of truth values for masks; windows are one matrix, whose rows they are."""
+"""Some samples: vectors of numbers, or of booleans for masks; windows are the rows of one matrix."""
 Inputs = tuple["torch.Tensor", ...]
-"""What a model takes besides the targets."""
+"""The model's inputs without the targets."""
 
 
 class ChatTemplate(Protocol):
-    """How a tokenizer writes turns of a chat; see `raystride.pipelines.tokenizers.chat`."""
+    """Renders and encodes turns of a chat for a tokenizer; see `raystride.pipelines.tokenizers.chat`."""
 
     def question(self, prompt: Turns) -> np.ndarray:
-        """Ids up to where the answer begins."""
+        """Returns ids up to the beginning of the answer."""
         ...
 
     def answer(self, prompt: Turns, completion: Turns) -> np.ndarray:
-        """Ids of the answer and of what ends it."""
+        """Returns ids of the answer and of the tokens that end it."""
         ...
 
     def conversation(self, messages: Sequence[Message], tools: Sequence[Any] = ()) -> tuple[np.ndarray, np.ndarray]:
-        """Ids of a whole chat, and which of them the assistant says."""
+        """Returns ids of a whole chat, and a mask of the assistant's turns."""
         ...
 
     def opening(self, messages: Sequence[Message], tools: Sequence[Any] = ()) -> np.ndarray:
-        """Ids of a chat up to where the next answer begins."""
+        """Returns ids of a chat up to the beginning of the next answer."""
         ...
 
 
@@ -61,75 +62,87 @@ class Encoded(NamedTuple):
     ids: np.ndarray
     """Its numbers (n)."""
     mask: np.ndarray | None
-    """Which of them count in the loss (n); None: all."""
+    """Loss mask (n); None: all count."""
     cut: bool = False
-    """Whether something of the document did not fit into it."""
+    """Whether the document was truncated."""
 
 
 class Encoder(Protocol):
-    """A tokenizer as preparation and generation use it; see `raystride.pipelines.tokenizers`."""
+    """A tokenizer for preparation and generation; see `raystride.pipelines.tokenizers`."""
 
     vocabulary_size: int
     end_id: int
 
     @property
+    def end_ids(self) -> tuple[int, ...]:
+        """Ids that end an answer: the end of a turn by the chat template, and the end of a document."""
+        ...
+
+    @property
     def chat(self) -> ChatTemplate | None:
-        """The chat template of the tokenizer, where it has one."""
+        """The chat template of the tokenizer, if it has one."""
+        ...
+
+    @property
+    def begin_ids(self) -> tuple[int, ...]:
+        """Ids at the beginning of a text that no template writes."""
         ...
 
     def encode(self, text: str) -> np.ndarray:
-        """Ids (uint32) of a text, without an end token."""
+        """Returns the ids (uint32) of a text, without an end token."""
         ...
 
     def decode(self, ids: list[int]) -> str:
-        """The text of some ids; bytes that are no whole character become U+FFFD."""
+        """Returns the text of some ids; bytes that form no character become U+FFFD."""
         ...
 
 
 Encoders = Mapping[str, Encoder]
-"""A task's tokenizers by the names that it gives them."""
+"""A task's tokenizers by name."""
 
 
 @dataclass(frozen=True)
 class Column:
-    """A column that a task reads of every row."""
+    """A column that a task reads from every row."""
 
     setting: str
-    """The setting that names it, for errors: `data.column`."""
+    """The setting with its name, for errors: `data.column`."""
     name: str
-    """What the data calls it."""
+    """Its name in the data."""
     kind: Literal["text", "label", "image", "messages", "tools"] = "text"
-    """Text; a label (text, number or truth value, taken as text); an image file's bytes; text or messages, which become
-    their JSON (`tasks.messages`); tools, whose JSON is a list, and which a row may lack."""
+    """Text; a label (text, number or boolean, read as text); an image file's bytes; text or messages, which become their
+    JSON (`tasks.messages`); optional tools, a JSON list."""
     answer: bool = False
-    """Whether it is what the model is to give: a document without it, as the last of several, is a question."""
+    """Whether it is an output of the model. Such columns come last; documents for prediction lack them."""
 
 
 @dataclass(frozen=True)
 class Window:
-    """How samples are cut from the stream of all tokens."""
+    """Windows that cut samples from the stream of all tokens."""
 
     length: int
     """Tokens in a sample."""
     stride: int
-    """Tokens from one sample's beginning to the next one's."""
+    """Tokens from the beginning of a sample to that of the next one."""
 
 
 class Task:
-    """A thing that Raystride can train; each task overrides what is particular to it.
+    """Base class of training tasks; each task overrides what is particular to it.
 
-    Raises SettingError where bundles are asked for (`train.slot_tokens`) but samples are windows, which are equally long,
-    and where documents are to be packed (`train.packing`) but the task has none.
+    Raises SettingError if bundles are set (`train.slot_tokens`) but samples are windows, which are equally long, and if
+    documents are to be packed (`train.packing`) but the task does not pack.
     """
 
     tokenizers: tuple[str, ...] = ("tokenizer",)
-    """Its tokenizers: folders under these names lie beside the shards."""
+    """Names of its tokenizers: folders of these names are beside the shards."""
     surveyed: ClassVar[bool] = False
-    """Whether `survey` must see all documents before the first is encoded, which takes a pass of its own."""
+    """Whether `survey` must see all documents before the first is encoded, which takes an additional pass."""
     packs: ClassVar[bool] = False
-    """Whether the task can read documents that lie one after another without padding, as `train.packing` says."""
+    """Whether the task supports packed documents without padding (`train.packing`)."""
+    unit: ClassVar[str] = "tokens"
+    """Unit in which reports count the samples seen: targets as `tokens`, samples as `examples`, `pairs` or `images`."""
     metrics: tuple[str, ...] = ("val_loss",)
-    """What `score` measures, for `validation.metric`."""
+    """Metrics of `score`, for `validation.metric`."""
 
     def __init__(self, config: Config, facts: Facts | None = None, encoders: Encoders | None = None) -> None:
         self.config, self.facts, self.encoders = config, facts or {}, encoders or {}
@@ -140,203 +153,232 @@ class Task:
 
     @property
     def window(self) -> Window | None:
-        """How samples are cut from the concatenated examples; None: each example is a sample."""
+        """Windows that cut samples from the concatenated examples; None: each example is a sample."""
         return None
 
     def knowing(self, facts: Facts, encoders: Encoders) -> Self:
-        """The same task, which knows this of the data and has these tokenizers."""
+        """Returns the same task with these facts and tokenizers."""
         return type(self)(self.config, facts, encoders)
 
     def under(self, config: Config) -> Self:
-        """The same task under other settings, which has the same facts and tokenizers."""
+        """Returns the same task with other settings, and the same facts and tokenizers."""
         return type(self)(config, self.facts, self.encoders)
 
     @property
     def columns(self) -> tuple[Column, ...]:
-        """The columns that the task reads of a row; a source without columns gives the first one alone."""
+        """Columns that the task reads from a row; a source without columns gives only the first one."""
         return (Column("data.column", self.config.data.column),)
 
     @property
     def asked(self) -> tuple[Column, ...]:
-        """The columns of a question: all but the label or the target that the model is to find."""
+        """Input columns: all but the label or the target that the model predicts."""
         return tuple(column for column in self.columns if not column.answer)
 
     def shaped_by(self) -> dict[str, Any]:
-        """What shapes the task's examples besides its columns and tokenizers, as JSON; known without facts."""
+        """Returns inputs of examples besides columns and tokenizers, as JSON, for the fingerprint; needs no facts."""
         return {}
 
     @property
     def ids(self) -> int:
-        """All numbers in examples are below this; known with the facts."""
+        """Upper bound of the numbers in examples (exclusive); needs the facts."""
         return int(self.facts["vocabulary_size"])
 
     def texts(self, document: Document, tokenizer: str) -> Iterable[str]:
-        """What this tokenizer is trained on in a document."""
+        """Returns the texts of a document on which this tokenizer is trained."""
         return document[:1]
 
     def survey(self, documents: Iterable[Document]) -> Facts:
-        """What is to be known of some of the documents, as JSON; `learn` gets one of these for each part of the data."""
+        """Returns a summary of some of the documents, as JSON; `learn` gets one for each part of the data."""
         return {}
 
     def learn(self, surveys: Sequence[Facts]) -> Facts:
-        """The facts from all parts' surveys and the tokenizers. Raises SettingError where they do not suit the task."""
+        """Returns the facts from all parts' surveys and the tokenizers. Raises SettingError if they do not suit the task."""
         encoder = self.encoders[self.tokenizers[0]]
         return {"vocabulary_size": encoder.vocabulary_size, "end_id": encoder.end_id}
 
     def encode(self, document: Document) -> tuple[np.ndarray, np.ndarray | None]:
-        """An example: its numbers (n), below `ids`, and a loss mask (n) or None. Raises ValueError: why it can be none.
+        """Returns an example: its numbers (n), below `ids`, and a loss mask (n) or None. Raises ValueError if it cannot be
+        encoded.
 
-        Raises NotImplementedError where a task has no such method.
+        Raises NotImplementedError if a task has no such method.
         """
         raise NotImplementedError
 
     def example(self, document: Document) -> Encoded:
-        """The example of `encode`, and whether something was cut off, as `is_cut` says. Raises as `encode` does."""
+        """Returns the example of `encode`, and whether it was truncated, as `is_cut` says. Raises as `encode` does."""
         ids, mask = self.encode(document)
         return Encoded(ids, mask, len(ids) > 0 and self.is_cut(ids))
 
     def decode(self, ids: np.ndarray, mask: np.ndarray | None) -> Document:
-        """Returns the document of an example of `encode`, as far as the example still has it; an image has no file any more.
+        """Returns the document of an example of `encode`, as far as the example still has it; an image has no file anymore.
 
         Raises NotImplementedError if a task has no such method: its prepared data can only be scored from the raw data.
         """
         raise NotImplementedError
 
     def complete(self, examples: Sequence[np.ndarray]) -> Sequence[np.ndarray]:
-        """The examples of `encode` with what is found of many at once; preparation and evaluation give it some of them.
+        """Second encoding pass: returns the examples of `encode` with features that are computed in batches.
 
-        What an example gets depends on that one alone, but for rounding.
+        Preparation and evaluation call it with any batches: the result for an example depends on that one alone, except
+        rounding.
         """
         return examples
 
     @property
     def wants_gpu(self) -> bool:
-        """Whether `complete` is faster where there is a GPU; preparation on Ray then takes one a task, if there is any."""
+        """Whether `complete` is faster on a GPU; preparation on Ray then requests one a task, if the cluster has any."""
         return False
 
     def is_cut(self, example: np.ndarray) -> bool:
-        """Whether something of the document did not fit into this example; preparation counts those of which it is known."""
+        """Returns whether the document was truncated in this example, as far as known; preparation counts those."""
         return False
 
+    @property
+    def begin_ids(self) -> Sequence[int]:
+        """Ids at the beginning of a document in a stream; a later piece of a document has none."""
+        return ()
+
+    @property
+    def writes_chats(self) -> bool:
+        """Whether a chat template renders a decoder's prompts and answers."""
+        return False
+
+    @property
+    def end_ids(self) -> tuple[int, ...]:
+        """Ids that end an answer: the tokenizer's, and those of the pretrained model of the run (`base_ids`)."""
+        base = self.facts.get("base_ids", {}).get("eos", ())
+        return tuple(dict.fromkeys((*self.encoders[self.tokenizers[0]].end_ids, *base)))
+
     def prompt(self, text: str) -> np.ndarray:
-        """The ids (n) after which a decoder writes on; where there are none, it starts as a new document does."""
+        """Returns the ids (n) that a decoder continues; if empty, it starts like a new document."""
         return self.encoders[self.tokenizers[0]].encode(text)
 
     def question(self, document: Document) -> np.ndarray:
-        """The ids (n) after which a decoder answers a document, whose last field may be missing."""
+        """Returns the prompt's ids (n) for a document; its last field may be missing."""
         return self.prompt(document[0])
 
     def answer_bytes(self, document: Document) -> int:
-        """Bytes of what a decoder is graded on in a document."""
+        """Returns the bytes of the graded part of a document."""
         return len(document[-1].encode())
 
     def sizes(self, firsts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-        """What examples are padded by, (n, k): the lengths of their k sequences, from their first numbers and lengths."""
+        """Returns the lengths (n, k) of the examples' k sequences, for padding, from the examples' first numbers and
+        lengths."""
         return lengths[:, None]
 
     def collate(self, rows: Rows, masks: Rows | None) -> "tuple[Inputs, torch.Tensor]":
-        """The model's inputs and targets of some samples; with masks all False, targets that do not count (IGNORED).
+        """Returns the model's inputs and targets of some samples; where masks are False, targets are IGNORED.
 
-        Raises NotImplementedError where a task has no such method.
+        Raises NotImplementedError if a task has no such method.
         """
         raise NotImplementedError
 
     @property
     def draws(self) -> int:
-        """Numbers that are drawn for each sample that is trained on, for `collate_drawn`; 0: samples never vary."""
+        """Random numbers for each training sample, for `collate_drawn`; 0: no augmentation."""
         return 0
 
     def collate_drawn(self, rows: Rows, masks: Rows | None, draws: np.ndarray) -> "tuple[Inputs, torch.Tensor]":
-        """As `collate`, of samples that vary by draws from [0, 1), (n, `draws`): by seed, epoch and sample alone."""
+        """Returns the same as `collate`, with augmentation by draws from [0, 1), (n, `draws`), from seed, epoch and sample
+        alone."""
         return self.collate(rows, masks)
 
     def unpack(self, inputs: Inputs) -> Inputs:
-        """What is still to be done to inputs on the device, ahead of the loop."""
+        """Finishes the inputs on the device, ahead of the loop."""
         return inputs
 
     def build_model(self) -> "nn.Module":
-        """The network, initialised under the current seed: model(*inputs, targets) -> (loss sum, targets counted).
+        """Returns the network, initialised under the current seed: model(*inputs, targets) -> (loss sum, targets counted).
 
-        Raises NotImplementedError where a task has no such method.
+        Raises NotImplementedError if a task has no such method.
         """
         raise NotImplementedError
+
+    def see_held_out(self, documents: Iterable[Document]) -> str:
+        """Configures validation from some validation documents, the same on every worker; returns a line about it, or "".
+
+        Not reading `documents` costs nothing.
+        """
+        return ""
 
     def measure(
         self, model: "nn.Module", inputs: Inputs, targets: "torch.Tensor", *, together: bool = False
     ) -> "tuple[torch.Tensor, ...]":
-        """Loss sum and targets counted of a validation batch, and, where `counted` is k, whole numbers (k) for `score`.
+        """Returns loss sum and counted targets of a validation batch, and, if `counted` is k, whole numbers (k) for `score`.
 
-        `together`: several workers compute at once what none can alone, so all must call the model equally often.
+        `together`: the workers compute collectively, so all must call the model equally often.
         """
         loss_sum, counted = model(*inputs, targets)
         return loss_sum, counted
 
     def take_sums(self, model: "nn.Module") -> "torch.Tensor | None":
-        """Sums (k) over this worker's samples since the last call, for `train_scores`; None of a task that has none."""
+        """Returns sums (k) over this worker's samples since the last call, for `train_scores`; None if the task has none."""
         return None
 
     def train_scores(self, sums: Sequence[float]) -> dict[str, float]:
-        """Metrics by name, `train_` before it, from such sums over all workers."""
+        """Returns metrics by name, prefixed `train_`, from such sums over all workers."""
         return {}
 
     def score(self, loss_sum: float, targets: float, counts: np.ndarray) -> dict[str, float]:
-        """Metrics by name, `val_loss` among them, from the sums over all validation samples."""
+        """Returns metrics by name, including `val_loss`, from the sums over all validation samples."""
         return {"val_loss": mean(loss_sum, targets)}
 
     def answer(self, model: "nn.Module", inputs: Inputs) -> list[dict[str, Any]]:
-        """What the model says to each of some samples, by name: a label and how sure it is, a translation, ...
+        """Returns the predictions for some samples, by name: a label and its probability, a translation, ...
 
-        Raises NotImplementedError where a task has no such method.
+        Raises NotImplementedError if a task has no such method.
         """
         raise NotImplementedError
 
     def losses(self, model: "nn.Module", inputs: Inputs, targets: "torch.Tensor") -> "tuple[torch.Tensor, torch.Tensor]":
-        """The loss sum of each sample and its targets that count, both (B)."""
+        """Returns the loss sum of each sample and its number of counted targets, both (B)."""
         import torch
 
-        # One by one, since a model gives the sum alone; tasks that know a faster way override this.
-        alone = [model(*(each[i : i + 1] for each in inputs), targets[i : i + 1]) for i in range(len(targets))]
+        # One by one, since a model returns only the sum; tasks with a faster way override this.
+        alone = [model(*(tensor[i : i + 1] for tensor in inputs), targets[i : i + 1]) for i in range(len(targets))]
         sums, counts = zip(*alone, strict=True)
         return torch.stack(sums), torch.stack(counts)
 
     def given(self, name: str) -> str:
-        """What a part of an answer is called in a table of answered samples: `_given` follows a name that a column has."""
+        """Returns the column name of a prediction's part in a table of predictions: `_given` is appended if a data column
+        has it."""
         return f"{name}_given" if name in {column.name for column in self.columns} else name
 
     def grade(self, table: Mapping[str, Any]) -> dict[str, float]:
-        """Metrics of answered samples from the columns `loss`, `targets`, those of `answer`, and the document's own."""
+        """Returns metrics of predicted samples from the columns `loss`, `targets`, those of `answer`, and the document's
+        own."""
         return self.grades(table)(np.ones(len(table[self.given("loss")])))
 
     def grades(self, table: Mapping[str, Any]) -> Callable[[np.ndarray], dict[str, float]]:
-        """The same metrics as a function of how often each sample counts (n): once, or as a bootstrap drew it."""
+        """Returns the same metrics as a function of the samples' weights (n): 1, or counts of a bootstrap."""
         losses, targets = (np.asarray(table[self.given(name)], float) for name in ("loss", "targets"))
         return lambda weights: {"loss": mean(float(weights @ losses), float(weights @ targets))}
 
     @property
     def signatures(self) -> dict[str, str]:
-        """How metrics were computed, by their names, where that is to be quoted with them."""
+        """Signatures of metrics, by name, for metrics that must be quoted with one."""
         return {}
 
     @property
     def counted(self) -> int:
-        """How many whole numbers `measure` gives besides loss and targets."""
+        """Number of whole numbers of `measure` besides loss and targets."""
         return 0
 
     def tokens_of(self, numbers: float) -> float:
-        """Tokens of an example of so many numbers, as `tokens_per_second` and energy count them."""
+        """Returns the tokens of an example of this many numbers, as counted by `tokens_per_second` and energy."""
         return numbers
 
     def flops_per_token(self, model: "nn.Module", tokens: float) -> float | None:
-        """Operations to train on a token of examples of so many; None where the model does not tell: there is no MFU."""
+        """Returns the training operations per token for examples of this many tokens; None if unknown: there is no MFU."""
         count = getattr(model, "flops_per_token", None)
         return float(count()) if count else None
 
     @property
     def targets_per_sample(self) -> float | None:
-        """Targets of a sample as the loss is scaled before their number is known; None: as many as its numbers."""
+        """Targets of a sample, for scaling the loss before their number is known; None: as many as its numbers."""
         return None
 
 
 def mean(total: float, count: float) -> float:
-    """The quotient, or NaN where nothing was counted."""
+    """Returns the quotient, or NaN if the count is 0."""
     return total / count if count else math.nan

@@ -1,166 +1,249 @@
-"""Chats as a tokenizer's own template writes them: which words and special tokens stand around what each side says.
+"""Chat templates of tokenizers: they render turns with the words and special tokens around each message.
 
 The template is the Jinja text that Hugging Face keeps beside a tokenizer (`chat_template.jinja`, or in
-`tokenizer_config.json`). It comes from elsewhere, so it runs in Jinja's sandbox. Special tokens that it writes become their
-ids; what people write in between is encoded as any text, so nobody can forge a turn by typing `<|im_end|>`.
+`tokenizer_config.json`). It is untrusted, so it runs in Jinja's sandbox. Special tokens that it writes, and added tokens
+that it uses as markers, become their ids. Message contents are encoded as ordinary text, so nobody can forge a turn by
+typing `<|im_end|>`. Only the assistant may write `<think>` and other paired tags.
 
     chat = load_chat(folder, encoder)                        # None: there is no template
-    question = chat.question("Who are you?")                 # ids up to where the answer begins
+    question = chat.question("Who are you?")                 # ids up to the beginning of the answer
     answer = chat.answer("Who are you?", "A model.")         # ids of the answer, with the token that ends a turn
     chat.question([{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Who are you?"}])
-    ids, mask = chat.conversation(messages, tools)           # a whole chat, of which the assistant's turns are learned
+    chat.end_ids                                             # the id of `<|im_end|>`, by which the template ends an answer
+    ids, mask = chat.conversation(messages, tools)           # a whole chat, with a mask of the assistant's turns
 """
 
 import json
 import re
-from collections.abc import Mapping, Sequence
-from functools import partial
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from raystride.pipelines.files import Folder, parent_and_name
-from raystride.pipelines.tokenizers.conversation import BEGIN, END, SpecialTokens, check_turns, marks_answers, stretches
+from raystride.pipelines.storage.folder import Folder, parent_and_name
+from raystride.pipelines.tokenizers.conversation import (
+    BEGIN,
+    END,
+    SpecialTokens,
+    check_turns,
+    marks_answers,
+    split_stretches,
+)
 
 if TYPE_CHECKING:
     from jinja2 import Template
     from tokenizers import Tokenizer
 
 FILE = "chat.json"
-"""In a tokenizer's folder: the template, and the tokens that it knows by name."""
-SPOKEN = "\ue000"
-"""Stands for what somebody says, to see what the template writes around it: a character that no text has."""
+"""In a tokenizer's folder: the template, and the tokens that it refers to by name."""
+CONTENT_STAND_IN = "\ue000"
+"""Replaces contents, to find the template's text around them: a character that no text has."""
 Message = Mapping[str, Any]
 Turns = str | Sequence[Message]
-"""What a side says: a text, or messages of several; see `raystride.pipelines.tasks.messages`."""
-NAMES = ("bos_token", "eos_token", "unk_token", "pad_token")
+"""The turns of one side: a text, or several messages; see `raystride.pipelines.tasks.messages`."""
+_TAG = re.compile(r"</?([a-z_]+)>")
+_SIGN = re.compile(r"[^\w\s\u2581]")
+TOKEN_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token")
 
 
 class TextEncoder(Protocol):
-    """What is asked of an encoder here."""
+    """An encoder, as far as this module needs it."""
 
     def encode(self, text: str) -> np.ndarray: ...
+
+
+class ChatEncoder(TextEncoder, Protocol):
+    """An encoder of a tokenizer that may have a template."""
+
+    def with_plain_tokens(self, names: Collection[str]) -> TextEncoder:
+        """Returns an encoder that reads these added tokens as ordinary text."""
+        ...
 
 
 class Chat:
     """A template and the special tokens of its tokenizer."""
 
-    def __init__(self, content: dict[str, Any], specials: dict[str, int], encoder: TextEncoder) -> None:
-        """`content` is that of the chat file. Raises ValueError where the template is none."""
-        self._template, self._tokens = _compile(content["template"]), content["tokens"]
-        self._specials, self._encoder = specials, encoder
-        self._marks, self._hidden = marks_answers(content["template"]), SpecialTokens(list(specials))
+    def __init__(
+        self,
+        content: Mapping[str, Any],
+        specials: Mapping[str, int],
+        encoder: TextEncoder,
+        added: Mapping[str, int] | None = None,
+        markers: Collection[str] = (),
+    ) -> None:
+        """`content` is that of the chat file; `specials` and all `added` tokens are ids by name.
+
+        `markers` are added tokens that the template writes. The encoder reads them, and special tokens, as ordinary text.
+        Raises ValueError if the template is invalid.
+        """
+        self._template, self._tokens = _compile_template(content["template"]), content["tokens"]
+        self._added = {**specials, **(added or {})}
+        self._specials = {name: self._added[name] for name in (*specials, *markers)}
+        self._encoder, self._marks_answers = encoder, marks_answers(content["template"])
+        self._hidden, self._tags = SpecialTokens(list(self._specials)), _paired_tags(markers)
         # The longest first: one special token may be the beginning of another.
-        names = sorted(specials, key=len, reverse=True)
-        self._cut = re.compile("(" + "|".join(map(re.escape, names)) + ")") if names else None
+        names = sorted(self._specials, key=len, reverse=True)
+        self._specials_pattern = re.compile("(" + "|".join(map(re.escape, names)) + ")") if names else None
+
+    @cached_property
+    def end_ids(self) -> tuple[int, ...]:
+        """The id of the first added token that the template writes after an answer; empty if it writes none there."""
+        try:
+            text = self._render_turns(
+                [*self._hide_turns("?", "user"), {"role": "assistant", "content": CONTENT_STAND_IN}], answered=True
+            )
+        except ValueError:  # it refuses a chat with one question
+            return ()
+        _, spoken, behind = text.rpartition(CONTENT_STAND_IN)
+        found = [(position, -len(name), name) for name in self._added if spoken and (position := behind.find(name)) >= 0]
+        return (self._added[min(found)[2]],) if found else ()
 
     def question(self, prompt: Turns) -> np.ndarray:
-        """Ids (uint32) of the first turns and of what leads in the answer. Raises ValueError where the template refuses."""
-        turns = self._turns(prompt, "user")
-        return self._ids(self._written(turns), self._written(_hidden(turns)), turns)
+        """Returns ids (uint32) of the first turns and of the answer's header. Raises ValueError if the template refuses
+        them."""
+        turns = self._hide_turns(prompt, "user")
+        return self._encode_rendered(self._render_turns(turns), self._render_turns(_with_stand_ins(turns)), turns)
 
     def answer(self, prompt: Turns, completion: Turns) -> np.ndarray:
-        """Ids (uint32) of an answer to that, and of what ends its turn. Raises ValueError as above."""
-        asked, said = self._turns(prompt, "user"), self._turns(completion, "assistant")
-        return self._ids(self._behind(asked, said), self._behind(_hidden(asked), _hidden(said)), said)
+        """Returns ids (uint32) of an answer to the prompt, and of the end of its turn. Raises ValueError as above."""
+        asked, said = self._hide_turns(prompt, "user"), self._hide_turns(completion, "assistant")
+        return self._encode_rendered(
+            self._render_answer(asked, said), self._render_answer(_with_stand_ins(asked), _with_stand_ins(said)), said
+        )
 
     def conversation(self, messages: Sequence[Message], tools: Sequence[Any] = ()) -> tuple[np.ndarray, np.ndarray]:
-        """Ids (uint32) of a whole chat, and which of them (bool) the assistant says, with what ends its turns.
+        """Returns ids (uint32) of a whole chat, and a mask (bool) of the assistant's turns, with their end tokens.
 
-        Raises ValueError where the template refuses it, or does not tell where turns begin and end.
+        Raises ValueError if the template refuses it, or the bounds of turns cannot be found.
         """
-        return self._stretched(messages, tools, asks=False)
+        return self._encode_stretches(messages, tools, asks=False)
 
     def opening(self, messages: Sequence[Message], tools: Sequence[Any] = ()) -> np.ndarray:
-        """Ids (uint32) of a chat and of what leads in the next answer, as `conversation` has them. Raises as that does."""
-        return self._stretched(messages, tools, asks=True)[0]
+        """Returns ids (uint32) of a chat and of the next answer's header, as in `conversation`. Raises as that does."""
+        return self._encode_stretches(messages, tools, asks=True)[0]
 
-    def _stretched(self, messages: Sequence[Message], tools: Sequence[Any], *, asks: bool) -> tuple[np.ndarray, np.ndarray]:
-        render = partial(_render, self._template, self._tokens, self._hidden.hide(list(tools)))
+    def _encode_stretches(
+        self, messages: Sequence[Message], tools: Sequence[Any], *, asks: bool
+    ) -> tuple[np.ndarray, np.ndarray]:
+        render = partial(_render_template, self._template, self._tokens, self._hidden.hide(list(tools)))
         parts, masks = [np.empty(0, np.uint32)], [np.empty(0, bool)]
-        for stretch in stretches(render, self._hidden.hide(messages), marked=self._marks, asks=asks):
-            found = self._marked(stretch.text, self._hidden)
+        turns = [self._hide(message) for message in messages]
+        closings = self._tokens.values()
+        for stretch in split_stretches(render, turns, marked=self._marks_answers, asks=asks, closings=closings):
+            found = self._encode_with_specials(stretch.text)
             parts += found
             masks.append(np.full(sum(map(len, found)), stretch.said))
         return np.concatenate(parts), np.concatenate(masks)
 
-    def _turns(self, said: Turns, role: str) -> list[Message]:
-        """Messages; a text is one of this role. Special tokens are hidden in all but what is said, in calls of tools too."""
+    def _hide_turns(self, said: Turns, role: str) -> list[Message]:
+        """Returns messages with special tokens hidden; a text is one message of this role."""
         turns = [{"role": role, "content": said}] if isinstance(said, str) else said
-        return [{key: each if key == "content" else self._hidden.hide(each) for key, each in turn.items()} for turn in turns]
+        return [self._hide(turn) for turn in turns]
 
-    def _behind(self, prompt: list[Message], completion: list[Message]) -> str:
-        """What a completion adds to its question."""
-        before, whole = self._written(prompt), self._written([*prompt, *completion], answered=True)
+    def _hide(self, turn: Message) -> Message:
+        """Returns a turn with special tokens hidden in contents and tool calls, except the assistant's own tags."""
+        hidden: Message = self._hidden.hide(turn, except_tokens=self._tags if turn.get("role") == "assistant" else ())
+        return hidden
+
+    def _render_answer(self, prompt: list[Message], completion: list[Message]) -> str:
+        """Returns the text that a completion adds to the rendered prompt."""
+        before, whole = self._render_turns(prompt), self._render_turns([*prompt, *completion], answered=True)
         if not whole.startswith(before):
             raise ValueError("is another text for the chat template once it is answered: set tokenizer.chat_template none")
         return whole[len(before) :]
 
-    def _written(self, messages: list[Message], *, answered: bool = False) -> str:
-        text = _render(self._template, self._tokens, [], messages, asks=not answered)
-        return text.replace(BEGIN, "").replace(END, "") if self._marks else text
+    def _render_turns(self, messages: list[Message], *, answered: bool = False) -> str:
+        text = _render_template(self._template, self._tokens, [], messages, asks=not answered)
+        return text.replace(BEGIN, "").replace(END, "") if self._marks_answers else text
 
-    def _ids(self, text: str, pattern: str, turns: list[Message]) -> np.ndarray:
-        """Special tokens become their ids, but not in what was said: it stands where SPOKEN does in the pattern."""
-        around = pattern.split(SPOKEN)
-        said = _said(text, around, [turn["content"] for turn in turns if _speaks(turn)])
-        if said is None:  # a template that looks at what is said, for instance
+    def _encode_rendered(self, text: str, pattern: str, turns: list[Message]) -> np.ndarray:
+        """Encodes the template's tokens as their ids; contents, at CONTENT_STAND_IN in `pattern`, are encoded separately."""
+        around = pattern.split(CONTENT_STAND_IN)
+        said = _match_contents(text, around, [turn["content"] for turn in turns if _has_content(turn)])
+        if said is None:  # for instance a template that depends on contents
             around, said = [text], []
-        parts = [*self._marked(around[0], self._hidden)]
+        parts = [*self._encode_with_specials(around[0])]
         for spoken, after in zip(said, around[1:], strict=True):
-            parts += [*([self._encoder.encode(spoken)] if spoken else []), *self._marked(after, self._hidden)]
+            parts += [*self._encode_with_specials(spoken), *self._encode_with_specials(after)]
         return np.concatenate([*parts, np.empty(0, np.uint32)])
 
-    def _marked(self, text: str, hidden: SpecialTokens) -> list[np.ndarray]:
-        pieces = self._cut.split(text) if self._cut else [text]
+    def _encode_with_specials(self, text: str) -> list[np.ndarray]:
+        pieces = self._specials_pattern.split(text) if self._specials_pattern else [text]
         return [
             np.array([self._specials[piece]], np.uint32)
             if piece in self._specials
-            else self._encoder.encode(hidden.restore(piece))
+            else self._encoder.encode(self._hidden.restore(piece))
             for piece in pieces
             if piece
         ]
 
 
-def _hidden(turns: list[Message]) -> list[Message]:
-    """The same turns with a stand-in for what is said."""
-    return [{**turn, "content": SPOKEN} if _speaks(turn) else turn for turn in turns]
+def _with_stand_ins(turns: list[Message]) -> list[Message]:
+    """Returns the same turns with a stand-in for their contents."""
+    return [{**turn, "content": CONTENT_STAND_IN} if _has_content(turn) else turn for turn in turns]
 
 
-def _speaks(turn: Message) -> bool:
-    """Whether a turn says something; who calls tools need not."""
+def _has_content(turn: Message) -> bool:
+    """Returns whether a turn has content, which is optional with tool calls."""
     return isinstance(turn.get("content"), str)
 
 
-def _said(text: str, around: list[str], contents: list[str]) -> list[str] | None:
-    """What a text has between these pieces: the contents, or what a template leaves of them. None: it has other pieces."""
-    if len(around) == 2:  # whatever becomes of it
+def _match_contents(text: str, around: list[str], contents: list[str]) -> list[str] | None:
+    """Returns the text between these pieces: contents, possibly changed by the template; None without a match."""
+    if len(around) == 2:  # the content may be changed in any way
         before, after = around
         fits = len(text) >= len(before) + len(after) and text.startswith(before) and text.endswith(after)
         return [text[len(before) : len(text) - len(after)]] if fits else None
     if len(around) != len(contents) + 1 or not text.startswith(around[0]):
         return None
-    at, said = len(around[0]), []
+    position, said = len(around[0]), []
     for content, after in zip(contents, around[1:], strict=True):
-        left = (each for each in (content, content.strip()) if text.startswith(each + after, at))
+        left = (variant for variant in (content, content.strip()) if text.startswith(variant + after, position))
         if (found := next(left, None)) is None:
             return None
         said.append(found)
-        at += len(found) + len(after)
-    return said if at == len(text) else None
+        position += len(found) + len(after)
+    return said if position == len(text) else None
 
 
-def load_chat(folder: Folder, encoder: TextEncoder) -> Chat | None:
-    """The chat of a tokenizer's folder; None where it was saved without one."""
+def answer_end_ids(end_id: int, chat: Chat | None) -> tuple[int, ...]:
+    """Returns the ids that end an answer: those of the end of a turn, and of a document."""
+    return tuple(dict.fromkeys((*(chat.end_ids if chat else ()), end_id)))
+
+
+def load_chat(folder: Folder, encoder: ChatEncoder) -> Chat | None:
+    """Returns the chat of a tokenizer's folder; None if it was saved without one."""
     if not folder.exists(FILE):
         return None
-    tokenizer = parse_tokenizer(folder.read("tokenizer.json").decode())
-    specials = {token.content: number for number, token in tokenizer.get_added_tokens_decoder().items() if token.special}
-    return Chat(folder.read_json(FILE), specials, encoder)
+    content = folder.read_json(FILE)
+    tokens = parse_tokenizer(folder.read("tokenizer.json").decode()).get_added_tokens_decoder()
+    added = {token.content: number for number, token in tokens.items()}
+    specials = {token.content: added[token.content] for token in tokens.values() if token.special}
+    markers = find_markers(content, [name for name in added if name not in specials])
+    return Chat(content, specials, encoder.with_plain_tokens(markers), added, markers)
+
+
+def find_markers(content: Mapping[str, Any], names: Iterable[str]) -> list[str]:
+    """Returns the tokens that a template writes around contents, or that occur in its text."""
+    template, written = _compile_template(content["template"]), [content["template"]]
+    turns = [{"role": role, "content": CONTENT_STAND_IN} for role in ("system", "user", "assistant", "user")]
+    for probe, asks in ((turns, True), (turns[1:], True), (turns[1:3], False)):
+        with suppress(ValueError):  # for instance it refuses a system message
+            written.append(_render_template(template, content["tokens"], [], probe, asks=asks))
+    # Gemma has added line breaks and blanks, and others have words: they are no markers.
+    return [name for name in names if _SIGN.search(name) and any(name in text for text in written)]
+
+
+def _paired_tags(markers: Collection[str]) -> frozenset[str]:
+    """Returns the tokens that occur in pairs around a part of an answer: `<think>` and `</think>`."""
+    tags = [found[1] for name in markers if (found := _TAG.fullmatch(name))]
+    return frozenset(name for tag in tags if tags.count(tag) == 2 for name in (f"<{tag}>", f"</{tag}>"))
 
 
 def parse_tokenizer(content: str) -> "Tokenizer":
-    """The tokenizer, which takes special tokens in a text as ordinary text. Raises ValueError where it is none."""
+    """Returns the tokenizer, set to read special tokens in a text as ordinary text. Raises ValueError if it is invalid."""
     from tokenizers import Tokenizer
 
     try:
@@ -174,36 +257,37 @@ def parse_tokenizer(content: str) -> "Tokenizer":
 
 
 def find_chat(place: Folder, chosen: str) -> dict[str, Any] | None:
-    """What to save of the template that `tokenizer.chat_template` chooses; `place` is where `tokenizer.json` lies.
+    """Returns the content of the chat file for the template of `tokenizer.chat_template`; None without a template.
 
-    Raises ValueError where a file that it names is no template.
+    `place` is the folder of `tokenizer.json`. Raises ValueError if a named file is no template.
     """
     config = place.read_json("tokenizer_config.json") if place.exists("tokenizer_config.json") else {}
     template: Any = None
     if chosen not in ("auto", "none"):
-        where, name = parent_and_name(Folder.at(chosen).uri)
+        where, name = parent_and_name(Folder.from_uri(chosen).uri)
         template = where.read(name).decode()
     elif chosen == "auto" and place.exists("chat_template.jinja"):
         template = place.read("chat_template.jinja").decode()
     elif chosen == "auto":
         template = config.get("chat_template")
         if isinstance(template, list):  # several by name
-            template = {each["name"]: each["template"] for each in template}.get("default")
+            template = {named["name"]: named["template"] for named in template}.get("default")
     if not template:
         return None
-    _compile(template)
-    named = {name: config.get(name) for name in NAMES}
+    _compile_template(template)
+    named = {name: config.get(name) for name in TOKEN_NAMES}
     tokens = {name: token["content"] if isinstance(token, dict) else token for name, token in named.items() if token}
     return {"template": template, "tokens": tokens}
 
 
 def check_conversations(content: Mapping[str, Any]) -> None:
-    """Raises ValueError where the template of a chat file does not tell where the assistant's turns begin and end."""
-    template = content["template"]
-    check_turns(partial(_render, _compile(template), content["tokens"], []), marked=marks_answers(template))
+    """Raises ValueError if the bounds of the assistant's turns cannot be found in the template of a chat file."""
+    template, tokens = content["template"], content["tokens"]
+    render = partial(_render_template, _compile_template(template), tokens, [])
+    check_turns(render, marked=marks_answers(template), closings=tokens.values())
 
 
-def _render(
+def _render_template(
     template: "Template", tokens: Mapping[str, str], tools: Sequence[Any], messages: Sequence[Message], *, asks: bool
 ) -> str:
     from jinja2 import TemplateError
@@ -214,8 +298,8 @@ def _render(
         raise ValueError(f"is refused by the chat template: {error}") from error
 
 
-def _compile(template: str) -> "Template":
-    """The template, with what Hugging Face gives to templates besides Jinja's own."""
+def _compile_template(template: str) -> "Template":
+    """Compiles the template, with the extensions that Hugging Face adds to Jinja."""
     from jinja2 import TemplateError
     from jinja2.ext import loopcontrols
     from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -224,14 +308,14 @@ def _compile(template: str) -> "Template":
 
     environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, Generation])
     environment.filters["tojson"] = _to_json
-    environment.globals["raise_exception"] = _refuse
+    environment.globals["raise_exception"] = _raise_template_error
     try:
         return environment.from_string(template)
     except TemplateError as error:
         raise ValueError(f"its chat template is none: {error}") from error
 
 
-def _refuse(message: str) -> None:
+def _raise_template_error(message: str) -> None:
     from jinja2 import TemplateError
 
     raise TemplateError(message)

@@ -1,22 +1,22 @@
-"""A whole chat as a template writes it, in stretches: those that the assistant says, which are learned, and those around.
+"""Segments of a rendered chat: the assistant's, which are trained on, and the rest.
 
-Where a turn of the assistant begins and ends is found by writing the chat up to there, or by `{% generation %}` in the
-template. Special tokens in what people, tools and the assistant say are hidden while the template writes, so that all that
-stand in what it wrote are its own.
+The bounds of an assistant's turn are found by rendering the chat up to there, or by `{% generation %}` in the template.
+Special tokens in messages of people, tools and the assistant are hidden while the template renders, so that all tokens in
+its output are its own.
 
-    stretches(render, messages, marked=False)                # [Stretch("<|im_start|>user\\nHi", said=False), ...]
+    split_stretches(render, messages, marked=False)          # [Stretch("<|im_start|>user\\nHi", said=False), ...]
     hidden = SpecialTokens(["<|im_end|>"])
-    hidden.restore(hidden.hide(messages)[0]["content"])      # as it was
+    hidden.restore(hidden.hide(messages)[0]["content"])      # unchanged
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 BEGIN, END = "\ue001", "\ue002"
-"""Stand around what `{% generation %}` marks: characters that no text has."""
+"""Enclose the text of `{% generation %}`: characters that no text has."""
 _PRIVATE = 0xF0000
-"""The first of the characters that stand for hidden ones."""
+"""The first of the characters that replace hidden ones."""
 _TAG = re.compile(r"\{%-?\+?\s*generation\b")
 _PROBE = [{"role": role, "content": text} for role, text in zip(("user", "assistant") * 2, "abcd", strict=True)]
 
@@ -24,7 +24,7 @@ Messages = Sequence[Mapping[str, Any]]
 
 
 class Stretch(NamedTuple):
-    """Part of a written chat."""
+    """A segment of a rendered chat."""
 
     text: str
     said: bool
@@ -32,23 +32,53 @@ class Stretch(NamedTuple):
 
 
 class Render(Protocol):
-    """What writes a chat, and with `asks` what leads in the next answer. Raises ValueError where the template refuses."""
+    """Renders a chat, and with `asks` the header of the next answer. Raises ValueError if the template refuses it."""
 
     def __call__(self, messages: Messages, *, asks: bool) -> str: ...
 
 
 def marks_answers(template: str) -> bool:
-    """Whether a template marks what the assistant says."""
+    """Returns whether a template marks the assistant's text."""
     return _TAG.search(template) is not None
 
 
-def stretches(render: Render, messages: Messages, *, marked: bool, asks: bool = False) -> list[Stretch]:
-    """The chat in order. Raises ValueError where the template writes a turn otherwise once others follow it."""
+def split_stretches(
+    render: Render, messages: Messages, *, marked: bool, asks: bool = False, closings: Collection[str] = ()
+) -> list[Stretch]:
+    """Returns the segments of the chat in order.
+
+    `closings` are tokens that the template may write after the last turn of a chat, as Phi-3's does; they belong to no turn.
+    Raises ValueError if the template renders a turn differently once others follow it.
+    """
     whole = render(messages, asks=asks)
-    return _between_marks(whole) if marked else _between_turns(render, messages, whole)
+    if marked:
+        return _split_at_marks(whole)
+    try:
+        return _split_at_turns(render, messages, whole)
+    except ValueError:
+        if closing := _find_closing(render, closings):
+            return _split_at_turns(_without_closing(render, closing), messages, whole)
+        raise
 
 
-def _between_marks(whole: str) -> list[Stretch]:
+def _find_closing(render: Render, closings: Collection[str]) -> str:
+    """Returns the token that a template writes after the last turn of every chat; empty if it writes none."""
+    short, long = render(_PROBE[:2], asks=False), render(_PROBE, asks=False)
+    fitting = (token for token in closings if short.endswith(token) and long.endswith(token))
+    return next((token for token in fitting if long.startswith(short.removesuffix(token))), "")
+
+
+def _without_closing(render: Render, closing: str) -> Render:
+    """Returns the same renderer without the token after the last turn."""
+
+    def render_open(messages: Messages, *, asks: bool) -> str:
+        text = render(messages, asks=asks)
+        return text if asks else text.removesuffix(closing)
+
+    return render_open
+
+
+def _split_at_marks(whole: str) -> list[Stretch]:
     first, *others = whole.split(BEGIN)
     found = [Stretch(first, said=False)]
     for other in others:
@@ -57,33 +87,33 @@ def _between_marks(whole: str) -> list[Stretch]:
     return found
 
 
-def _between_turns(render: Render, messages: Messages, whole: str) -> list[Stretch]:
+def _split_at_turns(render: Render, messages: Messages, whole: str) -> list[Stretch]:
     found: list[Stretch] = []
-    at = 0
+    position = 0
     for number, message in enumerate(messages):
         if message["role"] != "assistant":
             continue
         before, after = render(messages[:number], asks=True), render(messages[: number + 1], asks=False)
-        if not (whole.startswith(after) and after.startswith(before) and at <= len(before)):
+        if not (whole.startswith(after) and after.startswith(before) and position <= len(before)):
             raise ValueError(
                 "is not written turn after turn by the chat template, so where the assistant's begin and end is not known: "
                 "put {% generation %} and {% endgeneration %} around them in a copy of it, and name that as "
                 "tokenizer.chat_template"
             )
-        found += [Stretch(whole[at : len(before)], said=False), Stretch(whole[len(before) : len(after)], said=True)]
-        at = len(after)
-    return [*found, Stretch(whole[at:], said=False)]
+        found += [Stretch(whole[position : len(before)], said=False), Stretch(whole[len(before) : len(after)], said=True)]
+        position = len(after)
+    return [*found, Stretch(whole[position:], said=False)]
 
 
-def check_turns(render: Render, *, marked: bool) -> None:
-    """Raises ValueError where a chat of two questions and answers does not come out in stretches of which some are said."""
-    said = [each.text for each in stretches(render, _PROBE, marked=marked) if each.said]
-    if not all(any(text in each for each in said) for text in "bd"):
+def check_turns(render: Render, *, marked: bool, closings: Collection[str] = ()) -> None:
+    """Raises ValueError if a chat of two questions and answers is not split into segments with both answers."""
+    said = [stretch.text for stretch in split_stretches(render, _PROBE, marked=marked, closings=closings) if stretch.said]
+    if not all(any(text in answer for answer in said) for text in "bd"):
         raise ValueError("has turns of the assistant that the chat template does not mark as what is learned")
 
 
 class SpecialTokens:
-    """Special tokens of a tokenizer, for which other characters stand in what is said while a template writes."""
+    """Special tokens of a tokenizer, replaced by other characters in messages while a template renders."""
 
     def __init__(self, specials: Sequence[str]) -> None:
         # The longest first: one special token may be the beginning of another.
@@ -92,14 +122,14 @@ class SpecialTokens:
         self._names = {ord(stand): name for name, stand in self._stands.items()}
         self._any = re.compile("|".join(map(re.escape, names)))
 
-    def hide(self, value: Any) -> Any:
-        """The same value, with all texts in it free of special tokens."""
+    def hide(self, value: Any, except_tokens: Collection[str] = ()) -> Any:
+        """Returns the same value with special tokens replaced in all its texts, except `except_tokens`."""
         if isinstance(value, str):
-            return self._any.sub(lambda found: self._stands[found[0]], value)
+            return self._any.sub(lambda found: found[0] if found[0] in except_tokens else self._stands[found[0]], value)
         if isinstance(value, Mapping):
-            return {self.hide(key): self.hide(each) for key, each in value.items()}
-        return [self.hide(each) for each in value] if isinstance(value, list | tuple) else value
+            return {self.hide(key, except_tokens): self.hide(item, except_tokens) for key, item in value.items()}
+        return [self.hide(item, except_tokens) for item in value] if isinstance(value, list | tuple) else value
 
     def restore(self, text: str) -> str:
-        """The text as it was said."""
+        """Returns the original text."""
         return text.translate(self._names)

@@ -1,4 +1,4 @@
-"""`{% generation %}` in a chat template, as Hugging Face has it: what stands in it is what the assistant is trained on.
+"""The tag `{% generation %}` of chat templates, as in Hugging Face: the assistant is trained on the text inside it.
 
 environment = ImmutableSandboxedEnvironment(extensions=[Generation])
 environment.from_string("Q: a{% generation %}b{% endgeneration %}").render()    # "Q: a", BEGIN, "b", END
@@ -14,15 +14,15 @@ from raystride.pipelines.tokenizers.conversation import BEGIN, END
 
 
 class Generation(Extension):
-    """The tag; in what is written, BEGIN and END stand around what is in it."""
+    """The tag; in the output, BEGIN and END enclose its text."""
 
     tags = {"generation"}  # noqa: RUF012  (as Jinja declares it)
 
     def parse(self, parser: Parser) -> nodes.Node:
-        """The block from the tag to `endgeneration`."""
+        """Parses the block from the tag to `endgeneration`."""
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        return nodes.CallBlock(self.call_method("_marked"), [], [], body).set_lineno(line)
+        return nodes.CallBlock(self.call_method("_wrap_in_marks"), [], [], body).set_lineno(line)
 
-    def _marked(self, caller: Callable[[], str]) -> str:
+    def _wrap_in_marks(self, caller: Callable[[], str]) -> str:
         return f"{BEGIN}{caller()}{END}"

@@ -1,9 +1,9 @@
-"""The one train loop and what it is made of; everything here imports with torch and numpy alone.
+"""The training loop; this package imports with torch and numpy alone.
 
-state       what a resumed run must know, in one small dataclass
 step        forward and backward of a step's micro-batches, norm, clipping, update
-loop        steps, logging, validation, checkpoints, the end
+loop        steps, logging, validation, checkpoints, the end of a run
 optimizer   update rules and schedules
 validation  the same samples in the same batches for any number of workers
-checkpoint  saving in the background, loading, retention;  storage: the files of one checkpoint;  names: how they are called
+guard       NaN and loss spikes: skip, rewind or stop
+precision   dtypes of parameters, computation and reduction
 """

@@ -1,7 +1,7 @@
-"""The one train loop. Whatever is not the gradient watches from outside (`observers`), and may be absent.
+"""The training loop. Everything else than the gradient is observed from outside (`observers`) and is optional.
 
-Every rank runs it and decides alike, because all that it decides by (step, metrics, the stop request) is the same on every
-rank: summed with the gradients, or over all workers.
+Every rank runs it and decides alike, because its decisions depend on values that are equal on every rank (step, metrics,
+stop requests): summed with the gradients, or over all workers.
 
     training = Training(config, strategy, model, optimizer, loader, state, rules, validate, checkpoints, header)
     ending, metrics = training.run()                          # Ending.DONE, {"val_loss": 1.88, ...}
@@ -17,27 +17,28 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from raystride.pipelines.checkpoint.manager import Checkpoints
+from raystride.pipelines.checkpoint.train_state import SkippedSlot, TrainState
+from raystride.pipelines.checkpoint.updater import Updater
 from raystride.pipelines.config import Config
 from raystride.pipelines.feed.loader import Loader, Requests, Step
 from raystride.pipelines.phases import phase
 from raystride.pipelines.strategies import OUT_OF_TIME, STOP, TARGETS
 from raystride.pipelines.strategies.strategy import Strategy
-from raystride.pipelines.train.checkpoint import Checkpoints
-from raystride.pipelines.train.guard import Diagnosis, Diverged, GoBack, StepGuard
-from raystride.pipelines.train.optimizer import Updater, learning_rate
-from raystride.pipelines.train.state import LeftOut, TrainState
+from raystride.pipelines.train.guard import Diagnosis, Diverged, Rewind, StepGuard
+from raystride.pipelines.train.optimizer import learning_rate
 from raystride.pipelines.train.step import (
     VERDICT,
-    Agreement,
+    DelayedHostRead,
     StepResult,
     StepRules,
-    build_rules,
+    build_step_rules,
     train_step,
 )
 
 
 class Ending(StrEnum):
-    """Why a loop came to its end."""
+    """Reason of a loop's end."""
 
     DONE = "done"
     STOPPED = "stopped"
@@ -45,13 +46,13 @@ class Ending(StrEnum):
     EARLY = "stopped_early"
 
 
-def _asked(stop: float, late: float) -> Ending | None:
-    """The ending that these requests make."""
+def _requested_ending(stop: float, late: float) -> Ending | None:
+    """Returns the ending that these requests ask for, if any."""
     return Ending.STOPPED if stop else Ending.OUT_OF_TIME if late else None
 
 
 class LoopWatcher(Protocol):
-    """The hooks that the loop calls; `raystride.pipelines.observers.Observer` documents them."""
+    """Hooks that the loop calls; `raystride.pipelines.observers.Observer` documents them."""
 
     def on_step(self, step: int) -> None: ...
     def on_pause(self, seconds: float) -> None: ...
@@ -71,63 +72,64 @@ class Training:
     state: TrainState
     rules: StepRules
     validate: Callable[[], dict[str, float]]
-    """Metrics over the validation samples; all ranks call it together."""
+    """Computes metrics over the validation samples; all ranks call it together."""
     checkpoints: Checkpoints | None
-    """None: no checkpoints are wanted."""
+    """None: checkpoints are disabled."""
     header: dict[str, Any]
-    """What every checkpoint's manifest says of the run."""
+    """The run's entries in every checkpoint's manifest."""
     watchers: Sequence[LoopWatcher] = ()
     stopping: Callable[[], bool] = lambda: False
-    """Whether someone asked this worker to end."""
+    """Whether this worker was asked to stop."""
     log: Callable[[str], None] = print
-    """Takes what people should read."""
+    """Receives messages for people."""
     metrics: dict[str, float] = field(default_factory=dict)
-    """The newest validation's."""
+    """Metrics of the newest validation."""
 
     def __post_init__(self) -> None:
         train = self.config.train
         self.total_steps = min(train.steps or math.inf, self.loader.plan.steps)
         self._began = time.perf_counter()
-        self.loader.requests = self._requests
+        self.loader.requests = self._stop_requests
         self._validated_at = self._saved_at = -1
-        self._begin()
+        self._reset_counters()
 
-    def _begin(self) -> None:
-        """What is counted from the state's position on: of this attempt, or since the run went back."""
-        self._agreement = Agreement(self.strategy.device)
-        # In fp64, since a long run has more targets than fp32 can count one by one.
+    def _reset_counters(self) -> None:
+        """Resets the counters at the state's position: at the start of an attempt, or after a rewind."""
+        self._delayed_read = DelayedHostRead(self.strategy.device)
+        # In fp64: a long run has more targets than fp32 can count one by one.
         self._sums = torch.zeros(2, dtype=torch.float64, device=self.strategy.device)
-        self._since = self._interval_began = time.perf_counter()
-        self._totals = self._logged = [0.0, 0.0]
+        self._began_counting = self._interval_began = time.perf_counter()
+        self._totals = self._logged_totals = [0.0, 0.0]
         self._newest: StepResult | None = None
-        self._waited = self.loader.waited
+        self._waited_before = self.loader.wait_s
         self._seconds_before, self._tokens_before = self.state.seconds, self.state.tokens_seen
-        self._guard = StepGuard(self.config.guard, self.state, self._diagnose, self.log)
+        self._guard = StepGuard(self.config.guard, self.state, self._diagnose_step, self.log)
 
     def run(self) -> tuple[Ending, dict[str, float]]:
-        """Trains to the end, saves, and says why it ended. Raises Diverged, and whatever a step or a save raises."""
+        """Trains to the end, saves, and returns the reason of the end. Raises Diverged, and any error of a step or a
+        save."""
         try:
-            ending = self._train_through()
-            self._finish(ending)
+            ending = self._train_with_rewinds()
+            self._finish_run(ending)
         except BaseException:
             if self.checkpoints:
                 self.checkpoints.wait_after_error()
-                self._tell_of_commits()
+                self._notify_commits()
             raise
         return ending, self.metrics
 
-    def _train_through(self) -> Ending:
-        """Trains, and goes back as often as the guard asks for it."""
+    def _train_with_rewinds(self) -> Ending:
+        """Trains, and rewinds as often as the guard requests it."""
         if self.checkpoints and self.config.guard.policy == "rewind" and not self.state.step:
-            self._save(best=False)  # something to go back to
+            self._save_checkpoint(best=False)  # a rewind needs a checkpoint
         while True:
             try:
-                return self._train()
-            except GoBack as wanted:
-                self._go_back(wanted.slots)
+                return self._train_steps()
+            except Rewind as rewind:
+                self._rewind_to_checkpoint(rewind.slots)
 
-    def _train(self) -> Ending:
-        """Steps until there is a reason to end. Raises GoBack where the guard asks for it."""
+    def _train_steps(self) -> Ending:
+        """Runs steps until there is a reason to end. Raises Rewind if the guard requests it."""
         exhausted = self._out_of_patience()
         until = self.state.step if exhausted else self.total_steps
         step, result = None, None
@@ -135,124 +137,125 @@ class Training:
             self._learning_rate = self._learning_rate_at(step.number)
             with phase("step"):
                 result = train_step(
-                    self.strategy, self.model, self.optimizer, step, self.rules, self._learning_rate, self._requests()
+                    self.strategy, self.model, self.optimizer, step, self.rules, self._learning_rate, self._stop_requests()
                 )
-            self._after(step, result)
+            self._after_step(step, result)
             if reason := self._reason_to_end(step, result):
                 return reason
-        # What the workers agree on comes a step late, so nobody has looked at the last step yet.
+        # Verdicts arrive a step late, so the last step has not been checked yet.
         if step and result:
-            self._heed_now(step, result)
-        return _asked(*self.loader.heeded) or (Ending.EARLY if exhausted else Ending.DONE)
+            self._check_verdict_now(step, result)
+        return _requested_ending(*self.loader.agreed_requests) or (Ending.EARLY if exhausted else Ending.DONE)
 
-    def _after(self, step: Step, result: StepResult) -> None:
-        """Everything that may follow an update: counting, logging, validation, a checkpoint."""
+    def _after_step(self, step: Step, result: StepResult) -> None:
+        """Does everything that may follow an update: counting, logging, validation, a checkpoint."""
         self.state.advance(step)
         self._sums += result.measured[: TARGETS + 1]
-        self._watch("on_step", self.state.step)
-        self._tell_of_commits()
+        self._call_watchers("on_step", self.state.step)
+        self._notify_commits()
         self._newest = result
-        if self._due(self.config.train.log_every):
-            self._log(result)
-        validation, checkpoint = self._due(self.config.validation.every), self._due(self.config.checkpoint.every)
+        if self._is_due(self.config.train.log_every):
+            self._log_metrics(result)
+        validation, checkpoint = self._is_due(self.config.validation.every), self._is_due(self.config.checkpoint.every)
         if validation or checkpoint:
-            self._heed_now(step, result)
-        improved = self._validate() if validation else False
+            self._check_verdict_now(step, result)
+        improved = self._run_validation() if validation else False
         if self.checkpoints and (improved or checkpoint):
-            self._save(best=improved)
+            self._save_checkpoint(best=improved)
 
-    def _heed_now(self, step: Step, result: StepResult) -> None:
-        """Acts on the verdict on this very step, before something is made of its parameters."""
-        self._guard.handle(step.number, float(result.measured[VERDICT]))
+    def _check_verdict_now(self, step: Step, result: StepResult) -> None:
+        """Handles the verdict on this very step, before its parameters are validated or saved."""
+        self._guard.handle_verdict(step.number, float(result.measured[VERDICT]))
 
-    def _diagnose(self, step: int, spike: bool) -> Diagnosis:
-        from raystride.pipelines.train.guard import diagnose
+    def _diagnose_step(self, step: int, spike: bool) -> Diagnosis:
+        from raystride.pipelines.train.guard import diagnose_step
 
-        return diagnose(self.strategy, self.model, self.loader, self.rules, step, spike)
+        return diagnose_step(self.strategy, self.model, self.loader, self.rules, step, spike)
 
-    def _go_back(self, slots: list[LeftOut]) -> None:
-        """Loads the newest checkpoint, from where the loop comes again without these slots. Raises Diverged without one."""
+    def _rewind_to_checkpoint(self, slots: list[SkippedSlot]) -> None:
+        """Loads the newest checkpoint; the loop continues there without these slots. Raises Diverged without one."""
         assert self.checkpoints is not None
-        # What is still being written may be the newest checkpoint.
-        self.checkpoints.wait()
-        self._tell_of_commits()
-        if (found := self.checkpoints.newest()) is None:
+        # A save in progress may become the newest checkpoint.
+        self.checkpoints.wait_for_save()
+        self._notify_commits()
+        if (found := self.checkpoints.find_newest()) is None:
             raise Diverged("there is no whole checkpoint to go back to; set guard.policy skip")
         self.checkpoints.load(found, self.model, self.optimizer)
-        earlier, self.state = self.state, found.state
-        self.state.left_out = earlier.left_out + slots
-        self.state.rewinds = earlier.rewinds + 1
-        self.loader.left_out = frozenset((each.step, each.slot) for each in self.state.left_out)
-        # The loss scale and the running loss are those of the checkpoint again.
-        self.rules = build_rules(self.config, self.loader.samples, self.state, self.strategy.device)
+        previous_state, self.state = self.state, found.state
+        self.state.left_out = previous_state.left_out + slots
+        self.state.rewinds = previous_state.rewinds + 1
+        self.loader.left_out = frozenset((skipped.step, skipped.slot) for skipped in self.state.left_out)
+        # The loss scale and the running loss return to those of the checkpoint.
+        self.rules = build_step_rules(self.config, self.loader.samples, self.state, self.strategy.device)
         self._saved_at = self.state.step
-        self._begin()
+        self._reset_counters()
 
-    def _due(self, every: int) -> bool:
+    def _is_due(self, every: int) -> bool:
         return every > 0 and self.state.step % every == 0
 
     def _learning_rate_at(self, step: int) -> float:
         total = self.total_steps if math.isfinite(self.total_steps) else 0
-        return learning_rate(self.config.optimizer, step, int(total), self.config.model.width)
+        return learning_rate(self.config.optimizer, step, int(total), self.config.model.hidden_size)
 
-    def _requests(self) -> Requests:
-        """What asks this worker to end."""
+    def _stop_requests(self) -> Requests:
+        """Returns this worker's requests to end."""
         hours = self.config.train.hours
         late = hours > 0 and time.perf_counter() - self._began > 3600 * hours
         return float(self.stopping()), float(late)
 
     def _reason_to_end(self, step: Step, result: StepResult) -> Ending | None:
-        """Why to end, the same on every rank: stop requests summed in the step before, or too many bad validations."""
-        agreed = self._agreement.previous(result.measured)
-        self._guard.handle(step.number - 1, agreed[VERDICT])
-        reason = _asked(agreed[STOP], agreed[OUT_OF_TIME]) or (Ending.EARLY if self._out_of_patience() else None)
+        """Returns why to end, equal on every rank: stop requests summed in the previous step, or too many bad
+        validations."""
+        agreed = self._delayed_read.read_previous(result.measured)
+        self._guard.handle_verdict(step.number - 1, agreed[VERDICT])
+        reason = _requested_ending(agreed[STOP], agreed[OUT_OF_TIME]) or (Ending.EARLY if self._out_of_patience() else None)
         if reason:
-            self._heed_now(step, result)
+            self._check_verdict_now(step, result)
         return reason
 
     def _out_of_patience(self) -> bool:
         patience = self.config.validation.patience
         return patience > 0 and self.state.worse_validations >= patience
 
-    def _collect(self) -> None:
-        """Brings the state's counters up to this step, which waits for the device."""
+    def _update_counters(self) -> None:
+        """Updates the state's counters to this step; waits for the device."""
         self._totals = self._sums.tolist()
         self.state.tokens_seen = self._tokens_before + round(self._totals[TARGETS])
-        self.state.seconds = self._seconds_before + time.perf_counter() - self._since
+        self.state.seconds = self._seconds_before + time.perf_counter() - self._began_counting
 
     def _interval_loss(self) -> float | None:
-        """Mean loss of the steps since the last call; None where no target counted."""
-        self._collect()
-        loss, targets = (now - then for now, then in zip(self._totals, self._logged, strict=True))
-        self._logged = self._totals
+        """Returns the mean loss of the steps since the last call; None if no target counted."""
+        self._update_counters()
+        loss, targets = (now - then for now, then in zip(self._totals, self._logged_totals, strict=True))
+        self._logged_totals = self._totals
         if targets:
             self.state.train_loss = loss / targets
         return self.state.train_loss if targets else None
 
-    def _log(self, result: StepResult) -> None:
+    def _log_metrics(self, result: StepResult) -> None:
         loss = self._interval_loss()
         now = time.perf_counter()
         measured = {
             "learning_rate": self._learning_rate,
             "gradient_norm": float(result.gradient_norm),
             "tokens_seen": float(self.state.tokens_seen),
-            "data_wait_share": (self.loader.waited - self._waited) / max(1e-9, now - self._interval_began),
+            "data_wait_share": (self.loader.wait_s - self._waited_before) / max(1e-9, now - self._interval_began),
         }
-        measured |= self.loader.plan.order.progress(self.state.position)
+        measured |= self.loader.plan.order.epoch_progress(self.state.position)
         if loss is not None:
             measured["train_loss"] = loss
         task = self.loader.samples.task
         if (sums := task.take_sums(self.model)) is not None:
-            measured |= task.train_scores(self.strategy.sum(sums).tolist())
+            measured |= task.train_scores(self.strategy.all_reduce_sum(sums).tolist())
         if self.rules.scale:
             measured["loss_scale"] = float(self.rules.scale.value)
         if self.state.dropped or self.state.left_out:
             measured |= {"dropped_steps": float(len(self.state.dropped)), "left_out_slots": float(len(self.state.left_out))}
-        self._interval_began, self._waited = now, self.loader.waited
-        self._watch("on_log", self.state.step, measured)
+        self._interval_began, self._waited_before = now, self.loader.wait_s
+        self._call_watchers("on_log", self.state.step, measured)
 
-    def _validate(self) -> bool:
-        """Measures the validation samples; returns whether the chosen metric is better than ever."""
+    def _run_validation(self) -> bool:
+        """Measures the validation samples; returns whether the chosen metric has improved."""
         began = time.perf_counter()
         with phase("validation"):
             self.metrics = self.validate()
@@ -265,50 +268,50 @@ class Training:
             self.state.best, self.state.best_step, self.state.worse_validations = value, self.state.step, 0
         else:
             self.state.worse_validations += 1
-        self._watch("on_log", self.state.step, dict(self.metrics))
-        self._pause(began)
+        self._call_watchers("on_log", self.state.step, dict(self.metrics))
+        self._notify_pause(began)
         return improved
 
-    def _save(self, *, best: bool) -> None:
+    def _save_checkpoint(self, *, best: bool) -> None:
         assert self.checkpoints is not None
         began = time.perf_counter()
-        self._collect()
-        self.state.loss_scale = self.rules.scale.read() if self.rules.scale else None
-        self.state.loss_seen = self.rules.check.read() if self.config.guard.spike else None
+        self._update_counters()
+        self.state.loss_scale = self.rules.scale.read_state() if self.rules.scale else None
+        self.state.loss_seen = self.rules.check.read_state() if self.config.guard.spike else None
         with phase("checkpoint"):
             header = self.header | {"order": self.loader.plan.order.to_json()}
             self.checkpoints.save(self.model, self.optimizer, self.state, header, best=best)
         self._saved_at = self.state.step
-        self._tell_of_commits()  # the save before has ended, by itself or because this one waited for it
-        self._pause(began)
+        self._notify_commits()  # the previous save has ended, by itself or because this one waited for it
+        self._notify_pause(began)
 
-    def _tell_of_commits(self) -> None:
-        """Saves end in the background, and ranks need not hear of it at the same step: nothing is decided by it."""
+    def _notify_commits(self) -> None:
+        """Notifies watchers of commits; ranks may notice them at different steps, since no decision depends on them."""
         if checkpoints := self.checkpoints:
-            for step in checkpoints.committed():
-                self._watch("on_checkpoint", step, str(checkpoints.path(step)))
+            for step in checkpoints.take_committed_steps():
+                self._call_watchers("on_checkpoint", step, str(checkpoints.step_folder(step)))
 
-    def _finish(self, ending: Ending) -> None:
-        """Logs, validates and saves where the last step has not been yet, and waits until it is written."""
-        if self._newest and self.config.train.log_every and not self._due(self.config.train.log_every):
-            self._log(self._newest)
+    def _finish_run(self, ending: Ending) -> None:
+        """Logs, validates and saves the last step if this has not been done yet, and waits until it is written."""
+        if self._newest and self.config.train.log_every and not self._is_due(self.config.train.log_every):
+            self._log_metrics(self._newest)
         else:
             self._interval_loss()
         improved = False
         finished = ending is not Ending.STOPPED
         if finished and self._validated_at != self.state.step:
-            improved = self._validate()
+            improved = self._run_validation()
         if checkpoints := self.checkpoints:
             if self._saved_at == self.state.step:
-                checkpoints.wait()  # for what became of it
-            if self._saved_at != self.state.step or improved or checkpoints.refused:
-                self._save(best=improved)
+                checkpoints.wait_for_save()  # for its outcome
+            if self._saved_at != self.state.step or improved or checkpoints.has_refused_save:
+                self._save_checkpoint(best=improved)
             checkpoints.finish()
-            self._tell_of_commits()
+            self._notify_commits()
 
-    def _pause(self, began: float) -> None:
-        self._watch("on_pause", time.perf_counter() - began)
+    def _notify_pause(self, began: float) -> None:
+        self._call_watchers("on_pause", time.perf_counter() - began)
 
-    def _watch(self, hook: str, *arguments: Any) -> None:
+    def _call_watchers(self, hook: str, *arguments: Any) -> None:
         for watcher in self.watchers:
             getattr(watcher, hook)(*arguments)

@@ -1,5 +1,7 @@
 """A rank, from its job to its summary.
 
-job      what a worker is told; travels to every rank
-worker   the build lines, in the order in which things depend on each other
+job        the description of a run that travels to every rank
+build      builds the parts of a training in the order of their dependencies, on the rank's `device`
+run        runs one worker: observers, training, summary, sample
+rehearsal  a short training on the driver's host that times numbers of workers
 """

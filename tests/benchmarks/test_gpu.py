@@ -74,7 +74,7 @@ def test_its_trainings_run_on_a_processor_too() -> None:
     small = gpu_rows.gpt2_small()
     tiny = replace(
         small,
-        model=replace(small.model, layers=1, width=16, heads=2, context=32),
+        model=replace(small.model, layers=1, hidden_size=16, heads=2, context=32),
         train=replace(small.train, hours=0, steps=2, slots=2, slot_size=2, precision="fp32"),
         tokenizer=replace(small.tokenizer, vocabulary_size=300),
     )
@@ -82,4 +82,4 @@ def test_its_trainings_run_on_a_processor_too() -> None:
     assert found["steps"] == 2
     assert found["tokens_per_second"] > 0
     assert len(found["parameters_sha256"]) == 64
-    assert gpu_rows.one_billion().model.width == 2048
+    assert gpu_rows.one_billion().model.hidden_size == 2048

@@ -10,7 +10,7 @@ from benchmarks.mutants import (
     ROOT,
     Copy,
     draw_faults,
-    draw_rooms,
+    draw_packages,
     find_again,
     find_tests,
     make_table,
@@ -74,12 +74,12 @@ def test_the_faults_of_a_source_are_those_that_stand_here() -> None:
     }, "and none in texts, errors and what is printed"  # fmt: skip
 
 
-@pytest.mark.parametrize("room", ["sweep", "credentials"])
-def test_a_draw_is_the_same_for_the_same_seed_and_leaves_a_source(room: str) -> None:
-    drawn = draw_rooms([room], 25, seed=3)
-    assert drawn == draw_rooms([room], 25, seed=3)
-    assert {fault for _, fault in draw_rooms([room], 10, seed=3)} < {fault for _, fault in drawn}
-    assert drawn != draw_rooms([room], 25, seed=4)
+@pytest.mark.parametrize("package", ["sweep", "credentials"])
+def test_a_draw_is_the_same_for_the_same_seed_and_leaves_a_source(package: str) -> None:
+    drawn = draw_packages([package], 25, seed=3)
+    assert drawn == draw_packages([package], 25, seed=3)
+    assert {fault for _, fault in draw_packages([package], 10, seed=3)} < {fault for _, fault in drawn}
+    assert drawn != draw_packages([package], 25, seed=4)
     assert len({(fault.path, fault.number) for _, fault in drawn}) == 25
     for _, fault in drawn:
         source = (ROOT / fault.path).read_text()
@@ -128,12 +128,12 @@ def test_each_equivalent_fault_is_still_there_and_has_a_reason() -> None:
 
 
 def test_the_table_counts_what_is_not_equivalent() -> None:
-    def row(room: str, line: str, outcome: str) -> dict[str, object]:
-        return {"room": room, "name": [f"pipelines/{room}/x.py", line, "< to <=", 0], "outcome": outcome}
+    def row(package: str, line: str, outcome: str) -> dict[str, object]:
+        return {"package": package, "name": [f"pipelines/{package}/x.py", line, "< to <=", 0], "outcome": outcome}
 
     rows = [
         row("feed", "a", "mirrored file"),
-        row("feed", "b", "room"),
+        row("feed", "b", "package"),
         row("feed", "c", "survived"),
         row("feed", "d", "survived"),
         row("train", "e", "mirrored file"),
@@ -147,15 +147,16 @@ def test_the_table_counts_what_is_not_equivalent() -> None:
 CHECKED = "def half(value):\n    return value // 2\n\n\ndef is_small(value):\n    return value < 3\n"
 CHECKS = {
     "test_small.py": "from pipelines.feed.small import half\n\n\ndef test_half():\n    assert half(5) == 2\n",
-    "test_room.py": "from pipelines.feed.small import is_small\n\n\ndef test_small():\n    assert is_small(2) is True\n",
+    "test_large.py": "from pipelines.feed.small import is_small\n\n\ndef test_small():\n    assert is_small(2) is True\n",
     "test_broken.py": "def test_fails_without_a_fault():\n    assert False\n",
 }
 
 
 @pytest.mark.long
-def test_a_fault_is_tried_with_the_mirrored_file_and_then_with_the_room(tmp_path: Path) -> None:
+def test_a_fault_is_tried_with_the_mirrored_file_and_then_with_the_package(tmp_path: Path) -> None:
     tree, copy = tmp_path / "tree", tmp_path / "copy"
     for name, text in {
+        "pipelines/__init__.py": "",  # without it, the package of an editable install would be found first
         "pipelines/feed/small.py": CHECKED,
         **{f"tests/pipelines/feed/{name}": CHECKS[name] for name in CHECKS},
     }.items():
@@ -169,9 +170,9 @@ def test_a_fault_is_tried_with_the_mirrored_file_and_then_with_the_room(tmp_path
             if (fault.operator, fault.number) in (("// to /", 2), ("returns None", 6), ("< to <=", 6)):
                 outcomes[fault.operator, fault.number] = try_fault(tried, fault)
                 assert (copy / fault.path).read_text() == CHECKED
-    room = "tests/pipelines/feed"
+    package = "tests/pipelines/feed"
     assert outcomes == {
-        ("// to /", 2): ("mirrored file", f"{room}/test_small.py::test_half"),
-        ("returns None", 6): ("room", f"{room}/test_room.py::test_small"),
+        ("// to /", 2): ("mirrored file", f"{package}/test_small.py::test_half"),
+        ("returns None", 6): ("package", f"{package}/test_large.py::test_small"),
         ("< to <=", 6): ("survived", ""),
     }

@@ -32,7 +32,15 @@ class Links:
 def shown(storage: Path) -> Iterator[Links]:
     """MLflow's UI over a storage, for the block."""
     with hold_port() as port:
-        command = [sys.executable, "-m", "raystride.pipelines.record.ui", "--storage", str(storage), "--port", str(port)]
+        command = [
+            sys.executable,
+            "-m",
+            "raystride.pipelines.record.mlflow.ui",
+            "--storage",
+            str(storage),
+            "--port",
+            str(port),
+        ]
         process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         assert process.stdout is not None
         try:

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 from playwright.sync_api import Browser
 
-from raystride.pipelines.config import Config, Launch, Optimizer, Record, Train
+from raystride.pipelines.config import Config, LaunchConfig, OptimizerConfig, RecordConfig, TrainConfig
 from raystride.pipelines.record import read_entries
-from raystride.pipelines.record.links import METRICS, PARAMETERS, TAGS, run_link
-from raystride.ray_jobs import runs
+from raystride.pipelines.record.mlflow.links import VIEW_METRICS, VIEW_PARAMETERS, VIEW_TAGS, run_link
+from raystride.pipelines.run_store import commands as runs
 from tests.browser import pages
 from tests.browser.chromium import PROGRAM, Visit, chromium
 from tests.ray_jobs.jobs import finish_job, run_folder, start_job, summary
@@ -33,11 +33,11 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Config:
     settings = tiny(
         write_text(path),
         storage=str(path / "runs"),
-        launch=Launch(mode="inline"),
-        record=Record(system_every_s=0.1),
-        train=Train(steps=20, slots=4, slot_size=2, log_every=2),
+        launch=LaunchConfig(mode="inline"),
+        record=RecordConfig(system_every_s=0.1),
+        train=TrainConfig(steps=20, slots=4, slot_size=2, log_every=2),
     )
-    changed = {run: replace(settings, optimizer=Optimizer(learning_rate=rate)) for run, rate in RATES.items()}
+    changed = {run: replace(settings, optimizer=OptimizerConfig(learning_rate=rate)) for run, rate in RATES.items()}
     for run in RATES:
         outcome = finish_job(start_job("train", changed[run], "--run", run))
         assert outcome.code == 0, outcome.err[-4000:]
@@ -77,7 +77,7 @@ def test_the_table_has_our_columns_in_our_order_and_the_figures_of_both_runs(
 ) -> None:
     pages.open_runs(visit.page, links.runs)
     all_of = {run: measured(config, run) | measured(config, run, "system") for run in RATES}
-    expected = {run: {name: all_of[run][name] for name in METRICS if name in all_of[run]} for run in RATES}
+    expected = {run: {name: all_of[run][name] for name in VIEW_METRICS if name in all_of[run]} for run in RATES}
     shown = pages.rows(visit.page)
     for run, figures in expected.items():
         cells = shown[pages.mark(Path(config.storage), run)["run_id"]]
@@ -88,9 +88,9 @@ def test_the_table_has_our_columns_in_our_order_and_the_figures_of_both_runs(
         assert float(cells["metrics.`run_tokens_per_second`"]) == pytest.approx(whole["tokens_per_second"])
         assert float(cells["params.`optimizer.learning_rate`"]) == RATES[run]
         assert cells["tags.`raystride.device`"] == "cpu"
-    ours = [name for name in pages.columns(visit.page) if name in {*METRICS, *PARAMETERS, *TAGS}]
-    assert ours == [name for name in (*METRICS, *PARAMETERS, *TAGS) if name in ours]
-    assert {*expected["calm"], *PARAMETERS, *TAGS} == set(ours)
+    ours = [name for name in pages.columns(visit.page) if name in {*VIEW_METRICS, *VIEW_PARAMETERS, *VIEW_TAGS}]
+    assert ours == [name for name in (*VIEW_METRICS, *VIEW_PARAMETERS, *VIEW_TAGS) if name in ours]
+    assert {*expected["calm"], *VIEW_PARAMETERS, *VIEW_TAGS} == set(ours)
 
 
 def test_the_page_of_a_run_has_its_settings_figures_and_description(
@@ -102,7 +102,7 @@ def test_the_page_of_a_run_has_its_settings_figures_and_description(
     assert {name: float(shown[name]) for name in figures} == pytest.approx(figures)
     for name in ("train_loss", "val_loss", "seconds_to_first_step"):
         assert float(shown[name]) == pytest.approx(ends[name]), name
-    assert (shown["optimizer.learning_rate"], shown["train.steps"], shown["model.width"]) == ("0.01", "20", "16")
+    assert (shown["optimizer.learning_rate"], shown["train.steps"], shown["model.hidden_size"]) == ("0.01", "20", "16")
     assert f"{config.storage}/hasty" in text
     assert f"raystride runs show hasty --storage {config.storage}" in text
     assert "Evaluation" not in visit.page.inner_text("body")  # MLflow's side for language models' traces

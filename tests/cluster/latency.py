@@ -18,7 +18,7 @@ from collections import deque
 TUNSETIFF = 0x400454CA
 TAP, WITHOUT_HEADER = 0x0002, 0x1000
 FRAME = 65536
-MOST = 4096
+MAX_MESSAGE_BYTES = 4096
 """Frames on their way in a direction; what comes when it has so many is lost, as in a full queue of a switch."""
 
 
@@ -38,7 +38,7 @@ def carry(one: int, other: int, delay_s: float) -> None:
         ready, _, _ = select.select(list(ways), [], [], None if due is None else max(0.0, due - time.monotonic()))
         for source in ready:
             for frame in _frames(source):
-                if len(waiting[source]) < MOST:
+                if len(waiting[source]) < MAX_MESSAGE_BYTES:
                     waiting[source].append((time.monotonic() + delay_s, frame))
         for source, target in ways.items():
             while waiting[source] and waiting[source][0][0] <= time.monotonic():

@@ -17,7 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Self
 
-from raystride.pipelines.cluster.cluster import STARTS, TOO_SLOW
+from raystride.pipelines.cluster.cluster import MAX_STARTS, STARTUP_TIMEOUT_TEXT
 from tests.cluster.hosts import ROOT, Host, Hosts
 
 PORT, DASHBOARD = 6379, 8265
@@ -94,10 +94,10 @@ class RayHosts(contextlib.AbstractContextManager["RayHosts"]):
     def start(self, number: int, **variables: str) -> None:
         """Starts Ray on a host, the head's on the first, with more in its environment."""
         variables |= self._tables if number == 0 else {}
-        for _ in range(STARTS):
+        for _ in range(MAX_STARTS):
             process = self._popen(self.hosts[number], self._start(self.hosts[number]), **variables)
             said = process.communicate(timeout=180)[0]
-            if TOO_SLOW not in said:
+            if STARTUP_TIMEOUT_TEXT not in said:
                 break
         assert not process.returncode, said
 

@@ -24,7 +24,7 @@ pytestmark = [
     pytest.mark.timeout(900),
     pytest.mark.skipif(bool(unable()), reason=f"no hosts here: {unable()}"),
 ]
-SHAPE = "--model.layers 2 --model.heads 2 --model.width 16 --model.context 16 --tokenizer.kind bytes --sample.tokens 0"
+SHAPE = "--model.layers 2 --model.heads 2 --model.hidden_size 16 --model.context 16 --tokenizer.kind bytes --sample.tokens 0"
 TRAIN = "--train.slots 4 --train.slot_size 2 --train.log_every 5 --validation.every 0 --optimizer.schedule constant"
 DATA = "--data.kind text --data.validation tail --data.validation_fraction 0.1"
 WAITS_S = 120.0
@@ -283,7 +283,7 @@ def test_a_host_that_loses_its_power_costs_no_sample_and_changes_no_bit(cluster:
     """The last of this file: the host stays away."""
     exact = ["--train.exact", "true", "--train.steps", "1200", "--checkpoint.every", "100", "--record.mlflow", "false"]
     there = cluster.alive()  # another test may have cost a host
-    elastic = ["--scaling.workers", str(there), "--scaling.least_workers", "1", "--launch.restarts", "3"]
+    elastic = ["--scaling.workers", str(there), "--scaling.min_workers", "1", "--launch.max_restarts", "3"]
     job = cluster.start_job(_user(cluster), "train", *_flags(cluster, "lost", *exact, *elastic))
     _wait_for_first("checkpoints", cluster, "lost", job)
     cluster.hosts[2].end()

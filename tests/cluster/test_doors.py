@@ -21,7 +21,7 @@ pytestmark = [
     pytest.mark.skipif(bool(unable("ss")), reason=f"no hosts here: {unable('ss')}"),
 ]
 FLAGS = f"""
-    --model.layers 1 --model.heads 2 --model.width 16 --model.context 16 --tokenizer.kind bytes --sample.tokens 0
+    --model.layers 1 --model.heads 2 --model.hidden_size 16 --model.context 16 --tokenizer.kind bytes --sample.tokens 0
     --train.slots 2 --train.slot_size 2 --train.steps {10**6} --checkpoint.every 50 --validation.every 0
     --data.kind text --data.validation tail --data.validation_fraction 0.1 --record.mlflow false --scaling.workers 2
 """.split()

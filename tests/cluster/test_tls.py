@@ -19,7 +19,7 @@ pytestmark = [
     pytest.mark.skipif(bool(unable()), reason=f"no hosts here: {unable()}"),
 ]
 SETTINGS = """
-    --model.layers 1 --model.heads 2 --model.width 16 --model.context 16 --tokenizer.kind bytes --sample.tokens 0
+    --model.layers 1 --model.heads 2 --model.hidden_size 16 --model.context 16 --tokenizer.kind bytes --sample.tokens 0
     --data.kind text --data.validation tail --data.validation_fraction 0.1 --validation.every 0 --record.mlflow false
     --train.slots 2 --train.slot_size 2 --train.steps 10 --scaling.workers 2
 """

@@ -38,7 +38,7 @@ def test_a_job_brings_raystride_to_nodes_that_have_its_dependencies_alone(tmp_pa
     (tmp_path / "job").mkdir()
     make_site(tmp_path / "job", tmp_path)
     (tmp_path / "job" / "settings.yaml").write_text(
-        "model: {layers: 1, heads: 2, width: 16, context: 16}\ntokenizer: {kind: bytes}\nscaling: {workers: 2}\n"
+        "model: {layers: 1, heads: 2, hidden_size: 16, context: 16}\ntokenizer: {kind: bytes}\nscaling: {workers: 2}\n"
         "train: {steps: 10, slots: 2, slot_size: 2}\nsample: {tokens: 0}\nrecord: {mlflow: false}\n"
         f"data: {{kind: text, source: {tmp_path / 'text.txt'}, validation: tail, validation_fraction: 0.1}}\n"
     )

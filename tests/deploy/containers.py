@@ -1,9 +1,9 @@
-"""Containers without a registry: a base by debootstrap, images by buildah, a cluster by podman-compose, all in one folder.
+"""Containers without a registry: debootstrap makes a base, buildah the images, podman-compose a cluster, all in one folder.
 
 engine = Engine(folder, key)                               # `folder` outlives the test: base and database are kept there
-image = engine.raystride()                                 # deploy/Dockerfile over that base
+image = engine.build_raystride()                                 # deploy/Dockerfile over that base
 engine.run("podman", "run", "--rm", image, "--version")
-engine.clear()                                             # nothing is left but the two kept images
+engine.remove_containers()                                             # nothing is left but the two kept images
 """
 
 import contextlib
@@ -20,9 +20,9 @@ from shutil import which
 from tests.ray_jobs.jobs import ROOT
 
 TOOLS = ("podman", "buildah", "runc", "debootstrap", "iptables")
-"""netavark calls iptables; without it no container with a network starts."""
+"""netavark calls iptables; without it, no container with a network starts."""
 NAMES = ("netavark", "aardvark-dns")
-"""By which containers find each other's names."""
+"""Programs that set up networks and resolve the containers' names."""
 RELEASE = "bookworm"
 INCLUDED = "python3,python3-venv,ca-certificates"
 CONTAINERS = """
@@ -49,7 +49,7 @@ COPY entry.sh /entry.sh
 USER postgres
 ENTRYPOINT ["sh", "/entry.sh"]
 """
-"""What stands for the image `postgres`, where no registry is reached."""
+"""Replaces the image `postgres`, because no registry can be reached."""
 ENTRY = """
 set -eu
 export PATH=$(echo /usr/lib/postgresql/*/bin):$PATH
@@ -63,8 +63,8 @@ exec postgres -D $data -c listen_addresses='*' -c unix_socket_directories=/tmp
 """
 
 
-def missing() -> str:
-    """What there is too little of to run containers here; empty: nothing."""
+def find_missing() -> str:
+    """Returns what is missing to run containers on this machine, or an empty text."""
     found = [name for name in TOOLS if which(name) is None]
     found += [name for name in NAMES if which(name, path="/usr/lib/podman:/usr/libexec/podman") is None]
     found += [] if importlib.util.find_spec("podman_compose") else ["podman-compose"]
@@ -74,7 +74,7 @@ def missing() -> str:
 
 
 class Engine:
-    """podman and buildah with a store of their own below a folder."""
+    """podman and buildah with their own image store below a folder."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -90,19 +90,19 @@ class Engine:
         }
 
     def run(self, *command: str | Path, cwd: Path | None = None, check: bool = True, limit_s: float = 1400) -> str:
-        """Runs a command; what it printed, and with a failure also what it complained of."""
+        """Runs a command. Returns its output, with `check=False` also its errors; raises AssertionError if it fails."""
         done = subprocess.run(
             list(map(str, command)), cwd=cwd, env=self.variables, capture_output=True, text=True, timeout=limit_s
         )
         assert not (check and done.returncode), f"{command}\n{done.stdout[-6000:]}\n{done.stderr[-6000:]}"
         return done.stdout if check else done.stdout + done.stderr
 
-    def base(self) -> str:
-        """Debian with Python, as its packages make it; from the store, or made."""
-        name = f"localhost/raystride-base:{_key(RELEASE, INCLUDED)}"
-        if not self._has(name):
+    def build_base(self) -> str:
+        """Builds an image of Debian with Python from packages, unless the store has it. Returns its name."""
+        name = f"localhost/raystride-base:{_hash(RELEASE, INCLUDED)}"
+        if not self._has_image(name):
             with tempfile.TemporaryDirectory(dir=self.folder) as place:
-                self.run("debootstrap", "--variant=minbase", f"--include={INCLUDED}", RELEASE, place, _mirror())
+                self.run("debootstrap", "--variant=minbase", f"--include={INCLUDED}", RELEASE, place, _debian_mirror())
                 for rest in ("var/cache/apt", "var/lib/apt/lists"):
                     shutil.rmtree(Path(place) / rest)
                 container = self.run("buildah", "from", "scratch").strip()
@@ -110,26 +110,26 @@ class Engine:
                 self.run("buildah", "commit", "--quiet", "--rm", container, name)
         return name
 
-    def database(self) -> str:
-        """PostgreSQL over the base; from the store, or built."""
-        name = f"localhost/raystride-database:{_key(RELEASE, INCLUDED, DATABASE, ENTRY)}"
-        if not self._has(name):
+    def build_database(self) -> str:
+        """Builds an image of PostgreSQL on the base, unless the store has it. Returns its name."""
+        name = f"localhost/raystride-database:{_hash(RELEASE, INCLUDED, DATABASE, ENTRY)}"
+        if not self._has_image(name):
             with tempfile.TemporaryDirectory() as place:
-                (Path(place) / "Dockerfile").write_text(DATABASE.format(base=self.base()))
+                (Path(place) / "Dockerfile").write_text(DATABASE.format(base=self.build_base()))
                 (Path(place) / "entry.sh").write_text(ENTRY)
                 self._build(name, place)
         return name
 
-    def raystride(self) -> str:
-        """The image of `deploy/Dockerfile`, from this checkout, by the settings that pip has on this machine."""
-        name, (settings, places) = "localhost/raystride:test", pip_settings()
+    def build_raystride(self) -> str:
+        """Builds the image of `deploy/Dockerfile` from this checkout, with this machine's pip settings. Returns its name."""
+        name, (settings, places) = "localhost/raystride:test", read_pip_settings()
         flags = [flag for place in places for flag in ("--volume", f"{place}:{place}:ro")]
         if "find-links" in settings:
             flags += ["--build-arg", "TORCH_INDEX="]
         with tempfile.NamedTemporaryFile("w", suffix=".conf") as file:
             file.write(settings)
             file.flush()
-            flags += ["--secret", f"id=pip_conf,src={file.name}", "--build-arg", f"BASE={self.base()}"]
+            flags += ["--secret", f"id=pip_conf,src={file.name}", "--build-arg", f"BASE={self.build_base()}"]
             ignored = ROOT / "deploy" / "Dockerfile.dockerignore"
             self._build(name, ROOT, "--file", ROOT / "deploy" / "Dockerfile", "--ignorefile", ignored, *flags)
         return name
@@ -137,18 +137,18 @@ class Engine:
     def _build(self, name: str, place: Path | str, *flags: str | Path) -> None:
         self.run("buildah", "bud", "--layers", "--isolation", "chroot", "--format", "docker", "--tag", name, *flags, place)
 
-    def _has(self, image: str) -> bool:
+    def _has_image(self, image: str) -> bool:
         return not subprocess.run(["podman", "image", "exists", image], env=self.variables).returncode
 
-    def left(self) -> list[str]:
-        """Containers, pods, networks and volumes that are there, and what is mounted below the folder."""
+    def find_leftovers(self) -> list[str]:
+        """Returns the containers, pods, networks and volumes that exist, and the mounts below the folder."""
         found = self.run("podman", "ps", "--all", "--quiet").split() + self.run("podman", "volume", "ls", "--quiet").split()
         networks = self.run("podman", "network", "ls", "--format", "{{.Name}}").split()
         mounted = [line.split()[1] for line in Path("/proc/mounts").read_text().splitlines()]
         return [*found, *(set(networks) - {"podman"}), *(place for place in mounted if place.startswith(str(self.folder)))]
 
-    def clear(self) -> None:
-        """Ends every container, and removes all but the images of base and database, and layers of the last week."""
+    def remove_containers(self) -> None:
+        """Ends all containers, and removes everything but the images of base and database, and last week's layers."""
         for command in (
             "podman rm --all --force --time 0",
             "buildah rm --all",
@@ -159,12 +159,12 @@ class Engine:
         ):
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self.run(*command.split(), check=False, limit_s=120)
-        # The store mounts its folder upon itself.
+        # The store mounts its folder on itself.
         subprocess.run(["umount", str(self.folder / "graph" / "overlay")], capture_output=True)
 
 
-def pip_settings() -> tuple[str, list[str]]:
-    """This machine's settings of pip as a file of its own, and the folders and files of this machine that they name."""
+def read_pip_settings() -> tuple[str, list[str]]:
+    """Returns this machine's pip settings as the text of one file, and the local folders and files that they name."""
     listed = subprocess.run([sys.executable, "-m", "pip", "config", "list"], capture_output=True, text=True, check=True)
     settings, places = {}, set()
     for line in listed.stdout.splitlines():
@@ -174,18 +174,18 @@ def pip_settings() -> tuple[str, list[str]]:
         for each in values:
             place = each.removeprefix("file://")
             if place.startswith("/") and Path(place).exists():
-                # An index's files may lie beside its pages.
+                # An index's files may be next to its pages.
                 places.add(str(Path(place).parent) if each != place else place)
     return "\n".join(["[global]", *(f"{name} = {value}" for name, value in settings.items()), ""]), sorted(places)
 
 
-def _mirror() -> str:
-    """Where this machine's packages come from."""
+def _debian_mirror() -> str:
+    """Returns the Debian mirror that this machine uses."""
     file = Path("/etc/apt/sources.list.d/debian.sources")
     lines = file.read_text().splitlines() if file.exists() else []
     named = [line.split()[1] for line in lines if line.startswith("URIs:")]
     return named[0] if named else "http://deb.debian.org/debian"
 
 
-def _key(*parts: str) -> str:
+def _hash(*parts: str) -> str:
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:12]

@@ -1,8 +1,8 @@
-"""A real Slurm on this machine: a controller, and a daemon on each of some hosts; see `hosts`.
+"""A real Slurm on this machine: a controller, and a daemon on each of several hosts, see `tests.cluster.hosts`.
 
 with Slurm(tmp_path, nodes=3) as slurm:
-    job = slurm.submit(folder)                        # sbatch job.sbatch; raises where Slurm refuses it
-    slurm.wait(job, "COMPLETED")
+    job = slurm.submit(folder)                        # sbatch job.sbatch; raises if Slurm refuses it
+    slurm.wait_for_state(job, "COMPLETED")
 """
 
 import contextlib
@@ -43,17 +43,17 @@ MpiDefault=none
 PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 """
 WAIT_S = 400
-"""Seconds until a wait fails. Slurm forgets no job (`MinJobAge`): after its own 300 s, or if the clock jumps, it would know
-nothing of an element of an array that ended before the others."""
+"""Seconds until a wait fails. `MinJobAge` keeps Slurm from forgetting jobs: by default it drops, after 300 s or if the clock
+jumps, an element of an array that ended before the others."""
 
 
-def no_slurm() -> str:
-    """Why there can be no Slurm here; empty where there can."""
+def slurm_skip_reason() -> str:
+    """Returns why Slurm cannot run on this machine, or an empty text."""
     return unable("slurmctld", "slurmd", "sbatch", "munged")
 
 
 class Slurm(contextlib.AbstractContextManager["Slurm"]):
-    """Nodes `h1` and on with four processors each, as Slurm believes."""
+    """A Slurm cluster with nodes `h1`, `h2`, ... of four CPUs each, by its configuration."""
 
     def __init__(self, folder: Path, nodes: int) -> None:
         self.folder, self.hosts, self._count = folder, Hosts(folder, nodes), nodes
@@ -75,13 +75,15 @@ class Slurm(contextlib.AbstractContextManager["Slurm"]):
                 stack, "munged", "--force", "--foreground", f"--key-file={key}", f"--socket={named['sock']}",
                 f"--pid-file={named['pid']}", f"--log-file={named['log']}", f"--seed-file={named['seed']}",
             )  # fmt: skip
-            until(named["sock"].exists, "munged")
+            wait_until(named["sock"].exists, "munged")
             self._start(stack, "slurmctld", "-D")
             for host in hosts.all:
                 (self.folder / f"spool.{host.name}").mkdir()
                 command = host.command(["env", "HOME=/tmp/home", "slurmd", "-D", "-N", host.name])
                 self._start(stack, *command)
-            until(lambda: self.ask("sinfo", "--noheader", "--format=%T %D").split() == ["idle", str(self._count)], "slurmd")
+            wait_until(
+                lambda: self.run("sinfo", "--noheader", "--format=%T %D").split() == ["idle", str(self._count)], "slurmd"
+            )
             self._running = stack.pop_all()
         return self
 
@@ -94,39 +96,41 @@ class Slurm(contextlib.AbstractContextManager["Slurm"]):
         stack.callback(process.wait)
         stack.callback(process.kill)
 
-    def ask(self, *command: str, folder: Path | None = None) -> str:
-        """What one of Slurm's commands prints; raises where it fails."""
+    def run(self, *command: str, folder: Path | None = None) -> str:
+        """Runs one of Slurm's commands. Returns its output; raises AssertionError if it fails."""
         done = subprocess.run(command, env=self._environment, cwd=folder, capture_output=True, text=True, timeout=60)
         assert not done.returncode, f"{command}: {done.stdout}{done.stderr}"
         return done.stdout
 
     def submit(self, folder: Path, *options: str) -> str:
-        """`sbatch job.sbatch` in that folder; the job's number."""
-        return self.ask("sbatch", "--parsable", *options, "job.sbatch", folder=folder).strip()
+        """Submits `job.sbatch` of a folder. Returns the job's id."""
+        return self.run("sbatch", "--parsable", *options, "job.sbatch", folder=folder).strip()
 
-    def field(self, job: str, name: str) -> str:
-        """One of what `scontrol show job` says."""
-        said = self.ask("scontrol", "--oneliner", "show", "job", job)
-        return dict(part.split("=", 1) for part in said.split() if "=" in part)[name]
+    def job_field(self, job: str, name: str) -> str:
+        """Returns one field of `scontrol show job`."""
+        output = self.run("scontrol", "--oneliner", "show", "job", job)
+        return dict(part.split("=", 1) for part in output.split() if "=" in part)[name]
 
     @contextlib.contextmanager
-    def drained(self, node: str) -> Iterator[None]:
-        """For the block the node takes no more jobs."""
-        self.ask("scontrol", "update", f"NodeName={node}", "State=DRAIN", "Reason=test")
+    def drain(self, node: str) -> Iterator[None]:
+        """Drains the node for the block: it gets no new jobs."""
+        self.run("scontrol", "update", f"NodeName={node}", "State=DRAIN", "Reason=test")
         try:
             yield
         finally:
-            self.ask("scontrol", "update", f"NodeName={node}", "State=RESUME")
+            self.run("scontrol", "update", f"NodeName={node}", "State=RESUME")
 
-    def wait(self, job: str, *states: str) -> str:
-        """Until the job is in one of these states; that one."""
-        until(lambda: self.field(job, "JobState") in states, f"job {job} {states}", lambda: self.field(job, "JobState"))
-        return self.field(job, "JobState")
+    def wait_for_state(self, job: str, *states: str) -> str:
+        """Waits until the job is in one of these states. Returns its state."""
+        wait_until(
+            lambda: self.job_field(job, "JobState") in states, f"job {job} {states}", lambda: self.job_field(job, "JobState")
+        )
+        return self.job_field(job, "JobState")
 
 
-def until(true: Callable[[], bool], what: str, told: Callable[[], object] = lambda: "") -> None:
-    """Waits for it; fails after minutes, with what there was instead."""
+def wait_until(condition: Callable[[], bool], expected: str, describe_state: Callable[[], object] = lambda: "") -> None:
+    """Waits until the condition holds. Fails after WAIT_S, with the state that `describe_state` returns."""
     deadline = time.monotonic() + WAIT_S
-    while not true():
-        assert time.monotonic() < deadline, f"{what} did not come: {told()}"
+    while not condition():
+        assert time.monotonic() < deadline, f"{expected} did not come: {describe_state()}"
         time.sleep(0.3)

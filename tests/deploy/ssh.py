@@ -1,9 +1,9 @@
-"""Hosts of this machine, see `tests.cluster.hosts`, that are reached by ssh as machines of one's own are.
+"""Hosts on this machine, see `tests.cluster.hosts`, that are reached by ssh like separate machines.
 
-    with SshHosts(tmp_path, 2) as machines:               # needs root, sshd and rsync; `no_ssh()` says what is missing
+    with SshHosts(tmp_path, 2) as machines:               # needs root, sshd and rsync; see `ssh_skip_reason()`
         machines.addresses, machines.key                  # ["10.77.3.1", "10.77.3.2"], a private key that opens both
 
-Each has a home of its own, in its own /tmp. No key and no file of the machine's own ssh is touched.
+Each host has its own home folder in its own /tmp. The machine's ssh keys and files are not touched.
 """
 
 import contextlib
@@ -30,13 +30,13 @@ mkdir -p /tmp/sshd; mount -t tmpfs tmpfs /run; mkdir -p /run/sshd
 """
 
 
-def no_ssh() -> str:
-    """Why there can be no such hosts here; empty where there can."""
+def ssh_skip_reason() -> str:
+    """Returns why such hosts cannot run on this machine, or an empty text."""
     return unable("sshd", "ssh", "ssh-keygen", "rsync")
 
 
 class SshHosts(contextlib.AbstractContextManager["SshHosts"]):
-    """So many hosts with sshd."""
+    """Several hosts that run sshd."""
 
     def __init__(self, folder: Path, count: int) -> None:
         self.folder, self.hosts = folder, Hosts(folder, count)
@@ -45,7 +45,7 @@ class SshHosts(contextlib.AbstractContextManager["SshHosts"]):
 
     @property
     def addresses(self) -> list[str]:
-        """Of the hosts, the first's first."""
+        """Addresses of the hosts, in their order."""
         return [host.address for host in self.hosts.all]
 
     def __enter__(self) -> Self:

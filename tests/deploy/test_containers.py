@@ -1,4 +1,4 @@
-"""Images and compose files: what is written is valid, and on a machine with podman it is built and run, and loses a node."""
+"""Images and Compose files are valid; on a machine with podman they are built and run, and a run survives a lost node."""
 
 import json
 import os
@@ -7,18 +7,17 @@ import stat
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
 import yaml
 
-from raystride.pipelines.deploy.compose_file import compose_schema, look_at_compose
-from raystride.pipelines.deploy.driver import run_deploy
-from raystride.pipelines.deploy.own_ray import free_ports
-from tests.deploy.containers import Engine, missing, pip_settings
-from tests.deploy.rendering import entry_point, rendered_for
-from tests.errors import rejected
+from raystride.pipelines.deploy.driver import main as run_deploy
+from raystride.pipelines.deploy.own_ray import reserve_ports
+from tests.deploy.containers import Engine, find_missing, read_pip_settings
+from tests.deploy.faults import find_faults
+from tests.deploy.rendering import find_entry_point, render_for
 from tests.ray_jobs.jobs import ROOT
 
 BESIDES_TORCH = 1.5e9
@@ -32,25 +31,25 @@ SETTINGS = {
     "validation": {"every": 60},
     "run": "digits",
 }
-ELASTIC = {"scaling": {"workers": 2, "least_workers": 1}, "launch": {"restarts": 3}}
+ELASTIC = {"scaling": {"workers": 2, "min_workers": 1}, "launch": {"max_restarts": 3}}
 SMALL = {"nodes": 2, "cpus_per_node": 1, "memory_gib": 3, "storage": "/storage/runs", "shared": True}
-"""Of each container one processor, so that no two workers of a run are in one."""
+"""A place with one CPU in each container, so that no container has two workers of a run."""
 GPUS = {"nodes": 4, "gpus_per_node": 8, "cpus_per_node": 64, "memory_gib": 512, "storage": "/storage/runs", "shared": True}
 
 
-def _for_real(test: Callable[..., None]) -> Callable[..., None]:
-    """Long: a slow machine takes minutes for the image alone."""
+def _mark_long(test: Callable[..., None]) -> Callable[..., None]:
+    """Marks a test as long: a slow machine takes minutes for the image alone."""
     return pytest.mark.long(pytest.mark.timeout(1500)(test))
 
 
-def _write(folder: Path, *flags: str) -> dict[str, str]:
-    """The files that `raystride deploy compose` writes."""
+def _write_files(folder: Path, *flags: str) -> dict[str, str]:
+    """Runs `raystride deploy compose`. Returns the texts of the written files by path."""
     assert run_deploy(["compose", *flags, "--output", str(folder)]) == 0
     return {path.relative_to(folder).as_posix(): path.read_text() for path in folder.rglob("*") if path.is_file()}
 
 
 @pytest.mark.skipif(shutil.which("hadolint", path=str(Path(sys.executable).parent)) is None, reason="no hadolint here")
-def test_the_dockerfile_keeps_to_hadolint() -> None:
+def test_the_dockerfile_passes_hadolint() -> None:
     program = Path(sys.executable).parent / "hadolint"
     done = subprocess.run([program, ROOT / "deploy" / "Dockerfile"], capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (0, "")
@@ -61,8 +60,8 @@ def test_the_dockerfile_keeps_to_hadolint() -> None:
 def test_compose_files_are_valid(tmp_path: Path, nodes: int, gpus: int) -> None:
     (tmp_path / "place.yaml").write_text(yaml.safe_dump(GPUS))
     place = ["--place", str(tmp_path / "place.yaml"), "--gpus-per-node", str(gpus)] if gpus else []
-    files = _write(tmp_path / "out", "--config", "lm_python", "--train.slots", "8", "--nodes", str(nodes), *place)
-    assert compose_schema() is not None
+    files = _write_files(tmp_path / "out", "--config", "lm_python", "--train.slots", "8", "--nodes", str(nodes), *place)
+    assert not find_faults("compose", files)
     tree = yaml.safe_load(files["compose.yaml"])
     workers = [service for name, service in tree["services"].items() if name.startswith("worker")]
     assert sum(worker.get("scale", 1) for worker in workers) == nodes
@@ -74,23 +73,8 @@ def test_compose_files_are_valid(tmp_path: Path, nodes: int, gpus: int) -> None:
     assert done.returncode == 0 or "podman" in done.stderr.splitlines()[-1], done.stderr
 
 
-def test_what_cannot_work_is_refused(tmp_path: Path) -> None:
-    files = _write(tmp_path, "--config", "lm_python")
-
-    for old, new, *names in (
-        ("mem_limit:", "memory_limit:", "memory_limit"),
-        ('ports: ["127.0.0.1:', 'ports: ["', "open to all"),
-        ("depends_on: [head]", "depends_on: [heads]", "service 'heads'"),
-        ("POSTGRES_PASSWORD_FILE: /run/secrets/database_password", "POSTGRES_PASSWORD: no", "POSTGRES_PASSWORD", "file"),
-        ('"storage:/storage"', '"place:/storage"', "'place'", "volumes"),
-    ):
-        assert old in files["compose.yaml"]
-        with rejected("compose.yaml", *names):
-            look_at_compose(files | {"compose.yaml": files["compose.yaml"].replace(old, new, 1)})
-
-
-def test_secrets_are_drawn_once_into_a_folder_that_is_mine(tmp_path: Path) -> None:
-    _write(tmp_path, "--config", "lm_python")
+def test_secrets_are_generated_once_into_a_private_folder(tmp_path: Path) -> None:
+    _write_files(tmp_path, "--config", "lm_python")
     subprocess.run(["sh", "secrets.sh"], cwd=tmp_path, check=True)
     drawn = {path.name: path.read_text() for path in (tmp_path / "secrets").iterdir()}
     assert [len(drawn[name]) for name in ("database_password", "ray_token")] == [64, 64]
@@ -102,28 +86,28 @@ def test_secrets_are_drawn_once_into_a_folder_that_is_mine(tmp_path: Path) -> No
 
 @pytest.fixture(scope="module")
 def engine() -> Iterator[Engine]:
-    """podman and buildah; what the tests make is gone afterwards, but for Debian and PostgreSQL, which are kept."""
-    if absent := missing():
+    """podman and buildah; afterwards all is removed but the images of Debian and PostgreSQL."""
+    if absent := find_missing():
         pytest.skip(f"not here: {absent}; .ci/tools brings them")
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "raystride-tests" / "containers"
     engine = Engine(cache)
-    engine.clear()
+    engine.remove_containers()
     try:
         yield engine
     finally:
-        engine.clear()
-        assert engine.left() == []
+        engine.remove_containers()
+        assert engine.find_leftovers() == []
 
 
 @pytest.fixture(scope="module")
 def image(engine: Engine) -> str:
     """The image for CPUs."""
-    return engine.raystride()
+    return engine.build_raystride()
 
 
 @pytest.mark.weekly
-@_for_real
-def test_the_image_is_lean_and_its_user_is_not_root(engine: Engine, image: str) -> None:
+@_mark_long
+def test_the_image_is_small_and_its_user_is_not_root(engine: Engine, image: str) -> None:
     def inside(script: str) -> str:
         return engine.run("podman", "run", "--rm", "--network", "none", "--entrypoint", "sh", image, "-c", script).strip()
 
@@ -135,7 +119,7 @@ def test_the_image_is_lean_and_its_user_is_not_root(engine: Engine, image: str) 
     assert about["Healthcheck"]["Test"] == ["CMD", "ray", "health-check"]
     assert about["Labels"]["org.opencontainers.image.licenses"] == "Apache-2.0"
     assert inside("id -u; command -v gcc cc clang g++ || true; ls /checkout /wheel 2> /dev/null || true") == "10001"
-    settings, _ = pip_settings()
+    settings, _ = read_pip_settings()
     told = {line.partition(" = ")[2] for line in settings.splitlines()[1:] if line.startswith(("find", "index", "extra"))}
     words = "\n".join([*(word for value in told for word in value.split()), "BEGIN PRIVATE KEY PLACEHOLDER"])
     found = inside(
@@ -146,12 +130,14 @@ def test_the_image_is_lean_and_its_user_is_not_root(engine: Engine, image: str) 
 
 
 @pytest.mark.weekly
-@_for_real
-def test_the_entry_point_of_a_rayjob_trains_in_the_image_as_its_pods_may(engine: Engine, image: str, tmp_path: Path) -> None:
-    """With a root that cannot be written, as the pods have it; Ray's head is one that the job starts."""
+@_mark_long
+def test_the_entry_point_of_a_rayjob_trains_in_the_image_with_the_rights_of_a_pod(
+    engine: Engine, image: str, tmp_path: Path
+) -> None:
+    """Has a read-only root file system, as the pods do; the job starts Ray's head itself."""
     short = SETTINGS | {"train": {"steps": 2, "slots": 4, "slot_size": 64}, "scaling": {"workers": 2}}
-    files = rendered_for("kuberay", "kubernetes", preset=short, run="digits", mlflow_uri="sqlite:////runs/mlflow.db")
-    command, contents = entry_point(files)
+    files = render_for("kuberay", "kubernetes", preset=short, run="digits", mlflow_uri="sqlite:////runs/mlflow.db")
+    command, contents = find_entry_point(files)
     (settings,) = contents.values()
     (tmp_path / "settings.yaml").write_text(settings)
     places = {name: tmp_path / name for name in ("runs", "tmp", "home")}
@@ -168,49 +154,50 @@ def test_the_entry_point_of_a_rayjob_trains_in_the_image_as_its_pods_may(engine:
 
 
 class Cluster:
-    """A rendered folder that is brought up."""
+    """A cluster of containers from a rendered folder."""
 
-    def __init__(self, engine: Engine, folder: Path, image: str) -> None:
+    def __init__(self, engine: Engine, folder: Path, image: str, ports: Sequence[int]) -> None:
         self.engine, self.folder = engine, folder
         self.project = yaml.safe_load((folder / "compose.yaml").read_text())["name"]
-        ports = dict(zip(("DASHBOARD_PORT", "MLFLOW_PORT"), map(str, free_ports(2, "127.0.0.1")), strict=True))
-        engine.variables |= {"RAYSTRIDE_IMAGE": image, "POSTGRES_IMAGE": engine.database(), **ports}
+        published = dict(zip(("DASHBOARD_PORT", "MLFLOW_PORT"), map(str, ports), strict=True))
+        engine.variables |= {"RAYSTRIDE_IMAGE": image, "POSTGRES_IMAGE": engine.build_database(), **published}
 
-    def compose(self, *words: str, limit_s: float = 300) -> str:
+    def run_compose(self, *words: str, limit_s: float = 300) -> str:
         return self.engine.run("podman-compose", *words, cwd=self.folder, limit_s=limit_s)
 
-    def job(self, *words: str) -> subprocess.Popen[str]:
-        """Starts a job; its exit code is that of the job."""
+    def start_job(self, *words: str) -> subprocess.Popen[str]:
+        """Starts a job. Returns its process, which ends with the job's exit code."""
         command = ["podman-compose", "--profile", "job", "run", "--rm", "job", *words]
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "stdin": subprocess.DEVNULL}
         return subprocess.Popen(command, cwd=self.folder, env=self.engine.variables, text=True, **pipes)  # type: ignore[call-overload, no-any-return]
 
-    def container(self, service: str) -> str:
+    def container_name(self, service: str) -> str:
         return f"{self.project}_{service}"
 
-    def storage(self) -> Path:
-        """The volume that runs lie on, as this machine sees it."""
+    def storage_folder(self) -> Path:
+        """Returns the path on this machine of the volume with the runs."""
         volume = f"{self.project}_storage"
         return Path(self.engine.run("podman", "volume", "inspect", volume, "--format", "{{.Mountpoint}}").strip())
 
 
 @pytest.fixture
 def cluster(engine: Engine, image: str, tmp_path: Path) -> Iterator[Cluster]:
-    """Head, two workers, MLflow and PostgreSQL, brought up; taken down in the end, with its volumes."""
+    """A running cluster of head, two workers, MLflow and PostgreSQL; removed afterwards, with its volumes."""
     (tmp_path / "settings.yaml").write_text(yaml.safe_dump(SETTINGS | ELASTIC))
     (tmp_path / "place.yaml").write_text(yaml.safe_dump(SMALL))
     place = ("--place", str(tmp_path / "place.yaml"))
-    _write(tmp_path / "out", "--config", str(tmp_path / "settings.yaml"), "--nodes", "2", *place)
+    _write_files(tmp_path / "out", "--config", str(tmp_path / "settings.yaml"), "--nodes", "2", *place)
     subprocess.run(["sh", "secrets.sh"], cwd=tmp_path / "out", check=True)
-    cluster = Cluster(engine, tmp_path / "out", image)
-    try:
-        cluster.compose("up", "--detach")
-        yield cluster
-    finally:
-        engine.clear()
+    with reserve_ports(2, "127.0.0.1") as ports:
+        cluster = Cluster(engine, tmp_path / "out", image, ports)
+        try:
+            cluster.run_compose("up", "--detach")
+            yield cluster
+        finally:
+            engine.remove_containers()
 
 
-def _wait_for(file: Path, job: subprocess.Popen[str]) -> None:
+def _wait_for_file(file: Path, job: subprocess.Popen[str]) -> None:
     for _ in range(1200):
         if file.exists():
             return
@@ -220,7 +207,7 @@ def _wait_for(file: Path, job: subprocess.Popen[str]) -> None:
 
 
 @pytest.mark.weekly
-@_for_real
+@_mark_long
 def test_a_run_in_containers_survives_the_loss_of_one(engine: Engine, image: str, cluster: Cluster, tmp_path: Path) -> None:
     alone = tmp_path / "alone"
     alone.mkdir()
@@ -230,14 +217,14 @@ def test_a_run_in_containers_survives_the_loss_of_one(engine: Engine, image: str
     engine.run("podman", "run", "--rm", "--network", "none", "--volume", f"{alone}:/alone", image, "train", *flags)
     undisturbed = json.loads((alone / "digits" / "summary.json").read_text())
 
-    job = cluster.job("check", "--config", "settings.yaml")
+    job = cluster.start_job("check", "--config", "settings.yaml")
     said = job.communicate(timeout=900)[0]
     assert job.returncode == 0, said
 
-    run = cluster.storage() / "runs" / "digits"
-    job = cluster.job()
-    _wait_for(run / "checkpoints" / "step-00000005", job)
-    engine.run("podman", "kill", cluster.container("worker_2"))
+    run = cluster.storage_folder() / "runs" / "digits"
+    job = cluster.start_job()
+    _wait_for_file(run / "checkpoints" / "step-00000005", job)
+    engine.run("podman", "kill", cluster.container_name("worker_2"))
     said = job.communicate(timeout=900)[0]
     assert job.returncode == 0, said
     summary = json.loads((run / "summary.json").read_text())
@@ -245,26 +232,26 @@ def test_a_run_in_containers_survives_the_loss_of_one(engine: Engine, image: str
     assert (summary["status"], summary["steps"]) == ("finished", 60)
     assert summary["parameters_sha256"] == undisturbed["parameters_sha256"]
     assert (summary["workers"], summary["resumed_from"] >= 5) == (1, True)
-    _look_at_mlflow(cluster, summary)
-    _look_for_secrets(engine, cluster)
+    _check_mlflow(cluster, summary)
+    _check_no_secrets(engine, cluster)
 
 
-def _look_at_mlflow(cluster: Cluster, summary: dict[str, object]) -> None:
-    """The run's metrics are in PostgreSQL, and a file of it on the server's volume."""
+def _check_mlflow(cluster: Cluster, summary: dict[str, object]) -> None:
+    """Checks that the run's metrics are in PostgreSQL, and its artifacts on the server's volume."""
     script = (
         "import mlflow; mlflow.set_tracking_uri('http://mlflow:5000');"
         f"run = mlflow.get_run('{summary['mlflow_run_id']}');"
         "print(run.info.status, run.info.artifact_uri, sorted(run.data.metrics)[:3])"
     )
-    said = cluster.engine.run("podman", "exec", cluster.container("head_1"), "python", "-c", script)
+    said = cluster.engine.run("podman", "exec", cluster.container_name("head_1"), "python", "-c", script)
     assert said.startswith("FINISHED mlflow-artifacts:"), said
     asked = "SELECT count(*) FROM metrics"
     query = f"psql postgresql://mlflow:$(cat /run/secrets/database_password)@127.0.0.1/mlflow -Atc '{asked}'"
-    assert int(cluster.engine.run("podman", "exec", cluster.container("database_1"), "sh", "-c", query)) > 0
+    assert int(cluster.engine.run("podman", "exec", cluster.container_name("database_1"), "sh", "-c", query)) > 0
 
 
-def _look_for_secrets(engine: Engine, cluster: Cluster) -> None:
-    """Neither in what podman says of the containers, nor in a command line, nor in what they printed."""
+def _check_no_secrets(engine: Engine, cluster: Cluster) -> None:
+    """Checks that no secret is in podman's descriptions of the containers, in command lines, in logs or in files."""
     secrets = [path.read_text() for path in (cluster.folder / "secrets").iterdir()]
     names = engine.run("podman", "ps", "--all", "--format", "{{.Names}}").split()
     assert len(names) >= 5

@@ -1,4 +1,4 @@
-"""What `raystride deploy kuberay` writes is what Kubernetes and KubeRay know, whatever the place."""
+"""Kubernetes and KubeRay accept the files that `raystride deploy kuberay` writes, for all places."""
 
 import gzip
 from collections.abc import Iterator
@@ -10,11 +10,11 @@ import kubernetes_validate
 import pytest
 import yaml
 
-from raystride.pipelines.deploy.kuberay import look_at_kuberay, pods_of
-from raystride.pipelines.deploy.overlays import Document, built, folders_of
-from raystride.pipelines.deploy.schemas import kuberay_schema, schema_faults
-from raystride.ray_jobs import deploy
-from tests.deploy.rendering import entry_point, ray_object, rendered_for
+from raystride.pipelines.deploy import driver as deploy
+from tests.deploy.faults import find_faults, find_kuberay_faults, iterate_pods
+from tests.deploy.kustomize import Document, build_folder, find_folders
+from tests.deploy.rendering import find_entry_point, find_ray_object, render_for
+from tests.deploy.schemas import find_schema_faults, kuberay_schema
 from tests.some import some
 
 CASES: dict[str, dict[str, Any]] = {
@@ -31,39 +31,39 @@ DEFINITIONS = Path(__file__).with_name("kuberay-1.7.0.json.gz")
 """The custom resource definitions of KubeRay v1.7.0 (`helm-chart/kuberay-operator/crds`, Apache-2.0): v1 of RayJob and
 of RayCluster, without descriptions."""
 WITH_OLD_SELF = {"self == oldSelf"}
-"""Rules of the schemas that compare with the object before, which a file alone has not: fields that may not change."""
+"""Rules that compare with the object's previous state, which a file does not have: fields that may not change."""
 
 
 USUAL = ("gpu", "bucket")
-"""The cases that `make test` looks at."""
+"""The cases that `make test` runs."""
 
 
 @pytest.fixture(params=[pytest.param(name, marks=[] if name in USUAL else pytest.mark.long) for name in CASES])
 def files(request: pytest.FixtureRequest) -> dict[str, str]:
-    return rendered_for("kuberay", "kubernetes", **CASES[request.param])
+    return render_for("kuberay", "kubernetes", **CASES[request.param])
 
 
-def _documents(files: dict[str, str]) -> list[Document]:
-    return [each for folder in folders_of(files) for each in built(files, folder)]
+def _build_documents(files: dict[str, str]) -> list[Document]:
+    return [each for folder in find_folders(files) for each in build_folder(files, folder)]
 
 
-def _rules(schema: Any, value: Any) -> Iterator[tuple[str, Any]]:
-    """The CEL rules that hold of what is there, each with the value that it is about."""
+def _find_rules(schema: Any, value: Any) -> Iterator[tuple[str, Any]]:
+    """Yields the CEL rules of the fields that are present, each with the value that it checks."""
     for rule in schema.get("x-kubernetes-validations", ()):
         yield rule["rule"], value
     if isinstance(value, dict):
         for name, each in value.items():
             inner = schema.get("properties", {}).get(name) or schema.get("additionalProperties") or {}
-            yield from _rules(inner, each) if isinstance(inner, dict) else ()
+            yield from _find_rules(inner, each) if isinstance(inner, dict) else ()
     elif isinstance(value, list):
         for each in value:
-            yield from _rules(schema.get("items", {}), each)
+            yield from _find_rules(schema.get("items", {}), each)
 
 
-def _broken(document: Document) -> list[str]:
+def _find_broken_rules(document: Document, definitions: Path) -> list[str]:
     environment = celpy.Environment()
     found = []
-    for rule, value in _rules(kuberay_schema(document["kind"]), document):
+    for rule, value in _find_rules(kuberay_schema(document["kind"], definitions), document):
         if rule not in WITH_OLD_SELF:
             program = environment.program(environment.compile(rule))
             if not program.evaluate({"self": celpy.json_to_cel(value)}):
@@ -71,64 +71,63 @@ def _broken(document: Document) -> list[str]:
     return found
 
 
-def test_kuberay_takes_it(files: dict[str, str]) -> None:
-    assert len(look_at_kuberay(files)) == len(folders_of(files)) == 5
+def test_kuberay_accepts_the_files(files: dict[str, str]) -> None:
+    assert len(find_folders(files)) == 5
+    assert not find_faults("kuberay", files)
 
 
-@pytest.fixture
-def definitions(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    """KubeRay's own custom resource definitions are those of the cluster."""
+@pytest.fixture(scope="module")
+def definitions(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The file with KubeRay's own custom resource definitions."""
     file = tmp_path_factory.getbasetemp() / DEFINITIONS.stem
     file.write_bytes(gzip.decompress(DEFINITIONS.read_bytes()))
-    monkeypatch.setenv("RAYSTRIDE_CRDS", str(file))
+    return file
 
 
-@pytest.mark.usefixtures("definitions")
-def test_the_rules_of_kuberays_own_definitions_hold(files: dict[str, str]) -> None:
-    assert len(look_at_kuberay(files)) == 5
-    for document in some(document for document in _documents(files) if document["kind"] in ("RayJob", "RayCluster")):
-        assert not _broken(document)
+def test_the_rules_of_kuberays_own_definitions_hold(files: dict[str, str], definitions: Path) -> None:
+    assert not list(find_kuberay_faults(files, definitions))
+    for document in some(document for document in _build_documents(files) if document["kind"] in ("RayJob", "RayCluster")):
+        assert not _find_broken_rules(document, definitions)
 
 
-@pytest.mark.usefixtures("definitions")
-def test_a_rule_that_is_broken_is_found() -> None:
-    job = ray_object(rendered_for("kuberay", "kubernetes"), "overlays/cpu")
+def test_a_broken_rule_is_found(definitions: Path) -> None:
+    job = find_ray_object(render_for("kuberay", "kubernetes"), "overlays/cpu")
     both = {"onSuccess": {"policy": "DeleteSelf"}, "onFailure": {"policy": "DeleteSelf"}, "deletionRules": []}
-    assert len(_broken({**job, "spec": {**job["spec"], "deletionStrategy": both}})) == 1
+    assert len(_find_broken_rules({**job, "spec": {**job["spec"], "deletionStrategy": both}}, definitions)) == 1
 
 
-def test_kubernetes_takes_the_pods_of_ray(files: dict[str, str]) -> None:
-    for document in _documents(files):
+def test_kubernetes_accepts_the_pods_of_ray(files: dict[str, str]) -> None:
+    for document in _build_documents(files):
         if document["kind"] in ("RayJob", "RayCluster"):
-            for where, template in pods_of(document):
+            for where, template in iterate_pods(document):
                 pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": where}, "spec": template["spec"]}
                 kubernetes_validate.validate(pod, kubernetes_validate.latest_version(), strict=True)
 
 
-def test_kubernetes_takes_the_rest(files: dict[str, str]) -> None:
-    others = [each for each in _documents(files) if each["kind"] not in ("RayJob", "RayCluster")]
+def test_kubernetes_accepts_the_other_objects(files: dict[str, str]) -> None:
+    others = [each for each in _build_documents(files) if each["kind"] not in ("RayJob", "RayCluster")]
     assert {"NetworkPolicy", "PodDisruptionBudget", "ServiceAccount", "ConfigMap"} <= {each["kind"] for each in others}
     for document in others:
         kubernetes_validate.validate(document, kubernetes_validate.latest_version(), strict=True)
 
 
-def test_every_object_lies_in_the_namespace(files: dict[str, str]) -> None:
-    (one,) = {each["metadata"]["namespace"] for each in _documents(files)}
+def test_every_object_is_in_the_namespace(files: dict[str, str]) -> None:
+    (one,) = {each["metadata"]["namespace"] for each in _build_documents(files)}
     assert one in ("raystride", "ml")
 
 
-def test_no_secret_stands_in_a_file(files: dict[str, str]) -> None:
-    documents = some(_documents(files))
+def test_no_secret_is_in_a_file(files: dict[str, str]) -> None:
+    documents = some(_build_documents(files))
     assert "Secret" not in {document["kind"] for document in documents}
-    pods = [template for document in documents for _, template in pods_of(document)]
+    pods = [template for document in documents for _, template in iterate_pods(document)]
     containers = some(container for template in pods for container in template["spec"]["containers"])
     named = some(each["name"] for container in containers for each in container.get("env", ()) if "value" in each)
     assert not [name for name in named if name.endswith(("PASSWORD", "TOKEN", "KEY", "SECRET"))]
 
 
-def test_every_pod_of_ray_is_behind_the_policy_and_has_time_to_save(files: dict[str, str]) -> None:
+def test_every_pod_of_ray_has_a_network_policy_and_time_to_save(files: dict[str, str]) -> None:
     (overlay,) = [name for name in ("overlays/cpu", "overlays/gpu") if f"{name}/kustomization.yaml" in files]
-    documents = built(files, overlay)
+    documents = build_folder(files, overlay)
     (policy,) = [each["spec"] for each in documents if each["kind"] == "NetworkPolicy"]
     (label,) = policy["podSelector"]["matchLabels"].items()
     assert policy["policyTypes"] == ["Ingress"]
@@ -136,27 +135,27 @@ def test_every_pod_of_ray_is_behind_the_policy_and_has_time_to_save(files: dict[
         ["podSelector"],
         ["namespaceSelector", "podSelector"],
     ]
-    job = ray_object(files, overlay)
+    job = find_ray_object(files, overlay)
     grace = int(yaml.safe_load(job["spec"]["runtimeEnvYAML"])["env_vars"]["RAY_JOB_STOP_WAIT_TIME_S"])
-    for _, template in pods_of(job):
+    for _, template in iterate_pods(job):
         assert label in template["metadata"]["labels"].items()
         assert template["spec"]["terminationGracePeriodSeconds"] > grace >= 120
         command = template["spec"]["containers"][0]["lifecycle"]["preStop"]["exec"]["command"]
         assert command[-2:] == ["--seconds", str(grace)]
 
 
-def test_the_job_is_the_command_of_the_run() -> None:
-    command, contents = entry_point(rendered_for("kuberay", "kubernetes", nodes=4, gpus=8))
+def test_the_entry_point_is_the_command_of_the_run() -> None:
+    command, contents = find_entry_point(render_for("kuberay", "kubernetes", nodes=4, gpus=8))
     assert command == ["raystride", "train", "--config", "/etc/raystride/settings.yaml"]
     settings = yaml.safe_load(contents["/etc/raystride/settings.yaml"])
     assert (settings["run"], settings["storage"], settings["scaling"]["workers"]) == ("mine", "/runs", 32)
     assert settings["record"]["mlflow_uri"] == "http://mlflow:5000"
 
 
-def test_gpus_and_spot_are_on_top_of_the_base() -> None:
-    files = rendered_for("kuberay", "kubernetes", **CASES["some gpus"])
+def test_overlays_add_gpus_and_spot_to_the_base() -> None:
+    files = render_for("kuberay", "kubernetes", **CASES["some gpus"])
     (base, gpu, spot) = (
-        ray_object(files, folder)["spec"]["rayClusterSpec"]["workerGroupSpecs"][0]["template"]["spec"]
+        find_ray_object(files, folder)["spec"]["rayClusterSpec"]["workerGroupSpecs"][0]["template"]["spec"]
         for folder in ("base", "overlays/gpu", "overlays/spot")
     )
     assert "nvidia.com/gpu" not in base["containers"][0]["resources"]["limits"]
@@ -165,13 +164,13 @@ def test_gpus_and_spot_are_on_top_of_the_base() -> None:
     assert [each["key"] for each in gpu["tolerations"]] == ["nvidia.com/gpu"]
     assert {"cloud.google.com/gke-spot", "nvidia.com/gpu"} <= {each["key"] for each in spot["tolerations"]}
     assert spot["nodeSelector"] == {"pool": "h100", "zone": "a"}
-    standing = ray_object(files, "overlays/standing")
+    standing = find_ray_object(files, "overlays/standing")
     assert standing["kind"] == "RayCluster"
     assert standing["spec"]["workerGroupSpecs"][0]["template"]["spec"] == gpu
 
 
-def test_a_queue_gets_what_kueue_asks_for() -> None:
-    job = ray_object(rendered_for("kuberay", "kubernetes", **CASES["queue"]), "overlays/gpu")
+def test_a_queue_sets_the_fields_that_kueue_requires() -> None:
+    job = find_ray_object(render_for("kuberay", "kubernetes", **CASES["queue"]), "overlays/gpu")
     assert job["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] == "team"
     assert job["spec"]["suspend"]
     assert job["spec"]["shutdownAfterJobFinishes"]
@@ -179,29 +178,40 @@ def test_a_queue_gets_what_kueue_asks_for() -> None:
 
 
 def test_a_bucket_needs_no_volume_but_a_role_and_keys_by_reference() -> None:
-    documents = _documents(files := rendered_for("kuberay", "kubernetes", **CASES["bucket"]))
+    documents = _build_documents(files := render_for("kuberay", "kubernetes", **CASES["bucket"]))
     assert "raystride-runs" not in {each["metadata"]["name"] for each in documents}
     (account,) = [each for each in documents if each["kind"] == "ServiceAccount"]
     assert account["metadata"]["annotations"] == {"eks.amazonaws.com/role-arn": "arn:aws:iam::1:role/runs"}
-    for _, template in pods_of(ray_object(files, "overlays/cpu")):
+    for _, template in iterate_pods(find_ray_object(files, "overlays/cpu")):
         assert template["spec"]["containers"][0]["envFrom"] == [{"secretRef": {"name": "aws-keys"}}]
 
 
-def test_what_kuberay_would_drop_or_refuse_is_caught() -> None:
-    job = ray_object(rendered_for("kuberay", "kubernetes"), "overlays/cpu")
+def test_fields_that_kuberay_would_drop_are_found() -> None:
+    job = find_ray_object(render_for("kuberay", "kubernetes"), "overlays/cpu")
     misspelt = {**job, "spec": {**job["spec"], "backofLimit": 3}}
-    assert schema_faults(kuberay_schema("RayJob"), misspelt) == [
+    assert find_schema_faults(kuberay_schema("RayJob"), misspelt) == [
         "spec: there is no field 'backofLimit'; did you mean backoffLimit?"
     ]
     deep = yaml.safe_load(yaml.safe_dump(job))
     deep["spec"]["rayClusterSpec"]["headGroupSpec"]["template"]["spec"]["containers"][0]["resorces"] = {}
-    assert "containers.0: there is no field 'resorces'" in schema_faults(kuberay_schema("RayJob"), deep)[0]
+    assert "containers.0: there is no field 'resorces'" in find_schema_faults(kuberay_schema("RayJob"), deep)[0]
 
 
-def test_a_place_that_cannot_run_it_writes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_place_that_cannot_run_the_job_writes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     place = tmp_path / "place.yaml"
     place.write_text("nodes: 4\nstorage: /runs\nshared: true\ngpus_per_node: 8\n")
-    flags = ["--config", "lm_124m", "--nodes", "2", "--place", str(place), "--output", str(tmp_path / "out")]
+    flags = [
+        "--config",
+        "lm_124m",
+        "--data.source",
+        "python",
+        "--nodes",
+        "2",
+        "--place",
+        str(place),
+        "--output",
+        str(tmp_path / "out"),
+    ]
     assert deploy.main(["kuberay", *flags]) == 3
     assert "kubernetes.storage_class is empty" in capsys.readouterr().err
     assert deploy.main(["kuberay", *flags, "--nodes", "9"]) == 3

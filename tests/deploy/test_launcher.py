@@ -1,4 +1,4 @@
-"""Ray's cluster launcher takes what `raystride deploy launcher` writes, on two machines that are reached by ssh."""
+"""Ray's cluster launcher runs the files that `raystride deploy launcher` writes, on two machines reached by ssh."""
 
 import json
 import os
@@ -11,19 +11,19 @@ from pathlib import Path
 import pytest
 import yaml
 
-from raystride.ray_jobs import deploy
-from tests.deploy.ssh import SshHosts, no_ssh
+from raystride.pipelines.deploy import driver as deploy
+from tests.deploy.ssh import SshHosts, ssh_skip_reason
 from tests.tiny import write_text
 
 pytestmark = [
     pytest.mark.long,
     pytest.mark.timeout(1500),
-    pytest.mark.skipif(bool(no_ssh()), reason=f"no machines by ssh here: {no_ssh()}"),
+    pytest.mark.skipif(bool(ssh_skip_reason()), reason=f"no machines by ssh here: {ssh_skip_reason()}"),
 ]
 TINY = {
     "data": {"kind": "text", "validation": "tail", "validation_fraction": 0.1},
     "tokenizer": {"kind": "bytes"},
-    "model": {"layers": 2, "heads": 2, "width": 16, "context": 16},
+    "model": {"layers": 2, "heads": 2, "hidden_size": 16, "context": 16},
     "optimizer": {"schedule": "constant", "learning_rate": 1e-3, "warmup_steps": 2},
     "train": {"steps": 20, "slots": 4, "slot_size": 2, "log_every": 5},
     "validation": {"every": 0},
@@ -38,7 +38,7 @@ def machines(tmp_path: Path) -> Iterator[SshHosts]:
         yield running
 
 
-def _written(machines: SshHosts) -> Path:
+def _write_job(machines: SshHosts) -> Path:
     folder = machines.folder
     (folder / "runs").mkdir()
     cloud = {"provider": "local", "hosts": machines.addresses, "ssh_user": "root", "ssh_key": str(machines.key)}
@@ -52,8 +52,8 @@ def _written(machines: SshHosts) -> Path:
     return written
 
 
-def _ray(machines: SshHosts, *arguments: str) -> str:
-    """A command of Ray's in the folder that was written, with a home and temporary files of the test's own."""
+def _run_ray(machines: SshHosts, *arguments: str) -> str:
+    """Runs a Ray command in the written folder, with the test's own home and temporary files. Returns its output."""
     home = machines.folder / "home"
     home.mkdir(exist_ok=True)
     environment = os.environ | {"HOME": str(home), "TMPDIR": str(machines.folder), "RAY_TMPDIR": str(machines.folder)}
@@ -65,19 +65,19 @@ def _ray(machines: SshHosts, *arguments: str) -> str:
 
 
 @pytest.mark.weekly
-def test_two_machines_train_together_and_are_left_as_they_were(machines: SshHosts) -> None:
+def test_two_machines_train_together_and_nothing_is_left_on_them(machines: SshHosts) -> None:
     before = {*Path("/tmp").glob("ray_ssh_*/*")}
-    _written(machines)
-    _ray(machines, "get-auth-token", "--generate")
+    _write_job(machines)
+    _run_ray(machines, "get-auth-token", "--generate")
     try:
-        _ray(machines, "up", "--yes", "cluster.yaml")
-        said = _ray(machines, "exec", "cluster.yaml", "bash ~/raystride-job/job.sh")
+        _run_ray(machines, "up", "--yes", "cluster.yaml")
+        said = _run_ray(machines, "exec", "cluster.yaml", "bash ~/raystride-job/job.sh")
         assert "2 of 2 are there" in said
         nodes = json.loads((machines.folder / "runs" / "tiny" / "summary.json").read_text())
         assert (nodes["status"], nodes["steps"]) == ("finished", 20)
     finally:
-        _ray(machines, "exec", "cluster.yaml", "bash ~/raystride-job/stop.sh")
-        _ray(machines, "down", "--yes", "cluster.yaml")
+        _run_ray(machines, "exec", "cluster.yaml", "bash ~/raystride-job/stop.sh")
+        _run_ray(machines, "down", "--yes", "cluster.yaml")
         # Ray leaves a folder for each cluster's connections, beside those of other clusters.
         for left in {*Path("/tmp").glob("ray_ssh_*/*")} - before:
             shutil.rmtree(left)

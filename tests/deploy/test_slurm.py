@@ -1,4 +1,4 @@
-"""What `raystride deploy slurm` writes, on a real Slurm of three hosts: what ends a job, and how it goes on."""
+"""Jobs that `raystride deploy slurm` writes, on a real Slurm of three hosts: how they end and how they go on."""
 
 import json
 import re
@@ -9,22 +9,23 @@ from pathlib import Path
 import pytest
 import yaml
 
-from raystride.ray_jobs import deploy, train
+from raystride.jobs import train
+from raystride.pipelines.deploy import driver as deploy
 from tests.cluster import in_the_clear
-from tests.deploy.slurm import Slurm, no_slurm, until
+from tests.deploy.slurm import Slurm, slurm_skip_reason, wait_until
 from tests.tiny import write_text
 
 pytestmark = [
     pytest.mark.long,
     pytest.mark.timeout(1500),
-    pytest.mark.skipif(bool(no_slurm()), reason=f"no Slurm here: {no_slurm()}"),
+    pytest.mark.skipif(bool(slurm_skip_reason()), reason=f"no Slurm here: {slurm_skip_reason()}"),
 ]
-MUCH = 1_000_000
-"""Steps that no test waits for."""
+ENDLESS_STEPS = 1_000_000
+"""A number of steps that no test reaches."""
 TINY: dict[str, dict[str, object]] = {
     "data": {"kind": "text", "validation": "tail", "validation_fraction": 0.1},
     "tokenizer": {"kind": "bytes"},
-    "model": {"layers": 2, "heads": 2, "width": 16, "context": 16, "dropout": 0.1},
+    "model": {"layers": 2, "heads": 2, "hidden_size": 16, "context": 16, "dropout": 0.1},
     "optimizer": {"schedule": "constant", "learning_rate": 1e-3, "warmup_steps": 2},
     "train": {"slots": 4, "slot_size": 2, "exact": True, "log_every": 5},
     "validation": {"every": 0},
@@ -40,19 +41,19 @@ def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
         yield running
 
 
-def _place(slurm: Slurm, tls: bool = False) -> dict[str, object]:
-    """Three nodes, of which jobs take one processor each and leave the others to others."""
+def _place_values(slurm: Slurm, tls: bool = False) -> dict[str, object]:
+    """Returns a place of three nodes, on each of which a job takes one CPU and leaves the others free."""
     activate = f"export PATH={Path(sys.executable).parent}:$PATH"
     options = {"activate": activate, "extra": ["--oversubscribe"], "time_limit": "30", "tls": tls}
     storage = str(slurm.folder / "runs")
     return {"nodes": 3, "cpus_per_node": 1, "memory_gib": 4, "storage": storage, "shared": True, "slurm": options}
 
 
-def _written(slurm: Slurm, run: str, steps: int, nodes: int = 2, tls: bool = False) -> Path:
-    """The folder that `raystride deploy slurm` writes for a tiny training on so many nodes, a worker each."""
+def _write_job(slurm: Slurm, run: str, steps: int, nodes: int = 2, tls: bool = False) -> Path:
+    """Writes a tiny training on `nodes` nodes, one worker each, by `raystride deploy slurm`. Returns the folder."""
     folder = slurm.folder
     text = folder / "text.txt" if (folder / "text.txt").exists() else write_text(folder)
-    (folder / "place.yaml").write_text(yaml.safe_dump(_place(slurm, tls)))
+    (folder / "place.yaml").write_text(yaml.safe_dump(_place_values(slurm, tls)))
     (folder / "tiny.yaml").write_text(yaml.safe_dump(TINY))
     written = folder / f"job-{run}"
     flags = f"--nodes {nodes} --place {folder / 'place.yaml'} --output {written} --config {folder / 'tiny.yaml'} --run {run}"
@@ -61,39 +62,39 @@ def _written(slurm: Slurm, run: str, steps: int, nodes: int = 2, tls: bool = Fal
     return written
 
 
-def _log(written: Path) -> str:
+def _read_logs(written: Path) -> str:
     return "".join(path.read_text(errors="replace") for path in sorted(written.glob("*.log"))).replace("\r", "\n")
 
 
-def _reached(written: Path) -> int:
-    return max(map(int, re.findall(r"step ([\d,]+)/", _log(written).replace(",", ""))), default=0)
+def _last_step(written: Path) -> int:
+    return max(map(int, re.findall(r"step ([\d,]+)/", _read_logs(written).replace(",", ""))), default=0)
 
 
-def _summary(slurm: Slurm, run: str) -> dict[str, object]:
+def _load_summary(slurm: Slurm, run: str) -> dict[str, object]:
     found: dict[str, object] = json.loads((slurm.folder / "runs" / run / "summary.json").read_text())
     return found
 
 
-def test_a_job_saves_at_its_time_limit_and_goes_on_elsewhere_to_the_same_bits(slurm: Slurm) -> None:
-    written = _written(slurm, "limited", MUCH)
+def test_a_job_saves_at_its_time_limit_and_resumes_bitwise_on_other_nodes(slurm: Slurm) -> None:
+    written = _write_job(slurm, "limited", ENDLESS_STEPS)
     job = slurm.submit(written)
-    until(lambda: _reached(written) > 0, "the first step", lambda: _log(written))
-    before = slurm.field(job, "NodeList")
-    slurm.ask("scontrol", "update", f"JobId={job}", "TimeLimit=4")  # of which the last three minutes are for saving
-    until(lambda: slurm.field(job, "Restarts") == "1", "the second start", lambda: _log(written))
-    slurm.wait(job, "PENDING")
-    assert _summary(slurm, "limited")["status"] == "stopped"
-    saved = int(_summary(slurm, "limited")["steps"])  # type: ignore[call-overload]
-    assert f"saved at step {saved}, before the time limit; queued again" in _log(written)
+    wait_until(lambda: _last_step(written) > 0, "the first step", lambda: _read_logs(written))
+    before = slurm.job_field(job, "NodeList")
+    slurm.run("scontrol", "update", f"JobId={job}", "TimeLimit=4")  # the last three minutes are for saving
+    wait_until(lambda: slurm.job_field(job, "Restarts") == "1", "the second start", lambda: _read_logs(written))
+    slurm.wait_for_state(job, "PENDING")
+    assert _load_summary(slurm, "limited")["status"] == "stopped"
+    saved = int(_load_summary(slurm, "limited")["steps"])  # type: ignore[call-overload]
+    assert f"saved at step {saved}, before the time limit; queued again" in _read_logs(written)
     # A node is taken out of service, and the run is to end a little later.
     settings = yaml.safe_load((written / "settings.yaml").read_text())
     settings["train"]["steps"] = saved + 50
     (written / "settings.yaml").write_text(yaml.safe_dump(settings))
-    with slurm.drained("h2"):
-        # Slurm waits two minutes by itself: what it has revoked of the first start holds for this second.
-        slurm.ask("scontrol", "update", f"JobId={job}", "StartTime=now+5", "TimeLimit=30")
-        slurm.wait(job, "COMPLETED")
-    assert (before, slurm.field(job, "NodeList")) == ("h[1-2]", "h[1,3]")
+    with slurm.drain("h2"):
+        # By itself Slurm waits two minutes: the credential that it revoked for the first start is that of the second, too.
+        slurm.run("scontrol", "update", f"JobId={job}", "StartTime=now+5", "TimeLimit=30")
+        slurm.wait_for_state(job, "COMPLETED")
+    assert (before, slurm.job_field(job, "NodeList")) == ("h[1-2]", "h[1,3]")
     # The same settings without Slurm, Ray or interruption.
     undisturbed = slurm.folder / "undisturbed.yaml"
     settings["scaling"] = {"workers": 1}
@@ -101,64 +102,64 @@ def test_a_job_saves_at_its_time_limit_and_goes_on_elsewhere_to_the_same_bits(sl
     storage = str(slurm.folder / "alone")
     assert train.main(["--config", str(undisturbed), "--launch", "inline", "--storage", storage]) == 0
     alone = json.loads((slurm.folder / "alone" / "limited" / "summary.json").read_text())
-    assert alone["parameters_sha256"] == _summary(slurm, "limited")["parameters_sha256"]
+    assert alone["parameters_sha256"] == _load_summary(slurm, "limited")["parameters_sha256"]
 
 
-def _talks_in_the_clear(slurm: Slurm, written: Path) -> bool:
-    """Whether the head of a job answers a client of HTTP/2 without TLS."""
-    (found,) = re.findall(r"Ray's head is ([\d.]+):(\d+)", _log(written))
+def _answers_without_tls(slurm: Slurm, written: Path) -> bool:
+    """Returns whether the head of a job answers an HTTP/2 client without TLS."""
+    (found,) = re.findall(r"Ray's head is ([\d.]+):(\d+)", _read_logs(written))
     return bool(json.loads(slurm.hosts[0].run(sys.executable, in_the_clear.__file__, *found).stdout))
 
 
 @pytest.mark.weekly
-def test_two_jobs_on_the_same_nodes_do_not_meet_and_a_cancelled_one_saves(slurm: Slurm) -> None:
-    one, two = _written(slurm, "one", MUCH), _written(slurm, "two", MUCH, tls=True)
+def test_two_jobs_on_the_same_nodes_are_isolated_and_a_cancelled_one_saves(slurm: Slurm) -> None:
+    one, two = _write_job(slurm, "one", ENDLESS_STEPS), _write_job(slurm, "two", ENDLESS_STEPS, tls=True)
     jobs = [slurm.submit(written, "--nodelist=h1,h2") for written in (one, two)]
-    until(lambda: min(map(_reached, (one, two))) > 0, "the first steps", lambda: _log(one) + _log(two))
-    assert [_talks_in_the_clear(slurm, written) for written in (one, two)] == [True, False]
-    slurm.ask("scancel", jobs[0])
-    slurm.wait(jobs[0], "CANCELLED")
-    until(lambda: _summary(slurm, "one")["status"] == "stopped", "the save", lambda: _log(one))
-    assert int(_summary(slurm, "one")["steps"]) > 0  # type: ignore[call-overload]
-    after = _reached(two)
-    until(lambda: _reached(two) > after, "a step of the other job", lambda: _log(two))
-    slurm.ask("scancel", "--batch", "--signal=TERM", jobs[1])
-    slurm.wait(jobs[1], "FAILED")
-    assert "ended by SIGTERM" in _log(two)
+    wait_until(lambda: min(map(_last_step, (one, two))) > 0, "the first steps", lambda: _read_logs(one) + _read_logs(two))
+    assert [_answers_without_tls(slurm, written) for written in (one, two)] == [True, False]
+    slurm.run("scancel", jobs[0])
+    slurm.wait_for_state(jobs[0], "CANCELLED")
+    wait_until(lambda: _load_summary(slurm, "one")["status"] == "stopped", "the save", lambda: _read_logs(one))
+    assert int(_load_summary(slurm, "one")["steps"]) > 0  # type: ignore[call-overload]
+    after = _last_step(two)
+    wait_until(lambda: _last_step(two) > after, "a step of the other job", lambda: _read_logs(two))
+    slurm.run("scancel", "--batch", "--signal=TERM", jobs[1])
+    slurm.wait_for_state(jobs[1], "FAILED")
+    assert "ended by SIGTERM" in _read_logs(two)
     for host in slurm.hosts.all:
         assert "raylet" not in host.run("ps", "-e", "-o", "comm").stdout
         assert "rs-" not in host.run("ls", "/tmp").stdout
 
 
 @pytest.mark.weekly
-def test_a_start_that_fails_names_node_and_cause_and_is_no_success(slurm: Slurm) -> None:
-    broken, written = slurm.hosts[2], _written(slurm, "broken", 10)
+def test_a_failed_start_names_node_and_cause_and_fails_the_job(slurm: Slurm) -> None:
+    broken, written = slurm.hosts[2], _write_job(slurm, "broken", 10)
     broken.run("mount", "-o", "remount,ro", "/tmp")
     try:
         job = slurm.submit(written, "--nodelist=h1,h3")
-        slurm.wait(job, "FAILED")
+        slurm.wait_for_state(job, "FAILED")
     finally:
         broken.run("mount", "-o", "remount,rw", "/tmp")
-    assert slurm.field(job, "ExitCode") == "3:0"
-    assert "no Ray on h3" in _log(written)
-    assert "Read-only file system" in _log(written)
+    assert slurm.job_field(job, "ExitCode") == "3:0"
+    assert "no Ray on h3" in _read_logs(written)
+    assert "Read-only file system" in _read_logs(written)
 
 
 @pytest.mark.weekly
-def test_the_jobs_of_an_array_measure_one_sweep_between_them(slurm: Slurm) -> None:
+def test_the_jobs_of_an_array_share_one_sweep(slurm: Slurm) -> None:
     text = slurm.folder / "text.txt" if (slurm.folder / "text.txt").exists() else write_text(slurm.folder)
-    sweep = {"space": {"train.slot_size": [2, 4]}, "warmup_steps": 2, "window_steps": 2, "windows": 2, "least_windows": 1}
+    sweep = {"space": {"train.slot_size": [2, 4]}, "warmup_steps": 2, "window_steps": 2, "windows": 2, "min_windows": 1}
     settings = TINY | {"data": TINY["data"] | {"source": str(text)}, "sweep": sweep, "scaling": {"workers": 1}}
     (slurm.folder / "sweep.yaml").write_text(yaml.safe_dump(settings))
     place = slurm.folder / "place.yaml"
-    place.write_text(yaml.safe_dump(_place(slurm)))
+    place.write_text(yaml.safe_dump(_place_values(slurm)))
     written = slurm.folder / "job-array"
     flags = f"--job sweep --array 2 --place {place} --output {written} --config {slurm.folder / 'sweep.yaml'} --run grid"
     assert deploy.main(["slurm", *flags.split()]) == 0
     job = slurm.submit(written)
     for element in (f"{job}_0", f"{job}_1"):
-        slurm.wait(element, "COMPLETED")
+        slurm.wait_for_state(element, "COMPLETED")
     summary = json.loads((slurm.folder / "runs" / "grid" / "summary.json").read_text())
     assert summary["unfinished"] == 0
     assert len(list((slurm.folder / "runs" / "grid" / "trials").iterdir())) == 2
-    assert _log(written).count("is measured; the job that measures the last") == 1
+    assert _read_logs(written).count("is measured; the job that measures the last") == 1

@@ -15,10 +15,10 @@ from typing import Any
 
 import pytest
 
-from raystride.pipelines.config import Answering
-from raystride.pipelines.evaluate.answering import Answerer
-from raystride.pipelines.evaluate.opening import open_run
-from raystride.pipelines.files import Folder
+from raystride.pipelines.config import PredictorConfig
+from raystride.pipelines.evaluate.answering import Predictor
+from raystride.pipelines.evaluate.load_run import open_run
+from raystride.pipelines.storage.folder import Folder
 from tests.ports import hold_port
 from tests.ray_jobs.jobs import ROOT, Forked, Outcome, finish_job
 
@@ -102,7 +102,7 @@ def test_mlflow_serves_the_exported_model(trained: Folder, tmp_path: Path) -> No
     assert not [path for path in folder.rglob("*") if path.suffix in (".pkl", ".pickle", ".pt", ".bin")]
     with _serve(folder) as address:
         found = _ask(address, {"dataframe_split": {"columns": ["text"], "data": [["ripe pear"], ["very ripe plum"]]}})
-    answerer = Answerer(open_run(trained, "labels", "last"), Answering(run="labels"))
-    for served, own in zip(found["predictions"], answerer.answer([("ripe pear",), ("very ripe plum",)]), strict=True):
+    predictor = Predictor(open_run(trained, "labels", "last"), PredictorConfig(run="labels"))
+    for served, own in zip(found["predictions"], predictor.predict([("ripe pear",), ("very ripe plum",)]), strict=True):
         assert served["label"] == own["label"]
         assert served["probabilities"] == pytest.approx(own["probabilities"], rel=1e-4)

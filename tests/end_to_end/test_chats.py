@@ -7,12 +7,22 @@ from typing import Any
 
 import pytest
 
-from raystride.pipelines.config import Answering, Config, Data, Launch, Objective, Optimizer, Sample, Scaling, Train
-from raystride.pipelines.evaluate.answering import Answerer
-from raystride.pipelines.evaluate.opening import open_run
-from raystride.pipelines.files import Folder
+from raystride.pipelines.config import (
+    Config,
+    DataConfig,
+    LaunchConfig,
+    ObjectiveConfig,
+    OptimizerConfig,
+    PredictorConfig,
+    SampleConfig,
+    ScalingConfig,
+    TrainConfig,
+)
+from raystride.pipelines.evaluate.answering import Predictor
+from raystride.pipelines.evaluate.load_run import open_run
 from raystride.pipelines.prepare.prepare import prepare
 from raystride.pipelines.sources.faults import DataError
+from raystride.pipelines.storage.folder import Folder
 from raystride.pipelines.tasks import build_task
 from tests.pipelines.conftest import rows as rows_of
 from tests.preferences import pair_settings, write_base
@@ -46,7 +56,9 @@ def _config(base: Path, source: Path, **data: Any) -> Config:
     config = pair_settings(base, source)
     data = {"validation_fraction": 0.2, "messages_column": "talk", "tools_column": "tools"} | data
     model = replace(config.model, init_from=None, context=128)
-    return replace(config, task="completion", objective=Objective(), model=model, data=Data(source=str(source), **data))
+    return replace(
+        config, task="completion", objective=ObjectiveConfig(), model=model, data=DataConfig(source=str(source), **data)
+    )
 
 
 def _write(rows: list[dict[str, Any]], place: Path, form: str) -> Path:
@@ -77,7 +89,7 @@ def test_every_form_of_data_gives_the_same_samples(base: Path, tmp_path: Path) -
     found = []
     for form in ("jsonl", "parquet", "huggingface", "csv"):
         config = _config(base, _write(_rows(30), tmp_path, form))
-        result = prepare(config, Folder.at(str(tmp_path / form)), build_task(config), on_ray=False, echo=lambda _: None)
+        result = prepare(config, Folder.from_uri(str(tmp_path / form)), build_task(config), on_ray=False, log=lambda _: None)
         found.append([(row["ids"], row["loss_mask"]) for split in ("train", "validation") for row in rows_of(result, split)])
     assert len(found[0]) == 30
     assert all(sum(mask) > 0 for _, mask in found[0])
@@ -93,12 +105,12 @@ def test_a_bad_chat_is_named_by_its_row_and_a_long_one_is_counted(base: Path, tm
     rows[6]["talk"] = rows[6]["talk"] * 20
     source = _write(rows, tmp_path, "jsonl")
     with pytest.raises(DataError, match=r"chats.jsonl, line 4: has no turn of the assistant"):
-        prepare(config := _config(base, source), Folder.at(str(tmp_path)), build_task(config), on_ray=False)
+        prepare(config := _config(base, source), Folder.from_uri(str(tmp_path)), build_task(config), on_ray=False)
     rows[5]["talk"] = ["no message"]
     source = _write(rows, tmp_path, "jsonl")
     said: list[str] = []
     config = _config(base, source, on_error="skip")
-    result = prepare(config, Folder.at(str(tmp_path)), build_task(config), on_ray=False, echo=said.append)
+    result = prepare(config, Folder.from_uri(str(tmp_path)), build_task(config), on_ray=False, log=said.append)
     reasons = {each["place"].rpartition(" ")[2]: each["reason"] for each in result.manifest.skipped}
     assert set(reasons) == {"4", "5", "6"}
     assert "the role 'robot' in message 1" in reasons["5"]
@@ -113,18 +125,20 @@ def test_a_model_learns_to_answer(base: Path, tmp_path: Path, packing: Any) -> N
     config = replace(
         _config(base, source),
         storage=str(tmp_path / "runs"),
-        optimizer=Optimizer(learning_rate=1e-2, warmup_steps=5),
-        train=Train(steps=40, slots=2, slot_size=8, log_every=20, packing=packing),
-        scaling=Scaling(threads=1),
-        launch=Launch(mode="inline"),
+        optimizer=OptimizerConfig(learning_rate=1e-2, warmup_steps=5),
+        train=TrainConfig(steps=40, slots=2, slot_size=8, log_every=20, packing=packing),
+        scaling=ScalingConfig(threads=1),
+        launch=LaunchConfig(mode="inline"),
     )
     run_well("train", config, "--run", "chats")
     assert summary(config, "chats")["val_loss"] < 1.0
-    opened = open_run(Folder.at(config.storage), "chats")
-    sample = Sample(tokens=4, temperature=0.0)
+    opened = open_run(Folder.from_uri(config.storage), "chats")
+    sample = SampleConfig(tokens=4, temperature=0.0)
     chat = json.dumps([{"role": "user", "content": "is 7?"}])
-    (answer,) = Answerer(opened, Answering(run="chats"), sample).answer([(chat, "[]")])
+    (answer,) = Predictor(opened, PredictorConfig(run="chats"), sample).predict([(chat, "[]")])
     assert answer["continuation"].strip().startswith("yes")
-    graded = list(Answerer(opened, Answering(run="chats"), graded=True).answer([(json.dumps(_rows(2)[1]["talk"]), "[]")]))
+    graded = list(
+        Predictor(opened, PredictorConfig(run="chats"), graded=True).predict([(json.dumps(_rows(2)[1]["talk"]), "[]")])
+    )
     assert graded[0]["targets"] > 4
     assert graded[0]["bytes"] == len("yesyes")

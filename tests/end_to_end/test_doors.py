@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from raystride.pipelines.config import Checkpoint, Config, Launch, Scaling, Train, Validation
+from raystride.pipelines.config import CheckpointConfig, Config, LaunchConfig, ScalingConfig, TrainConfig, ValidationConfig
 from tests.ray_jobs.jobs import finish_job, start_job, wait_for_checkpoint
 from tests.tiny import tiny, write_text
 
@@ -31,11 +31,11 @@ def _config(tmp_path: Path, **changes: object) -> Config:
     return tiny(
         write_text(tmp_path),
         storage=str(tmp_path / "runs"),
-        train=Train(steps=1_000_000, slots=4, slot_size=2, log_every=100),
-        validation=Validation(every=0, samples=1),
-        checkpoint=Checkpoint(every=20),
-        scaling=Scaling(workers=2),
-        launch=Launch(**changes),  # type: ignore[arg-type]
+        train=TrainConfig(steps=1_000_000, slots=4, slot_size=2, log_every=100),
+        validation=ValidationConfig(every=0, samples=1),
+        checkpoint=CheckpointConfig(every=20),
+        scaling=ScalingConfig(workers=2),
+        launch=LaunchConfig(**changes),  # type: ignore[arg-type]
     )
 
 
@@ -66,7 +66,7 @@ def _is_loopback(port: str) -> bool:
 
 @pytest.mark.parametrize("lean", [True, pytest.param(False, marks=pytest.mark.weekly)])
 def test_a_job_on_this_machine_listens_on_loopback_alone(lean: bool, tmp_path: Path, temporary: Path) -> None:
-    config = _config(tmp_path, lean=lean)
+    config = _config(tmp_path, fast_start=lean)
     home = tmp_path / "home"
     home.mkdir()
     job = start_job("train", config, "--run", "closed", env={"RAY_TMPDIR": str(temporary), "HOME": str(home)})

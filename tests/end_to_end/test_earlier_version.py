@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 import raystride
-from raystride.pipelines.files import Folder
 from raystride.pipelines.record.audit import audit
+from raystride.pipelines.storage.folder import Folder
 
 MADE_AT = "/tmp/raystride-395d810"
 TEXT_TIME_NS = 1_700_000_000_000_000_000
@@ -40,7 +40,7 @@ def test_it_opens_and_goes_on(storage: str) -> None:
         f"{run.folder}/config.yaml", {"train.steps": 10, "launch.mode": "inline"}, run="earlier", storage=storage
     )
     assert (on.summary["resumed_from"], on.summary["steps"]) == (6, 10)
-    assert (Folder.at(storage) / ".prepared").names() == ["30acf313ae19bdd0"]  # nothing was prepared again
+    assert (Folder.from_uri(storage) / ".prepared").names() == ["30acf313ae19bdd0"]  # nothing was prepared again
     after = on.metrics("train_loss").to_pandas()
     assert list(after["step"]) == [2, 4, 6, 8, 10]
     assert list(after["train_loss"][:3]) == list(before["train_loss"])

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from raystride.pipelines.config import Checkpoint, Config, Launch, Train, Validation
+from raystride.pipelines.config import CheckpointConfig, Config, LaunchConfig, TrainConfig, ValidationConfig
 from raystride.pipelines.record.summary import SUMMARY_KEYS
 from tests.ray_jobs.jobs import (
     Outcome,
@@ -27,7 +27,7 @@ from tests.tiny import tiny, write_text
 def config(tmp_path_factory: pytest.TempPathFactory) -> Config:
     """Tiny settings, inline, with a storage of their own."""
     path = tmp_path_factory.mktemp("jobs")
-    return tiny(write_text(path), storage=str(path / "runs"), launch=Launch(mode="inline"))
+    return tiny(write_text(path), storage=str(path / "runs"), launch=LaunchConfig(mode="inline"))
 
 
 @pytest.fixture(scope="module")
@@ -79,8 +79,8 @@ def test_more_steps_go_on_with_it(config: Config) -> None:
 
 
 def test_a_fixed_setting_that_changed_is_refused(config: Config, trained: Outcome) -> None:
-    outcome = run_job("train", config, "--run", "trained", "--model.width", "32")
-    _is_refused(outcome, "model.width: 16 before, 32 now", "--run NAME")
+    outcome = run_job("train", config, "--run", "trained", "--model.hidden_size", "32")
+    _is_refused(outcome, "model.hidden_size: 16 before, 32 now", "--run NAME")
     assert summary(config, "trained")["steps"] == 6
 
 
@@ -114,7 +114,7 @@ def test_data_of_less_than_a_sample_is_refused(config: Config, job: str) -> None
 
 
 def test_a_run_that_is_being_trained_is_left_alone(config: Config) -> None:
-    endless = replace(config, train=Train(steps=10**6, slots=4, slot_size=2), validation=Validation(every=0))
+    endless = replace(config, train=TrainConfig(steps=10**6, slots=4, slot_size=2), validation=ValidationConfig(every=0))
     first = start_job("train", endless, "--run", "owned")
     wait_for(lambda: run_folder(config, "owned").exists("journal"), first)
     _is_refused(run_job("train", endless, "--run", "owned"), "owned", f"process {first.pid}", "--run")
@@ -167,14 +167,14 @@ def test_check_of_what_cannot_run_exits_with_3_and_a_remedy(config: Config) -> N
 
 @pytest.mark.long
 def test_more_workers_than_the_cluster_has_is_known_at_once(config: Config) -> None:
-    wide = replace(config, launch=Launch(), train=Train(steps=1, slots=4096, slot_size=1))
+    wide = replace(config, launch=LaunchConfig(), train=TrainConfig(steps=1, slots=4096, slot_size=1))
     outcome = run_job("train", wide, "--scaling.workers", "4096", "--run", "wide")
     _is_refused(outcome, "CPU: 4096 asked", "scaling.workers", code=3)
     assert not run_folder(config, "wide").exists("owner.json")
 
 
 def test_no_cluster_at_the_address_exits_with_3(config: Config) -> None:
-    ray = replace(config, launch=Launch(address="127.0.0.1:1", timeout_s=1.0))
+    ray = replace(config, launch=LaunchConfig(address="127.0.0.1:1", timeout_s=1.0))
     outcome = run_job("train", ray, "--run", "nowhere")
     _is_refused(outcome, "127.0.0.1:1 (launch.address)", "--launch inline", code=3)
 
@@ -201,7 +201,7 @@ def test_generate_refuses_what_is_not_there(config: Config) -> None:
 
 
 def test_generate_needs_a_checkpoint(config: Config) -> None:
-    run_well("train", replace(config, checkpoint=Checkpoint(every=0)), "--run", "unsaved")
+    run_well("train", replace(config, checkpoint=CheckpointConfig(every=0)), "--run", "unsaved")
     _is_refused(_generate(config, "--run", "unsaved"), "checkpoint.every")
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 import raystride
-from raystride.pipelines.config import Config, Launch, Record, Sample, Train
+from raystride.pipelines.config import Config, LaunchConfig, RecordConfig, SampleConfig, TrainConfig
 from tests.end_to_end.tracking import artifacts, only_run
 from tests.ray_jobs.jobs import run_folder, run_well, summary
 from tests.tiny import tiny, write_text
@@ -34,10 +34,10 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Config:
     return tiny(
         write_text(path),
         storage=str(path / "runs"),
-        launch=Launch(mode="inline"),
-        record=Record(system_every_s=0.2),
-        sample=Sample(tokens=20, prompt="line "),
-        train=Train(steps=100, slots=4, slot_size=2, log_every=10),
+        launch=LaunchConfig(mode="inline"),
+        record=RecordConfig(system_every_s=0.2),
+        sample=SampleConfig(tokens=20, prompt="line "),
+        train=TrainConfig(steps=100, slots=4, slot_size=2, log_every=10),
     )
 
 
@@ -48,6 +48,12 @@ def run(config: Config) -> Any:
     return only_run(config, "logged")
 
 
+@pytest.fixture(scope="module")
+def files(run: Any, config: Config) -> dict[str, bytes]:
+    """What MLflow gives out of its files."""
+    return artifacts(config, run)
+
+
 def test_it_is_finished_and_the_summary_names_it(run: Any, config: Config) -> None:
     assert run.info.status == "FINISHED"
     assert summary(config, "logged")["mlflow_run_id"] == run.info.run_id
@@ -56,7 +62,7 @@ def test_it_is_finished_and_the_summary_names_it(run: Any, config: Config) -> No
 def test_its_parameters_are_the_resolved_settings(run: Any, config: Config) -> None:
     parameters = run.data.params
     assert set(config.flat()) <= set(parameters)
-    expected = {"train.steps": "100", "model.width": "16", "launch.mode": "inline", "workers": "1", "device": "cpu"}
+    expected = {"train.steps": "100", "model.hidden_size": "16", "launch.mode": "inline", "workers": "1", "device": "cpu"}
     assert {key: parameters[key] for key in expected} == expected
 
 
@@ -86,20 +92,23 @@ def test_the_machine_was_read(run: Any) -> None:
 
 
 @pytest.mark.parametrize("name", ["config.yaml", "environment.json", "curve.png", "sample.txt"])
-def test_its_files_are_there_and_whole(run: Any, config: Config, name: str) -> None:
-    found = artifacts(config, run)
-    assert found[name] == (Path(config.storage) / "logged" / name).read_bytes()
+def test_its_files_are_there_and_whole(files: dict[str, bytes], config: Config, name: str) -> None:
+    assert files[name] == (Path(config.storage) / "logged" / name).read_bytes()
 
 
-def test_the_pictures_and_the_text_are_what_they_say(run: Any, config: Config) -> None:
-    found = artifacts(config, run)
-    assert found["curve.png"].startswith(b"\x89PNG")
-    assert found["sample.txt"].decode().startswith("line ")
+def test_the_pictures_and_the_text_are_what_they_say(files: dict[str, bytes]) -> None:
+    assert files["curve.png"].startswith(b"\x89PNG")
+    assert files["sample.txt"].decode().startswith("line ")
 
 
 @pytest.mark.long
 def test_a_run_without_mlflow_leaves_no_database(config: Config, tmp_path: Path) -> None:
-    silent = replace(config, storage=str(tmp_path / "runs"), record=Record(mlflow=False))
+    silent = replace(
+        config,
+        storage=str(tmp_path / "runs"),
+        record=RecordConfig(mlflow=False),
+        train=TrainConfig(steps=4, slots=4, slot_size=2),
+    )
     run_well("train", silent, "--run", "silent")
     assert summary(silent, "silent")["mlflow_run_id"] is None
     assert not (tmp_path / "runs" / "mlflow.db").exists()

@@ -27,8 +27,16 @@ import psutil
 import pytest
 
 from raystride.pipelines.cluster.certificates import make_certificates
-from raystride.pipelines.config import Checkpoint, Config, Launch, Record, Sample, Scaling, Train
-from raystride.pipelines.record.ui import stop_server
+from raystride.pipelines.config import (
+    CheckpointConfig,
+    Config,
+    LaunchConfig,
+    RecordConfig,
+    SampleConfig,
+    ScalingConfig,
+    TrainConfig,
+)
+from raystride.pipelines.record.mlflow.ui import stop_server
 from tests.children import find_children
 from tests.ports import hold_port
 from tests.ray_jobs.jobs import finish_job, run_job, start_job, summary, wait_for_checkpoint
@@ -202,10 +210,10 @@ def config(tmp_path: Path, server: Server) -> Config:
     return tiny(
         write_text(tmp_path),
         storage=str(tmp_path / "runs"),
-        train=Train(steps=30, slots=4, slot_size=2, log_every=5),
-        record=Record(mlflow_uri=server.address, experiment="users"),
-        sample=Sample(tokens=0),
-        launch=Launch(mode="inline"),
+        train=TrainConfig(steps=30, slots=4, slot_size=2, log_every=5),
+        record=RecordConfig(mlflow_uri=server.address, experiment="users"),
+        sample=SampleConfig(tokens=0),
+        launch=LaunchConfig(mode="inline"),
     )
 
 
@@ -261,8 +269,10 @@ def test_a_training_on_ray_writes_once_and_its_workers_hold_no_login(
 ) -> None:
     (temporary := Path("/tmp") / f"rs-{os.getpid()}-users").mkdir()  # Ray's sockets have names that must be short
     request.addfinalizer(lambda: shutil.rmtree(temporary, ignore_errors=True))
-    steps = Train(steps=400, slots=4, slot_size=2, log_every=20)
-    spread = replace(config, launch=Launch(), scaling=Scaling(workers=2), train=steps, checkpoint=Checkpoint(every=20))
+    steps = TrainConfig(steps=400, slots=4, slot_size=2, log_every=20)
+    spread = replace(
+        config, launch=LaunchConfig(), scaling=ScalingConfig(workers=2), train=steps, checkpoint=CheckpointConfig(every=20)
+    )
     env = server.login() | {"RAY_TMPDIR": str(temporary), "HOME": str(tmp_path / "home")}
     job = start_job("train", spread, "--run", "spread", env=env)
     wait_for_checkpoint(spread, "spread", 20, job)

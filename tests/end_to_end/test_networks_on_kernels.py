@@ -10,15 +10,17 @@ from raystride.model.beam import translate
 from raystride.model.classifier import Classifier
 from raystride.model.convnet import ConvNet
 from raystride.model.translator import Translator
-from raystride.pipelines.config import Model
+from raystride.pipelines.config import ModelConfig
 from raystride.triton_kernels.dispatch import kernels_ran, use_kernels
+from tests.bases import ENCODERS
 
-SHAPE = Model(flavour="original", layers=1, heads=2, width=16, context=8, pooling="attention")
+SHAPE = ModelConfig(architecture="original", layers=1, heads=2, hidden_size=16, context=8, pooling="attention")
 IDS, LENGTHS = torch.arange(12).view(2, 6) % 11, torch.tensor([6, 3])
 LABELS = torch.tensor([2, -100])
 IMAGES = torch.arange(2 * 3 * 5 * 4, dtype=torch.uint8).view(2, 3, 5, 4)
 CASES: dict[str, tuple[Callable[[], nn.Module], tuple[torch.Tensor, ...]]] = {
     "classifier": (lambda: Classifier(SHAPE, 11, 3), (IDS, LENGTHS, LABELS)),
+    "bert": (lambda: Classifier(ENCODERS["bert"], 11, 3), (IDS, LENGTHS, LABELS)),
     "translator": (lambda: Translator(SHAPE, 11, label_smoothing=0.1), (IDS, LENGTHS, IDS, IDS.roll(-1, 1))),
     "convnet": (lambda: ConvNet((3, 5, 4), 3, channels=(4,), hidden=(8,), loss="mse"), (IMAGES, LABELS)),
 }

@@ -11,20 +11,29 @@ import pytest
 import torch
 
 from raystride.model.preference import PreferenceDecoder
-from raystride.pipelines.config import Answering, Config, Launch, Objective, Optimizer, Scaling, Train, Validation
-from raystride.pipelines.evaluate.answering import Answerer
-from raystride.pipelines.evaluate.opening import open_run
-from raystride.pipelines.files import Folder
+from raystride.pipelines.config import (
+    Config,
+    LaunchConfig,
+    ObjectiveConfig,
+    OptimizerConfig,
+    PredictorConfig,
+    ScalingConfig,
+    TrainConfig,
+    ValidationConfig,
+)
+from raystride.pipelines.evaluate.answering import Predictor
+from raystride.pipelines.evaluate.load_run import open_run
 from raystride.pipelines.observers.observer import Observer
 from raystride.pipelines.prepare.prepare import prepare
-from raystride.pipelines.pretrained import start_from
+from raystride.pipelines.pretrained import load_base_weights
 from raystride.pipelines.sources.pieces import Piece
+from raystride.pipelines.storage.folder import Folder
 from raystride.pipelines.tasks import build_task
-from raystride.pipelines.tasks.preference import HEAD, TAIL, Preference
-from raystride.pipelines.tasks.reference import from_ids
+from raystride.pipelines.tasks.preference import HEADER_LENGTH, REFERENCE_LENGTH, Preference
+from raystride.pipelines.tasks.reference import ids_to_floats
 from raystride.pipelines.train.loop import Training
+from raystride.pipelines.worker.build import build_training
 from raystride.pipelines.worker.job import WorkerInfo
-from raystride.pipelines.worker.worker import build_training
 from tests.pipelines.conftest import rows as rows_of
 from tests.preferences import pair_settings, write_base, write_pairs
 from tests.processes import make_job, run_workers
@@ -68,24 +77,24 @@ def _fed(training: Training, steps: int) -> list[np.ndarray]:
     plan, found = training.loader.plan, []
     for step in range(steps):
         for slot in range(plan.slots):
-            rows, _ = training.loader.samples.read(plan.order.at(plan.slot(step, slot)))
+            rows, _ = training.loader.samples.read_rows(plan.order.sample_ids_at(plan.slot(step, slot)))
             found += list(rows)
     return found
 
 
 def test_the_reference_lies_beside_each_pair_and_the_loss_begins_at_log_2(chatting: Path, tmp_path: Path) -> None:
-    train = Train(steps=3, slots=2, slot_size=4, log_every=1)
+    train = TrainConfig(steps=3, slots=2, slot_size=4, log_every=1)
     config = pair_settings(chatting, write_pairs(tmp_path, chat=True), train=train)
     watched = _Losses()
     training, prepared = _training(config, tmp_path, "first", watched)
     task = training.loader.samples.task
     assert isinstance(task, Preference)
     base = task.build_model()
-    start_from(base, str(chatting), prepared / "tokenizer", lambda _: None)
+    load_base_weights(base, str(chatting), prepared / "tokenizer", lambda _: None)
     for row in _fed(training, 2):
         ids, words = task.sequences([row])
         found = base.log_probabilities(ids, words).detach().numpy()
-        assert from_ids(row[-TAIL:]) == pytest.approx(found, abs=1e-4)
+        assert ids_to_floats(row[-REFERENCE_LENGTH:]) == pytest.approx(found, abs=1e-4)
         assert (found < -1).all()
     training.run()
     assert watched.losses[0] == pytest.approx(math.log(2), abs=1e-5)
@@ -99,7 +108,7 @@ def test_another_base_or_none_is_another_preparation(base: Path, tmp_path: Path)
     pairs = write_pairs(tmp_path, 20)
     other = write_base(tmp_path, seed=2)
     made = [
-        make_job(pair_settings(each, pairs, objective=Objective(reference_free=free)), tmp_path, "run").prepared
+        make_job(pair_settings(each, pairs, objective=ObjectiveConfig(reference_free=free)), tmp_path, "run").prepared
         for each, free in ((base, False), (other, False), (base, True), (other, True))
     ]
     assert len(set(map(str, made))) == 3, "without a reference, the base makes no difference"
@@ -115,7 +124,7 @@ def test_a_bad_pair_is_named_and_what_is_cut_is_counted(base: Path, tmp_path: Pa
     said: list[str] = []
     config = pair_settings(base, pairs)
     config = replace(config, data=replace(config.data, on_error="skip"))
-    result = prepare(config, Folder.at(str(tmp_path)), build_task(config), on_ray=False, echo=said.append)
+    result = prepare(config, Folder.from_uri(str(tmp_path)), build_task(config), on_ray=False, log=said.append)
     assert [each["reason"] for each in result.manifest.skipped] == [
         "has two answers that are the same, of which none can be preferred",
         "column 'chosen' holds a list in which not everything is a message with a `role` and a `content` that are texts",
@@ -130,7 +139,7 @@ def test_tables_hold_pairs_as_json_lines_do(base: Path, tmp_path: Path, form: st
     from pyarrow import csv, parquet
 
     pairs = write_pairs(tmp_path, 30)
-    config = pair_settings(base, pairs, objective=Objective(reference_free=True))
+    config = pair_settings(base, pairs, objective=ObjectiveConfig(reference_free=True))
     table = pa.Table.from_pylist([json.loads(line) for line in pairs.read_text().splitlines()])
     other = tmp_path / f"pairs.{form}"
     if form == "csv":
@@ -140,7 +149,7 @@ def test_tables_hold_pairs_as_json_lines_do(base: Path, tmp_path: Path, form: st
     found = []
     for source in (pairs, other):
         one = replace(config, data=replace(config.data, source=str(source), validation="tail"))
-        found.append(prepare(one, Folder.at(str(tmp_path)), build_task(one), on_ray=False, echo=lambda _: None))
+        found.append(prepare(one, Folder.from_uri(str(tmp_path)), build_task(one), on_ray=False, log=lambda _: None))
     ids = [sorted(str(row["ids"]) for split in ("train", "validation") for row in rows_of(each, split)) for each in found]
     assert ids[0] == ids[1]
 
@@ -148,12 +157,12 @@ def test_tables_hold_pairs_as_json_lines_do(base: Path, tmp_path: Path, form: st
 @pytest.mark.parametrize("bundled", [False, True])
 def test_bits_are_the_same_on_one_worker_and_two_and_through_a_stop(base: Path, tmp_path: Path, bundled: bool) -> None:
     size = {"slot_tokens": 160} if bundled else {"slot_size": 2}
-    train = Train(steps=4, slots=4, log_every=2, exact=True, **size)  # type: ignore[arg-type]
-    config = pair_settings(base, write_pairs(tmp_path), train=train, validation=Validation(every=2, samples=0))
+    train = TrainConfig(steps=4, slots=4, log_every=2, exact=True, **size)  # type: ignore[arg-type]
+    config = pair_settings(base, write_pairs(tmp_path), train=train, validation=ValidationConfig(every=2, samples=0))
     found = {}
     for run, steps in (("whole", [(4, 1)]), ("parts", [(2, 2), (4, 1)])):
         for until, world in steps:
-            scaling = Scaling(workers=world, strategy="ddp" if world > 1 else "single", threads=1)
+            scaling = ScalingConfig(workers=world, strategy="ddp" if world > 1 else "single", threads=1)
             part = replace(config, train=replace(train, steps=until), scaling=scaling)
             part = replace(part, optimizer=replace(part.optimizer, schedule="constant"))
             found[run] = run_workers(make_job(part, tmp_path, run), world)
@@ -164,9 +173,9 @@ def test_bits_are_the_same_on_one_worker_and_two_and_through_a_stop(base: Path, 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_two_workers_measure_what_one_does(base: Path, tmp_path: Path, strategy: Any) -> None:
-    config = pair_settings(base, write_pairs(tmp_path), train=Train(steps=3, slots=3, slot_size=2, log_every=3))
+    config = pair_settings(base, write_pairs(tmp_path), train=TrainConfig(steps=3, slots=3, slot_size=2, log_every=3))
     found = []
-    for world, scaling in ((1, Scaling(threads=1)), (2, Scaling(workers=2, strategy=strategy, threads=1))):
+    for world, scaling in ((1, ScalingConfig(threads=1)), (2, ScalingConfig(workers=2, strategy=strategy, threads=1))):
         job = make_job(replace(config, scaling=scaling), tmp_path, f"on {world}")
         found.append(run_workers(job, world))
     for name, value in found[0]["metrics"].items():
@@ -225,23 +234,23 @@ def _by_trl(base: Path, pairs: list[dict[str, str]], config: Config, steps: int,
 @pytest.mark.parametrize(
     ("objective", "loss_type", "steps", "batch"),
     [
-        (Objective(beta=0.3), "sigmoid", 20, 8),
-        (Objective(beta=0.3, preference="ipo"), "ipo", 5, 8),
+        (ObjectiveConfig(beta=0.3), "sigmoid", 20, 8),
+        (ObjectiveConfig(beta=0.3, preference="ipo"), "ipo", 5, 8),
         # TRL has cDPO's loss under the name of another one, AOT, which is the same of one pair a step.
-        (Objective(beta=0.3, label_smoothing=0.2), "aot", 5, 1),
+        (ObjectiveConfig(beta=0.3, label_smoothing=0.2), "aot", 5, 1),
     ],
 )
 def test_losses_are_those_of_trl(
-    base: Path, tmp_path: Path, objective: Objective, loss_type: str, steps: int, batch: int
+    base: Path, tmp_path: Path, objective: ObjectiveConfig, loss_type: str, steps: int, batch: int
 ) -> None:
     slots = min(4, batch)
     config = pair_settings(
         base,
         write_pairs(tmp_path, 200),
         objective=objective,
-        optimizer=Optimizer(learning_rate=3e-3, warmup_steps=0, schedule="constant", weight_decay=0.0),
-        train=Train(steps=steps, slots=slots, slot_size=batch // slots, clip_norm=0.0, log_every=1),
-        validation=Validation(every=0, samples=2),
+        optimizer=OptimizerConfig(learning_rate=3e-3, warmup_steps=0, schedule="constant", weight_decay=0.0),
+        train=TrainConfig(steps=steps, slots=slots, slot_size=batch // slots, clip_norm=0.0, log_every=1),
+        validation=ValidationConfig(every=0, samples=2),
     )
     watched = _Losses()
     training, _ = _training(config, tmp_path, "ours", watched)
@@ -249,7 +258,11 @@ def test_losses_are_those_of_trl(
     pairs = []
     for row in _fed(training, steps):
         first, prompt = int(row[1]), int(row[2])
-        ids = [row[HEAD : HEAD + prompt], row[HEAD + prompt : HEAD + first - 1], row[HEAD + first + prompt : -TAIL - 1]]
+        ids = [
+            row[HEADER_LENGTH : HEADER_LENGTH + prompt],
+            row[HEADER_LENGTH + prompt : HEADER_LENGTH + first - 1],
+            row[HEADER_LENGTH + first + prompt : -REFERENCE_LENGTH - 1],
+        ]
         texts = [encoder.decode(each.tolist()) for each in ids]
         pairs.append(dict(zip(("prompt", "chosen", "rejected"), texts, strict=True)))
     theirs = _by_trl(base, pairs, config, steps, loss_type, batch)
@@ -265,12 +278,14 @@ def test_ray_data_prepares_the_same_shards(ray_cluster: None, base: Path, tmp_pa
     config = pair_settings(base, write_pairs(tmp_path))
     found = []
     for place, on_ray in (("here", False), ("ray", True)):
-        storage = Folder.at(str(tmp_path / place))
-        found.append(prepare(config, storage, build_task(config), on_ray=on_ray, echo=lambda _: None))
+        storage = Folder.from_uri(str(tmp_path / place))
+        found.append(prepare(config, storage, build_task(config), on_ray=on_ray, log=lambda _: None))
     for split in ("train", "validation"):
         one, other = (rows_of(each, split) for each in found)
-        assert [row["ids"][:-TAIL] for row in one] == [row["ids"][:-TAIL] for row in other]
-        tails = [np.stack([from_ids(np.array(row["ids"][-TAIL:])) for row in each]) for each in (one, other)]
+        assert [row["ids"][:-REFERENCE_LENGTH] for row in one] == [row["ids"][:-REFERENCE_LENGTH] for row in other]
+        tails = [
+            np.stack([ids_to_floats(np.array(row["ids"][-REFERENCE_LENGTH:])) for row in each]) for each in (one, other)
+        ]
         np.testing.assert_allclose(*tails, rtol=1e-5)
 
 
@@ -278,23 +293,23 @@ def test_ray_data_prepares_the_same_shards(ray_cluster: None, base: Path, tmp_pa
 def test_a_run_is_evaluated_asked_and_exported_as_any_decoders(chatting: Path, tmp_path: Path) -> None:
     pairs = write_pairs(tmp_path, 80, chat=True)
     config = replace(
-        pair_settings(chatting, pairs, train=Train(steps=30, slots=2, slot_size=4, log_every=10)),
+        pair_settings(chatting, pairs, train=TrainConfig(steps=30, slots=2, slot_size=4, log_every=10)),
         storage=str(tmp_path / "runs"),
-        launch=Launch(mode="inline"),
-        scaling=Scaling(threads=1),
+        launch=LaunchConfig(mode="inline"),
+        scaling=ScalingConfig(threads=1),
     )
     run_well("train", config, "--run", "pairs")
     scores = summary(config, "pairs")["metrics"]
     assert scores["val_accuracy"] == 1
     opened = open_run(Folder(config.storage), "pairs")
     assert isinstance(opened.model, PreferenceDecoder)
-    graded = Answerer(opened, Answering(run="pairs"), graded=True)
+    graded = Predictor(opened, PredictorConfig(run="pairs"), graded=True)
     lines = [json.loads(line) for line in pairs.read_text().splitlines()[:6]]
     names = [column.name for column in opened.task.columns]
     documents = [tuple(json.dumps(line[name]) for name in names) for line in lines]
-    rows = list(graded.answers(example for each in documents for example in graded.examples(Piece(each))))
+    rows = list(graded.predict_examples(example for each in documents for example in graded.build_examples(Piece(each))))
     assert all(row["chosen_reward"] > row["rejected_reward"] for row in rows)
-    (answer,) = Answerer(opened, Answering(run="pairs")).answer([(json.dumps(lines[0]["prompt"]),)])
+    (answer,) = Predictor(opened, PredictorConfig(run="pairs")).predict([(json.dumps(lines[0]["prompt"]),)])
     assert set(answer) == {"prompt", "continuation"}
     for job, *flags in (
         ("evaluate", "--split", "validation"),

@@ -19,7 +19,14 @@ import pytest
 import raystride
 from benchmarks.heads import head as started_head
 from raystride.pipelines.cluster.resources import usable_cores
-from raystride.pipelines.config import Checkpoint, Config, Optimizer, Scaling, Train, Validation
+from raystride.pipelines.config import (
+    CheckpointConfig,
+    Config,
+    OptimizerConfig,
+    ScalingConfig,
+    TrainConfig,
+    ValidationConfig,
+)
 from raystride.pipelines.config.parse import to_yaml
 from tests.end_to_end.installed import SETTINGS
 from tests.ray_jobs.jobs import ROOT, environment, run_folder, run_well, summary
@@ -112,11 +119,11 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Config:
     config = tiny(
         write_text(path),
         storage=str(path / "runs"),
-        optimizer=Optimizer(learning_rate=1e-2, warmup_steps=2, schedule="constant"),
-        train=Train(steps=100_000, slots=4, slot_size=2, log_every=20),
-        validation=Validation(every=0, samples=16),
-        checkpoint=Checkpoint(every=40),
-        scaling=Scaling(workers=2, threads=1),
+        optimizer=OptimizerConfig(learning_rate=1e-2, warmup_steps=2, schedule="constant"),
+        train=TrainConfig(steps=100_000, slots=4, slot_size=2, log_every=20),
+        validation=ValidationConfig(every=0, samples=16),
+        checkpoint=CheckpointConfig(every=40),
+        scaling=ScalingConfig(workers=2, threads=1),
     )
     (path / "tiny.yaml").write_text(to_yaml(config))
     return config

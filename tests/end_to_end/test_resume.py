@@ -7,7 +7,16 @@ from typing import Any
 
 import pytest
 
-from raystride.pipelines.config import Checkpoint, Config, Model, Optimizer, Record, Scaling, Train, Validation
+from raystride.pipelines.config import (
+    CheckpointConfig,
+    Config,
+    ModelConfig,
+    OptimizerConfig,
+    RecordConfig,
+    ScalingConfig,
+    TrainConfig,
+    ValidationConfig,
+)
 from tests.end_to_end.tracking import only_run
 from tests.processes import make_job, run_workers
 from tests.ray_jobs.jobs import Outcome, finish_job, run_well, start_job, summary, wait_for_checkpoint
@@ -24,13 +33,13 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Config:
     return tiny(
         write_text(path),
         storage=str(path / "runs"),
-        model=Model(layers=2, heads=2, width=16, context=16, dropout=0.1),
-        optimizer=Optimizer(learning_rate=1e-2, warmup_steps=2, schedule="constant"),
-        train=Train(steps=STEPS, slots=4, slot_size=2, log_every=20),
-        validation=Validation(every=0, samples=16),
-        checkpoint=Checkpoint(every=20),
-        scaling=Scaling(workers=2, threads=1),
-        record=Record(mlflow=True),
+        model=ModelConfig(layers=2, heads=2, hidden_size=16, context=16, dropout=0.1),
+        optimizer=OptimizerConfig(learning_rate=1e-2, warmup_steps=2, schedule="constant"),
+        train=TrainConfig(steps=STEPS, slots=4, slot_size=2, log_every=20),
+        validation=ValidationConfig(every=0, samples=16),
+        checkpoint=CheckpointConfig(every=20),
+        scaling=ScalingConfig(workers=2, threads=1),
+        record=RecordConfig(mlflow=True),
     )
 
 

@@ -17,11 +17,20 @@ from urllib.parse import quote
 
 import pytest
 
-from raystride.pipelines.config import Config, Data, Launch, Record, Sample, Scaling, Tokenizer, Train
+from raystride.pipelines.config import (
+    Config,
+    DataConfig,
+    LaunchConfig,
+    RecordConfig,
+    SampleConfig,
+    ScalingConfig,
+    TokenizerConfig,
+    TrainConfig,
+)
 from raystride.pipelines.config.parse import to_yaml
-from raystride.pipelines.config.sweep import Sweep, SweepConfig
-from raystride.pipelines.files import Folder
-from raystride.pipelines.record.ui import await_server, start_server, stop_server
+from raystride.pipelines.config.sweep import SweepConfig, SweepJobConfig
+from raystride.pipelines.record.mlflow.ui import await_server, start_server, stop_server
+from raystride.pipelines.storage.folder import Folder
 from raystride.pipelines.tokenizers import train_tokenizer
 from tests.ports import hold_port
 from tests.ray_jobs.jobs import ROOT, Outcome, finish_job, start_script
@@ -67,7 +76,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     folder = tmp_path_factory.mktemp("data")
     text = write_text(folder)
     place = Folder(str(folder / "made"))
-    train_tokenizer(Tokenizer(kind="bpe", vocabulary_size=300), [text.read_text()], place, print)
+    train_tokenizer(TokenizerConfig(kind="bpe", vocabulary_size=300), [text.read_text()], place, print)
     _Asks.files = {"/text.txt": text.read_bytes(), "/tokenizer.json": place.read("tokenizer.json")}
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), _Asks)
     threading.Thread(target=server.serve_forever, daemon=True).start()
@@ -101,12 +110,12 @@ def config(tmp_path: Path, data: str, tracking: tuple[str, Path]) -> Config:
     return tiny(
         tmp_path,
         storage=str(tmp_path / "runs"),
-        data=Data(source=f"http://{data}/text.txt?sig={SIGNATURE}", kind="text", validation="tail"),
-        tokenizer=Tokenizer(kind="file", file=f"http://me:{KEY}@{data}/tokenizer.json"),
-        train=Train(steps=4, slots=4, slot_size=2, log_every=2),
-        record=Record(mlflow_uri=f"http://me:{PASSWORD}@{tracking[0]}", tensorboard=True),
-        sample=Sample(tokens=5),
-        launch=Launch(mode="inline"),
+        data=DataConfig(source=f"http://{data}/text.txt?sig={SIGNATURE}", kind="text", validation="tail"),
+        tokenizer=TokenizerConfig(kind="file", file=f"http://me:{KEY}@{data}/tokenizer.json"),
+        train=TrainConfig(steps=4, slots=4, slot_size=2, log_every=2),
+        record=RecordConfig(mlflow_uri=f"http://me:{PASSWORD}@{tracking[0]}", tensorboard=True),
+        sample=SampleConfig(tokens=5),
+        launch=LaunchConfig(mode="inline"),
     )
 
 
@@ -196,7 +205,7 @@ def test_a_run_that_fails_says_none(config: Config, tmp_path: Path, tracking: tu
 def test_a_run_on_ray_and_rays_own_logs_hold_no_secret(
     config: Config, tmp_path: Path, tracking: tuple[str, Path], temporary: Path
 ) -> None:
-    spread = replace(config, launch=Launch(), scaling=Scaling(workers=2))
+    spread = replace(config, launch=LaunchConfig(), scaling=ScalingConfig(workers=2))
     env = {"RAY_TMPDIR": str(temporary), "HOME": str(tmp_path / "home")}
     outcome = _job("train", *_flags(spread), "--run", "spread", env=env)
     assert outcome.code == 0, outcome.err[-3000:]
@@ -209,8 +218,8 @@ def test_a_run_on_ray_and_rays_own_logs_hold_no_secret(
 def test_a_sweep_and_what_tune_keeps_of_it_hold_no_secret(
     config: Config, tmp_path: Path, tracking: tuple[str, Path], temporary: Path
 ) -> None:
-    sweep = Sweep(space={"scaling.workers": [1]}, warmup_steps=2, window_steps=2, windows=3)
-    settings = SweepConfig(**vars(replace(config, launch=Launch())), sweep=sweep)
+    sweep = SweepConfig(space={"scaling.workers": [1]}, warmup_steps=2, window_steps=2, windows=3)
+    settings = SweepJobConfig(**vars(replace(config, launch=LaunchConfig())), sweep=sweep)
     env = {"RAY_TMPDIR": str(temporary), "HOME": str(tmp_path / "home")}
     outcome = _job("sweep", *_flags(settings), "--run", "swept", env=env)
     assert outcome.code == 0, outcome.err[-3000:]
@@ -232,5 +241,6 @@ def test_a_submitted_job_takes_no_keys_along(name: str, tmp_path: Path) -> None:
     shutil.copy(ROOT / ".rayignore", tmp_path / ".gitignore")
     asked = ["git", "-C", str(tmp_path), "check-ignore", "-q", "--no-index"]
     assert subprocess.run([*asked, name], check=False).returncode == 0
-    for ours in ("ray_jobs/train.py", "pipelines/credentials.py", "pipelines/launch/inline.py", "configs/lm_python.yaml"):
-        assert subprocess.run([*asked, ours], check=False).returncode == 1
+    ours = ("ray_jobs/train.py", "raystride/pipelines/credentials.py", "raystride/model/block.py", "configs/lm_python.yaml")
+    for each in ours:
+        assert subprocess.run([*asked, each], check=False).returncode == 1

@@ -8,7 +8,7 @@ from tests.ray_jobs.jobs import finish_job, start_script
 
 WORDS = {"1": "war peace minister", "2": "match goal season", "3": "market oil pension", "4": "software chip phone"}
 SMALL = {
-    "launch": "inline", "train.steps": 4, "train.slots": 2, "train.slot_size": 4, "model.layers": 1, "model.width": 16,
+    "launch": "inline", "train.steps": 4, "train.slots": 2, "train.slot_size": 4, "model.layers": 1, "model.hidden_size": 16,
     "model.heads": 2, "tokenizer.kind": "bytes", "record.mlflow": "false", "data.validation_fraction": 0.2,
 }  # fmt: skip
 

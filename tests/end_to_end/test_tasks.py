@@ -11,51 +11,51 @@ import pytest
 from PIL import Image
 
 from raystride.pipelines.config import (
-    Answering,
-    Checkpoint,
+    CheckpointConfig,
     Config,
-    Data,
-    Launch,
-    Model,
-    Objective,
-    Optimizer,
-    Record,
-    Sample,
-    Scaling,
-    Tokenizer,
-    Train,
-    Validation,
+    DataConfig,
+    LaunchConfig,
+    ModelConfig,
+    ObjectiveConfig,
+    OptimizerConfig,
+    PredictorConfig,
+    RecordConfig,
+    SampleConfig,
+    ScalingConfig,
+    TokenizerConfig,
+    TrainConfig,
+    ValidationConfig,
 )
-from raystride.pipelines.evaluate.answering import Answerer
-from raystride.pipelines.evaluate.opening import open_run
-from raystride.pipelines.files import Folder
+from raystride.pipelines.evaluate.answering import Predictor
+from raystride.pipelines.evaluate.load_run import open_run
+from raystride.pipelines.storage.folder import Folder
 from tests.ray_jobs.jobs import run_well, summary
 
 ENGLISH = ["one", "two", "three", "four", "five", "six", "seven", "eight"]
 WORDS = dict(zip(ENGLISH, ["uno", "due", "tre", "quattro", "cinque", "sei", "sette", "otto"], strict=True))
 
 
-def _config(folder: Path, task: str, data: Data, **changes: object) -> Config:
+def _config(folder: Path, task: str, data: DataConfig, **changes: object) -> Config:
     base = Config(
         task=task,
         storage=str(folder / "runs"),
         data=data,
-        tokenizer=Tokenizer(kind="bytes"),
-        model=Model(layers=1, heads=2, width=32, context=32),
-        optimizer=Optimizer(learning_rate=1e-2, warmup_steps=10),
-        train=Train(steps=60, slots=2, slot_size=8, log_every=20),
-        validation=Validation(every=0, samples=0),
-        checkpoint=Checkpoint(every=1000),
-        scaling=Scaling(threads=1),
-        launch=Launch(mode="inline"),
-        record=Record(mlflow=False),
-        sample=Sample(tokens=0),
+        tokenizer=TokenizerConfig(kind="bytes"),
+        model=ModelConfig(layers=1, heads=2, hidden_size=32, context=32),
+        optimizer=OptimizerConfig(learning_rate=1e-2, warmup_steps=10),
+        train=TrainConfig(steps=60, slots=2, slot_size=8, log_every=20),
+        validation=ValidationConfig(every=0, samples=0),
+        checkpoint=CheckpointConfig(every=1000),
+        scaling=ScalingConfig(threads=1),
+        launch=LaunchConfig(mode="inline"),
+        record=RecordConfig(mlflow=False),
+        sample=SampleConfig(tokens=0),
     )
     return replace(base, **changes)  # type: ignore[arg-type]
 
 
 def _answers(config: Config, run: str, questions: list[tuple[str, ...]]) -> list[dict[str, Any]]:
-    return list(Answerer(open_run(Folder.at(config.storage), run), Answering(run=run)).answer(questions))
+    return list(Predictor(open_run(Folder.from_uri(config.storage), run), PredictorConfig(run=run)).predict(questions))
 
 
 def _pairs(count: int, longest: int) -> list[tuple[str, str]]:
@@ -73,11 +73,11 @@ def test_a_reversal_with_the_vocabulary_swapped_is_learned_exactly(tmp_path: Pat
     config = _config(
         tmp_path,
         "translation",
-        Data(source=str(tmp_path / "words.txt"), target_source=str(tmp_path / "parole.txt"), validation_fraction=0.03),
-        tokenizer=Tokenizer(kind="bpe", vocabulary_size=400),
-        model=Model(flavour="original", norm="pre", layers=1, heads=2, width=64, context=24),
-        optimizer=Optimizer(learning_rate=5e-3, warmup_steps=40, weight_decay=0.0),
-        train=Train(steps=400, slots=1, slot_tokens=1024, log_every=100),
+        DataConfig(source=str(tmp_path / "words.txt"), target_source=str(tmp_path / "parole.txt"), validation_fraction=0.03),
+        tokenizer=TokenizerConfig(kind="bpe", vocabulary_size=400),
+        model=ModelConfig(architecture="original", norm="pre", layers=1, heads=2, hidden_size=64, context=24),
+        optimizer=OptimizerConfig(learning_rate=5e-3, warmup_steps=40, weight_decay=0.0),
+        train=TrainConfig(steps=400, slots=1, slot_tokens=1024, log_every=100),
     )
     run_well("train", config, "--run", "reversal")
     assert summary(config, "reversal")["metrics"]["val_bleu"] > 98
@@ -95,9 +95,9 @@ def test_texts_in_a_folder_a_class_are_told_apart(tmp_path: Path, flavour: str) 
         for number in range(80):
             text = "".join(draw.choices("xyz ", k=draw.randint(4, 30))) + draw.choice(letters)
             (tmp_path / "texts" / label / f"{number}.txt").write_text(text)
-    data = Data(source=str(tmp_path / "texts"), validation_fraction=0.2)
-    model = Model(flavour=flavour, layers=1, heads=2, width=32, context=40, pooling="attention")  # type: ignore[arg-type]
-    config = _config(tmp_path, "classification", data, model=model, objective=Objective(class_weights="balanced"))
+    data = DataConfig(source=str(tmp_path / "texts"), validation_fraction=0.2)
+    model = ModelConfig(architecture=flavour, layers=1, heads=2, hidden_size=32, context=40, pooling="attention")  # type: ignore[arg-type]
+    config = _config(tmp_path, "classification", data, model=model, objective=ObjectiveConfig(class_weights="balanced"))
     run_well("train", config, "--run", "texts", "--train.steps", "120")
     figures = summary(config, "texts")
     assert figures["metrics"]["val_accuracy"] > 0.9
@@ -115,14 +115,14 @@ def test_images_of_several_sizes_are_told_apart(tmp_path: Path, loss: str) -> No
             size = int(draw.integers(9, 14))
             stripes = np.repeat(draw.integers(0, 2, (size, 1)) * 255, size, 1).astype(np.uint8)
             Image.fromarray(stripes if axis == 0 else stripes.T).save(tmp_path / "images" / label / f"{number}.png")
-    data = Data(source=str(tmp_path / "images"), image_size=(1, 8, 8), validation_fraction=0.2)
+    data = DataConfig(source=str(tmp_path / "images"), image_size=(1, 8, 8), validation_fraction=0.2)
     config = _config(
         tmp_path,
         "images",
         data,
-        model=Model(channels=(8, 8), hidden=(16,)),
-        objective=Objective(loss=loss),  # type: ignore[arg-type]
-        optimizer=Optimizer(kind="sgd", learning_rate=0.3 if loss == "mse" else 0.1, warmup_steps=0, weight_decay=0.0),
+        model=ModelConfig(channels=(8, 8), hidden=(16,)),
+        objective=ObjectiveConfig(loss=loss),  # type: ignore[arg-type]
+        optimizer=OptimizerConfig(kind="sgd", learning_rate=0.3 if loss == "mse" else 0.1, warmup_steps=0, weight_decay=0.0),
     )
     run_well("train", config, "--run", "images", "--train.steps", "150")
     assert summary(config, "images")["metrics"]["val_accuracy"] > 0.9
@@ -132,7 +132,9 @@ def test_fine_tuning_learns_completions_and_not_prompts(tmp_path: Path) -> None:
     draw = random.Random(0)
     rows = [{"prompt": "".join(draw.choices("abc", k=6)) + "=", "completion": draw.choice(["yes"])} for _ in range(300)]
     (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    data = Data(source=str(tmp_path / "pairs.jsonl"), column="prompt", target_column="completion", validation_fraction=0.1)
+    data = DataConfig(
+        source=str(tmp_path / "pairs.jsonl"), column="prompt", target_column="completion", validation_fraction=0.1
+    )
     config = _config(tmp_path, "completion", data)
     run_well("train", config, "--run", "pairs", "--train.steps", "40")
     # Prompts are random letters, which nobody can predict: only without them the loss comes near zero.
@@ -147,10 +149,10 @@ def test_bundles_are_exact_through_a_stop(tmp_path: Path) -> None:
     config = _config(
         tmp_path,
         "translation",
-        Data(source=str(tmp_path / "pairs.jsonl"), validation_fraction=0.1),
-        model=Model(flavour="original", layers=1, heads=2, width=16, context=48, dropout=0.1),
-        train=Train(steps=8, slots=3, slot_tokens=512, exact=True, log_every=2),
-        checkpoint=Checkpoint(every=3),
+        DataConfig(source=str(tmp_path / "pairs.jsonl"), validation_fraction=0.1),
+        model=ModelConfig(architecture="original", layers=1, heads=2, hidden_size=16, context=48, dropout=0.1),
+        train=TrainConfig(steps=8, slots=3, slot_tokens=512, exact=True, log_every=2),
+        checkpoint=CheckpointConfig(every=3),
     )
     run_well("train", config, "--run", "whole")
     run_well("train", config, "--run", "parts", "--train.steps", "5")

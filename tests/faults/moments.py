@@ -24,7 +24,7 @@ from typing import Any, Literal
 
 import psutil
 
-from raystride.pipelines.config import Checkpoint, Scaling, Train, Validation
+from raystride.pipelines.config import CheckpointConfig, ScalingConfig, TrainConfig, ValidationConfig
 from raystride.pipelines.worker.job import Job, WorkerInfo
 from tests.faults.schedules import CONTEXT, exact_job
 from tests.receipts import accept
@@ -55,10 +55,10 @@ class Blow:
 def short_job(text: Path, storage: Path, run: str, **changes: Any) -> Job:
     """An exact job of 20 steps with a checkpoint each 4, dropout, clipping, and buckets enough to be hit between them."""
     settings: dict[str, Any] = {
-        "train": Train(steps=20, slots=7, slot_size=2, log_every=4, exact=True, clip_norm=0.5),
-        "validation": Validation(every=10, samples=15),
-        "checkpoint": Checkpoint(every=4, keep=2),
-        "scaling": Scaling(bucket_mib=0.01),
+        "train": TrainConfig(steps=20, slots=7, slot_size=2, log_every=4, exact=True, clip_norm=0.5),
+        "validation": ValidationConfig(every=10, samples=15),
+        "checkpoint": CheckpointConfig(every=4, keep=2),
+        "scaling": ScalingConfig(bucket_mib=0.01),
     }
     return exact_job(text, storage, run, **settings | changes)
 
@@ -107,10 +107,10 @@ def finish(job: Job, world: int, scratch: Path, attempt: str = "after") -> dict[
 
 def _worker(job: Job, rank: int, world: int, steps: Any, place: Path, blow: Blow | None) -> None:
     """A worker process, which counts its steps where the loop asks whether to stop."""
-    from raystride.pipelines.worker.group import meet_in
-    from raystride.pipelines.worker.worker import run_worker
+    from raystride.pipelines.distributed.process_group import set_rendezvous_file
+    from raystride.pipelines.worker.run import run_worker
 
-    meet_in(str(place / "meeting" / "store"))
+    set_rendezvous_file(str(place / "meeting" / "store"))
     struck = blow if blow and blow.victim == rank else None
     strike = _lie_in_wait(struck, job, lambda: int(steps[rank])) if struck else None
 
@@ -186,10 +186,10 @@ def _in_a_block(*, backward: bool, strike: Callable[..., None]) -> None:
 def _after_a_bucket_left(strike: Callable[[], None]) -> None:
     from raystride.pipelines.strategies.exact import ExactBuckets
 
-    send = ExactBuckets._send
+    send = ExactBuckets._reduce_bucket
 
     def send_and_be_hit(buckets: ExactBuckets, number: int) -> None:
         send(buckets, number)
         strike()
 
-    ExactBuckets._send = send_and_be_hit  # type: ignore[method-assign, assignment]
+    ExactBuckets._reduce_bucket = send_and_be_hit  # type: ignore[method-assign, assignment]

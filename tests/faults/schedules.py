@@ -19,7 +19,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from raystride.pipelines.config import Checkpoint, Config, Model, Optimizer, Scaling, Train, Validation
+from raystride.pipelines.config import (
+    CheckpointConfig,
+    Config,
+    ModelConfig,
+    OptimizerConfig,
+    ScalingConfig,
+    TrainConfig,
+    ValidationConfig,
+)
 from raystride.pipelines.worker.job import Job, WorkerInfo
 from tests.distributed import CONTEXT
 from tests.processes import make_job
@@ -40,7 +48,7 @@ class Attempt:
     victim: int = 0
     delay_s: float = 0.0
     """Moves the blow into some part of a step."""
-    scaling: Scaling | None = None
+    scaling: ScalingConfig | None = None
     """How the model is spread over the workers; None: as the job says."""
     job: Job | None = None
     """The run with other settings, and other data; None: as it was begun."""
@@ -72,11 +80,11 @@ def exact_config(text: Path, **changes: Any) -> Config:
     """Tiny settings with all that could change bits: dropout, clipping, empty slots at the end, several epochs."""
     base = tiny(
         text,
-        model=Model(layers=2, heads=2, width=16, context=16, dropout=0.2),
-        optimizer=Optimizer(learning_rate=1e-2, warmup_steps=2),
-        train=Train(steps=0, epochs=2.3, slots=7, slot_size=2, log_every=4, exact=True, clip_norm=0.5),
-        validation=Validation(every=10, samples=15),
-        checkpoint=Checkpoint(every=4, keep=2),
+        model=ModelConfig(layers=2, heads=2, hidden_size=16, context=16, dropout=0.2),
+        optimizer=OptimizerConfig(learning_rate=1e-2, warmup_steps=2),
+        train=TrainConfig(steps=0, epochs=2.3, slots=7, slot_size=2, log_every=4, exact=True, clip_norm=0.5),
+        validation=ValidationConfig(every=10, samples=15),
+        checkpoint=CheckpointConfig(every=4, keep=2),
     )
     return replace(base, **changes)
 
@@ -130,10 +138,10 @@ def _attempt(job: Job, attempt: Attempt, scratch: Path) -> dict[str, Any] | None
 
 def _worker(job: Job, rank: int, world: int, steps: Any, stop: Any, place: Path) -> None:
     """A worker process; counts its steps where the loop asks whether to stop."""
-    from raystride.pipelines.worker.group import meet_in
-    from raystride.pipelines.worker.worker import run_worker
+    from raystride.pipelines.distributed.process_group import set_rendezvous_file
+    from raystride.pipelines.worker.run import run_worker
 
-    meet_in(str(place / "meeting" / "store"))
+    set_rendezvous_file(str(place / "meeting" / "store"))
 
     def stopping() -> bool:
         if rank == 0:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from raystride.pipelines.config import Launch
+from raystride.pipelines.config import LaunchConfig
 from raystride.pipelines.record.audit import audit
 from tests.clock import no_clock, wrong_clock
 from tests.faults.moments import Blow, Group, finish, short_job
@@ -30,7 +30,7 @@ def test_a_clock_that_was_set_back_changes_nothing(tmp_path: Path, yesterday: di
     calm = finish(short_job(text, tmp_path, "calm"), 1, tmp_path)
     job = short_job(text, storage, "back")
     Group(job, 2, tmp_path, Blow("hint", 8, 0)).codes()
-    config = replace(job.config, launch=Launch(mode="inline"), storage=str(storage))
+    config = replace(job.config, launch=LaunchConfig(mode="inline"), storage=str(storage))
     run_well("train", config, "--run", "back", env=yesterday)
     after = summary(config, "back")
     (attempt,) = (run_folder(config, "back") / "attempts").names()

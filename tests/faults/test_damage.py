@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from raystride.pipelines.config import Checkpoint
-from raystride.pipelines.files import Folder
+from raystride.pipelines.config import CheckpointConfig
 from raystride.pipelines.record.audit import audit
+from raystride.pipelines.storage.folder import Folder
 from raystride.pipelines.worker.job import Job
 from tests.faults.moments import Blow, Group, finish, short_job
 from tests.tiny import write_text
@@ -71,7 +71,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def killed(folder: Path) -> Job:
     """A run on two workers that was killed when it had the checkpoints of steps 4, 8, 10 and 12."""
-    job = replace(short_job(folder / "text.txt", folder, "killed", checkpoint=Checkpoint(every=4, keep=9)), attempt="a1")
+    job = replace(
+        short_job(folder / "text.txt", folder, "killed", checkpoint=CheckpointConfig(every=4, keep=9)), attempt="a1"
+    )
     Group(job, 2, folder, Blow("hint", 12, 0)).codes()
     assert _steps(job.folder) == [4, 8, 10, 12]
     return job
@@ -87,7 +89,7 @@ def _copy(job: Job, run: str, keep: int = 2) -> tuple[Job, Path]:
     assert job.folder.local
     place = job.folder.local.with_name(run)
     shutil.copytree(job.folder.local, place)
-    config = replace(job.config, checkpoint=Checkpoint(every=4, keep=keep))
+    config = replace(job.config, checkpoint=CheckpointConfig(every=4, keep=keep))
     return replace(job, run=run, folder=Folder(str(place)), config=config), place / "checkpoints"
 
 
@@ -122,7 +124,7 @@ def test_damaged_ones_do_not_push_whole_ones_out(
     job, checkpoints = _copy(killed, f"pushed-by{damage.__name__}", keep=1)
     for step in (10, 12):
         damage(checkpoints / f"step-{step:08d}")
-    each = replace(job, attempt="each", config=replace(job.config, checkpoint=Checkpoint(every=1, keep=1)))
+    each = replace(job, attempt="each", config=replace(job.config, checkpoint=CheckpointConfig(every=1, keep=1)))
     Group(each, 2, folder, Blow("data", 10, 0)).codes()  # it went on from step 8, saved step 9, and no more
     after = finish(job, 1, folder)
     assert after["resumed_from"] == 9

@@ -13,7 +13,7 @@ from typing import Any
 import psutil
 import pytest
 
-from raystride.pipelines.config import Config, Launch
+from raystride.pipelines.config import Config, LaunchConfig
 from raystride.pipelines.record.audit import audit
 from tests.faults.moments import Blow, Group, short_job
 from tests.ray_jobs.jobs import Outcome, finish_job, run_folder, run_job, run_well, start_job, summary, wait_for_checkpoint
@@ -29,7 +29,7 @@ def calm(tmp_path_factory: pytest.TempPathFactory, undisturbed: dict[str, Any]) 
     """Settings, inline, and the summary of a run on one worker that nothing disturbs."""
     folder = tmp_path_factory.mktemp("disk")
     job = short_job(write_text(folder, 6_000), folder, "calm")
-    return replace(job.config, launch=Launch(mode="inline")), undisturbed
+    return replace(job.config, launch=LaunchConfig(mode="inline")), undisturbed
 
 
 @pytest.fixture

@@ -7,10 +7,10 @@ from typing import Any
 import psutil
 import pytest
 
-from raystride.pipelines.config import Checkpoint, Config, Launch, Record, Train, Validation
-from raystride.pipelines.launch.owner import Owner, read_owner
+from raystride.pipelines.config import CheckpointConfig, Config, LaunchConfig, RecordConfig, TrainConfig, ValidationConfig
 from raystride.pipelines.record import read_entries
 from raystride.pipelines.record.audit import audit
+from raystride.pipelines.run_store.lease import Owner, read_owner
 from tests.children import find_children, stop
 from tests.faults.moments import finish, short_job
 from tests.pipelines.record.conftest import history, only_run
@@ -25,10 +25,10 @@ STEPS = 300
 def calm(tmp_path_factory: pytest.TempPathFactory) -> tuple[Config, dict[str, Any]]:
     """Settings of a run of a few seconds, inline, and its summary where nothing disturbs it."""
     folder = tmp_path_factory.mktemp("drivers")
-    train = Train(steps=STEPS, slots=7, slot_size=2, log_every=20, exact=True, clip_norm=0.5)
-    checkpoint, validation = Checkpoint(every=20, keep=2), Validation(every=0, samples=15)
+    train = TrainConfig(steps=STEPS, slots=7, slot_size=2, log_every=20, exact=True, clip_norm=0.5)
+    checkpoint, validation = CheckpointConfig(every=20, keep=2), ValidationConfig(every=0, samples=15)
     job = short_job(write_text(folder, 6_000), folder, "calm", train=train, checkpoint=checkpoint, validation=validation)
-    config = replace(job.config, launch=Launch(mode="inline"), storage=str(folder / "runs"))
+    config = replace(job.config, launch=LaunchConfig(mode="inline"), storage=str(folder / "runs"))
     return config, finish(job, 1, folder)
 
 
@@ -99,7 +99,7 @@ def _mlflow_of(driver: Process) -> psutil.Process:
 
 @pytest.mark.long
 def test_a_killed_driver_takes_its_mlflow_process_along(calm: tuple[Config, dict[str, Any]]) -> None:
-    config = replace(calm[0], record=Record(mlflow=True), train=replace(calm[0].train, steps=100_000))
+    config = replace(calm[0], record=RecordConfig(mlflow=True), train=replace(calm[0].train, steps=100_000))
     driver = start_job("train", config, "--run", "alone")
     process = _mlflow_of(driver)
     driver.kill()
@@ -111,7 +111,7 @@ def test_a_killed_driver_takes_its_mlflow_process_along(calm: tuple[Config, dict
 @pytest.mark.long
 def test_a_killed_mlflow_process_costs_nothing(calm: tuple[Config, dict[str, Any]]) -> None:
     config, whole = calm
-    config = replace(config, record=Record(mlflow=True))
+    config = replace(config, record=RecordConfig(mlflow=True))
     driver = start_job("train", config, "--run", "unheard")
     _mlflow_of(driver).kill()
     outcome = finish_job(driver)

@@ -10,7 +10,16 @@ from typing import Any
 
 import pytest
 
-from raystride.pipelines.config import Checkpoint, Config, Launch, Model, Optimizer, Scaling, Train, Validation
+from raystride.pipelines.config import (
+    CheckpointConfig,
+    Config,
+    LaunchConfig,
+    ModelConfig,
+    OptimizerConfig,
+    ScalingConfig,
+    TrainConfig,
+    ValidationConfig,
+)
 from raystride.pipelines.record import read_entries
 from raystride.pipelines.record.audit import audit
 from raystride.pipelines.signals import INTERRUPTED
@@ -38,13 +47,13 @@ def config(tmp_path: Path, cluster: Any) -> Config:
     return tiny(
         write_text(tmp_path),
         storage=str(tmp_path / "runs"),
-        model=Model(layers=2, heads=2, width=16, context=16, dropout=0.1),
-        optimizer=Optimizer(learning_rate=1e-2, schedule="constant"),
-        train=Train(steps=10**6, slots=8, slot_size=1, log_every=1, exact=True),
-        validation=Validation(every=0, samples=16),
-        checkpoint=Checkpoint(every=20, keep=2),
-        scaling=Scaling(workers=2, least_workers=1, resize_every_s=1, threads=1),
-        launch=Launch(address=cluster.address, restarts=5),
+        model=ModelConfig(layers=2, heads=2, hidden_size=16, context=16, dropout=0.1),
+        optimizer=OptimizerConfig(learning_rate=1e-2, schedule="constant"),
+        train=TrainConfig(steps=10**6, slots=8, slot_size=1, log_every=1, exact=True),
+        validation=ValidationConfig(every=0, samples=16),
+        checkpoint=CheckpointConfig(every=20, keep=2),
+        scaling=ScalingConfig(workers=2, min_workers=1, resize_every_s=1, threads=1),
+        launch=LaunchConfig(address=cluster.address, max_restarts=5),
     )
 
 
@@ -89,7 +98,7 @@ def test_it_shrinks_and_grows_and_ends_with_the_same_bits(config: Config, cluste
     (_, shrunk), (_, grown) = _groups(config)[1:]
     assert shrunk[0] % 20 == 1, "the lost node took the steps since the newest checkpoint along"
     assert grown[0] == shrunk[-1] + 1 == ended["resumed_from"] + 1, "to grow costs no step"
-    whole = replace(config, scaling=Scaling(workers=1, threads=1), train=replace(config.train, steps=ended["steps"]))
+    whole = replace(config, scaling=ScalingConfig(workers=1, threads=1), train=replace(config.train, steps=ended["steps"]))
     alone = run_workers(make_job(whole, Path(config.storage), "whole"), 1)
     for key in ("parameters_sha256", "samples_seen", "tokens_seen"):
         assert ended[key] == alone[key]

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from raystride.pipelines.config import Checkpoint, Model, Scaling, Train
+from raystride.pipelines.config import CheckpointConfig, ModelConfig, ScalingConfig, TrainConfig
 from raystride.pipelines.record.audit import audit
 from tests.faults.schedules import Attempt, Outcome, draw_schedule, exact_config, exact_job, run_schedule
 from tests.ray_jobs.jobs import run_job, run_well, summary
@@ -32,15 +32,15 @@ def calm(folder: Path) -> Outcome:
 def test_the_last_step_has_empty_slots(calm: Outcome, folder: Path) -> None:
     """So the tests below have them, too."""
     train = exact_config(folder / "text.txt").train
-    assert 0 < calm.summary["samples_seen"] % train.batch <= train.batch - 2 * train.slot_size
+    assert 0 < calm.summary["samples_seen"] % train.samples_per_step <= train.samples_per_step - 2 * train.slot_size
 
 
 @pytest.mark.long
 @pytest.mark.parametrize(("flavour", "bucket_mib"), [pytest.param("gpt2", 25.0, marks=pytest.mark.long), ("llama", 0.01)])
 def test_any_number_of_workers_ends_with_the_same_bits(folder: Path, flavour: str, bucket_mib: float) -> None:
-    shape = Model(flavour=flavour, layers=2, heads=2, width=16, context=16, dropout=0.2)  # type: ignore[arg-type]
-    config = exact_config(folder / "text.txt", model=shape, checkpoint=Checkpoint(every=0))
-    changes = {"model": shape, "checkpoint": Checkpoint(every=0)}
+    shape = ModelConfig(architecture=flavour, layers=2, heads=2, hidden_size=16, context=16, dropout=0.2)  # type: ignore[arg-type]
+    config = exact_config(folder / "text.txt", model=shape, checkpoint=CheckpointConfig(every=0))
+    changes = {"model": shape, "checkpoint": CheckpointConfig(every=0)}
     changes["scaling"] = replace(config.scaling, bucket_mib=bucket_mib)
     name = f"{flavour}-{bucket_mib}"
     found = [
@@ -54,8 +54,8 @@ def test_any_number_of_workers_ends_with_the_same_bits(folder: Path, flavour: st
 def test_without_it_bits_depend_on_the_workers(folder: Path) -> None:
     """So the test above could fail."""
     changes = {
-        "model": Model(layers=2, heads=2, width=16, context=16),
-        "train": Train(steps=20, slots=7, slot_size=2, micro_batch_slots=1),
+        "model": ModelConfig(layers=2, heads=2, hidden_size=16, context=16),
+        "train": TrainConfig(steps=20, slots=7, slot_size=2, micro_batch_slots=1),
     }
     hashes = {
         run_schedule(exact_job(folder / "text.txt", folder, f"plain-{world}", **changes), [Attempt(world)], folder).summary[
@@ -106,7 +106,7 @@ def test_a_run_under_ray_goes_on_alone_and_refuses_what_would_change_its_bits(fo
     config = exact_config(folder / "text.txt", storage=str(folder / "runs"))
     steps = calm.summary["steps"]
     half = ("--train.steps", str(steps // 2), "--train.epochs", "0", "--optimizer.decay_steps", str(steps))
-    run_well("train", replace(config, scaling=Scaling(workers=2)), *half, "--run", "ray")
+    run_well("train", replace(config, scaling=ScalingConfig(workers=2)), *half, "--run", "ray")
     refused = run_job("train", config, "--launch", "inline", "--run", "ray", "--scaling.threads", "2")
     assert refused.code == 2
     assert "threads a worker: 1 before, 2 now" in refused.err

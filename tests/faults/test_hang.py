@@ -11,12 +11,20 @@ from pathlib import Path
 import psutil
 import pytest
 
-from raystride.pipelines.config import Checkpoint, Config, Launch, Optimizer, Scaling, Train, Validation
-from raystride.pipelines.files import Folder
-from raystride.pipelines.hang.detector import FIRST_S, WARM_LOOKS, Hang, HangDetector
+from raystride.pipelines.config import (
+    CheckpointConfig,
+    Config,
+    LaunchConfig,
+    OptimizerConfig,
+    ScalingConfig,
+    TrainConfig,
+    ValidationConfig,
+)
+from raystride.pipelines.hang.detector import FIRST_STEPS_S, WARMUP_CHECKS, Hang, HangDetector
 from raystride.pipelines.hang.heartbeat import Heartbeat
 from raystride.pipelines.record import read_entries
 from raystride.pipelines.record.audit import audit
+from raystride.pipelines.storage.folder import Folder
 from tests.children import find_children, stop
 from tests.distributed import CONTEXT
 from tests.faults.moments import finish, short_job
@@ -27,7 +35,7 @@ pytestmark = pytest.mark.timeout(900)
 ENOUGH = 100_000
 """Steps that no test comes to, however fast the machine."""
 HANG_S = 10
-LOOK_S = 0.5
+POLL_S = 0.5
 """How often the driver looks at its workers; it has to see steps end at some of these looks before it judges them."""
 
 
@@ -47,10 +55,10 @@ def _stop_one(config: Config, driver: Process, starts: int) -> psutil.Process:
     folder = run_folder(config, "stopped")
     wait_for(lambda: len(_starts(folder)) == starts, driver)
     wait_for(lambda: folder.exists("checkpoints/last"), driver)
-    for _ in range(2 * WARM_LOOKS):
+    for _ in range(2 * WARMUP_CHECKS):
         before = folder.read("checkpoints/last")
         wait_for(lambda before=before: folder.read("checkpoints/last") != before, driver)  # type: ignore[misc]
-        time.sleep(LOOK_S)
+        time.sleep(POLL_S)
     victim = max(_workers(driver), key=lambda process: process.create_time())
     stop(victim.pid)
     return victim
@@ -62,13 +70,13 @@ def test_a_stopped_worker_is_found_out_with_one_restart_and_without(tmp_path: Pa
         write_text(tmp_path, 6_000),
         tmp_path,
         "calm",
-        train=Train(steps=ENOUGH, slots=6, slot_size=2, log_every=20, exact=True, clip_norm=0.5),
-        optimizer=Optimizer(learning_rate=1e-2, warmup_steps=2, schedule="constant"),
-        checkpoint=Checkpoint(every=20, keep=2),
-        validation=Validation(every=0, samples=15),
-        scaling=Scaling(workers=2, threads=1),
+        train=TrainConfig(steps=ENOUGH, slots=6, slot_size=2, log_every=20, exact=True, clip_norm=0.5),
+        optimizer=OptimizerConfig(learning_rate=1e-2, warmup_steps=2, schedule="constant"),
+        checkpoint=CheckpointConfig(every=20, keep=2),
+        validation=ValidationConfig(every=0, samples=15),
+        scaling=ScalingConfig(workers=2, threads=1),
     )
-    config = replace(job.config, storage=str(tmp_path / "runs"), launch=Launch(restarts=1, hang_s=HANG_S))
+    config = replace(job.config, storage=str(tmp_path / "runs"), launch=LaunchConfig(max_restarts=1, hang_s=HANG_S))
     driver = start_job("train", config, "--run", "stopped")
     first = _stop_one(config, driver, 1)
     second = _stop_one(config, driver, 2)  # which there is by itself
@@ -79,7 +87,7 @@ def test_a_stopped_worker_is_found_out_with_one_restart_and_without(tmp_path: Pa
     assert rank, outcome.err
     assert "has not been heard of" in outcome.err
     assert re.search(r"^    raystride/(model|pipelines)/\S+\.py:\d+ in ", outcome.err, re.MULTILINE), "where it stood"
-    assert "--launch.restarts" in outcome.err
+    assert "--launch.max_restarts" in outcome.err
     assert re.match(r"training on 2 worker\(s\) from step [1-9]", _starts(folder)[1]), "from the newest checkpoint"
     profiles = folder / "profiles"
     for name, victim in zip(profiles.names(), (first, second), strict=True):
@@ -106,9 +114,9 @@ def test_an_inline_training_that_hangs_is_left(tmp_path: Path) -> None:
         write_text(tmp_path),
         storage=str(tmp_path / "runs"),
         run="alone",
-        train=Train(steps=ENOUGH, slots=2, slot_size=1, log_every=1),
-        validation=Validation(every=0, samples=2),
-        launch=Launch(mode="inline", hang_s=5),
+        train=TrainConfig(steps=ENOUGH, slots=2, slot_size=1, log_every=1),
+        validation=ValidationConfig(every=0, samples=2),
+        launch=LaunchConfig(mode="inline", hang_s=5),
     )
     process = CONTEXT.Process(target=_train_and_hang, args=(config, tmp_path / "screen"))
     process.start()
@@ -129,24 +137,24 @@ def _train_and_hang(config: Config, screen: Path) -> None:
     import torch
 
     from raystride.pipelines.config.parse import Parsed
-    from raystride.pipelines.launch import driver
-    from raystride.pipelines.launch.driver import run_training
+    from raystride.pipelines.launch import inline
+    from raystride.pipelines.launch.train_job import run_training
 
-    driver.LEAVE_S = 0.5
+    inline.LEAVE_S = 0.5
     for_ever, warm = threading.Event(), threading.Event()
-    look = HangDetector.look
+    check = HangDetector.check
 
-    def look_and_tell(detector: HangDetector, heartbeats: Mapping[int, Heartbeat], now: float) -> Hang | None:
-        if detector.limit_s < FIRST_S:
+    def check_and_tell(detector: HangDetector, heartbeats: Mapping[int, Heartbeat], now: float) -> Hang | None:
+        if detector.limit_s < FIRST_STEPS_S:
             warm.set()
-        return look(detector, heartbeats, now)
+        return check(detector, heartbeats, now)
 
     def hang(module: torch.nn.Module, inputs: object) -> None:
         if type(module).__name__ == "Decoder" and warm.is_set():
             threading.Thread(target=for_ever.wait).start()
             for_ever.wait()
 
-    HangDetector.look = look_and_tell  # type: ignore[method-assign]
+    HangDetector.check = check_and_tell  # type: ignore[method-assign]
     torch.nn.modules.module.register_module_forward_pre_hook(hang)
     sys.stderr = screen.open("w", buffering=1)
     sys.exit(run_training(Parsed(config, preset="tiny")))

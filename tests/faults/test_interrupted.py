@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from raystride.pipelines.config import Checkpoint, Config, Record, Train, Validation
+from raystride.pipelines.config import CheckpointConfig, Config, RecordConfig, TrainConfig, ValidationConfig
 from tests.ray_jobs.jobs import Process, finish_job, run_folder, start_job, summary, wait_for, wait_for_checkpoint
 from tests.tiny import tiny, write_text
 
@@ -39,10 +39,10 @@ def config(tmp_path: Path) -> Config:
     return tiny(
         write_text(tmp_path),
         storage=str(tmp_path / "runs"),
-        train=Train(steps=100_000, slots=2, slot_size=2, log_every=50),
-        validation=Validation(every=0, samples=4),
-        checkpoint=Checkpoint(every=50),
-        record=Record(mlflow=False),
+        train=TrainConfig(steps=100_000, slots=2, slot_size=2, log_every=50),
+        validation=ValidationConfig(every=0, samples=4),
+        checkpoint=CheckpointConfig(every=50),
+        record=RecordConfig(mlflow=False),
     )
 
 

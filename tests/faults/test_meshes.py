@@ -5,20 +5,20 @@ from typing import Any
 
 import pytest
 
-from raystride.pipelines.config import Checkpoint, Model, Optimizer, Scaling, Train
+from raystride.pipelines.config import CheckpointConfig, ModelConfig, OptimizerConfig, ScalingConfig, TrainConfig
 from raystride.pipelines.record.audit import audit
 from tests.faults.schedules import Attempt, exact_job, run_schedule
 from tests.tiny import write_text
 
-TENSOR, STAGES, TOKENS = Scaling(tensor=2), Scaling(pipeline=2), Scaling(context=2)
-BOTH, SHARDS = Scaling(pipeline=2, tensor=2), Scaling(tensor=2, strategy="fsdp")
+TENSOR, STAGES, TOKENS = ScalingConfig(tensor=2), ScalingConfig(pipeline=2), ScalingConfig(context=2)
+BOTH, SHARDS = ScalingConfig(pipeline=2, tensor=2), ScalingConfig(tensor=2, strategy="fsdp")
 DISTURBED = [
     Attempt(2, "kill one", after=9, victim=1, scaling=TENSOR),
     Attempt(4, "kill all", after=8, scaling=BOTH),
     Attempt(2, "stop", after=7, scaling=TOKENS),
     Attempt(4, "kill one", after=6, victim=2, scaling=SHARDS),
     Attempt(2, "kill one", after=8, victim=0, scaling=STAGES),
-    Attempt(1, scaling=Scaling()),
+    Attempt(1, scaling=ScalingConfig()),
 ]
 
 
@@ -32,12 +32,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def _settings(*, exact: bool) -> dict[str, Any]:
     return {
-        "model": Model(flavour="llama", layers=2, heads=2, width=16, context=16, dropout=0.2),
-        "optimizer": Optimizer(learning_rate=3e-3, warmup_steps=2, eps=1e-4),
-        "train": Train(
+        "model": ModelConfig(architecture="llama", layers=2, heads=2, hidden_size=16, context=16, dropout=0.2),
+        "optimizer": OptimizerConfig(learning_rate=3e-3, warmup_steps=2, eps=1e-4),
+        "train": TrainConfig(
             steps=0, epochs=2.3, slots=7, slot_size=2, log_every=4, micro_batch_slots=1, dropout_masks="place", exact=exact
         ),
-        "checkpoint": Checkpoint(every=4, keep=2),
+        "checkpoint": CheckpointConfig(every=4, keep=2),
     }
 
 

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from raystride.pipelines.config import Config, Data, SettingError, Train
+from raystride.pipelines.checkpoint.layout import MANIFEST
+from raystride.pipelines.config import Config, DataConfig, SettingError, TrainConfig
+from raystride.pipelines.console.screen import SilentScreen
 from raystride.pipelines.feed.mixture import Mixture
-from raystride.pipelines.files import Folder
-from raystride.pipelines.launch.driver import train
-from raystride.pipelines.launch.screen import Quiet
+from raystride.pipelines.launch.train_job import train
 from raystride.pipelines.record.audit import audit
-from raystride.pipelines.train.names import MANIFEST
+from raystride.pipelines.storage.folder import Folder
 from raystride.pipelines.worker.job import Job
 from tests.faults.moments import Blow, Group, finish, short_job
 from tests.faults.schedules import draw_schedule, run_schedule
@@ -30,10 +30,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def _data(folder: Path, weights: dict[str, float], **changes: Any) -> Data:
+def _data(folder: Path, weights: dict[str, float], **changes: Any) -> DataConfig:
     sources = {"text": folder / "text.txt", "sums": folder / "sums.txt", "code": folder / "code.txt"}
     entries = {name: {"source": str(sources[name]), "weight": weight} for name, weight in weights.items()}
-    return Data(sources=entries, kind="text", validation="tail", validation_fraction=0.1, **changes)
+    return DataConfig(sources=entries, kind="text", validation="tail", validation_fraction=0.1, **changes)
 
 
 def test_killed_and_resized_a_run_on_a_mixture_has_the_same_bits(folder: Path) -> None:
@@ -54,7 +54,7 @@ def test_killed_and_resized_a_run_on_a_mixture_has_the_same_bits(folder: Path) -
 
 
 def _run(config: Config, storage: Path) -> dict[str, Any]:
-    return dict(train(replace(config, run="changed", storage=str(storage)), Folder.at(str(storage)), Quiet()))
+    return dict(train(replace(config, run="changed", storage=str(storage)), Folder.from_uri(str(storage)), SilentScreen()))
 
 
 @pytest.mark.long
@@ -67,7 +67,7 @@ def test_weights_change_and_sources_come_and_go_on_resume(folder: Path, tmp_path
     then = replace(config, train=longer, data=_data(folder, {"sums": 0.5, "code": 0.5}))
     summary = _run(then, tmp_path)
     assert (summary["status"], summary["resumed_from"], summary["samples_seen"]) == ("finished", 6, 192)
-    checkpoints = Folder.at(str(tmp_path)) / "changed" / "checkpoints"
+    checkpoints = Folder.from_uri(str(tmp_path)) / "changed" / "checkpoints"
     found = audit(checkpoints)
     assert {name: count for name, (count, _) in found.by_source.items()} == {"text": 36, "sums": 12 + 72, "code": 72}
     before, after = (checkpoints.read_json(f"step-{step:08d}/{MANIFEST}") for step in (6, 24))
@@ -90,7 +90,7 @@ def test_drawn_kills_resizes_weights_and_sources_lose_and_repeat_no_sample(folde
     def job() -> Job:
         names = draw.sample(["text", "sums", "code"], draw.randint(1, 3))
         data = _data(folder, {name: draw.uniform(0.1, 1) for name in names})
-        train = Train(steps=steps, slots=7, slot_size=2, exact=True)
+        train = TrainConfig(steps=steps, slots=7, slot_size=2, exact=True)
         return short_job(folder / "text.txt", folder, f"drawn-{seed}", data=data, train=train)
 
     schedule = [replace(attempt, job=job()) for attempt in draw_schedule(seed, steps)]

@@ -7,7 +7,15 @@ from pathlib import Path
 import psutil
 import pytest
 
-from raystride.pipelines.config import Checkpoint, Config, Launch, Model, Scaling, Train, Validation
+from raystride.pipelines.config import (
+    CheckpointConfig,
+    Config,
+    LaunchConfig,
+    ModelConfig,
+    ScalingConfig,
+    TrainConfig,
+    ValidationConfig,
+)
 from tests.children import find_children
 from tests.processes import make_job, run_workers
 from tests.ray_jobs.jobs import Outcome, Process, finish_job, start_job, summary, wait_for_checkpoint
@@ -23,11 +31,11 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Config:
     return tiny(
         write_text(path),
         storage=str(path / "runs"),
-        model=Model(layers=2, heads=2, width=16, context=16, dropout=0.1),
-        train=Train(steps=800, slots=4, slot_size=2, log_every=20),
-        validation=Validation(every=0, samples=16),
-        checkpoint=Checkpoint(every=40, keep=2),
-        scaling=Scaling(workers=2, threads=1),
+        model=ModelConfig(layers=2, heads=2, hidden_size=16, context=16, dropout=0.1),
+        train=TrainConfig(steps=800, slots=4, slot_size=2, log_every=20),
+        validation=ValidationConfig(every=0, samples=16),
+        checkpoint=CheckpointConfig(every=40, keep=2),
+        scaling=ScalingConfig(workers=2, threads=1),
     )
 
 
@@ -62,13 +70,13 @@ def test_a_killed_worker_ends_the_run_with_one_screen(config: Config) -> None:
     screen = _one_screen(finish_job(driver))
     assert re.match(r"training failed: rank [01], step \d+\n", screen)
     assert "died" in screen
-    assert "--launch.restarts" in screen
+    assert "--launch.max_restarts" in screen
     assert summary(config, "killed")["status"] == "failed"
 
 
 @pytest.mark.long
 def test_with_restarts_a_killed_worker_changes_nothing(config: Config) -> None:
-    mending = replace(config, launch=Launch(restarts=2))
+    mending = replace(config, launch=LaunchConfig(max_restarts=2))
     driver = _start(mending, "mended")
     _workers(driver)[0].kill()
     outcome = finish_job(driver)

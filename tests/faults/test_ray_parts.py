@@ -8,7 +8,7 @@ from typing import Any
 import psutil
 import pytest
 
-from raystride.pipelines.config import Checkpoint, Config, Scaling, Train, Validation
+from raystride.pipelines.config import CheckpointConfig, Config, ScalingConfig, TrainConfig, ValidationConfig
 from raystride.pipelines.record import read_entries
 from raystride.pipelines.record.audit import audit
 from tests.children import find_children
@@ -28,11 +28,11 @@ def calm(tmp_path_factory: pytest.TempPathFactory) -> tuple[Config, dict[str, An
         write_text(folder, 6_000),
         folder,
         "calm",
-        train=Train(steps=STEPS, slots=6, slot_size=2, log_every=20, exact=True, clip_norm=0.5),
-        checkpoint=Checkpoint(every=20, keep=2),
-        validation=Validation(every=0, samples=15),
+        train=TrainConfig(steps=STEPS, slots=6, slot_size=2, log_every=20, exact=True, clip_norm=0.5),
+        checkpoint=CheckpointConfig(every=20, keep=2),
+        validation=ValidationConfig(every=0, samples=15),
     )
-    config = replace(job.config, scaling=Scaling(workers=2, threads=1), storage=str(folder / "runs"))
+    config = replace(job.config, scaling=ScalingConfig(workers=2, threads=1), storage=str(folder / "runs"))
     return config, finish(replace(job, config=replace(job.config, scaling=config.scaling)), 1, folder)
 
 
@@ -76,7 +76,7 @@ def test_a_killed_controller_and_then_a_killed_driver(calm: tuple[Config, dict[s
     assert outcome.code == 1, outcome.out + outcome.err
     assert re.match(r"training failed: the driver, step \d+\n", outcome.err), outcome.err
     assert "Traceback" not in outcome.out + outcome.err
-    assert "--launch.restarts" in outcome.err
+    assert "--launch.max_restarts" in outcome.err
     driver = _start(config, "headless", STEPS // 2)
     actors = _parts(driver)
     assert len(actors) == 4

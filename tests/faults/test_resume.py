@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from raystride.pipelines.config import Checkpoint, Model, Train, Validation
+from raystride.pipelines.config import CheckpointConfig, ModelConfig, TrainConfig, ValidationConfig
 from raystride.pipelines.worker.job import Job
 from tests.processes import Workers, finish, make_job, run_workers, start_workers
 from tests.tiny import tiny, write_text
@@ -16,10 +16,10 @@ def _job(tmp_path: Path, run: str, dropout: float = 0.2) -> Job:
     text = tmp_path / "text.txt"
     config = tiny(
         text if text.exists() else write_text(tmp_path),
-        model=Model(layers=2, heads=2, width=16, context=16, dropout=dropout),
-        train=Train(steps=60, slots=6, slot_size=2, log_every=7),
-        validation=Validation(every=25, samples=16),
-        checkpoint=Checkpoint(every=10, keep=2),
+        model=ModelConfig(layers=2, heads=2, hidden_size=16, context=16, dropout=dropout),
+        train=TrainConfig(steps=60, slots=6, slot_size=2, log_every=7),
+        validation=ValidationConfig(every=25, samples=16),
+        checkpoint=CheckpointConfig(every=10, keep=2),
     )
     return make_job(config, tmp_path, run)
 

@@ -10,12 +10,13 @@ from typing import Any
 
 import pytest
 
-from raystride.pipelines.config import Checkpoint, Config, Launch, Train, Validation
+from raystride.pipelines.config import CheckpointConfig, Config, LaunchConfig, TrainConfig, ValidationConfig
 from tests.ray_jobs.jobs import ROOT, environment, finish_job, run_folder, start_job, summary, wait_for_checkpoint
 from tests.tiny import tiny, write_text
 from tests.waiting import wait_until
 
 pytestmark = pytest.mark.timeout(600)
+STEPS = 120
 UNSHOWN = "not shown on the screen"
 
 
@@ -25,10 +26,10 @@ def config(tmp_path: Path) -> Config:
     return tiny(
         write_text(tmp_path),
         storage=str(tmp_path / "runs"),
-        train=Train(steps=400, slots=1, slot_size=2, log_every=1),
-        validation=Validation(every=0, samples=2),
-        checkpoint=Checkpoint(every=20),
-        launch=Launch(mode="inline"),
+        train=TrainConfig(steps=STEPS, slots=1, slot_size=2, log_every=1),
+        validation=ValidationConfig(every=0, samples=2),
+        checkpoint=CheckpointConfig(every=20),
+        launch=LaunchConfig(mode="inline"),
     )
 
 
@@ -89,7 +90,7 @@ def test_a_screen_that_fails_ends_no_training(
     assert code == 0, said
     assert "Traceback" not in said
     assert "Exception ignored" not in said
-    assert (summary(config, "r")["status"], summary(config, "r")["steps"]) == ("finished", 400)
+    assert (summary(config, "r")["status"], summary(config, "r")["steps"]) == ("finished", STEPS)
     log = run_folder(config, "r").read("log.txt").decode()
     assert (UNSHOWN in log) == unshown
     assert ("results  " in log.partition(UNSHOWN)[2]) == unshown
@@ -134,7 +135,7 @@ def test_a_sighup_that_nohup_has_ignored_ends_nothing(config: Config) -> None:
     process.send_signal(signal.SIGHUP)
     _, said = process.communicate()
     assert process.returncode == 0, said
-    assert summary(config, "r")["steps"] == 400
+    assert summary(config, "r")["steps"] == STEPS
 
 
 @pytest.mark.long

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from raystride.pipelines.config import Config, Launch
+from raystride.pipelines.config import Config, LaunchConfig
 from raystride.pipelines.record.audit import audit
 from tests.faults.moments import Group, finish, short_job
 from tests.ray_jobs.jobs import finish_job, run_folder, run_job, run_well, start_job, summary, wait_for_checkpoint
@@ -27,7 +27,7 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def calm(text: Path, undisturbed: dict[str, Any]) -> tuple[Config, dict[str, Any]]:
     """Settings, inline, and the summary of a run on a local disk that nothing disturbs."""
     job = short_job(text, text.parent, "calm")
-    return replace(job.config, launch=Launch(mode="inline")), undisturbed
+    return replace(job.config, launch=LaunchConfig(mode="inline")), undisturbed
 
 
 @pytest.mark.long

@@ -1,4 +1,4 @@
-"""Writing translations: the best of all sequences, the cache, rows side by side, and ending together."""
+"""Beam search: the best of all sequences, the cache, batched rows, and finishing together."""
 
 import itertools
 from typing import Any
@@ -10,11 +10,15 @@ from hypothesis import strategies as st
 
 from raystride.model.beam import translate
 from raystride.model.translator import DecodingState, Translator
-from raystride.pipelines.config import Model
+from raystride.pipelines.config import ModelConfig
 from tests.some import some
 
 WORDS, START, END = 5, 0, 1
-FLAVOURS: list[dict[str, Any]] = [{"flavour": "original"}, {"flavour": "gpt2"}, {"flavour": "llama", "kv_heads": 1}]
+FLAVOURS: list[dict[str, Any]] = [
+    {"architecture": "original"},
+    {"architecture": "gpt2"},
+    {"architecture": "llama", "kv_heads": 1},
+]
 
 
 class _Counting(Translator):
@@ -29,7 +33,7 @@ class _Counting(Translator):
 
 def _model(seed: int, words: int = WORDS, **flavour: Any) -> _Counting:
     torch.manual_seed(seed)
-    shape = Model(layers=1, heads=2, width=8, context=8, **(flavour or FLAVOURS[0]))
+    shape = ModelConfig(layers=1, heads=2, hidden_size=8, context=8, **(flavour or FLAVOURS[0]))
     model = _Counting(shape, WORDS, words).double()
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, 0.0, 0.7)
@@ -43,10 +47,10 @@ def _sources(rows: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _log_probabilities(model: Translator, source: torch.Tensor, lengths: torch.Tensor, words: list[int]) -> torch.Tensor:
-    """Of every next word after `words`, without a cache: a forward for each candidate target."""
+    """Returns log-probabilities of every next word after `words`, without a cache."""
     inputs = torch.tensor([[START, *words]])
-    hidden = model._hidden(inputs, model.encode(source, lengths), lengths)[0, -1]
-    return (hidden @ model._targets().weight.t()).log_softmax(-1)
+    hidden = model._decode_hidden(inputs, model.encode(source, lengths), lengths)[0, -1]
+    return (hidden @ model._output_embedding().weight.t()).log_softmax(-1)
 
 
 def _divisor(words: list[int], penalty: float) -> float:

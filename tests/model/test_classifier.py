@@ -8,26 +8,26 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from raystride.model.classifier import Classifier
-from raystride.model.shape import classifier_parameters
-from raystride.pipelines.config import Model, Train
+from raystride.model.shape import count_classifier_parameters
+from raystride.pipelines.config import ModelConfig, TrainConfig
 from raystride.pipelines.strategies.recompute import recompute
 from tests.some import some
 
-SIZES: dict[str, Any] = {"layers": 2, "heads": 4, "width": 32, "context": 16}
+SIZES: dict[str, Any] = {"layers": 2, "heads": 4, "hidden_size": 32, "context": 16}
 SHAPES = [
-    Model(**SIZES, pooling="mean"),
-    Model(**SIZES, bias=True, norm="post", pooling="first"),
-    Model(**SIZES, flavour="llama", kv_heads=2, head_size=6, qkv_bias=True, qk_norm=True, pooling="attention"),
-    Model(**SIZES, flavour="llama", norm="post", pooling="mean"),
-    Model(**SIZES, flavour="original", pooling="attention"),
-    Model(**SIZES, flavour="original", norm="pre", pooling="first"),
-    Model(**SIZES, pooling="windows", windows=(2, 5, 20), window_channels=7),
-    Model(**SIZES | {"layers": 0}, flavour="llama", norm="post", pooling="windows"),
+    ModelConfig(**SIZES, pooling="mean"),
+    ModelConfig(**SIZES, bias=True, norm="post", pooling="first"),
+    ModelConfig(**SIZES, architecture="llama", kv_heads=2, head_size=6, qkv_bias=True, qk_norm=True, pooling="attention"),
+    ModelConfig(**SIZES, architecture="llama", norm="post", pooling="mean"),
+    ModelConfig(**SIZES, architecture="original", pooling="attention"),
+    ModelConfig(**SIZES, architecture="original", norm="pre", pooling="first"),
+    ModelConfig(**SIZES, pooling="windows", windows=(2, 5, 20), window_channels=7),
+    ModelConfig(**SIZES | {"layers": 0}, architecture="llama", norm="post", pooling="windows"),
 ]
 WORDS, CLASSES = 23, 3
 
 
-def _model(shape: Model, **changes: Any) -> Classifier:
+def _model(shape: ModelConfig, **changes: Any) -> Classifier:
     """One whose parameters are all large enough to matter."""
     torch.manual_seed(0)
     model = Classifier(shape, WORDS, CLASSES, **changes)
@@ -40,9 +40,9 @@ MODELS = [_model(shape).double() for shape in SHAPES]
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_parameters_are_counted_without_building(shape: Model) -> None:
+def test_parameters_are_counted_without_building(shape: ModelConfig) -> None:
     model = Classifier(shape, WORDS, CLASSES)
-    assert classifier_parameters(shape, WORDS, CLASSES) == sum(p.numel() for p in model.parameters())
+    assert count_classifier_parameters(shape, WORDS, CLASSES) == sum(p.numel() for p in model.parameters())
 
 
 @settings(max_examples=40, deadline=None)
@@ -74,8 +74,8 @@ def test_every_token_is_seen_unless_the_first_alone_would_do(model: Classifier) 
 
 
 def test_a_query_of_zeros_is_the_mean() -> None:
-    by_query = _model(Model(**SIZES, pooling="attention"))
-    by_mean = _model(Model(**SIZES, pooling="mean"))
+    by_query = _model(ModelConfig(**SIZES, pooling="attention"))
+    by_mean = _model(ModelConfig(**SIZES, pooling="mean"))
     assert by_query.query is not None
     by_query.load_state_dict(by_mean.state_dict() | {"query": torch.zeros_like(by_query.query)})
     ids, lengths = torch.randint(0, WORDS, (3, 9)), torch.tensor([9, 4, 1])
@@ -109,10 +109,10 @@ def test_a_weight_too_few_is_refused() -> None:
 
 
 @pytest.mark.parametrize("shape", [SHAPES[2], SHAPES[4]])
-def test_gradients_are_the_same_when_activations_are_computed_again(shape: Model) -> None:
+def test_gradients_are_the_same_when_activations_are_computed_again(shape: ModelConfig) -> None:
     found = []
     for way in ("none", "full"):
-        model = recompute(_model(shape).train(), Train(activation_checkpointing=way))  # type: ignore[arg-type]
+        model = recompute(_model(shape).train(), TrainConfig(activation_checkpointing=way))  # type: ignore[arg-type]
         loss_sum, _ = model(torch.arange(20).view(2, 10), torch.tensor([10, 7]), torch.tensor([0, 2]))
         loss_sum.backward()
         found.append([p.grad for p in model.parameters()])
@@ -120,7 +120,7 @@ def test_gradients_are_the_same_when_activations_are_computed_again(shape: Model
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_it_learns_which_of_two_words_a_text_has(shape: Model) -> None:
+def test_it_learns_which_of_two_words_a_text_has(shape: ModelConfig) -> None:
     torch.manual_seed(0)
     model = Classifier(shape, WORDS, 2)
     ids = torch.randint(2, WORDS, (24, 9))

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from torch.func import functional_call
 
 from raystride.model.convnet import ConvNet, Loss
-from raystride.model.shape import convnet_flops, convnet_parameters
-from raystride.pipelines.config import Train
+from raystride.model.shape import convnet_flops, count_convnet_parameters
+from raystride.pipelines.config import TrainConfig
 from raystride.pipelines.strategies.recompute import recompute
 from tests.some import some
 
@@ -86,7 +86,7 @@ def test_any_sizes_fit_together_and_are_counted_without_building(
 ) -> None:
     model = ConvNet(image, CLASSES, channels=channels, hidden=hidden)
     assert model.logits(torch.zeros(2, *image, dtype=torch.uint8)).shape == (2, CLASSES)
-    counted = convnet_parameters(image, CLASSES, channels=channels, hidden=hidden)
+    counted = count_convnet_parameters(image, CLASSES, channels=channels, hidden=hidden)
     assert counted == sum(p.numel() for p in model.parameters())
 
 
@@ -131,7 +131,7 @@ def test_variance_survives_depth() -> None:
 @pytest.mark.parametrize("way", ["none", "full"])
 def test_it_learns_where_a_bright_pixel_is(way: str) -> None:
     torch.manual_seed(0)
-    model = recompute(ConvNet((1, 8, 8), 2, channels=(4, 8), hidden=(16,)), Train(activation_checkpointing=way))  # type: ignore[arg-type]
+    model = recompute(ConvNet((1, 8, 8), 2, channels=(4, 8), hidden=(16,)), TrainConfig(activation_checkpointing=way))  # type: ignore[arg-type]
     images = torch.randint(0, 60, (32, 1, 8, 8), dtype=torch.uint8)
     targets = torch.arange(32) % 2
     images[torch.arange(32), 0, 3, targets * 5 + 1] = 255

@@ -7,19 +7,21 @@ from hypothesis import strategies as st
 
 from raystride.model.generate import choose_token, generate
 from raystride.model.transformer import Decoder
-from raystride.pipelines.config import Model
+from raystride.pipelines.config import ModelConfig
 from tests.some import some
 
 SHAPES = [
-    Model(layers=2, heads=2, width=16, context=12),
-    Model(flavour="llama", layers=2, heads=4, kv_heads=2, width=16, context=12),
-    Model(flavour="original", layers=2, heads=2, width=16, context=12),
-    Model(flavour="llama", layers=2, heads=2, width=16, context=12, window=3, unrotated_layers=(0,), rotary_share=0.5),
-    Model(
-        flavour="llama",
+    ModelConfig(layers=2, heads=2, hidden_size=16, context=12),
+    ModelConfig(architecture="llama", layers=2, heads=4, kv_heads=2, hidden_size=16, context=12),
+    ModelConfig(architecture="original", layers=2, heads=2, hidden_size=16, context=12),
+    ModelConfig(
+        architecture="llama", layers=2, heads=2, hidden_size=16, context=12, window=3, nope_layers=(0,), rotary_fraction=0.5
+    ),
+    ModelConfig(
+        architecture="llama",
         layers=2,
         heads=2,
-        width=16,
+        hidden_size=16,
         context=12,
         norm="sandwich",
         gate="gelu",
@@ -28,13 +30,13 @@ SHAPES = [
         window=4,
         window_layers=(0,),
         window_rope_theta=100.0,
-        query_scalar=5,
+        query_pre_attn_scalar=5,
         scaled_embedding=True,
     ),
 ]
 
 
-def _model(shape: Model) -> Decoder:
+def _model(shape: ModelConfig) -> Decoder:
     torch.manual_seed(1)
     model = Decoder(shape, 31)
     for parameter in model.parameters():
@@ -51,7 +53,7 @@ def _greedy_without_cache(model: Decoder, prompt: list[int], tokens: int) -> lis
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_the_cache_changes_nothing(shape: Model) -> None:
+def test_the_cache_changes_nothing(shape: ModelConfig) -> None:
     model = _model(shape)
     prompt = [3, 14, 15]
     cached = [ids[0] for ids in generate(model, [prompt], tokens=9, temperature=0)]
@@ -59,7 +61,7 @@ def test_the_cache_changes_nothing(shape: Model) -> None:
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_prompts_of_different_lengths_do_not_disturb_each_other(shape: Model) -> None:
+def test_prompts_of_different_lengths_do_not_disturb_each_other(shape: ModelConfig) -> None:
     model = _model(shape)
     prompts = [[3], [14, 15, 9, 2, 6], [5, 3]]
     together = list(generate(model, prompts, tokens=7, temperature=0))
@@ -68,7 +70,7 @@ def test_prompts_of_different_lengths_do_not_disturb_each_other(shape: Model) ->
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_text_may_be_longer_than_the_context(shape: Model) -> None:
+def test_text_may_be_longer_than_the_context(shape: ModelConfig) -> None:
     model = _model(shape)
     texts = list(generate(model, [[1], list(range(20))], tokens=50, temperature=1.0, seed=4))
     assert len(texts) == 50

@@ -1,4 +1,4 @@
-"""The linear layer by each kind of product equals PyTorch's own in values and gradients, compiled and checkpointed too."""
+"""The linear layer with each matmul backend equals PyTorch's own in values and gradients, compiled and checkpointed too."""
 
 import os
 import subprocess
@@ -12,10 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from raystride.model.linear import Linear, Products, Way, Ways, bf16_products, has_bf16, linear, product
+from raystride.model.linear import Linear, MatmulBackend, PassBackends, Products, bf16_products, has_bf16, linear, product
 
 EPS = torch.finfo(torch.float32).eps
-MIXED: Ways = ("onednn", "torch", "onednn")
+MIXED: PassBackends = ("onednn", "torch", "onednn")
 
 
 @given(
@@ -23,10 +23,10 @@ MIXED: Ways = ("onednn", "torch", "onednn")
     inputs=st.integers(1, 70),
     outputs=st.integers(1, 70),
     bias=st.booleans(),
-    ways=st.tuples(*[st.sampled_from(["torch", "onednn"])] * 3),
+    backends=st.tuples(*[st.sampled_from(["torch", "onednn"])] * 3),
 )
 def test_values_and_gradients_equal_the_reference(
-    rows: list[int], inputs: int, outputs: int, bias: bool, ways: Ways
+    rows: list[int], inputs: int, outputs: int, bias: bool, backends: PassBackends
 ) -> None:
     torch.manual_seed(0)
     x = torch.randn(*rows, inputs)
@@ -34,7 +34,7 @@ def test_values_and_gradients_equal_the_reference(
     grad = torch.randn(*rows, outputs)
 
     products = Products("auto")
-    products.use({(outputs, inputs): ways})
+    products.set_backends({(outputs, inputs): backends})
 
     def run(dtype: torch.dtype) -> list[torch.Tensor]:
         tensors = [t.to(dtype).requires_grad_() for t in (x, weight, offset) if t is not None]
@@ -69,29 +69,29 @@ def test_autocast_goes_to_pytorch() -> None:
 
 
 @pytest.mark.parametrize("choice", ["onednn", "torch"])
-def test_the_choice_is_the_users(choice: Way, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_choice_is_the_users(choice: MatmulBackend, monkeypatch: pytest.MonkeyPatch) -> None:
     for word in ("", "torch", "onednn"):
         monkeypatch.setenv("RAYSTRIDE_LINEAR", word)
         products = Products(choice)
-        assert (products.ways(7, 5), products.open) == ((choice,) * 3, False)
+        assert (products.backends(7, 5), products.is_automatic) == ((choice,) * 3, False)
 
 
 def test_auto_is_what_the_environment_says_and_else_open(monkeypatch: pytest.MonkeyPatch) -> None:
     for word in ("onednn", "torch"):
         monkeypatch.setenv("RAYSTRIDE_LINEAR", word)
-        assert (Products().ways(7, 5), Products().open) == ((word,) * 3, False)
+        assert (Products().backends(7, 5), Products().is_automatic) == ((word,) * 3, False)
     monkeypatch.delenv("RAYSTRIDE_LINEAR")
-    assert (Products().ways(7, 5), Products().open) == (("torch",) * 3, True)
+    assert (Products().backends(7, 5), Products().is_automatic) == (("torch",) * 3, True)
 
 
 def test_what_was_chosen_holds_for_its_shapes_and_bf16_where_it_is_asked_for() -> None:
     products = Products("torch")
-    products.use({(7, 5): ("bf16", "torch", "onednn")}, "onednn")
-    assert products.ways(7, 5) == ("onednn", "torch", "onednn")
-    assert products.ways(5, 7) == ("onednn",) * 3
+    products.set_backends({(7, 5): ("bf16", "torch", "onednn")}, "onednn")
+    assert products.backends(7, 5) == ("onednn", "torch", "onednn")
+    assert products.backends(5, 7) == ("onednn",) * 3
     with bf16_products():
-        assert products.ways(7, 5) == (("bf16" if has_bf16() else "onednn"), "torch", "onednn")
-        assert products.ways(5, 7) == (("bf16",) * 3 if has_bf16() else ("onednn",) * 3)
+        assert products.backends(7, 5) == (("bf16" if has_bf16() else "onednn"), "torch", "onednn")
+        assert products.backends(5, 7) == (("bf16",) * 3 if has_bf16() else ("onednn",) * 3)
 
 
 def test_bf16_products_round_the_factors_and_nothing_else() -> None:
@@ -116,14 +116,14 @@ def test_bf16_products_round_the_factors_and_nothing_else() -> None:
     assert torch.backends.mkldnn.matmul.fp32_precision == before  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize("way", ["torch", "onednn", "bf16"])
+@pytest.mark.parametrize("backend", ["torch", "onednn", "bf16"])
 @pytest.mark.parametrize("bias", [None, torch.randn(7)])
-def test_the_operation_is_what_its_registration_says(bias: torch.Tensor | None, way: Way) -> None:
+def test_the_operation_is_what_its_registration_says(bias: torch.Tensor | None, backend: MatmulBackend) -> None:
     for x, weight in ((torch.randn(5, 3), torch.randn(7, 3)), (torch.randn(3, 5).t(), torch.randn(3, 7).t())):
-        torch.library.opcheck(product, (x, weight, bias, way))
+        torch.library.opcheck(product, (x, weight, bias, backend))
 
 
-def _gradients(layer: Linear, x: torch.Tensor, way: str) -> list[torch.Tensor]:
+def _gradients(layer: Linear, x: torch.Tensor, backend: str) -> list[torch.Tensor]:
     """Value and gradients of the layer: as it is, compiled, or keeping only the product for the backward."""
     layer.zero_grad()
     x = x.clone().requires_grad_()
@@ -133,19 +133,19 @@ def _gradients(layer: Linear, x: torch.Tensor, way: str) -> list[torch.Tensor]:
         "compiled": torch.compile(layer, fullgraph=True),
         "selective": lambda x: checkpoint(layer, x, use_reentrant=False, context_fn=kept),
     }
-    y = calls[way](x).tanh()  # whose gradient needs what the layer returned
+    y = calls[backend](x).tanh()  # whose gradient needs what the layer returned
     y.sum().backward()
     return [y.detach(), x.grad, layer.weight.grad, layer.bias.grad]  # type: ignore[union-attr,list-item]
 
 
-@pytest.mark.parametrize("ways", [("torch", "torch", "torch"), ("onednn", "onednn", "onednn"), MIXED])
-def test_compiled_and_checkpointed_it_is_the_same(ways: Ways) -> None:
+@pytest.mark.parametrize("backends", [("torch", "torch", "torch"), ("onednn", "onednn", "onednn"), MIXED])
+def test_compiled_and_checkpointed_it_is_the_same(backends: PassBackends) -> None:
     torch.manual_seed(0)
     products = Products()
-    products.use({(7, 9): ways})
+    products.set_backends({(7, 9): backends})
     layer, x = Linear(9, 7, bias=True, products=products), torch.randn(4, 5, 9)
     torch.nn.init.normal_(layer.weight)
-    plain, *others = (_gradients(layer, x, way) for way in ("plain", "compiled", "selective"))
+    plain, *others = (_gradients(layer, x, backend) for backend in ("plain", "compiled", "selective"))
     for other in others:
         for found, expected in zip(other, plain, strict=True):
             # Sums of at most twenty products, in another order.
@@ -153,10 +153,10 @@ def test_compiled_and_checkpointed_it_is_the_same(ways: Ways) -> None:
 
 
 LESSER = {"ONEDNN_MAX_CPU_ISA": "AVX2", "ATEN_CPU_CAPABILITY": "avx2", "MKL_ENABLE_INSTRUCTIONS": "AVX2"}
-"""What makes any x86 processor look like one without AVX-512 and AMX; read when PyTorch is loaded."""
+"""Environment that hides AVX-512 and AMX of an x86 processor; read when PyTorch is loaded."""
 
 
 def test_a_lesser_processor_multiplies_in_fp32() -> None:
-    program = "from raystride.model.linear import bf16_products, has_bf16, in_bf16\nassert not has_bf16()\n"
-    program += "with bf16_products():\n    assert not in_bf16()\n"
+    program = "from raystride.model.linear import bf16_products, has_bf16, is_bf16_allowed\nassert not has_bf16()\n"
+    program += "with bf16_products():\n    assert not is_bf16_allowed()\n"
     subprocess.run([sys.executable, "-c", program], cwd=Path(__file__).parents[2], env=os.environ | LESSER, check=True)

@@ -9,26 +9,26 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from raystride.model.block import sinusoids
-from raystride.model.shape import translator_flops_per_token, translator_parameters
+from raystride.model.block import sinusoidal_positions
+from raystride.model.shape import count_translator_parameters, translator_flops_per_token
 from raystride.model.translator import Translator
-from raystride.pipelines.config import Model, Train
+from raystride.pipelines.config import ModelConfig, TrainConfig
 from raystride.pipelines.strategies.recompute import recompute
 from tests.some import some
 
-SIZES: dict[str, Any] = {"layers": 2, "heads": 4, "width": 32, "context": 16}
+SIZES: dict[str, Any] = {"layers": 2, "heads": 4, "hidden_size": 32, "context": 16}
 SHAPES = [
-    Model(**SIZES, flavour="original"),
-    Model(**SIZES, flavour="original", norm="pre", encoder_layers=1),
-    Model(**SIZES, flavour="gpt2", encoder_layers=3),
-    Model(**SIZES, flavour="llama", kv_heads=2, head_size=6, qkv_bias=True, qk_norm=True),
-    Model(**SIZES, flavour="llama", norm="post"),
-    Model(**SIZES, flavour="llama", head_size=6, qkv_bias=True, qk_norm=True),
+    ModelConfig(**SIZES, architecture="original"),
+    ModelConfig(**SIZES, architecture="original", norm="pre", encoder_layers=1),
+    ModelConfig(**SIZES, architecture="gpt2", encoder_layers=3),
+    ModelConfig(**SIZES, architecture="llama", kv_heads=2, head_size=6, qkv_bias=True, qk_norm=True),
+    ModelConfig(**SIZES, architecture="llama", norm="post"),
+    ModelConfig(**SIZES, architecture="llama", head_size=6, qkv_bias=True, qk_norm=True),
 ]
 SOURCES, TARGETS = 19, 23
 
 
-def _model(shape: Model, target_vocabulary: int | None = TARGETS, **changes: Any) -> Translator:
+def _model(shape: ModelConfig, target_vocabulary: int | None = TARGETS, **changes: Any) -> Translator:
     """One in fp64 whose parameters are all large enough to matter."""
     torch.manual_seed(0)
     model = Translator(shape, SOURCES, target_vocabulary, **changes).double()
@@ -50,15 +50,15 @@ def _batch(words: int = TARGETS) -> tuple[torch.Tensor, torch.Tensor, torch.Tens
 
 @pytest.mark.parametrize("target_vocabulary", [None, TARGETS])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_parameters_are_counted_without_building(shape: Model, target_vocabulary: int | None) -> None:
-    counted = translator_parameters(shape, SOURCES, target_vocabulary)
+def test_parameters_are_counted_without_building(shape: ModelConfig, target_vocabulary: int | None) -> None:
+    counted = count_translator_parameters(shape, SOURCES, target_vocabulary)
     assert counted == sum(p.numel() for p in Translator(shape, SOURCES, target_vocabulary).parameters())
 
 
 def test_the_papers_base_model_has_its_published_size() -> None:
     """65 million (table 3), with 37,000 shared words (section 5.1)."""
-    shape = Model(flavour="original", layers=6, heads=8, width=512)
-    assert round(translator_parameters(shape, 37000) / 1e6) in range(63, 66)
+    shape = ModelConfig(architecture="original", layers=6, heads=8, hidden_size=512)
+    assert round(count_translator_parameters(shape, 37000) / 1e6) in range(63, 66)
 
 
 def _peer(model: Translator, *, pre: bool) -> nn.Transformer:
@@ -107,7 +107,7 @@ def _renamed(ours: dict[str, Any]) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("target_vocabulary", [None, TARGETS])
 @pytest.mark.parametrize("shape", SHAPES[:2])
-def test_loss_and_gradients_are_those_of_pytorchs_transformer(shape: Model, target_vocabulary: int | None) -> None:
+def test_loss_and_gradients_are_those_of_pytorchs_transformer(shape: ModelConfig, target_vocabulary: int | None) -> None:
     model = _model(shape, target_vocabulary, label_smoothing=0.1).train()
     source, lengths, inputs, targets = _batch(target_vocabulary or SOURCES)
     peer = _peer(model, pre=shape.norm == "pre")
@@ -116,8 +116,8 @@ def test_loss_and_gradients_are_those_of_pytorchs_transformer(shape: Model, targ
         weights.append(model.target_embedding.weight.detach().clone().requires_grad_())
     padding = torch.arange(6) >= lengths[:, None]
     hidden = peer(
-        F.embedding(source, weights[0]) * 32**0.5 + sinusoids(torch.arange(6)[None], 32),
-        F.embedding(inputs, weights[-1]) * 32**0.5 + sinusoids(torch.arange(7)[None], 32),
+        F.embedding(source, weights[0]) * 32**0.5 + sinusoidal_positions(torch.arange(6)[None], 32),
+        F.embedding(inputs, weights[-1]) * 32**0.5 + sinusoidal_positions(torch.arange(7)[None], 32),
         tgt_mask=nn.Transformer.generate_square_subsequent_mask(7, dtype=torch.float64),
         src_key_padding_mask=padding,
         memory_key_padding_mask=padding,
@@ -181,10 +181,10 @@ def test_a_shared_vocabulary_is_one_matrix() -> None:
 
 
 @pytest.mark.parametrize("shape", [SHAPES[0], SHAPES[3]])
-def test_gradients_are_the_same_when_activations_are_computed_again(shape: Model) -> None:
+def test_gradients_are_the_same_when_activations_are_computed_again(shape: ModelConfig) -> None:
     found = []
     for way in ("none", "full"):
-        model = recompute(_model(shape, None).train(), Train(activation_checkpointing=way))  # type: ignore[arg-type]
+        model = recompute(_model(shape, None).train(), TrainConfig(activation_checkpointing=way))  # type: ignore[arg-type]
         model(*_batch(SOURCES))[0].backward()
         found.append([p.grad for p in model.parameters()])
     assert all(torch.equal(a, b) for a, b in some(zip(*found, strict=True)))  # type: ignore[arg-type]
@@ -193,7 +193,7 @@ def test_gradients_are_the_same_when_activations_are_computed_again(shape: Model
 def test_operations_are_counted_as_pytorch_counts_products() -> None:
     from torch.utils.flop_counter import FlopCounterMode
 
-    shape = Model(**(SIZES | {"linear": "torch"}), flavour="gpt2", encoder_layers=3)
+    shape = ModelConfig(**(SIZES | {"linear": "torch"}), architecture="gpt2", encoder_layers=3)
     model, ids = Translator(shape, SOURCES, TARGETS), torch.zeros(1, 16, dtype=torch.int64)
     counter = FlopCounterMode(display=False)
     with counter, torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):

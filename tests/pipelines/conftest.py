@@ -9,38 +9,40 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from raystride.pipelines.config import Config, Data, Tokenizer
-from raystride.pipelines.files import Folder
-from raystride.pipelines.prepare.one_source import Prepared
+from raystride.pipelines.config import Config, DataConfig, TokenizerConfig
+from raystride.pipelines.prepare.one_source import PreparedData
 from raystride.pipelines.prepare.prepare import prepare
+from raystride.pipelines.storage.folder import Folder
 from raystride.pipelines.tasks.language_model import LanguageModel
 from raystride.pipelines.tokenizers import load_tokenizer
 
-Prepare = Callable[..., Prepared]
+Prepare = Callable[..., PreparedData]
 
 
 def settings(source: object, *, tokenizer: str = "bytes", vocabulary_size: int = 4096, **data: Any) -> Config:
     """A configuration for the source; `data` are settings of that section."""
-    text = Tokenizer(kind=tokenizer, vocabulary_size=vocabulary_size)  # type: ignore[arg-type]
-    return replace(Config(), data=Data(source=str(source), **data), tokenizer=text)
+    text = TokenizerConfig(kind=tokenizer, vocabulary_size=vocabulary_size)  # type: ignore[arg-type]
+    return replace(Config(), data=DataConfig(source=str(source), **data), tokenizer=text)
 
 
-def prepared(config: Config, storage: Path | str, *, on_ray: bool = False, echo: Callable[[str], None] = print) -> Prepared:
+def prepared(
+    config: Config, storage: Path | str, *, on_ray: bool = False, log: Callable[[str], None] = print
+) -> PreparedData:
     """Prepares for a language model."""
-    return prepare(config, Folder.at(str(storage)), LanguageModel(config), on_ray=on_ray, echo=echo)
+    return prepare(config, Folder.from_uri(str(storage)), LanguageModel(config), on_ray=on_ray, log=log)
 
 
 @pytest.fixture
 def run(tmp_path: Path) -> Prepare:
     """Prepares a source in this process, under a storage of the test's own."""
 
-    def of(source: object, **changes: Any) -> Prepared:
+    def of(source: object, **changes: Any) -> PreparedData:
         return prepared(settings(source, **changes), tmp_path / "storage")
 
     return of
 
 
-def rows(result: Prepared, split: str) -> list[dict[str, Any]]:
+def rows(result: PreparedData, split: str) -> list[dict[str, Any]]:
     """Every row of a split's shards, checked against what the manifest says of them."""
     found: list[dict[str, Any]] = []
     assert result.folder.local
@@ -57,7 +59,7 @@ def rows(result: Prepared, split: str) -> list[dict[str, Any]]:
     return found
 
 
-def documents(result: Prepared, split: str) -> list[str]:
+def documents(result: PreparedData, split: str) -> list[str]:
     """The texts of a split's documents: ids up to each end token, decoded; what follows the last one counts as one."""
     encoder = load_tokenizer(result.folder / "tokenizer")
     texts: list[list[int]] = [[]]

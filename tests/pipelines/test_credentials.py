@@ -1,4 +1,4 @@
-"""Passwords, keys and tokens of addresses go from what is written and said, and come back from where they are given."""
+"""Passwords, keys and tokens of addresses are redacted in files and messages, and restored from the given ones."""
 
 import pickle
 import subprocess
@@ -11,11 +11,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from raystride.pipelines import credentials
-from raystride.pipelines.config import Config, Data, Model, Record, SettingError, Tokenizer
+from raystride.pipelines.config import Config, DataConfig, ModelConfig, RecordConfig, SettingError, TokenizerConfig
 from raystride.pipelines.config.parse import Parsed, from_yaml, to_yaml
-from raystride.pipelines.credentials import MissingSecret, conceal, hidden, masked, note, public, stripped, whole
-from raystride.pipelines.files import Folder, filesystem
-from raystride.pipelines.launch.place import locate
+from raystride.pipelines.credentials import (
+    MissingSecret,
+    public_uri,
+    redact,
+    redact_exception,
+    redact_uris,
+    remember_secrets,
+    restore_secrets,
+    strip_credentials,
+)
+from raystride.pipelines.run_store.location import locate_run
+from raystride.pipelines.storage.folder import Folder, resolve_filesystem
 from tests.errors import refused
 
 WITH_SECRETS = {
@@ -56,60 +65,60 @@ def _nothing_known(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(credentials, name, {})
     monkeypatch.setattr(credentials, "_values", set())
     monkeypatch.setenv("HOME", "/nonexistent")
-    for name in (*credentials.GIVEN_IN, *credentials.AWS_LOGIN, *credentials.MLFLOW_LOGIN):
+    for name in (*credentials.SECRET_SOURCES, *credentials.AWS_LOGIN, *credentials.MLFLOW_LOGIN):
         monkeypatch.delenv(name, raising=False)
 
 
 @pytest.mark.parametrize(("uri", "shown"), WITH_SECRETS.items())
 def test_what_is_secret_is_masked_and_comes_back(uri: str, shown: str) -> None:
-    assert masked(uri) == shown
-    assert masked(shown) == shown
-    assert "***" not in stripped(uri)
-    assert stripped(stripped(uri)) == stripped(uri) == stripped(shown)
+    assert redact_uris(uri) == shown
+    assert redact_uris(shown) == shown
+    assert "***" not in strip_credentials(uri)
+    assert strip_credentials(strip_credentials(uri)) == strip_credentials(uri) == strip_credentials(shown)
     with pytest.raises(MissingSecret) as raised:
-        whole(shown)
+        restore_secrets(shown)
     assert (raised.value.address, raised.value.variables[0]) == (shown, "RAYSTRIDE_URIS")
     assert shown in str(raised.value)
-    note(uri)
-    assert whole(shown) == uri
+    remember_secrets(uri)
+    assert restore_secrets(shown) == uri
 
 
 @pytest.mark.parametrize("uri", WITHOUT)
 def test_what_is_not_stays(uri: str) -> None:
-    assert masked(uri) == stripped(uri) == whole(uri) == hidden(uri) == uri
+    assert redact_uris(uri) == strip_credentials(uri) == restore_secrets(uri) == redact(uri) == uri
 
 
 @given(st.text(st.characters(codec="ascii", categories=("L", "N")), min_size=6), st.sampled_from("!$^*-_.~"))
 def test_no_password_stays(password: str, mark: str) -> None:
     password += mark + "Q7"
     for uri in (f"https://user:{password}@host/a", f"s3://bucket/x?secret_key={password}&region=eu"):
-        assert password not in masked(uri)
-        assert password not in masked(f"cannot reach '{uri}' (refused), see {uri} or --record.mlflow_uri={uri}")
+        assert password not in redact_uris(uri)
+        assert password not in redact_uris(f"cannot reach '{uri}' (refused), see {uri} or --record.mlflow_uri={uri}")
 
 
 def test_texts_keep_all_else() -> None:
     text = "GET 'https://u:pw@h/a?sig=x&b=1': 403; see https://docs/x?page=2, s3://b/c"
-    assert masked(text) == "GET 'https://***@h/a?sig=***&b=1': 403; see https://docs/x?page=2, s3://b/c"
+    assert redact_uris(text) == "GET 'https://***@h/a?sig=***&b=1': 403; see https://docs/x?page=2, s3://b/c"
 
 
 def test_a_link_has_no_user_either() -> None:
-    assert public("https://user:secret@host:5000/path") == "https://host:5000/path"
-    assert public("postgresql://user@host/db?password=x") == "postgresql://host/db"
-    assert public("sqlite:////tmp/a@b/mlflow.db") == "sqlite:////tmp/a@b/mlflow.db"
+    assert public_uri("https://user:secret@host:5000/path") == "https://host:5000/path"
+    assert public_uri("postgresql://user@host/db?password=x") == "postgresql://host/db"
+    assert public_uri("sqlite:////tmp/a@b/mlflow.db") == "sqlite:////tmp/a@b/mlflow.db"
 
 
 def _with_secrets() -> Config:
     return Config(
         storage="s3://AKIAIOSFODNN7EXAMPLE:wJalrXUtnFEMI@bucket/runs",
-        data=Data(
+        data=DataConfig(
             source="https://me:hunter22@data/a.txt?sig=5fQabc",
             validation="source",
             validation_source="https://me:hunter22@data/b.txt",
             test_source="s3://bucket/x?secret_key=wJalrXUtnFEMI",
         ),
-        tokenizer=Tokenizer(kind="file", file="https://token8c1f@hub/tokenizer.json"),
-        model=Model(init_from="s3://AKIAIOSFODNN7EXAMPLE:wJalrXUtnFEMI@bucket/model"),
-        record=Record(mlflow_uri="https://me:hunter22@tracking"),
+        tokenizer=TokenizerConfig(kind="file", file="https://token8c1f@hub/tokenizer.json"),
+        model=ModelConfig(init_from="s3://AKIAIOSFODNN7EXAMPLE:wJalrXUtnFEMI@bucket/model"),
+        record=RecordConfig(mlflow_uri="https://me:hunter22@tracking"),
     )
 
 
@@ -130,17 +139,17 @@ def test_settings_are_written_without_secrets_and_have_them_again() -> None:
 
 def test_other_keys_are_no_other_settings() -> None:
     config = _with_secrets()
-    other = replace(config, model=Model(init_from="s3://AKIAOTHER:another@bucket/model"))
-    plain = replace(config, model=Model(init_from="s3://bucket/model"))
+    other = replace(config, model=ModelConfig(init_from="s3://AKIAOTHER:another@bucket/model"))
+    plain = replace(config, model=ModelConfig(init_from="s3://bucket/model"))
     assert config.fixed() == other.fixed() == plain.fixed()
     assert config.default_run("a") == other.default_run("a") == plain.default_run("a")
 
 
 def test_a_secret_that_is_missing_is_asked_for_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    stored = Config(record=Record(mlflow_uri="https://***@tracking"))
+    stored = Config(record=RecordConfig(mlflow_uri="https://***@tracking"))
     with refused("record.mlflow_uri", "https://***@tracking", names=["'https://***@tracking'", "MLFLOW_TRACKING_PASSWORD"]):
-        locate(Parsed(stored, "run"))
-    assert locate(Parsed(replace(stored, record=replace(stored.record, mlflow=False)), "run"))
+        locate_run(Parsed(stored, "run"))
+    assert locate_run(Parsed(replace(stored, record=replace(stored.record, mlflow=False)), "run"))
     for name, value, expected in (
         ("MLFLOW_TRACKING_PASSWORD", "hunter22", "https://tracking"),
         ("MLFLOW_TRACKING_URI", "https://me:hunter22@tracking", "https://me:hunter22@tracking"),
@@ -149,24 +158,24 @@ def test_a_secret_that_is_missing_is_asked_for_by_name(monkeypatch: pytest.Monke
         with monkeypatch.context() as patched:
             patched.setenv(name, value)
             credentials._logins.clear()
-            assert locate(Parsed(stored, "run"))[0].record.mlflow_uri == expected
+            assert locate_run(Parsed(stored, "run"))[0].record.mlflow_uri == expected
     credentials._logins.clear()
     with refused("data.source", "s3://***@bucket/x", names=["'s3://***@bucket/x'", "AWS_ACCESS_KEY_ID"]):
-        locate(Parsed(Config(data=Data(source="s3://***@bucket/x")), "run"))
+        locate_run(Parsed(Config(data=DataConfig(source="s3://***@bucket/x")), "run"))
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "AKIA")
-    assert locate(Parsed(Config(data=Data(source="s3://***@bucket/x")), "run"))[0].data.source == "s3://bucket/x"
+    assert locate_run(Parsed(Config(data=DataConfig(source="s3://***@bucket/x")), "run"))[0].data.source == "s3://bucket/x"
     with pytest.raises(MissingSecret, match=r"the password or key of https://\*\*\*@host/x is not kept"):
-        filesystem("https://***@host/x")
+        resolve_filesystem("https://***@host/x")
 
 
 def test_a_password_is_hidden_as_it_was_given_and_as_it_is_meant() -> None:
-    note("https://user:p%40ss1word@host/a")
-    assert hidden("refused p%40ss1word, that is p@ss1word") == "refused ***, that is ***"
+    remember_secrets("https://user:p%40ss1word@host/a")
+    assert redact("refused p%40ss1word, that is p@ss1word") == "refused ***, that is ***"
 
 
 def test_a_scheme_in_capitals_is_no_other_host() -> None:
-    note("https://user:hunter2x@host/a")
-    assert whole("HTTPS://***@host/a") == "HTTPS://user:hunter2x@host/a"
+    remember_secrets("https://user:hunter2x@host/a")
+    assert restore_secrets("HTTPS://***@host/a") == "HTTPS://user:hunter2x@host/a"
 
 
 def test_folders_and_errors_say_none(tmp_path: Path) -> None:
@@ -174,15 +183,15 @@ def test_folders_and_errors_say_none(tmp_path: Path) -> None:
     assert (str(folder), repr(folder)) == ("s3://***@bucket/runs/a", "Folder('s3://***@bucket/runs/a')")
     assert folder.uri == "s3://AKIAIOSFODNN7EXAMPLE:wJalrXUtnFEMI@bucket/runs/a"
     assert str(SettingError(f"storage is {folder.uri!r}")) == "storage is 's3://***@bucket/runs/a'"
-    assert hidden("the key AKIAIOSFODNN7EXAMPLE is not known") == "the key *** is not known"
+    assert redact("the key AKIAIOSFODNN7EXAMPLE is not known") == "the key *** is not known"
     outer = RuntimeError(f"no {folder.uri}", 7)
     outer.__cause__ = OSError(13, "refused for wJalrXUtnFEMI", folder.uri)
-    conceal(outer)
+    redact_exception(outer)
     assert outer.args == ("no s3://***@bucket/runs/a", 7)
     assert str(outer.__cause__) == "[Errno 13] refused for ***: 's3://***@bucket/runs/a'"
     handled = RuntimeError("nothing secret")
     handled.__context__ = KeyError("wJalrXUtnFEMI")  # raised while that was handled, `from None` or not
-    conceal(handled)
+    redact_exception(handled)
     assert handled.__context__.args == ("***",)
 
 
@@ -190,8 +199,8 @@ def test_whoever_is_sent_settings_knows_what_not_to_say(tmp_path: Path) -> None:
     """A worker has them by pickle, which makes no section anew."""
     (tmp_path / "sent").write_bytes(pickle.dumps((_with_secrets(), Folder("s3://AKIAX:another-key@other/runs"))))
     code = (
-        "import pickle, sys; from raystride.pipelines.credentials import hidden;"
-        f"pickle.load(open({str(tmp_path / 'sent')!r}, 'rb')); print(hidden('hunter22 5fQabc another-key else'))"
+        "import pickle, sys; from raystride.pipelines.credentials import redact;"
+        f"pickle.load(open({str(tmp_path / 'sent')!r}, 'rb')); print(redact('hunter22 5fQabc another-key else'))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "*** *** *** else\n"

@@ -1,4 +1,4 @@
-"""What a process may use under control groups: of both versions, nested, seen from containers, and of a real one."""
+"""Limits of control groups: of both versions, nested, seen from containers, and of a real one."""
 
 import os
 import subprocess
@@ -123,9 +123,9 @@ def test_ray_is_told_of_memory_only_if_it_is_limited(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(limits, "read_limits", Limits)
     assert local_ray_resources() == {"num_cpus": usable_cores()}
     monkeypatch.setattr(limits, "read_limits", lambda: Limits(1.0, 1000 * MIB))
-    told = local_ray_resources()
-    assert told["num_cpus"] == 1
-    assert told["_memory"] + told["object_store_memory"] == usable_memory() == 1000 * MIB
+    ray_arguments = local_ray_resources()
+    assert ray_arguments["num_cpus"] == 1
+    assert ray_arguments["_memory"] + ray_arguments["object_store_memory"] == usable_memory() == 1000 * MIB
     assert Resources.of_this_machine(gpus=False) == Resources(1.0, 0.0, 1000.0 * MIB, None)
 
 

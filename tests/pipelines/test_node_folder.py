@@ -1,4 +1,4 @@
-"""Private folders are the user's own, no links, and closed to others, whatever was there before."""
+"""Private folders are owned by the user, no links, and closed to others, also if they existed before."""
 
 import os
 import stat
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from raystride.pipelines.node_folder import node_folder, open_private
+from raystride.pipelines.node_folder import ensure_private, node_folder
 from tests.errors import refused
 
 
@@ -15,7 +15,7 @@ def test_a_folder_that_others_could_enter_is_closed_to_them(tmp_path: Path) -> N
     folder.mkdir()
     folder.chmod(0o777)
     (folder / "kept").touch()
-    open_private(folder)
+    ensure_private(folder)
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
     assert (folder / "kept").exists()
 
@@ -23,7 +23,7 @@ def test_a_folder_that_others_could_enter_is_closed_to_them(tmp_path: Path) -> N
 def test_a_folder_is_made_private_whatever_the_umask(tmp_path: Path) -> None:
     before = os.umask(0)
     try:
-        open_private(tmp_path / "new")
+        ensure_private(tmp_path / "new")
     finally:
         os.umask(before)
     assert stat.S_IMODE((tmp_path / "new").stat().st_mode) == 0o700
@@ -33,11 +33,11 @@ def test_a_link_and_another_user_s_folder_are_refused(tmp_path: Path, monkeypatc
     (tmp_path / "theirs").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "theirs")
     with refused("RAYSTRIDE_CACHE", value=str(tmp_path / "link")):
-        open_private(tmp_path / "link")
+        ensure_private(tmp_path / "link")
     other = os.getuid() + 1
     monkeypatch.setattr(os, "getuid", lambda: other)
     with refused("RAYSTRIDE_CACHE", value=str(tmp_path / "theirs")):
-        open_private(tmp_path / "theirs")
+        ensure_private(tmp_path / "theirs")
 
 
 def test_hosts_and_users_that_share_a_disk_have_a_folder_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

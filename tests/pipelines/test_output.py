@@ -1,4 +1,4 @@
-"""Output that fails ends nothing: readers that go away, full devices, encodings without our characters, no stream at all."""
+"""Failing output does not end a job: readers that go away, full devices, encodings without our characters, no stream."""
 
 import errno
 import io
@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raystride.pipelines.output import MAX_UNSHOWN, ProtectedStream, protected_output, take_unshown
+from raystride.pipelines.output import MAX_UNSHOWN_LINES, ProtectedStream, protected_output, take_unshown
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -89,9 +89,9 @@ def test_without_a_stream_everything_is_kept(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_the_newest_lines_are_kept() -> None:
     stream = ProtectedStream(None)
-    for number in range(MAX_UNSHOWN + 10):
+    for number in range(MAX_UNSHOWN_LINES + 10):
         print(number, file=stream)
-    assert take_unshown() == [str(number) for number in range(10, MAX_UNSHOWN + 10)]
+    assert take_unshown() == [str(number) for number in range(10, MAX_UNSHOWN_LINES + 10)]
 
 
 @pytest.mark.parametrize(
@@ -140,9 +140,9 @@ def _to_a_reader_that_goes_away(command: list[str]) -> tuple[int, str]:
     assert process.stderr
     assert process.stdout.readline()
     process.stdout.close()
-    said = process.stderr.read()
+    shown_text = process.stderr.read()
     process.stderr.close()
-    return process.wait(), said
+    return process.wait(), shown_text
 
 
 def _to_a_full_device(command: list[str]) -> tuple[int, str]:
@@ -151,7 +151,7 @@ def _to_a_full_device(command: list[str]) -> tuple[int, str]:
     return done.returncode, done.stderr
 
 
-def _closed(command: list[str]) -> tuple[int, str]:
+def _run_without_stdout(command: list[str]) -> tuple[int, str]:
     shell = ["sh", "-c", 'exec "$@" >&-', "sh", *command]
     done = subprocess.run(shell, cwd=ROOT, stderr=subprocess.PIPE, text=True, check=False)
     return done.returncode, done.stderr
@@ -180,11 +180,11 @@ with protected_output(), open(sys.argv[1], "w") as file:
 
 @pytest.mark.parametrize(
     ("run", "says"),
-    [(_to_a_reader_that_goes_away, ""), (_to_a_full_device, "No space left"), (_closed, ""), (_in_ascii, "")],
+    [(_to_a_reader_that_goes_away, ""), (_to_a_full_device, "No space left"), (_run_without_stdout, ""), (_in_ascii, "")],
 )
 def test_a_program_ends_with_its_own_exit_code(run: Callable[[list[str]], tuple[int, str]], says: str) -> None:
-    code, said = run([sys.executable, "-c", PROGRAM])
+    code, shown_text = run([sys.executable, "-c", PROGRAM])
     assert code == 7
-    assert "Traceback" not in said
-    assert "Exception ignored" not in said
-    assert says in said if says else not said
+    assert "Traceback" not in shown_text
+    assert "Exception ignored" not in shown_text
+    assert says in shown_text if says else not shown_text

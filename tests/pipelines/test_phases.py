@@ -1,4 +1,4 @@
-"""Ranges around the phases of a step: what they count, who may listen, and what they cost."""
+"""Ranges around the phases of a step: their times, their listener, and their cost."""
 
 import sys
 from collections.abc import Iterator
@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from raystride.pipelines.config import Train, Validation
+from raystride.pipelines.config import TrainConfig, ValidationConfig
 from raystride.pipelines.observers.throughput import PhaseShares
-from raystride.pipelines.phases import PARTS, PHASES, listen, phase
+from raystride.pipelines.phases import EXCLUSIVE_PHASES, PHASES, phase, set_listener
 from tests.processes import make_job
 from tests.receipts import accept
 from tests.tiny import tiny, write_text
@@ -41,9 +41,9 @@ def test_a_listener_hears_ranges_nested_as_they_are() -> None:
         yield
         heard.append(f"{name}>")
 
-    listen(tell)
+    set_listener(tell)
     with phase("slot"), phase("forward"):
-        listen(None)  # in the middle: what is open still ends properly
+        set_listener(None)  # in the middle: what is open still ends properly
     with phase("update"):
         pass
     assert heard == ["<slot", "<forward", "forward>", "slot>"]
@@ -91,7 +91,9 @@ def test_shares_are_those_of_the_interval() -> None:
 def test_a_training_passes_every_phase(tmp_path: Path) -> None:
     before = {name: phase(name).seconds for name in PHASES}
     config = tiny(
-        write_text(tmp_path), train=Train(steps=2, slots=2, slot_size=1), validation=Validation(every=1, samples=2)
+        write_text(tmp_path),
+        train=TrainConfig(steps=2, slots=2, slot_size=1),
+        validation=ValidationConfig(every=1, samples=2),
     )
     began = perf_counter()
     _train_here(config, tmp_path)
@@ -99,12 +101,12 @@ def test_a_training_passes_every_phase(tmp_path: Path) -> None:
     spent = {name: phase(name).seconds - before[name] for name in PHASES}
     assert all(seconds > 0 for seconds in spent.values()), spent
     assert spent["forward"] + spent["backward"] < spent["slot"] < spent["step"]
-    assert sum(spent[name] for name in PARTS) < elapsed
+    assert sum(spent[name] for name in EXCLUSIVE_PHASES) < elapsed
 
 
 def _train_here(config: object, storage: Path) -> None:
     from raystride.pipelines.worker.job import WorkerInfo
-    from raystride.pipelines.worker.worker import run_worker
+    from raystride.pipelines.worker.run import run_worker
 
     job = make_job(config, storage, "mine")  # type: ignore[arg-type]
     run_worker(job, WorkerInfo(), accept, lambda: False)

@@ -1,11 +1,11 @@
-"""A service thread outlives what its work raises, and says it once an outage."""
+"""A service thread survives its work's errors, and logs them once an outage."""
 
 import threading
 
 import pytest
 
 from raystride.pipelines import service_thread
-from raystride.pipelines.service_thread import ServiceThread, error_text
+from raystride.pipelines.service_thread import ServiceThread, format_error
 from raystride.pipelines.sources.faults import DataError
 from tests.waiting import wait_until
 
@@ -43,15 +43,15 @@ def test_who_is_told_may_end_it_and_a_log_that_fails_does_not() -> None:
     def no_screen(line: str) -> None:
         raise BrokenPipeError
 
-    told: list[Exception] = []
+    logged_errors: list[Exception] = []
 
     def tell(error: Exception) -> bool:
-        told.append(error)
-        return len(told) == 3
+        logged_errors.append(error)
+        return len(logged_errors) == 3
 
     thread = ServiceThread("failing", broken, every_s=0.0, max_pause_s=0.001, log=no_screen, on_error=tell).start()
     wait_until(lambda: not _lives("failing"), "its end")
-    assert len(told) == 3
+    assert len(logged_errors) == 3
     assert isinstance(thread.error, KeyError)
 
 
@@ -62,10 +62,10 @@ def test_it_ends_with_its_block() -> None:
 
 
 def test_passwords_are_not_in_what_is_said() -> None:
-    text = error_text(OSError("s3://user:secret@bucket/data is away"))
+    text = format_error(OSError("s3://user:secret@bucket/data is away"))
     assert text.startswith("OSError: s3://")
     assert "secret" not in text
-    assert error_text(DataError("7.txt is not UTF-8")) == "7.txt is not UTF-8"
+    assert format_error(DataError("7.txt is not UTF-8")) == "7.txt is not UTF-8"
 
 
 def _lives(name: str) -> bool:

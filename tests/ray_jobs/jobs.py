@@ -21,7 +21,7 @@ from typing import Any
 
 from raystride.pipelines.config import Config
 from raystride.pipelines.config.parse import to_yaml
-from raystride.pipelines.files import Folder
+from raystride.pipelines.storage.folder import Folder
 from tests.distributed import CONTEXT
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -1,4 +1,4 @@
-"""Guard bands: every tensor that a kernel is launched with gets canaries before it, after it and in its padding.
+"""Guard bands: canaries before and after every tensor of a kernel launch, and in its padding.
 
 The interpreter does not notice a kernel that reads or writes past the end of a tensor. Here each launch works on copies that
 lie between canaries, NaN for floats and 0x5A bytes for integers. A canary that has changed fails the test; one that was read
@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from raystride.triton_kernels.launch import Grid, launcher
+from raystride.triton_kernels.launch import Grid, use_launcher
 
 BAND = 256
 """Elements before and after; a multiple of what tensor descriptors are aligned to."""
@@ -89,5 +89,5 @@ def guarded() -> Iterator[list[str]]:
         for number, copy in enumerate(copies.values()):
             copy.restore(name, number)
 
-    with launcher(launch) as real:
+    with use_launcher(launch) as real:
         yield launched

@@ -1,6 +1,6 @@
-"""Tensors of the same values that lie otherwise in memory: what a user's slices, transpositions and expansions are.
+"""Tensors of the same values in other memory layouts, as from slices, transpositions and expansions.
 
-Between the elements lies what a kernel that takes them for neighbours would read: NaN, or a one among integers.
+Gaps between elements contain NaN, or ones among integers, which a kernel reads if it assumes contiguous elements.
 
     t = laid(torch.tensor([4, 7, 9]), "stepped")          # strides (2,), the same three numbers
 """
@@ -12,13 +12,13 @@ from hypothesis import strategies as st
 
 KINDS = ("plain", "offset", "stepped", "sliced", "transposed")
 LAYOUTS = st.sampled_from(KINDS)
-"""Of tensors whose values are given."""
+"""Layouts that keep the values of a tensor."""
 ANY_LAYOUT = st.one_of(LAYOUTS, st.integers(0, 3).map(lambda dimension: f"expanded {dimension}"))
-"""These, and one that repeats the first entry of a dimension, and so changes the values."""
+"""These, and an expansion that repeats the first entry of a dimension, and so changes the values."""
 
 
 def laid(x: torch.Tensor, kind: str) -> torch.Tensor:
-    """x as `kind` says; `expanded 1` repeats what has index 0 in dimension 1, and is x itself without that dimension."""
+    """Returns x in the layout `kind`; `expanded 1` repeats index 0 of dimension 1, and returns x without that dimension."""
     poison = float("nan") if x.is_floating_point() else 1
     if not x.numel() or not x.dim():
         return x
@@ -40,5 +40,5 @@ def laid(x: torch.Tensor, kind: str) -> torch.Tensor:
 
 
 def packed_again(x: Any) -> Any:
-    """A copy without gaps; what is no tensor as it is."""
+    """Returns a contiguous copy of a tensor; other objects unchanged."""
     return x.detach().clone(memory_format=torch.contiguous_format) if isinstance(x, torch.Tensor) else x

@@ -1,4 +1,4 @@
-"""What every operation owes PyTorch: opcheck, torch.compile over the whole graph, and checkpointing, full and selective.
+"""Checks of an operation's registration: opcheck, torch.compile over the whole graph, and checkpointing, full and selective.
 
 check_registration(lambda x: gelu(x), (x,), "raystride::gelu", (x, False))
 """

@@ -1,4 +1,4 @@
-"""What property tests of kernels draw: dtypes, shapes with their odd ends, and inputs that are not contiguous."""
+"""Hypothesis strategies for kernels: dtypes, odd shapes, and inputs that are not contiguous."""
 
 import torch
 from hypothesis import strategies as st

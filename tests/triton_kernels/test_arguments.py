@@ -1,4 +1,4 @@
-"""What a call must not be given is refused before a kernel sees it, in words that name the argument."""
+"""Invalid arguments are refused before a kernel sees them, with an error that names the argument."""
 
 from collections.abc import Callable
 from typing import Any
@@ -10,7 +10,7 @@ from raystride.triton_kernels.adamw import adamw
 from raystride.triton_kernels.attention import attention
 from raystride.triton_kernels.attention_packed import attention_packed
 from raystride.triton_kernels.byte_pack import byte_pack
-from raystride.triton_kernels.launch import launcher
+from raystride.triton_kernels.launch import use_launcher
 from raystride.triton_kernels.layer_norm import add_layer_norm, layer_norm
 from raystride.triton_kernels.linear_cross_entropy import linear_cross_entropy
 from raystride.triton_kernels.mse import mse
@@ -79,7 +79,7 @@ WRONG: list[tuple[str, Callable[[], Any]]] = [
 @pytest.mark.parametrize(("said", "call"), WRONG, ids=range(len(WRONG)))
 def test_a_wrong_argument_is_named(said: str, call: Callable[[], Any]) -> None:
     launched: list[str] = []
-    with launcher(lambda kernel, *_: launched.append(kernel.fn.__name__)), pytest.raises(ValueError, match=said):
+    with use_launcher(lambda kernel, *_: launched.append(kernel.fn.__name__)), pytest.raises(ValueError, match=said):
         call()
     assert not launched
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.utils.checkpoint import checkpoint
 
 from raystride.triton_kernels import attention_context as module
-from raystride.triton_kernels.attention_context import Form, attention_context, bytes_sent, leave_context_uncompiled
+from raystride.triton_kernels.attention_context import Form, attention_context, bytes_sent, exclude_context_from_compile
 from raystride.triton_kernels.attention_packed import attention_packed
 from raystride.triton_kernels.context_plan import ContextPlan, context_plan
 from raystride.triton_kernels.dispatch import kernels_ran, use_kernels
@@ -24,7 +24,7 @@ FORMS: tuple[Form, ...] = get_args(Form)
 
 
 class Case(NamedTuple):
-    """What is computed in every form."""
+    """A case that is computed in every form."""
 
     offsets: tuple[int, ...]
     heads: int = 4
@@ -59,7 +59,7 @@ CASES = {
     "bf16 window": Case((0, 96), rules={"window": 20}, dtype=torch.bfloat16),
 }
 TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 2e-2}
-"""Of the largest number. In bf16, inputs are rounded to 2^-9, and so is what ranks give each other."""
+"""Tolerances relative to the largest number. In bf16, inputs and exchanged tensors are rounded to 2^-9."""
 
 
 def _inputs(case: Case) -> tuple[list[torch.Tensor], torch.Tensor, dict[str, Any]]:
@@ -71,7 +71,7 @@ def _inputs(case: Case) -> tuple[list[torch.Tensor], torch.Tensor, dict[str, Any
 
 
 def _expected(case: Case) -> list[torch.Tensor]:
-    """What one process computes, and the gradients."""
+    """Returns result and gradients of one process."""
     inputs, grad, rules = _inputs(case)
     leaves = [x.requires_grad_() for x in inputs]
     offsets = torch.tensor(case.offsets)
@@ -88,7 +88,7 @@ def _found(
     recompute: bool = False,
     between: Callable[[], object] = lambda: 0,
 ) -> list[torch.Tensor]:
-    """What this rank computes, and its gradients."""
+    """Returns result and gradients of this rank."""
     inputs, grad, rules = _inputs(case)
     rows = torch.from_numpy(plan.rows[dist.get_rank(group)])
     leaves = [x[rows].requires_grad_() for x in inputs]
@@ -202,7 +202,7 @@ def _checkpointed() -> bool:
 
 
 def _under_autocast() -> bool:
-    """What comes in fp32 is added up in fp32."""
+    """Inputs in fp32 are summed in fp32."""
     case = CASES["fp32 dropout"]
     plan = context_plan(case.offsets, dist.get_world_size())
     expected = [_found(case, form, plan, None) for form in ("ring", "keys")]
@@ -219,7 +219,7 @@ def _compiled() -> bool:
         graphs.append(graph)
         return graph.forward
 
-    leave_context_uncompiled()
+    exclude_context_from_compile()
     function = partial(attention_context, form="ring", group=None)
     compiled: Callable[..., torch.Tensor] = torch.compile(lambda q, plan: 2 * function(q, q, q, plan), backend=backend)
     q, counts, same = torch.randn(48, 2, 8), [], True
@@ -298,7 +298,7 @@ def _errors() -> list[str]:
 
 @pytest.fixture(scope="module", params=[2, 4])
 def results(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
-    """Of each of so many processes."""
+    """Returns the results of each process."""
     return run_distributed(_all, request.param)
 
 

@@ -24,9 +24,7 @@ def _offsets(lengths: list[int]) -> torch.Tensor:
 
 @settings(max_examples=12)
 @given(
-    lengths=st.lists(
-        st.tuples(st.sampled_from([0, 1, 5, 16, 33]), st.sampled_from([0, 1, 7, 17, 32])), min_size=1, max_size=3
-    ),
+    lengths=st.lists(st.tuples(st.sampled_from([0, 1, 5, 16, 17]), st.sampled_from([0, 1, 7, 17])), min_size=1, max_size=3),
     heads=st.sampled_from([(1, 1), (4, 2)]),
     size=st.sampled_from([7, 16, 24]),
     dtype=DTYPES,
@@ -57,7 +55,7 @@ def test_values_and_gradients(
             lambda q, k, v: attention_packed(q, k, v, offsets, key_offsets, **rules),  # type: ignore[arg-type]
             lambda q, k, v: attention_packed_reference(q, k, v, offsets, key_offsets, **rules),  # type: ignore[arg-type]
             q, k, v, terms=4 * size + 64, inner=3, magnitude=largest / (1 - dropout),
-            gradient_magnitude=largest**2 / (1 - dropout) * (33 * heads[0] // heads[1]) ** 0.5,
+            gradient_magnitude=largest**2 / (1 - dropout) * (17 * heads[0] // heads[1]) ** 0.5,
         )  # fmt: skip
 
 
@@ -73,7 +71,7 @@ def test_a_batch_without_padding_is_itself_packed() -> None:
 
 
 def test_registration() -> None:
-    q, k, v, seed, offsets = torch.randn(20, 2, 16), *torch.randn(2, 20, 1, 16), torch.tensor([5]), _offsets([3, 0, 17])
+    q, k, v, seed, offsets = torch.randn(5, 1, 16), *torch.randn(2, 5, 1, 16), torch.tensor([5]), _offsets([3, 0, 2])
     check_registration(
         lambda q, k, v, seed, offsets: attention_packed(q, k, v, offsets, offsets, causal=True, dropout=0.1, seed=seed),
         (q, k, v, seed, offsets),

@@ -1,10 +1,9 @@
 """Kernels as compiled for GPUs that are not here: what we ship neither spills nor outgrows shared memory, on tensor cores.
 
-What is looked at are the committed tables, by the Triton that is installed and by the oldest that is admitted; that the
-first tells of the kernels as they are, a sample shows that is compiled here. To make them again:
-
-    python -m raystride.triton_kernels.compile_report --write docs/kernels.md
-    make report-3.6
+`make kernels` compiles all of them and writes `docs/kernels.md`, whose figures are checked here. The digest of the launches
+shows that the page belongs to the kernels as they are, and so does a sample that is compiled here. By the oldest Triton that
+is admitted they are compiled by hand, in an environment of its own: `make report-3.6`, whose last line stands in
+`docs/operations.md`.
 """
 
 import ast
@@ -19,12 +18,19 @@ from typing import Any
 
 import pytest
 
-from raystride.pipelines.files import Folder
+from raystride.pipelines.storage.folder import Folder
 from raystride.triton_kernels.architectures import ARCHITECTURES, occupancy
-from raystride.triton_kernels.compile_report import Compiled, compiled_page, faults
+from raystride.triton_kernels.compile_report import (
+    COMPUTES,
+    PAGE_HEADER,
+    CompiledKernel,
+    find_faults,
+    operations_page,
+    tables_page,
+)
 from tests.some import some
 from tests.triton_kernels import compiled
-from tests.triton_kernels.compiled import BY_TRITON_3_6, TABLE, Cells, sample, state, table
+from tests.triton_kernels.compiled import PAGE, state
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -32,8 +38,8 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture(scope="module")
-def now() -> dict[str, list[Cells]]:
-    """What the kernels would launch now, and the sample of the table's rows compiled again; once for the same kernels."""
+def now() -> dict[str, Any]:
+    """Digests of the launches as they are now, and a sample of them compiled; once for the same kernels."""
     kept = Path(tempfile.gettempdir()) / f"raystride-compiled-{os.getuid()}" / f"{state()}.json"
     if not kept.exists():
         environment = os.environ | {"TRITON_INTERPRET": "0"}
@@ -56,100 +62,117 @@ def test_what_was_compiled_of_other_kernels_is_not_believed(monkeypatch: pytest.
     assert len({before, another, state()}) == 3
 
 
-def _shipped(page: Path = TABLE) -> list[dict[str, str]]:
-    names = ["architecture", "kernel", "label", "tile", "registers", "spilled", "shared", "occupancy", "matrix", "tma", "s"]
-    rows = [dict(zip(names, row, strict=True)) for row in table(page)]
-    return [row for row in rows if "alternative" not in row["label"]]
+@pytest.fixture(scope="module")
+def operations() -> dict[str, dict[str, str]]:
+    """The rows of the page, by operation and column."""
+    lines = [line.strip("|").split("|") for line in PAGE.read_text().splitlines() if line.startswith("| ")]
+    header, _, *rows = [[cell.strip() for cell in line] for line in lines]
+    assert header == PAGE_HEADER
+    return {row[0].strip("`"): dict(zip(header, row, strict=True)) for row in rows}
+
+
+def _figures(row: dict[str, str], column: str) -> dict[str, int]:
+    """The figures of a cell, by architecture."""
+    return dict(zip(ARCHITECTURES, map(int, row[column].split(", ")), strict=True))
+
+
+def _kernels(row: dict[str, str]) -> set[str]:
+    return {kernel.strip("`") for kernel in row["kernels"].split()}
 
 
 @pytest.mark.long
-def test_the_table_has_what_is_launched_and_no_more(now: dict[str, list[Cells]]) -> None:
-    assert [row[:3] for row in table()] == [launch[:3] for launch in now["launches"]]
-    for row, launch in zip(table(), now["launches"], strict=True):
-        blocks = [part for part in row[3].split(", ") if not part.endswith(("warps", "stages", "at most"))]
-        assert blocks == launch[3:], (row, launch)
+def test_the_page_was_made_of_the_launches_of_now(now: dict[str, Any]) -> None:
+    assert f"launches {now['digest']};" in PAGE.read_text()
 
 
 @pytest.mark.long
-def test_the_table_has_what_is_compiled(now: dict[str, list[Cells]]) -> None:
-    rows = table()
-    for number, found in some(zip(sample(rows), now["rows"], strict=True)):
-        assert rows[number][:-1] == found[:-1]  # the last is how long it took
+def test_a_sample_compiles_to_what_the_page_admits(now: dict[str, Any], operations: dict[str, dict[str, str]]) -> None:
+    by_kernel = {kernel: row for row in operations.values() for kernel in _kernels(row)}
+    for found in some(CompiledKernel(**row) for row in now["rows"]):
+        row = by_kernel[found.kernel]
+        assert not find_faults(found), found
+        assert found.registers <= _figures(row, "registers")[found.architecture], found
+        assert found.spilled <= _figures(row, "bytes spilled")[found.architecture], found
+        assert found.shared_kib <= _figures(row, "shared memory, KiB")[found.architecture], found
+        assert found.label.partition(" ")[0] in row["dtypes"], found
 
 
-@pytest.mark.parametrize("page", [TABLE, BY_TRITON_3_6], ids=lambda page: page.stem)
-def test_nothing_that_is_shipped_has_a_fault(page: Path) -> None:
-    for row in some(_shipped(page)):
-        architecture = ARCHITECTURES[row["architecture"]]
-        assert architecture.backend != "cuda" or row["spilled"] == "0", row
-        assert int(row["shared"].replace(",", "")) <= architecture.shared_of_block, row
-        assert row["matrix"] != "0" or "fp32" in row["label"], row
+def test_nothing_that_is_shipped_has_a_fault(operations: dict[str, dict[str, str]]) -> None:
+    assert "for NVIDIA none spills" in PAGE.read_text()
+    for row in some(operations.values()):
+        for name, spilled in _figures(row, "bytes spilled").items():
+            assert ARCHITECTURES[name].backend != "cuda" or spilled == 0, row
+        for name, shared_kib in _figures(row, "shared memory, KiB").items():
+            assert shared_kib * 1024 <= ARCHITECTURES[name].max_block_shared, row
+        older = {"`attention_decoding`", "`attention_backward_keys`"}
+        assert set(row["tensor cores"].split()) <= {"newest", "-", "older", "in"} | older, row
 
 
-def test_every_kernel_of_the_package_is_compiled_for_every_architecture() -> None:
+def test_every_kernel_of_the_package_is_compiled(operations: dict[str, dict[str, str]]) -> None:
     kernels = set()
     for path in (ROOT / "triton_kernels").glob("*.py"):
         for node in ast.parse(path.read_text()).body:
             if isinstance(node, ast.FunctionDef) and node.name.endswith("_kernel"):
                 kernels.add(node.name.strip("_").removesuffix("_kernel"))
     assert len(kernels) > 20
-    for architecture in ARCHITECTURES:
-        assert {row["kernel"] for row in _shipped() if row["architecture"] == architecture} == kernels
-
-
-def test_the_older_triton_compiles_the_same_kernels() -> None:
-    """Made by hand, in an environment of its own: `make report-3.6`. That none spills stands on the kernels' page."""
-    names = ("architecture", "kernel", "label")
-    rows = _shipped(BY_TRITON_3_6)
-    assert [[row[name] for name in names] for row in rows] == [[row[name] for name in names] for row in _shipped()]
-    nvidia = [row for row in rows if ARCHITECTURES[row["architecture"]].backend == "cuda"]
-    assert f"none of {len(nvidia)} spills" in (ROOT / "docs" / "operations.md").read_text()
+    assert set().union(*map(_kernels, operations.values())) == kernels
+    assert {name: row["computes"] for name, row in operations.items()} == COMPUTES
 
 
 @pytest.mark.long
-def test_the_older_triton_would_compile_what_its_table_has(now: dict[str, list[Cells]]) -> None:
-    rows = table(BY_TRITON_3_6)
-    assert len(rows) == len(now["launches_3_6"])
-    for row, launch in zip(rows, now["launches_3_6"], strict=True):
-        assert row[:3] == launch[:3]
-        assert set(launch[3:]) <= set(row[3].split(", ")), (row, launch)
+def test_the_older_triton_was_given_the_launches_of_now(now: dict[str, Any]) -> None:
+    page = " ".join((ROOT / "docs" / "operations.md").read_text().split())
+    assert f"launches {now['digest_3_6']}; of {now['nvidia_3_6']} for NVIDIA none spills" in page
 
 
-def test_matrix_kernels_use_the_newest_tensor_cores() -> None:
-    multiplying = [row for row in _shipped() if row["matrix"] != "-" and "bf16" in row["label"]]
-    assert {row["architecture"] for row in multiplying} == set(ARCHITECTURES)
-    for row in multiplying:
-        # Decoding has 16 rows, fewer than the 64 that the newest instructions work on, and so have the keys of large heads
-        # with a window, dropout or lengths, and those of 128 with dropout and another: more do not fit the registers.
-        wide = "D 256" in row["label"] and "causal" not in row["label"]
-        both = "D 128" in row["label"] and any(what in row["label"] for what in ("dropout and window", "dropout, window"))
-        both |= "D 128 packed and dropout" in row["label"]
-        few = row["kernel"] == "attention_backward_keys" and (wide or both)
-        assert "decoding" in row["kernel"] or few or "older" not in row["matrix"], row
-
-
-def _row(**changes: Any) -> Compiled:
+def _row(**changes: Any) -> CompiledKernel:
     plain = {
         "operation": "attention", "kernel": "attention_forward", "label": "bf16", "tile": "m 128", "architecture": "sm_90",
         "registers": 128, "spilled": 0, "shared": 1000, "occupancy": 0.5, "matrix_instructions": 16,
         "other_matrix_instructions": 0, "tma": 4, "seconds": 1.0, "fits": True, "multiplies": True, "shipped": True,
     }  # fmt: skip
-    return Compiled(**(plain | changes))
+    return CompiledKernel(**(plain | changes))
 
 
 def test_faults_are_found() -> None:
-    assert not faults(_row())
-    assert faults(_row(spilled=8)) == ["spills 8 bytes"]
-    assert not faults(_row(spilled=8, architecture="gfx942"))
-    assert faults(_row(fits=False, shared=300_000)) == ["needs 300000 bytes of shared memory"]
-    assert faults(_row(matrix_instructions=0)) == ["multiplies without tensor cores"]
-    assert not faults(_row(matrix_instructions=0, multiplies=False))
+    assert not find_faults(_row())
+    assert find_faults(_row(spilled=8)) == ["spills 8 bytes"]
+    assert not find_faults(_row(spilled=8, architecture="gfx942"))
+    assert find_faults(_row(fits=False, shared=300_000)) == ["needs 300000 bytes of shared memory"]
+    assert find_faults(_row(matrix_instructions=0)) == ["multiplies without tensor cores"]
+    assert not find_faults(_row(matrix_instructions=0, multiplies=False))
 
 
-def test_the_page_has_a_table_for_each_architecture() -> None:
-    text = compiled_page([_row(), _row(architecture="sm_80", spilled=24)])
+def test_older_tensor_cores_are_a_fault_but_for_small_tiles() -> None:
+    fault = ["uses the tensor-core instructions of older architectures"]
+    assert find_faults(_row(other_matrix_instructions=8)) == fault
+    assert (
+        find_faults(_row(other_matrix_instructions=8, kernel="attention_backward_keys", label="bf16 D 256 causal")) == fault
+    )
+    assert not find_faults(_row(other_matrix_instructions=8, kernel="attention_backward_keys", label="bf16 D 256 dropout"))
+    assert not find_faults(_row(other_matrix_instructions=8, kernel="attention_decoding"))
+
+
+def test_the_full_page_has_a_table_for_each_architecture() -> None:
+    text = tables_page([_row(), _row(architecture="sm_80", spilled=24)])
     assert text.count("| kernel |") == 2
     assert "| attention_forward | bf16 | m 128 | 128 | 24 | 1,000 | 50% | 16 | 4 | 1.0 |" in text
+
+
+def test_the_page_has_the_worst_of_each_operation() -> None:
+    rows = [_row(architecture=name, registers=number) for number, name in enumerate(ARCHITECTURES, 100)]
+    rows += [
+        _row(registers=7, spilled=24, shared=2049, label="fp32"),
+        _row(kernel="attention_decoding", other_matrix_instructions=1),
+        _row(registers=255, shipped=False),
+        _row(operation="gelu", kernel="gelu_forward", multiplies=False),
+    ]
+    text = operations_page(rows, "0123")
+    assert "7 kernels compiled by Triton" in text
+    assert "launches 0123; of 6 for NVIDIA 1 spills." in text
+    row = "| bf16 fp32 | `attention_forward` `attention_decoding` | 100, 128, 102, 103 | 0, 24, 0, 0 | 1, 3, 1, 1 | "
+    assert f"{row}older in `attention_decoding` |" in text
+    assert "| `gelu_forward` | -, 128, -, - | -, 0, -, - | -, 1, -, - | - |" in text
 
 
 def test_occupancy_is_bounded_by_what_runs_out_first() -> None:

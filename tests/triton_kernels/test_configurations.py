@@ -7,19 +7,19 @@ import pytest
 import torch
 
 from raystride.triton_kernels import configurations
-from raystride.triton_kernels.attention import LARGEST_HEAD, why_refused
-from raystride.triton_kernels.attention_problem import Rules, Sequences, mixed
+from raystride.triton_kernels.attention import MAX_HEAD_SIZE, unsupported_reason
+from raystride.triton_kernels.attention_problem import Rules, Sequences, mixed_rules
 from raystride.triton_kernels.configurations import (
     FAMILIES,
     KERNELS,
     Tile,
-    family,
+    architecture_family,
+    estimate_shared_bytes,
     forced_tile,
-    processors,
-    shared_bytes,
+    list_tiles,
+    num_processors,
     takes_descriptors,
     tile,
-    tiles,
 )
 from raystride.triton_kernels.launch import assumed_architecture
 from tests.some import some
@@ -31,14 +31,14 @@ DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 @pytest.mark.parametrize("architecture", FAMILIES)
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_every_head_size_has_a_tile_and_few_alternatives(kernel: str, architecture: str, dtype: torch.dtype) -> None:
-    for head_size in (1, 16, 48, 64, 80, 128, 129, LARGEST_HEAD):
-        found = tiles(kernel, architecture, head_size, dtype)
+    for head_size in (1, 16, 48, 64, 80, 128, 129, MAX_HEAD_SIZE):
+        found = list_tiles(kernel, architecture, head_size, dtype)
         assert found[0] == tile(kernel, architecture, head_size, dtype)
         assert len(set(found)) == len(found)
         # The estimate is for whole rows; fp32 works on columns of them, so that on some no other tile seems to fit.
         assert (1 if dtype == torch.float32 else 2) <= len(found) <= 5
         for one in found[1:]:
-            assert shared_bytes(kernel, one, head_size, dtype.itemsize) <= FAMILIES[architecture].shared
+            assert estimate_shared_bytes(kernel, one, head_size, dtype.itemsize) <= FAMILIES[architecture].shared
         for one in (*found, tile(kernel, architecture, head_size, dtype, lean=True)):
             # Products need 16 rows and columns; blocks are powers of two.
             assert all(length >= 16 and length & (length - 1) == 0 for length in one[:2])
@@ -46,11 +46,13 @@ def test_every_head_size_has_a_tile_and_few_alternatives(kernel: str, architectu
 
 def test_alternatives_are_two_programs_a_processor_and_many_warps_too() -> None:
     for architecture in ("sm_90", "sm_100"):
-        forward = tiles("attention_forward", architecture, 64, torch.bfloat16)
+        forward = list_tiles("attention_forward", architecture, 64, torch.bfloat16)
         assert [one.registers for one in forward if one.registers] == [128]
         for kernel in ("attention_backward_keys", "attention_backward_queries"):
-            assert [one.warps for one in tiles(kernel, architecture, 128, torch.bfloat16)].count(16) == 1
-    assert all(one.registers == 0 and one.warps < 16 for one in tiles("attention_forward", "gfx942", 64, torch.bfloat16))
+            assert [one.warps for one in list_tiles(kernel, architecture, 128, torch.bfloat16)].count(16) == 1
+    assert all(
+        one.registers == 0 and one.warps < 16 for one in list_tiles("attention_forward", "gfx942", 64, torch.bfloat16)
+    )
 
 
 def test_a_lean_tile_streams_less() -> None:
@@ -63,7 +65,7 @@ def test_a_lean_tile_streams_less() -> None:
 
 @pytest.fixture
 def forgotten() -> Iterator[None]:
-    """What is known of Triton's version is read again in the test, and after it."""
+    """Clears the cache of Triton's version for the test, and after it."""
     configurations._before_3_7.cache_clear()
     yield
     configurations._before_3_7.cache_clear()
@@ -133,15 +135,20 @@ def test_what_comes_together_is_named() -> None:
     plain, packed = Sequences(1, 8, 8), Sequences(1, 8, 8, None, offsets, offsets)
     lengths = Sequences(1, 8, 8, torch.tensor([8]))
     both = Rules(1.0, causal=True, window=4, dropout=0.1)
-    assert {mixed(each, both) for each in (plain, lengths, packed)} == {"dropout and window"}
-    assert mixed(packed, both._replace(window=0)) == "packed and dropout"
-    assert mixed(packed, both._replace(dropout=0.0)) == "packed and window"
-    assert mixed(packed, both._replace(dropout=0.0, softcap=5.0)) == "packed, window and cap"
-    assert mixed(lengths, Rules(1.0)) == mixed(plain, Rules(1.0, softcap=5.0)) == "full"
-    assert mixed(packed, Rules(1.0)) == mixed(packed, Rules(1.0, softcap=5.0)) == "full and packed"
-    assert mixed(plain, Rules(1.0)) == mixed(lengths, both._replace(dropout=0.0)) == mixed(packed, Rules(1.0, True)) == ""
+    assert {mixed_rules(each, both) for each in (plain, lengths, packed)} == {"dropout and window"}
+    assert mixed_rules(packed, both._replace(window=0)) == "packed and dropout"
+    assert mixed_rules(packed, both._replace(dropout=0.0)) == "packed and window"
+    assert mixed_rules(packed, both._replace(dropout=0.0, softcap=5.0)) == "packed, window and cap"
+    assert mixed_rules(lengths, Rules(1.0)) == mixed_rules(plain, Rules(1.0, softcap=5.0)) == "full"
+    assert mixed_rules(packed, Rules(1.0)) == mixed_rules(packed, Rules(1.0, softcap=5.0)) == "full and packed"
+    assert (
+        mixed_rules(plain, Rules(1.0))
+        == mixed_rules(lengths, both._replace(dropout=0.0))
+        == mixed_rules(packed, Rules(1.0, True))
+        == ""
+    )
     assert set(configurations._MIXED) == {
-        mixed(packed, both._replace(window=window, dropout=dropout, softcap=softcap))
+        mixed_rules(packed, both._replace(window=window, dropout=dropout, softcap=softcap))
         for window, dropout, softcap in ((4, 0.1, 0.0), (0, 0.1, 0.0), (4, 0.0, 0.0), (4, 0.0, 5.0))
     }
 
@@ -151,15 +158,15 @@ def test_dropout_under_a_window_in_fp32_is_refused_where_no_tile_is_small_enough
     with assumed_architecture(architecture):
         for size, dtype in ((largest, torch.float32), (largest + 1, torch.float32), (256, torch.bfloat16)):
             q = torch.empty(1, 1, 1, size, dtype=dtype)
-            why = why_refused(q, q, q, window=4, dropout=0.1)
+            why = unsupported_reason(q, q, q, window=4, dropout=0.1)
             assert bool(why) == (dtype == torch.float32 and size > largest)
 
 
 def test_unknown_architectures_take_the_nearest_family() -> None:
     near = {"sm_75": "sm_86", "sm_80": "sm_80", "sm_86": "sm_86", "sm_89": "sm_86", "sm_90": "sm_90"}
     near |= {"sm_100": "sm_100", "sm_103": "sm_100", "sm_120": "sm_86", "gfx90a": "gfx942", "gfx950": "gfx942"}
-    assert {name: family(name) for name in near} == near
-    assert processors("sm_89") == FAMILIES["sm_86"].processors
+    assert {name: architecture_family(name) for name in near} == near
+    assert num_processors("sm_89") == FAMILIES["sm_86"].processors
     assert [takes_descriptors(name) for name in ("sm_89", "sm_90", "sm_120", "gfx942")] == [False, True, False, False]
 
 

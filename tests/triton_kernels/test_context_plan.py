@@ -1,4 +1,4 @@
-"""Who holds which tokens: all of them once, equally many, at equal cost; and what ranks need of each other."""
+"""Context plans: all tokens once, equally many on each rank, at equal cost; and the exchanges between ranks."""
 
 from itertools import accumulate
 
@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from raystride.triton_kernels.context_plan import (
     ContextPlan,
     context_plan,
-    key_exchange,
+    forwarded_rows,
     needed_rows,
-    ring_steps,
-    travelling,
+    plan_key_exchange,
+    plan_ring_steps,
 )
 
 
@@ -71,7 +71,7 @@ def test_whole_rows_go_to_ranks_where_there_are_enough(rows: int, ranks: int) ->
     for own in plan.rows:
         assert {int(count) for count in np.unique(plan.documents[own], return_counts=True)[1]} == {32}
     assert plan.imbalance == 0
-    assert key_exchange(plan, 0).silent
+    assert plan_key_exchange(plan, 0).silent
 
 
 def test_two_ranks_share_a_row_where_there_are_too_few() -> None:
@@ -92,7 +92,7 @@ def test_chunks_are_finer_only_where_that_balances() -> None:
 def test_a_window_makes_tokens_cost_the_same() -> None:
     plan = context_plan((0, 4096), 4, window=16)
     np.testing.assert_array_equal(plan.rows[2], np.arange(2048, 3072))
-    assert [len(each) for each in travelling(plan, 1, 16)] == [1024, 15, 0, 0]
+    assert [len(each) for each in forwarded_rows(plan, 1, 16)] == [1024, 15, 0, 0]
 
 
 @given(plans(), WINDOWS)
@@ -116,8 +116,8 @@ def test_the_steps_of_the_ring_compute_every_pair_once(plan: ContextPlan, window
         wanted &= rows > rows[:, None] - window
     found = np.zeros_like(wanted, dtype=int)
     for rank in range(plan.ranks):
-        for hop, step in enumerate(ring_steps(plan, rank, window)):
-            arrived = travelling(plan, (rank - hop) % plan.ranks, window)[hop]
+        for hop, step in enumerate(plan_ring_steps(plan, rank, window)):
+            arrived = forwarded_rows(plan, (rank - hop) % plan.ranks, window)[hop]
             for part in step.parts:
                 assert len(np.unique(part.queries)) == len(part.queries)
                 assert len(np.unique(part.keys)) == len(part.keys)
@@ -136,7 +136,7 @@ def test_the_steps_of_the_ring_compute_every_pair_once(plan: ContextPlan, window
 
 @given(plans(), WINDOWS)
 def test_what_goes_on_and_what_ends_is_all_that_arrives(plan: ContextPlan, window: int) -> None:
-    all_steps = [ring_steps(plan, rank, window) for rank in range(plan.ranks)]
+    all_steps = [plan_ring_steps(plan, rank, window) for rank in range(plan.ranks)]
     for rank, steps in enumerate(all_steps):
         for hop in range(1, plan.ranks):
             onward = steps[hop + 1].sent if hop + 1 < plan.ranks else np.zeros(0, np.int64)
@@ -150,7 +150,7 @@ def test_what_goes_on_and_what_ends_is_all_that_arrives(plan: ContextPlan, windo
 def test_the_keys_of_a_run_are_those_up_to_its_end(plan: ContextPlan, window: int) -> None:
     needed = needed_rows(plan, window)
     for rank in range(plan.ranks):
-        exchange = key_exchange(plan, rank, window)
+        exchange = plan_key_exchange(plan, rank, window)
         pool = np.concatenate([plan.rows[rank], *(plan.rows[i][needed[rank][i]] for i in range(plan.ranks))])
         tokens = pool[exchange.keys]
         for layer in exchange.layers:

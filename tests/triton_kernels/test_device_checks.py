@@ -1,4 +1,4 @@
-"""What runs on a GPU alone says what is missing where there is none, and its checks can fail."""
+"""Programs for a GPU name what is missing without one, and the device checks can fail."""
 
 import pytest
 import torch
@@ -32,9 +32,8 @@ def test_the_checks_tell_right_from_wrong(monkeypatch: pytest.MonkeyPatch) -> No
         "racy": lambda x: gelu(x) + next(noise),
         "broken": lambda x: gelu(x.view(3, 5)),
     }
-    monkeypatch.setattr(
-        device_checks, "_calls", lambda device: [(name, call, gelu_reference, [(8, 8)]) for name, call in calls.items()]
-    )
+    checked = [(name, call, gelu_reference, [(8, 8)]) for name, call in calls.items()]
+    monkeypatch.setattr(device_checks, "_iterate_calls", lambda device: checked)
     checks = {check.name.split(",")[0]: check for check in run_checks(torch.device("cpu"), quick=True)}
     assert {name for name, check in checks.items() if check.failed} == {"wrong", "racy", "broken"}
     assert checks["wrong"].error > 1
@@ -46,11 +45,11 @@ def test_the_checks_tell_right_from_wrong(monkeypatch: pytest.MonkeyPatch) -> No
 def test_far_calls_look_at_the_same_numbers(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
     """On a GPU there are 2^31 elements in front of these; here a few thousand, which is what the interpreter can do."""
     monkeypatch.setattr(device_checks, "FAR", 3000)
-    name, ours, reference, shapes = list(device_checks.far_calls(torch.device("cpu")))[number]
+    name, ours, reference, shapes = list(device_checks.large_offset_calls(torch.device("cpu")))[number]
     small = [tuple(min(size, 24) for size in shape) for shape in shapes]
     if name.startswith("rope"):
         small = [(2, 4, 333, 64), (2, 2, 333, 64)]
-    check = device_checks._check(name, ours, reference, [torch.randn(shape) for shape in small], 2)
+    check = device_checks._run_check(name, ours, reference, [torch.randn(shape) for shape in small], 2)
     assert not check.failed, check
 
 
@@ -60,11 +59,11 @@ def test_not_a_number_is_wrong() -> None:
 
 def test_parts_of_the_chosen_checks_are_all_of_them_once(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = [(f"gelu {size}", gelu, gelu_reference, [(size, 8)]) for size in range(1, 8)]
-    monkeypatch.setattr(device_checks, "_calls", lambda device: calls)
+    monkeypatch.setattr(device_checks, "_iterate_calls", lambda device: calls)
     monkeypatch.setattr(device_checks, "REPEATS", 1)
     chosen = ("gelu ?, bfloat16", "gelu 1, float32")
-    parts = [[c.name for c in run_checks(torch.device("cpu"), chosen=chosen, part=(i, 3))] for i in range(3)]
-    whole = [check.name for check in run_checks(torch.device("cpu"), chosen=chosen)]
+    parts = [[c.name for c in run_checks(torch.device("cpu"), patterns=chosen, part=(i, 3))] for i in range(3)]
+    whole = [check.name for check in run_checks(torch.device("cpu"), patterns=chosen)]
     assert len(whole) == 8
     assert sorted(name for part in parts for name in part) == sorted(whole)
     assert max(map(len, parts)) - min(map(len, parts)) <= 1

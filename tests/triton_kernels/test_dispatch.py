@@ -1,4 +1,4 @@
-"""Which implementation runs, and what is said of it."""
+"""Dispatch: the implementation that runs, and its warnings."""
 
 import os
 import subprocess
@@ -74,11 +74,11 @@ import sys
 sys.modules["triton"] = None
 import torch
 from raystride.model.transformer import Decoder
-from raystride.pipelines.config import Model
+from raystride.pipelines.config import ModelConfig
 from raystride.triton_kernels.dispatch import use_kernels
 from raystride.triton_kernels.gelu import _gelu_forward_kernel
 ids = torch.zeros(1, 8, dtype=torch.int64)
-print(Decoder(Model(layers=1, heads=1, width=8, context=8), 5)(ids, ids)[1].item())
+print(Decoder(ModelConfig(layers=1, heads=1, hidden_size=8, context=8), 5)(ids, ids)[1].item())
 for attempt in (lambda: use_kernels("triton"), _gelu_forward_kernel):
     try:
         attempt()

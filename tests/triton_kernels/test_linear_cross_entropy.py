@@ -55,10 +55,10 @@ def test_values_and_gradients(
 
 
 def test_the_tokens_are_taken_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_SMALLEST_CHUNK", 4)
+    monkeypatch.setattr(module, "_MIN_CHUNK", 4)
     x, weight = torch.randn(37, 16), torch.randn(50, 16)
     targets = torch.randint(50, (37,))
-    assert len(range(0, 37, module.rows_of_a_chunk(37))) == 8
+    assert len(range(0, 37, module.rows_per_chunk(37))) == 8
     check(
         lambda x, w: linear_cross_entropy(x, w, targets),
         lambda x, w: linear_cross_entropy_reference(x, w, targets),

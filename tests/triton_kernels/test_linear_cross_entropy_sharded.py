@@ -59,7 +59,7 @@ CASES = {
 }
 ON_KERNELS = ("fp32 chunks", "fp32", "bf16")
 TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 2e-2}
-"""Of the largest number. In bf16, logits and their gradients are rounded to 2^-9, and so is what workers add up of x."""
+"""Tolerances relative to the largest number. In bf16, logits and gradients are rounded to 2^-9."""
 CHUNK = 16
 """Tokens, in every process of these tests."""
 
@@ -84,7 +84,7 @@ def _own(case: Case, group: Any = None, **changes: Any) -> tuple[int, list[torch
 
 
 def _found(case: Case, group: Any, *, recompute: bool = False, **changes: Any) -> list[Any]:
-    """What this worker gets: loss, count, gradients of x (of all workers together) and of its rows."""
+    """Returns this worker's loss, count, gradient of x (summed over workers) and of its rows."""
     _, tensors, call = _own(case, group, **changes)
     loss, count = checkpoint(call, *tensors, use_reentrant=False) if recompute else call(*tensors)
     grad_x, grad_weight = torch.autograd.grad(0.37 * loss, tensors[:2])
@@ -93,7 +93,7 @@ def _found(case: Case, group: Any, *, recompute: bool = False, **changes: Any) -
 
 
 def _differences(case: Case, group: Any = None) -> list[Any]:
-    """How far loss and gradients are from those of the whole in float64, beside the largest number; and the loss itself."""
+    """Returns relative differences of loss and gradients to the unsharded ones in float64; and the loss."""
     x, weight, targets = _inputs(case)
     leaves = [x.double().requires_grad_(), weight.double().requires_grad_()]
     loss, count = linear_cross_entropy_reference(*leaves, targets, **case.rules)  # type: ignore[arg-type]
@@ -114,7 +114,7 @@ def _differences(case: Case, group: Any = None) -> list[Any]:
 def _all(rank: int, world: int) -> dict[str, Any]:
     use_kernels("torch")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(whole_module, "_SMALLEST_CHUNK", CHUNK)
+        patch.setattr(whole_module, "_MIN_CHUNK", CHUNK)
         results: dict[str, Any] = {name: _differences(case) for name, case in CASES.items()}
         results["random"] = [_differences(case) for case in _random_cases(world)]
         results["sent"] = [_sent(CASES[name]) for name in ("chunks", "plain", "bf16", "no token")]
@@ -203,7 +203,7 @@ def _under_autocast() -> bool:
 
 
 def _products() -> tuple[int, int]:
-    """How many products the model's own way was asked for, and the most logits that one of them gave."""
+    """Returns the number of products by the model's backend, and the maximum of logits of one."""
     sizes = []
 
     def product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -271,7 +271,7 @@ def _errors() -> list[str]:
 
 @pytest.fixture(scope="module", params=[1, 2, 4])
 def results(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
-    """Of each of so many processes."""
+    """Returns the results of each process."""
     return run_distributed(_all, request.param)
 
 
@@ -350,7 +350,7 @@ def _joined(
     for own, sums in measured:
         sums[0] *= (own - largest).exp()
     total = torch.stack([sums for _, sums in measured]).sum(0)
-    losses, log_sums = module.words_losses(largest, total, targets, next(iter(shards)))
+    losses, log_sums = module.compute_word_losses(largest, total, targets, next(iter(shards)))
     for part, shard, (own, _) in zip(parts, shards, measured, strict=True):
         left = (log_sums,) if kernels else (own, log_sums)
         (module.words_gradient if kernels else module.words_gradient_reference)(part, targets, *left, shard)

@@ -20,7 +20,7 @@ def _by_log_softmax(x: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor
     return found.gather(-1, targets.clamp(min=0)[..., None])[..., 0].where(targets >= 0, 0.0)
 
 
-@example(rows=25, width=1, words=164, dtype=torch.bfloat16, kind="slice", ignored=0.0, seed=0)  # see dense_on_cpus
+@example(rows=25, width=1, words=164, dtype=torch.bfloat16, kind="slice", ignored=0.0, seed=0)  # see contiguous_on_cpu
 @given(
     rows=st.one_of(st.sampled_from([0, 1, 2]), st.integers(0, 40)),
     width=st.integers(1, 48),
@@ -51,7 +51,7 @@ def test_values_and_gradients(
 
 @pytest.mark.parametrize("smallest", [4, 1024])
 def test_sequences_have_the_log_probabilities_of_log_softmax(monkeypatch: pytest.MonkeyPatch, smallest: int) -> None:
-    monkeypatch.setattr(chunks, "_SMALLEST_CHUNK", smallest)
+    monkeypatch.setattr(chunks, "_MIN_CHUNK", smallest)
     torch.manual_seed(0)
     x, weight = torch.randn(4, 9, 16), torch.randn(50, 16)
     targets = torch.randint(50, (4, 9))

@@ -1,4 +1,4 @@
-"""Operations take the short way where nobody but autograd looks, and give there what the operator gives."""
+"""Operations use the fast path if only autograd traces them, with the results of the operator."""
 
 from typing import Any
 

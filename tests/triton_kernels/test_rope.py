@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from raystride.model.attention import rotation_table
 from raystride.triton_kernels.dispatch import kernels_ran
-from raystride.triton_kernels.launch import launcher
+from raystride.triton_kernels.launch import use_launcher
 from raystride.triton_kernels.rms_norm import rms_norm
 from raystride.triton_kernels.rope import rope, rope_reference
 from tests.triton_kernels.compare import check
@@ -35,9 +35,9 @@ def _tables(batch: int, tokens: int, size: int) -> tuple[torch.Tensor, torch.Ten
 
 
 @given(
-    batch=st.integers(0, 3),
-    heads=st.tuples(st.integers(1, 5), st.integers(1, 3)),
-    tokens=st.integers(0, 40),
+    batch=st.integers(0, 2),
+    heads=st.tuples(st.integers(1, 4), st.integers(1, 3)),
+    tokens=st.integers(0, 18),
     size=st.sampled_from([2, 6, 16, 64, 80]),
     dtype=DTYPES,
     layout=LAYOUTS,
@@ -71,8 +71,10 @@ def test_values_and_gradients(
 def test_a_norm_and_a_turn_are_those_two_after_each_other() -> None:
     q, k, tables, weights = torch.randn(2, 4, 7, 16), torch.randn(2, 2, 7, 16), _tables(2, 7, 16), torch.randn(2, 16)
     together = rope(q, k, *tables, *weights, eps=1e-3)
-    apart = rope(*(rms_norm(x, weight, eps=1e-3) for x, weight in zip((q, k), weights, strict=True)), *tables)
-    for found, expected in zip(together, apart, strict=True):
+    split_keys_and_values = rope(
+        *(rms_norm(x, weight, eps=1e-3) for x, weight in zip((q, k), weights, strict=True)), *tables
+    )
+    for found, expected in zip(together, split_keys_and_values, strict=True):
         torch.testing.assert_close(found, expected)
 
 
@@ -86,7 +88,9 @@ def test_heads_of_a_projection_are_not_copied_and_keep_their_order_in_memory() -
     heads = torch.randn(2, 7, 6, 16).transpose(1, 2)
     q, k = heads[:, :4], heads[:, 4:]
     seen: list[tuple[int, int]] = []
-    with launcher(lambda kernel, grid, arguments, named: seen.append((arguments[0].data_ptr(), arguments[4].data_ptr()))):
+    with use_launcher(
+        lambda kernel, grid, arguments, named: seen.append((arguments[0].data_ptr(), arguments[4].data_ptr()))
+    ):
         y, _ = rope(q, k, *_tables(1, 7, 16))
     assert seen == [(q.data_ptr(), k.data_ptr())], "one launch for both"
     assert y.transpose(1, 2).is_contiguous()
@@ -94,7 +98,7 @@ def test_heads_of_a_projection_are_not_copied_and_keep_their_order_in_memory() -
 
 @pytest.mark.parametrize("norm", [False, True])
 def test_registration(norm: bool) -> None:
-    q, k, (cos, sin) = _heads(2, 4, 5, 16, "projection"), _heads(2, 2, 5, 16, "plain"), _tables(2, 5, 16)
+    q, k, (cos, sin) = _heads(2, 2, 3, 16, "projection"), _heads(2, 1, 3, 16, "plain"), _tables(2, 3, 16)
     weights = tuple(torch.randn(2, 16)) if norm else ()
     check_registration(
         lambda q, k, *weights: torch.cat(rope(q, k, cos, sin, *weights), 1),

@@ -15,7 +15,7 @@ from raystride.triton_kernels.adamw import adamw, adamw_reference
 from raystride.triton_kernels.attention import attention, attention_reference
 from raystride.triton_kernels.attention_packed import attention_packed, attention_packed_reference
 from raystride.triton_kernels.configurations import FAMILIES, KERNELS, takes_descriptors, tile
-from raystride.triton_kernels.device_checks import _updated, outcome
+from raystride.triton_kernels.device_checks import _parameters_after_step, value_and_gradients
 from raystride.triton_kernels.gelu import gelu, gelu_reference
 from raystride.triton_kernels.launch import assumed_architecture
 from raystride.triton_kernels.layer_norm import layer_norm, layer_norm_reference
@@ -86,16 +86,16 @@ OPERATIONS: dict[str, tuple[Function, Function, list[tuple[int, ...]]]] = {
     "relu": (relu, relu_reference, [(30, 48)]),
     "swiglu": (swiglu, swiglu_reference, [(30, 48)] * 2),
     "mse": (mse, mse_reference, [(30, 48)] * 2),
-    "adamw": (partial(_updated, adamw), partial(_updated, adamw_reference), [(30, 48)] * 4),
+    "adamw": (partial(_parameters_after_step, adamw), partial(_parameters_after_step, adamw_reference), [(30, 48)] * 4),
 }  # fmt: skip
 
 
 def _triples(ours: Function, reference: Function, shapes: list[tuple[int, ...]], dtype: torch.dtype) -> list[Triple]:
     torch.manual_seed(0)
     inputs = [torch.randn(shape).to(dtype) for shape in shapes]
-    mine = outcome(ours, inputs)
-    exact = outcome(reference, [x.double() for x in inputs], mine[0].dtype)
-    return list(zip(mine, outcome(reference, inputs), exact, strict=True))
+    mine = value_and_gradients(ours, inputs)
+    exact = value_and_gradients(reference, [x.double() for x in inputs], mine[0].dtype)
+    return list(zip(mine, value_and_gradients(reference, inputs), exact, strict=True))
 
 
 MUTATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raystride.triton_kernels.launch import launcher
+from raystride.triton_kernels.launch import use_launcher
 from raystride.triton_kernels.swiglu import swiglu, swiglu_reference
 from tests.triton_kernels.compare import check
 from tests.triton_kernels.registration import check_registration
@@ -40,7 +40,7 @@ def test_slices_of_a_fused_projection_are_not_copied() -> None:
     fused = torch.randn(2, 5, 24, requires_grad=True)
     gate, up = fused.chunk(2, dim=-1)
     seen: list[int] = []
-    with launcher(lambda kernel, grid, arguments, named: seen.extend(x.data_ptr() for x in arguments[:2])):
+    with use_launcher(lambda kernel, grid, arguments, named: seen.extend(x.data_ptr() for x in arguments[:2])):
         swiglu(gate, up)
     assert seen == [gate.data_ptr(), up.data_ptr()]
     found, expected = (

@@ -1,6 +1,6 @@
-"""How many variants of each kernel a training with lengths that vary would have Triton compile; no GPU is needed.
+"""Counts the variants of each kernel that Triton would compile in a training with varying lengths; no GPU is needed.
 
-A launcher that runs nothing notes what Triton tells variants apart by: types, alignments, arguments that are 1, constants.
+A launcher that runs nothing records the key of Triton's variants: types, alignments, arguments that are 1, constants.
 A process of its own, since a test's own process has kernels that belong to the interpreter:
 
     python -m tests.triton_kernels.variants                   # {"_gelu_forward_kernel": 2, ...}
@@ -16,10 +16,10 @@ import torch
 from raystride.triton_kernels.attention import attention
 from raystride.triton_kernels.attention_packed import attention_packed
 from raystride.triton_kernels.byte_pack import byte_pack, byte_pack_sequence
-from raystride.triton_kernels.compile_report import _describe
+from raystride.triton_kernels.compile_report import _describe_launch
 from raystride.triton_kernels.dispatch import use_kernels
 from raystride.triton_kernels.gelu import gelu
-from raystride.triton_kernels.launch import assumed_architecture, launcher
+from raystride.triton_kernels.launch import assumed_architecture, use_launcher
 from raystride.triton_kernels.layer_norm import add_layer_norm, layer_norm
 from raystride.triton_kernels.linear_cross_entropy import linear_cross_entropy
 from raystride.triton_kernels.mse import mse
@@ -100,10 +100,10 @@ def count(steps: int = 20) -> dict[str, int]:
         specimen = Specimen(operation, "", lambda: None)
 
         def note(kernel: Any, grid: Any, arguments: Any, named: Any, specimen: Specimen = specimen) -> None:
-            described = _describe(kernel, arguments, named, specimen, "sm_90")
+            described = _describe_launch(kernel, arguments, named, specimen, "sm_90")
             found[f"{specimen.operation}: {kernel.fn.__name__}"].add(described.identity)
 
-        with launcher(note), assumed_architecture("sm_90"):
+        with use_launcher(note), assumed_architecture("sm_90"):
             use_kernels("triton")
             for shape in _shapes(steps):
                 train(operation, *shape)

@@ -8,15 +8,15 @@ from pathlib import Path
 import pytest
 
 from raystride.pipelines.cluster import answering
-from raystride.pipelines.cluster.answering import HERE_BYTES, answerers
-from raystride.pipelines.config import Answering
-from raystride.pipelines.config.jobs import Evaluate, Predict
-from raystride.pipelines.config.run import AnswerLaunch
-from raystride.pipelines.evaluate.opening import choose
-from raystride.pipelines.evaluate.parts import AnswerWork
-from raystride.pipelines.files import Folder
+from raystride.pipelines.cluster.answering import MAX_INLINE_BYTES, make_part_runner
+from raystride.pipelines.config import PredictorConfig
+from raystride.pipelines.config.jobs import EvaluateConfig, PredictConfig
+from raystride.pipelines.config.run import PredictorLaunchConfig
+from raystride.pipelines.evaluate.load_run import select_run
+from raystride.pipelines.evaluate.parts import PredictJob
 from raystride.pipelines.sources.pieces import Part, Slice
-from raystride.pipelines.sources.source import standard_library
+from raystride.pipelines.sources.source import standard_library_files
+from raystride.pipelines.storage.folder import Folder
 from tests.errors import refused
 from tests.pipelines.evaluate.conftest import texts, trained, write_rows
 
@@ -25,9 +25,9 @@ __all__ = ["trained"]
 PROGRAM = """
 import json, sys
 from raystride.pipelines.config.parse import configured
-from raystride.pipelines.config.jobs import Predict
+from raystride.pipelines.config.jobs import PredictConfig
 from raystride.pipelines.launch.finished import predict_files
-found = predict_files(configured(Predict, json.loads(sys.argv[1])).settings)
+found = predict_files(configured(PredictConfig, json.loads(sys.argv[1])).settings)
 print(json.dumps([found.rows, "ray" in sys.modules]))
 """
 
@@ -44,12 +44,12 @@ def test_thousands_of_short_texts_start_no_ray(trained: Folder, tmp_path: Path) 
 @pytest.mark.parametrize(
     ("size", "settings", "mode", "address", "here"),
     [
-        (HERE_BYTES, {}, "auto", None, True),
-        (HERE_BYTES + 1, {}, "auto", None, False),
+        (MAX_INLINE_BYTES, {}, "auto", None, True),
+        (MAX_INLINE_BYTES + 1, {}, "auto", None, False),
         (1, {}, "ray", None, False),
         (1, {}, "auto", "127.0.0.1:6379", False),
         (1, {"workers": 2}, "auto", None, False),
-        (HERE_BYTES + 1, {}, "inline", None, True),
+        (MAX_INLINE_BYTES + 1, {}, "inline", None, True),
     ],
 )
 def test_where_it_is_answered(
@@ -64,13 +64,13 @@ def test_where_it_is_answered(
 ) -> None:
     """A cluster that cannot be joined tells that one was asked for."""
     monkeypatch.setattr(answering, "cluster", _no_cluster)
-    chosen = choose(trained, "labels", "last", 1)
-    asked = Answering(run="labels", **settings)  # type: ignore[arg-type]
-    run_parts = answerers(asked, AnswerLaunch(mode=mode, address=address))  # type: ignore[arg-type]
-    work = AnswerWork(chosen=chosen, settings=asked, folder=Folder(str(tmp_path)), readers={})
-    part = Part(0, (Slice(standard_library()[0], 0, 0, size),), None)
+    chosen = select_run(trained, "labels", "last", 1)
+    asked = PredictorConfig(run="labels", **settings)  # type: ignore[arg-type]
+    run_parts = make_part_runner(asked, PredictorLaunchConfig(mode=mode, address=address))  # type: ignore[arg-type]
+    job = PredictJob(chosen=chosen, settings=asked, folder=Folder(str(tmp_path)), readers={})
+    part = Part(0, (Slice(standard_library_files()[0], 0, 0, size),), None)
     with pytest.raises(KeyError if here else ConnectionError):  # there is no reader, or no cluster
-        run_parts(work, [part])
+        run_parts(job, [part])
 
 
 def _no_cluster(_: object) -> None:
@@ -78,6 +78,6 @@ def _no_cluster(_: object) -> None:
 
 
 def test_jobs_on_trained_models_choose_by_themselves() -> None:
-    assert Evaluate(run="a").launch.mode == Predict(run="a", text="b").launch.mode == "auto"
+    assert EvaluateConfig(run="a").launch.mode == PredictConfig(run="a", text="b").launch.mode == "auto"
     with refused("workers", 2):
-        answerers(Answering(run="a", workers=2), AnswerLaunch(mode="inline"))
+        make_part_runner(PredictorConfig(run="a", workers=2), PredictorLaunchConfig(mode="inline"))

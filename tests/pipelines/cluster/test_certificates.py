@@ -15,7 +15,7 @@ from raystride.pipelines.cluster.certificates import (
     days_left,
     main,
     make_certificates,
-    ray_variables,
+    ray_environment,
 )
 
 
@@ -141,7 +141,7 @@ def test_the_copy_that_is_printed_replaces_what_is_there(host: str, tmp_path: Pa
 
 def test_the_days_that_a_certificate_has_left_are_known_where_ray_talks_tls(tmp_path: Path) -> None:
     (folder,) = make_certificates(tmp_path, ["10.0.0.1"], str(tmp_path / "10.0.0.1"), 20)
-    variables = ray_variables(str(folder))
+    variables = ray_environment(str(folder))
     assert days_left(variables) == pytest.approx(20, abs=0.1)
     assert days_left(variables | {"RAY_USE_TLS": "0"}) is None
     (folder / "host.pem").write_text("nothing")

@@ -12,13 +12,13 @@ import pytest
 from raystride.pipelines.cluster import cluster as cluster_module
 from raystride.pipelines.cluster.cluster import (
     NoCluster,
-    _short_folder,
+    _short_session_folder,
     cluster,
     keep_token_private,
-    start_local,
+    start_local_ray,
     token_file,
 )
-from raystride.pipelines.config import Launch
+from raystride.pipelines.config import LaunchConfig
 
 
 @pytest.fixture(autouse=True)
@@ -101,26 +101,26 @@ def test_a_start_that_was_too_slow_is_made_again_and_another_failure_is_not(monk
         return "there"
 
     monkeypatch.setattr(ray, "init", init)
-    assert start_local(num_cpus=1) == "there"
+    assert start_local_ray(num_cpus=1) == "there"
     assert len(tried) == 3
     failures += [ValueError("no such option")]
     with pytest.raises(ValueError, match="no such option"):
-        start_local()
+        start_local_ray()
     failures += [Exception("timed out during startup")] * 3
     with pytest.raises(Exception, match="timed out during startup"):
-        start_local()
+        start_local_ray()
 
 
 def test_the_address_of_a_dashboard_is_refused_at_once_by_where_it_came_from(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(NoCluster, match=r"launch\.address is 'http://127\.0\.0\.1:8265'") as raised:
-        _join(Launch(address="http://127.0.0.1:8265"))
+        _join(LaunchConfig(address="http://127.0.0.1:8265"))
     assert (raised.value.setting, raised.value.value) == ("launch.address", "http://127.0.0.1:8265")
     monkeypatch.setenv("RAY_ADDRESS", "https://head:8265")
     with pytest.raises(NoCluster, match=r"RAY_ADDRESS is 'https://head:8265'.*Unset it"):
-        _join(Launch())
+        _join(LaunchConfig())
 
 
-def _join(settings: Launch) -> None:
+def _join(settings: LaunchConfig) -> None:
     with cluster(settings):
         pass
 
@@ -128,10 +128,10 @@ def _join(settings: Launch) -> None:
 def test_what_is_waited_for_is_said_and_named(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], port: int
 ) -> None:
-    monkeypatch.setattr(cluster_module, "TELL_S", 0.0)
+    monkeypatch.setattr(cluster_module, "NOTICE_S", 0.0)
     monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{port}")
     with pytest.raises(NoCluster, match="the variable RAY_ADDRESS"):
-        _join(Launch(timeout_s=2.0))
+        _join(LaunchConfig(timeout_s=2.0))
     assert capsys.readouterr().err.count(f"waiting for a Ray cluster at 127.0.0.1:{port}") == 1
 
 
@@ -150,9 +150,9 @@ def test_a_folder_that_is_too_long_for_sockets_gives_way_to_a_short_one(
     monkeypatch.delenv("RAY_TMPDIR", raising=False)
     monkeypatch.setattr(cluster_module, "gettempdir", lambda: os.environ["TMPDIR"])
     monkeypatch.setenv("TMPDIR", "/tmp")
-    assert _short_folder() == {}
+    assert _short_session_folder() == {}
     monkeypatch.setenv(variable, f"/tmp/{'x' * 100}")
-    folder = Path(_short_folder()["_temp_dir"])
+    folder = Path(_short_session_folder()["_temp_dir"])
     assert folder.stat().st_uid == os.getuid()
-    assert len(str(folder)) + cluster_module.SESSION_BYTES <= cluster_module.SOCKET_BYTES
+    assert len(str(folder)) + cluster_module.SESSION_PATH_BYTES <= cluster_module.MAX_SOCKET_PATH_BYTES
     assert variable in capsys.readouterr().err

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from raystride.pipelines.cluster import elastic
-from raystride.pipelines.cluster.elastic import SLOW_S, SlowNodes, Start, places, train_on_nodes
-from raystride.pipelines.cluster.resources import Share
+from raystride.pipelines.cluster.elastic import COMPARED_S, SlowNodeDetector, StartPlan, count_worker_slots, train_on_nodes
+from raystride.pipelines.cluster.resources import Allocation
 
-SHARE = Share(workers=4, device="cpu", threads=2, least=1)
+SHARE = Allocation(workers=4, device="cpu", threads=2, min_workers=1)
 PLACES = ("one", "two")
 
 
@@ -21,7 +21,7 @@ class MadeUp:
     def __init__(self, now: int, *, stop_after: int = 99) -> None:
         self.now, self.stop_after, self.share = now, stop_after, SHARE
         self.resize, self.beats = False, 0
-        self.without, self.drop_slower_than = frozenset[str](), 0.0
+        self.excluded_nodes, self.drop_slower_than = frozenset[str](), 0.0
         self.starts: list[tuple[int, int]] = []
         self.told: list[str] = []
         self.warned = 0
@@ -37,9 +37,9 @@ class MadeUp:
         """Two workers, on the nodes `one` and `two`."""
         self.beats += 1
         return {
-            rank: SimpleNamespace(process=SimpleNamespace(node_id=name, node=name), own=self.beats * (1 + 9 * rank))
+            rank: SimpleNamespace(process=SimpleNamespace(node_id=name, node=name), own_s=self.beats * (1 + 9 * rank))
             for rank, name in enumerate(PLACES)
-            if name not in self.without
+            if name not in self.excluded_nodes
         }
 
     def request_resize(self, text: str) -> None:
@@ -50,12 +50,12 @@ class MadeUp:
         self.resize = False
         return len(self.starts) < self.stop_after
 
-    def fit(self, start: Start) -> dict[str, Any]:
+    def fit(self, start: StartPlan) -> dict[str, Any]:
         """Trains until it is asked to stop, at most half a second."""
-        self.starts.append((start.most, start.number))
-        self.without = start.without
+        self.starts.append((start.max_workers, start.number))
+        self.excluded_nodes = start.excluded_nodes
         if start.number:
-            self.now = start.most
+            self.now = start.max_workers
         deadline = time.monotonic() + 0.5
         while not self.resize and time.monotonic() < deadline:
             time.sleep(0.01)
@@ -69,12 +69,12 @@ class MadeUp:
 def free(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, float]]:
     """What is free on the nodes of a cluster that is not there."""
     found: list[dict[str, float]] = []
-    monkeypatch.setattr(elastic, "LOOK_S", 0.01)
-    monkeypatch.setattr(elastic, "alive_nodes", lambda: {"head"})
-    monkeypatch.setattr(elastic, "tell_of_nodes", lambda training, warn: None)
-    monkeypatch.setattr(elastic, "forget_lost_trainings", lambda warn: None)
-    monkeypatch.setattr(elastic, "leaving_nodes", lambda warn: {})
-    monkeypatch.setattr(elastic, "free_by_node", lambda per_worker, warn, without: found)
+    monkeypatch.setattr(elastic, "POLL_S", 0.01)
+    monkeypatch.setattr(elastic, "list_alive_nodes", lambda: {"head"})
+    monkeypatch.setattr(elastic, "refresh_node_view", lambda training, warn: None)
+    monkeypatch.setattr(elastic, "cancel_lost_requests", lambda warn: None)
+    monkeypatch.setattr(elastic, "draining_nodes", lambda warn: {})
+    monkeypatch.setattr(elastic, "free_resources_by_node", lambda per_worker, warn, excluded_nodes: found)
     return found
 
 
@@ -102,19 +102,19 @@ def test_no_room_is_looked_for_without_a_group_or_with_a_full_one(free: list[dic
 
 
 def test_a_worker_lies_on_one_node() -> None:
-    assert places({"CPU": 2.0}, [{"CPU": 3.0}, {"CPU": 1.0}]) == 1
-    assert places({"GPU": 1.0}, [{"CPU": 3.0, "GPU": 0.5}, {"CPU": 1.0, "GPU": 2.0}]) == 2
-    assert places({"GPU": 1.0}, [{"CPU": 3.0}]) == 0
+    assert count_worker_slots({"CPU": 2.0}, [{"CPU": 3.0}, {"CPU": 1.0}]) == 1
+    assert count_worker_slots({"GPU": 1.0}, [{"CPU": 3.0, "GPU": 0.5}, {"CPU": 1.0, "GPU": 2.0}]) == 2
+    assert count_worker_slots({"GPU": 1.0}, [{"CPU": 3.0}]) == 0
 
 
-@pytest.mark.parametrize(("least", "after"), [(0, 4), (1, 3)])
+@pytest.mark.parametrize(("min_workers", "after"), [(0, 4), (1, 3)])
 def test_it_leaves_a_node_that_is_about_to_be_taken_away_once(
-    monkeypatch: pytest.MonkeyPatch, least: int, after: int
+    monkeypatch: pytest.MonkeyPatch, min_workers: int, after: int
 ) -> None:
     """And goes on with as many workers, for which it waits, or with those that have a place where it may have fewer."""
-    monkeypatch.setattr(elastic, "leaving_nodes", lambda warn: {"two": time.time() + 30, "elsewhere": 0.0})
+    monkeypatch.setattr(elastic, "draining_nodes", lambda warn: {"two": time.time() + 30, "elsewhere": 0.0})
     run = MadeUp(now=4)
-    run.share = replace(SHARE, least=least)
+    run.share = replace(SHARE, min_workers=min_workers)
     assert run.run() == {"ending": "done", "workers": after}
     assert run.starts == [(4, 0), (after, 1)]
     (told,) = run.told
@@ -126,7 +126,7 @@ def test_it_leaves_a_node_that_is_about_to_be_taken_away_once(
 @pytest.mark.parametrize("arrives", [False, True])
 def test_a_request_that_fails_is_repeated_until_it_is_answered(monkeypatch: pytest.MonkeyPatch, arrives: bool) -> None:
     """The recorder starts again: the request never arrives, or its answer does not."""
-    monkeypatch.setattr(elastic, "leaving_nodes", lambda warn: {"two": time.time() + 30})
+    monkeypatch.setattr(elastic, "draining_nodes", lambda warn: {"two": time.time() + 30})
     run, request, failures = MadeUp(now=4), MadeUp.request_resize, iter([True, True])
 
     def fail_twice(self: MadeUp, text: str) -> None:
@@ -141,38 +141,39 @@ def test_a_request_that_fails_is_repeated_until_it_is_answered(monkeypatch: pyte
 
 
 def test_nobody_is_asked_to_leave_what_he_is_not_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(elastic, "leaving_nodes", lambda warn: {"three": 0.0})
+    monkeypatch.setattr(elastic, "draining_nodes", lambda warn: {"three": 0.0})
     run = MadeUp(now=4)
     assert run.run()["ending"] == "done"
     assert run.starts == [(4, 0)]
 
 
 @pytest.mark.parametrize(
-    ("factor", "least", "starts"), [(8.0, 1, [(4, 0), (3, 1)]), (12.0, 1, [(4, 0)]), (0.0, 1, [(4, 0)]), (8.0, 4, [(4, 0)])]
+    ("factor", "min_workers", "starts"),
+    [(8.0, 1, [(4, 0), (3, 1)]), (12.0, 1, [(4, 0)]), (0.0, 1, [(4, 0)]), (8.0, 4, [(4, 0)])],
 )
 def test_it_leaves_a_node_that_holds_up_the_others_where_enough_remain(
-    monkeypatch: pytest.MonkeyPatch, factor: float, least: int, starts: list[tuple[int, int]]
+    monkeypatch: pytest.MonkeyPatch, factor: float, min_workers: int, starts: list[tuple[int, int]]
 ) -> None:
     """`two` takes ten times what `one` does; one of its workers is known, so that three of the four remain."""
-    monkeypatch.setattr(elastic, "SLOW_S", 0.05)
+    monkeypatch.setattr(elastic, "COMPARED_S", 0.05)
     run = MadeUp(now=4)
-    run.share, run.drop_slower_than = replace(SHARE, least=least), factor
+    run.share, run.drop_slower_than = replace(SHARE, min_workers=min_workers), factor
     assert run.run()["ending"] == "done"
     assert run.starts == starts
-    assert run.without == ({"two"} if len(starts) > 1 else set())
+    assert run.excluded_nodes == ({"two"} if len(starts) > 1 else set())
     assert all("two take 10.0 times" in told for told in run.told)
 
 
 def test_own_times_are_compared_over_the_same_processes_alone() -> None:
-    def beats(own: float, pid: int = 1) -> dict[int, Any]:
+    def beats(seconds: float, pid: int = 1) -> dict[int, Any]:
         there = (SimpleNamespace(pid=pid, node_id=name) for name in PLACES)
-        return {rank: SimpleNamespace(process=each, own=own * (1 + 3 * rank)) for rank, each in enumerate(there)}
+        return {rank: SimpleNamespace(process=each, own_s=seconds * (1 + 3 * rank)) for rank, each in enumerate(there)}
 
-    slow = SlowNodes(2.0)
-    assert slow.look(beats(1), 0) is None
-    assert slow.look(beats(2), SLOW_S - 1) is None
-    assert slow.look(beats(3), SLOW_S + 1) == ("two", 4.0)
-    assert slow.look(beats(1, pid=2), 3 * SLOW_S) is None  # another group
-    assert slow.look(beats(1, pid=2), 5 * SLOW_S) is None  # which has done nothing since
-    assert slow.look({0: beats(9)[0]}, 9 * SLOW_S) is None
-    assert slow.look({0: beats(12)[0]}, 12 * SLOW_S) is None  # nobody to compare with
+    slow = SlowNodeDetector(2.0)
+    assert slow.detect(beats(1), 0) is None
+    assert slow.detect(beats(2), COMPARED_S - 1) is None
+    assert slow.detect(beats(3), COMPARED_S + 1) == ("two", 4.0)
+    assert slow.detect(beats(1, pid=2), 3 * COMPARED_S) is None  # another group
+    assert slow.detect(beats(1, pid=2), 5 * COMPARED_S) is None  # which has done nothing since
+    assert slow.detect({0: beats(9)[0]}, 9 * COMPARED_S) is None
+    assert slow.detect({0: beats(12)[0]}, 12 * COMPARED_S) is None  # nobody to compare with

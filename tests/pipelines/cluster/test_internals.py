@@ -1,6 +1,7 @@
 """What reaches into Ray works with this Ray; without any one of the names, what stands for it works, and says so."""
 
 import os
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -13,27 +14,27 @@ from typing import Any
 import pytest
 
 from raystride.pipelines.cluster import fallback, internals
-from raystride.pipelines.cluster.cluster import QUIET
+from raystride.pipelines.cluster.cluster import RAY_ENVIRONMENT
 from raystride.pipelines.cluster.internals import (
-    CLUSTERS,
-    ENABLED,
-    JOB,
-    TRAIN,
-    forget_lost_trainings,
-    free_by_node,
-    free_places_of_the_dead,
-    head_place,
-    in_submitted_job,
-    on_loopback,
+    CLUSTER_CONSTANT,
+    CLUSTER_VARIABLE,
+    JOB_CONFIG_VARIABLE,
+    RAY_TRAIN,
+    cancel_lost_requests,
+    free_resources_by_node,
+    head_node_resources,
+    is_submitted_job,
+    listen_on_loopback,
+    refresh_node_view,
+    remove_orphaned_placement_groups,
     submission_id,
-    tell_of_nodes,
 )
 from raystride.pipelines.cluster.recorder_handle import RecorderHandle
-from raystride.pipelines.cluster.resources import Share
+from raystride.pipelines.cluster.resources import Allocation
 from raystride.pipelines.cluster.trainer import make_trainer, train_on_ray
-from raystride.pipelines.config import Record
-from raystride.pipelines.files import Folder
+from raystride.pipelines.config import RecordConfig
 from raystride.pipelines.record import read_entries
+from raystride.pipelines.storage.folder import Folder
 from raystride.pipelines.worker.job import Job
 from tests.pipelines.cluster.controller import Controller
 from tests.processes import make_job
@@ -51,15 +52,17 @@ def _ray_train_is_imported() -> None:
 @pytest.fixture(autouse=True)
 def _quiet(monkeypatch: pytest.MonkeyPatch) -> None:
     """What `cluster` sets for every job; and nothing has been warned of yet."""
-    monkeypatch.setattr(fallback, "_told", set())
-    for name, value in QUIET.items():
+    monkeypatch.setattr(fallback, "_warned", set())
+    for name, value in RAY_ENVIRONMENT.items():
         monkeypatch.setenv(name, value)
 
 
 def _trained(job: Job, fast_start: bool) -> dict[str, Any]:
     storage = Folder(job.folder.uri.rpartition("/")[0])
-    recorder = RecorderHandle.start(job.folder, job.run, job.attempt, Record(mlflow=False), storage, parameters={}, tags={})
-    return recorder.finish("finished", train_on_ray(job, Share(2, "cpu", 1), recorder, fast_start=fast_start))
+    recorder = RecorderHandle.start(
+        job.folder, job.run, job.attempt, RecordConfig(mlflow=False), storage, parameters={}, tags={}
+    )
+    return recorder.finish("finished", train_on_ray(job, Allocation(2, "cpu", 1), recorder, fast_start=fast_start))
 
 
 @pytest.mark.timeout(600)
@@ -107,23 +110,23 @@ def test_each_is_made_where_it_is_asked_for() -> None:
 @pytest.mark.parametrize(
     ("module", "name"),
     [
-        (f"{TRAIN}.callbacks", "AcceleratorSetupCallback"),
-        (f"{TRAIN}.callbacks", "BackendSetupCallback"),
-        (f"{TRAIN}.callbacks.user_callback", "UserCallbackHandler"),
-        (f"{TRAIN}.constants", "ENV_VARS_TO_PROPAGATE"),
-        (f"{TRAIN}.constants", "ENABLE_PREEMPTION_WATCHER_ENV_VAR"),
-        (f"{TRAIN}.constants", "get_env_vars_to_propagate"),
-        (f"{TRAIN}.execution.controller.TrainController", "worker_group_cls"),
-        (f"{TRAIN}.execution.worker_group.WorkerGroup", "_get_worker_runtime_env"),
-        (f"{TRAIN}.execution.worker_group.WorkerGroup", "_worker_cls"),
-        (f"{TRAIN}.execution.controller", "TrainController"),
-        (f"{TRAIN}.execution.failure_handling", "create_failure_policy"),
-        (f"{TRAIN}.execution.scaling_policy.fixed", "FixedScalingPolicy"),
-        (f"{TRAIN}.execution.worker_group", "WorkerGroup"),
-        (f"{TRAIN}.util", "ObjectRefWrapper"),
+        (f"{RAY_TRAIN}.callbacks", "AcceleratorSetupCallback"),
+        (f"{RAY_TRAIN}.callbacks", "BackendSetupCallback"),
+        (f"{RAY_TRAIN}.callbacks.user_callback", "UserCallbackHandler"),
+        (f"{RAY_TRAIN}.constants", "ENV_VARS_TO_PROPAGATE"),
+        (f"{RAY_TRAIN}.constants", "ENABLE_PREEMPTION_WATCHER_ENV_VAR"),
+        (f"{RAY_TRAIN}.constants", "get_env_vars_to_propagate"),
+        (f"{RAY_TRAIN}.execution.controller.TrainController", "worker_group_cls"),
+        (f"{RAY_TRAIN}.execution.worker_group.WorkerGroup", "_get_worker_runtime_env"),
+        (f"{RAY_TRAIN}.execution.worker_group.WorkerGroup", "_worker_cls"),
+        (f"{RAY_TRAIN}.execution.controller", "TrainController"),
+        (f"{RAY_TRAIN}.execution.failure_handling", "create_failure_policy"),
+        (f"{RAY_TRAIN}.execution.scaling_policy.fixed", "FixedScalingPolicy"),
+        (f"{RAY_TRAIN}.execution.worker_group", "WorkerGroup"),
+        (f"{RAY_TRAIN}.util", "ObjectRefWrapper"),
         ("ray.train.v2.api.data_parallel_trainer.DataParallelTrainer", "_get_train_func"),
-        (f"{TRAIN}.execution.controller.TrainController", "get_result"),
-        (f"{TRAIN}.execution.scaling_policy.scaling_policy.ScalingPolicy", "_maybe_send_resource_request"),
+        (f"{RAY_TRAIN}.execution.controller.TrainController", "get_result"),
+        (f"{RAY_TRAIN}.execution.scaling_policy.scaling_policy.ScalingPolicy", "_maybe_send_resource_request"),
         ("ray.train.backend.Backend", "share_cuda_visible_devices"),
     ],
 )
@@ -136,11 +139,11 @@ def test_without_a_name_the_stock_trainer_is_made(monkeypatch: pytest.MonkeyPatc
 
 def _change_controller(monkeypatch: pytest.MonkeyPatch, changed: type) -> None:
     """Puts it where the fast start finds Ray Train's; the stock trainer has its own by another name."""
-    monkeypatch.setattr(f"{TRAIN}.execution.controller.TrainController", changed)
+    monkeypatch.setattr(f"{RAY_TRAIN}.execution.controller.TrainController", changed)
 
 
 def _controller() -> Any:
-    return import_module(f"{TRAIN}.execution.controller").TrainController
+    return import_module(f"{RAY_TRAIN}.execution.controller").TrainController
 
 
 @pytest.mark.timeout(600)
@@ -183,13 +186,13 @@ def test_a_controller_that_fails_in_its_own_process_is_left(monkeypatch: pytest.
 
 
 def test_a_hook_that_is_called_otherwise_is_no_hook(monkeypatch: pytest.MonkeyPatch) -> None:
-    policy = import_module(f"{TRAIN}.execution.scaling_policy.fixed").FixedScalingPolicy
+    policy = import_module(f"{RAY_TRAIN}.execution.scaling_policy.fixed").FixedScalingPolicy
     monkeypatch.setattr(policy, "after_controller_start", lambda self, context, cluster: None, raising=False)
     _falls_back("after_controller_start", "cluster")
 
 
 def test_a_group_that_is_called_otherwise_is_not_called(monkeypatch: pytest.MonkeyPatch) -> None:
-    group = import_module(f"{TRAIN}.execution.worker_group").WorkerGroup
+    group = import_module(f"{RAY_TRAIN}.execution.worker_group").WorkerGroup
     monkeypatch.setattr(group, "execute_single", lambda self, function, *, rank: None)
     _falls_back("positional")
 
@@ -202,25 +205,25 @@ def test_free_places_are_told_by_node_or_as_many_as_are_sure(monkeypatch: pytest
     import ray
 
     warned: list[str] = []
-    assert [free["CPU"] for free in free_by_node(CPU, warned.append)] == [2.0]
+    assert [free["CPU"] for free in free_resources_by_node(CPU, warned.append)] == [2.0]
     assert not warned
     monkeypatch.delattr(f"{STATE}.available_resources_per_node")
     for _ in range(2):
-        assert free_by_node(CPU, warned.append) == [{"CPU": 2.0}]
+        assert free_resources_by_node(CPU, warned.append) == [{"CPU": 2.0}]
     (text,) = warned
     assert f"{STATE}.available_resources_per_node is gone" in text
-    assert free_by_node({"CPU": 4.0}, warned.append) == [{"CPU": 0.0}]
+    assert free_resources_by_node({"CPU": 4.0}, warned.append) == [{"CPU": 0.0}]
     # Seven free ones on two nodes may lie as 3 and 4 or as 1 and 6: a worker of three finds a place once at least.
     monkeypatch.setattr(ray, "available_resources", lambda: {"CPU": 7.0})
     monkeypatch.setattr(ray, "nodes", lambda: [{"Alive": True}, {"Alive": True}, {"Alive": False}])
-    assert free_by_node({"CPU": 3.0}, warned.append) == [{"CPU": 3.0}]
-    assert free_by_node(CPU, warned.append) == [{"CPU": 7.0}]
+    assert free_resources_by_node({"CPU": 3.0}, warned.append) == [{"CPU": 3.0}]
+    assert free_resources_by_node(CPU, warned.append) == [{"CPU": 7.0}]
 
 
 def test_free_places_in_another_form_are_not_believed(monkeypatch: pytest.MonkeyPatch) -> None:
     warned: list[str] = []
     monkeypatch.setattr(f"{STATE}.available_resources_per_node", lambda: [("node", 2.0)])
-    assert free_by_node(CPU, warned.append) == [{"CPU": 2.0}]
+    assert free_resources_by_node(CPU, warned.append) == [{"CPU": 2.0}]
     assert len(warned) == 1
 
 
@@ -249,11 +252,11 @@ def test_ray_train_is_told_of_nodes_where_it_listens(monkeypatch: pytest.MonkeyP
 
     _rename(monkeypatch)
     warned: list[str] = []
-    tell_of_nodes(False, warned.append)  # before the first group there is no such actor
+    refresh_node_view(False, warned.append)  # before the first group there is no such actor
     assert not warned
     there = ray.remote(num_cpus=0)(Coordinator).options(name="Another", namespace="Another").remote()
     ray.get(there.told.remote())
-    tell_of_nodes(True, warned.append)
+    refresh_node_view(True, warned.append)
     assert ray.get(there.told.remote()) == [("", True)]
     assert not warned
 
@@ -269,9 +272,48 @@ def test_where_it_does_not_listen_it_is_said_once(monkeypatch: pytest.MonkeyPatc
         _rename(monkeypatch)
     warned: list[str] = []
     for _ in range(2):
-        tell_of_nodes(True, warned.append)
+        refresh_node_view(True, warned.append)
     (text,) = warned
     assert "20 s" in text
+
+
+IMPORTS = """
+import sys, threading, time
+import ray
+from raystride.pipelines.cluster import elastic, internals
+
+class Watch:  # in place of the one that looks each second: it asks for the parts at once
+    def __init__(self, *given):
+        self.next, self.found = None, []
+        self.thread = threading.Thread(target=self.look)
+        self.thread.start()
+
+    def look(self):
+        while "ray.train" not in sys.modules:  # the other thread imports it now, or has
+            time.sleep(0)
+        try:
+            internals.import_private(internals._COORDINATOR_CLIENT, "AUTOSCALING_REQUESTS_EXPIRE_TIME_S")
+        except Exception as error:
+            print(error)
+
+    def end(self):
+        self.thread.join()
+
+def fit(start):
+    from ray.train import FailureConfig
+    import ray.train.torch
+    return {}
+
+from raystride.pipelines.cluster.resources import Allocation
+elastic.NodeWatcher = Watch
+elastic.train_on_nodes(fit, Allocation(workers=2, device="cpu", threads=1, min_workers=1), None, 5.0)
+"""
+
+
+def test_two_threads_do_not_import_ray_train_at_once() -> None:
+    """Each would find it half made, and the training end by an ImportError."""
+    done = subprocess.run([sys.executable, "-c", IMPORTS], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (0, ""), done.stderr
 
 
 def test_what_a_lost_training_has_asked_for_is_forgotten_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -283,18 +325,18 @@ def test_what_a_lost_training_has_asked_for_is_forgotten_and_nothing_else(monkey
     coordinator = get_or_create_autoscaling_coordinator()
     for name, left_s in (("train-lives", 179.0), ("train-lost", 149.0), ("data-x", 100.0)):
         ray.get(coordinator.request_resources.remote(requester_id=name, resources=[{"CPU": 0.01}], expire_after_s=left_s))
-    forget_lost_trainings(warned.append)
+    cancel_lost_requests(warned.append)
     left = ray.get(coordinator.__ray_call__.remote(lambda actor: sorted(actor._ongoing_reqs)))
     for name in left:
         ray.get(coordinator.cancel_request.remote(name))
     assert left == ["data-x", "train-lives"]
     assert not warned
     _rename(monkeypatch)  # there is no such actor before the first training
-    forget_lost_trainings(warned.append)
+    cancel_lost_requests(warned.append)
     assert not warned
     monkeypatch.delattr(f"{ACTOR}.cancel_request")
     for _ in range(2):
-        forget_lost_trainings(warned.append)
+        cancel_lost_requests(warned.append)
     (text,) = warned
     assert "180 s" in text
 
@@ -328,7 +370,7 @@ def test_places_of_a_controller_that_was_ended_are_free_again_and_no_others() ->
         deadline = time.monotonic() + 30
         while _state(held) != "REMOVED":
             assert time.monotonic() < deadline
-            free_places_of_the_dead(False, warned.append)
+            remove_orphaned_placement_groups(False, warned.append)
             time.sleep(0.1)
         assert _state(kept) == "CREATED"
     assert not warned
@@ -359,9 +401,9 @@ def test_without_the_makers_all_workers_places_are_free_where_one_is_alone(
     change(monkeypatch)
     warned: list[str] = []
     with _places() as places:
-        free_places_of_the_dead(False, warned.append)
+        remove_orphaned_placement_groups(False, warned.append)
         assert [_state(key) for key in places] == ["CREATED", "CREATED"]
-        free_places_of_the_dead(True, warned.append)
+        remove_orphaned_placement_groups(True, warned.append)
         assert [_state(key) for key in places] == ["REMOVED", "REMOVED"]
     assert [ray.__version__ in text for text in warned] == [True, True]
     assert "start again" in warned[0]
@@ -375,68 +417,68 @@ def test_a_cluster_that_others_reach_all_the_same_is_warned_of() -> None:
     import ray
 
     warned: list[str] = []
-    with on_loopback(warned.append):
-        assert (os.environ[CLUSTERS], import_module(CONSTANTS).ENABLE_RAY_CLUSTER) == ("0", False)
-    assert (os.environ.get(CLUSTERS), import_module(CONSTANTS).ENABLE_RAY_CLUSTER) == (None, True)
+    with listen_on_loopback(warned.append):
+        assert (os.environ[CLUSTER_VARIABLE], import_module(CONSTANTS).ENABLE_RAY_CLUSTER) == ("0", False)
+    assert (os.environ.get(CLUSTER_VARIABLE), import_module(CONSTANTS).ENABLE_RAY_CLUSTER) == (None, True)
     (text,) = warned
     assert f"has it listen at {ray.util.get_node_ip_address()}): who reaches this machine reaches its ports" in text
 
 
 def test_without_its_name_the_environment_alone_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(f"{CONSTANTS}.{ENABLED}")
+    monkeypatch.delattr(f"{CONSTANTS}.{CLUSTER_CONSTANT}")
     warned: list[str] = []
-    with on_loopback(warned.append):
-        assert os.environ[CLUSTERS] == "0"
+    with listen_on_loopback(warned.append):
+        assert os.environ[CLUSTER_VARIABLE] == "0"
     (text,) = warned
-    assert f"{CONSTANTS}.{ENABLED} is gone" in text
+    assert f"{CONSTANTS}.{CLUSTER_CONSTANT} is gone" in text
 
 
 def test_a_user_who_wants_to_be_reached_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(CLUSTERS, "1")
-    with on_loopback([].append):
-        assert (os.environ[CLUSTERS], import_module(CONSTANTS).ENABLE_RAY_CLUSTER) == ("1", True)
+    monkeypatch.setenv(CLUSTER_VARIABLE, "1")
+    with listen_on_loopback([].append):
+        assert (os.environ[CLUSTER_VARIABLE], import_module(CONSTANTS).ENABLE_RAY_CLUSTER) == ("1", True)
 
 
 def test_drivers_of_trials_have_a_place_that_can_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
     import ray
 
     warned: list[str] = []
-    assert head_place(warned.append) == {"node:__internal_head__": 0.001}
+    assert head_node_resources(warned.append) == {"node:__internal_head__": 0.001}
     assert not warned
-    monkeypatch.setattr(internals, "HEAD", "node:__another__")
-    place = head_place(warned.append)
+    monkeypatch.setattr(internals, "HEAD_RESOURCE", "node:__another__")
+    place = head_node_resources(warned.append)
     assert len(warned) == 1
     assert ray.get(ray.remote(num_cpus=0, resources=place)(lambda: "it ran").remote(), timeout=60) == "it ran"
 
 
 def test_a_submitted_job_is_known_by_its_variable_or_its_place(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     warned: list[str] = []
-    assert not in_submitted_job(warned.append)
-    monkeypatch.setenv(JOB, "{}")
-    assert in_submitted_job(warned.append)
+    assert not is_submitted_job(warned.append)
+    monkeypatch.setenv(JOB_CONFIG_VARIABLE, "{}")
+    assert is_submitted_job(warned.append)
     assert not warned
-    monkeypatch.delenv(JOB)
+    monkeypatch.delenv(JOB_CONFIG_VARIABLE)
     place = tmp_path / "session_1" / "runtime_resources" / "working_dir_files" / "_ray_pkg_12"
     place.mkdir(parents=True)
     monkeypatch.chdir(place)
-    assert in_submitted_job(warned.append)
-    assert JOB in warned[0]
+    assert is_submitted_job(warned.append)
+    assert JOB_CONFIG_VARIABLE in warned[0]
 
 
 def test_a_submitted_job_has_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
     warned: list[str] = []
     assert submission_id(warned.append) is None
-    monkeypatch.setenv(JOB, '{"metadata": {"job_submission_id": "raysubmit_1"}}')
+    monkeypatch.setenv(JOB_CONFIG_VARIABLE, '{"metadata": {"job_submission_id": "raysubmit_1"}}')
     assert submission_id(warned.append) == "raysubmit_1"
-    monkeypatch.delenv(JOB)
-    monkeypatch.setattr(f"ray._private.runtime_env.constants.{JOB}", "RAY_JOB")
+    monkeypatch.delenv(JOB_CONFIG_VARIABLE)
+    monkeypatch.setattr(f"ray._private.runtime_env.constants.{JOB_CONFIG_VARIABLE}", "RAY_JOB")
     monkeypatch.setenv("RAY_JOB", '{"metadata": {"job_submission_id": "raysubmit_2"}}')
     assert submission_id(warned.append) == "raysubmit_2"
     assert not warned
-    monkeypatch.setenv(JOB, '{"submission": "raysubmit_3"}')
+    monkeypatch.setenv(JOB_CONFIG_VARIABLE, '{"submission": "raysubmit_3"}')
     assert submission_id(warned.append) is None
     assert "metadata" in warned[0]
-    monkeypatch.delenv(JOB)
-    monkeypatch.delattr(f"ray._private.runtime_env.constants.{JOB}")
+    monkeypatch.delenv(JOB_CONFIG_VARIABLE)
+    monkeypatch.delattr(f"ray._private.runtime_env.constants.{JOB_CONFIG_VARIABLE}")
     assert submission_id(warned.append) is None
     assert len(warned) == 1

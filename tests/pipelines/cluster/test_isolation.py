@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from raystride.pipelines.cluster import isolation
-from raystride.pipelines.cluster.isolation import IsolationWatch
+from raystride.pipelines.cluster.isolation import IsolationWatcher
 from raystride.pipelines.hang.heartbeat import ENDED, Heartbeat
 from raystride.pipelines.hang.process import Process
 from tests.ports import hold_port
@@ -30,15 +30,15 @@ def nobody() -> Iterator[Address]:
         yield full.getsockname()
 
 
-def _beat(rank: int, node_id: str, number: int = 1, inside: str = "step") -> Heartbeat:
+def _beat(rank: int, node_id: str, number: int = 1, current_phase: str = "step") -> Heartbeat:
     process = Process(rank=rank, world=2, node=node_id, node_id=node_id, pid=1, started=1)
-    return Heartbeat(process=process, number=number, inside=inside, moved=0.0, stepped=0.0)
+    return Heartbeat(process=process, number=number, current_phase=current_phase, progress_mark=0.0, step_s=0.0)
 
 
 @pytest.fixture(autouse=True)
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
     """Looks often, and loses patience soon."""
-    for name, seconds in (("LOOK_S", 0.01), ("ISOLATED_S", 0.3), ("ANSWER_S", 0.1)):
+    for name, seconds in (("POLL_S", 0.01), ("ISOLATED_S", 0.3), ("CONNECT_TIMEOUT_S", 0.1)):
         monkeypatch.setattr(isolation, name, seconds)
 
 
@@ -46,7 +46,7 @@ def short(monkeypatch: pytest.MonkeyPatch) -> None:
 def _watching(heartbeats: Callable[[], dict[int, Heartbeat]], head: Address) -> Iterator[list[str]]:
     """Yields the reasons that are told."""
     told: list[str] = []
-    with IsolationWatch(heartbeats, "here", told.append, head=head):
+    with IsolationWatcher(heartbeats, "here", told.append, head=head):
         yield told
 
 
@@ -76,7 +76,7 @@ def test_a_worker_elsewhere_that_is_heard_is_company_enough(nobody: Address) -> 
 
 
 def test_workers_of_this_host_alone_and_those_that_have_ended_need_no_head(nobody: Address) -> None:
-    assert not _looks(12, lambda look: {0: _beat(0, "here"), 1: replace(_beat(1, "there"), inside=ENDED)}, nobody)
+    assert not _looks(12, lambda look: {0: _beat(0, "here"), 1: replace(_beat(1, "there"), current_phase=ENDED)}, nobody)
     assert not _looks(12, lambda look: {}, nobody)
 
 

@@ -5,8 +5,8 @@ import os
 
 import pytest
 
-from raystride.pipelines.cluster.internals import JOB
-from raystride.pipelines.cluster.logins import of_mlflow, withheld
+from raystride.pipelines.cluster.internals import JOB_CONFIG_VARIABLE
+from raystride.pipelines.cluster.logins import mlflow_environment, scrubbed_environment
 
 LOGIN = {"MLFLOW_TRACKING_USERNAME": "me", "MLFLOW_TRACKING_PASSWORD": "secret", "MLFLOW_TRACKING_TOKEN": "other"}
 
@@ -30,14 +30,14 @@ def test_logins_are_away_in_the_block_and_back_after_it(given: dict[str, str]) -
     seen = {}
 
     def start() -> None:
-        with withheld():
+        with scrubbed_environment():
             seen.update(_mlflow())
             raise RuntimeError("no cluster")
 
     with pytest.raises(RuntimeError, match="no cluster"):
         start()
     assert seen == {"MLFLOW_TRACKING_INSECURE_TLS": "true"}
-    assert _mlflow() == of_mlflow() == given
+    assert _mlflow() == mlflow_environment() == given
 
 
 @pytest.mark.parametrize(
@@ -54,7 +54,7 @@ def test_logins_are_away_in_the_block_and_back_after_it(given: dict[str, str]) -
 )
 def test_a_submitted_jobs_workers_do_without(told: object, left: object, monkeypatch: pytest.MonkeyPatch) -> None:
     text = json.dumps(told)
-    monkeypatch.setenv(JOB, text)
-    with withheld():
-        assert json.loads(os.environ[JOB]) == left
-    assert os.environ[JOB] == text
+    monkeypatch.setenv(JOB_CONFIG_VARIABLE, text)
+    with scrubbed_environment():
+        assert json.loads(os.environ[JOB_CONFIG_VARIABLE]) == left
+    assert os.environ[JOB_CONFIG_VARIABLE] == text

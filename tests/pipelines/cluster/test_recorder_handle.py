@@ -9,13 +9,13 @@ import pytest
 
 from raystride.pipelines.cluster import recorder_handle
 from raystride.pipelines.cluster.recorder_handle import RecorderHandle, StopPoll
-from raystride.pipelines.config import Record
-from raystride.pipelines.files import Folder
+from raystride.pipelines.config import RecordConfig
 from raystride.pipelines.hang.heartbeat import Heartbeat
 from raystride.pipelines.hang.process import Process
 from raystride.pipelines.record import read_entries
 from raystride.pipelines.record.entry import new_entry
 from raystride.pipelines.record.sender import Sender
+from raystride.pipelines.storage.folder import Folder
 from raystride.pipelines.worker.job import WorkerInfo
 from tests.waiting import wait_until
 
@@ -27,7 +27,7 @@ def started(tmp_path: Path, ray_cluster: None) -> RecorderHandle:
         run_folder=Folder(str(tmp_path / "run")),
         run="run",
         attempt="a1",
-        settings=Record(mlflow=False),
+        settings=RecordConfig(mlflow=False),
         storage=Folder(str(tmp_path)),
         parameters={"train.steps": 10},
         tags={"raystride.workers": "1"},
@@ -52,7 +52,7 @@ def test_entries_arrive_and_show_in_the_state(started: RecorderHandle, tmp_path:
 
 
 def test_the_workers_of_a_node_are_answered_in_one_call(started: RecorderHandle) -> None:
-    beat = Heartbeat.now(Process.this(WorkerInfo(rank=3, world=80), ""), 1)
+    beat = Heartbeat.capture(Process.current(WorkerInfo(rank=3, world=80), ""), 1)
     entry = new_entry("metrics", {"train_loss": 1.0}, step=1) | {"sequence": 1}
     receipt, nothing = started.answer_all([("receive", ("rank3.0", [entry], "")), ("heartbeat", (beat,))])
     assert (receipt.received, nothing, started.heartbeats()) == (1, None, {3: beat})
@@ -76,7 +76,7 @@ def test_a_killed_recorder_comes_back_with_what_was_recorded(started: RecorderHa
 
 
 def test_the_stop_request_reaches_who_asks(started: RecorderHandle, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recorder_handle, "ASK_S", 0.01)
+    monkeypatch.setattr(recorder_handle, "STOP_POLL_S", 0.01)
     assert started.workers() == 0
     poll = StopPoll(partial(started.stop_requested, 2))
     assert not poll()
@@ -102,7 +102,7 @@ def test_a_stop_to_grow_ends_and_a_users_does_not(started: RecorderHandle) -> No
 
 
 def test_a_poll_outlives_errors_and_ends_when_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recorder_handle, "ASK_S", 0.01)
+    monkeypatch.setattr(recorder_handle, "STOP_POLL_S", 0.01)
     asked: list[float] = []
 
     def ask() -> bool:

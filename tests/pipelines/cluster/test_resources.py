@@ -6,20 +6,20 @@ from typing import Any
 
 import pytest
 
-from raystride.pipelines.cluster.resources import Resources, Share, resolve, usable_cores
-from raystride.pipelines.config import Launch, Scaling, Train
+from raystride.pipelines.cluster.resources import Allocation, Resources, resolve_allocation, usable_cores
+from raystride.pipelines.config import LaunchConfig, ScalingConfig, TrainConfig
 from tests.errors import refused
 from tests.tiny import tiny
 
 
-def _resolve(there: Resources, slots: int = 8, mode: str = "ray", **scaling: Any) -> Share:
+def _resolve(there: Resources, slots: int = 8, mode: str = "ray", **scaling: Any) -> Allocation:
     config = tiny(
         Path("text.txt"),
-        train=Train(steps=1, slots=slots, slot_size=1),
-        scaling=Scaling(**scaling),
-        launch=Launch(mode=mode),  # type: ignore[arg-type]
+        train=TrainConfig(steps=1, slots=slots, slot_size=1),
+        scaling=ScalingConfig(**scaling),
+        launch=LaunchConfig(mode=mode),  # type: ignore[arg-type]
     )
-    return resolve(config, there)
+    return resolve_allocation(config, there)
 
 
 def _machine(cpus: float, gpus: float = 0.0) -> Resources:
@@ -29,64 +29,64 @@ def _machine(cpus: float, gpus: float = 0.0) -> Resources:
 @pytest.mark.parametrize(
     ("there", "expected"),
     [
-        (_machine(4), Share(4, "cpu", 1)),
-        (_machine(1), Share(1, "cpu", 1)),
-        (_machine(0.5), Share(1, "cpu", 1)),
-        (_machine(20), Share(8, "cpu", 2)),  # as many as slots, and the cores shared out
-        (_machine(16, gpus=2), Share(2, "cuda", 8)),
-        (_machine(16, gpus=64), Share(8, "cuda", 2)),
+        (_machine(4), Allocation(4, "cpu", 1)),
+        (_machine(1), Allocation(1, "cpu", 1)),
+        (_machine(0.5), Allocation(1, "cpu", 1)),
+        (_machine(20), Allocation(8, "cpu", 2)),  # as many as slots, and the cores shared out
+        (_machine(16, gpus=2), Allocation(2, "cuda", 8)),
+        (_machine(16, gpus=64), Allocation(8, "cuda", 2)),
     ],
     ids=str,
 )
-def test_auto_takes_what_there_is_up_to_the_slots(there: Resources, expected: Share) -> None:
+def test_auto_takes_what_there_is_up_to_the_slots(there: Resources, expected: Allocation) -> None:
     assert _resolve(there) == expected
 
 
 def test_what_is_given_is_taken() -> None:
-    assert _resolve(_machine(4), workers=2) == Share(2, "cpu", 2)
-    assert _resolve(_machine(4), workers=2, threads=1) == Share(2, "cpu", 1)
-    assert _resolve(_machine(4), workers=6) == Share(6, "cpu", 1)  # more than there is: the preflight says so
-    assert _resolve(_machine(4, gpus=2), device="cpu") == Share(4, "cpu", 1)
-    assert _resolve(_machine(4), device="cuda") == Share(1, "cuda", 4)
+    assert _resolve(_machine(4), workers=2) == Allocation(2, "cpu", 2)
+    assert _resolve(_machine(4), workers=2, threads=1) == Allocation(2, "cpu", 1)
+    assert _resolve(_machine(4), workers=6) == Allocation(6, "cpu", 1)  # more than there is: the preflight says so
+    assert _resolve(_machine(4, gpus=2), device="cpu") == Allocation(4, "cpu", 1)
+    assert _resolve(_machine(4), device="cuda") == Allocation(1, "cuda", 4)
 
 
 def test_an_elastic_run_goes_on_with_no_more_than_it_began_with() -> None:
-    assert _resolve(_machine(2), least_workers=4) == Share(2, "cpu", 1, least=2)
-    assert _resolve(_machine(4), workers=4, least_workers=2) == Share(4, "cpu", 1, least=2)
+    assert _resolve(_machine(2), min_workers=4) == Allocation(2, "cpu", 1, min_workers=2)
+    assert _resolve(_machine(4), workers=4, min_workers=2) == Allocation(4, "cpu", 1, min_workers=2)
 
 
 def test_exact_workers_have_one_thread_unless_told_otherwise() -> None:
-    def share(**scaling: Any) -> Share:
-        train = Train(steps=1, slots=8, slot_size=1, exact=True)
-        return resolve(tiny(Path("text.txt"), train=train, scaling=Scaling(**scaling)), _machine(8))
+    def share(**scaling: Any) -> Allocation:
+        train = TrainConfig(steps=1, slots=8, slot_size=1, exact=True)
+        return resolve_allocation(tiny(Path("text.txt"), train=train, scaling=ScalingConfig(**scaling)), _machine(8))
 
     assert [share(workers=workers).threads for workers in (1, 2, 3)] == [1, 1, 1]
-    assert share(workers=2, threads=4) == Share(2, "cpu", 4)
+    assert share(workers=2, threads=4) == Allocation(2, "cpu", 4)
 
 
 def test_a_single_strategy_is_one_worker() -> None:
-    assert _resolve(_machine(4), strategy="single") == Share(1, "cpu", 4)
+    assert _resolve(_machine(4), strategy="single") == Allocation(1, "cpu", 4)
 
 
 def test_inline_is_one_worker_and_refuses_more() -> None:
-    assert _resolve(_machine(4), mode="inline") == Share(1, "cpu", 4)
-    assert _resolve(_machine(4), mode="inline", workers=1, threads=3) == Share(1, "cpu", 3)
+    assert _resolve(_machine(4), mode="inline") == Allocation(1, "cpu", 4)
+    assert _resolve(_machine(4), mode="inline", workers=1, threads=3) == Allocation(1, "cpu", 3)
     with refused("scaling.workers", 2, names=["--launch inline"]):
         _resolve(_machine(4), mode="inline", workers=2)
 
 
 def test_a_worker_takes_no_more_threads_than_a_node_has() -> None:
     two_nodes = Resources(8, 0, 2**34, None, nodes=2, node_cpus=(4.0, 4.0))
-    assert _resolve(two_nodes, workers=1) == Share(1, "cpu", 4)
-    assert _resolve(two_nodes, workers=3) == Share(3, "cpu", 2)
-    assert _resolve(two_nodes) == Share(8, "cpu", 1)
+    assert _resolve(two_nodes, workers=1) == Allocation(1, "cpu", 4)
+    assert _resolve(two_nodes, workers=3) == Allocation(3, "cpu", 2)
+    assert _resolve(two_nodes) == Allocation(8, "cpu", 1)
     uneven = Resources(8, 0, 2**34, None, nodes=2, node_cpus=(6.0, 2.0))
-    assert _resolve(uneven, workers=2) == Share(2, "cpu", 3)
+    assert _resolve(uneven, workers=2) == Allocation(2, "cpu", 3)
 
 
 def test_a_worker_asks_for_its_threads_or_for_a_gpu() -> None:
-    assert Share(2, "cpu", 3).per_worker == {"CPU": 3}
-    assert Share(2, "cuda", 3).per_worker == {"GPU": 1}
+    assert Allocation(2, "cpu", 3).per_worker == {"CPU": 3}
+    assert Allocation(2, "cuda", 3).per_worker == {"GPU": 1}
 
 
 def test_this_machine_has_cores_and_memory() -> None:

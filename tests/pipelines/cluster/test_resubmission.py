@@ -11,18 +11,26 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from raystride.pipelines.cluster import resubmission
-from raystride.pipelines.cluster.resubmission import Resubmission, next_name, number_of, was_lost
+from raystride.pipelines.cluster.resubmission import (
+    ResubmissionActor,
+    arrange_resubmission,
+    is_driver_lost,
+    next_job_name,
+    resubmission_number,
+)
+from raystride.pipelines.config import LaunchConfig
+from raystride.pipelines.console.screen import Screen
 from tests.ports import hold_port
 
 
 @given(st.text(max_size=20), st.integers(1, 20))
-def test_names_tell_how_often_it_was(name: str, times: int) -> None:
-    before = number_of(name)
+def test_names_tell_how_often_it_was(name: str, max_resubmissions: int) -> None:
+    before = resubmission_number(name)
     names = [name]
-    for _ in range(times):
-        names.append(next_name(names[-1]))
-    assert number_of(names[-1]) == before + times
-    assert len(set(names)) == times + 1
+    for _ in range(max_resubmissions):
+        names.append(next_job_name(names[-1]))
+    assert resubmission_number(names[-1]) == before + max_resubmissions
+    assert len(set(names)) == max_resubmissions + 1
 
 
 @pytest.mark.parametrize(
@@ -38,7 +46,7 @@ def test_names_tell_how_often_it_was(name: str, times: int) -> None:
     ],
 )
 def test_a_job_that_could_say_how_it_ended_was_not_lost(error_type: str | None, exit_code: int | None, lost: bool) -> None:
-    assert was_lost(error_type, exit_code) is lost
+    assert is_driver_lost(error_type, exit_code) is lost
 
 
 class Dashboard(BaseHTTPRequestHandler):
@@ -65,22 +73,30 @@ class Dashboard(BaseHTTPRequestHandler):
 def test_a_job_that_was_deleted_is_not_looked_at_for_ever(
     statuses: list[int], looks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(resubmission, "LOOK_S", 0.0)
+    monkeypatch.setattr(resubmission, "POLL_S", 0.0)
     monkeypatch.setattr(Dashboard, "statuses", list(statuses))
     monkeypatch.setattr(Dashboard, "asked", [])
     with ThreadingHTTPServer(("127.0.0.1", 0), Dashboard) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
-        watch = object.__new__(Resubmission)
+        watch = object.__new__(ResubmissionActor)
         watch._dashboard, watch._submission = f"http://127.0.0.1:{server.server_port}", "raysubmit_gone"
-        watch._watch()
+        watch._watch_job()
         server.shutdown()
     assert len([path for path in Dashboard.asked if path.startswith("/api/jobs/")]) == looks
 
 
 def test_a_head_that_never_answers_is_not_asked_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(resubmission, "LOOK_S", 0.0)
+    monkeypatch.setattr(resubmission, "POLL_S", 0.0)
     monkeypatch.setattr(resubmission, "MAX_SILENCE_S", 0.5)
-    watch = object.__new__(Resubmission)
+    watch = object.__new__(ResubmissionActor)
     with hold_port() as port:
         watch._dashboard, watch._submission = f"http://127.0.0.1:{port}", "raysubmit_gone"
-        watch._watch()
+        watch._watch_job()
+
+
+def test_nobody_can_submit_a_job_again_that_was_not_submitted(capsys: pytest.CaptureFixture[str]) -> None:
+    arrange_resubmission(LaunchConfig(), "http://dashboard", Screen().warn)
+    assert capsys.readouterr().err == ""
+    for dashboard in (None, "http://dashboard"):
+        arrange_resubmission(LaunchConfig(max_resubmissions=1), dashboard, Screen().warn)
+        assert "launch.max_resubmissions has no effect" in capsys.readouterr().err

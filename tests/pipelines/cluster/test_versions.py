@@ -8,7 +8,7 @@ from importlib import import_module
 import pytest
 
 from raystride.pipelines.cluster import versions
-from raystride.pipelines.cluster.versions import difference, other_versions, ray_difference
+from raystride.pipelines.cluster.versions import describe_mismatch, find_version_mismatch, parse_ray_mismatch
 
 ALIKE = {"raystride": "0.2.0", "python": "3.11", "ray": "2.60.0", "torch": "2.13.0"}
 
@@ -16,25 +16,25 @@ ALIKE = {"raystride": "0.2.0", "python": "3.11", "ray": "2.60.0", "torch": "2.13
 def test_alike_nodes_are_asked_once(ray_cluster: None) -> None:
     import ray
 
-    versions._alike.clear()
-    assert other_versions(60.0) is None
-    assert versions._alike == {node["NodeID"] for node in ray.nodes() if node["Alive"]}
-    assert other_versions(0.0) is None
+    versions._matching_nodes.clear()
+    assert find_version_mismatch(60.0) is None
+    assert versions._matching_nodes == {node["NodeID"] for node in ray.nodes() if node["Alive"]}
+    assert find_version_mismatch(0.0) is None
 
 
 def test_a_node_of_another_version_is_named(ray_cluster: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """This driver says that it is another, while the workers are what they are."""
     ours = import_module("raystride").__version__
-    versions._alike.clear()
+    versions._matching_nodes.clear()
     monkeypatch.setattr("raystride.__version__", "9.8.7")
-    line = other_versions(60.0)
+    line = find_version_mismatch(60.0)
     assert line
     driver, _, workers = line.partition("; ")
     assert "raystride 9.8.7" in driver
     assert f"raystride {ours}." in workers
     assert f"pip install raystride=={ours}" in workers
     assert "\n" not in line
-    assert not versions._alike
+    assert not versions._matching_nodes
 
 
 def test_a_worker_without_raystride_can_tell(tmp_path: object) -> None:
@@ -43,7 +43,7 @@ def test_a_worker_without_raystride_can_tell(tmp_path: object) -> None:
 
     import raystride  # noqa: F401
 
-    text = ray.cloudpickle.dumps(versions._teller())
+    text = ray.cloudpickle.dumps(versions._make_version_reader())
     program = "import sys, pickle; sys.modules['raystride'] = None; print(pickle.loads(sys.stdin.buffer.read())())"
     done = subprocess.run([sys.executable, "-c", program], input=text, capture_output=True, check=True)
     assert b"'raystride': None" in done.stdout
@@ -51,14 +51,14 @@ def test_a_worker_without_raystride_can_tell(tmp_path: object) -> None:
 
 
 def test_what_is_missing_and_what_differs_is_said_in_one_line() -> None:
-    assert difference(ALIKE, dict(ALIKE), "the workers have") is None
-    line = difference(ALIKE, ALIKE | {"raystride": None, "torch": "2.12.1"}, "the workers on 10.0.0.2 have")
+    assert describe_mismatch(ALIKE, dict(ALIKE), "the workers have") is None
+    line = describe_mismatch(ALIKE, ALIKE | {"raystride": None, "torch": "2.12.1"}, "the workers on 10.0.0.2 have")
     assert line == (
         "versions differ: this driver has raystride 0.2.0, torch 2.13.0; the workers on 10.0.0.2 have no raystride, torch "
         "2.12.1. Have the same on both, for instance by pip install raystride==0.2.0 torch==2.12.1, or start the job where "
         "they are alike: ray job submit starts it on the head"
     )
-    other_python = str(difference(ALIKE, ALIKE | {"python": "3.12"}, "they have"))
+    other_python = str(describe_mismatch(ALIKE, ALIKE | {"python": "3.12"}, "they have"))
     assert "python 3.12" in other_python
     assert "pip" not in other_python
 
@@ -69,10 +69,10 @@ def test_rays_own_refusal_is_said_in_the_same_line() -> None:
     check = import_module("ray._private.utils").check_version_info
     with pytest.raises(RuntimeError) as raised:
         check({"ray_version": "2.1.0", "python_version": "3.9.1"}, "node 10.0.0.1")
-    line = ray_difference(str(raised.value))
+    line = parse_ray_mismatch(str(raised.value))
     assert line
     driver, _, cluster = line.partition("; ")
     assert driver.endswith(f"python {sys.version.split()[0]}, ray {ray.__version__}")
     assert " python 3.9.1, ray 2.1.0." in cluster
-    assert ray_difference("Version mismatch: in other words") is None
-    assert ray_difference("no such address") is None
+    assert parse_ray_mismatch("Version mismatch: in other words") is None
+    assert parse_ray_mismatch("no such address") is None

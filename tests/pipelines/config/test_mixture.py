@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from raystride.pipelines.config import Config, Data, SettingError
+from raystride.pipelines.config import Config, DataConfig, SettingError
 from raystride.pipelines.config.mixture import mixture_entries, wanted_weights
 from raystride.pipelines.config.parse import configured, from_yaml, parse, to_yaml
 from tests.errors import refused
@@ -16,7 +16,7 @@ SOURCES = {"web": {"source": "a.txt", "weight": 0.7}, "code": {"source": "python
 
 
 def _config(sources: dict[str, Any], **data: Any) -> Config:
-    return replace(tiny(Path("unused")), data=Data(sources=sources, **data))
+    return replace(tiny(Path("unused")), data=DataConfig(sources=sources, **data))
 
 
 def test_an_entry_takes_the_other_settings_of_data() -> None:
@@ -49,13 +49,13 @@ def test_a_name_stands_for_sources_and_weights_and_neither_weights_nor_bounds_ar
 
 def test_weights_by_step_by_name_and_by_temperature() -> None:
     curriculum = ({"from_step": 0}, {"from_step": 8, "weights": {"web": 1}}, {"from_step": 9, "weights": "temperature 0.5"})
-    wanted = wanted_weights(Data(sources=SOURCES, curriculum=curriculum), {"web": 400, "code": 900})
+    wanted = wanted_weights(DataConfig(sources=SOURCES, curriculum=curriculum), {"web": 400, "code": 900})
     assert wanted == [
         (0, {"web": 0.7, "code": 0.3}),
         (8, {"web": 1.0, "code": 0.0}),
         (9, {"web": 20.0, "code": 30.0}),
     ]
-    alike = wanted_weights(Data(sources=SOURCES, weights="temperature 0"), {"web": 400, "code": 900})
+    alike = wanted_weights(DataConfig(sources=SOURCES, weights="temperature 0"), {"web": 400, "code": 900})
     assert alike == [(0, {"web": 1.0, "code": 1.0})]
 
 

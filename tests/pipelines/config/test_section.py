@@ -12,21 +12,21 @@ from hypothesis import strategies as st
 
 from raystride.pipelines.config import (
     Config,
-    Data,
-    Launch,
-    Model,
-    Optimizer,
-    Scaling,
+    DataConfig,
+    LaunchConfig,
+    ModelConfig,
+    OptimizerConfig,
+    ScalingConfig,
     Section,
     SettingError,
-    Tokenizer,
-    Train,
+    TokenizerConfig,
+    TrainConfig,
     setting,
 )
-from raystride.pipelines.config.lora import Lora
+from raystride.pipelines.config.lora import LoraConfig
 from raystride.pipelines.config.parse import parse
-from raystride.pipelines.config.section import ALIASES, BESIDE
-from raystride.pipelines.config.sweep import SweepConfig
+from raystride.pipelines.config.section import ALIASES, BESIDE, nearest
+from raystride.pipelines.config.sweep import SweepConfig, SweepJobConfig
 from tests.errors import refused
 
 SECTIONS = [item.type for item in fields(Config) if isinstance(item.type, type) and issubclass(item.type, Section)]
@@ -35,33 +35,43 @@ SECTIONS = [item.type for item in fields(Config) if isinstance(item.type, type) 
 @pytest.mark.parametrize(
     ("make", "setting", "value", "allowed"),
     [
-        (lambda: Train(steps=-1), "train.steps", -1, {"at_least": 0}),
-        (lambda: Train(steps=0), "train.steps", 0, ("train.epochs", "train.hours")),
-        (lambda: Train(clip_norm=math.nan), "train.clip_norm", ANY, ("finite",)),
-        (lambda: Optimizer(betas=(0.9, 1.0)), "optimizer.betas", (0.9, 1.0), {"at_least": 0, "below": 1}),
-        (lambda: Optimizer(learning_rate=0.0), "optimizer.learning_rate", 0.0, {"above": 0}),
-        (lambda: Model(flavour="bert"), "model.flavour", "bert", ("gpt2, llama",)),  # type: ignore[arg-type]
-        (lambda: Model(width=130, heads=4), "model.width", 130, ()),
-        (lambda: Model(flavour="llama", kv_heads=3), "model.kv_heads", 3, ()),
-        (lambda: Model(flavour="llama", width=12, heads=4), "model.width", 12, ("even size",)),
-        (lambda: Model(flavour="llama", head_size=7), "model.head_size", 7, ("even",)),
-        (lambda: Model(flavour="llama", gelu="tanh"), "model.gelu", "tanh", ("`exact`",)),
-        (lambda: Model(flavour="original", gelu="tanh"), "model.gelu", "tanh", ("no GELU",)),
-        (lambda: Model(rope_scaling=(8, 1, 4, 64)), "model.rope_scaling", (8, 1, 4, 64), ("None",)),
-        (lambda: Model(flavour="llama", rope_scaling=(8, 4, 4, 64)), "model.rope_scaling", (8, 4, 4, 64), ("low factor",)),
-        (lambda: Model(flavour="llama", rope_scaling=(8, 0, 4, 64)), "model.rope_scaling", (8, 0, 4, 64), {"above": 0}),
-        (lambda: Train(exact=True, micro_batch_slots=2), "train.micro_batch_slots", 2, ("0 or 1", "train.exact")),
-        (lambda: Train(exact=True, deterministic=False), "train.deterministic", False, ("train.exact",)),
-        (lambda: Tokenizer(kind="file"), "tokenizer.file", None, ()),
-        (lambda: Tokenizer(kind="bpe", vocabulary_size=100), "tokenizer.vocabulary_size", 100, ("at least 257",)),
-        (lambda: Data(validation="source"), "data.validation_source", None, ()),
-        (lambda: Data(source=""), "data.source", "", ()),
-        (lambda: Scaling(workers=0), "scaling.workers", 0, ANY),
-        (lambda: Config(scaling=Scaling(workers=9)), "scaling.workers", 9, ("train.slots",)),
-        (lambda: Config(scaling=Scaling(workers=2, strategy="single")), "scaling.strategy", "single", ("`ddp`",)),
+        (lambda: TrainConfig(steps=-1), "train.steps", -1, {"at_least": 0}),
+        (lambda: TrainConfig(steps=0), "train.steps", 0, ("train.epochs", "train.hours")),
+        (lambda: TrainConfig(clip_norm=math.nan), "train.clip_norm", ANY, ("finite",)),
+        (lambda: OptimizerConfig(betas=(0.9, 1.0)), "optimizer.betas", (0.9, 1.0), {"at_least": 0, "below": 1}),
+        (lambda: OptimizerConfig(learning_rate=0.0), "optimizer.learning_rate", 0.0, {"above": 0}),
+        (lambda: ModelConfig(architecture="falcon"), "model.architecture", "falcon", ("gpt2, llama",)),  # type: ignore[arg-type]
+        (lambda: ModelConfig(hidden_size=130, heads=4), "model.hidden_size", 130, ()),
+        (lambda: ModelConfig(architecture="llama", kv_heads=3), "model.kv_heads", 3, ()),
+        (lambda: ModelConfig(architecture="llama", hidden_size=12, heads=4), "model.hidden_size", 12, ("even size",)),
+        (lambda: ModelConfig(architecture="llama", head_size=7), "model.head_size", 7, ("even",)),
+        (lambda: ModelConfig(architecture="llama", gelu="tanh"), "model.gelu", "tanh", ("`exact`",)),
+        (lambda: ModelConfig(architecture="original", gelu="tanh"), "model.gelu", "tanh", ("no GELU",)),
+        (lambda: ModelConfig(rope_scaling=(8, 1, 4, 64)), "model.rope_scaling", (8, 1, 4, 64), ("None",)),
+        (
+            lambda: ModelConfig(architecture="llama", rope_scaling=(8, 4, 4, 64)),
+            "model.rope_scaling",
+            (8, 4, 4, 64),
+            ("low factor",),
+        ),
+        (
+            lambda: ModelConfig(architecture="llama", rope_scaling=(8, 0, 4, 64)),
+            "model.rope_scaling",
+            (8, 0, 4, 64),
+            {"above": 0},
+        ),
+        (lambda: TrainConfig(exact=True, micro_batch_slots=2), "train.micro_batch_slots", 2, ("0 or 1", "train.exact")),
+        (lambda: TrainConfig(exact=True, deterministic=False), "train.deterministic", False, ("train.exact",)),
+        (lambda: TokenizerConfig(kind="file"), "tokenizer.file", None, ()),
+        (lambda: TokenizerConfig(kind="bpe", vocabulary_size=100), "tokenizer.vocabulary_size", 100, ("at least 257",)),
+        (lambda: DataConfig(validation="source"), "data.validation_source", None, ()),
+        (lambda: DataConfig(source=""), "data.source", "", ()),
+        (lambda: ScalingConfig(workers=0), "scaling.workers", 0, ANY),
+        (lambda: Config(scaling=ScalingConfig(workers=9)), "scaling.workers", 9, ("train.slots",)),
+        (lambda: Config(scaling=ScalingConfig(workers=2, strategy="single")), "scaling.strategy", "single", ("`ddp`",)),
         (lambda: Config(run="a/b"), "run", "a/b", ()),
         (lambda: Config(run=".hidden"), "run", ".hidden", ()),
-        (lambda: Config(train=Train(steps=0, hours=1.0)), "optimizer.decay_steps", ANY, ()),
+        (lambda: Config(train=TrainConfig(steps=0, hours=1.0)), "optimizer.decay_steps", ANY, ()),
     ],
 )
 def test_a_wrong_value_names_the_setting_and_what_is_allowed(make: Any, setting: str, value: Any, allowed: Any) -> None:
@@ -73,7 +83,7 @@ def test_a_wrong_value_names_the_setting_and_what_is_allowed(make: Any, setting:
 
 def test_the_sentence_says_setting_value_and_what_is_allowed() -> None:
     with pytest.raises(SettingError, match=r"^train\.steps is -1: it must be at least 0$"):
-        Train(steps=-1)
+        TrainConfig(steps=-1)
 
 
 @pytest.mark.parametrize("section", SECTIONS)
@@ -90,19 +100,19 @@ def test_every_default_passes_and_every_number_has_a_range(section: Any) -> None
 @given(steps=st.integers(0, 10**9), seed=st.integers(0, 2**62), workers=st.integers(1, 4))
 def test_a_runs_default_name_depends_on_fixed_settings_alone(steps: int, seed: int, workers: int) -> None:
     base = Config(seed=seed)
-    free = replace(base, train=replace(base.train, steps=steps or 1), scaling=Scaling(workers=workers))
+    free = replace(base, train=replace(base.train, steps=steps or 1), scaling=ScalingConfig(workers=workers))
     assert free.default_run("x") == base.default_run("x")
     assert replace(base, seed=seed + 1).default_run("x") != base.default_run("x")
 
 
 def test_free_and_fixed_settings_are_told_apart() -> None:
     fixed = Config().fixed()
-    assert {"seed", "model.width", "data.source", "train.slots", "train.slot_size", "tokenizer.kind"} <= fixed.keys()
+    assert {"seed", "model.hidden_size", "data.source", "train.slots", "train.slot_size", "tokenizer.kind"} <= fixed.keys()
     assert not {"train.steps", "scaling.workers", "scaling.strategy", "record.mlflow", "storage", "run"} & fixed.keys()
 
 
 def test_launch_inline_needs_no_address() -> None:
-    assert Launch(mode="inline").address is None
+    assert LaunchConfig(mode="inline").address is None
 
 
 def test_a_setting_that_is_added_later_names_a_run_only_where_it_was_changed() -> None:
@@ -118,9 +128,10 @@ def test_a_setting_that_is_added_later_names_a_run_only_where_it_was_changed() -
 @pytest.mark.parametrize(
     ("written", "meant"),
     [
-        ("lr", "optimizer.learning_rate"), ("learning_rate", "optimizer.learning_rate"), ("batch_size", "train.slot_size"),
-        ("batch-size", "train.slot_size"), ("epochs", "train.epochs"), ("seq_len", "model.context"),
-        ("max_steps", "train.steps"), ("n_layer", "model.layers"), ("n_head", "model.heads"), ("n_embd", "model.width"),
+        ("lr", "optimizer.learning_rate"), ("learning_rate", "optimizer.learning_rate"), ("batch_size", "train.batch"),
+        ("batch-size", "train.batch"), ("epochs", "train.epochs"), ("seq_len", "model.context"),
+        ("max_steps", "train.steps"), ("n_layer", "model.layers"), ("n_head", "model.heads"),
+        ("n_embd", "model.hidden_size"),
         ("gradient_accumulation_steps", "train.slots"), ("num_workers", "scaling.workers"),
         ("mixed_precision", "train.precision"), ("output_dir", "storage"), ("resume", "run"), ("train.seed", "seed"),
         ("weight_decay", "optimizer.weight_decay"), ("warmup_steps", "optimizer.warmup_steps"),
@@ -132,18 +143,48 @@ def test_names_that_everyone_knows_lead_to_ours(written: str, meant: str) -> Non
         parse(Config, [f"--{written}", "3"], program="train")
 
 
+OTHERS = {
+    "per_device_train_batch_size": "train.batch", "num_train_epochs": "train.epochs", "max_grad_norm": "train.clip_norm",
+    "lr_scheduler_type": "optimizer.schedule", "adam_beta2": "optimizer.betas", "save_total_limit": "checkpoint.keep",
+    "logging_steps": "train.log_every", "eval_steps": "validation.every", "metric_for_best_model": "validation.metric",
+    "gradient_checkpointing": "train.activation_checkpointing", "torch_compile": "train.compile", "lora_r": "lora.rank",
+    "target_modules": "lora.targets", "training.seq_len": "model.context", "tensor_parallel_degree": "scaling.tensor",
+    "block_size": "model.context", "n_embd": "model.hidden_size", "min_lr": "optimizer.min_lr_ratio",
+    "grad_clip": "train.clip_norm", "max_iters": "train.steps", "accumulate_grad_batches": "train.slots",
+    "gradient_clip_val": "train.clip_norm", "default_root_dir": "storage", "monitor": "validation.metric",
+    "max_failures": "launch.max_restarts", "num_to_keep": "checkpoint.keep", "use_gpu": "scaling.device",
+    "num_hidden_layers": "model.layers", "intermediate_size": "model.ffn_size", "rms_norm_eps": "model.norm_eps",
+    "tie_word_embeddings": "model.tie_embeddings", "max_new_tokens": "sample.tokens", "train_file": "data.source",
+    "steps": "train.steps", "train.stepz": "train.steps", "optimiser.learning_rate": "optimizer.learning_rate",
+}  # fmt: skip
+"""Names of HF Trainer, TRL, PEFT, torchtitan, nanoGPT, Lightning, Ray, Hugging Face's configurations; and slips."""
+
+
+@pytest.mark.parametrize("written", OTHERS)
+def test_names_of_other_trainers_lead_to_ours(written: str) -> None:
+    assert nearest(written, set(Config().flat())).startswith(f"; did you mean {OTHERS[written]}?")
+
+
 def test_every_other_name_leads_to_a_setting() -> None:
-    known = set(Config().flat())
-    assert set(ALIASES.values()) <= known
-    assert set(BESIDE) <= set(ALIASES.values())
+    known = set(Config().flat()) | {f"sweep.{item.name}" for item in fields(SweepConfig)}
+    assert len(ALIASES) >= 150
+    assert {name for names in ALIASES.values() for name in names} <= known
+    assert set(BESIDE) <= known
+    for alias in ALIASES:
+        assert "did you mean" in nearest(alias, known), alias
+
+
+@pytest.mark.parametrize("written", ["wandb_project", "dataloader_pin_memory", "ddp_find_unused_parameters", "moe"])
+def test_an_unknown_name_suggests_nothing(written: str) -> None:
+    assert nearest(written, set(Config().flat())) == "; --help lists all"
 
 
 def test_an_error_has_in_fields_what_its_sentence_says_also_in_another_process() -> None:
     with refused("train.steps", -1) as negative:
-        Train(steps=-1)
+        TrainConfig(steps=-1)
     assert negative.value.allowed == {"at_least": 0}
     with refused("train.precision", "fp7") as unknown:
-        Train(precision="fp7")  # type: ignore[arg-type]
+        TrainConfig(precision="fp7")  # type: ignore[arg-type]
     assert "bf16" in unknown.value.allowed
     assert SettingError(setting="data.source", value="s3://user:secret@bucket/x").value == "s3://***@bucket/x"
     again = pickle.loads(pickle.dumps(negative.value))
@@ -179,10 +220,17 @@ def test_every_other_name_will_do(name: str) -> None:
 
 
 def test_names_leave_room_for_those_of_the_runs_that_they_start() -> None:
-    assert SweepConfig(run="x" * 191).run
+    assert SweepJobConfig(run="x" * 191).run
     with refused("run", "x" * 192, names=["191"]):
-        SweepConfig(run="x" * 192)
-    many = Lora(rank=2, adapters=11, each={"optimizer.learning_rate": [1e-3] * 11})
-    assert Config(run="x" * 197, lora=many, model=Model(init_from="base")).run
+        SweepJobConfig(run="x" * 192)
+    many = LoraConfig(rank=2, adapters=11, variants={"optimizer.learning_rate": [1e-3] * 11})
+    assert Config(run="x" * 197, lora=many, model=ModelConfig(init_from="base")).run
     with refused("run", "x" * 198, names=["197"]):
-        Config(run="x" * 198, lora=many, model=Model(init_from="base"))
+        Config(run="x" * 198, lora=many, model=ModelConfig(init_from="base"))
+
+
+def test_an_earlier_attribute_is_read_and_another_is_none() -> None:
+    with pytest.warns(DeprecationWarning, match=r"model\.width is now model\.hidden_size"):
+        assert ModelConfig(hidden_size=64).width == 64  # type: ignore[attr-defined]
+    with pytest.raises(AttributeError, match="no setting 'wide'"):
+        _ = ModelConfig().wide  # type: ignore[attr-defined]

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from raystride.pipelines.config import Config
 from raystride.pipelines.config.condition import Condition
 from raystride.pipelines.config.parse import as_typed, parse
-from raystride.pipelines.config.sweep import OF_TRIALS, Sweep, SweepConfig
+from raystride.pipelines.config.sweep import OF_TRIALS, SweepConfig, SweepJobConfig
 from tests.errors import refused
 
 KNOWN = Config().flat()
@@ -20,7 +20,7 @@ LOG = {RATE: {"log_uniform": [0, 1]}}
 def test_a_space_comes_from_yaml_by_full_names(tmp_path: Path) -> None:
     file = tmp_path / "s.yaml"
     file.write_text("sweep:\n  space:\n    scaling.workers: [1, 2]\n  where: [scaling.workers <= train.slots]\n")
-    settings = parse(SweepConfig, ["--config", str(file), "--sweep.windows", "4"], program="sweep.py").settings
+    settings = parse(SweepJobConfig, ["--config", str(file), "--sweep.windows", "4"], program="sweep.py").settings
     assert settings.sweep.space == {"scaling.workers": [1, 2]}
     assert (settings.sweep.windows, settings.training()) == (4, Config())
 
@@ -33,29 +33,29 @@ def test_a_space_comes_from_yaml_by_full_names(tmp_path: Path) -> None:
         ({"space": {RATE: {"uniform": [0, 1]}}}, "sweep.search", "grid", ("`random`", "`optuna`", "sweep.space", RATE)),
         ({"objective": "time_to_loss"}, "sweep.target_loss", 0.0, ("sweep.objective",)),
         ({"objective": "cost"}, "sweep.price_per_hour", 0.0, ("sweep.cluster", "sweep.objective")),
-        ({"windows": 2}, "sweep.least_windows", 3, ("sweep.windows, 2",)),
+        ({"windows": 2}, "sweep.min_windows", 3, ("sweep.windows, 2",)),
     ],
 )
 def test_what_cannot_work_is_refused(sweep: dict[str, object], setting: str, value: object, names: tuple[str, ...]) -> None:
     with refused(setting, value, names=names):
-        Sweep(**sweep)  # type: ignore[arg-type]
+        SweepConfig(**sweep)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("key", OF_TRIALS)
 def test_what_a_trial_sets_by_itself_cannot_be_tried(key: str) -> None:
     assert key in KNOWN
     with refused("sweep.space", {key: [1]}, names=["each trial"]):
-        SweepConfig(sweep=Sweep(space={key: [1]}))
+        SweepJobConfig(sweep=SweepConfig(space={key: [1]}))
 
 
 def test_a_condition_is_read_before_anything_starts_whatever_searches() -> None:
-    with refused("sweep.where", "train.slot < 3", names=["train.slots"]):
-        SweepConfig(sweep=Sweep(space={"train.slots": [1]}, search="optuna", where=("train.slot < 3",)))
+    with refused("sweep.constraints", "train.slot < 3", names=["train.slots"]):
+        SweepJobConfig(sweep=SweepConfig(space={"train.slots": [1]}, search="optuna", constraints=("train.slot < 3",)))
 
 
 def test_a_space_names_settings_that_there_are() -> None:
     with refused("sweep.space", {"train.slot": [1]}, names=["names train.slot,", "no setting"]):
-        SweepConfig(sweep=Sweep(space={"train.slot": [1]}))
+        SweepJobConfig(sweep=SweepConfig(space={"train.slot": [1]}))
 
 
 @pytest.mark.parametrize(("key", "value"), [("train.slots", "two"), ("train.precision", "fp8"), ("scaling.reshard", 3)])
@@ -88,5 +88,5 @@ def test_conditions_say_what_python_says(workers: int, slots: int) -> None:
     ],
 )
 def test_other_conditions_are_refused(text: str, said: str) -> None:
-    with refused("sweep.where", text, names=[said]):
+    with refused("sweep.constraints", text, names=[said]):
         Condition(text, KNOWN).holds(KNOWN)

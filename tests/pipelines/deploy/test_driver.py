@@ -1,4 +1,4 @@
-"""The command `raystride deploy`: what it writes, what it says next, and its exit codes."""
+"""The command `raystride deploy`: the files it writes, the lines it prints, and its exit codes."""
 
 import subprocess
 from pathlib import Path
@@ -6,19 +6,19 @@ from pathlib import Path
 import pytest
 import yaml
 
-from raystride.ray_jobs.deploy import main
+from raystride.pipelines.deploy.driver import main
 
-WHOLE = "slurm --config lm_124m --nodes 4 --gpus-per-node 8"
+FLAGS = "slurm --config lm_124m --data.source python --nodes 4 --gpus-per-node 8"
 
 
 def _deploy(line: str, folder: Path) -> int:
     return main([*line.split(), "--output", str(folder)])
 
 
-def test_files_are_written_looked_at_and_followed_by_what_to_type(
+def test_files_are_written_and_checked_and_the_next_commands_printed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert _deploy(WHOLE, tmp_path / "job") == 0
+    assert _deploy(FLAGS, tmp_path / "job") == 0
     said = capsys.readouterr().out
     assert "looked   job.sbatch: bash -n" in said
     assert f"next     cd {tmp_path / 'job'} && sbatch job.sbatch" in said
@@ -28,10 +28,10 @@ def test_files_are_written_looked_at_and_followed_by_what_to_type(
     assert yaml.safe_load((tmp_path / "job" / "settings.yaml").read_text())["scaling"]["workers"] == 32
 
 
-def test_a_place_that_is_too_small_is_exit_code_3_before_anything_is_written(
+def test_a_place_that_is_too_small_is_exit_code_3_and_nothing_is_written(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert _deploy(WHOLE.replace("--nodes 4", "--nodes 65 --train.slots 520"), tmp_path / "job") == 3
+    assert _deploy(FLAGS.replace("--nodes 4", "--nodes 65 --train.slots 520"), tmp_path / "job") == 3
     assert "\n  lower --nodes to 64\n" in capsys.readouterr().err
     assert not (tmp_path / "job").exists()
 
@@ -46,28 +46,28 @@ def test_a_place_that_is_too_small_is_exit_code_3_before_anything_is_written(
         ("slurm --config lm_python --place moon", "place is 'moon'"),
     ],
 )
-def test_what_is_written_wrong_is_named(line: str, cause: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_arguments_are_named(line: str, cause: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert _deploy(line, tmp_path / "job") == 2
     assert cause in capsys.readouterr().err
     assert not (tmp_path / "job").exists()
 
 
-def test_what_somebody_has_changed_is_not_written_over(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert _deploy(WHOLE, tmp_path) == _deploy(WHOLE, tmp_path) == 0
+def test_changed_files_are_not_overwritten_without_the_flag(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert _deploy(FLAGS, tmp_path) == _deploy(FLAGS, tmp_path) == 0
     (tmp_path / "job.sbatch").write_text("#!/bin/bash\nmine\n")
-    assert _deploy(WHOLE, tmp_path) == 2
+    assert _deploy(FLAGS, tmp_path) == 2
     refusal = capsys.readouterr().err
     assert refusal.startswith(f"error: output is {str(tmp_path)!r}: job.sbatch ")
     assert "--overwrite true" in refusal
     assert "mine" in (tmp_path / "job.sbatch").read_text()
-    assert _deploy(f"{WHOLE} --overwrite true", tmp_path) == 0
+    assert _deploy(f"{FLAGS} --overwrite true", tmp_path) == 0
     assert "mine" not in (tmp_path / "job.sbatch").read_text()
 
 
-def test_names_reach_the_shell_as_they_are(tmp_path: Path) -> None:
+def test_names_are_quoted_for_the_shell(tmp_path: Path) -> None:
     strange = 'it\'s $(touch gone) "x"'
     written = tmp_path / "job"
-    assert main([*WHOLE.split(), "--output", str(written), "--run", strange]) == 0
+    assert main([*FLAGS.split(), "--output", str(written), "--run", strange]) == 0
     commands = [line for line in (written / "job.sbatch").read_text().splitlines() if "--run-folder" in line]
     echo = commands[0].rstrip("\\").replace("--run-folder", "printf %s")
     done = subprocess.run(["bash", "-c", echo], capture_output=True, text=True, cwd=tmp_path)
@@ -79,9 +79,9 @@ def test_an_array_of_jobs_shares_a_sweep(tmp_path: Path) -> None:
     assert _deploy("slurm --job sweep --array 4 --config sweep_scaling --nodes 1", tmp_path) == 0
     script = (tmp_path / "job.sbatch").read_text()
     assert "#SBATCH --array=0-3\n" in script
-    assert '-- sweep --config settings.yaml --sweep.share "$SLURM_ARRAY_TASK_ID/4"' in script
+    assert '-- sweep --config settings.yaml --sweep.shard "$SLURM_ARRAY_TASK_ID/4"' in script
 
 
-def test_help_lists_places_and_needs_no_settings(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_lists_the_places_without_settings(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--help"]) == 0
     assert "slurm_two_nodes_of_eight" in capsys.readouterr().out

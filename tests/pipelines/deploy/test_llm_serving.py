@@ -1,4 +1,4 @@
-"""What Ray Serve LLM is given of a run: its model's export, lengths and GPUs; and what is refused."""
+"""The configuration for Ray Serve LLM that `raystride deploy serve` writes for a run, and the runs that it refuses."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -7,23 +7,23 @@ from typing import Any
 import pytest
 import yaml
 
-from raystride.pipelines.config import Config, Lora, Model
-from raystride.pipelines.config.deploy import DeployServe
+from raystride.pipelines.config import Config, LoraConfig, ModelConfig
+from raystride.pipelines.config.deploy import DeployServeConfig
 from raystride.pipelines.config.parse import to_yaml
-from raystride.pipelines.deploy.driver import run_deploy
-from raystride.pipelines.deploy.llm_serving import FILE, look_at_serving, rendered_serving
-from raystride.pipelines.files import Folder
+from raystride.pipelines.deploy.driver import main
+from raystride.pipelines.deploy.llm_serving import FILE_NAME, check_serving_config, render_serving_config
+from raystride.pipelines.storage.folder import Folder
 from tests.errors import refused, rejected
 
-CONFIG = Config(model=Model(flavour="llama", layers=2, heads=2, width=16, context=64))
+CONFIG = Config(model=ModelConfig(architecture="llama", layers=2, heads=2, hidden_size=16, context=64))
 
 
-def test_a_run_becomes_an_application(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_is_rendered_as_an_application(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     Folder(f"{tmp_path}/runs/mine").put("config.yaml", to_yaml(CONFIG))
     output = tmp_path / "out"
     flags = ["serve", "--run", "mine", "--storage", f"{tmp_path}/runs", "--gpus", "2", "--output", str(output)]
-    assert run_deploy([*flags, "--most-replicas", "3", "--accelerator", "H100"]) == 0
-    written = yaml.safe_load((output / FILE).read_text())
+    assert main([*flags, "--max-replicas", "3", "--accelerator", "H100"]) == 0
+    written = yaml.safe_load((output / FILE_NAME).read_text())
     assert written["http_options"]["host"] == "127.0.0.1"
     (model,) = written["applications"][0]["args"]["llm_configs"]
     assert model["model_loading_config"] == {"model_id": "mine", "model_source": f"{tmp_path}/runs/mine/export/hugging_face"}
@@ -33,28 +33,28 @@ def test_a_run_becomes_an_application(tmp_path: Path, capsys: pytest.CaptureFixt
     said = capsys.readouterr().out
     assert "export --run mine" in said
     assert "--merge" not in said
-    assert f"serve deploy {output}/{FILE}" in said
-    tuned = replace(CONFIG, model=replace(CONFIG.model, init_from="base"), lora=Lora(rank=2))
+    assert f"serve deploy {output}/{FILE_NAME}" in said
+    tuned = replace(CONFIG, model=replace(CONFIG.model, init_from="base"), lora=LoraConfig(rank=2))
     Folder(f"{tmp_path}/runs/mine").put("config.yaml", to_yaml(tuned))
-    assert run_deploy([*flags, "--overwrite", "true"]) == 0
+    assert main([*flags, "--overwrite", "true"]) == 0
     assert "--to hugging_face --merge true\n" in capsys.readouterr().out
-    assert run_deploy([*flags, "--run", "none"]) == 2
+    assert main([*flags, "--run", "none"]) == 2
     assert "there is no such run" in capsys.readouterr().err
 
 
-def test_a_place_says_where_the_model_lies() -> None:
-    text = rendered_serving(DeployServe(run="mine", place="kubernetes"), CONFIG)
-    (model,) = _models(text)
+def test_a_place_gives_the_storage_of_the_model() -> None:
+    text = render_serving_config(DeployServeConfig(run="mine", place="kubernetes"), CONFIG)
+    (model,) = _load_models(text)
     assert not model["model_loading_config"]["model_source"].startswith(str(Path.cwd()))
 
 
-def test_an_address_stands_there_as_rays_clients_read_it() -> None:
+def test_the_model_address_has_no_credentials_or_options() -> None:
     storage = "s3://key:secret@bucket/runs?region=eu-west-1&endpoint_override=http://minio:9000"
-    (model,) = _models(rendered_serving(DeployServe(run="mine", storage=storage), CONFIG))
+    (model,) = _load_models(render_serving_config(DeployServeConfig(run="mine", storage=storage), CONFIG))
     assert model["model_loading_config"]["model_source"] == "s3://bucket/runs/mine/export/hugging_face"
 
 
-def _models(text: str) -> Any:
+def _load_models(text: str) -> Any:
     return yaml.safe_load(text)["applications"][0]["args"]["llm_configs"]
 
 
@@ -68,16 +68,16 @@ def _models(text: str) -> Any:
     ],
 )
 def test_a_wrong_field_is_named(old: str, new: str, names: tuple[str, ...]) -> None:
-    text = rendered_serving(DeployServe(run="mine"), CONFIG)
-    assert look_at_serving(text)
+    text = render_serving_config(DeployServeConfig(run="mine"), CONFIG)
+    assert check_serving_config(text)
     with rejected("serve.yaml", *names):
-        look_at_serving(text.replace(old, new))
+        check_serving_config(text.replace(old, new))
 
 
-def test_what_cannot_be_served_so_is_refused() -> None:
+def test_models_that_ray_serve_llm_cannot_serve_are_refused() -> None:
     with refused("task", "classification", names=["`mlflow models serve`"]):
-        rendered_serving(DeployServe(run="mine"), replace(CONFIG, task="classification"))
+        render_serving_config(DeployServeConfig(run="mine"), replace(CONFIG, task="classification"))
     with refused("model.norm", "post", names=["`pre`"]):
-        rendered_serving(DeployServe(run="mine"), Config(model=Model(norm="post")))
-    with refused("least_replicas", 4, names=["most_replicas, 1"]):
-        DeployServe(run="mine", least_replicas=4)
+        render_serving_config(DeployServeConfig(run="mine"), Config(model=ModelConfig(norm="post")))
+    with refused("min_replicas", 4, names=["max_replicas, 1"]):
+        DeployServeConfig(run="mine", min_replicas=4)

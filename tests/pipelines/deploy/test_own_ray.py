@@ -1,4 +1,4 @@
-"""A Ray of one's own: Ray's words where it does not start, and an end that touches no other."""
+"""Private Ray nodes: errors carry Ray's own output, and the end of a node touches no other."""
 
 import json
 import os
@@ -12,22 +12,27 @@ from typing import Any
 
 import psutil
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from raystride.pipelines.cluster.cluster import CannotRun
-from raystride.pipelines.deploy.own_ray import MARK, OwnRay, address_towards, end_all, free_ports, signals_blocked
-from raystride.pipelines.deploy.own_tls import AUTHORITY_VARIABLE, new_authority
+from raystride.pipelines.deploy.own_ray import (
+    MARK_VARIABLE,
+    RayNode,
+    address_towards,
+    block_stop_signals,
+    kill_marked_processes,
+    reserve_ports,
+)
+from raystride.pipelines.deploy.own_tls import AUTHORITY_VARIABLE, make_authority
 from tests.cluster.in_the_clear import answers_in_the_clear
 
 TOKEN = {"RAY_AUTH_MODE": "disabled"}
 
 
-def _processes(ray: OwnRay) -> list[psutil.Process]:
-    return [each for each in psutil.process_iter() if str(ray.folder) in _environment(each).get(MARK, "")]
+def _find_processes(ray: RayNode) -> list[psutil.Process]:
+    return [each for each in psutil.process_iter() if str(ray.folder) in _read_environment(each).get(MARK_VARIABLE, "")]
 
 
-def _environment(process: psutil.Process) -> dict[str, str]:
+def _read_environment(process: psutil.Process) -> dict[str, str]:
     try:
         return dict(process.environ())
     except psutil.Error:
@@ -36,34 +41,34 @@ def _environment(process: psutil.Process) -> dict[str, str]:
 
 @pytest.fixture
 def folders(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
-    """The temporary folders that are made during the test."""
+    """The temporary folders that the test makes."""
     made: list[Path] = []
-    make = tempfile.mkdtemp
+    make_folder = tempfile.mkdtemp
 
-    def make_and_note(*args: Any, **options: Any) -> str:
-        made.append(Path(make(*args, **options)))
+    def make_recorded_folder(*args: Any, **options: Any) -> str:
+        made.append(Path(make_folder(*args, **options)))
         return str(made[-1])
 
-    monkeypatch.setattr(tempfile, "mkdtemp", make_and_note)
+    monkeypatch.setattr(tempfile, "mkdtemp", make_recorded_folder)
     return made
 
 
 @pytest.mark.long
-def test_a_start_that_fails_says_why_in_rays_words_and_leaves_nothing(folders: list[Path]) -> None:
+def test_a_failed_start_reports_rays_output_and_leaves_nothing(folders: list[Path]) -> None:
     with (
         pytest.raises(CannotRun, match=r"(?s)exit code 1 .*must be nonnegative") as raised,
-        OwnRay.head(address_towards("127.0.0.1"), cpus=-5, environment=TOKEN),
+        RayNode.start_head(address_towards("127.0.0.1"), cpus=-5, environment=TOKEN),
     ):
         pass
     assert raised.value.host == socket.gethostname() in str(raised.value)
     assert [folder.exists() for folder in folders] == [False]
 
 
-def test_a_certificate_that_cannot_be_written_is_told_in_one_line_and_leaves_nothing(folders: list[Path]) -> None:
+def test_a_failed_certificate_is_reported_in_one_line_and_leaves_nothing(folders: list[Path]) -> None:
     too_long = TOKEN | {AUTHORITY_VARIABLE: json.dumps({"x" * 300: ""})}
     with (
         pytest.raises(CannotRun, match=r"certificate .*File name too long") as raised,
-        OwnRay.head(address_towards("127.0.0.1"), cpus=1, environment=too_long),
+        RayNode.start_head(address_towards("127.0.0.1"), cpus=1, environment=too_long),
     ):
         pass
     assert raised.value.host == socket.gethostname() in str(raised.value)
@@ -72,48 +77,53 @@ def test_a_certificate_that_cannot_be_written_is_told_in_one_line_and_leaves_not
 
 @pytest.mark.weekly
 @pytest.mark.long
-def test_two_of_them_do_not_meet_and_survive_what_a_batch_system_sends_to_all() -> None:
+def test_two_clusters_are_isolated_and_survive_the_signals_of_a_batch_system() -> None:
     host = address_towards("127.0.0.1")
-    with OwnRay.head(host, cpus=1, environment=TOKEN) as one:
-        with OwnRay.head(host, cpus=1, environment=TOKEN | new_authority()) as two:
+    with RayNode.start_head(host, cpus=1, environment=TOKEN) as one:
+        with RayNode.start_head(host, cpus=1, environment=TOKEN | make_authority()) as two:
             assert one.address != two.address
             ports = [int(each.address.rpartition(":")[2]) for each in (one, two)]
             assert [answers_in_the_clear(host, port) for port in ports] == [True, False], "the second has TLS"
-            assert AUTHORITY_VARIABLE not in {name for each in _processes(two) for name in _environment(each)}
-            for process in _processes(one):
+            assert AUTHORITY_VARIABLE not in {name for each in _find_processes(two) for name in _read_environment(each)}
+            for process in _find_processes(one):
                 process.send_signal(signal.SIGTERM)
             # Another process, as this one may have joined the cluster that tests share.
             program = f"import ray; ray.init('{one.address}'); print(ray.cluster_resources()['CPU'])"
             joined = subprocess.run([sys.executable, "-c", program], env=os.environ | TOKEN, capture_output=True, text=True)
             assert joined.stdout.strip() == "1.0", joined.stderr
-            assert one.alive()
-            assert two.alive()
-        assert one.alive()
-        assert not _processes(two)
+            assert one.is_alive()
+            assert two.is_alive()
+        assert one.is_alive()
+        assert not _find_processes(two)
         assert not two.folder.exists()
-    assert not _processes(one)
+    assert not _find_processes(one)
 
 
-def test_signals_are_held_back_from_what_is_started_and_not_from_this_process() -> None:
+def test_signals_are_blocked_in_the_block_and_restored_afterwards() -> None:
     before = signal.pthread_sigmask(signal.SIG_BLOCK, ())
-    with signals_blocked():
+    with block_stop_signals():
         assert {signal.SIGTERM, signal.SIGUSR1} <= signal.pthread_sigmask(signal.SIG_BLOCK, ())
     assert signal.pthread_sigmask(signal.SIG_BLOCK, ()) == before
 
 
-def test_nothing_is_ended_that_has_another_mark(tmp_path: Path) -> None:
-    end_all(tmp_path)
+def test_unmarked_processes_are_not_killed(tmp_path: Path) -> None:
+    kill_marked_processes(tmp_path)
     assert psutil.pid_exists(os.getpid())
 
 
-@given(st.integers(1, 20))
-def test_free_ports_are_different_ones(count: int) -> None:
-    assert len(set(free_ports(count))) == count
+def test_only_servers_that_know_a_reserved_port_can_bind_it() -> None:
+    with reserve_ports(20, "127.0.0.1") as ports, socket.socket() as server, socket.socket() as other:
+        assert len({*ports}) == 20
+        server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        server.bind(("127.0.0.1", ports[0]))
+        server.listen()
+        with pytest.raises(OSError, match="in use"):
+            other.bind(("127.0.0.1", ports[1]))
 
 
-def test_a_script_ends_what_carries_its_mark_and_nothing_else(tmp_path: Path) -> None:
-    own = subprocess.Popen(["sleep", "600"], env={**os.environ, MARK: str(tmp_path)})
-    other = subprocess.Popen(["sleep", "600"], env={**os.environ, MARK: f"{tmp_path}-other"})
+def test_a_script_kills_only_the_processes_with_its_mark(tmp_path: Path) -> None:
+    own = subprocess.Popen(["sleep", "600"], env={**os.environ, MARK_VARIABLE: str(tmp_path)})
+    other = subprocess.Popen(["sleep", "600"], env={**os.environ, MARK_VARIABLE: f"{tmp_path}-other"})
     try:
         subprocess.run([sys.executable, "-m", "raystride.pipelines.deploy.own_ray", str(tmp_path)], check=True)
         assert own.wait() == -signal.SIGKILL

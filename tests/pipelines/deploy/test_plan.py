@@ -1,6 +1,8 @@
-"""What a run takes of a place, and what no place can give."""
+"""Plans of deployments: the run's share of a place, and the checks that refuse a run."""
 
+import json
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -9,51 +11,74 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from raystride.model.hugging_face_config import describe
 from raystride.pipelines.cluster.cluster import CannotRun
-from raystride.pipelines.config import Config
-from raystride.pipelines.config.deploy import CloudPlace, Deploy, Place, SlurmPlace
-from raystride.pipelines.config.parse import Parsed, configured, presets
-from raystride.pipelines.deploy.plan import FIRST_PLACE, KINDS, Kind, find_place, known_places, plan
+from raystride.pipelines.config import Config, ModelConfig
+from raystride.pipelines.config.deploy import CloudConfig, DeployConfig, SlurmConfig, TargetConfig
+from raystride.pipelines.config.parse import Parsed, configured
+from raystride.pipelines.config.presets import presets
+from raystride.pipelines.deploy.plan import DEFAULT_PLACES, KINDS, Kind, known_places, load_place, plan_deployment
+from raystride.pipelines.prepare.choose_task import choose_task
 from tests.errors import cannot_run, refused
 from tests.some import some
 
-PLACE = Place(
+PLACE = TargetConfig(
     nodes=4, gpus_per_node=8, cpus_per_node=64, memory_gib=2000, gpu_memory_gib=80, storage="/shared/runs", shared=True
 )
 
 
-def _parsed(preset: str = "lm_124m", **changes: Any) -> Parsed[Config]:
-    return configured(Config, preset, changes)
+def _load_config(preset: str = "lm_124m", **changes: Any) -> Parsed[Config]:
+    return configured(Config, preset, {"data.source": "python"} | changes) if changes else _load_preset(preset)
 
 
-def _planned(place: Place = PLACE, kind: Kind = "slurm", nodes: int = 4, gpus: int = 8, **changes: Any) -> Any:
-    return plan(kind, Deploy(nodes=nodes, gpus_per_node=gpus), place, _parsed(**changes))
+@cache
+def _load_preset(preset: str) -> Parsed[Config]:
+    return configured(Config, preset, {"data.source": "python"})
 
 
-def test_every_gpu_has_a_worker_and_the_settings_say_so() -> None:
-    found = _planned()
-    assert (found.workers, found.cpus_per_node, found.whole_nodes) == (32, 64, True)
+def _plan(place: TargetConfig = PLACE, kind: Kind = "slurm", nodes: int = 4, gpus: int = 8, **changes: Any) -> Any:
+    return plan_deployment(kind, DeployConfig(nodes=nodes, gpus_per_node=gpus), place, _load_config(**changes))
+
+
+def test_every_gpu_has_a_worker_in_the_settings() -> None:
+    found = _plan()
+    assert (found.workers, found.cpus_per_node, found.has_whole_nodes) == (32, 64, True)
     assert yaml.safe_load(found.settings)["scaling"] == {"workers": 32, "device": "cuda"}
     assert yaml.safe_load(found.settings)["storage"] == "/shared/runs"
 
 
-def test_some_of_a_nodes_gpus_take_their_share_of_the_rest() -> None:
-    found = _planned(nodes=1, gpus=2)
-    assert (found.cpus_per_node, found.memory_gib, found.whole_nodes) == (16, 500, False)
+def test_some_gpus_of_a_node_get_their_share_of_cpus_and_memory() -> None:
+    found = _plan(nodes=1, gpus=2)
+    assert (found.cpus_per_node, found.memory_gib, found.has_whole_nodes) == (16, 500, False)
 
 
 @pytest.mark.parametrize("preset", presets())
 @pytest.mark.parametrize("gpus", [0, pytest.param(8, marks=pytest.mark.long)])
-def test_what_is_written_are_the_settings_of_the_same_run(preset: str, gpus: int) -> None:
-    """Read again, they give the run the name, and the fixed settings, that it would have had here."""
+def test_the_written_settings_are_those_of_the_same_run(preset: str, gpus: int) -> None:
+    """The written settings, loaded again, give the run the same name and fixed settings as here."""
     if preset == "sweep_scaling":
         pytest.skip("a sweep")
-    request = Deploy(nodes=1, gpus_per_node=gpus)
-    parsed = _parsed(preset, **({"train.slots": 32} if gpus else {}))
-    found = plan("slurm", request, PLACE, parsed)
+    request = DeployConfig(nodes=1, gpus_per_node=gpus)
+    base = {"model.init_from": "/shared/model", "model.context": ModelConfig.context} if preset == "finetune" else {}
+    parsed = _load_config(preset, **base, **({"train.slots": 32} if gpus else {}))
+    found = plan_deployment("slurm", request, PLACE, parsed)
+    loaded = configured(Config, yaml.safe_load(found.settings))
+    loaded.require_source()
+    again = loaded.settings
+    named = choose_task(parsed.settings)
+    assert again.run == named.default_run(preset)
+    assert again.fixed() == named.fixed()
+
+
+def test_a_default_given_together_with_a_base_is_written(tmp_path: Path) -> None:
+    """If it were left out, it would be read from the base's folder, which has another value."""
+    description = describe(ModelConfig(architecture="llama", layers=2, context=512), 300, end_id=0)
+    (tmp_path / "config.json").write_text(json.dumps(description))
+    parsed = _load_config("finetune", **{"model.init_from": str(tmp_path), "model.context": ModelConfig.context})
+    found = plan_deployment("slurm", DeployConfig(nodes=1, gpus_per_node=0), PLACE, parsed)
     again = configured(Config, yaml.safe_load(found.settings)).settings
-    assert again.run == parsed.settings.default_run(preset)
-    assert again.fixed() == parsed.settings.fixed()
+    assert again.model == parsed.settings.model
+    assert again.model.context == ModelConfig.context
 
 
 @pytest.mark.parametrize(
@@ -66,80 +91,80 @@ def test_what_is_written_are_the_settings_of_the_same_run(preset: str, gpus: int
         ({"storage": ""}, {}, "storage", ("none",)),
         ({"storage": "runs"}, {}, "storage", ("runs is", "absolute path")),
         ({"gpu_memory_gib": 1.0}, {}, "memory", ("about",)),
-        ({"slurm": SlurmPlace(time_limit="9")}, {}, "time limit", ("9 is", "120 s")),
+        ({"slurm": SlurmConfig(time_limit="9")}, {}, "time limit", ("9 is", "120 s")),
         ({}, {"kind": "sky"}, "storage", ("SkyPilot",)),
         ({}, {"kind": "kuberay"}, "storage", ("kubernetes.storage_class",)),
         ({}, {"kind": "compose", "data.source": __file__}, "data", (f"data.source {__file__!r}",)),
-        ({"cloud": CloudPlace(hosts=("a", "b"))}, {"kind": "launcher"}, "hosts", ("4 nodes", "2 in cloud.hosts")),
-        ({"cloud": CloudPlace(provider="aws")}, {"kind": "launcher"}, "machines", ("cloud.region ''",)),
+        ({"cloud": CloudConfig(hosts=("a", "b"))}, {"kind": "launcher"}, "hosts", ("4 nodes", "2 in cloud.hosts")),
+        ({"cloud": CloudConfig(provider="aws")}, {"kind": "launcher"}, "machines", ("cloud.region ''",)),
     ],
 )
-def test_what_a_place_has_too_little_of_is_named(
+def test_missing_resources_of_a_place_are_named(
     place: dict[str, Any], options: dict[str, Any], problem: str, names: tuple[str, ...]
 ) -> None:
     with cannot_run(problem, *names):
-        _planned(replace(PLACE, **place), **options)
+        _plan(replace(PLACE, **place), **options)
 
 
-def test_the_sentence_says_what_is_asked_what_there_is_and_what_to_do() -> None:
+def test_the_message_has_request_resources_and_remedy() -> None:
     with pytest.raises(CannotRun, match=r"^this place cannot run it:\nnodes: 5 asked, 4 there\n  lower --nodes to 4$"):
-        _planned(PLACE, nodes=5, **{"train.slots": 40})
+        _plan(PLACE, nodes=5, **{"train.slots": 40})
 
 
-def test_files_of_this_machine_are_named_whole_and_refused_where_the_job_does_not_see_them(
+def test_local_files_get_absolute_paths_and_are_refused_if_the_job_cannot_see_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine.py").touch()
     (tmp_path / "text.txt").touch()
     changes = {"data.source": "text.txt", "plugins": ["mine.py"], "run": "r"}
-    found = yaml.safe_load(_planned(**changes).settings)
+    found = yaml.safe_load(_plan(**changes).settings)
     assert (found["data"]["source"], found["plugins"]) == (str(tmp_path / "text.txt"), [str(tmp_path / "mine.py")])
     with cannot_run("data", f"data.source '{tmp_path}/text.txt'", f"plugins[0] '{tmp_path}/mine.py'"):
-        _planned(kind="compose", **changes)
+        _plan(kind="compose", **changes)
 
 
-def test_a_loss_of_nodes_is_borne_where_the_run_bears_it() -> None:
-    assert _planned().least_nodes == 4
-    assert _planned(**{"scaling.workers": 32, "scaling.least_workers": 9}).least_nodes == 2
+def test_an_elastic_run_tolerates_the_loss_of_nodes() -> None:
+    assert _plan().min_nodes == 4
+    assert _plan(**{"scaling.workers": 32, "scaling.least_workers": 9}).min_nodes == 2
 
 
-def test_saving_takes_time_by_the_size_of_the_model() -> None:
-    larger = _planned(
+def test_the_time_for_saving_grows_with_the_model() -> None:
+    larger = _plan(
         **{"model.width": 4096, "model.heads": 32, "model.layers": 32, "scaling.strategy": "fsdp", "train.slot_size": 1}
     )
-    assert _planned().grace_s == 120
+    assert _plan().grace_s == 120
     assert larger.grace_s > 180
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_kind_begins_with_a_place_that_is_there(kind: Kind) -> None:
-    assert find_place(FIRST_PLACE[kind]).about
+def test_every_kind_has_an_existing_default_place(kind: Kind) -> None:
+    assert load_place(DEFAULT_PLACES[kind]).about
 
 
-def test_all_places_are_read_and_say_which_they_are() -> None:
+def test_all_bundled_places_load_and_have_a_description() -> None:
     for name in some(known_places()):
-        assert find_place(name).about
-        assert find_place(name).storage
+        assert load_place(name).about
+        assert load_place(name).storage
 
 
-def test_a_place_that_is_not_there_is_refused() -> None:
+def test_an_unknown_place_is_refused() -> None:
     with refused("place", "moon", names=["'moon'", "slurm"]):
-        find_place("moon")
+        load_place("moon")
 
 
 @pytest.mark.parametrize(
     ("written", "seconds"), [("30", 1800), ("10:30", 630), ("2:00:00", 7200), ("1-12", 129600), ("1-0:30", 88200)]
 )
-def test_times_are_read_as_slurm_writes_them(written: str, seconds: int) -> None:
-    from raystride.pipelines.deploy.plan import _seconds
+def test_time_limits_are_parsed_in_the_forms_of_slurm(written: str, seconds: int) -> None:
+    from raystride.pipelines.deploy.plan import _parse_time_limit
 
-    assert _seconds(written) == seconds
+    assert _parse_time_limit(written) == seconds
 
 
 @given(st.text(min_size=1, max_size=80))
 @settings(max_examples=50, deadline=None)
-def test_a_name_is_one_that_hosts_take(run: str) -> None:
+def test_a_run_name_becomes_a_valid_host_name(run: str) -> None:
     from raystride.pipelines.deploy.plan import _host_name
 
     name = _host_name(run)

@@ -1,4 +1,4 @@
-"""Small trained runs of every task, for what one does with them."""
+"""Small trained runs of every task, as inputs of the package's tests."""
 
 import json
 from dataclasses import replace
@@ -6,11 +6,20 @@ from pathlib import Path
 
 import pytest
 
-from raystride.pipelines.config import Checkpoint, Config, Data, Model, Sample, Tokenizer, Train, Validation
+from raystride.pipelines.config import (
+    CheckpointConfig,
+    Config,
+    DataConfig,
+    ModelConfig,
+    SampleConfig,
+    TokenizerConfig,
+    TrainConfig,
+    ValidationConfig,
+)
 from raystride.pipelines.config.parse import to_yaml
-from raystride.pipelines.files import Folder
+from raystride.pipelines.storage.folder import Folder
+from raystride.pipelines.worker.build import build_training
 from raystride.pipelines.worker.job import WorkerInfo
-from raystride.pipelines.worker.worker import build_training
 from tests.processes import make_job
 from tests.tiny import tiny
 
@@ -28,7 +37,7 @@ def texts(count: int = 240) -> list[dict[str, str]]:
 
 
 def write_rows(path: Path, rows: list[dict[str, str]]) -> Path:
-    """The rows as JSON lines."""
+    """Writes the rows as JSON lines."""
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
 
@@ -49,13 +58,13 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Folder:
     write_rows(path / "test.jsonl", texts(60))
     base = tiny(
         source,
-        data=Data(source=str(source), kind="json", validation_fraction=0.2, test_source=str(path / "test.jsonl")),
-        model=Model(layers=1, encoder_layers=1, heads=2, width=16, context=48),
-        tokenizer=Tokenizer(kind="characters"),
-        validation=Validation(every=0),
-        checkpoint=Checkpoint(every=3, keep=2),
-        train=Train(steps=6, slots=2, slot_size=8, log_every=3),
-        sample=Sample(tokens=0),
+        data=DataConfig(source=str(source), kind="json", validation_fraction=0.2, test_source=str(path / "test.jsonl")),
+        model=ModelConfig(layers=1, encoder_layers=1, heads=2, hidden_size=16, context=48),
+        tokenizer=TokenizerConfig(kind="characters"),
+        validation=ValidationConfig(every=0),
+        checkpoint=CheckpointConfig(every=3, keep=2),
+        train=TrainConfig(steps=6, slots=2, slot_size=8, log_every=3),
+        sample=SampleConfig(tokens=0),
     )
     tasks = {"labels": "classification", "translates": "translation", "writes": "language_model"}
     for run, task in tasks.items():

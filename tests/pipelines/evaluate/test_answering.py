@@ -1,32 +1,32 @@
-"""Answers come in order, whatever shared their batch; losses are the model's own."""
+"""Predictions come in order, whatever batch they share; losses are the model's own."""
 
 import numpy as np
 import pytest
 import torch
 
 from raystride.model.linear import has_bf16
-from raystride.pipelines.config import Answering, Sample
-from raystride.pipelines.evaluate.answering import Answerer
-from raystride.pipelines.evaluate.opening import choose, open_run
+from raystride.pipelines.checkpoint.manager import Checkpoints
+from raystride.pipelines.config import PredictorConfig, SampleConfig
+from raystride.pipelines.evaluate.answering import Predictor
+from raystride.pipelines.evaluate.load_run import open_run, select_run
 from raystride.pipelines.evaluate.writing import write_text
-from raystride.pipelines.files import Folder
 from raystride.pipelines.sources.pieces import Piece
-from raystride.pipelines.train.checkpoint import Checkpoints
+from raystride.pipelines.storage.folder import Folder
 from tests.pipelines.evaluate.conftest import texts
 from tests.some import some
 
 
-def _answerer(
-    trained: Folder, run: str, *, graded: bool = False, sample: Sample | None = None, **changes: object
-) -> Answerer:
-    settings = Answering(run=run, **changes)  # type: ignore[arg-type]
-    return Answerer(open_run(trained, run, "last"), settings, sample, graded=graded)
+def _predictor(
+    trained: Folder, run: str, *, graded: bool = False, sample: SampleConfig | None = None, **changes: object
+) -> Predictor:
+    settings = PredictorConfig(run=run, **changes)  # type: ignore[arg-type]
+    return Predictor(open_run(trained, run, "last"), settings, sample, graded=graded)
 
 
 def test_labels_come_in_order_and_alike_from_any_batch(trained: Folder) -> None:
     questions = [(row["text"],) for row in texts(50)]
-    alone = list(_answerer(trained, "labels", batch=1).answer(questions))
-    together = list(_answerer(trained, "labels", batch=7).answer(questions))
+    alone = list(_predictor(trained, "labels", batch=1).predict(questions))
+    together = list(_predictor(trained, "labels", batch=7).predict(questions))
     assert [row["text"] for row in together] == [text for (text,) in questions]
     for one, other in zip(alone, together, strict=True):
         # Padding takes no part, so only the order of additions differs.
@@ -36,7 +36,7 @@ def test_labels_come_in_order_and_alike_from_any_batch(trained: Folder) -> None:
 def test_bf16_is_near_fp32(trained: Folder) -> None:
     questions = [(row["text"],) for row in texts(9)]
     exact, rounded = (
-        np.array([row["probabilities"] for row in _answerer(trained, "labels", precision=precision).answer(questions)])
+        np.array([row["probabilities"] for row in _predictor(trained, "labels", precision=precision).predict(questions)])
         for precision in ("fp32", "bf16")
     )
     assert np.abs(exact - rounded).max() < 16 * torch.finfo(torch.bfloat16).eps
@@ -44,62 +44,62 @@ def test_bf16_is_near_fp32(trained: Folder) -> None:
 
 
 def test_translations_are_those_of_the_task(trained: Folder) -> None:
-    answerer = _answerer(trained, "translates", batch=4)
+    predictor = _predictor(trained, "translates", batch=4)
     questions = [(row["text"],) for row in texts(9)]
-    found = [row["translation"] for row in answerer.answer(questions)]
-    task = answerer.task
+    found = [row["translation"] for row in predictor.predict(questions)]
+    task = predictor.task
     expected = []
     for question in questions:
         inputs, _ = task.collate([task.encode(question)[0]], None)
-        expected += [answer["translation"] for answer in task.answer(answerer.model, inputs)]
+        expected += [answer["translation"] for answer in task.answer(predictor.model, inputs)]
     assert found == expected
 
 
-def test_a_continuation_is_what_the_model_writes(trained: Folder) -> None:
-    sample = Sample(tokens=12, temperature=0.0, stop=("zzz",))
+def test_continuations_are_the_models_text(trained: Folder) -> None:
+    sample = SampleConfig(tokens=12, temperature=0.0, stop=("zzz",))
     prompts = [row["text"] for row in texts(5)]
     opened = open_run(trained, "writes", "last")
     found = [
-        row["continuation"] for row in _answerer(trained, "writes", sample=sample, batch=2).answer((p,) for p in prompts)
+        row["continuation"] for row in _predictor(trained, "writes", sample=sample, batch=2).predict((p,) for p in prompts)
     ]
     for prompt, text in some(zip(prompts, found, strict=True)):
-        alone = Sample(tokens=12, temperature=0.0, stop=("zzz",), prompt=prompt)
+        alone = SampleConfig(tokens=12, temperature=0.0, stop=("zzz",), prompt=prompt)
         assert text == "".join(write_text(opened.decoder, opened.task, alone))
 
 
 def test_windows_predict_each_token_once(trained: Folder) -> None:
-    answerer = _answerer(trained, "writes", graded=True, batch=3)
+    predictor = _predictor(trained, "writes", graded=True, batch=3)
     text = " ".join(row["text"] for row in texts(12))
-    rows = list(answerer.answers(answerer.examples(Piece((text,)))))
+    rows = list(predictor.predict_examples(predictor.build_examples(Piece((text,)))))
     assert len(rows) > 3
     assert "".join(row["text"] for row in rows) == text
     assert sum(row["targets"] for row in rows) == len(text) + 1  # the end token
     assert sum(row["bytes"] for row in rows) == len(text.encode())
-    encoder = answerer.task.encoders["tokenizer"]
+    encoder = predictor.task.encoders["tokenizer"]
     ids = torch.tensor([[encoder.end_id, *encoder.encode(text).tolist()[:48]]])
     with torch.no_grad():
-        loss, _ = answerer.model(ids[:, :-1], ids[:, 1:])
+        loss, _ = predictor.model(ids[:, :-1], ids[:, 1:])
     assert rows[0]["loss"] == pytest.approx(float(loss), rel=1e-5)
 
 
 @pytest.mark.parametrize("run", ["labels", "translates", "completes", "packs"])
 def test_the_losses_of_a_batch_add_up_to_the_models(trained: Folder, run: str) -> None:
-    answerer = _answerer(trained, run, graded=True, batch=16)
+    predictor = _predictor(trained, run, graded=True, batch=16)
     key = "label" if run == "labels" else "target"
     documents = [(row["text"], row[key]) for row in texts(16)]
-    rows = list(answerer.answer(documents))
-    task = answerer.task
+    rows = list(predictor.predict(documents))
+    task = predictor.task
     encoded, masks = zip(*(task.encode(document) for document in documents), strict=True)
     inputs, targets = task.collate(encoded, None if masks[0] is None else masks)  # type: ignore[arg-type]
     with torch.no_grad():
-        loss, counted = answerer.model(*inputs, targets)
+        loss, counted = predictor.model(*inputs, targets)
     assert sum(row["targets"] for row in rows) == int(counted)
     assert sum(row["loss"] for row in rows) == pytest.approx(float(loss), rel=1e-5)
 
 
 def test_an_average_is_the_mean_of_the_checkpoints(trained: Folder) -> None:
     averaged = dict(open_run(trained, "labels", "last", average=2).model.named_parameters())
-    both = choose(trained, "labels", "last", average=2).checkpoints
+    both = select_run(trained, "labels", "last", average=2).checkpoints
     assert [found.step for found in both] == [6, 3]
     models = []
     for found in both:
@@ -111,7 +111,7 @@ def test_an_average_is_the_mean_of_the_checkpoints(trained: Folder) -> None:
     assert any(not torch.equal(models[0][name], models[1][name]) for name in averaged)
 
 
-def test_a_question_that_is_none_is_refused(trained: Folder) -> None:
-    answerer = _answerer(trained, "labels", graded=True)
+def test_invalid_inputs_are_refused(trained: Folder) -> None:
+    predictor = _predictor(trained, "labels", graded=True)
     with pytest.raises(ValueError, match="'quince'"):
-        list(answerer.answer([("ripe quince", "quince")]))
+        list(predictor.predict([("ripe quince", "quince")]))

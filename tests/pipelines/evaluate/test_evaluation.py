@@ -11,29 +11,29 @@ import numpy as np
 import pytest
 from pyarrow import parquet
 
-from raystride.pipelines.config import Answering, Config, Data, Record
-from raystride.pipelines.evaluate.evaluation import Scored, Split, bootstrap, evaluate, read_table, worst
-from raystride.pipelines.evaluate.opening import Chosen, choose
-from raystride.pipelines.evaluate.parts import AnswerWork
-from raystride.pipelines.evaluate.prediction import answer_here
-from raystride.pipelines.evaluate.recording import keep_scores
-from raystride.pipelines.files import Folder
+from raystride.pipelines.config import Config, DataConfig, PredictorConfig, RecordConfig
+from raystride.pipelines.evaluate.evaluation import EvaluationResult, Split, bootstrap, evaluate, read_table, worst_samples
+from raystride.pipelines.evaluate.load_run import SelectedRun, select_run
+from raystride.pipelines.evaluate.parts import PredictJob
+from raystride.pipelines.evaluate.prediction import predict_locally
+from raystride.pipelines.evaluate.recording import log_scores
 from raystride.pipelines.prepare.fingerprint import fingerprint
 from raystride.pipelines.prepare.manifest import Manifest
 from raystride.pipelines.record import read_entries
 from raystride.pipelines.sources.pieces import Part
+from raystride.pipelines.storage.folder import Folder
 from raystride.pipelines.tasks.language_model import LanguageModel
 from tests.errors import refused
 from tests.pipelines.evaluate.conftest import texts
 
 
 def _evaluate(
-    trained: Folder, run: str, split: Split, *, echo: Callable[[str], None] = lambda _: None, **data: object
-) -> Scored:
-    chosen = choose(trained, run, "last")
-    changed: Data = replace(chosen.config.data, **data)  # type: ignore[arg-type]
+    trained: Folder, run: str, split: Split, *, log: Callable[[str], None] = lambda _: None, **data: object
+) -> EvaluationResult:
+    chosen = select_run(trained, run, "last")
+    changed: DataConfig = replace(chosen.config.data, **data)  # type: ignore[arg-type]
     chosen = replace(chosen, config=replace(chosen.config, data=changed))
-    return evaluate(chosen, Answering(run=run, batch=16), split, trained / run, answer_here, echo=echo)
+    return evaluate(chosen, PredictorConfig(run=run, batch=16), split, trained / run, predict_locally, log=log)
 
 
 def test_a_classifier_is_scored_with_intervals_pictures_and_its_worst(trained: Folder) -> None:
@@ -47,8 +47,8 @@ def test_a_classifier_is_scored_with_intervals_pictures_and_its_worst(trained: F
         low, high = scored.intervals[name]
         assert low <= value + 1e-6, name
         assert value - 1e-6 <= high or name == "calibration_error", name  # which is biased upwards in resamples
-    worst = [json.loads(line) for line in scored.folder.read("worst.jsonl").splitlines()]
-    assert [row["loss"] for row in worst] == sorted(table["loss"], reverse=True)[:20]
+    worst_samples = [json.loads(line) for line in scored.folder.read("worst.jsonl").splitlines()]
+    assert [row["loss"] for row in worst_samples] == sorted(table["loss"], reverse=True)[:20]
     assert scored.folder.read("confusion.png").startswith(b"\x89PNG")
     assert scored.folder.names() == sorted(scored.files)
 
@@ -71,24 +71,24 @@ def test_a_tail_that_validates_is_the_tail(trained: Folder) -> None:
 
 @pytest.fixture
 def source(trained: Folder) -> Iterator[Path]:
-    """The raw data of the runs, which is put back with its time stamp."""
-    path = Path(choose(trained, "labels", "last").config.data.source)
+    """The raw data of the runs, restored with its time stamp after the test."""
+    path = Path(select_run(trained, "labels", "last").config.data.source)
     content, stamps = path.read_bytes(), path.stat()
     yield path
     path.write_bytes(content)
     os.utime(path, ns=(stamps.st_atime_ns, stamps.st_mtime_ns))
 
 
-def _name_preparation(storage: Folder, run: str) -> Chosen:
+def _name_preparation(storage: Folder, run: str) -> SelectedRun:
     """Writes of a run what the driver writes: which preparation it began with."""
-    chosen = choose(storage, run, "last")
+    chosen = select_run(storage, run, "last")
     storage.put_json(f"{run}/environment.json", {"data": fingerprint(chosen.config, chosen.task)})
     return chosen
 
 
 @pytest.mark.parametrize("split", ["train", "validation"])
 @pytest.mark.parametrize("run", ["labels", "translates", "writes", "completes", "packs"])
-def test_what_was_prepared_is_scored_if_the_raw_data_is_gone_or_another_one(
+def test_prepared_data_is_scored_if_the_raw_data_is_gone_or_changed(
     trained: Folder, source: Path, run: str, split: Split, tmp_path: Path
 ) -> None:
     shutil.copytree(str(trained), tmp_path / "copy")
@@ -97,7 +97,7 @@ def test_what_was_prepared_is_scored_if_the_raw_data_is_gone_or_another_one(
     expected = read_table(_evaluate(storage, run, split).folder)
     for change, told in ((source.unlink, "gone"), (lambda: source.write_text('{"text": "new"}\n'), "bytes before")):
         change()
-        found = read_table(_evaluate(storage, run, split, echo=lines.append).folder)
+        found = read_table(_evaluate(storage, run, split, log=lines.append).folder)
         assert found.keys() == expected.keys()
         for name, values in found.items():
             if isinstance(values[0], float):
@@ -114,7 +114,7 @@ def test_raw_data_that_was_copied_is_the_same(trained: Folder, source: Path) -> 
     lines: list[str] = []
     _name_preparation(trained, "labels")
     os.utime(source)
-    _evaluate(trained, "labels", "validation", echo=lines.append)
+    _evaluate(trained, "labels", "validation", log=lines.append)
     assert not any("prepared" in line for line in lines)
 
 
@@ -138,19 +138,19 @@ def test_the_worst_have_the_largest_loss_a_target() -> None:
     task = LanguageModel(Config())
     columns = {"text": ["long", "short", "none"], "loss": [30.0, 8.0, 0.0], "targets": [10, 2, 0]}
     table = {task.given(name) if name != "text" else name: values for name, values in columns.items()}
-    assert [row["text"] for row in worst(task, table)] == ["short", "long", "none"]
+    assert [row["text"] for row in worst_samples(task, table)] == ["short", "long", "none"]
 
 
 def test_another_checkpoint_is_scored_anew_after_an_interruption(trained: Folder) -> None:
     whole = _evaluate(trained, "labels", "test")
 
-    def stop_after_one(work: AnswerWork, parts: list[Part]) -> None:
-        answer_here(work, parts[:1])
+    def stop_after_one(job: PredictJob, parts: list[Part]) -> None:
+        predict_locally(job, parts[:1])
         raise KeyboardInterrupt
 
-    settings = Answering(run="labels", batch=16)
+    settings = PredictorConfig(run="labels", batch=16)
     with pytest.raises(KeyboardInterrupt):
-        evaluate(choose(trained, "labels", 3), settings, "test", trained / "labels", stop_after_one, echo=lambda _: None)
+        evaluate(select_run(trained, "labels", 3), settings, "test", trained / "labels", stop_after_one, log=lambda _: None)
     assert (whole.folder / "answers").names()
     again = _evaluate(trained, "labels", "test")
     assert (again.metrics, again.intervals) == (whole.metrics, whole.intervals)
@@ -165,8 +165,8 @@ def test_it_joins_the_runs_record_and_a_server_that_is_away_loses_nothing(traine
     run = trained / "labels"
     run.put_json("summary.json", {"status": "finished", "metrics": {"val_accuracy": 0.5}})
     scored = _evaluate(trained, "labels", "test")
-    away = Record(mlflow_uri="http://127.0.0.1:9")
-    problem = keep_scores(scored, "test", run, 6, away, trained)
+    away = RecordConfig(mlflow_uri="http://127.0.0.1:9")
+    problem = log_scores(scored, "test", run, 6, away, trained)
     assert problem
     assert "raystride runs replay labels" in problem
     metrics = run.read_json("summary.json")["metrics"]
@@ -200,7 +200,7 @@ def test_the_same_seed_gives_the_same_interval() -> None:
     assert bounds[0] != bounds[2]
 
 
-def test_what_is_undefined_in_some_resamples_is_left_out() -> None:
+def test_undefined_resamples_are_left_out() -> None:
     def of(weights: np.ndarray) -> dict[str, float]:
         return {"first": 1.0 if weights[0] else float("nan")}
 

@@ -1,4 +1,4 @@
-"""Pictures of a classifier's answers, whatever its labels are: their fields, counts and points, read from the figures."""
+"""Pictures of a classifier's predictions, for any labels: their fields, counts and points, read from the figures."""
 
 from typing import Any
 
@@ -6,32 +6,32 @@ import numpy as np
 import pytest
 
 from raystride.pipelines.evaluate import pictures
-from raystride.pipelines.evaluate.pictures import COUNTED, NAMED, confusion_picture, reliability_picture
+from raystride.pipelines.evaluate.pictures import MAX_COUNTED_LABELS, MAX_NAMED_LABELS, draw_confusion, draw_reliability
 from raystride.pipelines.tasks.labels import BINS
 
 
 @pytest.fixture
 def figures(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """The figures that a test's pictures are made of."""
+    """The figures of a test's pictures."""
     made: list[Any] = []
-    plain = pictures._figure
+    plain = pictures._new_figure
 
     def kept(*size: float) -> Any:
         made.append(plain(*size))
         return made[-1]
 
-    monkeypatch.setattr(pictures, "_figure", kept)
+    monkeypatch.setattr(pictures, "_new_figure", kept)
     return made
 
 
 @pytest.mark.parametrize("label", ["costs $5 or $6_{", r"$\bad{tex$", "plain", "ключ"])
 def test_a_label_is_text_and_no_formula(label: str) -> None:
-    assert confusion_picture([label, "other"], np.array([[3, 1], [0, 2]])).startswith(b"\x89PNG")
+    assert draw_confusion([label, "other"], np.array([[3, 1], [0, 2]])).startswith(b"\x89PNG")
 
 
 def test_fields_are_shares_of_a_row_with_their_counts(figures: list[Any]) -> None:
     confusion = np.array([[3000, 1000, 0], [1, 1, 0], [0, 0, 0]])
-    confusion_picture(["a", "b", "c"], confusion)
+    draw_confusion(["a", "b", "c"], confusion)
     (axes,) = figures[0].axes
     (image,) = axes.get_images()
     np.testing.assert_allclose(image.get_array(), [[0.75, 0.25, 0], [0.5, 0.5, 0], [0, 0, 0]])
@@ -47,16 +47,17 @@ def test_fields_are_shares_of_a_row_with_their_counts(figures: list[Any]) -> Non
 
 
 @pytest.mark.parametrize(
-    ("count", "counts", "names"), [(COUNTED, True, True), (COUNTED + 1, False, True), (NAMED + 1, False, False)]
+    ("count", "counts", "names"),
+    [(MAX_COUNTED_LABELS, True, True), (MAX_COUNTED_LABELS + 1, False, True), (MAX_NAMED_LABELS + 1, False, False)],
 )
 def test_many_labels_have_no_counts_and_more_no_names(figures: list[Any], count: int, counts: bool, names: bool) -> None:
     labels = [f"label {number}" for number in range(count)]
-    confusion_picture(labels, np.eye(count, dtype=int))
+    draw_confusion(labels, np.eye(count, dtype=int))
     (axes,) = figures[0].axes
     assert bool(axes.texts) is counts
     assert ([text.get_text() for text in axes.get_xticklabels()] == labels) is names
     assert ([text.get_text() for text in axes.get_yticklabels()] == labels) is names
-    assert figures[0].get_figwidth() == figures[0].get_figheight() == pytest.approx(3 + 0.35 * min(count, NAMED))
+    assert figures[0].get_figwidth() == figures[0].get_figheight() == pytest.approx(3 + 0.35 * min(count, MAX_NAMED_LABELS))
 
 
 def test_reliability_is_the_mean_of_each_bin_that_has_answers(figures: list[Any]) -> None:
@@ -64,7 +65,7 @@ def test_reliability_is_the_mean_of_each_bin_that_has_answers(figures: list[Any]
     assert BINS == 15
     confidence = np.array([0.41, 0.45, 8 / 15, 8 / 15 + 0.01, 1.0, 1.0, 1.0])
     right = np.array([True, False, True, False, True, True, False])
-    reliability_picture(confidence, right)
+    draw_reliability(confidence, right)
     (axes,) = figures[0].axes
     ideal, line = axes.get_lines()
     assert ideal.get_xydata().tolist() == [[0, 0], [1, 1]]

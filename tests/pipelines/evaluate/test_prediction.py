@@ -1,4 +1,4 @@
-"""A prediction is one file a part in the order of the input, goes on after a kill, and says what it cannot do."""
+"""A prediction is one file a part in the order of the input, resumes after a kill, and names its refusals."""
 
 import csv
 import gzip
@@ -14,13 +14,22 @@ import pytest
 from PIL import Image
 from pyarrow import parquet
 
-from raystride.pipelines.config import Answering, Checkpoint, Data, Model, Sample, SettingError, Train, Validation
-from raystride.pipelines.evaluate.opening import choose
-from raystride.pipelines.evaluate.parts import AnswerWork, answer_part
-from raystride.pipelines.evaluate.prediction import MANIFEST, Predicted, answer_here, predict
-from raystride.pipelines.files import Folder
+from raystride.pipelines.config import (
+    CheckpointConfig,
+    DataConfig,
+    ModelConfig,
+    PredictorConfig,
+    SampleConfig,
+    SettingError,
+    TrainConfig,
+    ValidationConfig,
+)
+from raystride.pipelines.evaluate.load_run import select_run
+from raystride.pipelines.evaluate.parts import PredictJob, predict_part
+from raystride.pipelines.evaluate.prediction import MANIFEST, PredictionResult, predict, predict_locally
 from raystride.pipelines.sources.faults import DataError
 from raystride.pipelines.sources.pieces import Part
+from raystride.pipelines.storage.folder import Folder
 from tests.distributed import CONTEXT
 from tests.errors import unreadable
 from tests.pipelines.evaluate.conftest import texts, train, write_rows
@@ -36,12 +45,12 @@ def questions(tmp_path: Path) -> Path:
     return write_rows(tmp_path / "questions.jsonl", [{"text": row["text"]} for row in ROWS])
 
 
-def _predict(storage: Folder, source: object, output: Path, run: str = "labels", **changes: Any) -> Predicted:
+def _predict(storage: Folder, source: object, output: Path, run: str = "labels", **changes: Any) -> PredictionResult:
     settings = {key: changes.pop(key) for key in ("precision", "on_error", "batch", "average") if key in changes}
-    answering = Answering(run=run, **settings)
-    chosen = choose(storage, run, "last", answering.average)
-    run_parts = changes.pop("run_parts", answer_here)
-    return predict(chosen, answering, str(source), Folder(str(output)), run_parts, **{"echo": lambda _: None} | changes)
+    answering = PredictorConfig(run=run, **settings)
+    chosen = select_run(storage, run, "last", answering.average)
+    run_parts = changes.pop("run_parts", predict_locally)
+    return predict(chosen, answering, str(source), Folder(str(output)), run_parts, **{"log": lambda _: None} | changes)
 
 
 def _rows(output: Path) -> list[dict[str, Any]]:
@@ -79,10 +88,10 @@ def test_a_line_of_a_text_file_is_a_question_whatever_its_column(trained: Folder
 def _answer_slowly(storage: Folder, source: Path, output: Path) -> None:
     """Stands still after two parts, so that the kill comes in the middle."""
 
-    def run_parts(work: AnswerWork, parts: list[Part]) -> None:
-        answerer = work.answerer()
+    def run_parts(job: PredictJob, parts: list[Part]) -> None:
+        predictor = job.load_predictor()
         for part in parts[:2]:
-            answer_part(work, answerer, part)
+            predict_part(job, predictor, part)
         (output / f"{parts[2].number:05d}.jsonl.tmp-half").write_text("{")
         while True:
             pass
@@ -90,9 +99,9 @@ def _answer_slowly(storage: Folder, source: Path, output: Path) -> None:
     _predict(storage, source, output, form="jsonl", run_parts=run_parts)
 
 
-def test_what_was_killed_goes_on_and_comes_to_the_same(trained: Folder, questions: Path, tmp_path: Path) -> None:
+def test_killed_predictions_resume_with_the_same_result(trained: Folder, questions: Path, tmp_path: Path) -> None:
     fresh: list[str] = []
-    _predict(trained, questions, tmp_path / "whole", form="jsonl", echo=fresh.append)
+    _predict(trained, questions, tmp_path / "whole", form="jsonl", log=fresh.append)
     assert not [line for line in fresh if "going on" in line]
     output = tmp_path / "killed"
     process = CONTEXT.Process(target=_answer_slowly, args=(trained, questions, output), daemon=True)
@@ -105,7 +114,7 @@ def test_what_was_killed_goes_on_and_comes_to_the_same(trained: Folder, question
     assert len(before) == 2
     assert json.loads((output / MANIFEST).read_text())["complete"] is False
     said: list[str] = []
-    _predict(trained, questions, output, form="jsonl", echo=said.append)
+    _predict(trained, questions, output, form="jsonl", log=said.append)
     assert said[0].startswith("going on with what was interrupted: 2 of ")
     assert {path: path.stat().st_mtime_ns for path in before} == before
     assert _rows(output) == _rows(tmp_path / "whole")
@@ -146,7 +155,7 @@ def test_other_questions_are_refused_the_folder(trained: Folder, questions: Path
         _predict(trained, questions, tmp_path / "a")
 
 
-def test_what_is_no_question_ends_it_or_is_counted(trained: Folder, tmp_path: Path) -> None:
+def test_invalid_inputs_fail_or_are_counted(trained: Folder, tmp_path: Path) -> None:
     source = tmp_path / "bad.jsonl"
     source.write_text('{"text": "ripe apple"}\n{"words": "ripe pear"}\n{"text": "ripe plum"}\n')
     with unreadable("bad.jsonl", line=2, column="text", names=["words"]):
@@ -163,16 +172,16 @@ def test_translations_and_continuations_are_written(trained: Folder, questions: 
     few = write_rows(tmp_path / "few.jsonl", [{"text": row["text"]} for row in ROWS[:6]])
     _predict(trained, few, tmp_path / "a", run="translates")
     assert all(isinstance(row["prediction"], str) for row in some(_rows(tmp_path / "a")))
-    _predict(trained, few, tmp_path / "b", run="writes", sample=Sample(tokens=5))
+    _predict(trained, few, tmp_path / "b", run="writes", sample=SampleConfig(tokens=5))
     assert all(len(row["prediction"]) <= 5 for row in some(_rows(tmp_path / "b")))
 
 
 @pytest.mark.long
 def test_ray_answers_the_same(ray_cluster: None, trained: Folder, questions: Path, tmp_path: Path) -> None:
-    from raystride.pipelines.cluster.answering import answer_on_ray
+    from raystride.pipelines.cluster.answering import predict_on_ray
 
-    def run_parts(work: AnswerWork, parts: list[Part]) -> None:
-        answer_on_ray(work, parts, workers=min(2, len(parts)), per_worker={"CPU": 1})
+    def run_parts(job: PredictJob, parts: list[Part]) -> None:
+        predict_on_ray(job, parts, workers=min(2, len(parts)), per_worker={"CPU": 1})
 
     _predict(trained, questions, tmp_path / "a", run_parts=run_parts, form="jsonl")
     _predict(trained, questions, tmp_path / "b", form="jsonl")
@@ -192,11 +201,11 @@ def test_images_are_answered_by_their_files(tmp_path: Path) -> None:
     config = tiny(
         tmp_path,
         task="images",
-        data=Data(source=str(tmp_path / "pictures"), validation_fraction=0.3),
-        model=Model(channels=(4,), hidden=(8,)),
-        validation=Validation(every=0),
-        checkpoint=Checkpoint(every=3),
-        train=Train(steps=3, slots=1, slot_size=8),
+        data=DataConfig(source=str(tmp_path / "pictures"), validation_fraction=0.3),
+        model=ModelConfig(channels=(4,), hidden=(8,)),
+        validation=ValidationConfig(every=0),
+        checkpoint=CheckpointConfig(every=3),
+        train=TrainConfig(steps=3, slots=1, slot_size=8),
     )
     train(config, tmp_path, "pictures-run")
     _predict(Folder(str(tmp_path)), tmp_path / "pictures", tmp_path / "out", run="pictures-run")
@@ -242,7 +251,7 @@ def test_values_of_several_types_become_text(trained: Folder, tmp_path: Path) ->
 
 
 def test_a_folder_in_which_nothing_was_answered_is_free(trained: Folder, questions: Path, tmp_path: Path) -> None:
-    def nobody(work: AnswerWork, parts: list[Part]) -> None:
+    def nobody(job: PredictJob, parts: list[Part]) -> None:
         (tmp_path / "a" / "00000.parquet").write_text("half")
         raise DataError("the disk is gone")
 
@@ -359,7 +368,7 @@ def test_rows_that_are_none_come_out_if_they_are_skipped(trained: Folder, tmp_pa
 def test_a_question_that_nothing_can_be_said_to_is_written_without_an_answer(trained: Folder, tmp_path: Path) -> None:
     for run in ("labels", "translates", "writes"):
         source = write_rows(tmp_path / "a.jsonl", [{"text": ""}, {"text": ""}])
-        found = _predict(trained, source, tmp_path / run, run=run, sample=Sample(tokens=3))
+        found = _predict(trained, source, tmp_path / run, run=run, sample=SampleConfig(tokens=3))
         assert (found.rows, found.skipped) == (0, 2)
         assert [row["prediction"] for row in _rows(tmp_path / run)] == [None, None]
     source.write_text("")
@@ -451,7 +460,7 @@ def test_json_lines_hold_no_nan(trained: Folder, tmp_path: Path) -> None:
         assert json.loads(line, parse_constant=pytest.fail)["t"] is None
 
 
-def _as_of_version_0_2(output: Path, *, complete: bool) -> None:
+def _write_version_0_2(output: Path, *, complete: bool) -> None:
     manifest = json.loads((output / MANIFEST).read_text())
     (output / MANIFEST).unlink()
     (output / "predictions.json").write_text(json.dumps(manifest | {"complete": complete}))
@@ -460,13 +469,13 @@ def _as_of_version_0_2(output: Path, *, complete: bool) -> None:
 
 def test_outputs_of_earlier_versions_are_found_or_refused(trained: Folder, questions: Path, tmp_path: Path) -> None:
     whole = _predict(trained, questions, tmp_path / "a", form="jsonl")
-    _as_of_version_0_2(tmp_path / "a", complete=True)
+    _write_version_0_2(tmp_path / "a", complete=True)
     again = _predict(trained, questions, tmp_path / "a", form="jsonl")
     assert (again.rate, again.rows, again.files) == (None, whole.rows, whole.files)
     with pytest.raises(SettingError, match="precision"):
         _predict(trained, questions, tmp_path / "a", form="jsonl", precision="bf16")
     _predict(trained, questions, tmp_path / "b", form="jsonl")
-    _as_of_version_0_2(tmp_path / "b", complete=False)
+    _write_version_0_2(tmp_path / "b", complete=False)
     with pytest.raises(SettingError) as raised:
         _predict(trained, questions, tmp_path / "b", form="jsonl")
     assert (raised.value.setting, "earlier version" in str(raised.value)) == ("output", True)

@@ -1,4 +1,4 @@
-"""Rows with whatever a table holds are written as they are, or refused with the form that has a place for them."""
+"""Rows with any values of a table are written unchanged, or refused with the format that supports them."""
 
 import io
 import json
@@ -15,16 +15,16 @@ from hypothesis import strategies as st
 from pyarrow import parquet
 
 from raystride.pipelines.evaluate.rows import (
-    CHUNK,
+    CHUNK_ROWS,
     Row,
-    in_chunks,
     infer_schema,
+    open_writer,
     pack_schema,
-    rows_writer,
+    split_chunks,
+    storable_schema,
     to_json,
     unify,
     unpack_schema,
-    written_schema,
 )
 from raystride.pipelines.sources.rows import BATCH_BYTES, BatchRow
 from tests.errors import unreadable
@@ -35,16 +35,18 @@ ROWS: list[dict[str, Any]] = [
 ]
 
 
-def written(rows: list[Row], schema: Any = None, form: str = "parquet") -> bytes:
+def write_all(rows: list[Row], schema: Any = None, form: str = "parquet") -> bytes:
     stream = io.BytesIO()
-    with rows_writer(form, stream, schema) as writer:  # type: ignore[arg-type]
+    with open_writer(form, stream, schema) as writer:  # type: ignore[arg-type]
         writer.write(rows)
     return stream.getvalue()
 
 
 def read_back(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    schema = written_schema(infer_schema(rows))
-    found: list[dict[str, Any]] = parquet.read_table(io.BytesIO(written([Row({}, row) for row in rows], schema))).to_pylist()
+    schema = storable_schema(infer_schema(rows))
+    found: list[dict[str, Any]] = parquet.read_table(
+        io.BytesIO(write_all([Row({}, row) for row in rows], schema))
+    ).to_pylist()
     return found
 
 
@@ -74,20 +76,20 @@ def test_any_rows_are_written(rows: list[dict[str, Any]]) -> None:
     for row, other in zip(rows, found, strict=True):
         for name, value in row.items():
             assert (other[name] is None) == (value is None), "no value comes or goes"
-    lines = written([Row({}, row) for row in rows], form="jsonl").splitlines()
+    lines = write_all([Row({}, row) for row in rows], form="jsonl").splitlines()
     assert len([json.loads(line, parse_constant=pytest.fail) for line in lines]) == len(rows)
 
 
-def test_parquet_refuses_what_has_no_place_by_name() -> None:
+def test_parquet_refuses_unsupported_values_by_name() -> None:
     schema = pa.schema([("n", pa.int64())])
     with unreadable(column="n", settings=("format",), names=["--format jsonl"]):
-        written([Row({}, {"n": "three"})], schema)
+        write_all([Row({}, {"n": "three"})], schema)
     with unreadable(settings=("format",), names=["--format jsonl"]):
-        written([Row({}, {"n": None})], pa.schema([("n", pa.month_day_nano_interval())]))
+        write_all([Row({}, {"n": None})], pa.schema([("n", pa.month_day_nano_interval())]))
 
 
 def test_json_lines_take_all() -> None:
-    found = json.loads(written([Row({}, ROWS[0])], form="jsonl"))
+    found = json.loads(write_all([Row({}, ROWS[0])], form="jsonl"))
     wanted = {
         "n": 1,
         "when": "2026-01-02 00:00:00+00:00",
@@ -101,7 +103,7 @@ def test_json_lines_take_all() -> None:
 
 
 def test_half_a_surrogate_pair_stays() -> None:
-    (line,) = written([Row({}, {"x": "a\ud800ü"})], form="jsonl").splitlines()
+    (line,) = write_all([Row({}, {"x": "a\ud800ü"})], form="jsonl").splitlines()
     assert json.loads(line) == {"x": "a\ud800ü"}
     assert read_back([{"x": "a\ud800ü"}]) == [{"x": "a\\ud800ü"}]
 
@@ -130,7 +132,7 @@ ARROW = pa.table(
 )
 
 
-def arrow_rows(table: pa.Table) -> Iterator[Row]:
+def rows_from_table(table: pa.Table) -> Iterator[Row]:
     for batch in table.to_batches(max_chunksize=2):
         for index in range(batch.num_rows):
             yield Row({"prediction": "p"}, BatchRow(batch, index))
@@ -138,14 +140,14 @@ def arrow_rows(table: pa.Table) -> Iterator[Row]:
 
 def test_rows_of_arrow_keep_their_types() -> None:
     schema = pa.schema([*ARROW.schema, ("prediction", pa.string())])
-    found = parquet.read_table(io.BytesIO(written(list(arrow_rows(ARROW)), schema)))
+    found = parquet.read_table(io.BytesIO(write_all(list(rows_from_table(ARROW)), schema)))
     assert found.schema == schema
     for name in ARROW.column_names:
         assert repr(found[name].to_pylist()) == repr(ARROW[name].to_pylist())
 
 
 def test_rows_of_arrow_as_json_lines_lose_nothing() -> None:
-    first, second, third = (json.loads(line) for line in written(list(arrow_rows(ARROW)), form="jsonl").splitlines())
+    first, second, third = (json.loads(line) for line in write_all(list(rows_from_table(ARROW)), form="jsonl").splitlines())
     assert first["when"].endswith(".123456789")
     assert first["time"] == "00:00:00.000000001"
     assert (first["map"], first["big"], first["money"], first["prediction"]) == ({"k": 1}, 2**64 - 1, "1.10", "p")
@@ -165,7 +167,7 @@ def test_rows_of_arrow_as_json_lines_lose_nothing() -> None:
     ],
 )
 def test_json_has_a_form_for_all_of_arrow(values: pa.Array, wanted: Any) -> None:
-    (line,) = written(list(arrow_rows(pa.table({"x": values}))), form="jsonl").splitlines()
+    (line,) = write_all(list(rows_from_table(pa.table({"x": values}))), form="jsonl").splitlines()
     assert json.loads(line)["x"] == wanted
 
 
@@ -181,12 +183,12 @@ def test_files_of_other_schemas_get_one() -> None:
 
 
 def test_large_rows_are_written_a_few_at_a_time() -> None:
-    rows = [Row({"n": number}) for number in range(2 * CHUNK + 1)]
-    assert [len(chunk) for chunk in in_chunks(rows)] == [CHUNK, CHUNK, 1]
+    rows = [Row({"n": number}) for number in range(2 * CHUNK_ROWS + 1)]
+    assert [len(chunk) for chunk in split_chunks(rows)] == [CHUNK_ROWS, CHUNK_ROWS, 1]
 
     class Batch:
         nbytes = BATCH_BYTES
 
     batches = [Batch() for _ in range(5)]
     large = [Row({}, BatchRow(batch, index)) for batch in batches for index in range(3)]
-    assert [len(chunk) for chunk in in_chunks(large)] == [6, 6, 3]
+    assert [len(chunk) for chunk in split_chunks(large)] == [6, 6, 3]

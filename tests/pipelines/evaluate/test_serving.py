@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 
 from raystride.model.generate import generate
-from raystride.model.lora import merge
-from raystride.pipelines.config import Config, Lora, Tokenizer
+from raystride.model.lora import merge_adapters
+from raystride.pipelines.config import Config, LoraConfig, TokenizerConfig
 from raystride.pipelines.config.parse import to_yaml
-from raystride.pipelines.evaluate.opening import Opened, open_run
-from raystride.pipelines.files import Folder
+from raystride.pipelines.evaluate.load_run import LoadedModel, open_run
+from raystride.pipelines.storage.folder import Folder
+from raystride.pipelines.worker.build import build_training
 from raystride.pipelines.worker.job import WorkerInfo
-from raystride.pipelines.worker.worker import build_training
 from tests.preferences import SHAPE, write_base
 from tests.processes import make_job
 from tests.ray_jobs.jobs import ROOT, environment, finish_job, start_script
@@ -32,9 +32,9 @@ def _trained(storage: Path) -> Config:
     base = write_base(storage, chat=True)
     config = tiny(
         write_text(storage),
-        tokenizer=Tokenizer(kind="file", file=str(base / "tokenizer.json")),
+        tokenizer=TokenizerConfig(kind="file", file=str(base / "tokenizer.json")),
         model=replace(SHAPE, init_from=str(base)),
-        lora=Lora(rank=2),
+        lora=LoraConfig(rank=2),
     )
     training = build_training(make_job(config, storage, "mine"), WorkerInfo(), [], lambda: False, lambda _: None)
     training.run()
@@ -44,7 +44,7 @@ def _trained(storage: Path) -> Config:
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, str, str, str]]:
-    """The storage, the address, the token, and the command that asks; the server is stopped by SIGINT in the end."""
+    """The storage, the address, the token, and the client command; the server is stopped by SIGINT in the end."""
     storage = tmp_path_factory.mktemp("served")
     _trained(storage)
     flags = ("--run", "mine", "--storage", str(storage), "--checkpoint", "last", "--device", "cpu")
@@ -71,9 +71,9 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, str
         process.stdout.close()
 
 
-def _greedy(opened: Opened, ids: list[int]) -> str:
+def _greedy(opened: LoadedModel, ids: list[int]) -> str:
     found = generate(opened.decoder, [ids], tokens=TOKENS, temperature=0)
-    return opened.encoder.decode([each[0] for each in found])
+    return opened.encoder.decode([ids[0] for ids in found])
 
 
 @pytest.mark.long
@@ -81,7 +81,7 @@ def test_a_client_gets_the_tokens_of_generate(served: tuple[Path, str, str, str]
     openai = pytest.importorskip("openai")
     storage, address, token, _ = served
     opened = open_run(Folder(str(storage)), "mine", "last")
-    merge(opened.model)
+    merge_adapters(opened.model)
     client = openai.OpenAI(base_url=address, api_key=token)
     expected = _greedy(opened, opened.encoder.encode(PROMPT).tolist())
     answer = client.completions.create(model="mine", prompt=PROMPT, max_tokens=TOKENS, temperature=0)
@@ -101,7 +101,7 @@ def test_a_client_gets_the_tokens_of_generate(served: tuple[Path, str, str, str]
 
 
 @pytest.mark.long
-def test_what_is_printed_can_be_pasted(served: tuple[Path, str, str, str]) -> None:
+def test_printed_commands_can_be_pasted(served: tuple[Path, str, str, str]) -> None:
     found = subprocess.run(["bash", "-c", served[3]], capture_output=True, text=True, check=True, timeout=120)
     assert '"choices"' in found.stdout
 

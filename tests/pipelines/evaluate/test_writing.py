@@ -1,4 +1,6 @@
-"""Text comes in pieces that together are the decoded ids up to the stop, whatever lies across the border of two pieces."""
+"""Text comes in pieces that together are the decoded ids up to the stop, also across the border of two pieces."""
+
+from typing import Any
 
 import numpy as np
 import pytest
@@ -7,20 +9,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from raystride.model.transformer import Decoder
-from raystride.pipelines.config import Config, Model, Sample
+from raystride.pipelines.config import Config, ModelConfig, SampleConfig
 from raystride.pipelines.evaluate import writing
 from raystride.pipelines.evaluate.writing import write_text, write_texts
 from raystride.pipelines.tasks import build_task
 from raystride.pipelines.tokenizers.alphabets import ByteEncoder
+from raystride.pipelines.tokenizers.ready import ReadyEncoder
 
 ENCODER = ByteEncoder()
 TASK = build_task(Config(), {"vocabulary_size": 257, "end_id": 256}, {"tokenizer": ENCODER})
 
 
 def _pieces(ids: list[int], stop: tuple[str, ...] = ()) -> list[str]:
-    """What a writer gives for each id, and at the end."""
-    writer = writing._Writer(ENCODER, stop)
-    return [*(writer.take(token) for token in ids), writer.rest()]
+    """Returns a writer's text for each id, and at the end."""
+    writer = writing._TextWriter(ENCODER, stop, frozenset(ENCODER.end_ids))
+    return [*(writer.add_token(token) for token in ids), writer.finish()]
 
 
 def _bytes(text: str) -> list[int]:
@@ -53,7 +56,7 @@ def test_a_stop_string_over_the_border_of_pieces_is_never_shown() -> None:
     assert _pieces(_bytes("ab\n\ncd"), stop=("\n\n",)) == ["a", "b", "", "", "", "", ""]
 
 
-def test_what_only_began_like_a_stop_string_is_shown_late() -> None:
+def test_false_beginnings_of_stop_strings_are_shown_late() -> None:
     assert _pieces(_bytes("a\nb"), stop=("\n\n",)) == ["a", "", "\nb", ""]
     assert _pieces(_bytes("a\n"), stop=("\n\n",)) == ["a", "", "\n"]
 
@@ -83,31 +86,68 @@ def test_no_piece_ends_in_half_a_character(text: str) -> None:
 def model() -> Decoder:
     """A decoder with random parameters."""
     torch.manual_seed(0)
-    return Decoder(Model(layers=1, heads=2, width=16, context=16), ENCODER.vocabulary_size)
+    return Decoder(ModelConfig(layers=1, heads=2, hidden_size=16, context=16), ENCODER.vocabulary_size)
 
 
-def test_several_prompts_side_by_side_are_what_each_gives_alone(model: Decoder) -> None:
+def test_several_prompts_give_the_same_as_each_alone(model: Decoder) -> None:
     prompts = ["def ", "", "a longer prompt é"]
-    settings = Sample(tokens=24, temperature=0.0)
+    settings = SampleConfig(tokens=24, temperature=0.0)
     columns = list(zip(*write_texts(model, TASK, settings, prompts), strict=True))
     assert len(columns) == 3
     for prompt, pieces in zip(prompts, columns, strict=True):
-        alone = write_text(model, TASK, Sample(tokens=24, temperature=0.0, prompt=prompt))
+        alone = write_text(model, TASK, SampleConfig(tokens=24, temperature=0.0, prompt=prompt))
         assert "".join(pieces) == "".join(alone)
 
 
 def test_writing_ends_when_every_row_has_ended(model: Decoder) -> None:
-    settings = Sample(tokens=24, temperature=0.0)
+    settings = SampleConfig(tokens=24, temperature=0.0)
     whole = "".join(write_text(model, TASK, settings))
     stop = whole[3:5]
-    pieces = list(write_text(model, TASK, Sample(tokens=24, temperature=0.0, stop=(stop,))))
+    pieces = list(write_text(model, TASK, SampleConfig(tokens=24, temperature=0.0, stop=(stop,))))
     assert "".join(pieces) == whole[: whole.index(stop)]
     assert len(pieces) < 25
-    assert list(write_text(model, TASK, Sample(tokens=0))) == [""]
+    assert list(write_text(model, TASK, SampleConfig(tokens=0))) == [""]
 
 
 def test_a_seed_fixes_the_text(model: Decoder) -> None:
-    texts = {seed: "".join(write_text(model, TASK, Sample(tokens=40, seed=seed))) for seed in (1, 2)}
+    texts = {seed: "".join(write_text(model, TASK, SampleConfig(tokens=40, seed=seed))) for seed in (1, 2)}
     assert texts[1] != texts[2]
-    assert "".join(write_text(model, TASK, Sample(tokens=40, seed=1))) == texts[1]
+    assert "".join(write_text(model, TASK, SampleConfig(tokens=40, seed=1))) == texts[1]
     assert np.unique(list(texts[1])).size > 3
+
+
+@pytest.mark.parametrize("context", [0, 8])
+def test_a_continuation_keeps_the_space_that_a_text_would_lose(context: int) -> None:
+    """Sentencepiece-like tokenizers have decoders that drop a text's first space: Llama 2's, Mistral's, Phi-3's."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    words = ["<s>", "</s>", "▁The", "▁data", "▁is", "▁prepared", ".", *(f"<0x{byte:02X}>" for byte in range(256))]
+    pieces = Tokenizer(models.Unigram([(word, -1.0) for word in words], 0, byte_fallback=True))
+    pieces.pre_tokenizer = pre_tokenizers.Metaspace()
+    parts = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    pieces.decoder = decoders.Sequence(parts)
+    encoder = ReadyEncoder(pieces.to_str(), end_id=1)
+    prompt, following = encoder.encode("The data").tolist(), encoder.encode("is prepared.").tolist()
+    assert following[0] == words.index("▁is")
+    seed = prompt[-context:] if context else []
+    writer = writing._TextWriter(encoder, (), frozenset(encoder.end_ids), [*seed], done=len(seed))
+    text = "".join([*(writer.add_token(token) for token in following), writer.finish()])
+    assert text == encoder.decode([*prompt, *following])[len("The data") :].removeprefix("" if context else " ")
+
+
+def test_text_prompts_give_decoding_context_and_chats_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    seeds: list[list[int]] = []
+
+    class Noting(writing._TextWriter):
+        def __init__(self, *given: Any, **named: Any) -> None:
+            super().__init__(*given, **named)
+            seeds.append([*self.ids])
+            assert self.done == len(self.ids)
+
+    monkeypatch.setattr(writing, "_TextWriter", Noting)
+    model = Decoder(ModelConfig(layers=1, heads=1, hidden_size=4, context=32), 257).eval()
+    list(write_text(model, TASK, SampleConfig(prompt="a long prompt", tokens=2)))
+    chatting = build_task(Config(task="completion"), TASK.facts, TASK.encoders)
+    monkeypatch.setattr(type(chatting), "writes_chats", True)
+    list(write_text(model, chatting, SampleConfig(prompt="a long prompt", tokens=2)))
+    assert seeds == [_bytes("g prompt"), []]

@@ -1,4 +1,4 @@
-"""A remote store of tests, `far://`, that several threads may read: a local folder whose reads are counted and damaged.
+"""Remote store for tests, `far://`, thread-safe: a local folder with counted and optionally damaged reads.
 
 It stands for the stores of `pyarrow` and `fsspec`, whose own memory file system several threads cannot read at once.
 """
@@ -14,10 +14,10 @@ import fsspec
 import numpy as np
 from fsspec.spec import AbstractFileSystem
 
-from raystride.pipelines.config import Data, Model, Train
-from raystride.pipelines.files import Folder
+from raystride.pipelines.config import DataConfig, ModelConfig, TrainConfig
 from raystride.pipelines.prepare.manifest import Manifest
 from raystride.pipelines.prepare.prepare import prepare
+from raystride.pipelines.storage.folder import Folder
 from raystride.pipelines.tasks import Task, build_task
 from tests.tiny import tiny
 
@@ -30,7 +30,7 @@ class FarStore(AbstractFileSystem):  # type: ignore[misc]
     reads: ClassVar[list[tuple[str, int, int]]] = []
     """Path, first byte and bytes of each read so far, sizes and whole files but for `.arrow` left out."""
     damage: ClassVar[Callable[[str, bytes], bytes]] = staticmethod(lambda path, content: content)
-    """What becomes of what is read."""
+    """Transformation of the content read."""
     lock: ClassVar[Any] = threading.Lock()
 
     @classmethod
@@ -67,30 +67,30 @@ fsspec.register_implementation("far", FarStore, clobber=True)
 
 
 def far_folder(path: Path) -> Folder:
-    """A local folder as a remote one."""
+    """Returns a local folder as a remote one."""
     return Folder(f"far://{path}")
 
 
-def fetched() -> int:
-    """Bytes of shards that were read so far."""
+def fetched_bytes() -> int:
+    """Returns the bytes of shards read so far."""
     return sum(size for _, _, size in FarStore.reads)
 
 
-def forget() -> None:
-    """Has the store be as it was, and nothing read from it."""
+def reset_store() -> None:
+    """Resets the store's damage and its list of reads."""
     FarStore.reads.clear()
     FarStore.damage = staticmethod(lambda path, content: content)
 
 
 def prepared_text(folder: Path, size: int, context: int = 16) -> tuple[Folder, Manifest, Task]:
-    """A text of so many random bytes, a token each of two bytes, prepared in several shards below a folder."""
+    """Prepares a text of random bytes, one 2-byte token each, in several shards below a folder."""
     text = folder / "text.txt"
     letters = np.random.default_rng(0).integers(97, 123, size).astype(np.uint8)
     letters[::64] = 10
     text.write_bytes(letters.tobytes())
-    data = Data(source=str(text), kind="lines", validation="tail", validation_fraction=0.1, shard_mib=size / 4 / 2**20)
-    config = tiny(text, data=data, model=Model(context=context), train=Train())
+    data = DataConfig(source=str(text), kind="lines", validation="tail", validation_fraction=0.1, shard_mib=size / 4 / 2**20)
+    config = tiny(text, data=data, model=ModelConfig(context=context), train=TrainConfig())
     task = build_task(config)
-    done = prepare(config, Folder.at(str(folder)), task, on_ray=False, echo=lambda _: None)
+    done = prepare(config, Folder.from_uri(str(folder)), task, on_ray=False, log=lambda _: None)
     assert len(done.manifest.splits["train"]) > 1
     return done.folder, done.manifest, task

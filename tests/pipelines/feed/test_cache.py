@@ -1,4 +1,4 @@
-"""The node's cache: bounded, shared by processes, fetched once; a fetch that stands still holds up no other."""
+"""The node's cache: bounded, shared by processes, each piece fetched once; a hanging fetch blocks no other."""
 
 import errno
 import gc
@@ -17,21 +17,21 @@ from raystride.pipelines.config import Config
 from raystride.pipelines.feed import cache as module
 from raystride.pipelines.feed.cache import NodeCache, RemotePiece, node_cache
 from raystride.pipelines.feed.ledger import DATABASE
-from tests.pipelines.feed.far import FarStore, far_folder, forget
+from tests.pipelines.feed.far import FarStore, far_folder, reset_store
 
 SIZE = 1000
 
 
 @pytest.fixture(autouse=True)
 def _fresh() -> Iterator[None]:
-    forget()
+    reset_store()
     yield
-    forget()
+    reset_store()
 
 
 @pytest.fixture
 def far(tmp_path: Path) -> Path:
-    """A storage with ten files, and one whose reading never ends."""
+    """A storage with ten files."""
     folder = tmp_path / "far"
     folder.mkdir()
     for number in range(10):
@@ -44,19 +44,19 @@ def _piece(far: Path, number: int, **changes: Any) -> RemotePiece:
 
 
 def _read(cache: NodeCache, piece: RemotePiece, at: int = 10, count: int = 5) -> bytes:
-    return cache.mapped(lambda: piece, piece.name, piece.size)[at : at + count].tobytes()
+    return cache.map_piece(lambda: piece, piece.name, piece.size)[at : at + count].tobytes()
 
 
 def test_a_fetch_that_stands_still_holds_up_no_other(far: Path, tmp_path: Path) -> None:
     cache, going_on = NodeCache(tmp_path / "cache", 100 * SIZE), threading.Event()
 
-    def believed(content: bytes) -> bool:
+    def verify(content: bytes) -> bool:
         going_on.wait(120)
         return True
 
-    reader = threading.Thread(target=_read, args=(cache, _piece(far, 9, believed=believed)), daemon=True)
+    reader = threading.Thread(target=_read, args=(cache, _piece(far, 9, verify=verify)), daemon=True)
     reader.start()
-    while cache.ledger.state(_piece(far, 9).name) is None:
+    while cache.ledger.status_of(_piece(far, 9).name) is None:
         time.sleep(0.01)
     other = NodeCache(tmp_path / "cache", 100 * SIZE)
     assert [_read(other, _piece(far, number)) for number in range(9)] == [bytes([number]) * 5 for number in range(9)]
@@ -70,31 +70,31 @@ def test_who_waits_too_long_for_the_same_piece_fetches_it_itself(
     far: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first, second = (NodeCache(tmp_path / "cache", 100 * SIZE) for _ in range(2))
-    first.ledger.claim([(_piece(far, 1).name, SIZE)], urgent=True)  # and never fetches it
-    monkeypatch.setattr(module, "OTHERS_S", 0.2)
+    first.ledger.request([(_piece(far, 1).name, SIZE)], urgent=True)  # and never fetches it
+    monkeypatch.setattr(module, "OTHER_FETCH_TIMEOUT_S", 0.2)
     assert _read(second, _piece(far, 1)) == b"\x01" * 5
 
 
 def test_pieces_that_are_fetched_ahead_are_read_without_another_fetch(far: Path, tmp_path: Path) -> None:
     cache = NodeCache(tmp_path / "cache", 4 * SIZE)
     pieces = [_piece(far, number) for number in range(10)]
-    cache.ledger.want([piece.name for piece in pieces])
-    cache.bring(pieces)
-    assert 4 * SIZE == cache.ledger.held() == sum(size for _, _, size in FarStore.reads)
+    cache.ledger.pin([piece.name for piece in pieces])
+    cache.fetch(pieces)
+    assert 4 * SIZE == cache.ledger.total_bytes() == sum(size for _, _, size in FarStore.reads)
     assert [_read(cache, piece) for piece in pieces[:4]] == [bytes([number]) * 5 for number in range(4)]
     assert len(FarStore.reads) == 4
     assert _read(cache, pieces[9]) == b"\x09" * 5
-    assert cache.ledger.held() == 4 * SIZE
-    Path(cache.ledger.place(pieces[9].name)).unlink()  # by somebody who needed the disk
+    assert cache.ledger.total_bytes() == 4 * SIZE
+    Path(cache.ledger.piece_path(pieces[9].name)).unlink()  # by somebody who needed the disk
     assert _read(cache, pieces[9]) == b"\x09" * 5
 
 
 def test_its_threads_end_with_a_cache(far: Path, tmp_path: Path) -> None:
     before = set(threading.enumerate())
     cache = NodeCache(tmp_path / "cache", 4 * SIZE)
-    cache.bring([_piece(far, 1)])
+    cache.fetch([_piece(far, 1)])
     own = set(threading.enumerate()) - before
-    assert len(own) == module.AT_ONCE
+    assert len(own) == module.MAX_CONCURRENT_FETCHES
     del cache
     gc.collect()
     for each in own:
@@ -118,7 +118,7 @@ def test_a_full_disk_has_others_go_and_is_told_where_that_does_not_help(
 
     monkeypatch.setattr(Path, "write_bytes", no_space)
     assert _read(cache, _piece(far, 5)) == b"\x05" * 5
-    assert cache.ledger.held() < 5 * SIZE
+    assert cache.ledger.total_bytes() < 5 * SIZE
     full += [1] * 9
     with pytest.raises(OSError, match=r"data\.cache_gib"):
         _read(cache, _piece(far, 6))
@@ -141,7 +141,7 @@ def test_processes_share_what_was_fetched_within_one_bound(far: Path, tmp_path: 
         assert all(results.get(timeout=180))
     child.join()
     held = sum(path.stat().st_size for path in (root / "pieces").rglob("*") if path.is_file())
-    assert held == NodeCache(root, 5 * SIZE).ledger.held() <= 5 * SIZE
+    assert held == NodeCache(root, 5 * SIZE).ledger.total_bytes() <= 5 * SIZE
 
 
 def test_the_default_place_is_the_node_s_and_the_user_s_alone(
@@ -179,4 +179,4 @@ def test_hosts_that_share_a_disk_have_a_folder_each(far: Path, tmp_path: Path, m
     monkeypatch.setattr("socket.gethostname", lambda: "node2")
     assert node_cache(Config()).root == own["node2"].root
     assert [each.root.exists() for each in own.values()] == [True, True, False]
-    assert own["node1"].ledger.held() == own["node2"].ledger.held() == SIZE
+    assert own["node1"].ledger.total_bytes() == own["node2"].ledger.total_bytes() == SIZE

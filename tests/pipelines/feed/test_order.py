@@ -27,20 +27,20 @@ def test_every_epoch_holds_every_sample_once(
 ) -> None:
     order = Order(samples, seed, shuffle, block, window, first_window)  # type: ignore[arg-type]
     positions = np.arange(epoch * samples, (epoch + 1) * samples)
-    assert np.array_equal(np.sort(order.at(positions)), np.arange(samples))
+    assert np.array_equal(np.sort(order.sample_ids_at(positions)), np.arange(samples))
     assert set(order.epochs(positions).tolist()) == {epoch}
 
 
 @given(samples=st.integers(1, 10_000), positions=st.lists(st.integers(0, 30_000), min_size=1, max_size=50), shuffle=SHUFFLES)
 def test_a_position_has_the_same_sample_however_it_is_asked_for(samples: int, positions: list[int], shuffle: str) -> None:
     order = Order(samples, 7, shuffle, 64, 4)  # type: ignore[arg-type]
-    together = order.at(np.array(positions))
-    assert together.tolist() == [int(order.at(np.array([position]))[0]) for position in positions]
+    together = order.sample_ids_at(np.array(positions))
+    assert together.tolist() == [int(order.sample_ids_at(np.array([position]))[0]) for position in positions]
 
 
 def test_epochs_and_seeds_differ() -> None:
-    first, second = (Order(1000, 0).at(np.arange(start, start + 1000)) for start in (0, 1000))
-    other_seed = Order(1000, 1).at(np.arange(1000))
+    first, second = (Order(1000, 0).sample_ids_at(np.arange(start, start + 1000)) for start in (0, 1000))
+    other_seed = Order(1000, 1).sample_ids_at(np.arange(1000))
     for a, b in ((first, second), (first, other_seed), (first, np.arange(1000))):
         assert np.mean(a == b) < 0.02
 
@@ -59,13 +59,13 @@ def test_each_sample_is_equally_likely_first() -> None:
 
 def test_blocks_stay_together_inside_windows() -> None:
     order = Order(10_000, 0, "blocks", block=100, window=2)
-    first_window = order.at(np.arange(200))
+    first_window = order.sample_ids_at(np.arange(200))
     assert len(np.unique(first_window // 100)) == 2
 
 
 def test_no_two_windows_are_shuffled_alike_inside() -> None:
     order = Order(6000, 0, "blocks", block=1000, window=2)
-    inside = order.at(np.arange(6000)).reshape(3, 2000) % 1000
+    inside = order.sample_ids_at(np.arange(6000)).reshape(3, 2000) % 1000
     for one, other in ((0, 1), (0, 2), (1, 2)):
         assert np.mean(inside[one] == inside[other]) < 0.02
 
@@ -74,20 +74,20 @@ def test_windows_of_the_first_epoch_grow_by_a_seventh_from_a_few_blocks() -> Non
     order, alike = (Order(10_000, 0, "blocks", block=10, window=12, first_window=first) for first in (4, 0))
     sizes = [4, 5, 6, 7, 8, 9, 10, *[12] * 3]
     edges = np.cumsum([0, *sizes])
-    windows = [order.at(np.arange(10 * first, 10 * stop)) // 10 for first, stop in pairwise(edges.tolist())]
+    windows = [order.sample_ids_at(np.arange(10 * first, 10 * stop)) // 10 for first, stop in pairwise(edges.tolist())]
     assert [len(np.unique(each)) for each in windows] == sizes
     later = np.arange(10_000, 20_000)
-    assert np.array_equal(order.at(later), alike.at(later))
+    assert np.array_equal(order.sample_ids_at(later), alike.sample_ids_at(later))
     # Epoch -1 is the first generation of data that is still being prepared, and grows as well; those after it do not.
     epoch = np.arange(10_000)
-    assert len(np.unique(order.in_epoch(epoch[:40], -1) // 10)) == 4
-    assert np.array_equal(order.in_epoch(epoch, -2), alike.in_epoch(epoch, -2))
+    assert len(np.unique(order.sample_ids_in_epoch(epoch[:40], -1) // 10)) == 4
+    assert np.array_equal(order.sample_ids_in_epoch(epoch, -2), alike.sample_ids_in_epoch(epoch, -2))
 
 
 def test_a_trillion_samples_cost_no_memory() -> None:
     tracemalloc.start()
     order = Order(10**12, 3)
-    sample = order.at(np.arange(10**12 - 64, 10**12))
+    sample = order.sample_ids_at(np.arange(10**12 - 64, 10**12))
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert len(np.unique(sample)) == 64

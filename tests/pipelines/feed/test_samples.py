@@ -1,4 +1,4 @@
-"""Whole examples and bundles of them as samples: found by number over the borders of shards, and fed once an epoch."""
+"""Examples and bundles as samples: found by number across shards, and fed once per epoch."""
 
 from collections import Counter
 from dataclasses import replace
@@ -8,17 +8,17 @@ import numpy as np
 import pytest
 import torch
 
-from raystride.pipelines.config import Config, Data, Train
+from raystride.pipelines.config import Config, DataConfig, TrainConfig
 from raystride.pipelines.feed.cache import NodeCache
-from raystride.pipelines.feed.loader import Loader, validated, validation_batches
+from raystride.pipelines.feed.loader import Loader, num_validation_samples, validation_batches
 from raystride.pipelines.feed.mixture import Mixture, MixtureSource, split_samples
 from raystride.pipelines.feed.order import Order
 from raystride.pipelines.feed.plan import Plan, build_plan
-from raystride.pipelines.feed.samples import Bundled, Examples, Mixed, Samples, open_samples, windows_in
+from raystride.pipelines.feed.samples import BundledExamples, Examples, MixedSamples, Samples, count_windows, open_samples
 from raystride.pipelines.feed.stream import TokenStream
-from raystride.pipelines.files import Folder
-from raystride.pipelines.prepare.one_source import Prepared
+from raystride.pipelines.prepare.one_source import PreparedData
 from raystride.pipelines.prepare.prepare import prepare
+from raystride.pipelines.storage.folder import Folder
 from raystride.pipelines.tasks.language_model import LanguageModel
 from raystride.pipelines.tasks.task import Inputs, Rows
 from tests.tiny import tiny
@@ -40,21 +40,21 @@ class Lines(LanguageModel):
 
 
 @pytest.fixture(scope="module")
-def prepared(tmp_path_factory: pytest.TempPathFactory) -> Prepared:
+def prepared(tmp_path_factory: pytest.TempPathFactory) -> PreparedData:
     folder = tmp_path_factory.mktemp("samples")
     (folder / "lines.jsonl").write_text("".join(f'{{"text": "{line}"}}\n' for line in LINES))
     config = _config(folder / "lines.jsonl")
-    result = prepare(config, Folder.at(str(folder)), LanguageModel(config), on_ray=False, echo=lambda _: None)
+    result = prepare(config, Folder.from_uri(str(folder)), LanguageModel(config), on_ray=False, log=lambda _: None)
     assert len(result.manifest.splits["train"]) > 1
     return result
 
 
 def _config(path: Path, **train: int) -> Config:
-    data = Data(source=str(path), validation="tail", validation_fraction=0.1)
-    return tiny(path, data=data, train=replace(Train(steps=6, slots=4, slot_size=2, epochs=1), **train))
+    data = DataConfig(source=str(path), validation="tail", validation_fraction=0.1)
+    return tiny(path, data=data, train=replace(TrainConfig(steps=6, slots=4, slot_size=2, epochs=1), **train))
 
 
-def _samples(prepared: Prepared, config: Config, split: str = "train") -> Samples:
+def _samples(prepared: PreparedData, config: Config, split: str = "train") -> Samples:
     stream = TokenStream(prepared.folder, prepared.manifest, split, NodeCache(Path("/none"), 0))
     return open_samples(config, Lines(config, prepared.manifest.facts), stream)
 
@@ -63,58 +63,60 @@ def _texts(inputs: Inputs) -> list[str]:
     return [bytes(row[(row >= 0) & (row < 256)].to(torch.uint8).tolist()).decode() for row in inputs[0]]
 
 
-def test_an_example_is_found_by_its_number(prepared: Prepared) -> None:
+def test_an_example_is_found_by_its_number(prepared: PreparedData) -> None:
     samples = _samples(prepared, _config(Path("x")))
     assert isinstance(samples, Examples)
-    numbers = np.array([0, 1, 9_999, samples.count - 1, 12_345])
+    numbers = np.array([0, 1, 9_999, samples.num_samples - 1, 12_345])
     inputs, _ = samples.batch(numbers)
     assert _texts(inputs) == [LINES[number] for number in numbers]
-    assert samples.tokens == pytest.approx(np.mean([len(line) + 1 for line in LINES[: samples.count]]))
+    assert samples.tokens == pytest.approx(np.mean([len(line) + 1 for line in LINES[: samples.num_samples]]))
     with pytest.raises(IndexError, match="beyond"):
-        samples.batch(np.array([samples.count]))
+        samples.batch(np.array([samples.num_samples]))
 
 
 @pytest.mark.parametrize("tokens", [0, 1, 16, 17, 18, 32, 33, 34, 1000])
 def test_windows_are_counted_up_to_the_last_that_is_full(tokens: int) -> None:
     task = LanguageModel(_config(Path("x")))
     assert (task.window.length, task.window.stride) == (17, 16)
-    assert windows_in(task, tokens) == len([first for first in range(0, tokens, 16) if first + 17 <= tokens])
+    assert count_windows(task, tokens) == len([first for first in range(0, tokens, 16) if first + 17 <= tokens])
 
 
 @pytest.mark.parametrize("world", [1, 3])
-def test_bundles_are_fed_once_an_epoch_and_hold_what_they_may(prepared: Prepared, world: int) -> None:
+def test_bundles_are_fed_once_an_epoch_and_hold_what_they_may(prepared: PreparedData, world: int) -> None:
     config = _config(Path("x"), slot_tokens=4000)
     samples = _samples(prepared, config)
-    assert isinstance(samples, Bundled)
+    assert isinstance(samples, BundledExamples)
     assert samples.bundles.padding < 0.02
     fed: Counter[str] = Counter()
     for rank in range(world):
-        loader = Loader(build_plan(config, samples.count), samples, rank, world, micro_batch_slots=config.train.together)
+        loader = Loader(
+            build_plan(config, samples.num_samples), samples, rank, world, micro_batch_slots=config.train.together
+        )
         for step in loader.steps(0, 10**9):
             for batch in step.micro_batches:
                 assert batch.inputs[0].numel() <= 4000
                 fed.update(_texts(batch.inputs))
-    assert fed == Counter(LINES[: int(samples.examples * samples.count + 0.5)])
+    assert fed == Counter(LINES[: int(samples.examples * samples.num_samples + 0.5)])
 
 
-def test_an_empty_micro_batch_has_real_shapes_and_no_target(prepared: Prepared) -> None:
+def test_an_empty_micro_batch_has_real_shapes_and_no_target(prepared: PreparedData) -> None:
     for config in (_config(Path("x")), _config(Path("x"), slot_tokens=4000)):
-        inputs, targets = _samples(prepared, config).empty(3)
+        inputs, targets = _samples(prepared, config).empty_batch(3)
         assert len(inputs[0]) == 3
         assert (targets == -100).all()
 
 
-def test_a_source_validates_by_its_share_and_one_without_by_one_sample(prepared: Prepared) -> None:
+def test_a_source_validates_by_its_share_and_one_without_by_one_sample(prepared: PreparedData) -> None:
     samples = _samples(prepared, _config(Path("x")), "validation")
-    assert [validated(samples, 100, share) for share in (1.0, 0.301, 0.0)] == [100, 31, 1]
-    assert validated(samples, 0, 0.0) == validated(samples, 10**9) == samples.count
+    assert [num_validation_samples(samples, 100, share) for share in (1.0, 0.301, 0.0)] == [100, 31, 1]
+    assert num_validation_samples(samples, 0, 0.0) == num_validation_samples(samples, 10**9) == samples.num_samples
     bundles = _samples(prepared, _config(Path("x"), slot_tokens=2000), "validation")
-    assert 1 < validated(bundles, 1000) < validated(bundles, 0)
+    assert 1 < num_validation_samples(bundles, 1000) < num_validation_samples(bundles, 0)
 
 
-def test_validation_takes_bundles_spread_over_the_split(prepared: Prepared) -> None:
+def test_validation_takes_bundles_spread_over_the_split(prepared: PreparedData) -> None:
     samples = _samples(prepared, _config(Path("x"), slot_tokens=2000), "validation")
-    batches = list(validation_batches(samples, wanted=3, size=1, rank=0, world=1, device=torch.device("cpu")))
+    batches = list(validation_batches(samples, num_samples=3, size=1, rank=0, world=1, device=torch.device("cpu")))
     assert [batch.slot for batch in batches] == [0, 1, 2]
     lengths = [batch.inputs[0].shape[1] for batch in batches]
     assert lengths == sorted(lengths)
@@ -122,12 +124,14 @@ def test_validation_takes_bundles_spread_over_the_split(prepared: Prepared) -> N
 
 
 @pytest.mark.parametrize("slot_tokens", [0, 4000], ids=["examples", "bundles"])
-def test_samples_of_a_mixture_come_in_the_order_in_which_they_are_asked_for(prepared: Prepared, slot_tokens: int) -> None:
+def test_samples_of_a_mixture_come_in_the_order_in_which_they_are_asked_for(
+    prepared: PreparedData, slot_tokens: int
+) -> None:
     config = _config(Path("x"), slot_tokens=slot_tokens)
     sources = {name: _samples(prepared, config, split) for name, split in (("a", "train"), ("b", "validation"))}
-    orders = [MixtureSource(name, Order(each.count, number)) for number, (name, each) in enumerate(sources.items())]
-    mixture = Mixture.planned(orders, [(0, (0.6, 0.4))])
-    mixed, asked = Mixed(sources["a"].task, sources, mixture), mixture.at(np.arange(40, dtype=np.int64))
+    orders = [MixtureSource(name, Order(each.num_samples, number)) for number, (name, each) in enumerate(sources.items())]
+    mixture = Mixture.from_weights(orders, [(0, (0.6, 0.4))])
+    mixed, asked = MixedSamples(sources["a"].task, sources, mixture), mixture.sample_ids_at(np.arange(40, dtype=np.int64))
     alone = [
         text
         for source, number in zip(*split_samples(asked), strict=True)
@@ -146,16 +150,16 @@ class Drawn(Lines):
         return self.collate(drawn, masks)
 
 
-def test_what_is_drawn_for_a_sample_of_a_mixture_is_its_own_however_many_workers_read_it(prepared: Prepared) -> None:
+def test_what_is_drawn_for_a_sample_of_a_mixture_is_its_own_however_many_workers_read_it(prepared: PreparedData) -> None:
     config = _config(Path("x"))
     task = Drawn(config, prepared.manifest.facts)
     sources = {
         name: Examples(task, TokenStream(prepared.folder, prepared.manifest, split, NodeCache(Path("/none"), 0)))
         for name, split in (("a", "train"), ("b", "validation"))
     }
-    orders = [MixtureSource(name, Order(each.count, number)) for number, (name, each) in enumerate(sources.items())]
-    mixture = Mixture.planned(orders, [(0, (0.5, 0.5))])
-    plan, mixed = Plan(mixture, slots=6, slot_size=2), Mixed(task, sources, mixture)
+    orders = [MixtureSource(name, Order(each.num_samples, number)) for number, (name, each) in enumerate(sources.items())]
+    mixture = Mixture.from_weights(orders, [(0, (0.5, 0.5))])
+    plan, mixed = Plan(mixture, slots=6, slot_size=2), MixedSamples(task, sources, mixture)
 
     def fed(world: int, group: int) -> dict[int, tuple[int, str]]:
         found = {}

@@ -1,4 +1,4 @@
-"""A stream reads any sample of any number of shards, and holds few files open."""
+"""A stream reads any sample of any number of shards with few open files."""
 
 import gc
 import os
@@ -8,18 +8,18 @@ import numpy as np
 import pytest
 
 from raystride.pipelines.feed.cache import NodeCache
-from raystride.pipelines.feed.shard_files import MOST_MAPPED
+from raystride.pipelines.feed.shard_files import MAX_MAPPED
 from raystride.pipelines.feed.stream import TokenStream
-from raystride.pipelines.files import Folder
 from raystride.pipelines.prepare.manifest import Manifest, Shard, Shards
+from raystride.pipelines.storage.folder import Folder
 
-SHARDS = 3 * MOST_MAPPED
+SHARDS = 3 * MAX_MAPPED
 LENGTH = 16
 
 
 @pytest.fixture(scope="module")
 def stream(tmp_path_factory: pytest.TempPathFactory) -> TokenStream:
-    """Shards of a row each, whose ids all are the shard's number, every other one with a mask."""
+    """Shards of one row each, filled with the shard's number, every other one with a mask."""
     folder, shards = tmp_path_factory.mktemp("prepared"), []
     for number in range(SHARDS):
         starts, ids, mask = np.array([0, LENGTH], "<i8"), np.full(LENGTH, number, "<u2"), np.full(LENGTH, 1, np.uint8)
@@ -31,7 +31,9 @@ def stream(tmp_path_factory: pytest.TempPathFactory) -> TokenStream:
                 mask_offset=16 + ids.nbytes if number % 2 else None, rows_offset=0, rows=1,
             )
         )  # fmt: skip
-    manifest = Manifest(fingerprint="f", id_type="uint16", vocabulary_size=9, end_id=0, splits={"train": Shards.of(shards)})
+    manifest = Manifest(
+        fingerprint="f", id_type="uint16", vocabulary_size=9, end_id=0, splits={"train": Shards.from_shards(shards)}
+    )
     return TokenStream(Folder(str(folder)), manifest, "train", NodeCache(folder, 0))
 
 
@@ -43,28 +45,28 @@ def test_all_shards_are_read_with_few_open(stream: TokenStream) -> None:
     gc.collect()  # other tests' maps, which would go amid the count
     before = len(os.listdir("/proc/self/fd"))
     for start in range(0, stream.tokens - 2 * LENGTH, LENGTH):  # a window over the border of two
-        ids, _ = stream.windows(np.array([start + LENGTH // 2]), LENGTH)
+        ids, _ = stream.read_windows(np.array([start + LENGTH // 2]), LENGTH)
         assert ids[0].tolist() == [start // LENGTH] * (LENGTH // 2) + [start // LENGTH + 1] * (LENGTH // 2)
-        assert len(os.listdir("/proc/self/fd")) - before <= MOST_MAPPED
-    assert _maps(stream) <= MOST_MAPPED
+        assert len(os.listdir("/proc/self/fd")) - before <= MAX_MAPPED
+    assert _maps(stream) <= MAX_MAPPED
 
 
 def test_rows_stay_readable_after_their_shard_is_let_go(stream: TokenStream) -> None:
-    first, _ = stream.rows(np.array([0]))
-    ids, masks = stream.rows(np.arange(SHARDS))
+    first, _ = stream.read_rows(np.array([0]))
+    ids, masks = stream.read_rows(np.arange(SHARDS))
     assert [row.tolist() for row in ids] == [[number] * LENGTH for number in range(SHARDS)]
     assert masks is not None
     assert all(mask.all() for mask in masks)
     assert first[0].tolist() == [0] * LENGTH
-    firsts, lengths = stream.heads()
+    firsts, lengths = stream.read_heads()
     assert firsts.tolist() == list(range(SHARDS))
     assert set(lengths.tolist()) == {LENGTH}
     with pytest.raises(IndexError, match="beyond"):
-        stream.rows(np.array([SHARDS]))
+        stream.read_rows(np.array([SHARDS]))
 
 
 def test_the_shard_that_was_asked_for_the_longest_ago_is_let_go(stream: TokenStream) -> None:
-    stream.rows(np.arange(MOST_MAPPED + 1))
-    stream.rows(np.array([1, MOST_MAPPED + 1]))
+    stream.read_rows(np.arange(MAX_MAPPED + 1))
+    stream.read_rows(np.array([1, MAX_MAPPED + 1]))
     mapped = stream._files._mapped  # type: ignore[attr-defined]
-    assert list(mapped) == [*range(3, MOST_MAPPED + 1), 1, MOST_MAPPED + 1]
+    assert list(mapped) == [*range(3, MAX_MAPPED + 1), 1, MAX_MAPPED + 1]

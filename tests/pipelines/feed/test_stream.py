@@ -1,4 +1,4 @@
-"""Windows and rows of a stream, over the borders of its shards, beside all numbers in one row."""
+"""Windows and rows of a stream across its shards, compared with one flat array."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from raystride.pipelines.feed.cache import NodeCache
 from raystride.pipelines.feed.stream import TokenStream
-from raystride.pipelines.files import Folder
 from raystride.pipelines.prepare.manifest import Manifest, Shard, Shards
 from raystride.pipelines.prepare.shards import ShardWriter
+from raystride.pipelines.storage.folder import Folder
 from tests.pipelines.prepare.test_shards import table_of
 
 shard_shapes = st.lists(
@@ -24,7 +24,7 @@ shard_shapes = st.lists(
 
 @dataclass
 class Written:
-    """Shards on disk, and what they hold."""
+    """Shards on disk, and their content."""
 
     folder: Path
     shards: list[Shard] = field(default_factory=list)
@@ -46,7 +46,10 @@ class Written:
 
     def stream(self, shards: list[Shard] | None = None) -> TokenStream:
         """A stream of the shards, or of some."""
-        splits = {"train": Shards.of(self.shards if shards is None else shards), "validation": Shards.of([])}
+        splits = {
+            "train": Shards.from_shards(self.shards if shards is None else shards),
+            "validation": Shards.from_shards([]),
+        }
         manifest = Manifest(fingerprint="", id_type="uint16", vocabulary_size=2**16, end_id=0, splits=splits)
         return TokenStream(Folder(str(self.folder)), manifest, "train", NodeCache(Path("/none"), 0))
 
@@ -69,16 +72,16 @@ def test_a_window_is_neighbouring_tokens_whatever_shards_they_lie_in(
     assert (stream.tokens, stream.examples) == (len(tokens), len(files.rows))
     starts = np.arange(max(0, len(tokens) - length + 1))
     random.shuffle(starts)  # type: ignore[attr-defined]
-    ids, masks = stream.windows(starts, length)
+    ids, masks = stream.read_windows(starts, length)
     assert (ids.dtype, ids.shape) == (np.int64, (len(starts), length))
     assert ids.tolist() == [tokens[start : start + length] for start in starts]
     if masks is not None:
         assert masks.tolist() == [[bool(each) for each in mask[start : start + length]] for start in starts]
     else:
         assert all(mask[start + at] for start in starts for at in range(length))
-    assert stream.windows(np.arange(0), length)[1] is None
+    assert stream.read_windows(np.arange(0), length)[1] is None
     with pytest.raises(IndexError, match=f"token {len(tokens)} is beyond the {len(tokens)} "):
-        stream.windows(np.array([len(tokens) - length + 1]) if length <= len(tokens) else np.array([0]), length)
+        stream.read_windows(np.array([len(tokens) - length + 1]) if length <= len(tokens) else np.array([0]), length)
 
 
 @given(shapes=shard_shapes, random=st.randoms(use_true_random=False))
@@ -88,7 +91,7 @@ def test_a_row_is_found_by_its_number_with_its_own_length(
     files = written(tmp_path_factory.mktemp("stream"), shapes)
     stream, numbers = files.stream(), np.arange(len(files.rows))
     random.shuffle(numbers)  # type: ignore[attr-defined]
-    ids, masks = stream.rows(numbers)
+    ids, masks = stream.read_rows(numbers)
     assert [row.tolist() for row in ids] == [files.rows[number] for number in numbers]
     if any(masked for _, masked in shapes):
         assert masks is not None
@@ -96,34 +99,34 @@ def test_a_row_is_found_by_its_number_with_its_own_length(
         assert {mask.dtype for mask in masks} == {np.dtype(bool)}
     else:
         assert masks is None
-    firsts, lengths = stream.heads()
+    firsts, lengths = stream.read_heads()
     assert firsts.tolist() == [row[0] for row in files.rows]
     assert lengths.tolist() == [len(row) for row in files.rows]
     assert (firsts.dtype, lengths.dtype) == (np.int64, np.int64)
     with pytest.raises(IndexError, match=f"example {len(files.rows)} is beyond the {len(files.rows)} "):
-        stream.rows(np.array([len(files.rows)]))
+        stream.read_rows(np.array([len(files.rows)]))
 
 
 def test_a_stream_goes_on_with_further_shards(tmp_path: Path) -> None:
     files = written(tmp_path, [([2, 3], False)])
     stream = files.stream()
-    assert stream.windows(np.array([0]), 5)[1] is None
+    assert stream.read_windows(np.array([0]), 5)[1] is None
     files.add([4], True)
-    stream.extend(Shards.of(files.shards[1:]))
+    stream.extend(Shards.from_shards(files.shards[1:]))
     assert (stream.tokens, stream.examples) == (9, 3)
-    ids, masks = stream.windows(np.array([4]), 5)
+    ids, masks = stream.read_windows(np.array([4]), 5)
     assert ids[0].tolist() == [files.rows[1][2], *files.rows[2]]
     assert masks is not None
     assert masks[0].tolist() == [True, *map(bool, files.masks[2])]
-    assert stream.rows(np.array([2]))[0][0].tolist() == files.rows[2]
+    assert stream.read_rows(np.array([2]))[0][0].tolist() == files.rows[2]
 
 
 def test_no_token_is_looked_for_in_an_empty_shard(tmp_path: Path) -> None:
     files = written(tmp_path, [([2], False), ([3], False)])
     empty = Shard(file="train/none.arrow", tokens=0, documents=0, bytes=0, sha256="", ids_offset=0)
     stream = files.stream([empty, files.shards[0], empty, files.shards[1], empty])
-    assert stream.windows(np.array([0]), 5)[0][0].tolist() == files.rows[0] + files.rows[1]
-    assert [row.tolist() for row in stream.rows(np.array([1, 0]))[0]] == [files.rows[1], files.rows[0]]
+    assert stream.read_windows(np.array([0]), 5)[0][0].tolist() == files.rows[0] + files.rows[1]
+    assert [row.tolist() for row in stream.read_rows(np.array([1, 0]))[0]] == [files.rows[1], files.rows[0]]
     nothing = files.stream([])
-    assert (nothing.tokens, nothing.examples, nothing.far) == (0, 0, None)
-    assert [each.tolist() for each in nothing.heads()] == [[], []]
+    assert (nothing.tokens, nothing.examples, nothing.remote_shards) == (0, 0, None)
+    assert [each.tolist() for each in nothing.read_heads()] == [[], []]

@@ -6,13 +6,13 @@ from types import SimpleNamespace
 import pytest
 
 from raystride.pipelines.hang import heartbeat
-from raystride.pipelines.hang.heartbeat import CutOff, Heartbeat, HeartbeatSender
+from raystride.pipelines.hang.heartbeat import DriverUnreachable, Heartbeat, HeartbeatSender
 from raystride.pipelines.worker.job import WorkerInfo
 
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """One on which each heartbeat takes a second, and a worker may be unheard for three."""
+    """A clock that advances a second per heartbeat, with a lease of three seconds."""
     made = SimpleNamespace(now=0.0)
     monkeypatch.setattr(heartbeat, "LEASE_S", 3.0)
     monkeypatch.setattr(heartbeat, "time", SimpleNamespace(monotonic=lambda: made.now))
@@ -20,7 +20,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 
 
 def _cut_off_after(answers: list[Exception | None], clock: SimpleNamespace) -> int:
-    """After how many of these answers a worker is taken to be cut off; 0 where it is not."""
+    """Returns the number of answers after which the lease expires; 0 if it does not."""
     told, ended = [], threading.Event()
     cut_off: list[int] = []
 
@@ -39,10 +39,12 @@ def _cut_off_after(answers: list[Exception | None], clock: SimpleNamespace) -> i
 
 
 def test_a_worker_of_which_nothing_is_heard_is_cut_off(clock: SimpleNamespace) -> None:
-    assert _cut_off_after([None, *[CutOff("no answer")] * 9], clock) == 5  # more than three seconds after the first
+    assert (
+        _cut_off_after([None, *[DriverUnreachable("no answer")] * 9], clock) == 5
+    )  # more than three seconds after the first
 
 
 def test_one_that_is_answered_now_and_then_is_not(clock: SimpleNamespace) -> None:
     """An error is an answer too: the recorder is dead, and not out of reach."""
-    unanswered = [CutOff("no answer")] * 3
+    unanswered = [DriverUnreachable("no answer")] * 3
     assert _cut_off_after([*unanswered, None, *unanswered, RuntimeError("the recorder died"), *unanswered, None], clock) == 0

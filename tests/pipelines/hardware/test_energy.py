@@ -1,4 +1,4 @@
-"""Energy without NVIDIA: processors' packages from folders as Linux makes them, and AMD's cards against a stand-in."""
+"""Energy without NVIDIA: CPU packages from folders in Linux's layout, and AMD's cards against a mock."""
 
 import sys
 from pathlib import Path
@@ -10,18 +10,18 @@ import pytest
 from raystride.pipelines.hardware.amd import amd_cards
 from raystride.pipelines.hardware.energy import EnergyMeter
 from raystride.pipelines.hardware.rapl import rapl_packages
-from raystride.pipelines.observers.gpu_monitor import Sampler, find_devices
+from raystride.pipelines.observers.gpu_monitor import DeviceSampler, find_devices
 from raystride.pipelines.observers.observer import RunFacts
 from raystride.pipelines.record.state import run_figures
 
 
-def package(root: Path, name: str, label: str, joules: float, most: float = 100.0) -> Path:
-    """A folder as Linux shows a processor's counter."""
+def package(root: Path, name: str, label: str, joules: float, max_joules: float = 100.0) -> Path:
+    """Creates a folder in Linux's layout of a CPU's energy counter."""
     folder = root / name
     folder.mkdir()
     (folder / "name").write_text(f"{label}\n")
     (folder / "energy_uj").write_text(f"{joules * 1e6:.0f}\n")
-    (folder / "max_energy_range_uj").write_text(f"{most * 1e6 - 1:.0f}\n")
+    (folder / "max_energy_range_uj").write_text(f"{max_joules * 1e6 - 1:.0f}\n")
     return folder
 
 
@@ -33,7 +33,7 @@ def test_a_run_on_cpus_counts_its_packages_across_the_counters_end(tmp_path: Pat
     (package(tmp_path, "intel-rapl:3", "package-3", 1.0) / "energy_uj").unlink()
     run = RunFacts(run="r", attempt="a1", tokens_per_step=10)
     warnings: list[str] = []
-    sampler = Sampler(find_devices(run, tmp_path, warnings.append), run, warnings.append)
+    sampler = DeviceSampler(find_devices(run, tmp_path, warnings.append), run, warnings.append)
     assert set(sampler.sample(0.0, 0)) == {"cpu_package_0_energy_joules", "cpu_package_1_energy_joules", "energy_joules"}
     (first / "energy_uj").write_text("99000000\n")
     assert sampler.sample(3.0, 1)["cpu_package_0_power_usage_watts"] == 3.0
@@ -51,9 +51,9 @@ def test_a_run_on_cpus_counts_its_packages_across_the_counters_end(tmp_path: Pat
 
 
 def test_amd_cards_are_read_where_amdsmi_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Against a stand-in that answers as the documentation says; an MI200 tells its average power and no activity."""
+    """Against a mock that answers as documented; an MI200 reports its average power and no activity."""
 
-    def refused(card: int) -> Any:
+    def raise_busy(card: int) -> Any:
         raise OSError("AMDSMI_STATUS_BUSY")
 
     smi = SimpleNamespace(
@@ -70,7 +70,7 @@ def test_amd_cards_are_read_where_amdsmi_is_there(monkeypatch: pytest.MonkeyPatc
         AmdSmiTemperatureMetric=SimpleNamespace(CURRENT=0),
     )
     monkeypatch.setitem(sys.modules, "amdsmi", smi)
-    (card,) = amd_cards("1", most=8)
+    (card,) = amd_cards("1", max_cards=8)
     expected = {
         "memory_usage_megabytes": 16_000.0,
         "memory_usage_percentage": 25.0,
@@ -80,7 +80,7 @@ def test_amd_cards_are_read_where_amdsmi_is_there(monkeypatch: pytest.MonkeyPatc
     }
     assert card.name == "gpu_1"
     assert card.read() == expected
-    answers, smi.amdsmi_get_power_info = smi.amdsmi_get_power_info, refused
+    answers, smi.amdsmi_get_power_info = smi.amdsmi_get_power_info, raise_busy
     assert "power_usage_watts" not in card.read()
     smi.amdsmi_get_power_info = answers
     assert card.read() == expected
@@ -89,6 +89,6 @@ def test_amd_cards_are_read_where_amdsmi_is_there(monkeypatch: pytest.MonkeyPatc
 def test_a_short_run_says_nothing_on_idling_and_a_reset_counter_takes_nothing_away() -> None:
     meter = EnergyMeter()
     for at, joules in enumerate((50.0, 80.0, 2.0, 5.0)):
-        meter.add({"energy_counter_joules": joules, "utilization_percentage": 0.0}, now=float(at), last=at == 3)
+        meter.add_reading({"energy_counter_joules": joules, "utilization_percentage": 0.0}, now=float(at), last=at == 3)
     assert meter.joules == 33.0
     assert meter.readings == meter.idle == 2

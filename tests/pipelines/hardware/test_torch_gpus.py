@@ -1,4 +1,4 @@
-"""PyTorch is asked whether it can use GPUs: a driver alone, which a library plays here, takes no run to CUDA."""
+"""Usability of GPUs by PyTorch: a driver alone, faked by a library, does not make a run use CUDA."""
 
 import os
 import shutil
@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from raystride.pipelines.hardware.torch_gpus import asked, asked_apart, problem_with
+from raystride.pipelines.hardware.torch_gpus import diagnose_torch_gpus, query_torch, query_torch_in_subprocess
 from tests.another_cluster import another_cluster
 from tests.ray_jobs.jobs import Outcome, finish_job, start_job
 from tests.tiny import tiny, write_text
@@ -23,7 +23,7 @@ SOURCE = Path(__file__).parents[1] / "observers" / "scripted_nvml.c"
 
 @pytest.fixture(scope="module")
 def driver(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Variables under which a process finds a driver that shows two cards."""
+    """Environment variables for a fake driver with two cards."""
     if COMPILER is None:
         pytest.skip("no C compiler (cc, gcc) to build the library that plays NVML")
     folder = tmp_path_factory.mktemp("driver")
@@ -39,37 +39,37 @@ def train(tmp_path: Path, driver: dict[str, str], *flags: str) -> Outcome:
 
 
 def test_what_pytorch_says_here() -> None:
-    here = asked()
-    assert here == asked_apart()
+    here = query_torch()
+    assert here == query_torch_in_subprocess()
     assert here["count"] == (torch.cuda.device_count() if torch.cuda.is_available() else 0)
 
 
 def test_each_cause_names_what_to_install() -> None:
     for_cpus = {"version": "2.13.0+cpu", "built_for": None, "said": "", "count": 0}
-    assert problem_with(for_cpus, 0) == ""
-    assert problem_with(for_cpus | {"count": 2}, 2) == ""
-    assert "PyTorch 2.13.0+cpu is built for CPUs alone: install its build for CUDA" in problem_with(for_cpus, 2)
+    assert diagnose_torch_gpus(for_cpus, 0) == ""
+    assert diagnose_torch_gpus(for_cpus | {"count": 2}, 2) == ""
+    assert "PyTorch 2.13.0+cpu is built for CPUs alone: install its build for CUDA" in diagnose_torch_gpus(for_cpus, 2)
     old = {"version": "2.13.0", "built_for": "13.0", "said": "The NVIDIA driver on your system is too old", "count": 0}
-    assert problem_with(old, 1).startswith(
+    assert diagnose_torch_gpus(old, 1).startswith(
         "there is 1 GPU, but PyTorch 2.13.0, built for CUDA 13.0, cannot use it (The NVIDIA"
     )
-    assert "update the NVIDIA driver" in problem_with(old, 1)
+    assert "update the NVIDIA driver" in diagnose_torch_gpus(old, 1)
 
 
 def test_a_driver_says_which_build_it_needs() -> None:
     old = {"version": "2.13.0", "built_for": "13.0", "said": "", "count": 0, "driver": "570.86.15"}
-    said = problem_with(old, 8)
+    said = diagnose_torch_gpus(old, 8)
     assert "update the NVIDIA driver, which is 570.86.15, to 580 or newer" in said
     assert "torch==2.13.0 --index-url https://download.pytorch.org/whl/cu126" in said
     for_cpus = {"version": "2.13.0+cpu", "built_for": None, "said": "", "count": 0}
-    assert problem_with(for_cpus | {"driver": "580.95"}, 1).endswith("torch==2.13.0 (docs/gpus.md)")
-    assert "whl/cu126" in problem_with(for_cpus | {"driver": "550.1"}, 1)
+    assert diagnose_torch_gpus(for_cpus | {"driver": "580.95"}, 1).endswith("torch==2.13.0 (docs/gpus.md)")
+    assert "whl/cu126" in diagnose_torch_gpus(for_cpus | {"driver": "550.1"}, 1)
 
 
 @pytest.mark.parametrize("visible", ["", "-1"])
 def test_hidden_gpus_are_no_problem(monkeypatch: pytest.MonkeyPatch, visible: str) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    assert problem_with({"version": "2", "built_for": None, "said": "", "count": 0}, 2) == ""
+    assert diagnose_torch_gpus({"version": "2", "built_for": None, "said": "", "count": 0}, 2) == ""
 
 
 @needs_none
@@ -96,7 +96,7 @@ def test_cuda_there_is_an_error_with_its_remedy(tmp_path: Path, driver: dict[str
 
 @pytest.fixture
 def with_cards() -> Iterator[Any]:
-    """A head without GPUs, and a node that says it has two."""
+    """A head without GPUs, and a node that claims two."""
     with another_cluster(num_cpus=1, num_gpus=0) as found:
         found.add_node(num_cpus=1, num_gpus=2)
         yield found
@@ -106,13 +106,13 @@ def with_cards() -> Iterator[Any]:
 @pytest.mark.long
 def test_the_node_with_gpus_is_asked(with_cards: Any) -> None:
     program = (
-        "import ray, sys; from raystride.pipelines.cluster.cluster import ask_a_node, several_nodes\n"
+        "import ray, sys; from raystride.pipelines.cluster.cluster import run_on_node, has_several_nodes\n"
         "from raystride.pipelines.cluster.resources import Resources\n"
         "ray.init(address=sys.argv[1], log_to_driver=False)\n"
         "there = Resources.of_cluster()\n"
-        "where = ask_a_node(lambda: __import__('ray').get_runtime_context().get_node_id(), 60, gpu=True)\n"
+        "where = run_on_node(lambda: __import__('ray').get_runtime_context().get_node_id(), 60, gpu=True)\n"
         "cards = next(n['NodeID'] for n in ray.nodes() if n['Resources'].get('GPU'))\n"
-        "print(there.gpus, where == cards, several_nodes(), there.gpu_problem)\n"
+        "print(there.gpus, where == cards, has_several_nodes(), there.gpu_problem)\n"
     )
     surroundings = {name: value for name, value in os.environ.items() if name == "RAY_AUTH_MODE" or name[:4] != "RAY_"}
     done = subprocess.run(

@@ -8,33 +8,43 @@ from typing import Any
 import pytest
 import torch
 
-from raystride.model.hugging_face import names_there
-from raystride.model.lora import adapted, attach, start_adapters
+from raystride.model.hugging_face import hf_names
+from raystride.model.lora import attach_adapters, iterate_adapters, start_adapters
 from raystride.model.transformer import Decoder
-from raystride.pipelines.config import Config, Data, Lora, Model, Sample, Tokenizer, Train, Validation, jobs
-from raystride.pipelines.config.jobs import Evaluate, Export, Predict, Serve
+from raystride.pipelines.config import (
+    Config,
+    DataConfig,
+    LoraConfig,
+    ModelConfig,
+    SampleConfig,
+    TokenizerConfig,
+    TrainConfig,
+    ValidationConfig,
+    jobs,
+)
+from raystride.pipelines.config.jobs import EvaluateConfig, ExportConfig, PredictConfig, ServeConfig
 from raystride.pipelines.config.parse import to_yaml
-from raystride.pipelines.config.run import AnswerLaunch
-from raystride.pipelines.evaluate.opening import Opened
-from raystride.pipelines.files import Folder
+from raystride.pipelines.config.run import PredictorLaunchConfig
+from raystride.pipelines.evaluate.load_run import LoadedModel
 from raystride.pipelines.launch.finished import (
-    _merge,
-    answer_questions,
+    _merge_adapters,
     evaluate_run,
+    export_for_serving,
     export_run,
-    export_to_serve,
     predict_files,
+    predict_inputs,
     writes_adapter,
 )
-from raystride.pipelines.launch.owner import Ownership
+from raystride.pipelines.run_store.lease import RunLease
+from raystride.pipelines.storage.folder import Folder
 from raystride.pipelines.tasks import build_task
+from raystride.pipelines.worker.build import build_training
 from raystride.pipelines.worker.job import WorkerInfo
-from raystride.pipelines.worker.worker import build_training
 from tests.errors import refused
 from tests.processes import make_job
 from tests.tiny import tiny
 
-INLINE = AnswerLaunch(mode="inline")
+INLINE = PredictorLaunchConfig(mode="inline")
 
 
 def write(path: Path, texts: list[str]) -> Path:
@@ -56,42 +66,42 @@ def storage(tmp_path_factory: pytest.TempPathFactory) -> str:
     """Runs of two steps: `labels`, which knows a test set, and `writes`, a language model that others can load."""
     path = tmp_path_factory.mktemp("finished")
     source = write(path / "rows.jsonl", [f"text number {number}" for number in range(40)])
-    data = Data(source=str(source), kind="json", validation_fraction=0.2)
+    data = DataConfig(source=str(source), kind="json", validation_fraction=0.2)
     base = tiny(
         source,
         data=data,
-        model=Model(layers=1, heads=2, width=8, context=16),
-        train=Train(steps=2, slots=2, slot_size=2, log_every=1),
-        validation=Validation(every=0),
+        model=ModelConfig(layers=1, heads=2, hidden_size=8, context=16),
+        train=TrainConfig(steps=2, slots=2, slot_size=2, log_every=1),
+        validation=ValidationConfig(every=0),
     )
-    labels = replace(base, task="classification", tokenizer=Tokenizer(kind="characters"))
+    labels = replace(base, task="classification", tokenizer=TokenizerConfig(kind="characters"))
     tested = replace(data, test_source=str(write(path / "test.jsonl", ["one", "two", "three"])))
     train(replace(labels, data=tested), path, "labels")
-    train(replace(base, model=replace(base.model, flavour="llama")), path, "writes")
+    train(replace(base, model=replace(base.model, architecture="llama")), path, "writes")
     return str(path)
 
 
 def test_questions_are_answered_in_order_with_probabilities_by_name(storage: str) -> None:
-    settings = Predict(run="labels", storage=storage, text="x", device="cpu")
-    found = answer_questions(settings, ["number one", ("number two",), "text"])
+    settings = PredictConfig(run="labels", storage=storage, text="x", device="cpu")
+    found = predict_inputs(settings, ["number one", ("number two",), "text"])
     assert [answer["text"] for answer in found] == ["number one", "number two", "text"]
     for answer in found:
         assert answer["probabilities"].keys() == {"ham", "spam"}
         assert answer["label"] == max(answer["probabilities"], key=answer["probabilities"].get)
-    assert answer_questions(settings, []) == []
+    assert predict_inputs(settings, []) == []
 
 
 @pytest.mark.parametrize("question", ["", ("",), 7])
 def test_a_question_that_is_none_is_named(storage: str, question: Any) -> None:
-    settings = Predict(run="labels", storage=storage, text="x", device="cpu")
+    settings = PredictConfig(run="labels", storage=storage, text="x", device="cpu")
     with refused("question", question):
-        answer_questions(settings, ["number one", question])
+        predict_inputs(settings, ["number one", question])
 
 
 def test_a_file_is_answered_into_a_folder_by_a_run_of_a_step(storage: str, tmp_path: Path) -> None:
     source = tmp_path / "asked.csv"
     source.write_text("one;first\ntwo;second\n")
-    settings = Predict(
+    settings = PredictConfig(
         run="labels",
         storage=storage,
         input=str(source),
@@ -112,36 +122,36 @@ def test_a_file_is_answered_into_a_folder_by_a_run_of_a_step(storage: str, tmp_p
 
 
 def test_scores_of_the_test_set_that_the_run_or_the_job_names_are_kept(storage: str, tmp_path: Path) -> None:
-    settings = Evaluate(run="labels", storage=storage, launch=INLINE, device="cpu")
+    settings = EvaluateConfig(run="labels", storage=storage, launch=INLINE, device="cpu")
     scored, problem = evaluate_run(settings, lambda _: None)
     assert (scored.samples, scored.logged, problem) == (3, False, None)
     run = Folder(storage) / "labels"
     assert run.read_json("summary.json")["metrics"]["test_accuracy"] == scored.metrics["accuracy"]
     other = write(tmp_path / "other.jsonl", [f"text {number}" for number in range(5)])
-    again, _ = evaluate_run(replace(settings, data=jobs.TestData(test_source=str(other))), lambda _: None)
+    again, _ = evaluate_run(replace(settings, data=jobs.TestDataConfig(test_source=str(other))), lambda _: None)
     assert again.samples == 5
     validated, _ = evaluate_run(replace(settings, split="validation"), lambda _: None)
     assert 0 < validated.samples < 40
 
 
 def test_a_run_that_is_being_trained_is_not_scored(storage: str) -> None:
-    settings = Evaluate(run="labels", storage=storage, launch=INLINE)
-    with Ownership.take(Folder(storage) / "labels", "a9", lambda _: None), refused("run", "labels"):
+    settings = EvaluateConfig(run="labels", storage=storage, launch=INLINE)
+    with RunLease.acquire(Folder(storage) / "labels", "a9", lambda _: None), refused("run", "labels"):
         evaluate_run(settings, lambda _: None)
 
 
 def test_an_export_lies_in_its_place_or_where_it_is_wanted(storage: str, tmp_path: Path) -> None:
-    folder, opened = export_run(Export(run="writes", storage=storage))
+    folder, opened = export_run(ExportConfig(run="writes", storage=storage))
     assert folder.uri == f"{storage}/writes/export/hugging_face"
     assert {"config.json", "model.safetensors"} <= set(folder.names())
     assert (opened.step, opened.config.lora.rank) == (2, 0)
-    elsewhere, _ = export_run(Export(run="writes", storage=storage, folder=str(tmp_path / "out")))
+    elsewhere, _ = export_run(ExportConfig(run="writes", storage=storage, folder=str(tmp_path / "out")))
     assert elsewhere.uri == str(tmp_path / "out")
     assert (tmp_path / "out/config.json").read_bytes() == folder.read("config.json")
-    served, _ = export_to_serve(Serve(run="writes", storage=storage))
+    served, _ = export_for_serving(ServeConfig(run="writes", storage=storage))
     assert served.uri == f"{storage}/writes/export/served"
     with refused("merge", True):
-        export_run(Export(run="writes", storage=storage, merge=True))
+        export_run(ExportConfig(run="writes", storage=storage, merge=True))
 
 
 @pytest.mark.parametrize(
@@ -156,23 +166,23 @@ def test_an_export_lies_in_its_place_or_where_it_is_wanted(storage: str, tmp_pat
 def test_an_adapter_alone_is_written_for_hugging_face_unless_it_is_merged(
     rank: int, to: Any, merge: bool, adapter: bool
 ) -> None:
-    config = Config(lora=Lora(rank=rank), model=Model(init_from="/base" if rank else None))
-    assert writes_adapter(Export(run="r", to=to, merge=merge, sample=Sample()), config) is adapter
+    config = Config(lora=LoraConfig(rank=rank), model=ModelConfig(init_from="/base" if rank else None))
+    assert writes_adapter(ExportConfig(run="r", to=to, merge=merge, sample=SampleConfig()), config) is adapter
 
 
 def test_what_is_served_or_merged_is_one_plain_network(tmp_path: Path) -> None:
-    shape = Model(flavour="llama", layers=1, heads=2, width=8, context=16)
+    shape = ModelConfig(architecture="llama", layers=1, heads=2, hidden_size=8, context=16)
     network: Any = Decoder(shape, 11)
-    lora = Lora(rank=2)
-    attach(network, lora, names_there(network))
+    lora = LoraConfig(rank=2)
+    attach_adapters(network, lora, hf_names(network))
     start_adapters(network, lora, 0)
-    for *_, adapter in adapted(network):
+    for *_, adapter in iterate_adapters(network):
         torch.nn.init.normal_(adapter.b)
     ids = torch.arange(10)[None]
     with torch.no_grad():
         before = network.hidden(ids)
-        assert list(adapted(network))
+        assert list(iterate_adapters(network))
         config = Config(lora=lora, model=replace(shape, init_from="/base"))
-        _merge(Opened(config, build_task(config), network, 0, Folder(str(tmp_path))))
-        assert not list(adapted(network))
+        _merge_adapters(LoadedModel(config, build_task(config), network, 0, Folder(str(tmp_path))))
+        assert not list(iterate_adapters(network))
         torch.testing.assert_close(network.hidden(ids), before)

@@ -12,29 +12,39 @@ from typing import Any
 
 import pytest
 
-from raystride.pipelines.config import Answering, Checkpoint, Config, Data, Launch, Model, Tokenizer, Train, Validation
-from raystride.pipelines.evaluate.evaluation import Scored, evaluate
-from raystride.pipelines.evaluate.opening import choose
-from raystride.pipelines.evaluate.prediction import answer_here
-from raystride.pipelines.files import Folder
-from raystride.pipelines.launch.driver import train
-from raystride.pipelines.launch.resume import keep_preparations, read_earlier
-from raystride.pipelines.launch.screen import Quiet
-from raystride.pipelines.prepare.fingerprint import fingerprint_of, open_sources
+from raystride.pipelines.config import (
+    CheckpointConfig,
+    Config,
+    DataConfig,
+    LaunchConfig,
+    ModelConfig,
+    PredictorConfig,
+    TokenizerConfig,
+    TrainConfig,
+    ValidationConfig,
+)
+from raystride.pipelines.console.screen import SilentScreen
+from raystride.pipelines.evaluate.evaluation import EvaluationResult, evaluate
+from raystride.pipelines.evaluate.load_run import select_run
+from raystride.pipelines.evaluate.prediction import predict_locally
+from raystride.pipelines.launch.train_job import train
+from raystride.pipelines.prepare.fingerprint import compute_fingerprint, open_sources
 from raystride.pipelines.prepare.one_source import prepare_source
+from raystride.pipelines.run_store.resume import keep_preparations, read_previous_attempt
 from raystride.pipelines.sources.faults import DataError
+from raystride.pipelines.storage.folder import Folder
 from raystride.pipelines.tasks import build_task
 from tests.errors import refused, unreadable
 from tests.tiny import tiny, write_text
 
 
-class Lines(Quiet):
+class Lines(SilentScreen):
     """Keeps what a screen would show."""
 
     def __init__(self) -> None:
         self.lines: list[str] = []
 
-    def line(self, text: str) -> None:
+    def log(self, text: str) -> None:
         """Keeps lines of standard output."""
         self.lines.append(text)
 
@@ -49,7 +59,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     place = tmp_path_factory.mktemp("trained")
     write_text(place)
     config = _settings(place)
-    train(config, Folder(config.storage), Quiet())
+    train(config, Folder(config.storage), SilentScreen())
     return place
 
 
@@ -58,11 +68,11 @@ def _settings(place: Path) -> Config:
         place / "text.txt",
         storage=str(place / "runs"),
         run="r",
-        model=Model(layers=1, heads=2, width=8, context=16),
-        train=Train(steps=4, slots=1, slot_size=2, log_every=2),
-        validation=Validation(every=0, samples=2),
-        checkpoint=Checkpoint(every=2),
-        launch=Launch(mode="inline"),
+        model=ModelConfig(layers=1, heads=2, hidden_size=8, context=16),
+        train=TrainConfig(steps=4, slots=1, slot_size=2, log_every=2),
+        validation=ValidationConfig(every=0, samples=2),
+        checkpoint=CheckpointConfig(every=2),
+        launch=LaunchConfig(mode="inline"),
     )
 
 
@@ -175,9 +185,9 @@ def test_half_a_preparation_is_compared_by_file(folder: Folder, config: Config) 
 def test_an_evaluation_scores_what_the_run_was_prepared_from(folder: Folder, config: Config) -> None:
     text, lines = Path(config.data.source), Lines()
 
-    def score() -> Scored:
-        chosen = choose(folder.parent, "r", "last")
-        return evaluate(chosen, Answering(run="r"), "validation", folder, answer_here, echo=lines.line)
+    def score() -> EvaluationResult:
+        chosen = select_run(folder.parent, "r", "last")
+        return evaluate(chosen, PredictorConfig(run="r"), "validation", folder, predict_locally, log=lines.log)
 
     _touch(text)
     before = score()
@@ -208,25 +218,25 @@ def test_a_mixture_keeps_the_sources_that_it_had(tmp_path: Path) -> None:
             tmp_path / "unused",
             storage=str(tmp_path / "runs"),
             run="mixed",
-            data=Data(sources=sources, kind="text", validation="tail", validation_fraction=0.1),
-            tokenizer=Tokenizer(kind="bpe", vocabulary_size=300),
-            model=Model(layers=1, heads=2, width=8, context=16),
-            train=Train(steps=steps, slots=1, slot_size=2, log_every=2),
-            validation=Validation(every=0, samples=2),
-            launch=Launch(mode="inline"),
+            data=DataConfig(sources=sources, kind="text", validation="tail", validation_fraction=0.1),
+            tokenizer=TokenizerConfig(kind="bpe", vocabulary_size=300),
+            model=ModelConfig(layers=1, heads=2, hidden_size=8, context=16),
+            train=TrainConfig(steps=steps, slots=1, slot_size=2, log_every=2),
+            validation=ValidationConfig(every=0, samples=2),
+            launch=LaunchConfig(mode="inline"),
         )
 
     storage = Folder(str(tmp_path / "runs"))
-    train(settings("a", "b", steps=2), storage, Quiet())
+    train(settings("a", "b", steps=2), storage, SilentScreen())
     Path(places["a"]).unlink()
     _touch(Path(places["b"]))
     screen = Lines()
     assert train(settings("a", "b", steps=4), storage, screen)["steps"] == 4
     assert train(settings("a", "b", "c", steps=6), storage, screen)["steps"] == 6
     assert not screen.saying("have changed")
-    earlier = read_earlier(storage / "mixed")
+    earlier = read_previous_attempt(storage / "mixed")
     assert earlier
-    kept = keep_preparations(earlier, settings("a", "c", steps=8), storage, screen.line)
+    kept = keep_preparations(earlier, settings("a", "c", steps=8), storage, screen.log)
     assert set(kept.fingerprints) == {"a", "c"}
 
 
@@ -238,7 +248,7 @@ def stepped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Config:
     _write_words(tmp_path, "return table")
     source = tmp_path / "texts.jsonl"
     source.write_text("".join(json.dumps({"text": f"the text of number {number} is this"}) + "\n" for number in range(60)))
-    data = Data(source=str(source), validation_fraction=0.3, steps=("kept_steps.clean",))
+    data = DataConfig(source=str(source), validation_fraction=0.3, transforms=("kept_steps.clean",))
     return replace(_settings(tmp_path), data=data)
 
 
@@ -252,23 +262,23 @@ def _write_words(place: Path, body: str) -> None:
 
 def test_code_that_a_step_calls_is_prepared_with_and_a_run_goes_on_with_a_line(stepped: Config, tmp_path: Path) -> None:
     prepared = Folder(stepped.storage) / ".prepared"
-    train(stepped, Folder(stepped.storage), Quiet())
+    train(stepped, Folder(stepped.storage), SilentScreen())
     _write_words(tmp_path, "return table.slice(1)")
     summary, screen = _go_on(stepped)
     assert summary["steps"] == 6
     (line,) = screen.saying("have changed")
-    assert "code of data.steps or of a plug-in, or what it calls" in line
+    assert "code of data.transforms or of a plug-in, or what it calls" in line
     assert len(prepared.names()) == 1
-    train(replace(stepped, run="anew"), Folder(stepped.storage), Quiet())
+    train(replace(stepped, run="anew"), Folder(stepped.storage), SilentScreen())
     assert len(prepared.names()) == 2
 
 
 def test_what_an_earlier_version_prepared_is_found_by_its_rule(stepped: Config, tmp_path: Path) -> None:
     """Which looked at the step's own lines alone."""
     storage, task, prepared = Folder(stepped.storage), build_task(stepped), Folder(stepped.storage) / ".prepared"
-    earlier = fingerprint_of(stepped, task, *open_sources(stepped, task), with_code=False)
-    prepare_source(stepped, storage, task, fingerprint=earlier, on_ray=False, echo=lambda _: None)
-    train(stepped, storage, Quiet())
+    earlier = compute_fingerprint(stepped, task, *open_sources(stepped, task), with_code=False)
+    prepare_source(stepped, storage, task, fingerprint=earlier, on_ray=False, log=lambda _: None)
+    train(stepped, storage, SilentScreen())
     _write_words(tmp_path, "return table.slice(1)")
     summary, screen = _go_on(stepped)
     assert summary["steps"] == 6
@@ -276,6 +286,6 @@ def test_what_an_earlier_version_prepared_is_found_by_its_rule(stepped: Config, 
     assert prepared.names() == [earlier]
     (tmp_path / "kept_steps.py").write_text("def clean(table):\n    return table\n")
     _write_words(tmp_path, "return table")
-    assert _go_on(stepped, steps=8)[1].saying("code of data.steps")
-    train(replace(stepped, run="anew"), storage, Quiet())
+    assert _go_on(stepped, steps=8)[1].saying("code of data.transforms")
+    train(replace(stepped, run="anew"), storage, SilentScreen())
     assert len(prepared.names()) == 2

@@ -4,8 +4,6 @@ import json
 import os
 import shlex
 import signal
-import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -15,22 +13,23 @@ from typing import Any
 import psutil
 import pytest
 
-from raystride.pipelines.config import Data, Launch, Train
-from raystride.pipelines.files import Folder
-from raystride.pipelines.launch.driver import train
-from raystride.pipelines.launch.screen import Quiet
+from raystride.pipelines.config import DataConfig, LaunchConfig, TrainConfig
+from raystride.pipelines.console.screen import SilentScreen
+from raystride.pipelines.launch.train_job import train
 from raystride.pipelines.record.audit import audit
+from raystride.pipelines.storage.folder import Folder
 from tests.children import find_children
 from tests.gated import write_plugin, write_source
+from tests.ray_jobs.jobs import Process, finish_job, start_script
 from tests.tiny import tiny
 from tests.waiting import LIMIT_S, wait_until
 
 FLAGS = shlex.split(
     """
     --launch inline --data.kind text --data.validation tail --data.validation_fraction 0.05 --data.shard_mib 0.25
-    --data.start_after_mib 0.25 --tokenizer.kind bytes --model.layers 1 --model.heads 2 --model.width 8 --model.context 128
-    --train.slots 4 --train.slot_size 32 --train.steps 45 --train.log_every 10 --train.exact true --checkpoint.every 10
-    --validation.every 0 --optimizer.schedule constant --record.mlflow false --sample.tokens 0
+    --data.start_after_mib 0.25 --tokenizer.kind bytes --model.layers 1 --model.heads 2 --model.hidden_size 8
+    --model.context 128 --train.slots 4 --train.slot_size 32 --train.steps 45 --train.log_every 10 --train.exact true
+    --checkpoint.every 10 --validation.every 0 --optimizer.schedule constant --record.mlflow false --sample.tokens 0
     """
 )
 
@@ -56,7 +55,7 @@ def _says(storage: Path, text: str) -> bool:
     return any(text.encode() in file.read_bytes() for file in (storage / "mine").rglob("*.jsonl"))
 
 
-STARTED: list["subprocess.Popen[str]"] = []
+STARTED: list[Process] = []
 
 
 @pytest.fixture(autouse=True)
@@ -77,13 +76,7 @@ class Training:
         self.storage, self.gate = storage, storage / "gate"
         where = ["--data.source", str(source), "--storage", str(storage), "--run", "mine"]
         where += ["--plugins", write_plugin(self.gate)]
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "raystride", job, *where, *FLAGS, "--task", "gated", *more],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            start_new_session=True,
-        )
+        self.process = start_script(job, *where, *FLAGS, "--task", "gated", *more)
         STARTED.append(self.process)
 
     def begun(self) -> psutil.Process:
@@ -93,13 +86,13 @@ class Training:
 
     def end(self) -> tuple[int, str]:
         """The exit code, and what was printed."""
-        output, _ = self.process.communicate(timeout=LIMIT_S)
-        return self.process.returncode, output
+        outcome = finish_job(self.process)
+        return outcome.code, outcome.out + outcome.err
 
     def same(self, undisturbed: dict[str, Any]) -> bool:
         """Whether the bits are those of the other training, and each sample was fed once."""
         summary = json.loads((self.storage / "mine" / "summary.json").read_text())
-        assert audit(Folder.at(str(self.storage)) / "mine" / "checkpoints").samples == undisturbed["samples_seen"]
+        assert audit(Folder.from_uri(str(self.storage)) / "mine" / "checkpoints").samples == undisturbed["samples_seen"]
         return bool(summary["parameters_sha256"] == undisturbed["parameters_sha256"])
 
 
@@ -155,7 +148,7 @@ def test_a_training_whose_time_is_over_while_it_waits_ends(source: Path, tmp_pat
     summary = json.loads((tmp_path / "mine" / "summary.json").read_text())
     assert summary["ending"] == "out_of_time"
     assert 0 < summary["steps"] < 45
-    assert audit(Folder.at(str(tmp_path)) / "mine" / "checkpoints").steps == summary["steps"]
+    assert audit(Folder.from_uri(str(tmp_path)) / "mine" / "checkpoints").steps == summary["steps"]
 
 
 @pytest.mark.long
@@ -211,11 +204,13 @@ def test_a_training_follows_a_folder_that_begins_with_too_little_and_whose_files
 
     source.mkdir()
     (source / "a.txt").write_text("too little")
-    data = Data(source=str(source), kind="text", validation_fraction=0.3, start_after_mib=0.0001, follow=True)
-    config = tiny(source, data=data, train=Train(steps=50, slots=4, slot_size=2), run="mine", launch=Launch(mode="inline"))
+    data = DataConfig(source=str(source), kind="text", validation_fraction=0.3, start_after_mib=0.0001, follow=True)
+    config = tiny(
+        source, data=data, train=TrainConfig(steps=50, slots=4, slot_size=2), run="mine", launch=LaunchConfig(mode="inline")
+    )
     Thread(target=grow, daemon=True).start()
-    summary = train(replace(config, storage=str(storage)), Folder.at(str(storage)), Quiet())
+    summary = train(replace(config, storage=str(storage)), Folder.from_uri(str(storage)), SilentScreen())
     assert summary["steps"] == 50
-    assert audit(Folder.at(str(storage)) / "mine" / "checkpoints").samples == 400
+    assert audit(Folder.from_uri(str(storage)) / "mine" / "checkpoints").samples == 400
     newest = json.loads((storage / "mine/checkpoints/step-00000050/MANIFEST.json").read_text())
     assert newest["order"]["generations"][0] < 400

@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from raystride.pipelines.config import Config, Record
-from raystride.pipelines.files import Folder
-from raystride.pipelines.launch.profiled import _keep
-from raystride.pipelines.profiling.profile import PLACE
-from raystride.pipelines.record.mlflow_log import database
+from raystride.pipelines.config import Config, RecordConfig
+from raystride.pipelines.launch.profiled import _store_report
+from raystride.pipelines.profiling.profile import PROFILES_FOLDER
+from raystride.pipelines.record.mlflow.log import database_uri
+from raystride.pipelines.storage.folder import Folder
 
 
 @pytest.fixture
@@ -27,18 +27,18 @@ def test_files_are_kept_and_told(tmp_path: Path, scratch: Path, mlflow: bool) ->
     storage = Folder(str(tmp_path / "runs"))
     folder = storage / "a"
     folder.put_json("summary.json", {"status": "finished"})
-    config = replace(Config(), run="a", record=Record(mlflow=mlflow))
-    _keep(config, storage, folder, scratch)
-    assert [folder.read(f"{PLACE}/{name}") for name in ("ncu.csv", "ncu.html")] == [b"ncu.csv", b"ncu.html"]
+    config = replace(Config(), run="a", record=RecordConfig(mlflow=mlflow))
+    _store_report(config, storage, folder, scratch)
+    assert [folder.read(f"{PROFILES_FOLDER}/{name}") for name in ("ncu.csv", "ncu.html")] == [b"ncu.csv", b"ncu.html"]
     if not mlflow:
         assert not (tmp_path / "runs" / "mlflow.db").exists()
         return
     from mlflow import MlflowClient
 
-    client = MlflowClient(database(storage))
+    client = MlflowClient(database_uri(storage))
     (run,) = client.search_runs([each.experiment_id for each in client.search_experiments()])
     assert (run.info.run_name, run.info.status) == ("a", "FINISHED")
-    kept = sorted(path.name for path in Path(run.info.artifact_uri, PLACE).iterdir())
+    kept = sorted(path.name for path in Path(run.info.artifact_uri, PROFILES_FOLDER).iterdir())
     assert kept == ["ncu.csv", "ncu.html"]
 
 
@@ -46,7 +46,7 @@ def test_what_mlflow_cannot_be_told_leaves_the_files_and_a_warning(
     tmp_path: Path, scratch: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     storage = Folder(str(tmp_path / "runs"))
-    config = replace(Config(), run="a", record=Record(mlflow=True))
-    _keep(config, storage, storage / "a", scratch)  # there is no summary to say how the run ended
-    assert (storage / "a").read(f"{PLACE}/ncu.csv") == b"ncu.csv"
+    config = replace(Config(), run="a", record=RecordConfig(mlflow=True))
+    _store_report(config, storage, storage / "a", scratch)  # there is no summary to say how the run ended
+    assert (storage / "a").read(f"{PROFILES_FOLDER}/ncu.csv") == b"ncu.csv"
     assert "warning: the profile is not in MLflow" in capsys.readouterr().err

@@ -1,100 +1,29 @@
-"""How many workers a machine without GPUs gets: as given, as before, the prior for little work, else what was measured."""
+"""The last step of a run by its steps and epochs."""
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
-import pytest
+from raystride.pipelines.config import OptimizerConfig, TrainConfig
+from raystride.pipelines.launch.workers import total_steps
+from raystride.pipelines.prepare.manifest import Manifest
+from tests.processes import make_job
+from tests.tiny import tiny, write_text
 
-from raystride.pipelines.cluster.resources import Resources, Share
-from raystride.pipelines.config import Config, Data, Launch, Model, Scaling, Train
-from raystride.pipelines.files import Folder
-from raystride.pipelines.launch.workers import in_words, places_on, settle_workers
-from raystride.pipelines.node_folder import PLACE
-from raystride.pipelines.worker import rehearsal
-from raystride.pipelines.worker.job import Job
-
-CONFIG = Config(data=Data(source="text"), model=Model(layers=4, width=128, context=128), train=Train(slots=4, slot_size=8))
-ASKED = Share(4, "cpu", 1)
-FOUND = {(1, 4): 1000.0, (2, 2): 1500.0, (4, 1): 1520.0}
-LONG = 10**5
+PLACE = Path("text.txt")
 
 
-def _there(cpus: float = 4, **changes: Any) -> Resources:
-    return Resources(**{"cpus": cpus, "gpus": 0, "memory_bytes": 2**34, "gpu_memory_bytes": None} | changes)
-
-
-def _job(tmp_path: Path, config: Config = CONFIG) -> Job:
-    folder = Folder(str(tmp_path / "run"))
-    return Job(config=config, run="run", attempt="a1", folder=folder, prepared=folder, device="cpu", threads=1)
-
-
-@pytest.fixture
-def rehearsals(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Any]:
-    """Rehearsals that were asked for; each finds `FOUND`."""
-    monkeypatch.setenv(PLACE, str(tmp_path / "cache"))
-    asked: list[Any] = []
-
-    def rehearse(job: Job, places: list[tuple[int, int]]) -> dict[tuple[int, int], float]:
-        asked.append(places)
-        return FOUND
-
-    monkeypatch.setattr(rehearsal, "rehearse", rehearse)
-    return asked
-
-
-def test_the_fastest_is_taken_but_no_more_workers_than_help(tmp_path: Path, rehearsals: list[Any]) -> None:
-    said: list[str] = []
-    # Four are faster by less than what tells them from two.
-    assert settle_workers(_job(tmp_path), _there(), ASKED, LONG, said.append) == Share(2, "cpu", 2)
-    assert said[-1] == "; ".join(in_words(*each) for each in FOUND.items())
-    assert rehearsals == [[(1, 4), (2, 2), (4, 1)]]
-    assert settle_workers(_job(tmp_path), _there(), ASKED, LONG, said.append) == Share(2, "cpu", 2)
-    assert len(rehearsals) == 1, "this machine knows"
-    other = replace(CONFIG, train=replace(CONFIG.train, precision="bf16"))
-    settle_workers(_job(tmp_path, other), _there(), ASKED, LONG, said.append)
-    assert len(rehearsals) == 2
-
-
-def test_little_work_is_not_tried(tmp_path: Path, rehearsals: list[Any]) -> None:
-    assert settle_workers(_job(tmp_path), _there(), ASKED, 10, print) == Share(1, "cpu", 4)
-    assert not rehearsals
-
-
-@pytest.mark.parametrize(
-    ("changes", "there", "share"),
-    [
-        ({"scaling": Scaling(workers=4)}, _there(), ASKED),
-        ({"scaling": Scaling(strategy="fsdp")}, _there(), ASKED),
-        ({"scaling": Scaling(strategy="ddp")}, _there(), ASKED),
-        ({"scaling": Scaling(threads=8)}, _there(), ASKED),
-        ({"launch": Launch(mode="inline")}, _there(), ASKED),
-        ({"train": replace(CONFIG.train, exact=True)}, _there(), ASKED),
-        ({}, _there(nodes=2, node_cpus=(2, 2)), ASKED),
-        ({}, _there(gpus=4), Share(4, "cuda", 1)),
-    ],
-    ids=["given", "sharded", "several", "no places", "inline", "exact", "nodes", "gpus"],
-)
-def test_what_is_not_open_stays(
-    tmp_path: Path, rehearsals: list[Any], changes: dict[str, Any], there: Resources, share: Share
-) -> None:
-    assert settle_workers(_job(tmp_path, replace(CONFIG, **changes)), there, share, LONG, print) == share
-    assert not rehearsals
-
-
-def test_a_run_goes_on_with_what_it_had_where_that_finds_places(tmp_path: Path, rehearsals: list[Any]) -> None:
-    job = _job(tmp_path)
-    made = {"world": 3, "threads": 1, "device": "cpu"}
-    (job.folder / "checkpoints" / "step-00000004").put_json("MANIFEST.json", made)
-    assert settle_workers(job, _there(), ASKED, LONG, print) == Share(3, "cpu", 1)
-    assert not rehearsals
-    assert settle_workers(job, _there(2), replace(ASKED, workers=2), LONG, print).workers in (1, 2)
-    assert rehearsals
-
-
-def test_places_share_out_the_cores_and_never_exceed_the_slots() -> None:
-    assert list(places_on(CONFIG, _there(6))) == [(1, 6), (2, 3), (4, 1)]
-    assert list(places_on(replace(CONFIG, train=replace(CONFIG.train, slots=2)), _there(6))) == [(1, 6), (2, 3)]
-    assert list(places_on(replace(CONFIG, scaling=Scaling(threads=2)), _there(6))) == [(1, 2), (2, 2)]
-    assert in_words((1, 2), 11900.4) == "1 worker of 2 threads: 11,900 tokens/s"
-    assert in_words((2, 1), 9000) == "2 workers of 1 thread: 9,000 tokens/s"
+def test_the_end_of_a_run_is_that_of_its_steps_or_of_its_epochs_whichever_comes_first(tmp_path: Path) -> None:
+    config = tiny(write_text(tmp_path), optimizer=OptimizerConfig(schedule="constant"))
+    job = make_job(config, tmp_path / "runs", "a")
+    tokens = Manifest.load(job.prepared).tokens("train")
+    windows = (tokens - 1) // 16
+    a_pass = -(-windows // 8)  # steps of four slots of two windows each
+    for steps, epochs, hours, expected in (
+        (6, 0, 0, 6),
+        (0, 1, 0, a_pass),
+        (6, 1, 0, 6),
+        (10**6, 1, 0, a_pass),
+        (0, 0, 1.0, None),
+    ):
+        train = TrainConfig(steps=steps, epochs=epochs, hours=hours, slots=4, slot_size=2)
+        assert total_steps(replace(job, config=replace(config, train=train))) == expected

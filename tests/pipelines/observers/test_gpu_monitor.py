@@ -18,7 +18,7 @@ COMPILER = shutil.which("cc") or shutil.which("gcc")
 PLAYER = """
 import json, os, sys
 from pathlib import Path
-from raystride.pipelines.observers.gpu_monitor import Sampler, find_devices
+from raystride.pipelines.observers.gpu_monitor import DeviceSampler, find_devices
 from raystride.pipelines.observers.observer import RunFacts
 from raystride.pipelines.record.state import run_figures
 
@@ -27,7 +27,7 @@ run = RunFacts(run="r", attempt="a1", device="a GPU", node="left", tokens_per_st
 script, warnings, sampler, shown = Path(os.environ["SCRIPTED_NVML"]), [], None, []
 for frame in play["frames"]:
     script.write_text(frame["script"])
-    sampler = sampler or Sampler(find_devices(run, Path("/nowhere"), warnings.append), run, warnings.append)
+    sampler = sampler or DeviceSampler(find_devices(run, Path("/nowhere"), warnings.append), run, warnings.append)
     shown.append(sampler.sample(frame["time"], frame["steps"], frame.get("last", False)))
 print(json.dumps({"shown": shown, "totals": sampler.totals(), "run": run_figures([sampler.totals()]), "warnings": warnings}))
 """
@@ -85,13 +85,13 @@ def script(*cards: dict[str, Any]) -> str:
 
 
 def frame(at: float, steps: int, *cards: dict[str, Any], last: bool = False) -> dict[str, Any]:
-    """What the cards show at a time and after that many steps."""
+    """State of the cards at a time and after a number of steps."""
     return {"time": at, "steps": steps, "script": script(*cards), "last": last}
 
 
 @pytest.fixture(scope="session")
 def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of the library that plays NVML."""
+    """Folder of the fake NVML library."""
     if COMPILER is None:
         pytest.skip("no C compiler (cc, gcc) to build the library that plays NVML")
     folder = tmp_path_factory.mktemp("nvml")
@@ -101,7 +101,7 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run_beside(library: Path, program: str, given: str = "", visible: str | None = None) -> Any:
-    """Runs a program to which that library is NVML; what it printed as JSON."""
+    """Runs a program with the fake NVML library; returns its JSON output."""
     surroundings = os.environ | {"LD_LIBRARY_PATH": str(library), "SCRIPTED_NVML": str(library / "script")}
     surroundings.pop("CUDA_VISIBLE_DEVICES", None)
     if visible is not None:

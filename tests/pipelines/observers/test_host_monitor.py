@@ -50,14 +50,14 @@ def test_mlflows_own_names_are_used() -> None:
     from mlflow.system_metrics.metrics.network_monitor import NetworkMonitor
     from psutil import net_io_counters
 
-    from raystride.pipelines.observers.host_monitor import host_reading
+    from raystride.pipelines.observers.host_monitor import read_host
 
     theirs: set[str] = set()
     kinds: list[Any] = [CPUMonitor, DiskMonitor, NetworkMonitor]
     for monitor in (kind() for kind in kinds):
         monitor.collect_metrics()
         theirs |= set(monitor.aggregate_metrics())
-    assert set(host_reading(net_io_counters())) == theirs
+    assert set(read_host(net_io_counters())) == theirs
 
 
 def test_only_the_first_worker_of_a_node_watches_it() -> None:

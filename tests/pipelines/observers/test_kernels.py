@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from raystride.pipelines.config import Train, Validation
+from raystride.pipelines.config import TrainConfig, ValidationConfig
 from raystride.pipelines.observers.kernels import Kernels
 from raystride.pipelines.observers.observer import RunFacts
 from raystride.pipelines.record import Sender
@@ -57,8 +57,8 @@ def test_rank_zero_tags_the_run_once_and_logs_refusals() -> None:
 def test_a_worker_runs_what_the_setting_says(tmp_path: Path, choice: str) -> None:
     config = tiny(
         write_text(tmp_path),
-        train=Train(steps=2, slots=2, slot_size=1, log_every=1),
-        validation=Validation(every=0, samples=2),
+        train=TrainConfig(steps=2, slots=2, slot_size=1, log_every=1),
+        validation=ValidationConfig(every=0, samples=2),
     )
     config = replace(config, model=replace(config.model, layers=1, kernels=choice))
     ran = run_workers(make_job(config, tmp_path, "mine"), world=1)["kernels"]

@@ -8,7 +8,7 @@ import pytest
 
 from raystride.pipelines.observers.observer import RunFacts
 from raystride.pipelines.observers.ray_metrics import RayMetrics
-from tests.deploy.monitoring import asked
+from tests.deploy.monitoring import find_queried_metrics
 
 WAIT_S = 60
 """A node gathers its processes' metrics every ten seconds."""
@@ -17,8 +17,8 @@ GPUS = {"ray_node_gpus_utilization", "ray_node_gram_used"}
 """What only a node with GPUs exports."""
 
 
-def exported(address: str) -> dict[str, dict[tuple[str | None, str | None], float]]:
-    """By name and then by run and rank, what the node gives to Prometheus."""
+def exported_gauges(address: str) -> dict[str, dict[tuple[str | None, str | None], float]]:
+    """Returns the node's Prometheus metrics by name, then by run and rank."""
     with urllib.request.urlopen(f"http://{address}/metrics", timeout=10) as page:
         lines = page.read().decode().splitlines()
     found: dict[str, dict[tuple[str | None, str | None], float]] = {}
@@ -39,13 +39,13 @@ def test_a_node_exports_what_the_dashboard_asks_for_by_run_and_rank() -> None:
         metrics.on_start(RunFacts(run="r", attempt="a1", rank=rank, world=2))
         metrics.on_log(3, FIGURES | {"step_seconds_p50": 1.0 + rank})
     node = ray.nodes()[0]
-    wanted = set().union(*asked().values()) - GPUS
+    wanted = set().union(*find_queried_metrics().values()) - GPUS
     deadline = time.monotonic() + WAIT_S
     found = {}
     while not wanted <= found.keys():
         assert time.monotonic() < deadline, wanted - found.keys()
         time.sleep(0.5)
-        found = exported(f"{node['NodeManagerAddress']}:{node['MetricsExportPort']}")
+        found = exported_gauges(f"{node['NodeManagerAddress']}:{node['MetricsExportPort']}")
     assert found["ray_raystride_loss"] == {("r", "0"): 2.5}
     assert found["ray_raystride_step"] == {("r", "0"): 3.0}
     assert found["ray_raystride_step_seconds"] == {("r", "0"): 1.0, ("r", "1"): 2.0}

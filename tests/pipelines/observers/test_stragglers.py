@@ -6,16 +6,16 @@ from pathlib import Path
 
 import torch
 
-from raystride.pipelines.config import Config, Train, Validation
-from raystride.pipelines.config.run import Record
-from raystride.pipelines.files import Folder
+from raystride.pipelines.config import Config, TrainConfig, ValidationConfig
+from raystride.pipelines.config.run import RecordConfig
 from raystride.pipelines.observers.observer import RunFacts
 from raystride.pipelines.phases import phase
 from raystride.pipelines.profiling import stalls
-from raystride.pipelines.profiling.stalls import StallWatch, stacks
+from raystride.pipelines.profiling.stalls import StallWatch, format_stacks
 from raystride.pipelines.record import Recorder, Sender, read_entries
 from raystride.pipelines.record.sender import Entry, Receipt
 from raystride.pipelines.report import closing_screen
+from raystride.pipelines.storage.folder import Folder
 from raystride.pipelines.worker.job import Job, WorkerInfo
 from tests.distributed import run_distributed
 from tests.processes import make_job
@@ -26,9 +26,9 @@ from tests.waiting import wait_until
 SLOWED_S = 0.15
 
 
-def train_slowed(rank: int, world: int, job: Job, slow: int, seconds: float) -> list[Entry]:
-    """One rank's training, in which each forward of rank `slow` takes that much longer; what it sent."""
-    from raystride.pipelines.worker.worker import run_worker
+def train_with_slow_rank(rank: int, world: int, job: Job, slow: int, seconds: float) -> list[Entry]:
+    """Trains on one rank, with slower forwards on rank `slow`; returns the entries sent."""
+    from raystride.pipelines.worker.run import run_worker
 
     posted: list[Entry] = []
 
@@ -48,16 +48,16 @@ def job(tmp_path: Path) -> Job:
     """A job of twelve steps."""
     config: Config = tiny(
         write_text(tmp_path),
-        train=Train(steps=12, slots=2, slot_size=1, log_every=4),
-        validation=Validation(every=0, samples=2),
+        train=TrainConfig(steps=12, slots=2, slot_size=1, log_every=4),
+        validation=ValidationConfig(every=0, samples=2),
     )
     return make_job(config, tmp_path, "mine")
 
 
 def test_the_slow_rank_is_named_with_what_the_group_lost_by_it(tmp_path: Path) -> None:
-    sent = run_distributed(train_slowed, 2, job(tmp_path), 1, SLOWED_S)
+    sent = run_distributed(train_with_slow_rank, 2, job(tmp_path), 1, SLOWED_S)
     storage = Folder(str(tmp_path))
-    recorder = Recorder(storage / "r", "r", "a1", Record(mlflow=False), storage, {}, {})
+    recorder = Recorder(storage / "r", "r", "a1", RecordConfig(mlflow=False), storage, {}, {})
     for rank, entries in enumerate(sent):
         recorder.receive(f"rank{rank}.x", entries)
     summary = recorder.finish("finished")
@@ -84,14 +84,14 @@ def test_a_step_that_does_not_end_has_its_stacks_written(tmp_path: Path) -> None
         return taken(entries)
 
     sender = Sender(post, "rank0", interval_s=0.05)
-    watch = StallWatch(3.0, Folder(str(tmp_path)), sender, least_s=0.1, poll_s=0.02)
+    watch = StallWatch(3.0, Folder(str(tmp_path)), sender, min_s=0.1, poll_s=0.02)
     watch.on_start(RunFacts(run="r", attempt="a1", node="left"))
-    assert watch.limit() == stalls.FIRST_S
+    assert watch.stall_limit_s() == stalls.FIRST_STEPS_S
     for step in range(6):
         with phase("step"):
             time.sleep(0.01)
         watch.on_step(step)
-    assert 0.1 <= watch.limit() < stalls.FIRST_S
+    assert 0.1 <= watch.stall_limit_s() < stalls.FIRST_STEPS_S
     with phase("step"), phase("reduce"):
         wait_until((tmp_path / "profiles/stacks-rank0.txt").exists, "the stacks")
     watch.on_end({})
@@ -109,7 +109,7 @@ def test_the_main_thread_comes_first_among_very_many() -> None:
     others = [threading.Thread(target=ended.wait) for _ in range(120)]
     for each in others:
         each.start()
-    first, *rest = stacks().split("\n\n")
+    first, *rest = format_stacks().split("\n\n")
     ended.set()
     assert "in test_the_main_thread_comes_first_among_very_many" in first
     assert sum("in wait" in each for each in rest) >= 120

@@ -6,7 +6,7 @@ import pytest
 
 from raystride.pipelines.hardware.peaks import PEAKS, peak_flops
 from raystride.pipelines.observers.observer import RunFacts
-from raystride.pipelines.observers.throughput import KEPT_STEPS, Throughput, peak_memory_bytes
+from raystride.pipelines.observers.throughput import MAX_KEPT_STEPS, Throughput, peak_memory_bytes
 from tests.some import some
 
 
@@ -86,9 +86,9 @@ def test_mfu_is_the_share_of_the_peak_of_all_workers() -> None:
 
 def test_a_long_run_keeps_a_bounded_choice_of_steps() -> None:
     observer = Throughput()
-    for step in range(KEPT_STEPS + 5000):
+    for step in range(MAX_KEPT_STEPS + 5000):
         observer.on_step(step)
-    assert len(observer._kept) == KEPT_STEPS
+    assert len(observer._reservoir) == MAX_KEPT_STEPS
 
 
 @pytest.mark.parametrize(

@@ -2,16 +2,16 @@
 
 from pathlib import Path
 
-from raystride.pipelines.config.run import Record
-from raystride.pipelines.files import Folder
+from raystride.pipelines.config.run import RecordConfig
 from raystride.pipelines.observers.observer import RunFacts
 from raystride.pipelines.observers.tracker import Tracker
 from raystride.pipelines.record import Recorder, Sender, read_entries
+from raystride.pipelines.storage.folder import Folder
 
 
 def record(folder: Path) -> Recorder:
     """A recorder without MLflow."""
-    return Recorder(Folder(str(folder)), "r", "a1", Record(mlflow=False), Folder(str(folder.parent)), {}, {})
+    return Recorder(Folder(str(folder)), "r", "a1", RecordConfig(mlflow=False), Folder(str(folder.parent)), {}, {})
 
 
 def test_the_tracker_sends_rank_zeros_figures_and_everyones_errors(tmp_path: Path) -> None:

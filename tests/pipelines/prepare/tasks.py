@@ -1,4 +1,4 @@
-"""Tasks of several columns, as small as they can be, and files of labelled texts for them.
+"""Minimal tasks with several columns, and files of labelled texts for them.
 
 result = made(Labelled, settings(as_csv(folder)), storage)
 pairs(result)                                             # [('text 0: "naïve", 日本語', "ham"), ...]
@@ -16,9 +16,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from raystride.pipelines.config import Config
-from raystride.pipelines.files import Folder
-from raystride.pipelines.prepare.one_source import Prepared
+from raystride.pipelines.prepare.one_source import PreparedData
 from raystride.pipelines.prepare.prepare import prepare
+from raystride.pipelines.storage.folder import Folder
 from raystride.pipelines.tasks.task import Column, Document, Facts, Task
 from raystride.pipelines.tokenizers import load_tokenizer
 from tests.pipelines.conftest import rows
@@ -77,7 +77,7 @@ class Pictures(Labelled):
 
 
 class Pairs(Task):
-    """The bytes of two texts, each by a tokenizer of its own."""
+    """The bytes of two texts, each with its own tokenizer."""
 
     tokenizers = ("source_tokenizer", "target_tokenizer")
 
@@ -95,12 +95,12 @@ class Pairs(Task):
         return np.concatenate([first, [end], second]), np.arange(len(first) + 1 + len(second)) > len(first)
 
 
-def made(kind: type[Task], config: Config, storage: Path, *, on_ray: bool = False) -> Prepared:
-    return prepare(config, Folder.at(str(storage)), kind(config), on_ray=on_ray, echo=lambda line: None)
+def made(kind: type[Task], config: Config, storage: Path, *, on_ray: bool = False) -> PreparedData:
+    return prepare(config, Folder.from_uri(str(storage)), kind(config), on_ray=on_ray, log=lambda line: None)
 
 
-def pairs(result: Prepared) -> list[tuple[str, str]]:
-    """The texts and labels that examples stand for, training first."""
+def pairs(result: PreparedData) -> list[tuple[str, str]]:
+    """Returns the texts and labels of examples, training first."""
     encoder, labels = load_tokenizer(result.folder / "tokenizer"), result.manifest.facts["labels"]
     ids = [row["ids"] for split in ("train", "validation") for row in rows(result, split)]
     return [(encoder.decode(rest), labels[label]) for label, *rest in ids]

@@ -1,4 +1,4 @@
-"""What a function reaches in its project changes its hash, and nothing else does."""
+"""The hash of a function changes with the code that it reaches in its project, and with nothing else."""
 
 import importlib
 import sys
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from raystride.pipelines.prepare.code_hash import hash_code, name_of
+from raystride.pipelines.prepare.code_hash import hash_code, qualified_name
 
 FILES = {
     "own/__init__.py": "",
@@ -89,7 +89,7 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callabl
             del sys.modules[module]
         importlib.invalidate_caches()
 
-    def hashed(name: tuple[str, str], file: str = "", text: str = "", other: str = "") -> str:
+    def hash_change(name: tuple[str, str], file: str = "", text: str = "", other: str = "") -> str:
         for path, content in FILES.items():
             (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
             assert path != file or text in content
@@ -98,7 +98,7 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callabl
         importlib.import_module(name[0])
         return hash_code([name])
 
-    yield hashed
+    yield hash_change
     forget()
 
 
@@ -125,12 +125,12 @@ NOT_REACHED = [
 
 
 @pytest.mark.parametrize("change", REACHED, ids=" ".join)
-def test_what_a_function_reaches_changes_its_hash(project: Callable[..., str], change: tuple[str, str, str]) -> None:
+def test_reached_code_changes_the_hash(project: Callable[..., str], change: tuple[str, str, str]) -> None:
     assert project(("own.steps", "clean")) != project(("own.steps", "clean"), *change)
 
 
 @pytest.mark.parametrize("change", NOT_REACHED, ids=" ".join)
-def test_what_it_does_not_reach_changes_nothing(project: Callable[..., str], change: tuple[str, str, str]) -> None:
+def test_unreached_code_leaves_the_hash(project: Callable[..., str], change: tuple[str, str, str]) -> None:
     before = project(("own.steps", "clean"))
     assert before == project(("own.steps", "clean"), *change)
     assert len(before) == 16
@@ -148,5 +148,5 @@ def test_a_task_s_model_is_no_data(project: Callable[..., str]) -> None:
 def test_installed_packages_and_raystride_are_not_of_a_project() -> None:
     assert hash_code([("raystride.pipelines.sources.embedded", "digits")]) == ""
     assert hash_code([("no_such_module", "clean")]) == ""
-    json_dumps = name_of(partial(importlib.import_module("json").dumps, indent=1))
+    json_dumps = qualified_name(partial(importlib.import_module("json").dumps, indent=1))
     assert json_dumps == ("json", "dumps")

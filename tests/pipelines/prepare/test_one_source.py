@@ -1,4 +1,4 @@
-"""The end of a preparation: counts of what was skipped and cut, empty splits, and shards that are whole."""
+"""The end of a preparation: counts of skipped and cut documents, empty splits, and complete shards."""
 
 import json
 from dataclasses import replace
@@ -7,23 +7,23 @@ from typing import Any
 
 import pytest
 
-from raystride.pipelines.config import Config, Data
-from raystride.pipelines.files import Folder
-from raystride.pipelines.prepare.generations import PLACE
+from raystride.pipelines.config import Config, DataConfig
+from raystride.pipelines.prepare.generations import GENERATIONS_FOLDER
 from raystride.pipelines.prepare.manifest import Manifest, Shard, Shards
 from raystride.pipelines.prepare.one_source import (
-    Prepared,
-    _check,
-    _counts,
-    _done,
-    _report,
-    finished,
-    manifest_of,
+    PreparedData,
+    _check_splits,
+    _describe_counts,
+    _load_done_records,
+    _log_report,
+    build_manifest,
+    build_publisher,
+    load_finished_manifest,
     prepare_source,
-    publisher_of,
 )
 from raystride.pipelines.sources.faults import DataError
 from raystride.pipelines.sources.source import open_source
+from raystride.pipelines.storage.folder import Folder
 from raystride.pipelines.tasks import build_task
 from tests.errors import unreadable
 from tests.tiny import tiny, write_text
@@ -36,31 +36,31 @@ def shard(name: str, tokens: int = 10, documents: int = 2, size: int = 4) -> dic
 
 
 def record(number: int, **changes: Any) -> dict[str, Any]:
-    """A part's record, with a shard that trains."""
+    """Returns a part's record, with a training shard."""
     shards = {"train": shard(f"train/{number:05d}.arrow"), "validation": None}
     return {"part": number, "shards": shards, "faults": [], "skipped": 0} | changes
 
 
 def config_of(text: Path, **data: Any) -> Config:
-    """Settings of a preparation of a text."""
+    """Returns settings for preparing a text."""
     config = tiny(text)
     return replace(config, data=replace(config.data, **data))
 
 
-def described(config: Config, records: list[dict[str, Any]]) -> Manifest:
+def describe_records(config: Config, records: list[dict[str, Any]]) -> Manifest:
     """Returns the manifest of the records of all parts."""
     task = build_task(config).knowing({"vocabulary_size": 257, "end_id": 256, "more": "known"}, {})
-    return manifest_of(config, "digest", open_source(config.data, config.data.source, task.columns), task, records)
+    return build_manifest(config, "digest", open_source(config.data, config.data.source, task.columns), task, records)
 
 
-def test_a_manifest_adds_up_what_its_parts_say(tmp_path: Path) -> None:
+def test_a_manifest_sums_the_records_of_its_parts(tmp_path: Path) -> None:
     text = write_text(tmp_path)
     records = [
         record(0, dropped={"too_short": 2, "own.step": 5}, cut=1),
         record(1, shards={"train": None, "validation": shard("validation/00001.arrow", 7)}, dropped={"own.step": -1}),
         record(2, cut=2, skipped=1, faults=[{"place": "a", "reason": "b"}]),
     ]
-    found = described(config_of(text), records)
+    found = describe_records(config_of(text), records)
     assert [each.file for each in found.splits["train"]] == ["train/00000.arrow", "train/00002.arrow"]
     assert [each.file for each in found.splits["validation"]] == ["validation/00001.arrow"]
     assert (found.tokens("train"), found.tokens("validation")) == (20, 7)
@@ -76,21 +76,23 @@ def test_a_manifest_adds_up_what_its_parts_say(tmp_path: Path) -> None:
     assert found.skipped == [{"place": "a", "reason": "b"}], "all that was skipped has its name"
     assert (found.fingerprint, found.id_type, found.vocabulary_size, found.end_id) == ("digest", "uint16", 257, 256)
     assert (found.learned, found.tokenizers) == ({"more": "known"}, ["tokenizer"])
-    plain = described(config_of(text), [record(0)])
+    plain = describe_records(config_of(text), [record(0)])
     assert (plain.source.keys(), plain.skipped) == ({"kind", "name", "files", "bytes"}, [])
 
 
-def test_more_that_was_skipped_than_has_a_name_is_counted(tmp_path: Path) -> None:
+def test_unnamed_skipped_documents_are_counted(tmp_path: Path) -> None:
     many = record(0, skipped=105, faults=[{"place": str(n), "reason": "r"} for n in range(100)])
-    found = described(config_of(write_text(tmp_path)), [many, record(1, skipped=2, faults=[{"place": "x", "reason": "r"}])])
+    found = describe_records(
+        config_of(write_text(tmp_path)), [many, record(1, skipped=2, faults=[{"place": "x", "reason": "r"}])]
+    )
     assert len(found.skipped) == 102
     assert found.skipped[-1] == {"place": str(tmp_path / "text.txt"), "reason": "and 6 more documents"}
 
 
 def manifest_with(train: int, validation: int, documents: int = 2) -> Manifest:
-    """A manifest with so many tokens in each split."""
+    """Returns a manifest with this many tokens in each split."""
     splits = {
-        split: Shards.of([Shard(**shard(f"{split}/0.arrow", tokens, documents))] if tokens else [])
+        split: Shards.from_shards([Shard(**shard(f"{split}/0.arrow", tokens, documents))] if tokens else [])
         for split, tokens in (("train", train), ("validation", validation))
     }
     return Manifest(fingerprint="", id_type="uint16", vocabulary_size=4096, end_id=0, splits=splits)
@@ -108,35 +110,35 @@ def manifest_with(train: int, validation: int, documents: int = 2) -> Manifest:
         (0, 5, {"validation": "source", "validation_source": "held"}, ["text.txt'", "training"], ["data.source"]),
     ],
 )
-def test_a_split_without_documents_is_refused_with_what_to_change(
+def test_an_empty_split_raises_with_a_remedy(
     tmp_path: Path, train: int, validation: int, data: dict[str, Any], names: list[str], settings: list[str]
 ) -> None:
     config = config_of(tmp_path / "text.txt", **data)
     with pytest.raises(DataError) as raised:
-        _check(config, manifest_with(train, validation))
+        _check_splits(config, manifest_with(train, validation))
     assert not [name for name in names if name not in str(raised.value)], str(raised.value)
     assert set(settings) <= set(raised.value.settings)
     assert ("data.validation" in raised.value.settings) == (data.get("validation") == "hash")
 
 
 def test_splits_with_documents_pass(tmp_path: Path) -> None:
-    _check(config_of(tmp_path / "text.txt"), manifest_with(1, 1))
+    _check_splits(config_of(tmp_path / "text.txt"), manifest_with(1, 1))
 
 
 def test_a_preparation_is_whole_while_all_shards_have_their_sizes(tmp_path: Path) -> None:
     folder, manifest = Folder(str(tmp_path)), manifest_with(5, 5)
     for split in ("train", "validation"):
         folder.put(f"{split}/0.arrow", b"1234")
-    assert finished(folder) is None
+    assert load_finished_manifest(folder) is None
     manifest.save(folder)
-    assert finished(folder) == manifest
+    assert load_finished_manifest(folder) == manifest
     folder.put("validation/0.arrow", b"123")
-    assert finished(folder) is None
+    assert load_finished_manifest(folder) is None
     folder.put("validation/0.arrow", b"4321")
     (tmp_path / "train/0.arrow").unlink()
-    assert finished(folder) is None
+    assert load_finished_manifest(folder) is None
     folder.put("manifest.json", b"{")
-    assert finished(folder) is None
+    assert load_finished_manifest(folder) is None
 
 
 def test_a_part_is_done_if_it_is_wanted_and_its_shards_are_as_they_were_written(tmp_path: Path) -> None:
@@ -150,20 +152,20 @@ def test_a_part_is_done_if_it_is_wanted_and_its_shards_are_as_they_were_written(
     folder.put("parts/00002.json", b"{")
     folder.put("parts/other.txt", b"")
     (folder / "parts").put_json("00005.json", {"part": 5})
-    assert sorted(_done(folder, {0, 1, 2, 3, 5})) == [0, 3]
-    assert _done(folder, set()) == {}
-    assert _done(folder, {4})[4]["shards"]["train"]["file"] == "train/00004.arrow"
+    assert sorted(_load_done_records(folder, {0, 1, 2, 3, 5})) == [0, 3]
+    assert _load_done_records(folder, set()) == {}
+    assert _load_done_records(folder, {4})[4]["shards"]["train"]["file"] == "train/00004.arrow"
 
 
 def test_counts_are_of_tokens_or_of_examples(tmp_path: Path) -> None:
     config = config_of(tmp_path / "text.txt")
     manifest = manifest_with(12345, 67, 1002)
-    assert _counts(manifest, build_task(config)) == "12,345 train and 67 validation tokens of 4,096 kinds"
+    assert _describe_counts(manifest, build_task(config)) == "12,345 train and 67 validation tokens of 4,096 kinds"
     labels = build_task(replace(config, task="classification"))
-    assert _counts(manifest, labels) == "1,002 train and 1,002 validation examples"
+    assert _describe_counts(manifest, labels) == "1,002 train and 1,002 validation examples"
 
 
-def test_the_report_has_what_was_skipped_left_out_and_cut(tmp_path: Path) -> None:
+def test_the_report_counts_skipped_dropped_and_cut_documents(tmp_path: Path) -> None:
     config, lines = config_of(tmp_path / "text.txt"), list[str]()
     told = replace(
         manifest_with(10, 10),
@@ -171,7 +173,7 @@ def test_the_report_has_what_was_skipped_left_out_and_cut(tmp_path: Path) -> Non
         source={"dropped": {"too_short": 1200, "own.step": 3}, "cut": 1500},
     )
     task, folder = build_task(config), Folder(str(tmp_path))
-    _report(told, task, [record(0, skipped=2), record(1, skipped=3)], folder, 1.25, lines.append)
+    _log_report(told, task, [record(0, skipped=2), record(1, skipped=3)], folder, 1.25, lines.append)
     assert lines[0].startswith("data: 5 files or documents skipped, the first 7.txt: is empty; listed in ")
     assert lines[1:3] == [
         "data: left out 1,200 too_short, 3 by own.step",
@@ -179,7 +181,7 @@ def test_the_report_has_what_was_skipped_left_out_and_cut(tmp_path: Path) -> Non
     ]
     assert lines[3].startswith("data: 10 train and 10 validation tokens of 4,096 kinds, prepared in 1.2 s")
     lines.clear()
-    _report(manifest_with(10, 10), task, [record(0)], folder, 1.25, lines.append)
+    _log_report(manifest_with(10, 10), task, [record(0)], folder, 1.25, lines.append)
     assert len(lines) == 1
 
 
@@ -190,34 +192,34 @@ def test_the_first_generation_has_a_window_of_both_splits(tmp_path: Path) -> Non
     assert task.window
     assert task.window.length == 17
     labels = build_task(replace(config, task="classification"))
-    for of, least in ((task, 17), (labels, 1)):
-        job: Any = type("Job", (), {"folder": Folder(str(tmp_path)), "task": of})
-        publisher = publisher_of(config, job, lambda records: manifest_with(1, 1))
-        assert publisher._least == 2 * 2**20
-        assert publisher._enough(manifest_with(least, least))
-        assert not publisher._enough(manifest_with(least - 1, least))
-        assert not publisher._enough(manifest_with(least, least - 1))
+    for tried, least in ((task, 17), (labels, 1)):
+        job: Any = type("Job", (), {"folder": Folder(str(tmp_path)), "task": tried})
+        publisher = build_publisher(config, job, lambda records: manifest_with(1, 1))
+        assert publisher._min_bytes == 2 * 2**20
+        assert publisher._is_sufficient(manifest_with(least, least))
+        assert not publisher._is_sufficient(manifest_with(least - 1, least))
+        assert not publisher._is_sufficient(manifest_with(least, least - 1))
 
 
-def test_a_preparation_leaves_what_is_needed_and_finds_it_again(tmp_path: Path) -> None:
+def test_a_preparation_keeps_only_its_results_and_reuses_them(tmp_path: Path) -> None:
     config = config_of(write_text(tmp_path), start_after_mib=1e-3, shard_mib=0.003, kind="lines")
     lines: list[str] = []
-    storage, task = Folder.at(str(tmp_path / "storage")), build_task(config)
-    first = prepare_source(config, storage, task, on_ray=False, echo=lines.append)
+    storage, task = Folder.from_uri(str(tmp_path / "storage")), build_task(config)
+    first = prepare_source(config, storage, task, on_ray=False, log=lines.append)
     assert first.folder == storage / ".prepared" / first.manifest.fingerprint
     assert first.folder.names() == [
         "files.parquet",
-        PLACE,
+        GENERATIONS_FOLDER,
         "manifest.json",
         "stages.json",
         "tokenizer",
         "train",
         "validation",
     ]
-    again = prepare_source(config, storage, task, on_ray=False, echo=lines.append)
+    again = prepare_source(config, storage, task, on_ray=False, log=lines.append)
     assert (first.reused, again.reused, again.manifest) == (False, True, first.manifest)
     assert len([line for line in lines if "prepared before" in line]) == 1
-    assert Prepared(first.folder, first.manifest, True, "l").identity.learned == "l"
+    assert PreparedData(first.folder, first.manifest, True, "l").identity.learned == "l"
     assert first.identity.data == first.manifest.fingerprint
 
 
@@ -226,23 +228,23 @@ def test_a_file_that_cannot_be_read_ends_a_preparation_unless_it_is_skipped(tmp_
     for number in range(9):
         (tmp_path / f"data/{number}.txt").write_text(f"text {number} that is whole\n" * 20)
     (tmp_path / "data/9.txt").write_bytes(b"\xff\xfe\xfd" * 30)
-    config = replace(tiny(tmp_path / "data"), data=Data(source=str(tmp_path / "data"), validation_fraction=0.4))
-    storage = Folder.at(str(tmp_path / "storage"))
+    config = replace(tiny(tmp_path / "data"), data=DataConfig(source=str(tmp_path / "data"), validation_fraction=0.4))
+    storage = Folder.from_uri(str(tmp_path / "storage"))
     with unreadable("9.txt"):
-        prepare_source(config, storage, build_task(config), on_ray=False, echo=lambda _: None)
+        prepare_source(config, storage, build_task(config), on_ray=False, log=lambda _: None)
     skipping = replace(config, data=replace(config.data, on_error="skip"))
-    found = prepare_source(skipping, storage, build_task(skipping), on_ray=False, echo=lambda _: None)
+    found = prepare_source(skipping, storage, build_task(skipping), on_ray=False, log=lambda _: None)
     assert [each["place"].endswith("9.txt") for each in found.manifest.skipped] == [True]
 
 
-def test_documents_that_come_again_are_looked_for_in_this_process_and_counted(tmp_path: Path) -> None:
+def test_repeated_documents_are_found_in_this_process_and_counted(tmp_path: Path) -> None:
     texts = [f"document {number} has words of its own: {number * 7919} and {number * 104729}" for number in range(30)]
     rows = [*texts, texts[3], texts[8]]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in rows))
-    data = Data(source=str(tmp_path / "rows.jsonl"), kind="json", near_duplicates=1.0, validation_fraction=0.3)
+    data = DataConfig(source=str(tmp_path / "rows.jsonl"), kind="json", near_duplicates=1.0, validation_fraction=0.3)
     config = replace(tiny(tmp_path / "rows.jsonl"), data=data)
     found = prepare_source(
-        config, Folder.at(str(tmp_path / "storage")), build_task(config), on_ray=False, echo=lambda _: None
+        config, Folder.from_uri(str(tmp_path / "storage")), build_task(config), on_ray=False, log=lambda _: None
     )
     assert sum(found.manifest.documents(split) for split in ("train", "validation")) == len(texts)
     assert sum(found.manifest.source["dropped"].values()) == 2

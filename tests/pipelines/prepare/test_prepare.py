@@ -1,4 +1,4 @@
-"""A preparation is made once, whatever interrupts it, and its shards are the same bytes however they were made."""
+"""A preparation is made once in spite of interruptions, and its shards have the same bytes in every mode."""
 
 import gzip
 import os
@@ -17,13 +17,13 @@ from hypothesis import HealthCheck, given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
-from raystride.pipelines.config import Config, Tokenizer, Train
-from raystride.pipelines.files import Folder
+from raystride.pipelines.config import Config, TokenizerConfig, TrainConfig
 from raystride.pipelines.prepare.fingerprint import fingerprint as fingerprint_for
 from raystride.pipelines.prepare.hash_list import SUFFIX, hash_list_name, parse_hash_list
 from raystride.pipelines.prepare.prepare import prepare
 from raystride.pipelines.prepare.stage_speed import SPEED_FILE
-from raystride.pipelines.prepare.stages import validates
+from raystride.pipelines.prepare.stages import is_validation
+from raystride.pipelines.storage.folder import Folder
 from raystride.pipelines.tasks.language_model import LanguageModel
 from raystride.pipelines.tasks.task import Column, Document, Facts
 from tests.pipelines.conftest import Prepare, documents, prepared, rows, settings
@@ -32,7 +32,7 @@ from tests.some import some
 
 
 def fingerprint(config: Config) -> str:
-    """That of a preparation for a language model."""
+    """Returns the fingerprint of a preparation for a language model."""
     return fingerprint_for(config, LanguageModel(config))
 
 
@@ -40,7 +40,7 @@ LINES = "".join(f"line {i}: some words of text\n" for i in range(20_000))
 
 
 def tree(folder: Path) -> dict[str, bytes]:
-    """Every file below a folder with its content, but what says how long it took."""
+    """Returns every file below a folder with its content, except timings."""
     files = [path for path in sorted(folder.rglob("*")) if path.is_file() and path.name != SPEED_FILE]
     return {str(path.relative_to(folder)): path.read_bytes() for path in files}
 
@@ -56,8 +56,8 @@ def corpus(tmp_path: Path) -> Path:
 def test_a_finished_preparation_is_reused_until_a_file_is_lost(corpus: Path, tmp_path: Path) -> None:
     config = settings(corpus, tokenizer="bpe", vocabulary_size=300, shard_mib=0.05)
     lines: list[str] = []
-    first = prepared(config, tmp_path / "runs", echo=lines.append)
-    again = prepared(config, tmp_path / "runs", echo=lines.append)
+    first = prepared(config, tmp_path / "runs", log=lines.append)
+    again = prepared(config, tmp_path / "runs", log=lines.append)
     assert (first.reused, again.reused) == (False, True)
     assert again.manifest == first.manifest
     assert "prepared before" in lines[-1]
@@ -71,7 +71,7 @@ def test_a_finished_preparation_is_reused_until_a_file_is_lost(corpus: Path, tmp
     assert repaired.manifest == first.manifest
 
 
-def test_the_fingerprint_depends_on_what_shapes_the_shards(corpus: Path) -> None:
+def test_the_fingerprint_depends_on_inputs_of_the_shards(corpus: Path) -> None:
     config = settings(corpus)
     same = [
         replace(config, storage="elsewhere", run="other", seed=7),
@@ -79,17 +79,17 @@ def test_the_fingerprint_depends_on_what_shapes_the_shards(corpus: Path) -> None
             config,
             data=replace(config.data, shuffle="none", prefetch=9, column="other", encoding="UTF8", source=f"{corpus}/"),
         ),
-        replace(config, train=Train(slots=2), tokenizer=replace(config.tokenizer, vocabulary_size=999)),
+        replace(config, train=TrainConfig(slots=2), tokenizer=replace(config.tokenizer, vocabulary_size=999)),
     ]
     other = [
         replace(config, data=replace(config.data, validation_fraction=0.2)),
         replace(config, data=replace(config.data, shard_mib=1.0)),
         replace(config, data=replace(config.data, on_error="skip")),
         replace(config, data=replace(config.data, source=f"{corpus}/0*.txt")),
-        replace(config, tokenizer=Tokenizer(kind="characters")),
-        replace(config, tokenizer=Tokenizer(kind="bpe")),
-        replace(config, tokenizer=Tokenizer(kind="bpe", training_mib=1.0)),
-        replace(config, tokenizer=Tokenizer(kind="bpe", lowercase=True)),
+        replace(config, tokenizer=TokenizerConfig(kind="characters")),
+        replace(config, tokenizer=TokenizerConfig(kind="bpe")),
+        replace(config, tokenizer=TokenizerConfig(kind="bpe", training_mib=1.0)),
+        replace(config, tokenizer=TokenizerConfig(kind="bpe", lowercase=True)),
     ]
     assert {fingerprint(each) for each in same} == {fingerprint(config)}
     assert len({fingerprint(each) for each in [config, *other]}) == 1 + len(other)
@@ -136,7 +136,7 @@ def test_a_killed_preparation_goes_on_and_gives_the_same_bytes(corpus: Path, tmp
     (target / "train/00000.arrow.tmp-deadbeef").write_bytes(b"left by the killed writer")
     os.utime(target / "train/00000.arrow.tmp-deadbeef", (1, 1))
     lines: list[str] = []
-    resumed = prepared(config, tmp_path / "killed", echo=lines.append)
+    resumed = prepared(config, tmp_path / "killed", log=lines.append)
     assert "going on with a preparation that was interrupted" in lines[0]
     assert {path: path.stat().st_mtime_ns for path in kept} == kept
     assert resumed.manifest == whole.manifest
@@ -163,10 +163,10 @@ def test_two_preparations_at_once(corpus: Path, tmp_path: Path) -> None:
 )
 def test_no_document_moves_when_others_are_added(texts: list[str], more: list[str]) -> None:
     fraction = 0.3
-    before = {text: validates(text[:4096], fraction) for text in texts}
-    after = {text: validates(text[:4096], fraction) for text in more + texts}
+    before = {text: is_validation(text[:4096], fraction) for text in texts}
+    after = {text: is_validation(text[:4096], fraction) for text in more + texts}
     assert {text: after[text] for text in texts} == before
-    assert all(validates(text, 0.999999999) for text in texts)
+    assert all(is_validation(text, 0.999999999) for text in texts)
 
 
 def test_adding_files_moves_no_document(corpus: Path, run: Prepare) -> None:
@@ -212,7 +212,7 @@ def test_the_tail_of_one_ascii_file_is_that_of_nanogpt(tmp_path: Path, run: Prep
 
 
 class Chat(LanguageModel):
-    """Leaves out of the loss what stands before a colon."""
+    """Leaves out of the loss all text before a colon."""
 
     def encode(self, document: Document) -> tuple[np.ndarray, np.ndarray]:
         ids, _ = super().encode(document)
@@ -222,7 +222,7 @@ class Chat(LanguageModel):
 def test_a_loss_mask_is_kept_and_found(tmp_path: Path) -> None:
     (tmp_path / "chat.jsonl").write_text("".join(f'{{"text": "ask {"x" * i}: answer"}}\n' for i in range(50)))
     config = settings(tmp_path / "chat.jsonl", validation="tail", validation_fraction=0.2)
-    result = prepare(config, Folder.at(str(tmp_path / "runs")), Chat(config), on_ray=False)
+    result = prepare(config, Folder.from_uri(str(tmp_path / "runs")), Chat(config), on_ray=False)
     assert result.folder.local
     for split in ("train", "validation"):
         (shard,) = result.manifest.splits[split]
@@ -248,7 +248,7 @@ def test_large_vocabularies_take_four_bytes(tmp_path: Path, run: Prepare) -> Non
 def test_in_this_process_ray_is_not_imported(corpus: Path, tmp_path: Path) -> None:
     code = (
         "import sys; from tests.pipelines.conftest import prepared, settings;"
-        "prepared(settings(sys.argv[1]), sys.argv[2], echo=lambda line: None); print({'ray', 'torch'} & set(sys.modules))"
+        "prepared(settings(sys.argv[1]), sys.argv[2], log=lambda line: None); print({'ray', 'torch'} & set(sys.modules))"
     )
     done = subprocess.run(
         [sys.executable, "-c", code, str(corpus), str(tmp_path)], capture_output=True, text=True, check=True
@@ -289,7 +289,7 @@ def test_a_task_of_examples_gets_long_files_whole(tmp_path: Path) -> None:
 
 
 class Interrupted(Labelled):
-    """Breaks down while encoding, and counts surveys."""
+    """Fails while encoding, and counts surveys."""
 
     surveys = 0
     broken = True
@@ -328,7 +328,7 @@ def test_the_fingerprint_knows_the_columns_and_the_task(tmp_path: Path) -> None:
         replace(config, data=replace(data, column="n")),
         replace(config, data=replace(data, label_column="n")),
         replace(config, data=replace(data, encoding="latin-1")),
-        replace(config, tokenizer=Tokenizer(kind="characters")),
+        replace(config, tokenizer=TokenizerConfig(kind="characters")),
     ]
     assert len({fingerprint_for(each, Labelled(each)) for each in same}) == 1
     found = {fingerprint_for(each, Labelled(each)) for each in other}

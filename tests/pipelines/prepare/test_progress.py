@@ -1,19 +1,19 @@
-"""How far a preparation is, from the records of its parts that stand."""
+"""Progress of a preparation, from the records of its parts."""
 
 from pathlib import Path
 
 import pytest
 
 from raystride.pipelines import service_thread
-from raystride.pipelines.files import Folder
 from raystride.pipelines.prepare import progress
-from raystride.pipelines.prepare.progress import Meter, shown
+from raystride.pipelines.prepare.progress import ProgressMeter, show_progress
 from raystride.pipelines.sources.pieces import File, Part, Slice
+from raystride.pipelines.storage.folder import Folder
 from tests.waiting import wait_until
 
 
 def part(number: int, size: int) -> Part:
-    """A part of so many bytes."""
+    """Returns a part with this many bytes."""
     return Part(number, (Slice(File("/f", "f", size), 0, None, size),), None)
 
 
@@ -21,7 +21,7 @@ def test_speed_and_time_left_are_of_the_parts_that_stand(tmp_path: Path, monkeyp
     now = [50.0]
     monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
     folder = Folder(str(tmp_path))
-    meter = Meter.of_parts(folder, [part(1, 30_000_000), part(2, 10_000_000), part(7, 20_000_000)])
+    meter = ProgressMeter.for_parts(folder, [part(1, 30_000_000), part(2, 10_000_000), part(7, 20_000_000)])
     assert (meter.total, meter.done) == (60_000_000, 0)
     assert meter.read() == "0/3 parts, 0 MB, 0.0 MB/s"
     (folder / "parts").put_json("00001.json", {})
@@ -29,13 +29,13 @@ def test_speed_and_time_left_are_of_the_parts_that_stand(tmp_path: Path, monkeyp
     now[0] = 60.0
     assert meter.read() == "1/3 parts, 30 MB, 3.0 MB/s, 10 s left"
     assert meter.done == 30_000_000
-    assert Meter.of_parts(folder, []).total == 1
+    assert ProgressMeter.for_parts(folder, []).total == 1
 
 
-def test_a_line_comes_now_and_then_where_there_is_no_terminal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lines_are_logged_without_a_terminal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(progress, "_LINE_EVERY_S", 0.001)
     lines: list[str] = []
-    with shown("preparing", Meter.of_parts(Folder(str(tmp_path)), [part(1, 5)]), lines.append):
+    with show_progress("preparing", ProgressMeter.for_parts(Folder(str(tmp_path)), [part(1, 5)]), lines.append):
         wait_until(lambda: bool(lines), "a line")
     assert lines[0].startswith("preparing: 0/1 parts, ")
 
@@ -44,7 +44,7 @@ def test_lines_go_on_when_looking_has_failed(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(progress, "_LINE_EVERY_S", 0.001)
     monkeypatch.setattr(service_thread, "FIRST_PAUSE_S", 0.001)
 
-    class Away(Meter):
+    class Away(ProgressMeter):
         reads = 0
 
         def read(self) -> str:
@@ -54,7 +54,7 @@ def test_lines_go_on_when_looking_has_failed(tmp_path: Path, monkeypatch: pytest
             return super().read()
 
     lines: list[str] = []
-    with shown("preparing", Away.of_parts(Folder(str(tmp_path)), [part(1, 5)]), lines.append):
+    with show_progress("preparing", Away.for_parts(Folder(str(tmp_path)), [part(1, 5)]), lines.append):
         wait_until(lambda: len(lines) > 1, "a line after the error")
     assert lines[0] == "preparing: OSError: the storage is away; tried again"
     assert lines[1].startswith("preparing: 0/1 parts, ")

@@ -1,4 +1,4 @@
-"""Raw files compared with what a preparation was made of: by size and content, whatever their time stamps say."""
+"""Raw files compared with those of a preparation: by size and content, independent of time stamps."""
 
 import os
 import shutil
@@ -9,12 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raystride.pipelines.config import Data
-from raystride.pipelines.files import Folder
+from raystride.pipelines.config import DataConfig
 from raystride.pipelines.prepare import raw_files
 from raystride.pipelines.prepare.raw_files import (
-    BLOCK,
-    BLOCKS,
+    BLOCK_BYTES,
+    NUM_BLOCKS,
     describe_changes,
     find_changed_files,
     hash_raw_files,
@@ -24,19 +23,20 @@ from raystride.pipelines.prepare.raw_files import (
     write_raw_files,
 )
 from raystride.pipelines.sources.source import Source, open_source
+from raystride.pipelines.storage.folder import Folder
 from raystride.pipelines.tasks.task import Column
 
 TEXT = (Column("data.column", "text"),)
-LONG = BLOCK * BLOCKS
+LONG = BLOCK_BYTES * NUM_BLOCKS
 
 
 def _open(folder: Path) -> Source:
-    return open_source(Data(source=str(folder)), str(folder), TEXT)
+    return open_source(DataConfig(source=str(folder)), str(folder), TEXT)
 
 
 @pytest.fixture
 def raw(tmp_path: Path) -> Path:
-    """A folder of three files, one of which is longer than what is hashed whole."""
+    """A folder of three files, one of them too long to be hashed whole."""
     folder = tmp_path / "raw"
     folder.mkdir()
     for name, size in (("a.txt", 20), ("b.txt", LONG), ("c.txt", 3 * LONG)):
@@ -46,7 +46,7 @@ def raw(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def prepared(tmp_path: Path, raw: Path) -> Folder:
-    """A prepared folder that has noted these files."""
+    """A prepared folder that has recorded these files."""
     folder = Folder(str(tmp_path / "prepared"))
     write_raw_files(folder, _open(raw), None)
     return folder
@@ -98,7 +98,7 @@ def test_a_preparation_of_an_earlier_version_does_not_know(raw: Path, tmp_path: 
     assert find_changed_files(Folder(str(tmp_path / "old")), _open(raw), None) is None
 
 
-def test_what_the_first_attempt_has_written_stays(raw: Path, prepared: Folder) -> None:
+def test_files_of_the_first_attempt_are_kept(raw: Path, prepared: Folder) -> None:
     before = read_raw_files(prepared)
     _change(raw / "a.txt", 3)
     write_raw_files(prepared, _open(raw), None)
@@ -113,7 +113,7 @@ def test_the_hash_of_all_files_knows_no_time_stamps(raw: Path) -> None:
     assert hash_raw_files(list_raw_files(_open(raw), None)) != before
 
 
-def test_of_many_files_an_even_sample_is_hashed(raw: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_even_sample_of_many_files_is_hashed(raw: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for number in range(7):
         (raw / f"d{number}.txt").write_text(f"document {number}")
     monkeypatch.setattr(raw_files, "MAX_HASHED", 4)
@@ -138,7 +138,7 @@ def test_time_stamps_that_were_noted_can_be_put_back(raw: Path, prepared: Folder
 
 
 @given(st.lists(st.text("ab", min_size=1, max_size=5), max_size=9), st.integers(1, 4))
-def test_a_description_names_the_first_and_counts_the_rest(changes: list[str], shown: int) -> None:
-    text = describe_changes(changes, shown)
-    assert text.split("; ")[: min(shown, len(changes))] == changes[:shown] or not changes
-    assert ("more" in text) == (len(changes) > shown)
+def test_a_description_names_the_first_and_counts_the_rest(changes: list[str], max_shown: int) -> None:
+    text = describe_changes(changes, max_shown)
+    assert text.split("; ")[: min(max_shown, len(changes))] == changes[:max_shown] or not changes
+    assert ("more" in text) == (len(changes) > max_shown)

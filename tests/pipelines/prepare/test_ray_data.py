@@ -1,10 +1,10 @@
-"""On Ray Data the shards are the bytes that one process writes, and errors come out as they were raised."""
+"""On Ray Data the shards have the same bytes as from one process, and errors arrive as they were raised."""
 
 from pathlib import Path
 
 import pytest
 
-from raystride.pipelines.config import Tokenizer
+from raystride.pipelines.config import TokenizerConfig
 from raystride.pipelines.sources.faults import DataError
 from tests.errors import refused, unreadable
 from tests.pipelines.conftest import prepared, settings
@@ -13,7 +13,7 @@ from tests.pipelines.prepare.test_prepare import LINES, tree
 pytestmark = pytest.mark.usefixtures("ray_cluster")
 
 
-def test_ray_data_writes_what_one_process_writes(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_ray_data_writes_the_same_bytes_as_one_process(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "text.txt").write_text(LINES)
     config = settings(
         tmp_path / "text.txt", tokenizer="bpe", vocabulary_size=500, validation="tail", shard_mib=0.05
@@ -21,7 +21,7 @@ def test_ray_data_writes_what_one_process_writes(tmp_path: Path, capfd: pytest.C
     alone = prepared(config, tmp_path / "alone")
     capfd.readouterr()
     lines: list[str] = []
-    cluster = prepared(config, tmp_path / "cluster", on_ray=True, echo=lines.append)
+    cluster = prepared(config, tmp_path / "cluster", on_ray=True, log=lines.append)
     assert len(cluster.manifest.splits["train"]) > 5
     assert cluster.manifest == alone.manifest
     assert alone.folder.local
@@ -39,22 +39,22 @@ def test_an_interrupted_preparation_goes_on_with_another_number_of_workers(tmp_p
     config = settings(tmp_path / "text.txt", validation="tail", shard_mib=0.05)
     whole = prepared(config, tmp_path / "whole")
     from raystride.pipelines.prepare.fingerprint import open_sources
-    from raystride.pipelines.prepare.parts import divide
-    from raystride.pipelines.prepare.stages import Preparation, read_part, tokenise, write_part
+    from raystride.pipelines.prepare.parts import divide_into_parts
+    from raystride.pipelines.prepare.stages import Preparation, read_part, tokenise_table, write_part
     from raystride.pipelines.tasks.language_model import LanguageModel
     from raystride.pipelines.tokenizers import Tokenizers, train_tokenizer
 
     task = LanguageModel(config, {"vocabulary_size": 257, "end_id": 256})
     source, _ = open_sources(config, task)
-    parts = divide(source, None, config.data)
+    parts = divide_into_parts(source, None, config.data)
     folder = type(whole.folder)(f"{tmp_path}/begun/.prepared/{whole.manifest.fingerprint}")
     train_tokenizer(config.tokenizer, iter([]), folder / "tokenizer", print)
     task = task.knowing(task.facts, Tokenizers(folder, task.tokenizers))
     job = Preparation(folder, {"train": source.reader, "validation": source.reader}, task, 0.05, False)
     for part in parts[3:6]:
-        write_part(job, (tokenise(job, table) for table in read_part(job, part)))
+        write_part(job, (tokenise_table(job, table) for table in read_part(job, part)))
     lines: list[str] = []
-    ended = prepared(config, tmp_path / "begun", on_ray=True, echo=lines.append)
+    ended = prepared(config, tmp_path / "begun", on_ray=True, log=lines.append)
     assert f"3 of {len(parts)} parts are done" in lines[0]
     assert ended.manifest == whole.manifest
 
@@ -77,6 +77,6 @@ def test_an_error_of_the_tokenizer_comes_out_as_it_is(tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text(LINES)
     file = write_tokenizer(tmp_path / "tokenizer.json", end=None)
     config = settings(tmp_path / "text.txt", validation="tail")
-    config = replace(config, tokenizer=Tokenizer(kind="file", file=str(file)))
+    config = replace(config, tokenizer=TokenizerConfig(kind="file", file=str(file)))
     with refused("tokenizer.end_token", None):
         prepared(config, tmp_path / "runs", on_ray=True)

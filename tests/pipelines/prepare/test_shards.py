@@ -1,4 +1,4 @@
-"""Shards as Arrow's own reader has them: rows that go on join, masks begin with the first, and damage is seen."""
+"""Shards as read by Arrow: continued rows are joined, masks begin with the first, and damage is detected."""
 
 import hashlib
 from pathlib import Path
@@ -10,17 +10,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raystride.pipelines.files import Folder
 from raystride.pipelines.prepare.hash_list import hash_list_name
 from raystride.pipelines.prepare.manifest import Shard
-from raystride.pipelines.prepare.shards import ShardWriter, same_file
+from raystride.pipelines.prepare.shards import ShardWriter, is_intact
+from raystride.pipelines.storage.folder import Folder
 
 Row = tuple[int, bool, bool, list[int], list[int] | None]
 """Document, whether it begins and ends here, ids, and the loss mask."""
 
 
 def table_of(rows: list[Row]) -> pa.Table:
-    """The rows as a stage of the preparation hands them on."""
+    """Returns the rows as a stage of the preparation passes them on."""
     columns = list(zip(*rows, strict=True)) or [()] * 5
     types = [pa.uint64(), pa.bool_(), pa.bool_(), pa.large_list(pa.uint16()), pa.large_list(pa.uint8())]
     names = ["document", "begins", "ends", "ids", "loss_mask"]
@@ -28,7 +28,7 @@ def table_of(rows: list[Row]) -> pa.Table:
 
 
 def write(folder: Path, *tables: list[Row], name: str = "train/00003.arrow") -> Shard | None:
-    """The shard of these rows, table by table."""
+    """Returns the shard of these rows, written table by table."""
     writer = ShardWriter(pa.uint16())
     for rows in tables:
         writer.add(table_of(rows))
@@ -36,7 +36,7 @@ def write(folder: Path, *tables: list[Row], name: str = "train/00003.arrow") -> 
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    """The rows, by Arrow."""
+    """Returns the rows, read by Arrow."""
     with pa.ipc.open_file(str(path)) as reader:
         assert reader.num_record_batches == 1
         return list(reader.get_batch(0).to_pylist())
@@ -58,7 +58,7 @@ def test_a_document_that_goes_on_is_one_row_and_ends_as_its_last_piece_does(tmp_
     assert (shard.tokens, shard.documents, shard.rows, shard.mask_offset) == (9, 2, 3, None)
 
 
-def test_all_tokens_count_before_the_first_mask_and_where_there_is_none_after_it(tmp_path: Path) -> None:
+def test_tokens_without_a_mask_count(tmp_path: Path) -> None:
     shard = write(
         tmp_path,
         [(0, True, True, [1, 2], None)],
@@ -74,7 +74,7 @@ lengths_and_masks = st.lists(st.tuples(st.integers(0, 6), st.booleans()), min_si
 
 
 @given(tables=st.lists(lengths_and_masks, min_size=1, max_size=4))
-def test_numbers_lie_where_the_shard_says(
+def test_numbers_are_at_the_offsets_of_the_shard(
     tmp_path_factory: pytest.TempPathFactory, tables: list[list[tuple[int, bool]]]
 ) -> None:
     random, folder, number = np.random.default_rng(0), tmp_path_factory.mktemp("shard"), 0
@@ -110,10 +110,10 @@ def test_a_shard_is_the_same_while_its_file_and_its_hash_list_are(tmp_path: Path
     shard, folder = write(tmp_path, [(0, True, True, [1, 2, 3], None)]), Folder(str(tmp_path))
     assert shard
     known = vars(shard)
-    assert same_file(folder, known)
-    assert not same_file(folder, known | {"sha256": "0" * 64})
-    assert not same_file(folder, known | {"file": "train/00004.arrow", "top_hash": ""})
+    assert is_intact(folder, known)
+    assert not is_intact(folder, known | {"sha256": "0" * 64})
+    assert not is_intact(folder, known | {"file": "train/00004.arrow", "top_hash": ""})
     list_of = tmp_path / hash_list_name(shard.file)
     list_of.unlink()
-    assert not same_file(folder, known)
-    assert same_file(folder, known | {"top_hash": ""}), "an older version wrote none"
+    assert not is_intact(folder, known)
+    assert is_intact(folder, known | {"top_hash": ""}), "an older version wrote none"

@@ -1,4 +1,4 @@
-"""What becomes of a document between its text and its shard: ids, masks, the end that a piece has not, and faults."""
+"""The stages from a document's text to its shard: ids, masks, end tokens of pieces, and faults."""
 
 import itertools
 import json
@@ -8,12 +8,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from raystride.pipelines.config import Config, Data
-from raystride.pipelines.files import Folder
+from raystride.pipelines.config import Config, DataConfig
 from raystride.pipelines.prepare import stages
-from raystride.pipelines.prepare.parts import parts_of
-from raystride.pipelines.prepare.stages import Preparation, _encode, read_part, validates
+from raystride.pipelines.prepare.parts import divide_without_validation
+from raystride.pipelines.prepare.stages import Preparation, _encode_stretch, is_validation, read_part
 from raystride.pipelines.sources.source import open_source
+from raystride.pipelines.storage.folder import Folder
 from raystride.pipelines.tasks import build_task
 from raystride.pipelines.tasks.language_model import LanguageModel
 from raystride.pipelines.tasks.task import Document, Encoded
@@ -24,7 +24,7 @@ END = ByteEncoder.end_id
 
 
 class Masked(LanguageModel):
-    """Nothing but the end counts."""
+    """Only the end token counts."""
 
     def example(self, document: Document) -> Encoded:
         ids, _, cut = super().example(document)
@@ -36,11 +36,11 @@ def _task(kind: type[LanguageModel] = LanguageModel) -> LanguageModel:
 
 
 def test_a_piece_that_does_not_end_its_document_has_no_end() -> None:
-    assert _encode(_task(), ("ab",), ends=True).ids.tolist() == [*b"ab", END]
-    assert _encode(_task(), ("ab",), ends=False).ids.tolist() == [*b"ab"]
-    ids, mask, _ = _encode(_task(Masked), ("ab",), ends=False)
+    assert _encode_stretch(_task(), ("ab",), begins=True, ends=True).ids.tolist() == [*b"ab", END]
+    assert _encode_stretch(_task(), ("ab",), begins=True, ends=False).ids.tolist() == [*b"ab"]
+    ids, mask, _ = _encode_stretch(_task(Masked), ("ab",), begins=True, ends=False)
     assert (ids.tolist(), mask.tolist()) == ([*b"ab"], [False, False])  # type: ignore[union-attr]
-    ids, mask, _ = _encode(_task(Masked), ("ab",), ends=True)
+    ids, mask, _ = _encode_stretch(_task(Masked), ("ab",), begins=True, ends=True)
     assert mask is not None
     assert (mask.dtype, mask.tolist()) == (np.uint8, [0, 0, 1])
 
@@ -50,26 +50,26 @@ def test_a_document_of_a_task_without_windows_must_have_something_in_it() -> Non
     task = build_task(config, {"vocabulary_size": 257, "end_id": END}, {"tokenizer": ByteEncoder()})
     task.example = lambda document: Encoded(np.empty(0, np.uint32), None)  # type: ignore[method-assign]
     with pytest.raises(ValueError, match="nothing in it"):
-        _encode(task, ("", ""), ends=True)
-    assert len(_encode(_task(), ("",), ends=False).ids) == 0, "an empty piece of a text is none"
+        _encode_stretch(task, ("", ""), begins=True, ends=True)
+    assert len(_encode_stretch(_task(), ("",), begins=True, ends=False).ids) == 0, "an empty piece of a text is none"
 
 
 def test_about_as_many_documents_validate_as_were_asked_for_and_always_the_same() -> None:
     texts = [f"document {number}" for number in range(4000)]
-    chosen = [text for text in texts if validates(text, 0.25)]
+    chosen = [text for text in texts if is_validation(text, 0.25)]
     assert abs(len(chosen) - 1000) < 6 * np.sqrt(4000 * 0.25 * 0.75)  # six standard deviations of a binomial count
-    assert chosen == [text for text in texts if validates(text, 0.25)]
-    assert {text for text in texts if validates(text, 0.1)} < set(chosen), "more validate where a larger share does"
-    assert not any(validates(text, 0.0) for text in texts)
+    assert chosen == [text for text in texts if is_validation(text, 0.25)]
+    assert {text for text in texts if is_validation(text, 0.1)} < set(chosen), "more validate where a larger share does"
+    assert not any(is_validation(text, 0.0) for text in texts)
 
 
-def test_what_reading_took_is_of_all_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By a clock that moves on whenever somebody looks at it: once for each table, and once at the end."""
+def test_reading_seconds_sum_over_all_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The clock advances at each reading: once for each table, and once at the end."""
     (tmp_path / "lines.jsonl").write_text("".join(f'{{"text": "line {number}"}}\n' for number in range(6)))
     task = _task()
-    source = open_source(Data(source=str(tmp_path / "lines.jsonl")), str(tmp_path / "lines.jsonl"), task.columns)
+    source = open_source(DataConfig(source=str(tmp_path / "lines.jsonl")), str(tmp_path / "lines.jsonl"), task.columns)
     job = Preparation(Folder(str(tmp_path)), {"train": source.reader}, task, 0.5, False, None)
-    (part,) = parts_of(source, Data())
+    (part,) = divide_without_validation(source, DataConfig())
     monkeypatch.setattr(stages, "_TABLE_ROWS", 2)
     ticks = itertools.count()
     monkeypatch.setattr(time, "perf_counter", lambda: float(next(ticks)))

@@ -10,14 +10,20 @@ from shutil import which
 import pytest
 import yaml
 
-from raystride.pipelines.launch.profiled import COMPUTED, LASTED, MOVED, speed_of_light, why_no_report
+from raystride.pipelines.launch.profiled import (
+    COMPUTE_METRIC,
+    DURATION_METRIC,
+    MEMORY_METRIC,
+    explain_missing_report,
+    parse_speed_of_light,
+)
 from raystride.pipelines.profiling.nsight import SystemsWindow
-from raystride.pipelines.profiling.nsight_commands import SESSION, worker_executable
+from raystride.pipelines.profiling.nsight_commands import NSYS_SESSION_VARIABLE, worker_executable
 from raystride.pipelines.profiling.profile import ProfileError
 from tests.tiny import write_text
 
 ROOT = Path(__file__).resolve().parents[3]
-TABLE = f'''"ID","Kernel Name","{LASTED}","{COMPUTED}","{MOVED}"
+TABLE = f'''"ID","Kernel Name","{DURATION_METRIC}","{COMPUTE_METRIC}","{MEMORY_METRIC}"
 "","","us","%","%"
 "0","gemm_128x64","41.50","71.25","33.10"
 "1","add_layer_norm","1,205.00","12.50","88.75"
@@ -36,8 +42,9 @@ def job(folder: Path, *arguments: str, path: str = "") -> subprocess.CompletedPr
     settings = {
         "data": {"source": str(write_text(folder)), "kind": "text", "validation": "tail", "validation_fraction": 0.1},
         "tokenizer": {"kind": "bytes"},
-        "model": {"layers": 2, "heads": 2, "width": 16, "context": 16},
+        "model": {"layers": 2, "heads": 2, "hidden_size": 16, "context": 16},
         "train": {"steps": 8, "slots": 2, "slot_size": 2, "log_every": 2},
+        "optimizer": {"warmup_steps": 2},
         "validation": {"every": 0, "samples": 4},
         "checkpoint": {"every": 0},
         "sample": {"tokens": 0},
@@ -99,14 +106,14 @@ def test_ncu_runs_the_job_once_more_and_its_figures_become_a_page(tmp_path: Path
 
 
 def test_speed_of_light_comes_in_microseconds() -> None:
-    rows = speed_of_light(TABLE.replace('"us"', '"ns"'))
+    rows = parse_speed_of_light(TABLE.replace('"us"', '"ns"'))
     assert rows[1] == {"kernel": "add_layer_norm", "us": pytest.approx(1.205), "compute_%": 12.5, "memory_%": 88.75}
-    assert speed_of_light("==WARNING== nothing\n") == []
+    assert parse_speed_of_light("==WARNING== nothing\n") == []
 
 
 def test_a_report_that_is_not_there_has_a_reason() -> None:
-    assert "RestrictProfilingToAdminUsers=0" in why_no_report("==ERROR== ERR_NVGPUCTRPERM - The user does not ...")
-    assert "profile.kernel" in why_no_report("==WARNING== No kernels were profiled.")
+    assert "RestrictProfilingToAdminUsers=0" in explain_missing_report("==ERROR== ERR_NVGPUCTRPERM - The user does not ...")
+    assert "profile.kernel" in explain_missing_report("==WARNING== No kernels were profiled.")
 
 
 def test_a_worker_on_a_node_without_nsys_is_plain_python() -> None:
@@ -141,7 +148,7 @@ def test_a_report_that_is_no_report_is_an_error_that_says_why(
     (tmp_path / "nsys").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     monkeypatch.setenv("LEAVES", leaves)
-    monkeypatch.setenv(SESSION, "s1")
+    monkeypatch.setenv(NSYS_SESSION_VARIABLE, "s1")
     monkeypatch.setattr("raystride.pipelines.profiling.nsight.nvtx_listener", lambda: None)
     window = SystemsWindow()
     window.open()

@@ -1,4 +1,4 @@
-"""Profiles of real trainings on CPUs: the trace opens, the table names what costs, and what cannot be is said."""
+"""Profiles of real trainings on CPUs: the trace opens, the table names costly operations, and failures become warnings."""
 
 import gzip
 import json
@@ -9,14 +9,14 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from raystride.pipelines.config import Config, Profile, Train, Validation
-from raystride.pipelines.files import Folder
+from raystride.pipelines.config import Config, ProfileConfig, TrainConfig, ValidationConfig
 from raystride.pipelines.observers.observer import RunFacts
 from raystride.pipelines.observers.throughput import Throughput
-from raystride.pipelines.profiling.profile import Profiled
+from raystride.pipelines.profiling.profile import ProfileObserver
 from raystride.pipelines.record.sender import Entry, Receipt
+from raystride.pipelines.storage.folder import Folder
 from raystride.pipelines.worker.job import Job, WorkerInfo
-from raystride.pipelines.worker.worker import run_worker
+from raystride.pipelines.worker.run import run_worker
 from tests.distributed import CONTEXT, LIMIT_S
 from tests.errors import refused
 from tests.processes import make_job
@@ -37,15 +37,17 @@ def _train(job: Job, variables: dict[str, str], tell: Connection) -> None:
 
 
 def train(
-    tmp_path: Path, profile: Profile, run: str = "mine", variables: dict[str, str] | None = None, **changes: Any
+    tmp_path: Path, profile: ProfileConfig, run: str = "mine", variables: dict[str, str] | None = None, **changes: Any
 ) -> tuple[Path, list[Entry]]:
-    """Trains six steps; the folder of the profiles, and what was sent.
+    """Trains six steps; returns the folder of the profiles, and the sent entries.
 
     In a process of its own, as trainings are: in one where much else has run, a profile with stacks may hold names that are
     none, by which PyTorch fails (UnicodeDecodeError, RecursionError).
     """
     config = tiny(
-        write_text(tmp_path), train=Train(steps=6, slots=2, slot_size=1), validation=Validation(every=0, samples=2)
+        write_text(tmp_path),
+        train=TrainConfig(steps=6, slots=2, slot_size=1),
+        validation=ValidationConfig(every=0, samples=2),
     )
     hear, tell = CONTEXT.Pipe(duplex=False)
     job = make_job(replace(config, profile=profile, **changes), tmp_path, run)
@@ -58,16 +60,16 @@ def train(
     return tmp_path / run / "profiles", posted
 
 
-def told(posted: list[Entry], name: str) -> list[str]:
-    """The texts of the events of a name."""
+def event_texts(posted: list[Entry], name: str) -> list[str]:
+    """Returns the texts of the events with this name."""
     return [entry["values"]["text"] for entry in posted if entry["kind"] == "event" and entry["values"]["name"] == name]
 
 
 def test_torchs_trace_holds_the_windows_phases_and_the_table_what_costs(tmp_path: Path) -> None:
-    folder, posted = train(tmp_path, Profile(tool="torch", steps=(3, 4)))
+    folder, posted = train(tmp_path, ProfileConfig(tool="torch", steps=(3, 4)))
     stem = "torch-rank0-steps3-4"
-    assert not told(posted, "warning")
-    (line,) = told(posted, "profile")
+    assert not event_texts(posted, "warning")
+    (line,) = event_texts(posted, "profile")
     assert "3-4" in line
     assert "rank 0" in line
     assert f"profiles/{stem}.html" in line
@@ -87,8 +89,8 @@ def test_torchs_trace_holds_the_windows_phases_and_the_table_what_costs(tmp_path
 
 
 def test_memorys_time_line_and_who_takes_most(tmp_path: Path) -> None:
-    folder, posted = train(tmp_path, Profile(tool="memory", steps=(3, 3)))
-    assert not told(posted, "warning")
+    folder, posted = train(tmp_path, ProfileConfig(tool="memory", steps=(3, 3)))
+    assert not event_texts(posted, "warning")
     assert (folder / "memory-rank0-steps3-3-timeline.html").stat().st_size > 10_000
     rows = json.loads((folder / "memory-rank0-steps3-3-allocations.json").read_text())
     assert rows[0]["self_bytes"] >= rows[-1]["self_bytes"] > 0
@@ -104,8 +106,8 @@ def test_a_profiles_own_seconds_are_no_training(tmp_path: Path) -> None:
             now[0] += 100
 
     throughput = Throughput(lambda: now[0])
-    profile = Profile(tool="torch", steps=(2, 2))
-    profiled = Profiled(profile, Folder(str(tmp_path)), SlowSender(), throughput.on_pause, lambda: now[0])  # type: ignore[arg-type]
+    profile = ProfileConfig(tool="torch", steps=(2, 2))
+    profiled = ProfileObserver(profile, Folder(str(tmp_path)), SlowSender(), throughput.on_pause, lambda: now[0])  # type: ignore[arg-type]
     observers = [profiled, throughput]  # as a worker has them
     for observer in observers:
         observer.on_start(RunFacts(run="mine", attempt="a1", tokens_per_step=8))
@@ -120,24 +122,24 @@ def test_a_profiles_own_seconds_are_no_training(tmp_path: Path) -> None:
 
 
 def test_a_window_that_the_run_does_not_reach_is_said(tmp_path: Path) -> None:
-    folder, posted = train(tmp_path, Profile(tool="torch"))
-    (warning,) = told(posted, "warning")
+    folder, posted = train(tmp_path, ProfileConfig(tool="torch"))
+    (warning,) = event_texts(posted, "warning")
     assert "step 20," in warning
     assert "profile.steps" in warning
     assert not folder.exists()
-    folder, posted = train(tmp_path, Profile(tool="torch", steps=(5, 9)), run="cut")
+    folder, posted = train(tmp_path, ProfileConfig(tool="torch", steps=(5, 9)), run="cut")
     assert (folder / "torch-rank0-steps5-6.html").exists()
 
 
 def test_other_ranks_are_not_watched(tmp_path: Path) -> None:
-    folder, posted = train(tmp_path, Profile(tool="torch", steps=(2, 3), ranks=(1,)))
-    assert not told(posted, "warning")
+    folder, posted = train(tmp_path, ProfileConfig(tool="torch", steps=(2, 3), ranks=(1,)))
+    assert not event_texts(posted, "warning")
     assert not folder.exists()
 
 
 def test_without_nsight_the_training_goes_on_and_says_why(tmp_path: Path) -> None:
-    _, posted = train(tmp_path, Profile(tool="nsys", steps=(2, 3)), variables={"PATH": "/nowhere"})
-    (warning,) = told(posted, "warning")
+    _, posted = train(tmp_path, ProfileConfig(tool="nsys", steps=(2, 3)), variables={"PATH": "/nowhere"})
+    (warning,) = event_texts(posted, "warning")
     assert "rank 0: nsys " in warning
     assert "PATH" in warning
     assert [entry for entry in posted if entry["kind"] == "summary"]
@@ -145,6 +147,6 @@ def test_without_nsight_the_training_goes_on_and_says_why(tmp_path: Path) -> Non
 
 def test_ncu_needs_a_process_of_its_own() -> None:
     with refused("profile.tool", "ncu", names=["launch.mode"]):
-        Config(profile=Profile(tool="ncu"))
+        Config(profile=ProfileConfig(tool="ncu"))
     with refused("profile.steps", (5, 4)):
-        Profile(steps=(5, 4))
+        ProfileConfig(steps=(5, 4))

@@ -1,4 +1,4 @@
-"""What tests of the record share: one storage with one database a session, since MLflow takes seconds to make its tables."""
+"""Fixtures of the record's tests: one storage with one database per session, as MLflow takes seconds to create tables."""
 
 import json
 from collections.abc import Callable, Iterator
@@ -10,11 +10,11 @@ from uuid import uuid4
 
 import pytest
 
-from raystride.pipelines.config.run import Record
-from raystride.pipelines.files import Folder
+from raystride.pipelines.config.run import RecordConfig
 from raystride.pipelines.record import Recorder
-from raystride.pipelines.record.mlflow_log import database
+from raystride.pipelines.record.mlflow.log import database_uri
 from raystride.pipelines.record.sender import Entry
+from raystride.pipelines.storage.folder import Folder
 
 MakeRecorder = Callable[..., Recorder]
 
@@ -24,7 +24,7 @@ class RecorderProcess(BaseManager):
 
 
 class HoldingRecorder(Recorder):
-    """A recorder that can be kept from writing."""
+    """A recorder whose writing can be stopped."""
 
     def hold(self) -> None:
         """Writes nothing from now on."""
@@ -51,9 +51,9 @@ def folder(storage: Folder) -> Folder:
 def record(storage: Folder, folder: Folder) -> MakeRecorder:
     """Makes a recorder of the test's run; by default without MLflow."""
 
-    def make(attempt: str = "a1", settings: Record | None = None, **changes: Any) -> Recorder:
+    def make(attempt: str = "a1", settings: RecordConfig | None = None, **changes: Any) -> Recorder:
         given: dict[str, Any] = {"parameters": {}, "tags": {}, "total_steps": 100} | changes
-        chosen = settings or Record(mlflow=False)
+        chosen = settings or RecordConfig(mlflow=False)
         return Recorder(folder, folder.uri.rpartition("/")[2], attempt, chosen, storage, **given)
 
     return make
@@ -79,7 +79,7 @@ def history(storage: Folder, run_id: str, key: str) -> list[tuple[int, float, in
     """A metric's points in the storage's database: step, value, time in milliseconds; in order of time."""
     from mlflow import MlflowClient
 
-    points = MlflowClient(database(storage)).get_metric_history(run_id, key)
+    points = MlflowClient(database_uri(storage)).get_metric_history(run_id, key)
     return sorted(((point.step, point.value, point.timestamp) for point in points), key=lambda point: (point[2], point[0]))
 
 
@@ -87,7 +87,7 @@ def only_run(storage: Folder, name: str) -> Any:
     """The one MLflow run of that name; there must be no second."""
     from mlflow import MlflowClient
 
-    client = MlflowClient(database(storage))
+    client = MlflowClient(database_uri(storage))
     experiments = [experiment.experiment_id for experiment in client.search_experiments()]
     (run,) = client.search_runs(experiments, f"attributes.run_name = '{name}'")
     return run

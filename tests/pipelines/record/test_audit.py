@@ -1,4 +1,4 @@
-"""The audit proves what was fed from manifests alone, and finds whatever was lost, repeated, exchanged or tampered with."""
+"""The audit proves the fed samples from manifests alone, and finds lost, repeated, exchanged and tampered ones."""
 
 import json
 from collections.abc import Callable
@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 
 from raystride.pipelines.feed.mixture import Mixture, MixtureSource
 from raystride.pipelines.feed.order import Order, digest
-from raystride.pipelines.feed.plan import Plan, share
-from raystride.pipelines.files import Folder
+from raystride.pipelines.feed.plan import Plan, worker_slots
 from raystride.pipelines.record import audit as audit_module
-from raystride.pipelines.record.audit import Broken, audit, main
+from raystride.pipelines.record.audit import AuditFailed, audit, main
+from raystride.pipelines.storage.folder import Folder
 
 ORDER = Order(samples=50, seed=3)
 PLAN = Plan(ORDER, slots=3, slot_size=4, epochs=2.5)
@@ -25,12 +25,12 @@ SAVED = (2, 5, 6, 11)
 
 
 def _fed(rank: int, world: int, first: int, last: int) -> int:
-    """What a rank fed in steps, as its loader adds it up."""
+    """Returns the digest that a rank's loader sums up over steps."""
     total = 0
     for step in range(first, last):
-        for slot in share(PLAN.slots, rank, world):
+        for slot in worker_slots(PLAN.slots, rank, world):
             positions = PLAN.slot(step, slot)
-            total += digest(positions // ORDER.samples, ORDER.at(positions))
+            total += digest(positions // ORDER.samples, ORDER.sample_ids_at(positions))
     return total % 2**64
 
 
@@ -66,7 +66,7 @@ def test_a_whole_history_is_proven(tmp_path: Path) -> None:
 
 
 def _other(manifest: dict[str, Any], epoch: int, lost: int, found: int) -> None:
-    """One sample less, or another one once more."""
+    """Replaces one sample of a rank's digest, or adds or removes one."""
     change = sum(
         sign * digest(np.array(epoch), np.array([sample])) for sign, sample in ((-1, lost), (1, found)) if sample >= 0
     )
@@ -76,9 +76,15 @@ def _other(manifest: dict[str, Any], epoch: int, lost: int, found: int) -> None:
 @pytest.mark.parametrize(
     ("step", "change", "parent_step", "positions", "names"),
     [
-        (5, lambda m: _other(m, 0, int(ORDER.at(np.array([30]))[0]), -1), None, (24, 59), ("3 worker",)),
+        (5, lambda m: _other(m, 0, int(ORDER.sample_ids_at(np.array([30]))[0]), -1), None, (24, 59), ("3 worker",)),
         (5, lambda m: _other(m, 0, -1, 7), None, (24, 59), ("24 to 59",)),
-        (6, lambda m: _other(m, 1, int(ORDER.at(np.array([65]))[0]), int(ORDER.at(np.array([66]))[0])), None, (60, 71), ()),
+        (
+            6,
+            lambda m: _other(m, 1, int(ORDER.sample_ids_at(np.array([65]))[0]), int(ORDER.sample_ids_at(np.array([66]))[0])),
+            None,
+            (60, 71),
+            (),
+        ),
         (6, lambda m: m["fed"].pop("1"), None, (60, 71), ("1 worker",)),
         (2, lambda m: m["fed"].update({"0": "0" * 16}), None, (0, 23), ()),
         (6, lambda m: m.update(positions=[59, 72]), 5, None, ("position 59", "step-00000005", "60")),
@@ -98,7 +104,7 @@ def test_what_does_not_fit_is_found(
 ) -> None:
     checkpoints = _write(tmp_path)
     _change(tmp_path, step, change)
-    with pytest.raises(Broken, match=f"^step-{step:08d}") as raised:
+    with pytest.raises(AuditFailed, match=f"^step-{step:08d}") as raised:
         audit(checkpoints)
     error = raised.value
     assert (error.step, error.parent_step, error.positions) == (step, parent_step, positions)
@@ -114,7 +120,7 @@ def test_a_manifest_in_the_middle_is_needed_and_the_newest_is_not(tmp_path: Path
         path.write_text(content[: len(content) // 2]) if damage == "half" else path.unlink()
         if path == newest:
             assert audit(checkpoints).steps == 6
-    with pytest.raises(Broken, match=r"^step-00000006 follows step-00000005, of which there is no manifest$") as raised:
+    with pytest.raises(AuditFailed, match=r"^step-00000006 follows step-00000005, of which there is no manifest$") as raised:
         audit(checkpoints)
     assert (raised.value.step, raised.value.parent_step) == (6, 5)
 
@@ -144,7 +150,7 @@ def test_the_command_prints_one_line_and_says_by_its_exit_code(tmp_path: Path, c
 
 NAMES = ("web", "code", "math", "chat")
 WEIGHTS = st.dictionaries(st.sampled_from(NAMES), st.sampled_from((0.0, 0.2, 0.5, 1.0)), min_size=1)
-WANTED = WEIGHTS.filter(lambda each: any(each.values()))
+WANTED = WEIGHTS.filter(lambda weights: any(weights.values()))
 ATTEMPTS = st.lists(st.tuples(st.integers(1, 4), st.integers(1, 3), WANTED), min_size=1, max_size=6)
 """Of each attempt its steps, its workers, and the weights of the sources that it has."""
 
@@ -163,30 +169,30 @@ def test_a_mixture_whose_weights_and_sources_change_is_proven_and_one_sample_les
     mixture: Mixture | None = None
     saved = []
     for number, (steps, world, weights) in enumerate(attempts):
-        mixture = Mixture.planned([known[name] for name in weights], [(0, list(weights.values()))], mixture, position)
+        mixture = Mixture.from_weights([known[name] for name in weights], [(0, list(weights.values()))], mixture, position)
         plan, parent = Plan(mixture, slots=3, slot_size=4, first_step=step, first_position=position), step
         fed = [0] * world
-        for at in range(step, step + steps):
+        for step_number in range(step, step + steps):
             for rank in range(world):
-                for slot in share(plan.slots, rank, world):
-                    positions = plan.slot(at, slot)
-                    fed[rank] = (fed[rank] + digest(mixture.epochs(positions), mixture.at(positions))) % 2**64
+                for slot in worker_slots(plan.slots, rank, world):
+                    positions = plan.slot(step_number, slot)
+                    fed[rank] = (fed[rank] + digest(mixture.epochs(positions), mixture.sample_ids_at(positions))) % 2**64
         step, before, position = step + steps, position, position + steps * plan.batch
         saved.append(
             {"attempt": f"a{number}", "world": world, "step": step, "parent_step": parent, "positions": [before, position]}
-            | {"order": mixture.to_json(), "fed": {str(rank): f"{each:016x}" for rank, each in enumerate(fed)}}
+            | {"order": mixture.to_json(), "fed": {str(rank): f"{rank_digest:016x}" for rank, rank_digest in enumerate(fed)}}
         )
         folder.put_json(f"step-{step:08d}/MANIFEST.json", saved[-1])
     assert mixture
     found = audit(folder)
-    counts = dict(zip((each.name for each in mixture.sources), mixture.counts(position).tolist(), strict=True))
+    counts = dict(zip((source.name for source in mixture.sources), mixture.counts(position).tolist(), strict=True))
     assert {name: count for name, (count, _) in found.by_source.items()} == counts
     assert found.samples == sum(counts.values()) == position
     tampered = data.draw(st.sampled_from(saved), label="the manifest that is tampered with")
     lost = np.array([data.draw(st.integers(tampered["positions"][0], tampered["positions"][1] - 1), label="lost")])
-    rest = (int(tampered["fed"]["0"], 16) - digest(mixture.epochs(lost), mixture.at(lost))) % 2**64
+    rest = (int(tampered["fed"]["0"], 16) - digest(mixture.epochs(lost), mixture.sample_ids_at(lost))) % 2**64
     folder.put_json(
         f"step-{tampered['step']:08d}/MANIFEST.json", tampered | {"fed": tampered["fed"] | {"0": f"{rest:016x}"}}
     )
-    with pytest.raises(Broken, match=f"step-{tampered['step']:08d}"):
+    with pytest.raises(AuditFailed, match=f"step-{tampered['step']:08d}"):
         audit(folder)

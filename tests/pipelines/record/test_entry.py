@@ -1,4 +1,4 @@
-"""An entry says when and of which step it is, tells no secret, and what came over the wire and is none is refused."""
+"""An entry has its time and step and no secrets; malformed ones from senders are rejected."""
 
 import time
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from raystride.pipelines import credentials
-from raystride.pipelines.record.entry import KINDS, TOLD, check_entry, new_entry, warning, without_secrets
+from raystride.pipelines.record.entry import KINDS, TEXT_KINDS, check_entry, new_entry, redact_entry, warning_entry
 
 
 def test_an_entry_is_of_now_or_of_the_time_that_is_given() -> None:
@@ -16,12 +16,12 @@ def test_an_entry_is_of_now_or_of_the_time_that_is_given() -> None:
     assert (now["kind"], now["step"], now["values"]) == ("metrics", 3, {"train_loss": 1.0})
     assert new_entry("metrics", {}, time=0.0)["time"] == 0.0
     assert new_entry("metrics", {})["step"] is None
-    assert warning("hot")["values"] == {"name": "warning", "text": "hot"}
+    assert warning_entry("hot")["values"] == {"name": "warning", "text": "hot"}
 
 
 def test_kinds_are_those_of_the_types() -> None:
     figures = {"metrics", "system", "rank", "ranks", "totals", "artifact", "summary"}
-    assert TOLD | figures == KINDS
+    assert TEXT_KINDS | figures == KINDS
 
 
 @pytest.mark.parametrize(
@@ -47,13 +47,13 @@ def test_what_is_no_entry_is_refused(change: dict[str, Any], error: type[Excepti
 def test_texts_are_told_without_secrets_and_figures_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(credentials, "_values", {"hunter22x"})
     uri = "https://user:hunter22x@host/a"
-    told: Any = without_secrets(
+    told: Any = redact_entry(
         new_entry("parameters", {"uri": uri, "many": [uri], "pair": (uri, 3), "steps": 5, "none": None})
     )
     masked = "https://***@host/a"
     assert told["values"] == {"uri": masked, "many": [masked], "pair": (masked, 3), "steps": 5, "none": None}
-    assert without_secrets(warning("hunter22x is wrong"))["values"]["text"] == "*** is wrong"  # type: ignore[typeddict-item]
-    only_lists: Any = without_secrets(new_entry("parameters", {"many": [uri]}))
+    assert redact_entry(warning_entry("hunter22x is wrong"))["values"]["text"] == "*** is wrong"  # type: ignore[typeddict-item]
+    only_lists: Any = redact_entry(new_entry("parameters", {"many": [uri]}))
     assert only_lists["values"] == {"many": [masked]}
     figures = new_entry("metrics", {"train_loss": 1.0})
-    assert without_secrets(figures) is figures
+    assert redact_entry(figures) is figures

@@ -1,4 +1,4 @@
-"""The description of what a run ran on, also where git or the working tree is missing."""
+"""The description of a run's environment, also without git or a working tree."""
 
 import json
 import subprocess

@@ -9,18 +9,18 @@ from typing import Any
 
 import pytest
 
-from raystride.pipelines.config import Config, Record
+from raystride.pipelines.config import Config, RecordConfig
 from raystride.pipelines.config.parse import Parsed
-from raystride.pipelines.files import Folder
-from raystride.pipelines.launch.place import locate, with_tracking_variables
 from raystride.pipelines.record.entry import new_entry
-from raystride.pipelines.record.mlflow_log import MAX_DATABASE_BYTES, MlflowLog, database, relocate_artifacts, stored_uri
+from raystride.pipelines.record.mlflow.log import MAX_DATABASE_BYTES, MlflowLog, database_uri, relocate_artifacts, stored_uri
+from raystride.pipelines.run_store.location import locate_run, with_tracking_variables
+from raystride.pipelines.storage.folder import Folder
 from tests.errors import refused
 from tests.pipelines.record.conftest import history, only_run
 
 
 def _log(storage: Folder, run: str, **record: Any) -> MlflowLog:
-    log = MlflowLog.at(storage / run, run, Record(**record), storage)
+    log = MlflowLog.for_run(storage / run, run, RecordConfig(**record), storage)
     assert log
     return log
 
@@ -98,7 +98,7 @@ def test_rows_of_other_places_and_the_same_folder_by_another_name_stay(recorded:
     with closing(sqlite3.connect(copy / "mlflow.db")) as connection, connection:
         connection.execute("update experiments set artifact_location = ?", (elsewhere,))
         connection.execute("update runs set artifact_uri = ?", (f"{by_link}/r/artifacts",))
-    relocate_artifacts(database(Folder(str(copy))))
+    relocate_artifacts(database_uri(Folder(str(copy))))
     with closing(sqlite3.connect(copy / "mlflow.db")) as connection:
         assert {row[0] for row in connection.execute("select artifact_location from experiments")} == {elsewhere}
         assert connection.execute("select artifact_uri from runs").fetchall() == [(f"{by_link}/r/artifacts",)]
@@ -111,7 +111,7 @@ def test_a_deleted_experiment_comes_back_with_its_run(recorded: Folder, tmp_path
     shutil.copytree(str(recorded.local), copy)
     storage = Folder(str(copy))
     reference = (storage / "r").read_json("mlflow.json")
-    client = MlflowClient(database(storage))
+    client = MlflowClient(database_uri(storage))
     client.delete_experiment(reference["experiment_id"])
     _log(storage, "r").log([new_entry("metrics", {"train_loss": 0.25}, step=2, time=1e9 + 2)])
     assert client.get_experiment(reference["experiment_id"]).lifecycle_stage == "active"
@@ -122,11 +122,11 @@ def test_a_path_that_is_too_long_for_a_database_is_refused(tmp_path: Path) -> No
     room = MAX_DATABASE_BYTES - len(f"sqlite:///{tmp_path}//mlflow.db")
     longest = f"{tmp_path}/{('é' * 50 + '/') * (room // 101)}{'x' * (room % 101)}".rstrip("/")
     located = partial(Config, run="r")
-    assert locate(Parsed(located(storage=longest), "tiny"))[1].uri == longest
+    assert locate_run(Parsed(located(storage=longest), "tiny"))[1].uri == longest
     with refused("storage", longest + "é", names=["--record.mlflow_uri", "--record.mlflow false"]):
-        locate(Parsed(located(storage=longest + "é"), "tiny"))
-    for record in (Record(mlflow=False), Record(mlflow_uri="http://127.0.0.1:9")):
-        locate(Parsed(located(storage=longest + "é", record=record), "tiny"))
+        locate_run(Parsed(located(storage=longest + "é"), "tiny"))
+    for record in (RecordConfig(mlflow=False), RecordConfig(mlflow_uri="http://127.0.0.1:9")):
+        locate_run(Parsed(located(storage=longest + "é", record=record), "tiny"))
 
 
 @pytest.mark.parametrize(
@@ -151,7 +151,7 @@ def test_mlflow_s_own_variables_stand_in_for_what_was_not_given(
 ) -> None:
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    found = with_tracking_variables(Config(run="r", record=Record(**given)), Folder(str(tmp_path))).record
+    found = with_tracking_variables(Config(run="r", record=RecordConfig(**given)), Folder(str(tmp_path))).record
     assert (found.mlflow_uri, found.experiment) == (uri, experiment)
 
 

@@ -11,12 +11,14 @@ from typing import Any
 import pytest
 
 from raystride.pipelines import credentials
-from raystride.pipelines.config.run import Record
-from raystride.pipelines.files import Folder
+from raystride.pipelines.config.run import RecordConfig
 from raystride.pipelines.record import SUMMARY_KEYS, Recorder, Sender, read_entries
 from raystride.pipelines.record import recorder as recorder_module
 from raystride.pipelines.record.entry import WorkerTime, new_entry
-from raystride.pipelines.record.mlflow_log import MlflowLog, metric_name, public
+from raystride.pipelines.record.mlflow.follower import Follower
+from raystride.pipelines.record.mlflow.log import MlflowLog, metric_name, public_uri
+from raystride.pipelines.storage.folder import Folder
+from tests.children import find_children
 from tests.pipelines.record.conftest import MakeRecorder, RecorderProcess, history, only_run, sent
 from tests.waiting import wait_until
 
@@ -134,7 +136,7 @@ def test_a_storage_that_fails_for_a_while_loses_nothing(record: MakeRecorder, fo
 def test_what_a_storage_does_not_take_stays_with_the_sender_above_a_bound(
     record: MakeRecorder, folder: Folder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(recorder_module, "MOST_WAITING", 8)
+    monkeypatch.setattr(recorder_module, "MAX_WAITING", 8)
     Path(folder.uri).mkdir(parents=True)
     in_the_way = Path(folder.uri) / "journal"
     in_the_way.write_text("a file where the folder should be")
@@ -159,7 +161,7 @@ def test_the_journal_has_no_secret_that_this_process_knows(
 ) -> None:
     monkeypatch.setattr(credentials, "_values", set())
     monkeypatch.setattr(credentials, "_logins", {})
-    credentials.note("https://user:hunter22x@host/a")
+    credentials.remember_secrets("https://user:hunter22x@host/a")
     secret = {"uri": "https://user:hunter22x@host/a", "list": ["https://user:hunter22x@host/a"]}
     recorder = record(parameters=secret, tags={"said": "hunter22x"})
     recorder.receive("rank0", [new_entry("event", {"name": "note", "text": "refused hunter22x"}) | {"sequence": 1}])
@@ -178,7 +180,7 @@ def test_mlflow_gets_points_with_their_own_times_and_shows_what_broke(
     folder.put("profiles/note.txt", "text")
     folder.put("config.yaml", "train: {}")
     parameters = {"train.steps": 100, "optimizer.betas": (0.9, 0.99)}
-    recorder = record(settings=Record(), parameters=parameters, tags={"team": "us"})
+    recorder = record(settings=RecordConfig(), parameters=parameters, tags={"team": "us"})
     sender = Sender(recorder.receive, "rank0")
     steps(sender, 30)
     sender.put(new_entry("metrics", {"train_loss": float("inf"), "bad key!*": float("nan"), "word": "no number"}, step=31))
@@ -215,7 +217,7 @@ def test_mlflow_gets_points_with_their_own_times_and_shows_what_broke(
 def test_a_resumed_run_goes_on_in_its_mlflow_run(record: MakeRecorder, folder: Folder, storage: Folder) -> None:
     ids = []
     for attempt, first, workers in (("a1", 1, 1), ("a2", 6, 2)):
-        recorder = record(attempt, Record(), parameters={"workers": workers, "seed": 0})
+        recorder = record(attempt, RecordConfig(), parameters={"workers": workers, "seed": 0})
         sender = Sender(recorder.receive, "rank0")
         steps(sender, 10, first)
         assert sender.close(60.0)
@@ -235,7 +237,7 @@ def test_a_killed_recorder_is_replaced_without_loss_or_duplicate(
     folder: Folder, storage: Folder, process: Callable[[], RecorderProcess]
 ) -> None:
     name = folder.uri.rpartition("/")[2]
-    arguments: tuple[Any, ...] = (folder, name, "a1", Record(), storage, {}, {}, 60)
+    arguments: tuple[Any, ...] = (folder, name, "a1", RecordConfig(), storage, {}, {}, 60)
     first, second = process(), process()
     proxies = [first.HoldingRecorder(*arguments)]  # type: ignore[attr-defined]
     sender = Sender(lambda *posted: proxies[-1].receive(*posted), "rank0", interval_s=0.05)
@@ -258,7 +260,7 @@ def test_a_killed_recorder_is_replaced_without_loss_or_duplicate(
 
 @pytest.mark.parametrize("unwritten", [0, 7, 300], ids=["all was written", "some was not", "a bin was not"])
 def test_workers_times_outlive_the_recorder(record: MakeRecorder, folder: Folder, unwritten: int) -> None:
-    """What is acknowledged of them is kept, although it is recorded in sums alone: each interval counts once."""
+    """Acknowledged times are kept although only their sums are recorded: each interval counts once."""
     world, recorders = 3, [record()]
     senders = [
         Sender(lambda *posted: recorders[-1].receive(*posted), f"rank{rank}", interval_s=0.01) for rank in range(world)
@@ -301,7 +303,7 @@ def test_workers_times_outlive_the_recorder(record: MakeRecorder, folder: Folder
 
 def _record_one(storage: Folder, name: str) -> None:
     recorder_module.MLFLOW_END_S = 240.0  # a busy machine needs more than 20 s
-    recorder = Recorder(storage / name, name, "a1", Record(), storage, {}, {})
+    recorder = Recorder(storage / name, name, "a1", RecordConfig(), storage, {}, {})
     sender = Sender(recorder.receive, "rank0")
     steps(sender, 3)
     sender.close()
@@ -327,7 +329,7 @@ def test_two_runs_may_open_a_fresh_database_at_once(tmp_path: Path) -> None:
 
 def test_a_remote_storage_without_a_server_says_that_mlflow_is_off() -> None:
     storage = Folder("memory://bucket/runs")
-    recorder = Recorder(storage / "r", "r", "a1", Record(), storage, {}, {})
+    recorder = Recorder(storage / "r", "r", "a1", RecordConfig(), storage, {}, {})
     assert "record.mlflow_uri" in recorder.state()["warnings"][0]
     assert recorder.finish("finished")["mlflow_run_id"] is None
     assert (storage / "r").exists("summary.json")
@@ -342,14 +344,14 @@ def test_metric_names_become_what_mlflow_takes(given: str, taken: str) -> None:
 
 
 def test_a_relative_database_lies_in_the_storage(folder: Folder, storage: Folder) -> None:
-    log = MlflowLog.at(folder, "r", Record(mlflow_uri="sqlite:///other.db"), storage)
+    log = MlflowLog.for_run(folder, "r", RecordConfig(mlflow_uri="sqlite:///other.db"), storage)
     assert log is not None
     assert log.uri == f"sqlite:///{storage.uri}/other.db"
 
 
 def test_credentials_are_not_written_down() -> None:
-    assert public("https://user:secret@host:5000/path") == "https://host:5000/path"
-    assert public("sqlite:////tmp/a@b/mlflow.db") == "sqlite:////tmp/a@b/mlflow.db"
+    assert public_uri("https://user:secret@host:5000/path") == "https://host:5000/path"
+    assert public_uri("sqlite:////tmp/a@b/mlflow.db") == "sqlite:////tmp/a@b/mlflow.db"
 
 
 @pytest.mark.parametrize(
@@ -366,3 +368,21 @@ def test_what_is_no_entry_becomes_a_warning_under_its_number(
     assert [entry["sequence"] for entry in told] == [1, 2, 3]
     assert told[1]["kind"] == "event"
     assert "cannot be read" in told[1]["values"]["text"]
+
+
+@pytest.mark.parametrize(("status", "waits"), [("stopped", False), ("finished", True)])
+def test_a_run_that_was_asked_to_stop_does_not_wait_for_a_busy_machine(
+    record: MakeRecorder, folder: Folder, monkeypatch: pytest.MonkeyPatch, status: str, waits: bool
+) -> None:
+    monkeypatch.setattr(recorder_module, "MLFLOW_END_S", 0.0)
+    waited: list[float] = []
+    monkeypatch.setattr(Follower, "wait_for_end", lambda _, timeout_s: bool(waited.append(timeout_s)) or len(waited) > 3)
+    recorder = record(settings=RecordConfig())
+    recorder.receive("rank0", [new_entry("metrics", {"train_loss": 1.0}, step=1) | {"sequence": 1}])
+    (client,) = wait_until(lambda: find_children(os.getpid(), "spawn_main"), "MLflow's process did not start")
+    client.suspend()
+    recorder.finish(status)
+    assert bool(waited) == waits
+    told = [warning for warning in recorder.state()["warnings"] if "raystride runs replay" in warning]
+    assert len(told) == (not waits)
+    assert (Path(folder.uri) / "summary.json").exists()

@@ -1,4 +1,4 @@
-"""Workers of a node through one of them: nothing lost, nothing twice, few calls, and a leader that dies is followed."""
+"""Calls of a node's workers through a leader: none lost, none repeated, few calls, and a dead leader is replaced."""
 
 import os
 import signal
@@ -13,11 +13,11 @@ from uuid import uuid4
 
 import pytest
 
-from raystride.pipelines.config.run import Record
-from raystride.pipelines.files import Folder
+from raystride.pipelines.config.run import RecordConfig
 from raystride.pipelines.record import Sender, read_entries, relay
 from raystride.pipelines.record.entry import new_entry
 from raystride.pipelines.record.relay import Call, Relay
+from raystride.pipelines.storage.folder import Folder
 from tests.distributed import CONTEXT, LIMIT_S
 from tests.pipelines.record.conftest import RecorderProcess
 from tests.waiting import wait_until
@@ -64,7 +64,7 @@ def _count(place: Path, name: str) -> int:
 def sockets(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A folder for the test's sockets, with a short name: a socket's path has room for a hundred bytes."""
     with tempfile.TemporaryDirectory(prefix="r", dir="/tmp") as place:
-        monkeypatch.setattr(relay, "_relays_folder", lambda: Path(place) / "relays")
+        monkeypatch.setattr(relay, "_relay_root", lambda: Path(place) / "relays")
         yield Path(place) / "relays"
 
 
@@ -73,7 +73,7 @@ def recorder(storage: Folder, folder: Folder) -> Any:
     """A recorder in a process of its own."""
     manager = RecorderProcess(ctx=CONTEXT)
     manager.start()
-    yield manager.Recorder(folder, "r", "a1", Record(mlflow=False), storage, {}, {}, None)  # type: ignore[attr-defined]
+    yield manager.Recorder(folder, "r", "a1", RecordConfig(mlflow=False), storage, {}, {}, None)  # type: ignore[attr-defined]
     manager.shutdown()
 
 
@@ -111,7 +111,7 @@ def test_all_is_recorded_once_and_in_order(
 
 
 def _start(sockets: Path, *arguments: Any) -> None:
-    relay._relays_folder = lambda: sockets
+    relay._relay_root = lambda: sockets
     _worker(*arguments)
 
 
@@ -120,15 +120,15 @@ def test_an_error_is_everybody_s_who_was_in_the_call() -> None:
         raise ConnectionError(f"{len(batch)} calls")
 
     leader, follower = (Relay(refuse, "same", 80) for _ in range(2))
-    for each in (leader, follower, leader):
+    for member in (leader, follower, leader):
         with pytest.raises(ConnectionError, match="1 calls"):
-            each.call("receive", "rank0", [], "")
-    assert leader._leads is not None
-    assert follower._leads is None
+            member.call("receive", "rank0", [], "")
+    assert leader._call_queue is not None
+    assert follower._call_queue is None
 
 
 def test_a_leader_that_stands_still_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(relay, "ANSWER_S", 0.2)
+    monkeypatch.setattr(relay, "ANSWER_TIMEOUT_S", 0.2)
     stands, goes_on = threading.Event(), threading.Event()
 
     def stand_still(batch: list[Call]) -> list[Any]:
@@ -141,7 +141,7 @@ def test_a_leader_that_stands_still_holds_nobody_up(monkeypatch: pytest.MonkeyPa
     stands.set()
     follower = Relay(lambda batch: [1] * len(batch), "same", 80)
     assert follower.call("heartbeat", 1) == follower.call("heartbeat", 2) == 1
-    assert follower._leads is None
+    assert follower._call_queue is None
     goes_on.set()
 
 
@@ -161,12 +161,12 @@ def test_sockets_lie_in_a_place_with_a_short_name(temporary: str, monkeypatch: p
     monkeypatch.setattr(tempfile, "tempdir", temporary)
     monkeypatch.setattr("socket.gethostname", lambda: "a-pod-with-the-longest-name-" + "0" * 35)
     monkeypatch.setenv("RAYSTRIDE_CACHE", "/nowhere/" + "long" * 30)
-    assert len(Relay(lambda batch: [], f"{uuid4()}", 80)._place) < 100
+    assert len(Relay(lambda batch: [], f"{uuid4()}", 80)._socket_path) < 100
 
 
 def test_where_no_socket_can_be_each_goes_by_itself_and_says_so_once(sockets: Path) -> None:
     sockets.symlink_to("/tmp")
-    own = Relay(lambda batch: [each for _, each in batch], "token", 80)
+    own = Relay(lambda batch: [call for _, call in batch], "token", 80)
     with pytest.warns(UserWarning, match="by itself: .* is a link"):
         assert own.call("heartbeat", 7) == (7,)
     with warnings.catch_warnings():
@@ -175,7 +175,7 @@ def test_where_no_socket_can_be_each_goes_by_itself_and_says_so_once(sockets: Pa
 
 
 def test_another_user_s_process_is_neither_heard_nor_believed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each side believes that the other one is somebody else's: the kernel says whose it is."""
+    """Each side takes the other one for another user's process: the kernel tells the user."""
     leader, follower = (Relay(lambda batch, who=who: [who] * len(batch), "same", 80) for who in ("leader", "follower"))
     assert leader.call("heartbeat", 0) == "leader"
     other = os.getuid() + 1

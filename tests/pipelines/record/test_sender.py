@@ -9,17 +9,17 @@ from uuid import uuid4
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from raystride.pipelines.config.run import Record
-from raystride.pipelines.files import Folder
+from raystride.pipelines.config.run import RecordConfig
 from raystride.pipelines.record import Recorder, Sender, read_entries
 from raystride.pipelines.record.entry import new_entry
 from raystride.pipelines.record.sender import Entry, Receipt
+from raystride.pipelines.storage.folder import Folder
 from tests.receipts import accept, taken
 from tests.waiting import wait_until
 
 
 class Unreliable:
-    """A way to the recorder that fails before delivery, loses the receipt, or understates it, each in its share of calls."""
+    """A connection to the recorder that fails before delivery, loses the receipt, or understates it, in a share of calls."""
 
     def __init__(self, recorder: Recorder, seed: int, share: float) -> None:
         self._recorder, self._random, self._share = recorder, random.Random(seed), share
@@ -41,7 +41,7 @@ def test_every_entry_is_in_the_journal_once_and_in_order(
     storage: Folder, seed: int, share: float, senders: int, count: int
 ) -> None:
     folder = storage / f"sent-{uuid4().hex[:8]}"
-    recorder = Recorder(folder, "r", "a1", Record(mlflow=False), storage, {}, {})
+    recorder = Recorder(folder, "r", "a1", RecordConfig(mlflow=False), storage, {}, {})
     wires = [Sender(Unreliable(recorder, seed + i, share), f"rank{i}", interval_s=0.002) for i in range(senders)]
     for i in range(count):
         for wire in wires:
@@ -99,7 +99,7 @@ class RecorderAway:
 
 def test_the_oldest_metrics_are_thinned_and_that_is_said() -> None:
     recorder = RecorderAway()
-    sender = Sender(recorder.post, "rank0", most_waiting=100, interval_s=0.01)
+    sender = Sender(recorder.post, "rank0", max_waiting=100, interval_s=0.01)
     sender.put(new_entry("checkpoint", {"path": "p"}, step=0))
     for step in range(500):
         sender.put(new_entry("metrics", {"train_loss": 1.0}, step=step))
@@ -115,7 +115,7 @@ def test_the_oldest_metrics_are_thinned_and_that_is_said() -> None:
 
 def test_notes_alone_do_not_grow_for_ever_and_errors_and_checkpoints_stay() -> None:
     recorder = RecorderAway()
-    sender = Sender(recorder.post, "rank0", most_waiting=100, interval_s=0.01)
+    sender = Sender(recorder.post, "rank0", max_waiting=100, interval_s=0.01)
     for number in range(3000):
         sender.put(new_entry("event", {"name": "note", "text": f"note {number}"}, step=number))
         if number % 100 == 0:
@@ -148,8 +148,8 @@ def test_a_restarted_process_does_not_take_the_name_of_the_one_before() -> None:
 
 
 def test_an_entry_travels_once_though_its_receipt_comes_late(storage: Folder) -> None:
-    """The recorder writes every second or less often; what it holds until then is not posted again."""
-    recorder = Recorder(storage / f"once-{uuid4().hex[:8]}", "r", "a1", Record(mlflow=False), storage, {}, {})
+    """The recorder writes every second or less often; entries that it holds until then are not posted again."""
+    recorder = Recorder(storage / f"once-{uuid4().hex[:8]}", "r", "a1", RecordConfig(mlflow=False), storage, {}, {})
     posted: list[int] = []
 
     def post(name: str, entries: list[Entry], held_by: str) -> Receipt:
@@ -167,15 +167,15 @@ def test_an_entry_travels_once_though_its_receipt_comes_late(storage: Folder) ->
 
 def test_a_recorder_that_follows_gets_what_the_one_before_only_held(storage: Folder) -> None:
     folder = storage / f"followed-{uuid4().hex[:8]}"
-    recorders = [Recorder(folder, "r", "a1", Record(mlflow=False), storage, {}, {})]
+    recorders = [Recorder(folder, "r", "a1", RecordConfig(mlflow=False), storage, {}, {})]
     sender = Sender(lambda *posted: recorders[-1].receive(*posted), "rank0", interval_s=0.01)
     sender.put(new_entry("error", {"text": "written at once", "rank": 0}))
     assert sender.flush(20.0)
-    recorders[0]._write = lambda: None  # type: ignore[method-assign]  # it dies before it writes the rest
+    recorders[0]._write_segment = lambda: None  # type: ignore[method-assign]  # it dies before it writes the rest
     for step in range(1, 6):
         sender.put(new_entry("metrics", {"train_loss": 1.0}, step=step))
     wait_until(lambda: recorders[0].state()["step"] == 5, "the entries")
-    recorders.append(Recorder(folder, "r", "a1", Record(mlflow=False), storage, {}, {}))
+    recorders.append(Recorder(folder, "r", "a1", RecordConfig(mlflow=False), storage, {}, {}))
     sender.put(new_entry("metrics", {"train_loss": 1.0}, step=6))
     assert sender.close(20.0)
     recorders[-1].finish("finished")

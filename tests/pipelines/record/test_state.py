@@ -1,18 +1,18 @@
-"""What several nodes counted becomes the run's figures, in the summary and in the journal, whatever dies in between."""
+"""Totals of several nodes become the run's figures, in the summary and in the journal, whatever dies in between."""
 
 from typing import Any
 
 import pytest
 
-from raystride.pipelines.files import Folder
 from raystride.pipelines.record import Sender
 from raystride.pipelines.record.entry import new_entry
 from raystride.pipelines.record.state import run_figures
+from raystride.pipelines.storage.folder import Folder
 from tests.pipelines.record.conftest import MakeRecorder, sent
 
 
 def totals(node: str, **changes: Any) -> dict[str, Any]:
-    """What a node of two has counted; rank 0 is on the left one."""
+    """The totals of one of two nodes; rank 0 is on the left one."""
     given: dict[str, Any] = {
         "source": f"rank0.{node}",
         "node": node,

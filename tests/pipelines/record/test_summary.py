@@ -1,8 +1,8 @@
-"""A summary has every key, takes what was given before what was measured, and whole numbers as such."""
+"""A summary has every key, prefers given to measured figures, and has whole numbers as integers."""
 
 import pytest
 
-from raystride.pipelines.record.summary import COUNTS, STATUSES, SUMMARY_KEYS, build_summary
+from raystride.pipelines.record.summary import COUNT_KEYS, STATUSES, SUMMARY_KEYS, build_summary
 
 
 def test_what_the_loop_gave_counts_before_what_was_measured() -> None:
@@ -20,7 +20,7 @@ def test_counts_are_whole_and_nothing_else_is() -> None:
     assert isinstance(found["steps"], int)
     assert (found["steps"], found["samples_seen"], found["val_loss"]) == (3, 12.5, "NaN")
     assert isinstance(found["tokens_per_second"], float)
-    assert set(SUMMARY_KEYS) >= COUNTS
+    assert set(SUMMARY_KEYS) >= COUNT_KEYS
 
 
 def test_each_status_is_one_of_mlflows_and_others_are_refused() -> None:

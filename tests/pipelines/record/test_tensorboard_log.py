@@ -1,5 +1,8 @@
 """TensorBoard's event files, read back by TensorBoard's own reader."""
 
+import errno
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -7,17 +10,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from raystride.pipelines.config.run import Record
-from raystride.pipelines.files import Folder
+from raystride.pipelines.config.run import RecordConfig
 from raystride.pipelines.record import Recorder, Sender
 from raystride.pipelines.record.entry import new_entry
 from raystride.pipelines.record.journal import Journal
 from raystride.pipelines.record.tensorboard_log import TensorboardLog, check_tensorboard
+from raystride.pipelines.storage.folder import Folder
 from tests.errors import refused
 from tests.pipelines.record.conftest import MakeRecorder
 from tests.waiting import wait_until
 
-SETTINGS = Record(mlflow=False, tensorboard=True)
+SETTINGS = RecordConfig(mlflow=False, tensorboard=True)
 PARAMETERS = {"train.steps": 100, "train.exact": False, "train.precision": "fp32"}
 
 
@@ -63,18 +66,18 @@ def test_settings_are_there_as_hyperparameters_and_as_text(record: MakeRecorder,
         name: (value.WhichOneof("kind"), getattr(value, value.WhichOneof("kind"))) for name, value in start.hparams.items()
     }
     assert kinds["train.steps"] == ("number_value", 100.0)
-    assert kinds["train.exact"] == ("bool_value", False)
+    assert kinds["train.exact"] == ("string_value", "False")
     assert kinds["train.precision"] == ("string_value", "fp32")
-    (text,) = reader.Tensors("settings")
+    (text,) = reader.Tensors("settings/text_summary")
     assert b"| train.precision | fp32 |" in text.tensor_proto.string_val[0]
 
 
 @settings(max_examples=15)
 @given(cuts=st.lists(st.booleans(), min_size=1, max_size=6))
-def test_a_recorder_that_takes_over_leaves_the_same_bytes(
+def test_a_recorder_that_takes_over_leaves_one_file_with_the_same_points(
     cuts: list[bool], tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    files = []
+    shown = []
     for name, taken_over in (("whole", [False] * len(cuts)), ("cut", cuts)):
         folder = Folder(str(tmp_path_factory.mktemp(name)))
         journal, log = Journal(folder, "a1"), TensorboardLog(folder, "a1")
@@ -82,13 +85,15 @@ def test_a_recorder_that_takes_over_leaves_the_same_bytes(
             if new:  # the one before died after the journal had the segment, or before: its file says nothing of that
                 log = TensorboardLog(folder, "a1")
             entry = {"attempt": "a1", "sender": "r", "sequence": step, "kind": "metrics", "time": step / 2, "step": step}
-            entries = [entry | {"values": {"loss": "NaN" if step == 2 else 1.5}}]
+            entries = [entry | {"values": {"loss": 1.5 * step, "word": "NaN" if step == 2 else 2.0}}]
             journal.append(entries)
             log.add(entries)
         log.close()
         (path,) = (Path(folder.uri) / "tensorboard").iterdir()
-        files.append((path.name, path.read_bytes()))
-    assert files[0] == files[1]
+        assert path.name.endswith(".a1")
+        shown.append(points(Path(folder.uri), "loss"))
+        assert len(points(Path(folder.uri), "word")) == len(cuts)
+    assert shown[0] == shown[1] == [(step, 1.5 * step, step / 2) for step in range(1, len(cuts) + 1)]
 
 
 def test_what_a_full_disk_did_not_take_is_written_later(record: MakeRecorder, folder: Folder) -> None:
@@ -109,9 +114,48 @@ def test_what_a_full_disk_did_not_take_is_written_later(record: MakeRecorder, fo
     assert [step for step, _, _ in points(Path(folder.uri), "train_loss")] == [1, 2]
 
 
+def test_what_a_disk_that_fills_up_cut_off_is_written_anew(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
+    from tensorboard.summary.writer.record_writer import RecordWriter
+
+    journal, log, write, written = Journal(folder, "a1"), TensorboardLog(folder, "a1"), RecordWriter.write, [0]
+
+    def write_some(self: RecordWriter, data: bytes) -> None:
+        written[0] += 1
+        if written[0] == 5:
+            raise OSError(errno.ENOSPC, "no space left on device")
+        write(self, data)
+
+    monkeypatch.setattr(RecordWriter, "write", write_some)
+    monkeypatch.setattr("threading.excepthook", lambda _: None)  # the writer's thread ends by the error
+    failed = 0
+    for step in range(1, 9):
+        entry = {"attempt": "a1", "sender": "r", "sequence": step, "kind": "metrics", "time": step / 2, "step": step}
+        journal.append([entry | {"values": {"loss": 1.5}}])
+        try:
+            log.add([entry | {"values": {"loss": 1.5}}])
+        except OSError:
+            failed += 1
+    log.close()
+    assert failed == 1
+    assert len(list((Path(folder.uri) / "tensorboard").iterdir())) == 1
+    assert [step for step, _, _ in points(Path(folder.uri), "loss")] == list(range(1, 9))
+
+
+def test_pytorch_is_imported_only_if_the_files_are_asked_for() -> None:
+    program = """
+import sys
+from raystride.pipelines.record import recorder, tensorboard_log
+from raystride.pipelines.storage.folder import Folder
+log = tensorboard_log.TensorboardLog(Folder(sys.argv[1]), "a1")
+log.add([])
+assert "torch" not in sys.modules and "tensorboard" not in sys.modules
+"""
+    subprocess.run([sys.executable, "-c", program, "/nowhere"], check=True, timeout=120)
+
+
 def test_without_its_package_it_is_refused_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("raystride.pipelines.record.tensorboard_log.find_spec", lambda name: None)
-    check_tensorboard(Record())
+    check_tensorboard(RecordConfig())
     with refused("record.tensorboard", True, names=["pip install"]):
         check_tensorboard(SETTINGS)
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from raystride.pipelines.report import curve_picture, gather_figures, text_curve
+from raystride.pipelines.report import gather_figures, save_curve_picture, text_curve
 
 points = st.lists(st.tuples(st.integers(0, 10**9), st.floats()), max_size=40)
 
@@ -75,6 +75,6 @@ def entries() -> list[dict[str, Any]]:
 @pytest.mark.parametrize("journal", [entries(), []])
 def test_the_picture_is_a_png_and_no_display_is_asked(journal: list[dict[str, Any]], tmp_path: Path) -> None:
     path = tmp_path / "deep/curve.png"
-    curve_picture(gather_figures(journal), path)
+    save_curve_picture(gather_figures(journal), path)
     assert path.read_bytes().startswith(b"\x89PNG")
     assert path.stat().st_size > 5_000

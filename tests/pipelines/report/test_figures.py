@@ -1,4 +1,4 @@
-"""A journal's figures: every short line whole, every long one thinned, one pass."""
+"""A journal's figures: short lines complete, long ones downsampled, in one pass."""
 
 import math
 from collections.abc import Iterator
@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from raystride.pipelines.record.entry import Entry, new_entry
-from raystride.pipelines.report.figures import MOST_POINTS, Thinned, gather_figures
+from raystride.pipelines.report.figures import MAX_POINTS, Downsampled, gather_figures
 
 
 def metrics(*measured: tuple[int, dict[str, Any]]) -> list[Entry]:
@@ -26,7 +26,7 @@ def test_a_repeated_step_counts_with_its_newest_value() -> None:
 
 @given(st.lists(st.tuples(st.integers(0, 400), st.integers())), st.integers(2, 50))
 def test_thinned_values_are_some_of_them_with_the_newest(put: list[tuple[int, int]], most: int) -> None:
-    thinned: Thinned[int] = Thinned(most)
+    thinned: Downsampled[int] = Downsampled(most)
     for where, value in put:
         thinned.put(where, value)
     kept = thinned.items()
@@ -47,7 +47,7 @@ def test_a_million_steps_make_a_line_of_some_thousand_points() -> None:
 
     found = gather_figures(entries())
     training, _ = found.losses
-    assert MOST_POINTS / 2 <= len(training) <= MOST_POINTS + 1
+    assert MAX_POINTS / 2 <= len(training) <= MAX_POINTS + 1
     assert training[0] == (0, 1.0)
     assert training[-1][0] == 99_999
     assert found.part_shares == {"data": 0.25, "rest": 0.75}

@@ -1,14 +1,14 @@
-"""A run's page says what it was made of, as far as the folder knows."""
+"""A run's page shows its origin, as far as the run's folder has it."""
 
 from dataclasses import replace
 from pathlib import Path
 
 from raystride.pipelines.config import Config
 from raystride.pipelines.config.parse import to_yaml
-from raystride.pipelines.files import Folder
 from raystride.pipelines.report.figures import gather_figures
-from raystride.pipelines.report.origin import Origin, origin_of
+from raystride.pipelines.report.origin import Origin, load_origin
 from raystride.pipelines.report.page import run_page, write_page
+from raystride.pipelines.storage.folder import Folder
 from tests.tiny import tiny
 
 
@@ -32,14 +32,14 @@ def test_the_page_has_data_date_commit_changed_settings_and_sample(tmp_path: Pat
 
 def test_what_is_missing_or_damaged_is_left_out(tmp_path: Path) -> None:
     folder = Folder(str(tmp_path))
-    assert origin_of(folder) == Origin()
+    assert load_origin(folder) == Origin()
     folder.put("config.yaml", "a: [")
     folder.put("environment.json", "{")
-    assert origin_of(folder) == Origin()
+    assert load_origin(folder) == Origin()
     assert "None, or they are not known." in run_page(gather_figures([]), {})
 
 
 def test_changed_settings_are_those_that_are_no_defaults() -> None:
-    assert Origin(Config()).changed == []
-    changed = Origin(replace(Config(), seed=3, run="a", storage="/x")).changed
+    assert Origin(Config()).changed_settings == []
+    changed = Origin(replace(Config(), seed=3, run="a", storage="/x")).changed_settings
     assert changed == [["seed", "3", "0"]]

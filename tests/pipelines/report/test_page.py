@@ -1,4 +1,4 @@
-"""A run's page: whole, self-contained, with the figures of the journal; advice with the figure behind it."""
+"""A run's page: complete, self-contained, with the figures of the journal; suggestions with the figures behind them."""
 
 import re
 from html.parser import HTMLParser
@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from raystride.pipelines.files import Folder
-from raystride.pipelines.report.advice import advise
+from raystride.pipelines.report.advice import suggest_changes
 from raystride.pipelines.report.figures import gather_figures
 from raystride.pipelines.report.page import run_page, write_page
+from raystride.pipelines.storage.folder import Folder
 
 SHARES = {"data": 0.1, "forward": 0.2, "backward": 0.4, "reduce": 0.1, "update": 0.05, "validation": 0.0, "checkpoint": 0.0}
 SUMMARY = {"run": "a <b> run", "status": "finished", "steps": 30, "tokens_per_second": 1234.5, "mfu": None, "val_loss": 1.25}
@@ -102,7 +102,7 @@ def test_it_says_what_the_journal_and_the_summary_say() -> None:
 def test_a_run_that_measured_nothing_has_a_page_too() -> None:
     found = _read(run_page(gather_figures([]), {"run": "empty", "status": "failed"}))
     assert "svg" not in found.counts
-    assert "No loss was measured." in found.text
+    assert "Not recorded: loss, speed, " in found.text
 
 
 def test_shares_are_means_over_the_intervals() -> None:
@@ -113,7 +113,7 @@ def test_shares_are_means_over_the_intervals() -> None:
 
 
 def test_it_is_written_with_the_operations_of_the_newest_profile(tmp_path: Path) -> None:
-    folder = Folder.at(str(tmp_path))
+    folder = Folder.from_uri(str(tmp_path))
     folder.put_json("profiles/torch-rank0-steps20-25-operations.json", OPERATIONS)
     write_page(folder, gather_figures(ENTRIES), SUMMARY)
     assert "aten::op0" in folder.read("report.html").decode()
@@ -137,11 +137,19 @@ def test_it_is_written_with_the_operations_of_the_newest_profile(tmp_path: Path)
     ],
 )
 def test_advice_has_its_figure(summary: dict[str, Any], shares: dict[str, float], said: str) -> None:
-    advice = advise(summary, shares)
+    advice = suggest_changes(summary, shares)
     assert len(advice) == 1
     assert said in advice[0]
 
 
+def test_time_lost_to_the_slowest_rank_is_on_the_page() -> None:
+    text = run_page(gather_figures(()), SUMMARY | {"straggler_loss_share": 0.125, "slowest_rank": 3})
+    assert re.search(r"lost to the slowest rank.{0,60}12\.5%", text, re.DOTALL)
+    assert re.search(r"slowest rank(</[a-z]+>|<[^>]*>|\s)*3<", text)
+
+
 def test_the_costliest_comes_first() -> None:
-    advice = advise({"straggler_loss_share": 0.1, "slowest_rank": 0, "slowest_node": "a"}, {"data": 0.3, "validation": 0.2})
+    advice = suggest_changes(
+        {"straggler_loss_share": 0.1, "slowest_rank": 0, "slowest_node": "a"}, {"data": 0.3, "validation": 0.2}
+    )
     assert [text.split()[0] for text in advice] == ["Steps", "Validation", "The"]

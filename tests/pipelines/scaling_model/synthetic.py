@@ -1,6 +1,6 @@
-"""Clusters whose truth is known: trials on them, with noise, from the very formulas that the model fits.
+"""Synthetic clusters with a known truth: trials on them, with noise, from the very formulas that the model fits.
 
-trials = measure(works(), TRUTH, noise=0.02, seed=1)
+trials = measure(list_works(), TRUTH, noise=0.02, seed=1)
 """
 
 from collections.abc import Mapping, Sequence
@@ -9,7 +9,7 @@ from dataclasses import replace
 import numpy as np
 
 from raystride.pipelines.scaling_model import Observation, Work
-from raystride.pipelines.scaling_model.terms import Parts, seconds_of, terms_table
+from raystride.pipelines.scaling_model.terms import StepParts, build_table, evaluate_terms
 
 TRUTH = {
     "fixed": 0.01,
@@ -38,26 +38,28 @@ SMALL = Work(
 LARGE = replace(SMALL, model="large", parameters=1_000_000_000, messages=160)
 
 
-def works(sizes: Sequence[int] = (1, 2, 4, 8, 16, 32)) -> list[Work]:
-    """Both models on so many workers, each with one slot and with four."""
+def list_works(sizes: Sequence[int] = (1, 2, 4, 8, 16, 32)) -> list[Work]:
+    """Returns both models on each number of workers, with one slot and with four a worker."""
     return [
         replace(model, workers=size, slots=size * share) for size in sizes for model in (SMALL, LARGE) for share in (1, 4)
     ]
 
 
-def parts(work: Work, truth: Mapping[str, float]) -> Parts:
-    """A step's parts without noise, each of one number."""
-    return seconds_of(terms_table([work]), {name: np.array([[value]]) for name, value in truth.items()})
+def step_parts(work: Work, truth: Mapping[str, float]) -> StepParts:
+    """Returns a step's parts without noise, each of one number."""
+    return evaluate_terms(build_table([work]), {name: np.array([[value]]) for name, value in truth.items()})
 
 
 def seconds(work: Work, truth: Mapping[str, float]) -> float:
-    """A step's time without noise."""
-    return float(parts(work, truth).total[0, 0])
+    """Returns a step's time without noise."""
+    return float(step_parts(work, truth).total[0, 0])
 
 
 def measure(
     ran: Sequence[Work], truth: Mapping[str, float] = TRUTH, *, noise: float = 0.01, seed: int = 0
 ) -> list[Observation]:
-    """One trial of each work, all of whose three windows are off by the same factor."""
-    off = np.exp(noise * np.random.default_rng(seed).standard_normal(len(ran)))
-    return [Observation(work, (seconds(work, truth) * float(factor),) * 3) for work, factor in zip(ran, off, strict=True)]
+    """Returns one trial of each work; its three windows are off by the same factor."""
+    factors = np.exp(noise * np.random.default_rng(seed).standard_normal(len(ran)))
+    return [
+        Observation(work, (seconds(work, truth) * float(factor),) * 3) for work, factor in zip(ran, factors, strict=True)
+    ]

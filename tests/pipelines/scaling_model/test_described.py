@@ -1,4 +1,4 @@
-"""A described cluster is read whole, and what is wrong in it is named with its place."""
+"""A cluster description is read completely, and errors name the file and key."""
 
 import math
 from dataclasses import fields
@@ -21,14 +21,14 @@ GOOD = {
 KEYS = tuple(item.name for item in fields(ClusterDescription))
 
 
-def write(folder: Path, content: object) -> Path:
+def write_yaml(folder: Path, content: object) -> Path:
     path = folder / "cluster.yaml"
     path.write_text(yaml.safe_dump(content))
     return path
 
 
 def test_a_description_is_read(tmp_path: Path) -> None:
-    found = ClusterDescription.load(write(tmp_path, GOOD))
+    found = ClusterDescription.load(write_yaml(tmp_path, GOOD))
     assert found == ClusterDescription("H100", 8, NetworkLink(450, 3), NetworkLink(400, 8), price_per_gpu_hour=2.5)
 
 
@@ -45,8 +45,8 @@ def test_a_description_is_read(tmp_path: Path) -> None:
         ({"peak_tflops": math.nan}, "peak_tflops", ANY, {"above": 0}),
     ],
 )
-def test_what_is_wrong_is_named(tmp_path: Path, change: dict[str, object], key: str, value: object, allowed: object) -> None:
-    path = write(tmp_path, GOOD | change)
+def test_invalid_keys_are_named(tmp_path: Path, change: dict[str, object], key: str, value: object, allowed: object) -> None:
+    path = write_yaml(tmp_path, GOOD | change)
     with pytest.raises(ClusterError, match=f": {key} is ") as raised:
         ClusterDescription.load(path)
     error = raised.value
@@ -57,7 +57,7 @@ def test_what_is_wrong_is_named(tmp_path: Path, change: dict[str, object], key: 
 
 def test_the_sentence_says_file_key_value_and_what_is_allowed(tmp_path: Path) -> None:
     with pytest.raises(ClusterError, match=r"cluster\.yaml: gpus_per_node is 0: it must be a whole number, at least 1$"):
-        ClusterDescription.load(write(tmp_path, GOOD | {"gpus_per_node": 0}))
+        ClusterDescription.load(write_yaml(tmp_path, GOOD | {"gpus_per_node": 0}))
 
 
 def test_a_file_that_is_absent_or_no_description_is_named(tmp_path: Path) -> None:
@@ -65,5 +65,5 @@ def test_a_file_that_is_absent_or_no_description_is_named(tmp_path: Path) -> Non
         ClusterDescription.load(tmp_path / "nowhere.yaml")
     assert absent.value.file == str(tmp_path / "nowhere.yaml")
     with pytest.raises(ClusterError, match=" 7: ") as other:
-        ClusterDescription.load(write(tmp_path, 7))
+        ClusterDescription.load(write_yaml(tmp_path, 7))
     assert (other.value.key, other.value.value, other.value.allowed) == ("", 7, KEYS)

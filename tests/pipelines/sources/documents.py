@@ -1,4 +1,4 @@
-"""The documents of a source as its reader gives them, part by part, to be compared with what was written.
+"""Reads the documents of a source part by part, to compare them with the written ones.
 
 found = open_documents(config.data, "mails.csv", task.columns)
 for part in found.parts:                                  # each can be read in another process
@@ -8,8 +8,8 @@ for part in found.parts:                                  # each can be read in 
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from raystride.pipelines.config import Data
-from raystride.pipelines.prepare.parts import part_items, parts_of
+from raystride.pipelines.config import DataConfig
+from raystride.pipelines.prepare.parts import divide_without_validation, read_part_items
 from raystride.pipelines.sources.faults import Fault
 from raystride.pipelines.sources.fields import Columns
 from raystride.pipelines.sources.pieces import Part, Reader
@@ -29,14 +29,14 @@ class Documents:
 
     def read(self, part: Part) -> Iterator[tuple[str, Document]]:
         """The part's documents, in order, each with the place it comes from. Raises DataError unless faults are skipped."""
-        for item in part_items(self.reader, part):
+        for item in read_part_items(self.reader, part):
             if not isinstance(item, Fault):
                 yield item.place, item.document
             elif not self.skip:
                 raise item.error()
 
 
-def open_documents(data: Data, name: str, columns: Columns) -> Documents:
+def open_documents(data: DataConfig, name: str, columns: Columns) -> Documents:
     """The documents of a source in the form of `data`, with these columns. Raises DataError."""
     source = open_source(data, name, columns, whole=True)
-    return Documents(source.reader, parts_of(source, data), data.on_error == "skip")
+    return Documents(source.reader, divide_without_validation(source, data), data.on_error == "skip")

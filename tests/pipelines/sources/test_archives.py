@@ -1,4 +1,4 @@
-"""Archives are read as the folders that they are made of; what they must not hold is refused by its name."""
+"""Archives are read like the folders that they contain; forbidden members are refused by name."""
 
 import io
 import tarfile
@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from pyarrow import compress
 
-from raystride.pipelines.config import Data
+from raystride.pipelines.config import DataConfig
 from raystride.pipelines.sources import archives
 from raystride.pipelines.sources.faults import DataError
 from raystride.pipelines.sources.source import open_source
@@ -27,14 +27,14 @@ def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAYSTRIDE_CACHE", str(tmp_path / "cache"))
 
 
-def zipped(path: Path, members: Members) -> Path:
+def write_zip(path: Path, members: Members) -> Path:
     with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
         for name, content in members.items():
             archive.writestr(name, content)
     return path
 
 
-def tarred(path: Path, members: Members) -> Path:
+def write_tar(path: Path, members: Members) -> Path:
     plain = io.BytesIO()
     with tarfile.open(fileobj=plain, mode="w:gz" if path.name.endswith("gz") else "w") as archive:
         for name, content in members.items():
@@ -47,12 +47,12 @@ def tarred(path: Path, members: Members) -> Path:
 
 
 WAYS: list[tuple[str, Callable[[Path, Members], Path]]] = [
-    ("a.zip", zipped), ("a.tar", tarred), ("a.tar.gz", tarred), ("a.tgz", tarred), ("a.tar.zst", tarred),
+    ("a.zip", write_zip), ("a.tar", write_tar), ("a.tar.gz", write_tar), ("a.tgz", write_tar), ("a.tar.zst", write_tar),
 ]  # fmt: skip
 
 
 def read(place: object, columns: tuple[Column, ...] = TEXT) -> list[tuple[str, ...]]:
-    found = open_documents(Data(source=str(place)), str(place), columns)
+    found = open_documents(DataConfig(source=str(place)), str(place), columns)
     return [document for part in found.parts for _, document in found.read(part)]
 
 
@@ -72,7 +72,7 @@ def test_members_are_files_in_the_order_of_their_names(
 def test_a_folder_may_hold_archives_beside_files(tmp_path: Path) -> None:
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "a.txt").write_text("first")
-    zipped(tmp_path / "data" / "b.zip", {"x.txt": b"second"})
+    write_zip(tmp_path / "data" / "b.zip", {"x.txt": b"second"})
     (tmp_path / "data" / "c.txt").write_text("third")
     assert read(tmp_path / "data") == [("first",), ("second",), ("third",)]
 
@@ -80,17 +80,17 @@ def test_a_folder_may_hold_archives_beside_files(tmp_path: Path) -> None:
 def test_the_same_archive_is_the_same_source_wherever_it_is_unpacked(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    place = str(zipped(tmp_path / "a.zip", {"x.txt": b"words"}))
-    first = open_source(Data(source=place), place, TEXT)
+    place = str(write_zip(tmp_path / "a.zip", {"x.txt": b"words"}))
+    first = open_source(DataConfig(source=place), place, TEXT)
     monkeypatch.setenv("RAYSTRIDE_CACHE", str(tmp_path / "elsewhere"))
-    second = open_source(Data(source=place), place, TEXT)
+    second = open_source(DataConfig(source=place), place, TEXT)
     assert first.files[0].uri != second.files[0].uri
     assert first.identity == second.identity
 
 
 def test_a_node_that_has_not_unpacked_it_does(tmp_path: Path) -> None:
-    place = str(zipped(tmp_path / "a.zip", {"x.txt": b"words", "y.txt": b"more"}))
-    found = open_documents(Data(source=place), place, TEXT)
+    place = str(write_zip(tmp_path / "a.zip", {"x.txt": b"words", "y.txt": b"more"}))
+    found = open_documents(DataConfig(source=place), place, TEXT)
     for path in (tmp_path / "cache-unpacked").rglob("*.txt"):
         path.unlink()
     for folder in sorted((tmp_path / "cache-unpacked").rglob("*"), reverse=True):
@@ -125,12 +125,12 @@ def test_links_passwords_and_broken_members(tmp_path: Path) -> None:
         archive.addfile(link)
     with unreadable("a.tar", member="elsewhere.txt", names=["link"]):
         read(tmp_path / "a.tar")
-    content = bytearray(zipped(tmp_path / "b.zip", {"x.txt": b"words and words" * 50}).read_bytes())
+    content = bytearray(write_zip(tmp_path / "b.zip", {"x.txt": b"words and words" * 50}).read_bytes())
     content[45] ^= 0xFF
     (tmp_path / "b.zip").write_bytes(content)
     with unreadable("b.zip", member="x.txt"):
         read(tmp_path / "b.zip")
-    locked = bytearray(zipped(tmp_path / "c.zip", {"x.txt": b"words"}).read_bytes())
+    locked = bytearray(write_zip(tmp_path / "c.zip", {"x.txt": b"words"}).read_bytes())
     locked[6] |= 1
     locked[locked.index(b"PK\x01\x02") + 8] |= 1
     (tmp_path / "c.zip").write_bytes(locked)
@@ -139,7 +139,7 @@ def test_links_passwords_and_broken_members(tmp_path: Path) -> None:
     (tmp_path / "d.zip").write_bytes(b"no archive")
     with unreadable("d.zip", member=""):
         read(tmp_path / "d.zip")
-    whole = tarred(tmp_path / "e.tar.gz", {"x.txt": bytes(range(256)) * 400}).read_bytes()
+    whole = write_tar(tmp_path / "e.tar.gz", {"x.txt": bytes(range(256)) * 400}).read_bytes()
     (tmp_path / "e.tar.gz").write_bytes(whole[: len(whole) // 2])
     with unreadable("e.tar.gz"):
         read(tmp_path / "e.tar.gz")
@@ -150,15 +150,15 @@ def test_an_archive_that_bursts_is_bounded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, pack: Callable[[Path, Members], Path]
 ) -> None:
     place = pack(tmp_path / name, {"a.txt": b"0" * (32 << 20)})
-    monkeypatch.setattr(archives, "AT_LEAST", 1 << 20)
+    monkeypatch.setattr(archives, "MIN_EXTRACTED_BYTES", 1 << 20)
     with unreadable(name, member="a.txt", names=["200 times"]):
         read(place)
     assert not list((tmp_path / "cache-unpacked").rglob("a.txt"))
 
 
 def test_what_is_no_text_is_never_read_as_text(tmp_path: Path) -> None:
-    zipped(tmp_path / "a.zip", {"x.txt": b"words"}).rename(tmp_path / "a.txt")
-    data = Data(source=str(tmp_path / "a.txt"), encoding="latin-1")
+    write_zip(tmp_path / "a.zip", {"x.txt": b"words"}).rename(tmp_path / "a.txt")
+    data = DataConfig(source=str(tmp_path / "a.txt"), encoding="latin-1")
     found = open_documents(data, data.source, TEXT)
     with unreadable("a.txt", names=["zip"]):
         [document for part in found.parts for document in found.read(part)]

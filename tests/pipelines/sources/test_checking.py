@@ -1,4 +1,4 @@
-"""What can be told before anything is prepared is told at once, and of many files all that are wrong together."""
+"""Faulty files are refused before preparation, and all of them together."""
 
 import gzip
 from pathlib import Path
@@ -8,9 +8,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from raystride.pipelines.config import Data
+from raystride.pipelines.config import DataConfig
 from raystride.pipelines.sources import pieces, streams
-from raystride.pipelines.sources.checking import BUDGET, MOST, check_source
+from raystride.pipelines.sources.checking import BUDGET_BYTES, MAX_SHARE_BYTES, check_source
 from raystride.pipelines.sources.faults import DataError
 from raystride.pipelines.sources.source import open_source
 from raystride.pipelines.tasks.task import Column
@@ -21,7 +21,7 @@ LABELLED = (*TEXT, Column("data.label_column", "label", "label"))
 
 
 def check(place: object, columns: tuple[Column, ...] = TEXT, **data: Any) -> None:
-    check_source(open_source(Data(source=str(place), **data), str(place), columns))
+    check_source(open_source(DataConfig(source=str(place), **data), str(place), columns))
 
 
 @pytest.mark.parametrize("at", [0, 0.3, 0.5, 1])
@@ -35,16 +35,16 @@ def test_a_large_text_is_told_by_samples(tmp_path: Path, monkeypatch: pytest.Mon
     read = 0
     original = streams.ByteRange.read
 
-    def counted(self: streams.ByteRange, size: int) -> bytes:
+    def counting_read(self: streams.ByteRange, size: int) -> bytes:
         nonlocal read
         data = original(self, size)
         read += len(data)
         return data
 
-    monkeypatch.setattr(streams.ByteRange, "read", counted)
+    monkeypatch.setattr(streams.ByteRange, "read", counting_read)
     with pytest.raises(DataError, match=r"big.txt: is not UTF-8: byte 0xe9 at (\d+); .*--data.encoding latin-1") as raised:
         check(path)
-    assert read <= MOST
+    assert read <= MAX_SHARE_BYTES
     offset = int(str(raised.value).partition(" at ")[2].partition(";")[0])
     with path.open("rb") as stream:
         stream.seek(offset)
@@ -53,7 +53,7 @@ def test_a_large_text_is_told_by_samples(tmp_path: Path, monkeypatch: pytest.Mon
 
 def test_samples_begin_and_end_anywhere_in_a_character(tmp_path: Path) -> None:
     for shift in range(4):
-        (tmp_path / "big.txt").write_bytes(b"x" * shift + "😀é日".encode() * (MOST // 4))
+        (tmp_path / "big.txt").write_bytes(b"x" * shift + "😀é日".encode() * (MAX_SHARE_BYTES // 4))
         check(tmp_path / "big.txt")
 
 
@@ -93,4 +93,4 @@ def test_what_is_right_passes(tmp_path: Path) -> None:
     check("arithmetic")
     with unreadable("b.txt", line=None, names=["empty"]):
         check(tmp_path / "b.txt")
-    assert BUDGET > pieces.PIECE
+    assert BUDGET_BYTES > pieces.PIECE_BYTES

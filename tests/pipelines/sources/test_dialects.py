@@ -1,4 +1,4 @@
-"""Tables as people have them: any delimiter, with names or without; what cannot be told is asked for with what was seen."""
+"""Tables with any delimiter, with a header or without; an error for an ambiguous one shows its first line."""
 
 import csv
 import gzip
@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
-from raystride.pipelines.config import Config, Data
+from raystride.pipelines.config import Config, DataConfig
 from raystride.pipelines.prepare.fingerprint import fingerprint
 from raystride.pipelines.sources.faults import DataError, Fault
 from raystride.pipelines.sources.source import open_source
@@ -38,7 +38,7 @@ def write(path: Path, delimiter: str = ",", *, header: list[str] | None = None, 
 
 
 def read(path: Path, wanted: tuple[Column, ...] = NAMED, **data: Any) -> list[tuple[str, ...]]:
-    found = open_documents(Data(source=str(path), **data), str(path), wanted)
+    found = open_documents(DataConfig(source=str(path), **data), str(path), wanted)
     return [document for part in found.parts for _, document in found.read(part)]
 
 
@@ -67,7 +67,7 @@ def test_a_named_delimiter_is_taken(tmp_path: Path, name: str, character: str) -
 @pytest.mark.parametrize("wrong", ["", "ab", '"', "\n"])
 def test_no_delimiter(wrong: str) -> None:
     with refused("data.delimiter", wrong):
-        Data(delimiter=wrong)
+        DataConfig(delimiter=wrong)
 
 
 def test_names_are_in_place_of_a_header(tmp_path: Path) -> None:
@@ -129,10 +129,10 @@ def test_what_was_prepared_before_is_found_again(tmp_path: Path) -> None:
     path = tmp_path / "rows.csv"
     path.write_bytes(b"label,text\r\n1,one\r\n")
     os.utime(path, ns=(10**18, 10**18))
-    config = replace(Config(), data=Data(source=str(path)))
+    config = replace(Config(), data=DataConfig(source=str(path)))
     before = fingerprint(config, build_task(config))
     assert before == "ae74bc2a9b3addfb"
-    assert replace(config, data=Data(source="rows.csv")).default_run("p") == "p-8cef1478"
+    assert replace(config, data=DataConfig(source="rows.csv")).default_run("p") == "p-8cef1478"
     for change in ({"header": True}, {"delimiter": "comma"}, {"columns": ("a", "text")}):
         other = replace(config, data=replace(config.data, **change))  # type: ignore[arg-type]
         assert fingerprint(other, build_task(other)) != before
@@ -161,8 +161,8 @@ def test_what_a_writer_of_csv_writes_is_read_back(
     path = tmp_path_factory.mktemp("any") / "rows.csv"
     path.write_bytes(stream.getvalue().encode())
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("raystride.pipelines.sources.dialects.HEAD", head)
-        patch.setattr("raystride.pipelines.sources.rows.HEAD", head)
+        patch.setattr("raystride.pipelines.sources.dialects.HEAD_BYTES", head)
+        patch.setattr("raystride.pipelines.sources.rows.HEAD_BYTES", head)
         found = read(path, on_error="skip", delimiter=delimiter)
     assert found == [(text, label.strip()) for label, _, text in rows if text and label.strip()]
 
@@ -227,8 +227,8 @@ def test_what_follows_a_row_that_is_none_is_read(tmp_path: Path, end: str, name:
     wanted = [tuple(row.rsplit(",", 1)) for row in rows if '"' not in row]
     assert [row for row in found if "\n" not in row[0] and "\r" not in row[0]] == wanted
     assert len(found) == 196
-    (part,) = open_documents(Data(on_error="skip"), str(tmp_path / name), NAMED).parts
-    source = open_source(Data(), str(tmp_path / name), NAMED)
+    (part,) = open_documents(DataConfig(on_error="skip"), str(tmp_path / name), NAMED).parts
+    source = open_source(DataConfig(), str(tmp_path / name), NAMED)
     faults = [item.place.rpartition(" ")[2] for item in source.reader.read(part.slices[0]) if isinstance(item, Fault)]
     assert faults == ["12", "54", "124", "203"]
 
@@ -263,7 +263,7 @@ def test_between_tabs_quotes_are_text_unless_the_first_rows_show_otherwise(
     else:
         wanted = [tuple(line.split("\t")) for line in content.splitlines()[1:]]
     assert read(path) == wanted
-    (line,) = open_source(Data(source=str(path)), str(path), NAMED).describe()
+    (line,) = open_source(DataConfig(source=str(path)), str(path), NAMED).describe()
     assert line.startswith(f"quotes in {path}")
     assert ("quote fields, as" in line) == quoted
 
@@ -280,7 +280,7 @@ def test_what_comes_otherwise_than_before_is_prepared_anew(tmp_path: Path) -> No
         path = tmp_path / name
         path.write_bytes(content)
         os.utime(path, ns=(10**18, 10**18))
-        config = replace(Config(), data=Data(source=str(path)))
+        config = replace(Config(), data=DataConfig(source=str(path)))
         found[name] = fingerprint(config, build_task(config))
         explicit = replace(config, data=replace(config.data, quote="none"))
         assert (fingerprint(explicit, build_task(config)) == found[name]) == (name == "stray.tsv")

@@ -1,4 +1,4 @@
-"""What every machine has is the same each time, and gives nothing away."""
+"""Built-in data sets are deterministic, and their inputs do not contain the labels."""
 
 import ast
 from base64 import b64decode

@@ -1,4 +1,4 @@
-"""Documents with several fields: every kind of source gives them, and broken ones are faults."""
+"""Documents with several fields: all kinds of sources yield them, and broken ones are faults."""
 
 import json
 import random
@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
-from raystride.pipelines.config import Data
+from raystride.pipelines.config import DataConfig
 from raystride.pipelines.sources.faults import DataError
 from raystride.pipelines.sources.fields import data_uri
 from raystride.pipelines.tasks.task import Column
@@ -66,7 +66,7 @@ def test_rows_come_as_they_are_or_not_at_all(
 ) -> None:
     path = tmp_path_factory.mktemp("any") / "rows.jsonl"
     path.write_text("\n".join(json.dumps({"text": text, "label": label}) for text, label in content))
-    data = Data(shard_mib=shard_kib / 1024, on_error="skip")
+    data = DataConfig(shard_mib=shard_kib / 1024, on_error="skip")
     found = open_documents(data, str(path), TEXT_AND_LABEL)
     wanted = [(text, label.strip()) for text, label in content if text and label.strip()]
     assert [document for part in found.parts for _, document in found.read(part)] == wanted
@@ -93,7 +93,7 @@ def test_parts_are_measured_by_the_columns_that_are_read(tmp_path: Path) -> None
     path = as_parquet(tmp_path)
     sizes = []
     for columns in ((text,), (big,), (text, big)):
-        source = open_source(Data(source=str(path)), str(path), columns)
+        source = open_source(DataConfig(source=str(path)), str(path), columns)
         sizes.append(sum(piece.bytes for piece in source.reader.slices(source.files[0], 1)))
     assert sizes[2] == sizes[0] + sizes[1]
 

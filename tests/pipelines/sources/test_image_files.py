@@ -1,4 +1,4 @@
-"""Rows name images below their data set's folder, or below `data.image_root`; what leads elsewhere is refused by name."""
+"""Rows name images below their data set's folder, or below `data.image_root`; other paths are refused."""
 
 import http.server
 import json
@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from raystride.pipelines.config import Data
-from raystride.pipelines.files import Folder
+from raystride.pipelines.config import DataConfig
 from raystride.pipelines.prepare.fingerprint import fingerprint
-from raystride.pipelines.sources.faults import Fault, Faulty
-from raystride.pipelines.sources.fields import data_uri, document
-from raystride.pipelines.sources.image_files import ANYWHERE, MOST_BYTES, NOWHERE, Reach, read_image
+from raystride.pipelines.sources.faults import Fault, FaultError
+from raystride.pipelines.sources.fields import build_document, data_uri
+from raystride.pipelines.sources.image_files import ANY_FILE, MAX_BYTES, NO_FILES, ImageAccess, read_image
+from raystride.pipelines.storage.folder import Folder
 from raystride.pipelines.tasks.task import Column
 from tests.errors import unreadable
 from tests.pipelines.conftest import settings
@@ -43,10 +43,10 @@ def data(tmp_path: Path) -> Path:
 
 
 def _images(folder: Path, name: str, **changes: str) -> list[str]:
-    """What is read where a row of a file in `folder` names such an image."""
+    """Returns the images that are read if a row of a file in `folder` names this one."""
     folder.mkdir(exist_ok=True)
     (folder / "rows.jsonl").write_text(json.dumps({"image": name}))
-    found = open_documents(Data(**changes), str(folder / "rows.jsonl"), (IMAGE,))  # type: ignore[arg-type]
+    found = open_documents(DataConfig(**changes), str(folder / "rows.jsonl"), (IMAGE,))  # type: ignore[arg-type]
     return [read[0] for part in found.parts for _, read in found.read(part)]
 
 
@@ -103,7 +103,7 @@ def test_image_root_is_no_place_for_anything_else(data: Path) -> None:
 
 def test_a_file_is_read_up_to_a_bound(data: Path) -> None:
     with (data / "huge.png").open("wb") as file:
-        file.truncate(MOST_BYTES + 1)  # a hole, which takes no disk
+        file.truncate(MAX_BYTES + 1)  # a hole, which takes no disk
     with unreadable("rows.jsonl", line=1, column="image", names=["huge.png", "64 MiB"]):
         _images(data, "huge.png")
 
@@ -113,7 +113,7 @@ def test_folders_of_images_lead_nowhere_else_either(data: Path) -> None:
     (data / "rows.jsonl").unlink(missing_ok=True)
     label = Column("data.label_column", "label", "label")
     (data / "pictures" / "link.png").symlink_to(data.parent / "key")
-    found = open_documents(Data(kind="folders"), str(data), (IMAGE, label))
+    found = open_documents(DataConfig(kind="folders"), str(data), (IMAGE, label))
     with unreadable("pictures/link.png", names=["refused", "out of"]):
         [part for each in found.parts for part in found.read(each)]
 
@@ -124,10 +124,10 @@ def test_rows_of_hugging_face_lead_nowhere_else_either(data: Path) -> None:
     rows = {"image": [{"bytes": None, "path": str(data.parent / "key")}]}
     features = datasets.Features({"image": {"bytes": datasets.Value("binary"), "path": datasets.Value("string")}})
     datasets.Dataset.from_dict(rows, features).save_to_disk(data / "saved")
-    found = open_documents(Data(), str(data / "saved"), (IMAGE,))
+    found = open_documents(DataConfig(), str(data / "saved"), (IMAGE,))
     with unreadable(row=1, column="image", names=["/key", "leads out of"]):
         [part for each in found.parts for part in found.read(each)]
-    found = open_documents(Data(image_root=str(data.parent)), str(data / "saved"), (IMAGE,))
+    found = open_documents(DataConfig(image_root=str(data.parent)), str(data / "saved"), (IMAGE,))
     assert [read[0] for part in found.parts for _, read in found.read(part)] == [data_uri(SECRET)]
 
 
@@ -170,8 +170,8 @@ def visits() -> Iterator[tuple[str, list[str]]]:
     server.server_close()
 
 
-def _fault(value: str, reach: Reach) -> str:
-    (found,) = document([value], "row 1", (IMAGE,), reach)
+def _fault(value: str, image_access: ImageAccess) -> str:
+    (found,) = build_document([value], "row 1", (IMAGE,), image_access)
     assert isinstance(found, Fault)
     return found.reason
 
@@ -181,34 +181,34 @@ def test_a_request_carries_its_images(data: Path, visits: tuple[str, list[str]])
     address, asked = visits
     names = [str(data / "pictures/bird.png"), "/no/such/file", f"{address}/bird.png", "bird.png", "/dev/zero"]
     for name in names:
-        assert _fault(name, NOWHERE) == f"column 'image' names {name!r}, which is refused: no file is read here"
+        assert _fault(name, NO_FILES) == f"column 'image' names {name!r}, which is refused: no file is read here"
     assert not asked
     for carried in (data_uri(PNG), PNG):
-        (found,) = document([carried], "row 1", (IMAGE,))
+        (found,) = build_document([carried], "row 1", (IMAGE,))
         assert not isinstance(found, Fault)
         assert found.document == (data_uri(PNG),)
-    assert "larger than 128 MiB" in _fault("data:" + "A" * (2 * MOST_BYTES), NOWHERE)
+    assert "larger than 128 MiB" in _fault("data:" + "A" * (2 * MAX_BYTES), NO_FILES)
 
 
 def test_remote_images_lie_below_their_own_place_alone(visits: tuple[str, list[str]]) -> None:
     address, asked = visits
-    reach = Reach(f"{address}/birds", (f"{address}/birds",))
-    (found,) = document(["a/bird.png"], "row 1", (IMAGE,), reach)
+    image_access = ImageAccess(f"{address}/birds", (f"{address}/birds",))
+    (found,) = build_document(["a/bird.png"], "row 1", (IMAGE,), image_access)
     assert not isinstance(found, Fault)
     assert found.document == (data_uri(PNG),)
     assert set(asked) == {"/birds/a/bird.png"}
     other = address.replace("127.0.0.1", "localhost")
     for name in ("../key", "%2e%2e/key", "a/..%5ckey", f"{address}/key", f"{other}/birds/bird.png", "/etc/hostname"):
-        assert "refused: it leads out " in _fault(name, reach)
+        assert "refused: it leads out " in _fault(name, image_access)
     assert set(asked) == {"/birds/a/bird.png"}
 
 
 def test_who_typed_a_path_may_read_it(data: Path) -> None:
-    (found,) = document([str(data / "link.png")], "the question", (IMAGE,), ANYWHERE)
+    (found,) = build_document([str(data / "link.png")], "the question", (IMAGE,), ANY_FILE)
     assert not isinstance(found, Fault)
     assert found.document == (data_uri(SECRET),)
-    assert "no regular file" in _fault("/dev/zero", ANYWHERE)
-    assert Folder.at(str(data)).exists("link.png")
+    assert "no regular file" in _fault("/dev/zero", ANY_FILE)
+    assert Folder.from_uri(str(data)).exists("link.png")
 
 
 @pytest.mark.parametrize("name", [f"{place}a.png?endpoint_override=http://other" for place in ("", "s3://bucket/data/")])
@@ -216,9 +216,9 @@ def test_a_row_chooses_no_other_server(s3: str, monkeypatch: pytest.MonkeyPatch,
     with Proxy(s3) as proxy, Proxy(s3) as other:
         monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.endpoint)
         folder = proxy.uri("data")
-        Folder.at(folder).put("a.png", b"\x89PNG")
-        assert read_image("a.png", Reach(folder, (folder,))) == b"\x89PNG"
+        Folder.from_uri(folder).put("a.png", b"\x89PNG")
+        assert read_image("a.png", ImageAccess(folder, (folder,))) == b"\x89PNG"
         for options in (folder, "s3://bucket/data"):
-            with pytest.raises(Faulty):
-                read_image(name.replace("http://other", other.endpoint), Reach(options, (options,)))
+            with pytest.raises(FaultError):
+                read_image(name.replace("http://other", other.endpoint), ImageAccess(options, (options,)))
         assert not other.requests

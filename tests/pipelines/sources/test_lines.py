@@ -9,7 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from raystride.pipelines.config import Data, SettingError
+from raystride.pipelines.config import DataConfig, SettingError
 from raystride.pipelines.tasks.task import Column
 from raystride.pipelines.tokenizers import load_tokenizer
 from tests.errors import refused, unreadable
@@ -81,9 +81,9 @@ def test_columns_inside_a_column(tmp_path: Path, form: str) -> None:
         features = {"translation": datasets.Translation(["en", "de", "fr"]), "id": datasets.Value("int64")}
         datasets.Dataset.from_list(content, datasets.Features(features)).save_to_disk(tmp_path / "rows.huggingface")
     columns = Column("data.column", "translation.de"), Column("data.target_column", "translation.en")
-    found = open_documents(Data(), f"{tmp_path}/rows.{form}", columns)
+    found = open_documents(DataConfig(), f"{tmp_path}/rows.{form}", columns)
     assert [document for part in found.parts for _, document in found.read(part)] == [(f"_{i}", f"{i}") for i in range(60)]
-    other = open_documents(Data(), f"{tmp_path}/rows.{form}", (Column("data.column", "other.en"),))
+    other = open_documents(DataConfig(), f"{tmp_path}/rows.{form}", (Column("data.column", "other.en"),))
     with unreadable(column="other.en", names=["translation, id"]):
         list(other.read(other.parts[0]))
 
@@ -122,12 +122,12 @@ def test_text_in_other_encodings(tmp_path: Path, encoding: str, ending: str) -> 
 
 def test_only_encodings_of_text_are_taken() -> None:
     for name in ("latin1", "UTF8", "shift_jis"):
-        Data(encoding=name)
+        DataConfig(encoding=name)
     for name in ("latin-7000", "hex", "zip"):
         with refused("data.encoding", names=["utf-8", "latin-1"]):
-            Data(encoding=name)
+            DataConfig(encoding=name)
     with pytest.raises(SettingError, match=r"data.target_source .*--data.kind lines"):
-        Data(target_source="x", kind="csv")
+        DataConfig(target_source="x", kind="csv")
 
 
 @pytest.mark.parametrize("name", ["a.txt", "a.txt.gz"])
@@ -136,14 +136,14 @@ def test_lines_that_end_with_cr_alone_are_not_one(tmp_path: Path, name: str) -> 
     (tmp_path / name).write_bytes(gzip.compress(text) if name.endswith("gz") else text)
     (tmp_path / "b.txt").write_bytes(b"eins\n")
     for data, columns in [
-        (Data(kind="lines"), pair[:1]),
-        (Data(kind="labelled"), (pair[0], Column("data.label_column", "label", "label"))),
-        (Data(source=str(tmp_path / name), target_source=str(tmp_path / "b.txt")), pair),
+        (DataConfig(kind="lines"), pair[:1]),
+        (DataConfig(kind="labelled"), (pair[0], Column("data.label_column", "label", "label"))),
+        (DataConfig(source=str(tmp_path / name), target_source=str(tmp_path / "b.txt")), pair),
     ]:
         with unreadable(name, names=["CR"]):
             found = open_documents(data, str(tmp_path / name), columns)
             [list(found.read(part)) for part in found.parts]
     for content, wanted in [(b"progress 1\rprogress 2\nend\n", 2), (b"one\r\n", 1), (b"one\r", 1)]:
         (tmp_path / name).write_bytes(gzip.compress(content) if name.endswith("gz") else content)
-        found = open_documents(Data(kind="lines"), str(tmp_path / name), pair[:1])
+        found = open_documents(DataConfig(kind="lines"), str(tmp_path / name), pair[:1])
         assert len([document for part in found.parts for document in found.read(part)]) == wanted

@@ -1,13 +1,13 @@
-"""What a place stands for: each file once under one name, nothing left out in silence, whoever lists it."""
+"""Listings have each file once, under one name, and note all files that are left out."""
 
 import os
 from pathlib import Path
 
 import pytest
 
-from raystride.pipelines.config import Data
+from raystride.pipelines.config import DataConfig
 from raystride.pipelines.sources.checking import check_source
-from raystride.pipelines.sources.listing import list_files, list_packed
+from raystride.pipelines.sources.listing import list_files, list_without_unpacking
 from raystride.pipelines.sources.source import open_source
 from raystride.pipelines.tasks.task import Column
 from tests.errors import unreadable
@@ -20,7 +20,7 @@ BAD = os.fsdecode(b"caf\xe9.jsonl")
 
 
 def names(place: object) -> list[str]:
-    return [file.name for file in list_packed(str(place)).files]
+    return [file.name for file in list_without_unpacking(str(place)).files]
 
 
 def write(folder: Path, *files: str, content: str = '{"text": "x"}\n') -> Path:
@@ -31,7 +31,7 @@ def write(folder: Path, *files: str, content: str = '{"text": "x"}\n') -> Path:
 
 
 def read(place: object, columns: tuple[Column, ...] = TEXT, **data: object) -> list[tuple[str, ...]]:
-    found = open_documents(Data(source=str(place), **data), str(place), columns)  # type: ignore[arg-type]
+    found = open_documents(DataConfig(source=str(place), **data), str(place), columns)  # type: ignore[arg-type]
     return [document for part in found.parts for _, document in found.read(part)]
 
 
@@ -47,7 +47,7 @@ def test_local_files_are_those_that_arrow_lists(tmp_path: Path) -> None:
         for info in infos
         if info.is_file and "/." not in info.path and "pycache" not in info.path
     ]
-    assert [(file.uri, file.size, file.stamp) for file in list_packed(str(tmp_path)).files] == wanted
+    assert [(file.uri, file.size, file.stamp) for file in list_without_unpacking(str(tmp_path)).files] == wanted
 
 
 @pytest.mark.parametrize("place", ["", "**/*.jsonl", "*/**/*.jsonl", "*/*/*.jsonl"])
@@ -57,7 +57,7 @@ def test_links_that_lead_back_are_not_followed(tmp_path: Path, place: str) -> No
     (data / "x" / "up").symlink_to("..")
     (data / "x" / "y" / "out").symlink_to(tmp_path)
     (data / "x" / "y" / "self").symlink_to("self")
-    found = list_packed(f"{data}/{place}".rstrip("/"))
+    found = list_without_unpacking(f"{data}/{place}".rstrip("/"))
     assert {file.name for file in found.files} <= {"x/a.jsonl", "x/y/b.jsonl"}
     assert any("latest" in line for line in found.notes)
 
@@ -71,7 +71,7 @@ def test_a_file_with_several_names_is_read_once(tmp_path: Path, place: str) -> N
     (tmp_path / "more" / "0.jsonl").symlink_to("../real/a.jsonl")
     os.link(tmp_path / "real" / "b.jsonl", tmp_path / "more" / "c.jsonl")
     source = f"{tmp_path}/{place}".rstrip("/")
-    found = open_source(Data(source=source), source, TEXT)
+    found = open_source(DataConfig(source=source), source, TEXT)
     assert [file.name for file in found.files] == ["more/c.jsonl", "real/a.jsonl"]
     assert any("another name" in line for line in found.notes)
     assert len(read(source)) == 2
@@ -110,14 +110,14 @@ def test_links_that_lead_nowhere_are_named(tmp_path: Path) -> None:
     (tmp_path / "b.jsonl").symlink_to("gone.jsonl")
     (tmp_path / "c").symlink_to("c")
     for place in (tmp_path, tmp_path / "*"):
-        found = list_packed(str(place))
+        found = list_without_unpacking(str(place))
         assert [file.name for file in found.files] == ["a.jsonl"]
         assert found.notes == ["left out b.jsonl, c: each a link that leads nowhere"]
     with unreadable("b.jsonl", settings=("data.source",), names=["gone.jsonl"]):
-        list_packed(str(tmp_path / "b.jsonl"))
+        list_without_unpacking(str(tmp_path / "b.jsonl"))
     (tmp_path / "a.jsonl").unlink()
     with unreadable(str(tmp_path), settings=("data.source",), names=["b.jsonl"]):
-        list_packed(str(tmp_path))
+        list_without_unpacking(str(tmp_path))
 
 
 def test_pipes_are_passed_over_and_refused_by_name(tmp_path: Path) -> None:
@@ -125,7 +125,7 @@ def test_pipes_are_passed_over_and_refused_by_name(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe.jsonl")
     assert names(tmp_path) == ["a.jsonl"]
     with unreadable("pipe.jsonl", settings=("data.source",), names=["pipe"]):
-        list_packed(str(tmp_path / "pipe.jsonl"))
+        list_without_unpacking(str(tmp_path / "pipe.jsonl"))
 
 
 @pytest.mark.parametrize(
@@ -146,7 +146,7 @@ def test_a_name_that_is_not_utf8_is_refused_or_skipped(tmp_path: Path, name: str
     shown = ascii(name)[1:-1]
     with unreadable(f"/{shown}", settings=("data.on_error",), names=["UTF-8"]):
         read(tmp_path, kind=kind)
-    source = open_source(Data(source=str(tmp_path), kind=kind), str(tmp_path), TEXT)  # type: ignore[arg-type]
+    source = open_source(DataConfig(source=str(tmp_path), kind=kind), str(tmp_path), TEXT)  # type: ignore[arg-type]
     with unreadable(f"/{shown}", settings=("data.on_error",)):
         check_source(source)
     assert read(tmp_path, kind=kind, on_error="skip") == [("x",)]
@@ -158,7 +158,7 @@ def test_what_cannot_be_listed_is_refused(tmp_path: Path) -> None:
         (tmp_path / closed).chmod(mode)
         try:
             with bound_by_permissions(), unreadable(settings=("data.source",), names=[closed, "permission"]):
-                list_packed(f"{tmp_path}/{place}".rstrip("/"))
+                list_without_unpacking(f"{tmp_path}/{place}".rstrip("/"))
         finally:
             (tmp_path / closed).chmod(0o700)
 
@@ -190,7 +190,7 @@ def test_folders_of_spark_are_read_as_they_lie(tmp_path: Path, place: str) -> No
     assert read(f"{folder}/{place}".rstrip("/")) == [("0-0",), ("0-1",), ("2-0",)]
     assert read(folder, kind="parquet") == [("0-0",), ("0-1",), ("2-0",)]
     write(folder, "_year=2024/a.jsonl")
-    assert open_source(Data(source=str(folder), kind="json"), str(folder), TEXT).files[0].name == "_year=2024/a.jsonl"
+    assert open_source(DataConfig(source=str(folder), kind="json"), str(folder), TEXT).files[0].name == "_year=2024/a.jsonl"
     (folder / "_year=2024" / "a.jsonl").unlink()
     remote = f"local://{folder}"
     assert [document for (document,) in read(remote)] == ["0-0", "0-1", "2-0"]
@@ -211,7 +211,7 @@ def test_a_part_of_no_rows_is_no_fault(tmp_path: Path, suffix: str, nothing: str
     write(tmp_path, f"b.{suffix}", content=nothing)
     kind = "lines" if suffix == "txt" else "auto"
     assert read(tmp_path, kind=kind) == [("0-0",)]
-    source = open_source(Data(source=str(tmp_path), kind=kind), str(tmp_path), TEXT)  # type: ignore[arg-type]
+    source = open_source(DataConfig(source=str(tmp_path), kind=kind), str(tmp_path), TEXT)  # type: ignore[arg-type]
     check_source(source)
     assert ["empty" in line for line in source.notes] == ([] if nothing else [True])
 
@@ -223,7 +223,7 @@ def test_files_without_rows_alone_are_a_fault(tmp_path: Path) -> None:
         read(folder / "part-0.snappy.parquet")
     write(tmp_path / "empty", "a.jsonl", "b.jsonl", content="")
     with unreadable("/a.jsonl", names=["all of 2 files"]):
-        check_source(open_source(Data(source=str(tmp_path / "empty")), str(tmp_path / "empty"), TEXT))
+        check_source(open_source(DataConfig(source=str(tmp_path / "empty")), str(tmp_path / "empty"), TEXT))
 
 
 def test_what_is_about_the_data_is_none_of_it(tmp_path: Path) -> None:
@@ -236,7 +236,7 @@ def test_what_is_about_the_data_is_none_of_it(tmp_path: Path) -> None:
         write(folder, "README.md", "LICENSE", "licence.txt", "dataset_infos.json", ".gitattributes", content="{}")
         write(folder, "Thumbs.db", "train.csv.sha256", "SHA256SUMS", "data/NOTICE", content="")
         assert read(folder) == [("0-0",)]
-        (line,) = open_source(Data(source=str(folder)), str(folder), TEXT).notes
+        (line,) = open_source(DataConfig(source=str(folder)), str(folder), TEXT).notes
         assert "README.md" in line
     write(tmp_path / "texts", "README.md", "_init.txt", "a.txt", content="words")
     assert len(read(tmp_path / "texts")) == 3
@@ -265,7 +265,7 @@ def test_pairs_of_files_may_share_one_of_them(tmp_path: Path) -> None:
     (tmp_path / "a" / "3.de").symlink_to("1.de")
     (tmp_path / "b" / "3.en").symlink_to("1.en")
     pair = (*TEXT, Column("data.target_column", "target"))
-    data = Data(source=f"{tmp_path}/a", target_source=f"{tmp_path}/b")
+    data = DataConfig(source=f"{tmp_path}/a", target_source=f"{tmp_path}/b")
     source = open_source(data, data.source, pair)
     found = open_documents(data, data.source, pair)
     documents = [document for part in found.parts for _, document in found.read(part)]

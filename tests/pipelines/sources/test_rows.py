@@ -9,9 +9,9 @@ import pyarrow as pa
 import pytest
 from pyarrow import parquet
 
-from raystride.pipelines.config import Data
+from raystride.pipelines.config import DataConfig
 from raystride.pipelines.sources.checking import check_source
-from raystride.pipelines.sources.faults import Faulty, faults_of
+from raystride.pipelines.sources.faults import FaultError, raise_as_faults
 from raystride.pipelines.sources.pieces import Piece, Slice
 from raystride.pipelines.sources.rows import read_batches
 from raystride.pipelines.sources.source import open_source
@@ -25,7 +25,7 @@ LABELLED = (Column("data.column", "text"), Column("data.label_column", "label", 
 
 
 def read(place: Path, columns: tuple[Column, ...] = LABELLED, **changes: object) -> list[tuple[str, ...]]:
-    found = open_documents(Data(source=str(place), **changes), str(place), columns)  # type: ignore[arg-type]
+    found = open_documents(DataConfig(source=str(place), **changes), str(place), columns)  # type: ignore[arg-type]
     return [document for part in found.parts for _, document in found.read(part)]
 
 
@@ -51,7 +51,7 @@ def test_classes_have_their_names_where_they_are_wanted(classes: Path) -> None:
 
 
 def test_whole_rows_have_the_names_too(classes: Path) -> None:
-    data = Data(source=str(classes), class_names=True)
+    data = DataConfig(source=str(classes), class_names=True)
     source = open_source(data, data.source, LABELLED).keeping_rows()
     (piece,) = source.reader.slices(source.files[0], 1 << 20)
     rows = [item.row for item in source.reader.read(piece) if isinstance(item, Piece)]
@@ -64,7 +64,7 @@ def test_a_class_without_a_name_is_a_fault(classes: Path) -> None:
     at = table.schema.get_field_index("label")
     table = table.set_column(at, table.schema.field(at), pa.array([0, 7, 1]))
     parquet.write_table(table, classes)
-    data = Data(source=str(classes), class_names=True)
+    data = DataConfig(source=str(classes), class_names=True)
     with unreadable(row=2, names=["class 7"]):
         check_source(open_source(data, data.source, LABELLED))
     assert read(classes, class_names=True, on_error="skip") == [("tea", "ham"), ("none", "spam")]
@@ -96,7 +96,7 @@ def test_rows_are_read_by_their_bytes(tmp_path: Path, monkeypatch: pytest.Monkey
         batches = [batch for group in (0, 1) for _, batch in read_batches(table, group, None, "a")]
     assert [value for batch in batches for value in batch.column("n").to_pylist()] == list(range(100))
     assert max(batch.num_rows for batch in (batches[1:] if same else batches)) <= 40
-    source = open_source(Data(), str(tmp_path / "a.parquet"), LABELLED[:1])
+    source = open_source(DataConfig(), str(tmp_path / "a.parquet"), LABELLED[:1])
     source = source.keeping_rows() if keep else source
     for start, stop in [(0, 100), (7, 93), (63, 65), (10, 11)]:
         found = list(source.reader.read(Slice(source.files[0], start, stop, 0)))
@@ -140,17 +140,17 @@ def test_what_arrow_has_no_batch_for_is_read_in_smaller_ones(most: int) -> None:
 
 
 def test_a_whole_file_is_not_called_broken() -> None:
-    with pytest.raises(Faulty) as raised:
+    with pytest.raises(FaultError) as raised:
         list(read_batches(Nested(5, 0), 0, None, "a.parquet"))
     assert "truncated" not in raised.value.fault.reason
     assert "pyarrow" in raised.value.fault.reason
     for error, word in [(OSError(24, "Too many open files"), "open files"), (pa.ArrowInvalid("is encrypted"), "encrypted")]:
-        with pytest.raises(Faulty) as raised, faults_of("a.parquet"):
+        with pytest.raises(FaultError) as raised, raise_as_faults("a.parquet"):
             raise error
         assert word in raised.value.fault.reason
         assert "truncated" not in raised.value.fault.reason
-    with pytest.raises(Faulty) as raised, faults_of("a.parquet"):
+    with pytest.raises(FaultError) as raised, raise_as_faults("a.parquet"):
         raise pa.ArrowInvalid("Parquet magic bytes not found in footer")
     assert "truncated or broken" in raised.value.fault.reason
-    with pytest.raises(MemoryError), faults_of("a.parquet"):
+    with pytest.raises(MemoryError), raise_as_faults("a.parquet"):
         raise pa.ArrowMemoryError("malloc of size 64 failed")

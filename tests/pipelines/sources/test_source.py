@@ -1,4 +1,4 @@
-"""Every kind of source gives its documents whole and in order, whatever way it is cut, and with the place of each."""
+"""All kinds of sources yield complete documents in order, for any split into slices, with the place of each."""
 
 import bz2
 import csv
@@ -12,8 +12,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from raystride.pipelines.config import Data
-from raystride.pipelines.sources.source import Source, open_source, standard_library
+from raystride.pipelines.config import DataConfig
+from raystride.pipelines.sources.source import Source, open_source, standard_library_files
 from raystride.pipelines.tasks.task import Column, Document
 from tests.errors import unreadable
 from tests.pipelines.conftest import Prepare, documents, rows, settings
@@ -80,7 +80,7 @@ def write_dataset_dict(folder: Path) -> Path:
     return folder / "dict"
 
 
-def opened(data: Data, place: str) -> Source:
+def opened(data: DataConfig, place: str) -> Source:
     return open_source(data, place, (Column("data.column", "text"),))
 
 
@@ -118,11 +118,11 @@ def test_the_tail_of_rows_is_the_last_rows(tmp_path: Path, run: Prepare, write: 
 
 
 def test_the_standard_library_is_found_without_tests_and_empty_files() -> None:
-    names = [file.name for file in standard_library()]
+    names = [file.name for file in standard_library_files()]
     assert any(name.endswith("/json/decoder.py") for name in names)
     assert not any(part in name.split("/") for name in names for part in ("test", "tests", "site-packages"))
     assert names == sorted(names)
-    assert sum(file.size for file in standard_library()) > 5e6
+    assert sum(file.size for file in standard_library_files()) > 5e6
 
 
 def test_a_registered_source(run: Prepare) -> None:
@@ -169,7 +169,7 @@ def test_the_ids_of_a_cut_text_are_those_of_the_whole(tmp_path: Path, run: Prepa
     """Cuts lie where BPE patterns cut too."""
     from raystride.pipelines.tokenizers import load_tokenizer
 
-    text = "".join(Path(file.uri).read_text(encoding="utf-8") for file in standard_library()[:20])
+    text = "".join(Path(file.uri).read_text(encoding="utf-8") for file in standard_library_files()[:20])
     (tmp_path / "code.txt").write_text(text)
     result = run(tmp_path / "code.txt", tokenizer="bpe", shard_mib=0.01, validation="source", validation_source="arithmetic")
     assert len(result.manifest.splits["train"]) > 10
@@ -247,14 +247,14 @@ LABELLED = (Column("data.column", "text"), Column("data.label_column", "label", 
 PAIR = (Column("data.column", "text"), Column("data.target_column", "target"))
 
 
-def read(data: Data, name: object, columns: tuple[Column, ...]) -> list[tuple[str, Document]]:
+def read(data: DataConfig, name: object, columns: tuple[Column, ...]) -> list[tuple[str, Document]]:
     found = pickle.loads(pickle.dumps(open_documents(data, str(name), columns)))
     return [item for part in found.parts for item in found.read(part)]
 
 
 def test_all_columns_or_those_that_prediction_reads(tmp_path: Path) -> None:
     path = as_json(tmp_path)
-    data = Data(shard_mib=TINY)
+    data = DataConfig(shard_mib=TINY)
     assert len(open_documents(data, str(path), LABELLED).parts) > 3
     assert [document for _, document in read(data, path, LABELLED)] == ROWS
     assert [document for _, document in read(data, path, LABELLED[:1])] == [(text,) for text, _ in ROWS]
@@ -264,17 +264,17 @@ def test_all_columns_or_those_that_prediction_reads(tmp_path: Path) -> None:
 def test_labels_that_are_not_asked_for_are_passed_over(tmp_path: Path) -> None:
     for write, kind in [(as_lines, "labelled"), (as_folders, "folders")]:
         (tmp_path / kind).mkdir()
-        found = read(Data(kind=kind), write(tmp_path / kind), LABELLED[:1])  # type: ignore[arg-type]
+        found = read(DataConfig(kind=kind), write(tmp_path / kind), LABELLED[:1])  # type: ignore[arg-type]
         assert {(text,) for text, _ in ROWS} <= {document for _, document in found}
 
 
 def test_lines_without_targets_are_documents(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("one\n\ntwo\n")
     (tmp_path / "b.txt").write_text("eins\n\nzwei\n")
-    data = Data(source="elsewhere", target_source="elsewhere.de")
+    data = DataConfig(source="elsewhere", target_source="elsewhere.de")
     wanted = [(f"{tmp_path}/a.txt, line 1", ("one",)), (f"{tmp_path}/a.txt, line 3", ("two",))]
     assert read(data, f"{tmp_path}/a.txt", PAIR[:1]) == wanted
-    assert read(Data(kind="lines"), f"{tmp_path}/a.txt", PAIR[:1]) == wanted
+    assert read(DataConfig(kind="lines"), f"{tmp_path}/a.txt", PAIR[:1]) == wanted
     both = [document for _, document in read(data, f"{tmp_path}/a.txt,{tmp_path}/b.txt", PAIR)]
     assert both == [("one", "eins"), ("two", "zwei")]
 
@@ -282,7 +282,7 @@ def test_lines_without_targets_are_documents(tmp_path: Path) -> None:
 def test_faults_are_raised_or_left_out(tmp_path: Path) -> None:
     lines = [json.dumps({"text": "a"}), json.dumps({"text": "b", "label": 1})]
     (tmp_path / "rows.jsonl").write_text("\n".join(lines))
-    data = Data()
+    data = DataConfig()
     with unreadable(line=1, column="label"):
         read(data, tmp_path / "rows.jsonl", LABELLED)
     found = read(replace(data, on_error="skip"), tmp_path / "rows.jsonl", LABELLED)

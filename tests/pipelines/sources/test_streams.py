@@ -1,4 +1,4 @@
-"""Compressed files give the same documents as plain ones, of one frame or several, and never less."""
+"""Compressed files, of one frame or several, yield the same documents as plain ones."""
 
 import gzip
 from itertools import pairwise
@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from pyarrow import compress
 
-from raystride.pipelines.config import Data
+from raystride.pipelines.config import DataConfig
 from raystride.pipelines.tasks.task import Column
 from tests.errors import unreadable
 from tests.pipelines.sources.documents import open_documents
@@ -23,7 +23,7 @@ SKIPPED = (0x184D2A50).to_bytes(4, "little") + (3).to_bytes(4, "little") + b"any
 
 
 def read(path: Path) -> list[str]:
-    found = open_documents(Data(source=str(path)), str(path), TEXT)
+    found = open_documents(DataConfig(source=str(path)), str(path), TEXT)
     return [document[0] for part in found.parts for _, document in found.read(part)]
 
 

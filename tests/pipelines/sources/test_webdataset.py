@@ -1,4 +1,4 @@
-"""WebDataset's shards give the documents that were packed, from any store and compression; what is wrong is named by key."""
+"""WebDataset's shards yield the packed documents, from any store and compression; faults name the key."""
 
 import bz2
 import io
@@ -11,13 +11,13 @@ import pytest
 from PIL import Image
 from pyarrow import compress
 
-from raystride.pipelines.config import Data
-from raystride.pipelines.files import Folder
-from raystride.pipelines.prepare.parts import divide, part_items
+from raystride.pipelines.config import DataConfig
+from raystride.pipelines.prepare.parts import divide_into_parts, read_part_items
 from raystride.pipelines.sources.checking import check_source
 from raystride.pipelines.sources.faults import DataError, Fault
 from raystride.pipelines.sources.fields import data_uri
 from raystride.pipelines.sources.source import open_source
+from raystride.pipelines.storage.folder import Folder
 from raystride.pipelines.tasks.task import Column, Document
 from tests.errors import unreadable
 from tests.pipelines.sources.documents import open_documents
@@ -54,7 +54,7 @@ def pictures(first: int, count: int) -> tuple[Members, list[Document]]:
 
 
 def read(place: object, columns: tuple[Column, ...], **changes: str) -> list[Document]:
-    found = open_documents(Data(source=str(place), **changes), str(place), columns)  # type: ignore[arg-type]
+    found = open_documents(DataConfig(source=str(place), **changes), str(place), columns)  # type: ignore[arg-type]
     return [document for part in found.parts for _, document in found.read(part)]
 
 
@@ -81,13 +81,13 @@ def test_each_shard_is_a_part_also_on_a_store(s3: str) -> None:
     written = []
     for number in range(3):
         members, documents = pictures(40 * number, 40)
-        Folder.at(uri_of(s3, "birds")).put(f"{number}.tar", tar([*members, ("padding.bin", bytes(300 << 10))]))
+        Folder.from_uri(uri_of(s3, "birds")).put(f"{number}.tar", tar([*members, ("padding.bin", bytes(300 << 10))]))
         written.append(documents)
-    data = Data(source=uri_of(s3, "birds"))
+    data = DataConfig(source=uri_of(s3, "birds"))
     source = open_source(data, data.source, PICTURE)
     assert source.kind == "webdataset"
-    parts = divide(source, None, data)
-    items = [list(part_items(source.reader, part)) for part in parts]
+    parts = divide_into_parts(source, None, data)
+    items = [list(read_part_items(source.reader, part)) for part in parts]
     assert [[item.document for item in some if not isinstance(item, Fault)] for some in items] == written
     assert [len([item for item in some if isinstance(item, Fault)]) for some in items] == [1, 1, 1]
 
@@ -95,11 +95,11 @@ def test_each_shard_is_a_part_also_on_a_store(s3: str) -> None:
 def test_the_tail_validates(tmp_path: Path) -> None:
     members, documents = pictures(0, 20)
     (tmp_path / "a.tar").write_bytes(tar(members))
-    data = Data(source=str(tmp_path / "a.tar"), validation="tail", validation_fraction=0.25)
+    data = DataConfig(source=str(tmp_path / "a.tar"), validation="tail", validation_fraction=0.25)
     source = open_source(data, data.source, PICTURE)
     found: dict[str | None, list[Document]] = {"train": [], "validation": []}
-    for part in divide(source, None, data):
-        found[part.split] += [item.document for item in part_items(source.reader, part) if not isinstance(item, Fault)]
+    for part in divide_into_parts(source, None, data):
+        found[part.split] += [item.document for item in read_part_items(source.reader, part) if not isinstance(item, Fault)]
     assert found == {"train": documents[:15], "validation": documents[15:]}
 
 
@@ -172,17 +172,17 @@ def test_a_torn_shard_is_never_taken_for_a_whole_one(tmp_path: Path, codec: str 
 
 def test_what_is_refused_before_anything_starts(tmp_path: Path) -> None:
     (tmp_path / "a.tar").write_bytes(tar([("1.png", picture(1)), ("1.json", b"{}")]))
-    data = Data(source=str(tmp_path / "a.tar"))
+    data = DataConfig(source=str(tmp_path / "a.tar"))
     with pytest.raises(DataError, match=r"a\.tar, key 1: has no label but \.png, \.json; name what holds it with "):
         check_source(open_source(data, data.source, PICTURE))
     (tmp_path / "b.txt").write_text("words")
     with unreadable(names=["b.txt", ".tar"]):
-        open_source(Data(source=str(tmp_path / "b.txt"), kind="webdataset"), str(tmp_path / "b.txt"), PICTURE)
+        open_source(DataConfig(source=str(tmp_path / "b.txt"), kind="webdataset"), str(tmp_path / "b.txt"), PICTURE)
 
 
 def test_a_tar_of_files_is_still_an_archive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAYSTRIDE_CACHE", str(tmp_path / "cache"))
     (tmp_path / "a.tar").write_bytes(tar([("a.txt", b"one"), ("a.md", b"two"), ("b.txt", b"three")]))
-    data = Data(source=str(tmp_path / "a.tar"))
+    data = DataConfig(source=str(tmp_path / "a.tar"))
     assert open_source(data, data.source, LABELLED[:1]).kind == "text"
     assert read(tmp_path / "a.tar", LABELLED[:1]) == [("two",), ("one",), ("three",)]

@@ -1,6 +1,6 @@
 """The course of a small training on several processes: what the tests of strategies and precisions compare.
 
-job = course_job(storage, "fsdp", scaling=Scaling(strategy="fsdp"))
+job = course_job(storage, "fsdp", scaling=ScalingConfig(strategy="fsdp"))
 course = run_course(job, world=2)                         # a Course: losses, norms, ...
 """
 
@@ -8,21 +8,28 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from raystride.pipelines.config import Checkpoint, Data, Model, Optimizer, Train, Validation
+from raystride.pipelines.config import (
+    CheckpointConfig,
+    DataConfig,
+    ModelConfig,
+    OptimizerConfig,
+    TrainConfig,
+    ValidationConfig,
+)
 from raystride.pipelines.observers.observer import Observer
 from raystride.pipelines.worker.job import Job, WorkerInfo
 from tests.distributed import run_distributed
 from tests.processes import make_job
 from tests.tiny import tiny, write_text
 
-STEPS = 30
+STEPS = 12
 SLOTS = 5
 """A number that 2, 3 and 4 workers cannot share evenly."""
 
 
 @dataclass
 class Course(Observer):
-    """What a training measured at each step, and how it ended."""
+    """Measurements of a training at each step, and its outcome."""
 
     losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
@@ -44,11 +51,11 @@ class Course(Observer):
 def course_job(storage: Path, run: str, **sections: Any) -> Job:
     """A job of a two-layer model with tied embeddings; `sections` replace settings of whole sections."""
     settings = {
-        "model": Model(layers=2, heads=2, width=16, context=16),
-        "optimizer": Optimizer(learning_rate=1e-2, warmup_steps=2),
-        "train": Train(steps=STEPS, slots=SLOTS, slot_size=2, log_every=1),
-        "validation": Validation(every=15, samples=15),
-        "checkpoint": Checkpoint(every=0),
+        "model": ModelConfig(layers=2, heads=2, hidden_size=16, context=16),
+        "optimizer": OptimizerConfig(learning_rate=1e-2, warmup_steps=2),
+        "train": TrainConfig(steps=STEPS, slots=SLOTS, slot_size=2, log_every=1),
+        "validation": ValidationConfig(every=6, samples=15),
+        "checkpoint": CheckpointConfig(every=0),
     }
     text = storage / "text.txt"
     if not text.exists():
@@ -56,15 +63,15 @@ def course_job(storage: Path, run: str, **sections: Any) -> Job:
     return make_job(tiny(text, **settings | sections), storage, run)
 
 
-def documents(folder: Path) -> Data:
+def documents(folder: Path) -> DataConfig:
     """Short documents, several to a window of `course_job`."""
     source = folder / "documents.jsonl"
     source.write_text("".join(f'{{"text": "{number * 7919 % 1000} times"}}\n' for number in range(400)))
-    return Data(source=str(source), kind="json", column="text", validation_fraction=0.2)
+    return DataConfig(source=str(source), kind="json", column="text", validation_fraction=0.2)
 
 
-def changed(job: Job, attempt: str = "a2", **sections: Any) -> Job:
-    """The next attempt of a job, with other settings."""
+def next_attempt(job: Job, attempt: str = "a2", **sections: Any) -> Job:
+    """Returns the next attempt of a job, with other settings."""
     return replace(job, attempt=attempt, config=replace(job.config, **sections))
 
 
@@ -74,8 +81,8 @@ def run_course(job: Job, world: int, prepare: Any = None) -> Course:
 
 
 def _run(rank: int, world: int, job: Job, prepare: Any) -> Course:
-    from raystride.pipelines.train.fingerprint import parameters_sha256
-    from raystride.pipelines.worker.worker import build_training
+    from raystride.pipelines.checkpoint.fingerprint import parameters_sha256
+    from raystride.pipelines.worker.build import build_training
 
     course = Course()
     training = build_training(job, WorkerInfo(rank=rank, world=world), [course], lambda: False, course.said.append)

@@ -8,8 +8,16 @@ from typing import Any
 
 import pytest
 
-from raystride.pipelines.config import Checkpoint, Guard, Model, Optimizer, Sample, Scaling, Train
-from tests.pipelines.strategies.course import SLOTS, STEPS, Course, changed, course_job, run_course
+from raystride.pipelines.config import (
+    CheckpointConfig,
+    GuardConfig,
+    ModelConfig,
+    OptimizerConfig,
+    SampleConfig,
+    ScalingConfig,
+    TrainConfig,
+)
+from tests.pipelines.strategies.course import SLOTS, STEPS, Course, course_job, next_attempt, run_course
 from tests.pipelines.strategies.test_strategy import assert_same_course
 from tests.pipelines.train.test_guard import BAD, plant_nan
 from tests.plain_training import PlainStep, assert_plain, train_plainly
@@ -21,7 +29,7 @@ pytestmark = [
     pytest.mark.skipif(find_spec("deepspeed") is None, reason="needs DeepSpeed"),
 ]
 
-TRAIN = Train(steps=STEPS, slots=SLOTS, slot_size=2, log_every=1, micro_batch_slots=1)
+TRAIN = TrainConfig(steps=STEPS, slots=SLOTS, slot_size=2, log_every=1, micro_batch_slots=1)
 SHORT = replace(TRAIN, steps=8)
 CUT = 5
 """Step at which a run is cut in two."""
@@ -29,7 +37,7 @@ CUT = 5
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where the data is prepared once."""
+    """Returns the folder with data that is prepared once."""
     return tmp_path_factory.mktemp("deepspeed")
 
 
@@ -45,8 +53,8 @@ def plain(folder: Path) -> list[PlainStep]:
     return train_plainly(course_job(folder, "single", train=TRAIN), steps=5)
 
 
-def _zero(stage: int) -> Scaling:
-    return Scaling(strategy="deepspeed", zero=stage)
+def _zero(stage: int) -> ScalingConfig:
+    return ScalingConfig(strategy="deepspeed", zero=stage)
 
 
 def _course(folder: Path, run: str, stage: int, world: int, prepare: Any = None, **sections: Any) -> Course:
@@ -78,8 +86,8 @@ def test_precisions(folder: Path, precision: str, stage: int) -> None:
 @pytest.mark.long
 def test_what_is_recomputed_and_gathered_again_changes_nothing(folder: Path) -> None:
     """Llama's flavour, whose embedding is not tied, with plain momentum, and blocks that are computed twice."""
-    model = Model(flavour="llama", layers=2, heads=4, kv_heads=2, width=16, context=16)
-    sections = {"model": model, "optimizer": Optimizer(kind="sgd", momentum=0.9, learning_rate=0.1, warmup_steps=2)}
+    model = ModelConfig(architecture="llama", layers=2, heads=4, kv_heads=2, hidden_size=16, context=16)
+    sections = {"model": model, "optimizer": OptimizerConfig(kind="sgd", momentum=0.9, learning_rate=0.1, warmup_steps=2)}
     single = run_course(course_job(folder, "llama", train=SHORT, **sections), 1)
     train = replace(SHORT, activation_checkpointing="selective")
     assert_same_course(_course(folder, "llama-3", 3, 2, train=train, **sections), single)
@@ -87,12 +95,12 @@ def test_what_is_recomputed_and_gathered_again_changes_nothing(folder: Path) -> 
 
 @pytest.mark.parametrize("stage", [1, 3])
 def test_a_resumed_run_has_the_bits_of_one_that_was_left_undisturbed(folder: Path, stage: int) -> None:
-    schedule = Optimizer(learning_rate=1e-2, warmup_steps=2, decay_steps=SHORT.steps)
+    schedule = OptimizerConfig(learning_rate=1e-2, warmup_steps=2, decay_steps=SHORT.steps)
     calm = _course(folder, f"calm-{stage}", stage, 2, train=SHORT, optimizer=schedule)
-    sections = {"optimizer": schedule, "scaling": _zero(stage), "checkpoint": Checkpoint(every=CUT)}
+    sections = {"optimizer": schedule, "scaling": _zero(stage), "checkpoint": CheckpointConfig(every=CUT)}
     job = course_job(folder, f"cut-{stage}", train=replace(SHORT, steps=CUT), **sections)
     run_course(job, 2)
-    resumed = run_course(changed(job, train=SHORT), 2)
+    resumed = run_course(next_attempt(job, train=SHORT), 2)
     assert resumed.said == [f"resumed from step {CUT}"]
     assert resumed.losses == calm.losses[CUT:]
     assert resumed.sha256 == calm.sha256
@@ -100,7 +108,7 @@ def test_a_resumed_run_has_the_bits_of_one_that_was_left_undisturbed(folder: Pat
 
 def test_a_bad_step_is_skipped(folder: Path) -> None:
     train = replace(TRAIN, steps=BAD[0] + 3)
-    course = _course(folder, "skip", 3, 2, plant_nan, train=train, guard=Guard(policy="skip"))
+    course = _course(folder, "skip", 3, 2, plant_nan, train=train, guard=GuardConfig(policy="skip"))
     assert [number for number, loss in enumerate(course.losses) if math.isnan(loss)] == [BAD[0]]
     assert course.logged[-1]["dropped_steps"] == 1
 
@@ -109,8 +117,8 @@ def test_a_bad_step_is_skipped(folder: Path) -> None:
 def test_the_sample_is_that_of_one_worker(folder: Path) -> None:
     """A whole job, with parameters in partitions: the workers generate together."""
     texts = []
-    for scaling, world in ((Scaling(strategy="single"), 1), (_zero(3), 2)):
-        sample = Sample(prompt="line ", tokens=12, temperature=0.0)
+    for scaling, world in ((ScalingConfig(strategy="single"), 1), (_zero(3), 2)):
+        sample = SampleConfig(prompt="line ", tokens=12, temperature=0.0)
         job = course_job(folder, f"sample-{scaling.strategy}", train=SHORT, scaling=scaling, sample=sample)
         summary = run_workers(job, world)
         assert summary["steps"] == SHORT.steps

@@ -11,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from raystride.pipelines.feed.plan import share
+from raystride.pipelines.feed.plan import worker_slots
 from raystride.pipelines.strategies.ddp import DataParallel
-from raystride.pipelines.strategies.exact import ExactBuckets, _tag
-from raystride.pipelines.strategies.tree import additions, halves, roots, visits
+from raystride.pipelines.strategies.exact import ExactBuckets, _message_tag
+from raystride.pipelines.strategies.reduction_tree import covering_subtrees, plan_additions, plan_visits, split_node
 from tests.distributed import run_distributed
 from tests.some import some
 
@@ -34,12 +34,12 @@ def _values(count: int, seed: int) -> list[float]:
 
 def _worker(subtrees: list[range], values: Sequence[float]) -> list[float]:
     """The sums of a worker's subtrees, by what it does after each slot; rows begin with what must not count."""
-    plan = visits(subtrees)
+    plan = plan_visits(subtrees)
     rows = [float("nan")] * (1 + max(visit.row for visit in plan.values()))
     for slot in sorted(plan):
         visit = plan[slot]
         rows[visit.row] = values[slot] if visit.fresh else rows[visit.row] + values[slot]
-        for into, row in visit.additions:
+        for into, row in visit.merges:
             rows[into] += rows[row]
     return rows[: len(subtrees)]
 
@@ -49,11 +49,11 @@ def test_any_number_of_workers_adds_along_one_tree(slots: int, data: st.DataObje
     world = data.draw(st.integers(1, slots))
     values = _values(slots, data.draw(st.integers(0, 10**6)))
     everything = range(slots)
-    by_worker = [roots(everything, share(slots, rank, world)) for rank in range(world)]
+    by_worker = [covering_subtrees(everything, worker_slots(slots, rank, world)) for rank in range(world)]
     subtrees = [subtree for found in by_worker for subtree in found]
     assert [slot for subtree in subtrees for slot in subtree] == list(everything)
     rows = [total for found in by_worker for total in _worker(found, values)]
-    for into, row in additions(everything, subtrees):
+    for into, row in plan_additions(everything, subtrees):
         rows[into] += rows[row]
     assert rows[0] == _by_hand(values)
 
@@ -61,9 +61,9 @@ def test_any_number_of_workers_adds_along_one_tree(slots: int, data: st.DataObje
 @given(slots=st.integers(1, 2**12), start=st.integers(0, 2**12), length=st.integers(1, 2**12))
 def test_a_worker_needs_few_rows(slots: int, start: int, length: int) -> None:
     start = min(start, slots - 1)
-    found = visits(roots(range(slots), range(start, min(slots, start + length))))
+    found = plan_visits(covering_subtrees(range(slots), range(start, min(slots, start + length))))
     assert 1 + max(visit.row for visit in found.values()) <= 2 * max(1, (slots - 1).bit_length())
-    whole = visits([range(slots)])
+    whole = plan_visits([range(slots)])
     assert 1 + max(visit.row for visit in whole.values()) <= max(1, (slots - 1).bit_length())
 
 
@@ -74,10 +74,10 @@ def test_the_order_matters() -> None:
 
 
 def test_the_tree_is_that_of_aligned_powers_of_two() -> None:
-    assert halves(range(6)) == (range(4), range(4, 6))
-    assert halves(range(4, 7)) == (range(4, 6), range(6, 7))
-    assert roots(range(12), range(4, 8)) == [range(4, 8)]
-    assert roots(range(12), range(3, 9)) == [range(3, 4), range(4, 8), range(8, 9)]
+    assert split_node(range(6)) == (range(4), range(4, 6))
+    assert split_node(range(4, 7)) == (range(4, 6), range(6, 7))
+    assert covering_subtrees(range(12), range(4, 8)) == [range(4, 8)]
+    assert covering_subtrees(range(12), range(3, 9)) == [range(3, 4), range(4, 8), range(8, 9)]
 
 
 class Net(nn.Module):
@@ -101,13 +101,13 @@ def _batches(slots: int, step: int) -> list[list[int]]:
 
 
 def _make(rank: int, world: int, slots: int, bucket_bytes: int) -> tuple[DataParallel, Net]:
-    shares = [share(slots, each, world) for each in range(world)]
-    buckets = partial(ExactBuckets, bucket_bytes=bucket_bytes, extra=4, shares=shares, rank=rank)
+    slot_ranges = [worker_slots(slots, each, world) for each in range(world)]
+    buckets = partial(ExactBuckets, bucket_bytes=bucket_bytes, extra=4, slot_ranges=slot_ranges, rank=rank)
     strategy = DataParallel(torch.device("cpu"), rank, world, buckets)
     torch.manual_seed(rank)  # ranks start apart; prepare must bring them together
     if world == 1:
         torch.manual_seed(0)
-    model, _ = strategy.prepare(Net(), lambda model: None)
+    model, _ = strategy.prepare_model(Net(), lambda model: None)
     return strategy, model
 
 
@@ -116,8 +116,8 @@ def _steps(rank: int, world: int, slots: int, bucket_bytes: int, filled: list[in
     strategy, model = _make(rank, world, slots, bucket_bytes)
     results = []
     for step, full in enumerate(filled):
-        strategy.begin()
-        own = [slot for slot in share(slots, rank, world) if slot < full]
+        strategy.zero_gradients()
+        own = [slot for slot in worker_slots(slots, rank, world) if slot < full]
         measured = torch.zeros(4)
         measured[2] = float(rank == world - 1)
         for slot in own:
@@ -125,14 +125,14 @@ def _steps(rank: int, world: int, slots: int, bucket_bytes: int, filled: list[in
             measured[0] += loss.detach()
             measured[1] += 3
             strategy.backward(loss, measured, slot=slot, last=slot == own[-1])
-        result = {"measured": strategy.reduce(measured).clone()}
+        result = {"measured": strategy.reduce_gradients(measured).clone()}
         result |= {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-        result["gradients"] = torch.cat(strategy.gradients())
+        result["gradients"] = torch.cat(strategy.local_gradients())
         results.append(result)
     return results
 
 
-def _expected(slots: int, step: int, filled: Sequence[int]) -> dict[str, torch.Tensor]:
+def _sum_by_hand(slots: int, step: int, filled: Sequence[int]) -> dict[str, torch.Tensor]:
     """Every filled slot's gradient by itself, added by hand."""
     torch.manual_seed(0)
     model = Net()
@@ -154,10 +154,10 @@ def _expected(slots: int, step: int, filled: Sequence[int]) -> dict[str, torch.T
 
 
 def _cases(rank: int, world: int, cases: list[tuple[int, int]]) -> list[list[dict[str, torch.Tensor]]]:
-    return [_steps(rank, world, slots, bucket_bytes, _filled(slots)) for slots, bucket_bytes in cases]
+    return [_steps(rank, world, slots, bucket_bytes, _with_filled_slots(slots)) for slots, bucket_bytes in cases]
 
 
-def _filled(slots: int) -> list[int]:
+def _with_filled_slots(slots: int) -> list[int]:
     return [slots, 1, max(1, slots - 1), slots]
 
 
@@ -166,8 +166,8 @@ def test_gradients_have_the_bits_of_the_tree_by_hand(world: int) -> None:
     cases = [(slots, bytes_) for slots in sorted({world, 7, 8, 11}) for bytes_ in (1 << 20, 60)]
     by_rank = run_distributed(_cases, world, cases) if world > 1 else [_cases(0, 1, cases)]
     for number, (slots, _) in some(enumerate(cases)):
-        for step, full in enumerate(_filled(slots)):
-            expected = _expected(slots, step, range(full))
+        for step, full in enumerate(_with_filled_slots(slots)):
+            expected = _sum_by_hand(slots, step, range(full))
             for result in (results[number][step] for results in by_rank):
                 for name, value in expected.items():
                     assert torch.equal(result[name], value), (name, slots, step)
@@ -188,7 +188,7 @@ def test_a_plain_sum_has_other_bits() -> None:
 
 def test_buffers_grow_with_the_logarithm_of_the_slots() -> None:
     for slots, rows in ((1, 1), (2, 1), (8, 3), (64, 6)):
-        buckets = ExactBuckets(Net().parameters(), bucket_bytes=1 << 20, extra=4, shares=[range(slots)], rank=0)
+        buckets = ExactBuckets(Net().parameters(), bucket_bytes=1 << 20, extra=4, slot_ranges=[range(slots)], rank=0)
         assert len(buckets._rows) == rows
 
 
@@ -197,19 +197,19 @@ def test_a_step_that_was_left_halfway_does_not_count_for_the_next() -> None:
     strategy, model = _make(0, 1, 4, 1 << 20)
     # The second step's first slot is empty, so its buffers are begun by nobody but the step itself.
     for slots in ([0, 1, 2], [1, 3]):
-        strategy.begin()
+        strategy.zero_gradients()
         measured = torch.zeros(4)
         for slot in slots:
             loss = model(torch.tensor(_batches(4, 0)[slot]))
             measured[:2] += torch.stack((loss.detach(), torch.tensor(3.0)))
             strategy.backward(loss, measured, slot=slot, last=slot == 3)
-    expected = _expected(4, 0, [1, 3])
-    assert strategy.reduce(measured).tolist() == (expected["measured"] - torch.tensor([0, 0, 1.0, 0])).tolist()
+    expected = _sum_by_hand(4, 0, [1, 3])
+    assert strategy.reduce_gradients(measured).tolist() == (expected["measured"] - torch.tensor([0, 0, 1.0, 0])).tolist()
     for name, parameter in model.named_parameters():
         assert parameter.grad is not None
         assert torch.equal(parameter.grad, expected[name]), name
 
 
 def test_what_travels_between_two_workers_at_a_time_has_tags_of_its_own() -> None:
-    tags = [_tag(number, row) for number in range(20) for row in range(-1, 2 * 12)]
+    tags = [_message_tag(number, row) for number in range(20) for row in range(-1, 2 * 12)]
     assert len(set(tags)) == len(tags)

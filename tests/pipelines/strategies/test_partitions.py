@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from raystride.pipelines.strategies.partitions import Partition, Partitions, _flats, _places
+from raystride.pipelines.strategies.partitions import Partition, Partitions, _flat_partitions, _partitions_of
 from tests.distributed import run_distributed
 
 SIZES = [5, 7, 4]
@@ -45,7 +45,7 @@ def parameters() -> list[nn.Parameter]:
 def test_a_parameters_part_is_where_its_fragment_lies(rank: int, places: list[tuple[int, int, int]], groups: str) -> None:
     every = parameters()
     zero = laid_end_to_end(rank, every, groups)
-    found = dict(_places(zero, rank))
+    found = dict(_partitions_of(zero, rank))
     assert [(found[each].start, found[each].first, found[each].count) for each in every] == places
     assert all(place.flat is zero.single_partition_of_fp32_groups[0] for place in found.values())
 
@@ -64,7 +64,7 @@ def test_stage_3_cuts_every_parameter_and_its_last_parts_may_be_short(rank: int,
         grad_position=position,
         get_param_id=lambda parameter: next(n for n, each in enumerate(every) if each is parameter),
     )
-    found = dict(_places(zero, rank))
+    found = dict(_partitions_of(zero, rank))
     assert [found[each] for each in every] == [
         Partition(flats[0], 0, 3 * rank, counts[0]),
         Partition(flats[1], 0, 2 * rank, counts[1]),
@@ -73,9 +73,9 @@ def test_stage_3_cuts_every_parameter_and_its_last_parts_may_be_short(rank: int,
 
 def test_fp32_partitions_are_those_of_the_stage() -> None:
     for name in ("fp32_partitioned_groups_flat", "single_partition_of_fp32_groups", "fp32_groups_flat_partition"):
-        assert _flats(SimpleNamespace(**{name: (1, 2)})) == [1, 2]
+        assert _flat_partitions(SimpleNamespace(**{name: (1, 2)})) == [1, 2]
     both = SimpleNamespace(fp32_groups_flat_partition=[1], fp32_partitioned_groups_flat=[2])
-    assert _flats(both) == [2]
+    assert _flat_partitions(both) == [2]
 
 
 def _gradients(rank: int, world: int) -> list[list[float]]:
@@ -85,16 +85,16 @@ def _gradients(rank: int, world: int) -> list[list[float]]:
     averaged = {0: [torch.ones(1), torch.full((1,), 2.0)], 1: None, 2: [torch.full((1,), 3.0)]}
     zero.averaged_gradients = averaged
     held = Partitions(zero, None, rank, world, torch.device("cpu"), None)  # type: ignore[arg-type]
-    found = [[float(each) for each in held.gradients()]]
+    found = [[float(each) for each in held.local_gradients()]]
     for name in ("cpu_offload", "offload_optimizer"):
         setattr(zero, name, True)
-        found.append([len(each) for each in held.gradients()])
+        found.append([len(each) for each in held.local_gradients()])
         flat.grad = torch.zeros(8)
-        found.append([len(each) for each in held.gradients()])
+        found.append([len(each) for each in held.local_gradients()])
         flat.grad = None
         setattr(zero, name, False)
     zero.fp32_groups_gradient_flat_partition = (torch.full((1,), 5.0),)
-    return [*found, [float(each) for each in held.gradients()]]
+    return [*found, [float(each) for each in held.local_gradients()]]
 
 
 def test_gradients_lie_where_each_of_deepspeeds_optimisers_has_them() -> None:
@@ -161,7 +161,7 @@ def test_what_is_held_of_a_parameter_is_whole_over_all_workers_and_is_set_where_
         assert found["updates"] == [(0.5, None)]
 
 
-def _cut(rank: int, world: int) -> list[Any]:
+def _stage_3_parameters(rank: int, world: int) -> list[Any]:
     """Parameters of stage 3, of which the model computes with a partition; a small one is whole beside it."""
     small, large = (nn.Parameter(torch.zeros(6)), nn.Parameter(torch.zeros(0)))
     flats = [nn.Parameter(torch.zeros(3)), nn.Parameter(torch.zeros(3))]
@@ -181,6 +181,6 @@ def _cut(rank: int, world: int) -> list[Any]:
 
 
 def test_stage_3_sets_the_partition_with_which_the_model_computes() -> None:
-    for rank, found in enumerate(run_distributed(_cut, 2)):
+    for rank, found in enumerate(run_distributed(_stage_3_parameters, 2)):
         own = [[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]][rank]
         assert found == [[*own, 0.0], [*own, 0.0], [1.0, 2.0, 3.0, 4.0, 5.0, 6.0], [], [own, own]]

@@ -8,22 +8,24 @@ import pytest
 import torch
 
 from raystride.model.transformer import Decoder
-from raystride.pipelines.config import Model, Scaling, Train
-from raystride.pipelines.strategies.recompute import blocks, recompute
+from raystride.pipelines.config import ModelConfig, ScalingConfig, TrainConfig
+from raystride.pipelines.strategies.recompute import model_blocks, recompute
 from tests.pipelines.strategies.course import Course, course_job, documents, run_course
 
-TRAIN = Train(steps=6, slots=4, slot_size=2, log_every=1)
-DROPOUT = Model(layers=2, heads=2, width=16, context=16, dropout=0.2)
+TRAIN = TrainConfig(steps=3, slots=4, slot_size=2, log_every=1)
+DROPOUT = ModelConfig(layers=2, heads=2, hidden_size=16, context=16, dropout=0.2)
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where the data is prepared once."""
+    """Returns the folder with data that is prepared once."""
     return tmp_path_factory.mktemp("recompute")
 
 
-def _course(folder: Path, run: str, world: int = 1, strategy: str = "auto", model: Model = DROPOUT, **train: Any) -> Course:
-    scaling = Scaling(strategy=strategy)  # type: ignore[arg-type]
+def _course(
+    folder: Path, run: str, world: int = 1, strategy: str = "auto", model: ModelConfig = DROPOUT, **train: Any
+) -> Course:
+    scaling = ScalingConfig(strategy=strategy)  # type: ignore[arg-type]
     return run_course(course_job(folder, run, model=model, scaling=scaling, train=replace(TRAIN, **train)), world)
 
 
@@ -34,7 +36,7 @@ def test_what_is_compiled_is_what_was_asked_for(compile_: str, whole: bool, bloc
     """Nothing is compiled before its first forward, so asking costs nothing."""
     model = recompute(Decoder(DROPOUT, 11), replace(TRAIN, compile=compile_))  # type: ignore[arg-type]
     assert (model._compiled_call_impl is not None) is whole
-    assert [block._compiled_call_impl is not None for block in blocks(model)] == [blocks_are] * 2
+    assert [block._compiled_call_impl is not None for block in model_blocks(model)] == [blocks_are] * 2
 
 
 @pytest.mark.parametrize("linear", ["torch", "onednn"])
@@ -60,7 +62,7 @@ def test_compiled_it_learns_the_same(folder: Path, linear: str) -> None:
     """Few cases: on CPUs the compiler takes half a minute for the smallest model."""
     model = replace(DROPOUT, dropout=0.0, linear=linear)  # type: ignore[arg-type]
     courses = [_course(folder, f"{linear}-{way}", strategy="fsdp", model=model, compile=way) for way in ("none", "block")]
-    # Compiled sums are in another order: some units of 2^-24 a step, over six steps.
+    # Compiled sums are in another order: some units of 2^-24 a step, over three steps.
     assert courses[1].losses == pytest.approx(courses[0].losses, rel=1e-4)
 
 
@@ -81,11 +83,11 @@ def test_packed_documents_recomputed_and_compiled(folder: Path) -> None:
 
 
 def _saved_bytes(way: str, linear: str) -> int:
-    """What the forward of a model keeps for its backward."""
+    """Returns the bytes that a model's forward saves for its backward."""
     torch.manual_seed(0)
     model = recompute(
-        Decoder(Model(layers=3, heads=2, width=32, context=64, flavour="llama", linear=linear), 50),  # type: ignore[arg-type]
-        Train(activation_checkpointing=way),  # type: ignore[arg-type]
+        Decoder(ModelConfig(layers=3, heads=2, hidden_size=32, context=64, architecture="llama", linear=linear), 50),  # type: ignore[arg-type]
+        TrainConfig(activation_checkpointing=way),  # type: ignore[arg-type]
     )
     kept: dict[int, int] = {}
 

@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch import nn
 
-from raystride.pipelines.config import Config, Scaling, Train
+from raystride.pipelines.config import Config, ScalingConfig, TrainConfig
 from raystride.pipelines.strategies import build_strategy
 from raystride.pipelines.strategies.ddp import DataParallel
-from raystride.pipelines.strategies.reduction import Buckets, _cut
+from raystride.pipelines.strategies.reduction import Buckets, _group_parameters
 from tests.distributed import run_distributed
 
 
@@ -38,16 +38,16 @@ def _reduce(rank: int, world: int, bucket_mib: float, batches_by_rank: list[list
     strategy = DataParallel(
         torch.device("cpu"), rank, world, partial(Buckets, bucket_bytes=int(bucket_mib * 2**20), extra=4)
     )
-    model, optimizer = strategy.prepare(Net(), _sgd)
+    model, optimizer = strategy.prepare_model(Net(), _sgd)
     result = {}
     for step in range(2):
-        strategy.begin()
+        strategy.zero_gradients()
         measured = torch.zeros(4)
         batches = batches_by_rank[rank]
         for number, batch in enumerate(batches):
             measured[0] += len(batch)
             strategy.backward(model(torch.tensor(batch)), measured, slot=number, last=number == len(batches) - 1)
-        result["measured"] = strategy.reduce(measured).clone()
+        result["measured"] = strategy.reduce_gradients(measured).clone()
         result["works"] = len(strategy._buckets._works)
         result[f"gradients{step}"] = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
         optimizer.step()
@@ -77,7 +77,7 @@ def test_gradients_are_the_sum_over_workers(bucket_mib: float) -> None:
 def test_buckets_depend_on_the_parameters_alone() -> None:
     sizes = [3, 10, 1, 1, 20, 2]
     parameters = [nn.Parameter(torch.zeros(size)) for size in sizes]
-    groups = _cut(parameters, most_bytes=4 * 12)
+    groups = _group_parameters(parameters, max_bytes=4 * 12)
     assert [[p.numel() for p in group] for group in groups] == [[3], [10, 1, 1], [20], [2]]
 
 
@@ -93,20 +93,20 @@ def test_gradients_lie_in_the_buckets() -> None:
     buckets = Buckets(model.parameters(), bucket_bytes=100, extra=4)
     assert len(buckets.flat) > 1
     model(torch.tensor([1, 2])).backward()
-    total = sum(float(g.abs().sum()) for g in buckets.gradients())
+    total = sum(float(g.abs().sum()) for g in buckets.local_gradients())
     assert total == pytest.approx(sum(float(p.grad.abs().sum()) for p in model.parameters() if p.grad is not None))
-    buckets.clear()
+    buckets.begin_step()
     assert all(not p.grad.any() for p in model.parameters() if p.grad is not None)
 
 
 def test_one_worker_exchanges_nothing() -> None:
     """Whatever `scaling.strategy` says: there is no process group."""
     for kind, exact in (("auto", False), ("ddp", False), ("single", True), ("ddp", True)):
-        config = Config(scaling=Scaling(strategy=kind), train=Train(slots=3, exact=exact))  # type: ignore[arg-type]
+        config = Config(scaling=ScalingConfig(strategy=kind), train=TrainConfig(slots=3, exact=exact))  # type: ignore[arg-type]
         strategy = build_strategy(config, device=torch.device("cpu"), rank=0, world=1)
-        model, _ = strategy.prepare(Net(), _sgd)
-        strategy.begin()
+        model, _ = strategy.prepare_model(Net(), _sgd)
+        strategy.zero_gradients()
         measured = torch.ones(4)
         strategy.backward(model(torch.tensor([1, 2])), measured, slot=0, last=True)
-        assert strategy.reduce(measured).tolist() == [1, 1, 1, 1]
-        assert strategy.sum(torch.ones(2)).tolist() == [1, 1]
+        assert strategy.reduce_gradients(measured).tolist() == [1, 1, 1, 1]
+        assert strategy.all_reduce_sum(torch.ones(2)).tolist() == [1, 1]

@@ -15,12 +15,22 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from raystride.pipelines.config import Checkpoint, Data, Model, Objective, Optimizer, Scaling, Train, Validation
-from raystride.pipelines.feed.opening import open_feed, open_manifest
+from raystride.pipelines.checkpoint.fingerprint import parameters_sha256
+from raystride.pipelines.config import (
+    CheckpointConfig,
+    DataConfig,
+    DecodingConfig,
+    ModelConfig,
+    ObjectiveConfig,
+    OptimizerConfig,
+    ScalingConfig,
+    TrainConfig,
+    ValidationConfig,
+)
+from raystride.pipelines.feed.open_dataset import open_feed, open_manifest
 from raystride.pipelines.tasks import build_task
-from raystride.pipelines.train.fingerprint import parameters_sha256
+from raystride.pipelines.worker.build import build_training
 from raystride.pipelines.worker.job import Job, WorkerInfo
-from raystride.pipelines.worker.worker import build_training
 from tests.distributed import run_distributed
 from tests.pipelines.strategies.course import Course
 from tests.preferences import write_pairs
@@ -30,7 +40,9 @@ from tests.tiny import tiny, write_text
 SLOTS, SLOT_SIZE = 4, 3
 LOSS, NORM = 1e-6, 1e-5
 """Relative, as in `test_meshed`."""
-DECODER = Model(flavour="llama", layers=4, heads=2, width=16, context=32, dropout=0.1)
+DECODER = ModelConfig(architecture="llama", layers=2, heads=2, hidden_size=16, context=32, dropout=0.1)
+DEEP = replace(DECODER, layers=4)
+"""For schedules that give a worker two stages."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +52,7 @@ class Kind:
     task: str
     source: str
     data: dict[str, Any]
-    model: Model = DECODER
+    model: ModelConfig = DECODER
     packing: Literal["none", "documents"] = "none"
     slot_tokens: int = 0
     exact: bool = False
@@ -48,7 +60,8 @@ class Kind:
     def __str__(self) -> str:
         """The task, and what is not usual with it."""
         packed, bundled = " packed" * (self.packing != "none"), " in bundles" * bool(self.slot_tokens)
-        return f"{self.task}{packed}{bundled}{' exactly' * self.exact}"
+        deep = " deep" * (self.model == DEEP)
+        return f"{self.task}{packed}{bundled}{' exactly' * self.exact}{deep}"
 
 
 PAIRS = {"column": "prompt", "target_column": "chosen"}
@@ -67,35 +80,42 @@ PREFERENCE = Kind("preference", "pairs.jsonl", {"prompt_column": "prompt"}, repl
 LABELLED = Kind(
     "classification", "pairs.jsonl", {"column": "prompt", "label_column": "label"}, replace(DECODER, dropout=0.0)
 )
-TRANSLATION = Kind("translation", "pairs.jsonl", PAIRS, Model(flavour="original", layers=1, heads=2, width=16, context=32))
+TRANSLATION = Kind(
+    "translation", "pairs.jsonl", PAIRS, ModelConfig(architecture="original", layers=1, heads=2, hidden_size=16, context=32)
+)
 SENTENCES = [LABELLED, replace(LABELLED, slot_tokens=60), TRANSLATION, replace(TRANSLATION, slot_tokens=60)]
-PICTURES = Kind("images", "pictures", {"image_size": (1, 6, 6)}, Model(channels=(4,), hidden=(8,)))
+PICTURES = Kind("images", "pictures", {"image_size": (1, 6, 6)}, ModelConfig(channels=(4,), hidden=(8,)))
+SCHEDULED = [replace(kind, model=DEEP) for kind in DECODERS]
 EXACT = [replace(kind, exact=True) for kind in (WINDOWS, PACKED, PAIRED)]
 ALL = [*DECODERS, *SENTENCES, PREFERENCE, replace(PREFERENCE, slot_tokens=160), PICTURES]
 
-WALKS: dict[str, tuple[int, list[Scaling], list[Kind]]] = {
-    "ddp": (2, [Scaling(strategy="ddp")], ALL),
-    "fsdp": (2, [Scaling(strategy="fsdp")], ALL),
-    "tensor": (2, [Scaling(tensor=2)], [*DECODERS, *SENTENCES]),
-    "pipeline": (2, [Scaling(pipeline=2)], DECODERS),
-    "context": (2, [Scaling(context=2)], DECODERS),
+WALKS: dict[str, tuple[int, list[ScalingConfig], list[Kind]]] = {
+    "ddp": (2, [ScalingConfig(strategy="ddp")], ALL),
+    "fsdp": (2, [ScalingConfig(strategy="fsdp")], ALL),
+    "tensor": (2, [ScalingConfig(tensor=2)], [*DECODERS, *SENTENCES]),
+    "pipeline": (2, [ScalingConfig(pipeline=2)], DECODERS),
+    "context": (2, [ScalingConfig(context=2)], DECODERS),
 }
-LONG: dict[str, tuple[int, list[Scaling], list[Kind]]] = {
-    "schedules": (2, [Scaling(pipeline=2, schedule=each) for each in ("interleaved", "zbv")], DECODERS),
-    "exchanges": (2, [Scaling(context=2, context_exchange=each) for each in ("heads", "keys")], DECODERS),
-    "deepspeed": (2, [Scaling(strategy="deepspeed", zero=each) for each in (1, 2, 3)], ALL),
-    "tensor fsdp": (4, [Scaling(tensor=2, strategy="fsdp")], [*DECODERS, *SENTENCES]),
-    "pipeline tensor": (4, [Scaling(pipeline=2, tensor=2), Scaling(pipeline=2, context=2)], DECODERS),
-    "pipeline fsdp": (4, [Scaling(pipeline=2, strategy="fsdp"), Scaling(pipeline=2, strategy="ddp")], DECODERS),
-    "exact": (2, [Scaling(strategy="ddp"), Scaling(tensor=2), Scaling(pipeline=2), Scaling(context=2)], EXACT),
-    "exact groups": (4, [Scaling(tensor=2), Scaling(pipeline=2), Scaling(context=2)], EXACT),
-    "context fsdp": (4, [Scaling(context=2, strategy="fsdp"), Scaling(context=2, tensor=2)], DECODERS),
+LONG: dict[str, tuple[int, list[ScalingConfig], list[Kind]]] = {
+    "schedules": (2, [ScalingConfig(pipeline=2, schedule=each) for each in ("interleaved", "zbv")], SCHEDULED),
+    "exchanges": (2, [ScalingConfig(context=2, context_exchange=each) for each in ("heads", "keys")], DECODERS),
+    "deepspeed": (2, [ScalingConfig(strategy="deepspeed", zero=each) for each in (1, 2, 3)], ALL),
+    "tensor fsdp": (4, [ScalingConfig(tensor=2, strategy="fsdp")], [*DECODERS, *SENTENCES]),
+    "pipeline tensor": (4, [ScalingConfig(pipeline=2, tensor=2), ScalingConfig(pipeline=2, context=2)], DECODERS),
+    "pipeline fsdp": (4, [ScalingConfig(pipeline=2, strategy="fsdp"), ScalingConfig(pipeline=2, strategy="ddp")], DECODERS),
+    "exact": (
+        2,
+        [ScalingConfig(strategy="ddp"), ScalingConfig(tensor=2), ScalingConfig(pipeline=2), ScalingConfig(context=2)],
+        EXACT,
+    ),
+    "exact groups": (4, [ScalingConfig(tensor=2), ScalingConfig(pipeline=2), ScalingConfig(context=2)], EXACT),
+    "context fsdp": (4, [ScalingConfig(context=2, strategy="fsdp"), ScalingConfig(context=2, tensor=2)], DECODERS),
 }
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where the data lies, and is prepared once a task."""
+    """Returns the folder with data that is prepared once a task."""
     folder = tmp_path_factory.mktemp("tables")
     write_text(folder, 1_500)
     rows = [json.loads(line) for line in write_pairs(folder).read_text().splitlines()]
@@ -112,17 +132,17 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def _job(folder: Path, kind: Kind, scaling: Scaling, world: int) -> Job:
+def _job(folder: Path, kind: Kind, scaling: ScalingConfig, world: int) -> Job:
     """Returns a job whose data ends in the middle of a slot of its third step, or of bundles behind two of its slots."""
     config = tiny(
         folder,
         task=kind.task,
-        data=Data(source=str(folder / kind.source), **{"validation_fraction": 0.2} | kind.data),
+        data=DataConfig(source=str(folder / kind.source), **{"validation_fraction": 0.2} | kind.data),
         model=kind.model,
-        objective=Objective(reference_free=kind.task == "preference"),
-        optimizer=Optimizer(learning_rate=3e-3, warmup_steps=1, eps=1e-4, schedule="constant"),
+        objective=ObjectiveConfig(reference_free=kind.task == "preference"),
+        optimizer=OptimizerConfig(learning_rate=3e-3, warmup_steps=1, eps=1e-4, schedule="constant"),
         scaling=replace(scaling, workers=world),
-        train=Train(
+        train=TrainConfig(
             steps=0,
             epochs=1,
             slots=SLOTS,
@@ -134,18 +154,19 @@ def _job(folder: Path, kind: Kind, scaling: Scaling, world: int) -> Job:
             log_every=1,
             dropout_masks="place",
         ),
-        validation=Validation(every=3, samples=7),
-        checkpoint=Checkpoint(every=0),
+        validation=ValidationConfig(every=3, samples=7),
+        decoding=DecodingConfig(max_length=6),  # translations are two thirds of a translator's course otherwise
+        checkpoint=CheckpointConfig(every=0),
     )
     job = make_job(config, folder, f"{kind} {world} {_name(scaling)}")
     task = build_task(config, open_manifest(config, job.prepared).facts)
-    samples = open_feed(config, task, job.prepared).train.count
-    end = 2 * config.train.batch + (2 if kind.slot_tokens else SLOT_SIZE + 1)
+    samples = open_feed(config, task, job.prepared).train.num_samples
+    end = 2 * config.train.samples_per_step + (2 if kind.slot_tokens else SLOT_SIZE + 1)
     return replace(job, config=replace(config, train=replace(config.train, epochs=end / samples)))
 
 
-def _name(scaling: Scaling) -> str:
-    return " ".join(f"{key} {each}" for key, each in vars(scaling).items() if each != getattr(Scaling(), key))
+def _name(scaling: ScalingConfig) -> str:
+    return " ".join(f"{key} {each}" for key, each in vars(scaling).items() if each != getattr(ScalingConfig(), key))
 
 
 def _walk(rank: int, world: int, jobs: list[Job]) -> list[Course]:
@@ -168,8 +189,18 @@ def _walk(rank: int, world: int, jobs: list[Job]) -> list[Course]:
 @pytest.fixture(scope="module")
 def alone(folder: Path) -> dict[str, Course]:
     """The courses of one worker."""
-    jobs = [_job(folder, kind, Scaling(), 1) for kind in ALL]
-    return dict(zip(map(str, ALL), run_distributed(_walk, 1, jobs)[0], strict=True))
+    return _walk_alone(folder, ALL)
+
+
+@pytest.fixture(scope="module")
+def scheduled_alone(folder: Path) -> dict[str, Course]:
+    """The courses of one worker with as many layers as there are stages of two workers."""
+    return _walk_alone(folder, SCHEDULED)
+
+
+def _walk_alone(folder: Path, kinds: list[Kind]) -> dict[str, Course]:
+    jobs = [_job(folder, kind, ScalingConfig(), 1) for kind in kinds]
+    return dict(zip(map(str, kinds), run_distributed(_walk, 1, jobs)[0], strict=True))
 
 
 NO_DEEPSPEED = pytest.mark.skipif(find_spec("deepspeed") is None, reason="needs DeepSpeed")
@@ -177,8 +208,9 @@ MARKS = {name: [pytest.mark.long, *([NO_DEEPSPEED] if name == "deepspeed" else [
 
 
 @pytest.mark.parametrize("walk", [*WALKS, *(pytest.param(name, marks=marks) for name, marks in MARKS.items())])
-def test_the_course_is_that_of_one_worker(folder: Path, alone: dict[str, Course], walk: str) -> None:
+def test_the_course_is_that_of_one_worker(request: pytest.FixtureRequest, folder: Path, walk: str) -> None:
     world, ways, kinds = (WALKS | LONG)[walk]
+    alone = request.getfixturevalue("scheduled_alone" if walk == "schedules" else "alone")
     each = [(kind, scaling) for scaling in ways for kind in kinds]
     found = run_distributed(_walk, world, [_job(folder, *one, world) for one in each])[0]
     for (kind, scaling), course in zip(each, found, strict=True):
@@ -191,13 +223,15 @@ def test_the_course_is_that_of_one_worker(folder: Path, alone: dict[str, Course]
         assert course.validations == pytest.approx(wanted.validations, rel=LOSS), words
 
 
-@pytest.mark.parametrize("scaling", [Scaling(pipeline=2), Scaling(context=2)], ids=_name)
-def test_a_run_goes_on_at_the_step_in_which_its_data_ends(folder: Path, alone: dict[str, Course], scaling: Scaling) -> None:
+@pytest.mark.parametrize("scaling", [ScalingConfig(pipeline=2), ScalingConfig(context=2)], ids=_name)
+def test_a_run_goes_on_at_the_step_in_which_its_data_ends(
+    folder: Path, alone: dict[str, Course], scaling: ScalingConfig
+) -> None:
     kinds, jobs = [WINDOWS, PAIRED], []
     for kind in kinds:
         job = _job(folder, kind, scaling, 2)
         job = replace(job, folder=job.folder.parent / f"{job.run} in two", attempt="a1")
-        whole = replace(job.config, checkpoint=Checkpoint(every=2))
+        whole = replace(job.config, checkpoint=CheckpointConfig(every=2))
         first = replace(whole, train=replace(whole.train, steps=2))
         jobs += [replace(job, config=first), replace(job, config=whole, attempt="a2")]
     found = run_distributed(_walk, 2, jobs)[0]

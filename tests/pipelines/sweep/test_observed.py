@@ -1,4 +1,4 @@
-"""What the scaling model is told of a trial follows from its settings."""
+"""A trial's observation for the scaling model follows from its settings."""
 
 from dataclasses import replace
 from typing import Any
@@ -6,28 +6,28 @@ from typing import Any
 import pytest
 
 from raystride.model.shape import count_parameters
-from raystride.pipelines.config import Config, Model, Scaling, Tokenizer, Train
+from raystride.pipelines.config import Config, ModelConfig, ScalingConfig, TokenizerConfig, TrainConfig
 from raystride.pipelines.scaling_model.observation import TrialError
-from raystride.pipelines.sweep.observed import MIB, observation_of
+from raystride.pipelines.sweep.observed import MIB, build_observation
 from raystride.pipelines.sweep.result import Result
-from tests.pipelines.sweep.test_page import trial
+from tests.pipelines.sweep.test_report_page import trial
 
-MODEL = Model(layers=3, heads=2, width=64, context=64)
-BASE = Config(tokenizer=Tokenizer(kind="bytes"), model=MODEL, train=Train(slots=8, slot_size=4))
+MODEL = ModelConfig(layers=3, heads=2, hidden_size=64, context=64)
+BASE = Config(tokenizer=TokenizerConfig(kind="bytes"), model=MODEL, train=TrainConfig(slots=8, slot_size=4))
 PARAMETERS = count_parameters(MODEL, BASE.tokenizer.vocabulary_size)
 TWO: Result = replace(trial(1000.0, 2), tokens_per_step=8 * 4 * 64, figures={"joules_per_token": 0.5})
 
 
 def config(**changes: Any) -> Config:
-    """The base, with these settings of `scaling`, or of `train`."""
+    """Returns the base, with these settings of `scaling`, or of `train`."""
     ours = {"strategy", "bucket_mib", "zero", "shard_workers", "reshard", "context", "context_exchange"}
     scaling = {key: value for key, value in changes.items() if key in ours}
     train = {key: value for key, value in changes.items() if key not in ours}
-    return replace(BASE, scaling=Scaling(workers=2, **scaling), train=replace(BASE.train, **train))
+    return replace(BASE, scaling=ScalingConfig(workers=2, **scaling), train=replace(BASE.train, **train))
 
 
 def test_under_ddp_buckets_are_sent_and_waiting_for_their_sum_is_seen() -> None:
-    found = observation_of(config(strategy="ddp", bucket_mib=1), TWO)
+    found = build_observation(config(strategy="ddp", bucket_mib=1), TWO)
     work = found.work
     assert (work.strategy, work.workers, work.slots, work.tokens_per_slot) == ("ddp", 2, 8, 4 * 64)
     assert (work.parameters, work.messages) == (PARAMETERS, -(-PARAMETERS * 4 // MIB))
@@ -39,7 +39,7 @@ def test_under_ddp_buckets_are_sent_and_waiting_for_their_sum_is_seen() -> None:
 
 @pytest.mark.parametrize("strategy", ["fsdp", "deepspeed"])
 def test_sharded_strategies_send_blocks_and_wait_where_no_range_is(strategy: str) -> None:
-    found = observation_of(config(strategy=strategy, zero=2), TWO)
+    found = build_observation(config(strategy=strategy, zero=2), TWO)
     assert (found.work.strategy, found.work.messages, found.work.zero) == (strategy, MODEL.layers + 1, 2)
     assert found.reduce_seconds is None
     assert strategy in found.work.variant
@@ -48,47 +48,47 @@ def test_sharded_strategies_send_blocks_and_wait_where_no_range_is(strategy: str
 @pytest.mark.parametrize(
     ("strategy", "precision", "size"), [("fsdp", "fp32", 4), ("fsdp", "bf16", 2), ("fsdp", "pure_bf16", 2)]
 )
-def test_parameters_are_gathered_in_what_products_take_and_gradients_summed_in_fp32(
+def test_parameters_are_gathered_in_matmul_precision_and_gradients_summed_in_fp32(
     strategy: str, precision: str, size: int
 ) -> None:
-    work = observation_of(config(strategy=strategy, precision=precision), TWO).work
+    work = build_observation(config(strategy=strategy, precision=precision), TWO).work
     assert (work.gather_bytes, work.gradient_bytes, work.precision) == (size, 4, precision)
 
 
 def test_another_task_counts_as_its_own_summary_says() -> None:
     measured = replace(TWO, tokens_per_step=32.0, figures={"parameters": 5000, "flops_per_token": 1e6})
-    work = observation_of(replace(config(strategy="ddp"), task="my_own"), measured).work
+    work = build_observation(replace(config(strategy="ddp"), task="my_own"), measured).work
     assert (work.parameters, work.tokens_per_slot, work.flops_per_token) == (5000, 4, 1e6)
     assert "my_own" in work.model
     with pytest.raises(TrialError, match=r"my_own.*no parameters"):
-        observation_of(replace(config(strategy="ddp"), task="my_own"), TWO)
+        build_observation(replace(config(strategy="ddp"), task="my_own"), TWO)
 
 
-def test_auto_is_what_a_training_makes_of_it() -> None:
-    assert observation_of(config(strategy="auto"), TWO).work.strategy == "ddp"
-    assert observation_of(config(strategy="auto"), trial(1000.0, 1)).work.strategy == "single"
+def test_auto_is_resolved_as_in_a_training() -> None:
+    assert build_observation(config(strategy="auto"), TWO).work.strategy == "ddp"
+    assert build_observation(config(strategy="auto"), trial(1000.0, 1)).work.strategy == "single"
 
 
-def test_what_computes_at_another_speed_is_another_group() -> None:
+def test_other_compute_speeds_are_other_groups() -> None:
     changes: list[dict[str, Any]] = [{}, {"exact": True}, {"compile": "block"}, {"compile": "model"}, {"precision": "bf16"}]
     changes += [{"activation_checkpointing": "full"}, {"deterministic": False}]
-    groups = {observation_of(config(**each), TWO).work.group for each in changes}
-    models = [replace(MODEL, heads=4), replace(MODEL, feed_forward=96), replace(MODEL, dropout=0.1), MODEL]
-    groups |= {observation_of(replace(config(), model=each), TWO).work.group for each in models}
+    groups = {build_observation(config(**settings), TWO).work.group for settings in changes}
+    models = [replace(MODEL, heads=4), replace(MODEL, ffn_size=96), replace(MODEL, dropout=0.1), MODEL]
+    groups |= {build_observation(replace(config(), model=model), TWO).work.group for model in models}
     assert len(groups) == len(changes) + 3
 
 
 def test_micro_batches_are_as_large_as_settings_and_shares_allow() -> None:
-    sizes = [observation_of(config(micro_batch_slots=most), TWO).work.slots_per_micro_batch for most in (1, 3, 8)]
+    sizes = [build_observation(config(micro_batch_slots=most), TWO).work.slots_per_micro_batch for most in (1, 3, 8)]
     assert sizes == [1, 3, 4]
-    assert observation_of(config(exact=True), TWO).work.slots_per_micro_batch == 1
+    assert build_observation(config(exact=True), TWO).work.slots_per_micro_batch == 1
 
 
 def test_a_group_of_workers_is_told_with_its_mesh() -> None:
     four = replace(TWO, workers=4)
-    spread = Scaling(workers=4, tensor=2, pipeline=2, schedule="interleaved", strategy="ddp")
+    spread = ScalingConfig(workers=4, tensor=2, pipeline=2, schedule="interleaved", strategy="ddp")
     deep = replace(BASE, model=replace(MODEL, layers=4), scaling=spread)
-    found = observation_of(deep, four)
+    found = build_observation(deep, four)
     work, mesh = found.work, found.work.mesh
     assert mesh
     assert (work.group_workers, work.groups, work.micro_batches, work.slots_per_micro_batch) == (4, 1, 8, 1)
@@ -97,12 +97,14 @@ def test_a_group_of_workers_is_told_with_its_mesh() -> None:
     assert (mesh.stream_bytes, mesh.product_bytes, mesh.documents) == (4, 4, 4)
     assert found.reduce_seconds is None
     assert work.tokens_per_worker == 8 * 4 * 64 / 4
-    shared = observation_of(config(context=2, context_exchange="keys", micro_batch_slots=2, strategy="fsdp"), TWO).work.mesh
+    shared = build_observation(
+        config(context=2, context_exchange="keys", micro_batch_slots=2, strategy="fsdp"), TWO
+    ).work.mesh
     assert shared
     assert (shared.context, shared.context_exchange, shared.documents, shared.pipeline) == (2, "keys", 8, 1)
-    assert observation_of(config(), TWO).work.mesh is None
+    assert build_observation(config(), TWO).work.mesh is None
 
 
 def test_workers_that_fill_no_node_are_not_described() -> None:
     with pytest.raises(TrialError, match=r"^workers is 6: .*workers_per_node, 4$"):
-        observation_of(config(), replace(TWO, workers=6))
+        build_observation(config(), replace(TWO, workers=6))

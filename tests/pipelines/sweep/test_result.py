@@ -1,4 +1,4 @@
-"""A trial's windows, their means and spread, and results that come back from their files."""
+"""A trial's windows, their means and spread, and results that are read back from their files."""
 
 import json
 import math
@@ -11,45 +11,47 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raystride.pipelines.files import Folder
-from raystride.pipelines.phases import PARTS
+from raystride.pipelines.phases import EXCLUSIVE_PHASES
+from raystride.pipelines.storage.folder import Folder
 from raystride.pipelines.sweep.result import (
     MeasuredWindow,
-    forget,
-    keep_result,
-    keys,
+    extract_windows,
+    list_keys,
+    load_results,
     mean_shares,
     relative_half_width,
-    results,
+    remove_result,
+    save_result,
     seconds_to_loss,
-    windows_of,
 )
-from tests.pipelines.sweep.test_page import trial
+from tests.pipelines.sweep.test_report_page import trial
 
 parts_of_windows = st.lists(
-    st.lists(st.floats(0, 1 / len(PARTS)), min_size=len(PARTS), max_size=len(PARTS)), min_size=1, max_size=5
+    st.lists(st.floats(0, 1 / len(EXCLUSIVE_PHASES)), min_size=len(EXCLUSIVE_PHASES), max_size=len(EXCLUSIVE_PHASES)),
+    min_size=1,
+    max_size=5,
 )
 
 
-def measured(attempt: str, step: int, speed: float, loss: object = 2.0) -> dict[str, Any]:
-    """A line of the journal."""
+def journal_line(attempt: str, step: int, speed: float, loss: object = 2.0) -> dict[str, Any]:
+    """Returns a line of the journal."""
     values = {"tokens_per_second": speed, "step_seconds_mean": 1000 / speed, "train_loss": loss, "phase_data_share": 0.25}
     return {"attempt": attempt, "kind": "metrics", "step": step, "values": values}
 
 
 def window(end: int, seconds: float, loss: float | None, steps: int = 10) -> MeasuredWindow:
-    """One of `steps` steps that took so many seconds each."""
-    return MeasuredWindow(end - steps, end, 1 / seconds, seconds, dict.fromkeys(PARTS, 0.1), loss)
+    """Returns a window of `steps` steps, with `seconds` each."""
+    return MeasuredWindow(end - steps, end, 1 / seconds, seconds, dict.fromkeys(EXCLUSIVE_PHASES, 0.1), loss)
 
 
 def test_windows_are_those_of_the_newest_attempt_from_its_first_step() -> None:
-    killed = [measured("a1", 4, 100.0), measured("a1", 8, 100.0)]
+    killed = [journal_line("a1", 4, 100.0), journal_line("a1", 8, 100.0)]
     beside = [
         {"attempt": "a2", "kind": "system", "step": 2, "values": {"tokens_per_second": 1.0}},
         {"attempt": "a2", "kind": "metrics", "step": 2, "values": {"val_loss": 3.0}},
     ]
-    found = windows_of([*killed, *beside, measured("a2", 4, 200.0), measured("a2", 10, 400.0)])
-    assert [(each.begin, each.end, each.tokens_per_second, each.step_seconds) for each in found] == [
+    found = extract_windows([*killed, *beside, journal_line("a2", 4, 200.0), journal_line("a2", 10, 400.0)])
+    assert [(window.begin, window.end, window.tokens_per_second, window.step_seconds) for window in found] == [
         (0, 4, 200.0, 5.0),
         (4, 10, 400.0, 2.5),
     ]
@@ -60,14 +62,16 @@ def test_windows_are_those_of_the_newest_attempt_from_its_first_step() -> None:
 @pytest.mark.parametrize("word", ["NaN", "Infinity", None])
 def test_a_loss_that_is_no_number_reaches_no_target(word: str | None) -> None:
     """As the journal writes it, which is strict JSON."""
-    found = windows_of([measured("a1", 10, 1000.0, word), measured("a1", 20, 1000.0, 1.5)])
-    assert [each.loss for each in found] == [None, 1.5]
+    found = extract_windows([journal_line("a1", 10, 1000.0, word), journal_line("a1", 20, 1000.0, 1.5)])
+    assert [window.loss for window in found] == [None, 1.5]
     assert seconds_to_loss(found, 2.0) == 20.0
 
 
 @given(parts=parts_of_windows)
 def test_shares_of_a_step_and_the_rest_make_one(parts: list[list[float]]) -> None:
-    shares = mean_shares([replace(window(10, 1.0, None), shares=dict(zip(PARTS, each, strict=True))) for each in parts])
+    shares = mean_shares(
+        [replace(window(10, 1.0, None), shares=dict(zip(EXCLUSIVE_PHASES, shares, strict=True))) for shares in parts]
+    )
     assert sum(shares.values()) == pytest.approx(1.0)
     assert min(shares.values()) >= 0
 
@@ -96,13 +100,13 @@ def test_results_come_back_as_they_were_and_what_is_unknown_is_left_out(tmp_path
     folder = Folder(str(tmp_path))
     one, other = trial(100, 1), replace(trial(200, 2), status="stopped_early", loss=1.5, seconds_to_loss=7.0)
     for result in (one, other):
-        keep_result(folder, result)
+        save_result(folder, result)
     file = tmp_path / "trials" / f"{one.key}.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"of_a_later_version": [1]}))
-    assert results(folder) == {one.key: one, other.key: other}
-    forget(folder, one.key)
-    forget(folder, one.key)
-    assert results(folder) == {other.key: other}
+    assert load_results(folder) == {one.key: one, other.key: other}
+    remove_result(folder, one.key)
+    remove_result(folder, one.key)
+    assert load_results(folder) == {other.key: other}
 
 
 @pytest.mark.parametrize("loss", [math.nan, math.inf, -math.inf])
@@ -110,13 +114,13 @@ def test_a_loss_that_is_no_finite_number_is_worse_than_any_also_when_read_again(
     folder = Folder(str(tmp_path))
     bad = replace(trial(100, 1), loss=1.0, val_loss=loss)
     assert bad.final_loss == math.inf
-    keep_result(folder, bad)
-    found = results(folder)[bad.key]
+    save_result(folder, bad)
+    found = load_results(folder)[bad.key]
     assert found.final_loss == math.inf, "the loss of training does not stand for it"
 
 
 def test_without_trials_there_are_no_results(tmp_path: Path) -> None:
-    assert results(Folder(str(tmp_path))) == {}
+    assert load_results(Folder(str(tmp_path))) == {}
 
 
 def test_a_result_of_which_little_is_known_has_no_figures_and_room_for_one_worker(tmp_path: Path) -> None:
@@ -125,10 +129,10 @@ def test_a_result_of_which_little_is_known_has_no_figures_and_room_for_one_worke
     (tmp_path / "trials").mkdir()
     (tmp_path / "trials" / "k.json").write_text(json.dumps(least))
     (tmp_path / "trials" / "k.txt").write_text("no result")
-    assert keys(Folder(str(tmp_path))) == ["k"]
-    (found,) = results(Folder(str(tmp_path))).values()
+    assert list_keys(Folder(str(tmp_path))) == ["k"]
+    (found,) = load_results(Folder(str(tmp_path))).values()
     assert (found.places_per_node, found.workers, found.threads, found.tokens_per_step) == (1, 0, 0, 0)
-    assert (found.speed, found.spread, found.final_loss, found.measured) == (0, math.inf, math.inf, False)
+    assert (found.speed, found.spread, found.final_loss, found.is_measured) == (0, math.inf, math.inf, False)
     assert (found.cause, found.device, found.seconds, found.overhead_s) == ("", "", 0, 0)
 
 
@@ -137,7 +141,7 @@ def test_a_result_of_which_little_is_known_has_no_figures_and_room_for_one_worke
     [({}, True), ({"status": "stopped_early"}, True), ({"status": "hung"}, False), ({"speeds": ()}, False)],
 )
 def test_a_measured_trial_has_a_window_and_ended_well(changes: dict[str, Any], measured: bool) -> None:
-    assert replace(trial(100), **changes).measured is measured
+    assert replace(trial(100), **changes).is_measured is measured
 
 
 @pytest.mark.parametrize(
@@ -151,6 +155,6 @@ def test_the_final_loss_is_that_of_validation_if_it_is_known(
 
 
 def test_a_line_of_the_log_without_steps_is_no_window() -> None:
-    empty = measured("a1", 5, 100.0)
+    empty = journal_line("a1", 5, 100.0)
     empty["values"]["step_seconds_mean"] = 0.0
-    assert [(one.begin, one.end) for one in windows_of([empty, measured("a1", 10, 100.0)])] == [(0, 10)]
+    assert [(one.begin, one.end) for one in extract_windows([empty, journal_line("a1", 10, 100.0)])] == [(0, 10)]

@@ -1,4 +1,4 @@
-"""What a sweep tries: every combination once a round, in an order that a second start repeats."""
+"""The candidates of a sweep: every combination once a round, in an order that a second start repeats."""
 
 from dataclasses import replace
 from typing import Any
@@ -6,45 +6,45 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raystride.pipelines.config import Model, Scaling, Tokenizer, Train
+from raystride.pipelines.config import ModelConfig, ScalingConfig, TokenizerConfig, TrainConfig
 from raystride.pipelines.config.parse import configured
-from raystride.pipelines.config.sweep import Sweep, SweepConfig
-from raystride.pipelines.sweep.space import draw, grid, meets, mesh_flags, mesh_words
+from raystride.pipelines.config.sweep import SweepConfig, SweepJobConfig
+from raystride.pipelines.sweep.space import describe_mesh, draw_random, enumerate_grid, format_mesh_flags, meets_conditions
 
 SPACE = {"scaling.workers": [1, 2, 8], "train.precision": ["fp32", "bf16"]}
 
 
-def sweep(**settings: object) -> SweepConfig:
-    return SweepConfig(run="s", train=Train(slots=4, slot_size=2), sweep=Sweep(space=SPACE, **settings))  # type: ignore[arg-type]
+def sweep(**settings: object) -> SweepJobConfig:
+    return SweepJobConfig(run="s", train=TrainConfig(slots=4, slot_size=2), sweep=SweepConfig(space=SPACE, **settings))  # type: ignore[arg-type]
 
 
-def meshes(space: dict[str, list[int]], *, workers: Any = 4, **settings: Any) -> SweepConfig:
-    """A sweep over meshes of a model of two layers and two heads."""
-    return SweepConfig(
+def meshes(space: dict[str, list[int]], *, workers: Any = 4, **settings: Any) -> SweepJobConfig:
+    """Returns a sweep over meshes of a model of two layers and two heads."""
+    return SweepJobConfig(
         run="s",
-        tokenizer=Tokenizer(kind="bytes"),
-        model=Model(layers=2, heads=2, width=32, context=32),
-        train=Train(slots=4, slot_size=2),
-        scaling=Scaling(workers=workers, threads=1),
-        sweep=Sweep(space=space, **settings),
+        tokenizer=TokenizerConfig(kind="bytes"),
+        model=ModelConfig(layers=2, heads=2, hidden_size=32, context=32),
+        train=TrainConfig(slots=4, slot_size=2),
+        scaling=ScalingConfig(workers=workers, threads=1),
+        sweep=SweepConfig(space=space, **settings),
     )
 
 
 def test_a_grid_is_every_combination_and_says_which_rules_refuse() -> None:
-    found = list(grid(sweep()))
-    assert [each.label for each in found][:2] == ["workers 1, precision fp32", "workers 1, precision bf16"]
-    assert len({each.key for each in found}) == 6
-    assert ["train.slots, 4" in each.refusal for each in found] == [False] * 4 + [True] * 2
+    found = list(enumerate_grid(sweep()))
+    assert [candidate.label for candidate in found][:2] == ["workers 1, precision fp32", "workers 1, precision bf16"]
+    assert len({candidate.key for candidate in found}) == 6
+    assert ["train.slots, 4" in candidate.refusal for candidate in found] == [False] * 4 + [True] * 2
 
 
 def test_rounds_alternate_their_direction() -> None:
-    found = list(grid(sweep(repeats=2, where=("scaling.workers < 8",))))
-    assert [each.settings for each in found[4:]] == [each.settings for each in reversed(found[:4])]
-    assert len({each.key for each in found}) == 8
+    found = list(enumerate_grid(sweep(repeats=2, constraints=("scaling.workers < 8",))))
+    assert [candidate.settings for candidate in found[4:]] == [candidate.settings for candidate in reversed(found[:4])]
+    assert len({candidate.key for candidate in found}) == 8
 
 
 def test_a_trial_is_short_and_measures_nothing_but_steps() -> None:
-    first = next(grid(sweep(warmup_steps=5, window_steps=4, windows=3)))
+    first = next(enumerate_grid(sweep(warmup_steps=5, window_steps=4, windows=3)))
     config = first.config
     assert config
     assert (config.train.steps, config.train.log_every, config.run) == (17, 4, f"s-{first.key}")
@@ -52,24 +52,26 @@ def test_a_trial_is_short_and_measures_nothing_but_steps() -> None:
 
 
 def test_weak_scaling_keeps_the_work_of_a_worker() -> None:
-    found = grid(sweep(scaling="weak"))
-    slots = {each.config.scaling.workers: each.config.train.slots for each in found if each.config}
+    found = enumerate_grid(sweep(scaling="weak"))
+    slots = {candidate.config.scaling.workers: candidate.config.train.slots for candidate in found if candidate.config}
     assert slots == {1: 4, 2: 8, 8: 32}
 
 
 def test_keys_tell_trials_apart_that_measure_something_else_and_no_others() -> None:
-    first = next(grid(sweep())).key
-    assert next(grid(sweep(window_steps=3))).key != first
-    other = SweepConfig(run="t", storage="/elsewhere", train=Train(slots=4, slot_size=2), sweep=Sweep(space=SPACE))
-    assert next(grid(other)).key == first
+    first = next(enumerate_grid(sweep())).key
+    assert next(enumerate_grid(sweep(window_steps=3))).key != first
+    other = SweepJobConfig(
+        run="t", storage="/elsewhere", train=TrainConfig(slots=4, slot_size=2), sweep=SweepConfig(space=SPACE)
+    )
+    assert next(enumerate_grid(other)).key == first
 
 
 def test_a_mesh_may_vary_and_what_cannot_be_says_why() -> None:
     space = {"scaling.tensor": [1, 2, 3], "scaling.pipeline": [1, 2, 4], "scaling.context": [1, 2]}
-    found = list(grid(meshes(space)))
-    left_out = {each.label: each.refusal for each in found if each.refusal}
+    found = list(enumerate_grid(meshes(space)))
+    left_out = {candidate.label: candidate.refusal for candidate in found if candidate.refusal}
     assert len(found) == 18
-    assert sorted(each.label for each in found if each.config) == [
+    assert sorted(candidate.label for candidate in found if candidate.config) == [
         "tensor 1, pipeline 1, context 1",
         "tensor 1, pipeline 1, context 2",
         "tensor 1, pipeline 2, context 1",
@@ -83,46 +85,50 @@ def test_a_mesh_may_vary_and_what_cannot_be_says_why() -> None:
     assert "model.layers 2" in stages
     assert groups.startswith("scaling.workers is 4: ")
     assert "scaling.pipeline x context x tensor, 8" in groups
-    uneven = next(each for each in grid(meshes(space, workers="auto")) if each.settings["scaling.tensor"] == 3).refusal
+    uneven = next(
+        candidate for candidate in enumerate_grid(meshes(space, workers="auto")) if candidate.settings["scaling.tensor"] == 3
+    ).refusal
     assert uneven.startswith("scaling.tensor is 3: ")
     assert "model.heads, 2" in uneven
 
 
 def test_weak_scaling_keeps_the_work_of_a_worker_in_every_mesh() -> None:
-    found = grid(meshes({"scaling.workers": [2, 4], "scaling.tensor": [1, 2]}, scaling="weak"))
-    assert [each.config.train.slots for each in found if each.config] == [8, 8, 16, 16]
+    found = enumerate_grid(meshes({"scaling.workers": [2, 4], "scaling.tensor": [1, 2]}, scaling="weak"))
+    assert [candidate.config.train.slots for candidate in found if candidate.config] == [8, 8, 16, 16]
 
 
 def test_a_mesh_is_named_in_words_and_flags() -> None:
-    assert mesh_words(Scaling(workers=4), SPACE) == ""
-    assert mesh_words(Scaling(workers=2, context=2, context_exchange="keys"), {}) == "groups of 2 (context 2 keys)"
-    whole = Scaling(workers=8, pipeline=2, schedule="zbv", tensor=2)
-    assert mesh_words(whole, {"scaling.tensor": 4}) == "groups of 8 (pipeline 2 zbv, tensor 4)"
-    assert mesh_flags({"scaling.workers": 4, "scaling.pipeline": 2, "scaling.tensor": 1}) == (
+    assert describe_mesh(ScalingConfig(workers=4), SPACE) == ""
+    assert describe_mesh(ScalingConfig(workers=2, context=2, context_exchange="keys"), {}) == "groups of 2 (context 2 keys)"
+    whole = ScalingConfig(workers=8, pipeline=2, schedule="zbv", tensor=2)
+    assert describe_mesh(whole, {"scaling.tensor": 4}) == "groups of 8 (pipeline 2 zbv, tensor 4)"
+    assert format_mesh_flags({"scaling.workers": 4, "scaling.pipeline": 2, "scaling.tensor": 1}) == (
         "--scaling.tensor 1 --scaling.pipeline 2"
     )
-    assert mesh_flags(SPACE) == ""
+    assert format_mesh_flags(SPACE) == ""
 
 
 @given(seed=st.integers(0, 2**32), trials=st.integers(1, 8))
 def test_draws_repeat_stay_in_their_ranges_and_meet_the_conditions(seed: int, trials: int) -> None:
     space = {"train.slots": {"integers": [1, 8]}, "optimizer.learning_rate": {"log_uniform": [1e-4, 1e-2]}, "seed": [0, 1]}
     where = ("train.slots * 2 <= 12",)
-    config = SweepConfig(
-        seed=seed, scaling=Scaling(workers=1), sweep=Sweep(space=space, search="random", trials=trials, where=where)
+    config = SweepJobConfig(
+        seed=seed,
+        scaling=ScalingConfig(workers=1),
+        sweep=SweepConfig(space=space, search="random", trials=trials, constraints=where),
     )
-    found = list(draw(config))
-    assert [each.key for each in found] == [each.key for each in draw(config)]
-    assert len(found) == len({each.key for each in found}) == trials
-    for each in found:
-        assert 1 <= each.settings["train.slots"] <= 6
-        assert 1e-4 <= each.settings["optimizer.learning_rate"] <= 1e-2
-        assert meets(config, each.settings)
-        assert each.config
+    found = list(draw_random(config))
+    assert [candidate.key for candidate in found] == [candidate.key for candidate in draw_random(config)]
+    assert len(found) == len({candidate.key for candidate in found}) == trials
+    for candidate in found:
+        assert 1 <= candidate.settings["train.slots"] <= 6
+        assert 1e-4 <= candidate.settings["optimizer.learning_rate"] <= 1e-2
+        assert meets_conditions(config, candidate.settings)
+        assert candidate.config
 
 
 def test_keys_are_those_of_earlier_versions() -> None:
     """As commit 395d810 has it, so that a sweep that was begun then goes on."""
-    preset = replace(configured(SweepConfig, "sweep_scaling").settings, run="s")
-    first = next(iter(grid(preset)))
+    preset = replace(configured(SweepJobConfig, "sweep_scaling").settings, run="s")
+    first = next(iter(enumerate_grid(preset)))
     assert (len(first.key), first.keys) == (16, (first.key, "fa79f946"))

@@ -1,4 +1,4 @@
-"""A trial is watched until it is measured, asked to end when its time is up, and its end has a cause; without Ray."""
+"""A trial is watched until it is measured, asked to end at its timeout, and its end has a cause; without Ray."""
 
 import itertools
 import time
@@ -11,44 +11,51 @@ import pytest
 import torch
 
 from raystride.pipelines.cluster.resources import Resources
-from raystride.pipelines.config.sweep import SweepConfig
-from raystride.pipelines.files import Folder
+from raystride.pipelines.config.sweep import SweepJobConfig
 from raystride.pipelines.hang.detector import Hang, Hung
 from raystride.pipelines.record.journal import Journal
+from raystride.pipelines.storage.folder import Folder
 from raystride.pipelines.sweep import trial
 from raystride.pipelines.sweep.space import Candidate
-from raystride.pipelines.sweep.trial import Measuring, TookTooLong, ended, refusal, result_of, why
-from tests.pipelines.sweep.test_page import TOKENS, sweep
+from raystride.pipelines.sweep.trial import (
+    TrialTimeout,
+    TrialWatcher,
+    build_result,
+    classify_failure,
+    refuse_candidate,
+    result_without_figures,
+)
+from tests.pipelines.sweep.test_report_page import TOKENS, sweep
 
 THERE = Resources(cpus=4, gpus=0, memory_bytes=8 * 2**30, gpu_memory_bytes=None, node_cpus=(4.0,))
-BASE = sweep(warmup_steps=2, window_steps=2, windows=5, least_windows=3, precision=0.05)
+BASE = sweep(warmup_steps=2, window_steps=2, windows=5, min_windows=3, target_precision=0.05)
 
 
-def candidate(base: SweepConfig = BASE, **settings: Any) -> Candidate:
-    """One worker's, unless others are asked for."""
+def candidate(base: SweepJobConfig = BASE, **settings: Any) -> Candidate:
+    """Returns a candidate, with one worker by default."""
     return Candidate(base, {"scaling.workers": 1} | {name.replace("__", "."): value for name, value in settings.items()})
 
 
 SEQUENCE = itertools.count(1)
 
 
-class Followed:
-    """A trial's journal, which grows by `step`, beside what its watcher asks for."""
+class WatchedTrial:
+    """A trial's journal, which grows by `step`, with its watcher's requests."""
 
-    def __init__(self, folder: Folder, of: Candidate, tell: Callable[[Any], bool] = lambda window: True) -> None:
-        self.watcher = Measuring(of, folder, tell)
+    def __init__(self, folder: Folder, of: Candidate, on_window: Callable[[Any], bool] = lambda window: True) -> None:
+        self.watcher = TrialWatcher(of, folder, on_window)
         self.stops = 0
         self._journal = Journal(folder, "a1")
         self._journal.append([_entry("parameters", {"workers": 1, "device": "cpu", "threads": 2})])
 
     def step(self, number: int, speed: float, loss: float = 3.0) -> bool:
-        """Whether the watcher asks for the end at a step with this speed."""
+        """Returns True if the watcher asks for the end at a step with this speed."""
         values = {"tokens_per_second": speed, "step_seconds_mean": TOKENS / speed, "train_loss": loss}
         self._journal.append([_entry("metrics", values, number)])
         return self.look(number)
 
     def look(self, number: int) -> bool:
-        """The same, without anything new in the journal."""
+        """As `step`, without anything new in the journal."""
         before = self.stops
         self.watcher.on_state({"step": number}, self._stop)
         return self.stops > before
@@ -70,12 +77,12 @@ def folder(tmp_path: Any) -> Folder:
 
 def test_a_trial_ends_when_its_speed_is_known_and_leaves_out_the_warm_up(folder: Folder) -> None:
     told = []
-    followed = Followed(folder, candidate(), lambda window: told.append(window.end) or True)  # type: ignore[func-returns-value]
+    followed = WatchedTrial(folder, candidate(), lambda window: told.append(window.end) or True)  # type: ignore[func-returns-value]
     assert [followed.step(number, speed) for number, speed in ((2, 1.0), (4, 100.0), (6, 101.0))] == [False] * 3
     assert not followed.look(6)
     assert followed.step(8, 100.0)
     assert told == [2, 4, 6, 8]
-    result = result_of(candidate(), folder, THERE, "measured", seconds=100.0)
+    result = build_result(candidate(), folder, THERE, "measured", seconds=100.0)
     assert (result.status, result.speeds) == ("measured", (100.0, 101.0, 100.0))
     assert (result.workers, result.device, result.threads, result.places_per_node) == (1, "cpu", 2, 2)
     assert (result.tokens_per_step, result.loss) == (TOKENS, 3.0)
@@ -84,67 +91,67 @@ def test_a_trial_ends_when_its_speed_is_known_and_leaves_out_the_warm_up(folder:
 
 
 def test_speeds_that_differ_are_measured_on(folder: Folder) -> None:
-    followed = Followed(folder, candidate())
+    followed = WatchedTrial(folder, candidate())
     assert not any(followed.step(2 * number, 100.0 * number) for number in range(1, 6))
 
 
 def test_with_time_to_loss_the_loss_alone_ends_it(folder: Folder) -> None:
     aim = candidate(replace(BASE, sweep=replace(BASE.sweep, objective="time_to_loss", target_loss=2.0)))
-    followed = Followed(folder, aim)
+    followed = WatchedTrial(folder, aim)
     assert [followed.step(2 * n, 100.0, loss) for n, loss in ((1, 4.0), (2, 3.0), (3, 2.5), (4, 1.9))] == [False] * 3 + [
         True
     ]
-    assert result_of(aim, folder, THERE, "measured").seconds_to_loss == pytest.approx(8 * TOKENS / 100)
+    assert build_result(aim, folder, THERE, "measured").seconds_to_loss == pytest.approx(8 * TOKENS / 100)
 
 
-def test_a_trial_that_is_not_wanted_is_asked_to_end_once_and_hears_no_more(folder: Folder) -> None:
+def test_unwanted_trials_are_stopped_once(folder: Folder) -> None:
     told: list[int] = []
 
-    def tell(window: Any) -> bool:
+    def on_window(window: Any) -> bool:
         told.append(window.end)
         return window.end < 4
 
-    followed = Followed(folder, candidate(), tell)
+    followed = WatchedTrial(folder, candidate(), on_window)
     assert [followed.step(2 * n, 100.0) for n in (1, 2, 3)] == [False, True, False]
     assert told == [2, 4]
-    assert followed.watcher.unwanted
+    assert followed.watcher.is_unwanted
 
 
 def test_a_slow_trial_is_asked_to_end_and_keeps_what_it_has(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
     soon = replace(BASE, sweep=replace(BASE.sweep, timeout_s=600.0))
-    followed = Followed(folder, candidate(soon))
+    followed = WatchedTrial(folder, candidate(soon))
     assert not followed.step(2, 100.0)
     followed.watcher._deadline = time.monotonic()  # however long the lines above took
     assert followed.look(2)
-    monkeypatch.setattr(trial, "LEAVE_S", 0.0)
-    with pytest.raises(TookTooLong, match=r"longer than sweep.timeout_s, 600 s"):
+    monkeypatch.setattr(trial, "GRACE_S", 0.0)
+    with pytest.raises(TrialTimeout, match=r"longer than sweep.timeout_s, 600 s"):
         followed.look(2)
 
 
 def test_a_trial_without_a_window_in_its_time_hangs(folder: Folder) -> None:
     soon = replace(BASE, sweep=replace(BASE.sweep, timeout_s=0.01))
-    followed = Followed(folder, candidate(soon))
+    followed = WatchedTrial(folder, candidate(soon))
     time.sleep(0.02)
-    with pytest.raises(TookTooLong) as caught:
+    with pytest.raises(TrialTimeout) as caught:
         followed.look(0)
-    assert why(caught.value) == ("hung", "TookTooLong: it took longer than sweep.timeout_s, 0.01 s")
+    assert classify_failure(caught.value) == ("hung", "TrialTimeout: it took longer than sweep.timeout_s, 0.01 s")
 
 
 def test_without_a_window_after_the_warm_up_there_are_no_figures(folder: Folder) -> None:
-    Followed(folder, candidate()).step(2, 100.0)
-    result = result_of(candidate(), folder, THERE, "measured", seconds=3.0)
+    WatchedTrial(folder, candidate()).step(2, 100.0)
+    result = build_result(candidate(), folder, THERE, "measured", seconds=3.0)
     cause = "it ended before the first window after the warm-up"
-    assert result == ended(candidate(), "failed", cause, seconds=3.0)
-    assert result_of(candidate(), folder, THERE, "hung", "why").status == "hung"
+    assert result == result_without_figures(candidate(), "failed", cause, seconds=3.0)
+    assert build_result(candidate(), folder, THERE, "hung", "why").status == "hung"
 
 
-def _raised(action: Callable[[], object]) -> BaseException:
+def _catch(action: Callable[[], object]) -> BaseException:
     with pytest.raises(Exception) as caught:  # noqa: PT011 - whatever a library raises
         action()
     return caught.value
 
 
-def _group(rank: int, error: BaseException) -> BaseException:
+def _worker_group_error(rank: int, error: BaseException) -> BaseException:
     from ray.train import WorkerGroupError
 
     return WorkerGroupError("...", {rank: error})
@@ -160,13 +167,13 @@ def _group(rank: int, error: BaseException) -> BaseException:
     ids=["torch", "numpy", "python"],
 )
 def test_memory_that_is_not_there_is_known_in_each_librarys_words(action: Callable[[], object]) -> None:
-    status, cause = why(_group(1, _raised(action)))
+    status, cause = classify_failure(_worker_group_error(1, _catch(action)))
     assert status == "out_of_memory", cause
     assert cause.startswith("rank 1: ")
     assert "\n" not in cause
 
 
-def test_what_gpus_and_ray_say_of_memory_is_known() -> None:
+def test_memory_errors_of_gpus_and_ray_are_classified() -> None:
     from ray.exceptions import OutOfMemoryError
 
     for error in (
@@ -175,43 +182,46 @@ def test_what_gpus_and_ray_say_of_memory_is_known() -> None:
         RuntimeError("std::bad_alloc"),
         OutOfMemoryError("Task was killed due to the node running low on memory.\nMemory on the node was 30 GB"),
     ):
-        assert why(_group(0, error))[0] == "out_of_memory", error
+        assert classify_failure(_worker_group_error(0, error))[0] == "out_of_memory", error
 
 
 def test_a_killed_worker_has_failed_though_ray_advises_on_memory() -> None:
     from ray.exceptions import RayActorError
 
     text = "The actor died unexpectedly before finishing this task.\n\tclass_name: X\n(1) killed by SIGKILL by OOM killer"
-    status, cause = why(_group(3, RayActorError(None, text)))
+    status, cause = classify_failure(_worker_group_error(3, RayActorError(None, text)))
     assert status == "failed"
     assert cause == "rank 3: RayActorError: The actor died unexpectedly before finishing this task."
 
 
 def test_a_group_that_hung_and_a_network_that_timed_out_are_told_apart() -> None:
     hang = Hang(culprits=(1,), silent=True, heartbeats={}, seconds=60.0, limit_s=60.0)
-    assert why(Hung("it stands still", hang, [])) == ("hung", "rank 1: Hung: it stands still")
-    assert why(TimeoutError("the download timed out"))[0] == "failed"
-    assert why(ValueError())[1] == "ValueError"
+    assert classify_failure(Hung("it stands still", hang, [])) == ("hung", "rank 1: Hung: it stands still")
+    assert classify_failure(TimeoutError("the download timed out"))[0] == "failed"
+    assert classify_failure(ValueError())[1] == "ValueError"
 
 
-def test_what_cannot_run_is_not_started_and_says_why() -> None:
-    assert refusal(candidate(), THERE) is None
+def test_impossible_candidates_are_refused_with_a_reason() -> None:
+    assert refuse_candidate(candidate(), THERE) is None
     told = {
         "refused": ({"scaling__workers": 8}, "train.slots, 4"),
-        "too_large": ({"model__width": 2**16, "model__heads": 2}, "GiB for 1 worker"),
+        "too_large": ({"model__hidden_size": 2**16, "model__heads": 2}, "GiB for 1 worker"),
     }
     for status, (settings, said) in told.items():
-        result = refusal(candidate(**settings), THERE)
+        result = refuse_candidate(candidate(**settings), THERE)
         assert result
         assert (result.status, said in result.cause) == (status, True), result.cause
-    crowded = refusal(candidate(scaling__workers=4, scaling__threads=2), THERE)
+    crowded = refuse_candidate(candidate(scaling__workers=4, scaling__threads=2), THERE)
     assert crowded
     assert crowded.cause == "resources: CPU: 8 asked, 4 there"
-    spread = refusal(candidate(scaling__workers=8, scaling__tensor=2, scaling__threads=1, train__slots=8), THERE)
+    spread = refuse_candidate(candidate(scaling__workers=8, scaling__tensor=2, scaling__threads=1, train__slots=8), THERE)
     assert spread
     assert spread.cause == "resources: CPU: 8 asked, 4 there"
-    assert refusal(candidate(scaling__workers=4, scaling__tensor=2, scaling__pipeline=2, scaling__threads=1), THERE) is None
-    untyped = refusal(candidate(train__precision="fp7"), THERE)
+    assert (
+        refuse_candidate(candidate(scaling__workers=4, scaling__tensor=2, scaling__pipeline=2, scaling__threads=1), THERE)
+        is None
+    )
+    untyped = refuse_candidate(candidate(train__precision="fp7"), THERE)
     assert untyped
     assert "train.precision is 'fp7': " in untyped.cause
     assert "auto, fp32" in untyped.cause

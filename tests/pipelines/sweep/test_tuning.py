@@ -1,4 +1,4 @@
-"""What Tune's words mean for a sweep, and what becomes of trials that Tune ends; real Tune trials, without a cluster."""
+"""Tune's parameters, space and callbacks in a sweep, and trials that Tune ends; real Tune trials, without a cluster."""
 
 import math
 import pickle
@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 
 from raystride.pipelines.cluster.resources import Resources
-from raystride.pipelines.config.sweep import SweepConfig
-from raystride.pipelines.files import Folder
+from raystride.pipelines.config.sweep import SweepJobConfig
 from raystride.pipelines.record.journal import Journal
-from raystride.pipelines.sweep.result import MeasuredWindow, Result, keep_result, results
-from raystride.pipelines.sweep.space import Candidate, grid
-from raystride.pipelines.sweep.trial import SweepPlan, ended
-from tests.pipelines.sweep.test_page import sweep, trial
+from raystride.pipelines.storage.folder import Folder
+from raystride.pipelines.sweep.result import MeasuredWindow, Result, load_results, save_result
+from raystride.pipelines.sweep.space import Candidate, enumerate_grid
+from raystride.pipelines.sweep.trial import SweepPlan, result_without_figures
+from tests.pipelines.sweep.test_report_page import sweep, trial
 
 THERE = Resources(cpus=4, gpus=0, memory_bytes=8 * 2**30, gpu_memory_bytes=None)
 SETTINGS = {"scaling.workers": 1, "train.precision": "fp32"}
@@ -23,20 +23,20 @@ SETTINGS = {"scaling.workers": 1, "train.precision": "fp32"}
 
 @pytest.fixture
 def plan(tmp_path: Any) -> SweepPlan:
-    """Of a sweep whose windows are two steps each."""
+    """The plan of a sweep with windows of two steps each."""
     base = sweep(warmup_steps=2, window_steps=2, windows=4)
     return SweepPlan(base, Folder(str(tmp_path)), 0.0, THERE)
 
 
 def tune_trial(config: Mapping[str, Any]) -> Any:
-    """A trial of Tune's with these parameters."""
+    """Returns a trial of Tune's with these parameters."""
     from ray.tune.experiment import Trial
 
     return Trial("_trial", config=dict(config), stub=True)
 
 
-def wrapped(candidate: Candidate) -> dict[str, Any]:
-    """As grids and random draws hand candidates to Tune."""
+def wrap_candidate(candidate: Candidate) -> dict[str, Any]:
+    """Returns the parameters in which grids and random draws pass candidates to Tune."""
     return {"trial": {"settings": dict(candidate.settings), "round": candidate.round}}
 
 
@@ -44,9 +44,9 @@ def test_both_kinds_of_parameters_stand_for_their_candidate() -> None:
     from raystride.pipelines.sweep import tuning
 
     base = sweep(repeats=2)
-    for candidate in grid(base):
-        assert tuning.candidate_of(wrapped(candidate), base).key == candidate.key
-    assert tuning.candidate_of(SETTINGS, base).key == next(grid(base)).key
+    for candidate in enumerate_grid(base):
+        assert tuning.parse_candidate(wrap_candidate(candidate), base).key == candidate.key
+    assert tuning.parse_candidate(SETTINGS, base).key == next(enumerate_grid(base)).key
 
 
 def test_a_trial_that_tune_stopped_is_told_of_when_its_training_has_ended(plan: SweepPlan) -> None:
@@ -54,21 +54,21 @@ def test_a_trial_that_tune_stopped_is_told_of_when_its_training_has_ended(plan: 
     from raystride.pipelines.sweep import tuning
 
     told: list[Result] = []
-    ends, candidate = tuning._Ends(plan, told.append), Candidate(plan.base, SETTINGS)
-    ends.on_trial_complete(1, [], tune_trial(wrapped(candidate)))
+    ends, candidate = tuning._ResultCallback(plan, told.append), Candidate(plan.base, SETTINGS)
+    ends.on_trial_complete(1, [], tune_trial(wrap_candidate(candidate)))
     assert not told
-    own = ended(candidate, "failed", "its own words")
-    keep_result(plan.folder, own)
+    own = result_without_figures(candidate, "failed", "its own words")
+    save_result(plan.folder, own)
     ends.on_trial_start(2, [], None)
     ends.on_experiment_end([])
     assert told == [own]
 
 
-def test_a_trial_that_was_ended_with_its_process_has_what_its_journal_says(plan: SweepPlan) -> None:
+def test_a_trial_ended_with_its_process_is_read_from_its_journal(plan: SweepPlan) -> None:
     from raystride.pipelines.sweep import tuning
 
     told: list[Result] = []
-    ends, candidate = tuning._Ends(plan, told.append), Candidate(plan.base, SETTINGS)
+    ends, candidate = tuning._ResultCallback(plan, told.append), Candidate(plan.base, SETTINGS)
     entry = {"attempt": "a1", "sender": "rank0", "sequence": 1, "time": 1.0, "kind": "metrics"}
     journal = Journal(plan.storage / candidate.run, "a1")
     journal.append(
@@ -77,11 +77,11 @@ def test_a_trial_that_was_ended_with_its_process_has_what_its_journal_says(plan:
             for step in (2, 4, 6)
         ]
     )
-    ends.on_trial_complete(1, [], tune_trial(wrapped(candidate)))
+    ends.on_trial_complete(1, [], tune_trial(wrap_candidate(candidate)))
     ends.on_experiment_end([])
     (result,) = told
     assert (result.status, result.speeds) == ("stopped_early", (200.0, 300.0))
-    assert results(plan.folder) == {candidate.key: result}
+    assert load_results(plan.folder) == {candidate.key: result}
 
 
 def test_a_trial_that_ended_is_told_of_at_once(plan: SweepPlan) -> None:
@@ -89,8 +89,8 @@ def test_a_trial_that_ended_is_told_of_at_once(plan: SweepPlan) -> None:
 
     told: list[Result] = []
     candidate = Candidate(plan.base, SETTINGS)
-    keep_result(plan.folder, own := ended(candidate, "refused", "why"))
-    tuning._Ends(plan, told.append).on_trial_complete(1, [], tune_trial(SETTINGS))
+    save_result(plan.folder, own := result_without_figures(candidate, "refused", "why"))
+    tuning._ResultCallback(plan, told.append).on_trial_complete(1, [], tune_trial(SETTINGS))
     assert told == [own]
 
 
@@ -99,15 +99,15 @@ def test_a_process_that_died_leaves_a_result_that_says_so(plan: SweepPlan) -> No
 
     told: list[Result] = []
     candidate = Candidate(plan.base, SETTINGS)
-    tuning._Ends(plan, told.append).on_trial_error(1, [], tune_trial(wrapped(candidate)))
+    tuning._ResultCallback(plan, told.append).on_trial_error(1, [], tune_trial(wrap_candidate(candidate)))
     (result,) = told
     assert result.status == "failed"
     assert result.cause.startswith("the process that drove the trial ended; its trial.txt")
-    assert results(plan.folder) == {candidate.key: result}
+    assert load_results(plan.folder) == {candidate.key: result}
 
 
 class _Marker:
-    """Makes a file where it is unpickled."""
+    """Makes a file when it is unpickled."""
 
     def __init__(self, place: Path) -> None:
         self.place = place
@@ -154,7 +154,7 @@ second line: and more
 def test_the_cause_stands_in_tunes_text(text: str, cause: str) -> None:
     from raystride.pipelines.sweep import tuning
 
-    assert tuning.cause_in(text) == cause
+    assert tuning.parse_cause(text) == cause
 
 
 def test_a_pickle_in_the_storage_runs_nothing(plan: SweepPlan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -164,18 +164,18 @@ def test_a_pickle_in_the_storage_runs_nothing(plan: SweepPlan, tmp_path: Path, m
 
     told: list[Result] = []
     candidate = Candidate(plan.base, SETTINGS)
-    failed = tune_trial(wrapped(candidate))
+    failed = tune_trial(wrap_candidate(candidate))
     monkeypatch.setattr(Trial, "local_path", str(tmp_path))  # a stub of Tune's has no place of its own
     failed.run_metadata.error_filename, failed.run_metadata.pickled_error_filename = "error.txt", "error.pkl"
     (tmp_path / "error.txt").write_text(RAISED)
     (tmp_path / "error.pkl").write_bytes(pickle.dumps(_Marker(tmp_path / "was run")))
-    tuning._Ends(plan, told.append).on_trial_error(1, [], failed)
+    tuning._ResultCallback(plan, told.append).on_trial_error(1, [], failed)
     assert told[0].cause.startswith("ValueError: first line; its trial.txt")
     assert not (tmp_path / "was run").exists()
 
 
-def optuna_base(**settings: Any) -> SweepConfig:
-    """A list, and a range of each kind."""
+def optuna_base(**settings: Any) -> SweepJobConfig:
+    """Returns a sweep over a list, and a range of each kind."""
     space = {
         "train.precision": ["fp32", "bf16"],
         "train.slots": {"integers": [2, 3]},
@@ -185,14 +185,16 @@ def optuna_base(**settings: Any) -> SweepConfig:
     return sweep(space=space, search="optuna", **settings)
 
 
-def test_tune_draws_what_the_space_says() -> None:
+def test_tune_draws_from_the_space() -> None:
     from raystride.pipelines.sweep import tuning
 
-    domains = tuning._distributions(optuna_base())
+    domains = tuning._tune_space(optuna_base())
     drawn = [{key: domain.sample() for key, domain in domains.items()} for _ in range(50)]
-    assert {each["train.slots"] for each in drawn} == {2, 3}
-    assert {each["train.precision"] for each in drawn} == {"fp32", "bf16"}
-    assert all(0 <= each["optimizer.eps"] <= 1 and 1e-4 <= each["optimizer.learning_rate"] <= 1e-2 for each in drawn)
+    assert {settings["train.slots"] for settings in drawn} == {2, 3}
+    assert {settings["train.precision"] for settings in drawn} == {"fp32", "bf16"}
+    assert all(
+        0 <= settings["optimizer.eps"] <= 1 and 1e-4 <= settings["optimizer.learning_rate"] <= 1e-2 for settings in drawn
+    )
 
 
 def test_optuna_started_again_knows_what_was_measured_and_does_not_begin_anew(plan: SweepPlan) -> None:
@@ -202,33 +204,33 @@ def test_optuna_started_again_knows_what_was_measured_and_does_not_begin_anew(pl
     plan = SweepPlan(base, plan.storage, 0.0, THERE)
 
     def first(known: list[Result]) -> Any:
-        search = tuning._optuna(plan, known)
-        search.set_search_properties("score", "min", tuning._distributions(base))
+        search = tuning._build_optuna(plan, known)
+        search.set_search_properties("score", "min", tuning._tune_space(base))
         return search, search.suggest("one")
 
     before, suggested = first([])
     assert not before._ot_study.trials[:-1]
     candidate = Candidate(base, dict(suggested))
     measured = Result(**vars(trial(100.0)) | {"key": candidate.key, "settings": dict(suggested)})
-    failed = ended(Candidate(base, dict(suggested) | {"train.slots": 3}), "failed", "x")
+    failed = result_without_figures(Candidate(base, dict(suggested) | {"train.slots": 3}), "failed", "x")
     again, other = first([measured, failed])
-    assert [each.value for each in again._ot_study.trials[:-1]] == [pytest.approx(1 / measured.speed)]
+    assert [tried.value for tried in again._ot_study.trials[:-1]] == [pytest.approx(1 / measured.speed)]
     assert other != suggested
 
 
-def test_what_breaks_a_condition_is_refused_in_its_words() -> None:
+def test_unmet_conditions_are_refused_by_name() -> None:
     from raystride.pipelines.sweep import tuning
 
-    base = optuna_base(where=("train.slots < 3",))
+    base = optuna_base(constraints=("train.slots < 3",))
     good, bad = ({"train.slots": slots} for slots in (2, 3))
-    assert tuning._breaks_a_condition(Candidate(base, good)) is None
-    refused = tuning._breaks_a_condition(Candidate(base, bad))
+    assert tuning._refuse_unmet_conditions(Candidate(base, good)) is None
+    refused = tuning._refuse_unmet_conditions(Candidate(base, bad))
     assert refused
-    assert (refused.status, refused.cause) == ("refused", "it breaks a condition of sweep.where: train.slots < 3")
+    assert (refused.status, refused.cause) == ("refused", "it breaks a condition of sweep.constraints: train.slots < 3")
 
 
 def window(begin: int, speed: float, loss: float | None) -> MeasuredWindow:
-    """One of two steps."""
+    """Returns a window of two steps."""
     return MeasuredWindow(begin, begin + 2, speed, 1.0, {}, loss)
 
 
@@ -242,7 +244,7 @@ def window(begin: int, speed: float, loss: float | None) -> MeasuredWindow:
         ({"objective": "time_to_loss", "target_loss": 1.0}, 0.0, [3.0, math.nan]),
     ],
 )
-def test_the_scheduler_is_told_of_each_window_by_the_objective(
+def test_scheduler_gets_each_window_by_the_objective(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any], price: float, scores: list[float]
 ) -> None:
     """It hears of the mean speed until then, or of each loss, and of nothing before the warm-up has ended."""
@@ -251,15 +253,15 @@ def test_the_scheduler_is_told_of_each_window_by_the_objective(
     told: list[dict[str, Any]] = []
     monkeypatch.setattr(tuning.tune, "report", told.append)
     price_setting = {"price_per_hour": price} if price else {}
-    base = sweep(warmup_steps=2, window_steps=2, windows=4, stop_bad="asha", **price_setting, **settings)
+    base = sweep(warmup_steps=2, window_steps=2, windows=4, early_stopping="asha", **price_setting, **settings)
     plan = SweepPlan(base, Folder(str(tmp_path)), price, THERE)
-    tell = tuning._Told(plan, Candidate(base, {"scaling.workers": 2}))
+    tell = tuning._WindowReporter(plan, Candidate(base, {"scaling.workers": 2}))
     assert tell(window(1, 1.0, 9.0))
     assert told == []
     assert tell(window(2, 100.0, 3.0))
     assert tell(window(4, 300.0, None))
-    assert [each[tuning.WINDOW] for each in told] == [1, 2]
-    assert [each[tuning.SCORE] for each in told] == pytest.approx(scores, nan_ok=True)
+    assert [report[tuning.WINDOW] for report in told] == [1, 2]
+    assert [report[tuning.SCORE] for report in told] == pytest.approx(scores, nan_ok=True)
 
 
 def test_a_trial_goes_on_unless_tune_ends_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -270,8 +272,8 @@ def test_a_trial_goes_on_unless_tune_ends_it(tmp_path: Path, monkeypatch: pytest
 
     monkeypatch.setattr(tuning.tune, "report", end)
     for stop_bad, goes_on in (("none", True), ("asha", False)):
-        base = sweep(warmup_steps=2, window_steps=2, stop_bad=stop_bad)
-        tell = tuning._Told(SweepPlan(base, Folder(str(tmp_path)), 0.0, THERE), Candidate(base, SETTINGS))
+        base = sweep(warmup_steps=2, window_steps=2, early_stopping=stop_bad)
+        tell = tuning._WindowReporter(SweepPlan(base, Folder(str(tmp_path)), 0.0, THERE), Candidate(base, SETTINGS))
         assert tell(window(2, 1.0, 1.0)) is goes_on
 
 
@@ -295,11 +297,11 @@ def test_optuna_chooses_if_no_candidates_are_given(
     monkeypatch.setattr(tuning.tune, "Tuner", Tuner)
     base = optuna_base()
     candidates = [Candidate(base, {"train.slots": 2}, 1), Candidate(base, {"train.slots": 3}, 1)] * given_candidates
-    tuning.measure(SweepPlan(base, plan.storage, 0.0, THERE), candidates, [], 5, lambda _: None)
+    tuning.measure_with_tune(SweepPlan(base, plan.storage, 0.0, THERE), candidates, [], 5, lambda _: None)
     assert asked["fitted"]
     space, settings = asked["param_space"], asked["tune_config"]
     if given_candidates:
-        trials = [{"settings": dict(each.settings), "round": 1} for each in candidates]
+        trials = [{"settings": dict(candidate.settings), "round": 1} for candidate in candidates]
         assert space == {tuning.TRIAL: {"grid_search": trials}}
         assert (settings.num_samples, settings.search_alg) == (1, None)
     else:

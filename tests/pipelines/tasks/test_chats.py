@@ -1,4 +1,4 @@
-"""Chats as samples: only the assistant's turns count, what is too long ends at a turn, and packing changes no loss."""
+"""Chats as samples: only the assistant's turns count, long chats end at a turn, and packing does not change the loss."""
 
 import json
 from pathlib import Path
@@ -10,8 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from raystride.pipelines.config import Config, Data, Model, Tokenizer, Train
-from raystride.pipelines.files import Folder
+from raystride.pipelines.config import Config, DataConfig, ModelConfig, TokenizerConfig, TrainConfig
+from raystride.pipelines.storage.folder import Folder
 from raystride.pipelines.tasks import build_task
 from raystride.pipelines.tasks.chats import encode_chat, read_conversation
 from raystride.pipelines.tasks.completion import Completion
@@ -31,8 +31,8 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def encoder(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    place = Folder.at(str(tmp_path_factory.mktemp("encoder")))
-    chosen = Tokenizer(kind="file", file=str(base / "tokenizer.json"), end_token="<|im_end|>")
+    place = Folder.from_uri(str(tmp_path_factory.mktemp("encoder")))
+    chosen = TokenizerConfig(kind="file", file=str(base / "tokenizer.json"), end_token="<|im_end|>")
     train_tokenizer(chosen, ["text"], place, lambda _: None)
     return load_tokenizer(place)
 
@@ -40,10 +40,10 @@ def encoder(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
 def _task(base: Path, encoder: Any, **train: Any) -> Completion:
     config = Config(
         task="completion",
-        data=Data(messages_column="messages"),
-        model=Model(layers=1, heads=1, width=8, context=128),
-        tokenizer=Tokenizer(kind="file", file=str(base / "tokenizer.json")),
-        train=Train(**train),
+        data=DataConfig(messages_column="messages"),
+        model=ModelConfig(layers=1, heads=1, hidden_size=8, context=128),
+        tokenizer=TokenizerConfig(kind="file", file=str(base / "tokenizer.json")),
+        train=TrainConfig(**train),
     )
     facts = {"vocabulary_size": encoder.vocabulary_size, "end_id": encoder.end_id}
     task = build_task(config, facts, {"tokenizer": encoder})
@@ -67,14 +67,14 @@ def _chat(*roles: str) -> tuple[str]:
         ((json.dumps([USER, ASSISTANT]), '{"name": "add"}'), "tools that are no list"),
     ],
 )
-def test_what_is_no_chat_to_learn_from_says_why(base: Path, encoder: Any, document: tuple[str, ...], match: str) -> None:
+def test_chats_without_training_turns_raise(base: Path, encoder: Any, document: tuple[str, ...], match: str) -> None:
     with pytest.raises(ValueError, match=match):
         _task(base, encoder).encode(document)
 
 
 @given(turns=st.integers(1, 4), room=st.integers(4, 90))
 @settings(deadline=None, max_examples=60)
-def test_what_is_too_long_ends_behind_a_turn_of_the_assistant(encoder: Any, turns: int, room: int) -> None:
+def test_long_chats_end_after_a_turn_of_the_assistant(encoder: Any, turns: int, room: int) -> None:
     chat = read_conversation(_chat("system", *("user", "assistant") * turns))
     whole, said, _ = encode_chat(encoder.chat, chat, 10_000)
     ids, mask, cut = encode_chat(encoder.chat, chat, room)
@@ -125,18 +125,20 @@ def test_packed_chats_have_the_losses_of_padded_ones(base: Path, encoder: Any) -
 
 
 def test_chats_that_nothing_would_write_are_refused(base: Path, tmp_path: Path) -> None:
-    file = Tokenizer(kind="file", file=str(base / "tokenizer.json"))
-    data = Data(messages_column="messages")
+    file = TokenizerConfig(kind="file", file=str(base / "tokenizer.json"))
+    data = DataConfig(messages_column="messages")
     for task, tokenizer, name in (
         ("language_model", file, "task `completion`"),
-        ("completion", Tokenizer(), "chat template"),
+        ("completion", TokenizerConfig(), "chat template"),
     ):
         with refused("data.messages_column", names=[name]):
             Config(task=task, data=data, tokenizer=tokenizer)
     with refused("data.tools_column", "tools"):
-        Data(tools_column="tools")
+        DataConfig(tools_column="tools")
     (tmp_path / "tokenizer.json").write_text((base / "tokenizer.json").read_text())
-    config = Config(task="completion", data=data, tokenizer=Tokenizer(kind="file", file=str(tmp_path / "tokenizer.json")))
+    config = Config(
+        task="completion", data=data, tokenizer=TokenizerConfig(kind="file", file=str(tmp_path / "tokenizer.json"))
+    )
     with refused("tokenizer.chat_template", "auto", names=[str(tmp_path / "tokenizer.json")]):
         build_task(config).shaped_by()
     (tmp_path / "chat_template.jinja").write_text("{{ messages | length }}{{ messages[-1].content }}")

@@ -1,4 +1,7 @@
-"""Labels and texts as a classifier is fed; the scores are those of torchmetrics."""
+"""Classification: labels and texts as fed to the model; scores equal those of torchmetrics."""
+
+from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -7,12 +10,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
-from raystride.pipelines.config import Config, Model, Objective, Tokenizer
+from raystride.pipelines.config import Config, DataConfig, ModelConfig, ObjectiveConfig, TokenizerConfig
+from raystride.pipelines.prepare.fingerprint import compute_fingerprint, open_sources
+from raystride.pipelines.storage.folder import Folder
 from raystride.pipelines.tasks import build_task
 from raystride.pipelines.tasks.classification import Classification
-from raystride.pipelines.tasks.labels import BINS, scores
+from raystride.pipelines.tasks.labels import BINS, accuracy_and_macro_f1
 from raystride.pipelines.tasks.task import IGNORED
+from raystride.pipelines.tokenizers import train_tokenizer
 from raystride.pipelines.tokenizers.alphabets import ByteEncoder, CharacterEncoder
+from tests.bases import ENCODERS, write_encoder
 from tests.errors import refused
 
 LETTERS = CharacterEncoder("abcdefgh")
@@ -22,8 +29,8 @@ FACTS = {"vocabulary_size": LETTERS.vocabulary_size, "end_id": 0, "labels": ["no
 def _task(kind: str = "characters", **changes: object) -> Classification:
     config = Config(
         task="classification",
-        model=Model(layers=1, heads=1, width=8, context=6),
-        tokenizer=Tokenizer(kind=kind),  # type: ignore[arg-type]
+        model=ModelConfig(layers=1, heads=1, hidden_size=8, context=6),
+        tokenizer=TokenizerConfig(kind=kind),  # type: ignore[arg-type]
         **changes,  # type: ignore[arg-type]
     )
     encoder = ByteEncoder() if kind == "bytes" else LETTERS
@@ -72,7 +79,7 @@ def test_an_unknown_label_is_named() -> None:
 
 
 def test_balanced_weights_have_a_mean_of_one_over_the_examples() -> None:
-    weights = _task(objective=Objective(class_weights="balanced")).class_weights
+    weights = _task(objective=ObjectiveConfig(class_weights="balanced")).class_weights
     assert weights == (2.0, pytest.approx(2 / 3))
     assert 0.25 * weights[0] + 0.75 * weights[1] == pytest.approx(1.0)
     assert _task().class_weights == ()
@@ -80,10 +87,10 @@ def test_balanced_weights_have_a_mean_of_one_over_the_examples() -> None:
 
 def test_a_loss_for_images_is_refused() -> None:
     with refused("objective.loss", "mse"):
-        _task(objective=Objective(loss="mse"))
+        _task(objective=ObjectiveConfig(loss="mse"))
 
 
-def test_what_is_measured_adds_up_and_leaves_out_what_does_not_count() -> None:
+def test_measures_sum_and_ignore_masked_targets() -> None:
     task = _task()
     torch.manual_seed(0)
     model = task.build_model().eval()
@@ -111,7 +118,7 @@ def test_the_scores_are_those_of_torchmetrics(confusion: np.ndarray) -> None:
     from torchmetrics.functional.classification import multiclass_accuracy, multiclass_f1_score
 
     true, given = (torch.from_numpy(np.repeat(each, confusion.reshape(-1))) for each in np.divmod(np.arange(9), 3))
-    accuracy, macro_f1 = scores(confusion)
+    accuracy, macro_f1 = accuracy_and_macro_f1(confusion)
     assert accuracy == pytest.approx(float(multiclass_accuracy(given, true, 3, average="micro")), abs=1e-6)
     assert macro_f1 == pytest.approx(float(multiclass_f1_score(given, true, 3, average="macro")), abs=1e-6)
 
@@ -143,7 +150,7 @@ def test_the_metrics_of_answers_are_those_of_torchmetrics_and_add_up(data: st.Da
 
 @pytest.mark.parametrize("edge", [6, 9, 12])
 def test_a_confidence_at_the_edge_of_two_bins_counts_with_those_above(edge: int) -> None:
-    """One right and one wrong answer in a bin: the gap is that of their means. In two bins gaps would add up."""
+    """One right and one wrong answer in a bin: the gap is that of their means. In two bins gaps would sum."""
     task = Classification(Config(task="classification"), FACTS)
     lowest = np.linspace(0, 1, BINS + 1)[edge]
     confidence = np.array([lowest, lowest + 0.01])
@@ -156,3 +163,41 @@ def test_a_confidence_at_the_edge_of_two_bins_counts_with_those_above(edge: int)
     }
     error = task.grades(table)(np.ones(2))["calibration_error"]
     assert error == pytest.approx(abs(0.5 - confidence.mean()))
+
+
+def test_an_encoder_reads_a_text_as_its_own_tokenizer_writes_it(tmp_path: Path) -> None:
+    from tokenizers import Tokenizer as Theirs
+
+    file = write_encoder(tmp_path / "base", "bert") / "tokenizer.json"
+    settings = TokenizerConfig(kind="file", file=str(file))
+    config = Config(task="classification", model=replace(ENCODERS["bert"], context=8), tokenizer=settings)
+    encoder = train_tokenizer(settings, [], Folder(str(tmp_path / "tokenizer")), lambda _: None)
+    task = build_task(config, None, {"tokenizer": encoder})
+    facts = task.learn([task.survey([("the market rose", "up"), ("the market fell", "down")])])
+    task = task.knowing(facts, {"tokenizer": encoder})
+    theirs = Theirs.from_file(str(file))
+    theirs.enable_truncation(8)
+    for text in ("", "The market rose!", "the team won a game, the market fell, a bank lost"):
+        label, *ids = task.encode((text, "up"))[0].tolist()
+        assert label == 1
+        assert ids == theirs.encode(text).ids
+    forged = task.encode(("the [SEP] market",))[0].tolist()
+    assert forged.count(theirs.token_to_id("[SEP]")) == 1
+    assert task.decode(task.encode(("the market rose!", "up"))[0], None) == ("the market rose!", "up")
+    # What stands around texts, and where they are cut, is part of what was prepared.
+    assert task.shaped_by() != task.under(replace(config, model=replace(config.model, context=9))).shaped_by()
+    assert _task().shaped_by() == {"context": 6}
+
+
+def test_texts_that_are_cut_elsewhere_are_other_data(tmp_path: Path) -> None:
+    """Otherwise a longer context would train on the truncated texts of a shorter one."""
+    (tmp_path / "rows.csv").write_text("label,text\nspam,free money\nham,see you at noon\n")
+    data = DataConfig(source=str(tmp_path / "rows.csv"), validation="tail", validation_fraction=0.5)
+    found = set()
+    for context in (6, 30):
+        config = Config(
+            task="classification", data=data, model=ModelConfig(context=context), tokenizer=TokenizerConfig(kind="bytes")
+        )
+        task = build_task(config)
+        found.add(compute_fingerprint(config, task, *open_sources(config, task)))
+    assert len(found) == 2

@@ -1,4 +1,4 @@
-"""Pairs of prompt and completion: the prompt is read and not predicted, what is too long loses its prompt first."""
+"""Pairs of prompt and completion: the prompt is not predicted, and long pairs lose the prompt's beginning first."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raystride.pipelines.config import Config, Model, Tokenizer, Train
+from raystride.pipelines.config import Config, ModelConfig, TokenizerConfig, TrainConfig
 from raystride.pipelines.tasks import build_task
 from raystride.pipelines.tasks.completion import Completion
 from raystride.pipelines.tasks.task import IGNORED
@@ -19,8 +19,8 @@ FACTS = {"vocabulary_size": 257, "end_id": END}
 
 
 def _task(context: int = 16, **train: Any) -> Completion:
-    model = Model(layers=1, heads=1, width=8, context=context)
-    config = Config(task="completion", model=model, tokenizer=Tokenizer(kind="bytes"), train=Train(**train))
+    model = ModelConfig(layers=1, heads=1, hidden_size=8, context=context)
+    config = Config(task="completion", model=model, tokenizer=TokenizerConfig(kind="bytes"), train=TrainConfig(**train))
     task = build_task(config, FACTS, ENCODERS)
     assert isinstance(task, Completion)
     return task
@@ -35,7 +35,7 @@ def test_the_completion_and_its_end_count_and_the_prompt_does_not() -> None:
 
 
 @given(prompt=st.text("ab", max_size=40), completion=st.text("xy", min_size=1, max_size=40), context=st.integers(1, 30))
-def test_what_is_too_long_loses_its_prompts_beginning_first(prompt: str, completion: str, context: int) -> None:
+def test_long_pairs_lose_the_prompts_beginning_first(prompt: str, completion: str, context: int) -> None:
     ids, mask = _task(context).encode((prompt, completion))
     assert 2 <= len(ids) <= context + 1
     asked = [*(prompt.encode() or [END])]

@@ -1,4 +1,4 @@
-"""Images as a convolutional network is fed: their pixels exactly, of one size, in one or three channels."""
+"""Images as fed to a convolutional network: exact pixels, of one size, in one or three channels."""
 
 import base64
 import io
@@ -16,16 +16,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from raystride.pipelines.config import Config, Data, Model, SettingError
+from raystride.pipelines.config import Config, DataConfig, ModelConfig, SettingError
 from raystride.pipelines.feed.cache import NodeCache
 from raystride.pipelines.feed.loader import Loader
 from raystride.pipelines.feed.order import Order
 from raystride.pipelines.feed.plan import Plan
 from raystride.pipelines.feed.samples import open_samples
 from raystride.pipelines.feed.stream import TokenStream
-from raystride.pipelines.files import Folder
 from raystride.pipelines.prepare.prepare import prepare
 from raystride.pipelines.sources.fields import data_uri
+from raystride.pipelines.storage.folder import Folder
 from raystride.pipelines.tasks import build_task
 from raystride.pipelines.tasks.images import Images
 from tests.errors import refused
@@ -39,7 +39,7 @@ def _uri(pixels: np.ndarray, kind: str = "PNG") -> str:
 
 
 def _task(image: list[int] | None = None, **data: object) -> Images:
-    config = Config(task="images", data=Data(**data), model=Model(channels=(4,), hidden=(8,)))  # type: ignore[arg-type]
+    config = Config(task="images", data=DataConfig(**data), model=ModelConfig(channels=(4,), hidden=(8,)))  # type: ignore[arg-type]
     task = build_task(config, {"labels": ["0", "1"], "shares": [0.5, 0.5], "image": image or [1, 4, 6]})
     assert isinstance(task, Images)
     return task
@@ -68,7 +68,7 @@ def test_the_size_is_that_of_all_images_or_is_set() -> None:
     assert chosen.learn([chosen.survey([(small, "a"), (large, "b")])])["image"] == [3, 8, 8]
 
 
-def test_images_are_scaled_only_where_that_is_asked_for() -> None:
+def test_images_are_scaled_only_if_set() -> None:
     picture = _uri(np.full((5, 5), 200, np.uint8))
     row, _ = _task([3, 8, 8], image_size=(3, 8, 8)).encode((picture, "0"))
     assert row.tolist() == [0, *[200] * (3 * 8 * 8)]
@@ -77,7 +77,7 @@ def test_images_are_scaled_only_where_that_is_asked_for() -> None:
 
 
 def _png(chunk: bytes = b"", size: tuple[int, int] = (4, 6)) -> str:
-    """A PNG of that size without pixels, and with a chunk that is given."""
+    """Returns a PNG of that size without pixels, and with a given chunk."""
     header = struct.pack(">IIBBBBB", *size, 8, 0, 0, 0, 0)
     chunks = [b"IHDR" + header, chunk, b"IDAT" + zlib.compress(b""), b"IEND"]
     parts = [struct.pack(">I", len(each) - 4) + each + struct.pack(">I", zlib.crc32(each)) for each in chunks if each]
@@ -101,13 +101,13 @@ def test_a_broken_png_is_an_image_that_cannot_be_read(uri: str) -> None:
 
 
 @pytest.mark.parametrize("uri", ["data:image/png;base64,AAAA", "data:image/png;base64,!", "no image", ""])
-def test_what_is_no_image_is_named(uri: str) -> None:
+def test_invalid_images_raise(uri: str) -> None:
     with pytest.raises(ValueError, match="is no image that can be read"):
         _task().encode((uri, "0"))
 
 
 def _photo(height: int, width: int, turned: int = 0) -> str:
-    """A picture, left half dark and right half bright, as a camera stores it that was turned."""
+    """Returns a picture, left half dark and right half bright, as stored by a rotated camera."""
     pixels = np.zeros((height, width, 3), np.uint8)
     pixels[:, width // 2 :] = 255
     picture, exif, stream = Image.fromarray(pixels), Image.Exif(), io.BytesIO()
@@ -145,19 +145,19 @@ VARIED = {"image_crop": "random", "image_padding": 2, "image_flip": 0.5}
 SCALED = {"image_crop": "scaled", "image_shorter_side": 12, "image_flip": 0.5}
 
 
-def _fed(folder: Path, **data: object) -> "tuple[Callable[..., dict[int, bytes]], int]":
-    """A function that gives the pictures that a loader feeds, by their positions; and how many samples an epoch has."""
+def _load_pictures(folder: Path, **data: object) -> "tuple[Callable[..., dict[int, bytes]], int]":
+    """Returns a function from positions to the pictures that a loader feeds, and the samples of an epoch."""
     random = np.random.default_rng(7)
     for number in range(80):
         (folder / "data" / str(number % 2)).mkdir(parents=True, exist_ok=True)
         pixels = random.integers(0, 256, (10, 12), np.uint8)
         Image.fromarray(pixels).save(folder / "data" / str(number % 2) / f"{number}.png")
-    own = Data(source=str(folder / "data"), image_size=(1, 8, 8), **data)  # type: ignore[arg-type]
-    config = replace(tiny(folder, data=own), task="images", model=Model(channels=(4,), hidden=(8,)))
-    made = prepare(config, Folder.at(str(folder)), build_task(config), on_ray=False, echo=lambda _: None)
+    own = DataConfig(source=str(folder / "data"), image_size=(1, 8, 8), **data)  # type: ignore[arg-type]
+    config = replace(tiny(folder, data=own), task="images", model=ModelConfig(channels=(4,), hidden=(8,)))
+    made = prepare(config, Folder.from_uri(str(folder)), build_task(config), on_ray=False, log=lambda _: None)
     task = build_task(config, made.manifest.facts)
     samples = open_samples(config, task, TokenStream(made.folder, made.manifest, "train", NodeCache(folder, 1 << 30)))
-    plan = Plan(Order(samples.count, 5), slots=6, slot_size=3, epochs=2)
+    plan = Plan(Order(samples.num_samples, 5), slots=6, slot_size=3, epochs=2)
 
     def fed(world: int = 1, first: int = 0, group: int = 1) -> dict[int, bytes]:
         found = {}
@@ -169,29 +169,29 @@ def _fed(folder: Path, **data: object) -> "tuple[Callable[..., dict[int, bytes]]
                         found[at] = image.numpy().tobytes()
         return found
 
-    return fed, samples.count
+    return fed, samples.num_samples
 
 
 @pytest.mark.parametrize("data", [VARIED, SCALED], ids=["random", "scaled"])
 def test_pictures_vary_by_seed_epoch_and_sample_alone(tmp_path: Path, data: dict[str, object]) -> None:
-    fed, count = _fed(tmp_path, **data)
+    fed, num_samples = _load_pictures(tmp_path, **data)
     alone = fed()
-    assert len(alone) == 2 * count
+    assert len(alone) == 2 * num_samples
     assert all(fed(world, group=group) == alone for world, group in [(2, 1), (3, 2), (1, 6)])
     assert fed(first=3) == {at: picture for at, picture in alone.items() if at >= 3 * 18}
-    plain = set(_fed(tmp_path, image_shorter_side=data.get("image_shorter_side"))[0]().values())
+    plain = set(_load_pictures(tmp_path, image_shorter_side=data.get("image_shorter_side"))[0]().values())
     assert sum(picture not in plain for picture in alone.values()) > 0.7 * len(alone)
-    first, second = ({alone[at] for at in range(start, start + count)} for start in (0, count))
-    assert len(first & second) < 0.3 * count
+    first, second = ({alone[at] for at in range(start, start + num_samples)} for start in (0, num_samples))
+    assert len(first & second) < 0.3 * num_samples
 
 
 @pytest.mark.parametrize("side", [None, 12])
 def test_pictures_do_not_vary_unless_that_is_asked_for(tmp_path: Path, side: int | None) -> None:
-    fed, count = _fed(tmp_path, image_shorter_side=side)
+    fed, num_samples = _load_pictures(tmp_path, image_shorter_side=side)
     alone = fed()
-    first, second = ({alone[at] for at in range(start, start + count)} for start in (0, count))
+    first, second = ({alone[at] for at in range(start, start + num_samples)} for start in (0, num_samples))
     assert first == second
-    assert len(first) == count
+    assert len(first) == num_samples
     assert _task(image_size=(1, 8, 8)).shaped_by() == {"image_size": (1, 8, 8)}
 
 
@@ -228,4 +228,4 @@ def test_pixels_are_normalised_by_the_network() -> None:
 )
 def test_settings_that_do_not_go_together_are_refused(data: dict[str, object], setting: str, names: tuple[str, ...]) -> None:
     with refused(f"data.{setting}", data.get(setting, ANY), names=names):
-        Data(**data)  # type: ignore[arg-type]
+        DataConfig(**data)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Labels of a classifier: their order and bounds, the answers about them, and what is counted of these."""
+"""Labels of a classifier: their order and bounds, predictions, and counts."""
 
 from typing import Any
 
@@ -12,70 +12,68 @@ from torch.nn.functional import log_softmax
 
 from raystride.pipelines.config import Config
 from raystride.pipelines.tasks.classification import Classification
-from raystride.pipelines.tasks.labels import MOST_LABELS, Labelling, scores
+from raystride.pipelines.tasks.labels import MAX_LABELS, LabelTask, accuracy_and_macro_f1
 from raystride.pipelines.tasks.task import IGNORED
 from tests.errors import refused
 
 
 class Fixed(nn.Module):
-    """A network that gives each sample the logits that it is handed."""
+    """A network that returns its input as logits."""
 
     def logits(self, logits: torch.Tensor) -> torch.Tensor:
         return logits
 
 
-def task_of(*labels: str, **facts: Any) -> Labelling:
-    """A classification among these labels."""
+def task_of(*labels: str, **facts: Any) -> LabelTask:
+    """Returns a classification with these labels."""
     return Classification(Config(task="classification"), {"vocabulary_size": 9, "end_id": 0, "labels": list(labels)} | facts)
 
 
-def learned_from(names: list[str]) -> list[str]:
-    """The labels in the order that is learned where each occurs once."""
-    return list(Labelling.learn(task_of(), [{"labels": dict.fromkeys(names, 1)}])["labels"])
+def learn_labels(names: list[str]) -> list[str]:
+    """Returns the labels in the learned order, each occurring once."""
+    return list(LabelTask.learn(task_of(), [{"labels": dict.fromkeys(names, 1)}])["labels"])
 
 
 def test_numbers_come_by_value_and_before_words_and_words_by_their_letters() -> None:
     long = "9" * 18
-    assert learned_from(["b", "10", "Z", "9", "-1", "1.5", "007", long]) == ["007", "9", "10", "-1", "1.5", long, "Z", "b"]
+    assert learn_labels(["b", "10", "Z", "9", "-1", "1.5", "007", long]) == ["007", "9", "10", "-1", "1.5", long, "Z", "b"]
 
 
 @given(names=st.lists(st.integers(0, 10**17 - 1), min_size=2, max_size=20, unique=True))
 def test_whole_numbers_are_learned_as_they_are_counted(names: list[int]) -> None:
-    assert learned_from([str(number) for number in names]) == [str(number) for number in sorted(names)]
+    assert learn_labels([str(number) for number in names]) == [str(number) for number in sorted(names)]
 
 
-@pytest.mark.parametrize(
-    ("count", "fits"), [(0, False), (1, False), (2, True), (MOST_LABELS, True), (MOST_LABELS + 1, False)]
-)
+@pytest.mark.parametrize(("count", "fits"), [(0, False), (1, False), (2, True), (MAX_LABELS, True), (MAX_LABELS + 1, False)])
 def test_a_classifier_has_two_to_a_thousand_labels(count: int, fits: bool) -> None:
     names = [f"label {number}" for number in range(count)]
     if fits:
-        assert learned_from(names) == sorted(names)
+        assert learn_labels(names) == sorted(names)
         return
     with refused("data.label_column", "label"):
-        learned_from(names)
+        learn_labels(names)
 
 
 def test_shares_of_labels_are_of_all_surveys_together() -> None:
     task = task_of()
     surveys = [
-        Labelling.survey(task, [("text", "a"), ("text", "b"), ("text", "a")]),
-        Labelling.survey(task, [("text", "b")] * 5),
+        LabelTask.survey(task, [("text", "a"), ("text", "b"), ("text", "a")]),
+        LabelTask.survey(task, [("text", "b")] * 5),
     ]
     assert surveys == [{"labels": {"a": 2, "b": 1}}, {"labels": {"b": 5}}]
-    assert Labelling.learn(task, surveys) == {"labels": ["a", "b"], "shares": [0.25, 0.75]}
+    assert LabelTask.learn(task, surveys) == {"labels": ["a", "b"], "shares": [0.25, 0.75]}
 
 
-def test_a_label_has_its_number_and_an_unknown_one_is_told_the_first_twenty() -> None:
+def test_an_unknown_label_raises_with_the_first_twenty() -> None:
     names = [f"{number:02}" for number in range(30)]
     task = task_of(*names)
-    assert [task.number_of(name) for name in names] == list(range(30))
+    assert [task.label_number(name) for name in names] == list(range(30))
     with pytest.raises(ValueError, match=r"'30'.* 19$"):
-        task.number_of("30")
+        task.label_number("30")
     assert (task.counted, task.targets_per_sample) == (900, 1.0)
 
 
-def test_targets_are_the_first_numbers_of_examples_of_which_something_counts() -> None:
+def test_targets_are_the_first_numbers_of_unmasked_examples() -> None:
     rows = [np.array([2, 7, 7]), np.array([1, 7]), np.array([0, 7])]
     masks = [np.array([False, False, True]), np.array([False, False]), np.array([True, True])]
     task = task_of("a", "b", "c")
@@ -113,7 +111,7 @@ def test_losses_and_the_confusion_matrix_are_of_the_samples_that_count() -> None
 
 
 def table_of(pairs: str) -> dict[str, Any]:
-    """Answered samples, `xy` for one of label x that was given y."""
+    """Returns predicted samples, `xy` for one of label x that was predicted as y."""
     true, given_labels = zip(*pairs.split(), strict=True)
     return {
         "label": list(true),
@@ -130,7 +128,7 @@ def test_rows_of_a_confusion_matrix_are_true_labels() -> None:
     assert confusion.dtype == np.int64
 
 
-def test_precision_is_of_what_was_given_and_recall_of_what_is_true() -> None:
+def test_precision_is_by_prediction_and_recall_by_true_label() -> None:
     grades = task_of("a", "b", "c").grades(table_of("ab ab aa bb"))
     found = grades(np.ones(4))
     assert {name: found[name] for name in found if "/" in name} == pytest.approx(
@@ -144,6 +142,6 @@ def test_precision_is_of_what_was_given_and_recall_of_what_is_true() -> None:
 
 
 def test_scores_of_nothing_are_not_numbers_and_labels_that_nobody_names_do_not_count() -> None:
-    assert np.isnan(scores(np.zeros((2, 2)))).all()
-    accuracy, macro_f1 = scores(np.array([[3, 1, 0], [0, 0, 0], [0, 0, 0]]))
+    assert np.isnan(accuracy_and_macro_f1(np.zeros((2, 2)))).all()
+    accuracy, macro_f1 = accuracy_and_macro_f1(np.array([[3, 1, 0], [0, 0, 0], [0, 0, 0]]))
     assert (accuracy, macro_f1) == pytest.approx((0.75, (6 / 7 + 0) / 2))

@@ -1,7 +1,10 @@
-"""Language modelling as the spine uses it: which tokens a sample is, what the model is fed, what the score means."""
+"""Language modelling: tokens of a sample, inputs of the model, and meaning of the score."""
 
 import math
+import os
+from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,16 +14,27 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from raystride.model.transformer import Decoder
-from raystride.pipelines.config import Config, Model, Train
-from raystride.pipelines.feed.samples import windows_in
+from raystride.pipelines.config import Config, ModelConfig, PredictorConfig, TokenizerConfig, TrainConfig
+from raystride.pipelines.evaluate.answering import Predictor
+from raystride.pipelines.evaluate.load_run import LoadedModel
+from raystride.pipelines.feed.samples import count_windows
+from raystride.pipelines.prepare.fingerprint import fingerprint
+from raystride.pipelines.prepare.prepare import prepare
+from raystride.pipelines.sources.pieces import Piece
+from raystride.pipelines.storage.folder import Folder
 from raystride.pipelines.tasks import Task, build_task
 from raystride.pipelines.tasks.language_model import LanguageModel
 from raystride.pipelines.tasks.task import IGNORED
+from raystride.pipelines.tokenizers import train_tokenizer
 from raystride.pipelines.tokenizers.alphabets import ByteEncoder
+from tests.bases import write_tokenizer
+from tests.errors import refused
+from tests.pipelines.conftest import rows as rows_of
+from tests.tiny import tiny
 
 
 def _task(context: int, **train: Any) -> LanguageModel:
-    config = Config(model=Model(layers=1, heads=1, width=4, context=context), train=Train(**train))
+    config = Config(model=ModelConfig(layers=1, heads=1, hidden_size=4, context=context), train=TrainConfig(**train))
     return LanguageModel(config, {"vocabulary_size": 10, "end_id": 9}, {"tokenizer": ByteEncoder()})
 
 
@@ -40,7 +54,7 @@ def test_a_document_is_its_ids_and_an_end() -> None:
 @given(tokens=st.integers(0, 500), context=st.integers(1, 40))
 def test_windows_predict_every_token_once_up_to_the_tail(tokens: int, context: int) -> None:
     task = _task(context)
-    samples, window = windows_in(task, tokens), task.window
+    samples, window = count_windows(task, tokens), task.window
     assert window
     firsts, length = np.arange(samples) * window.stride, window.length
     predicted = [token for first in firsts for token in range(first + 1, first + length)]
@@ -72,7 +86,7 @@ def _loss(task: LanguageModel, model: Decoder, windows: np.ndarray, mask: np.nda
     return model(*inputs, targets)  # type: ignore[no-any-return]
 
 
-def test_the_model_counts_only_what_is_not_masked() -> None:
+def test_the_model_counts_only_unmasked_targets() -> None:
     task = _task(3)
     torch.manual_seed(0)
     model = task.build_model()
@@ -118,3 +132,96 @@ def test_a_packed_loss_is_that_of_its_documents_one_at_a_time(windows: list[list
     sums, counts = task.losses(model, inputs, targets)
     assert math.isclose(float(sums.sum()), expected, rel_tol=1e-6)
     assert counts.tolist() == [6] * len(windows)
+
+
+BEGINNINGS: dict[str, tuple[str | None, dict[str, Any]]] = {
+    "gemma": ("<bos>", {}),
+    "gpt2": (None, {}),
+    "said beside the file": (None, {"add_bos_token": True}),
+    "denied beside the file": ("<bos>", {"add_bos_token": False}),
+    "the end token": ("<eos>", {"bos_token": "<eos>"}),
+}
+
+
+@pytest.mark.parametrize(("begin", "config"), BEGINNINGS.values(), ids=BEGINNINGS.keys())
+@pytest.mark.parametrize("task", ["language_model", "completion"])
+def test_texts_begin_as_transformers_begins_them(
+    begin: str | None, config: dict[str, Any], task: str, tmp_path: Path
+) -> None:
+    from transformers import AutoTokenizer
+
+    names = {"bos_token": "<bos>", "eos_token": "<eos>"}
+    ids = write_tokenizer(tmp_path / "base", {"<bos>": True, "<eos>": True}, names | config, begin)
+    theirs = AutoTokenizer.from_pretrained(str(tmp_path / "base"))("a text")["input_ids"]
+    asked = TokenizerConfig(kind="file", file=f"{tmp_path}/base/tokenizer.json")
+    encoder = train_tokenizer(asked, ["some text"], Folder(f"{tmp_path}/ours"), lambda _: None)
+    assert [*encoder.begin_ids, *encoder.encode("a text").tolist()] == theirs
+    made = build_task(Config(task=task, tokenizer=asked))
+    made = made.knowing(made.knowing({}, {"tokenizer": encoder}).learn([]), {"tokenizer": encoder})
+    end = ids["<eos>"]
+    assert made.prompt("a text").tolist() == theirs
+    assert made.prompt("").tolist() == ([*encoder.begin_ids] or ([end] if task == "completion" else []))
+    if task == "completion":
+        pair, mask = made.encode(("a text", "b"))
+        assert mask is not None
+        assert pair.tolist() == [*theirs, *encoder.encode("b").tolist(), end]
+        assert not mask[: len(theirs)].any()
+        return
+    # In a stream a document stands behind the end token of another one.
+    assert made.encode(("a text",))[0].tolist() == [*(theirs[1:] if theirs[0] == end else theirs), end]
+    packed = made.under(replace(made.config, train=TrainConfig(packing="documents")))
+    stream = np.concatenate([[end], *[packed.encode(("ab",))[0]] * 2]).astype(np.int64)
+    (inputs, documents), _ = packed.collate(stream[None], None)
+    begins = {0, *(np.flatnonzero(inputs[0].numpy() == (ids["<bos>"] if packed.begin_ids else end)).tolist())}
+    assert documents.tolist() == [*sorted(begins), inputs.shape[1]]
+
+
+def test_a_beginning_is_prepared_once_a_document_and_changes_no_other_fingerprint(tmp_path: Path) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("a line of a text\n" * 80_000)  # 1.3 MB, of which each MiB is a piece
+    os.utime(text, (1_700_000_000, 1_700_000_000))
+    write_tokenizer(tmp_path / "base", {"<bos>": True, "<eos>": True}, {"eos_token": "<eos>"}, "<bos>")
+    asked = TokenizerConfig(kind="file", file=f"{tmp_path}/base/tokenizer.json")
+    config = tiny(text, tokenizer=asked)
+    prepared = prepare(config, Folder(f"{tmp_path}/runs"), build_task(config), on_ray=False, log=lambda _: None)
+    found = [row for split in ("train", "validation") for row in rows_of(prepared, split)]
+    assert len(found) > 2
+    begin, end = prepared.manifest.facts["begin_ids"][0], prepared.manifest.facts["end_id"]
+    for row in found:
+        assert (row["ids"][0] == begin) == row["begins"], "only a document's beginning has one"
+        assert (np.array(row["ids"]) == begin).sum() == row["begins"]
+        assert (row["ids"][-1] == end) == row["ends"]
+    without = replace(config, tokenizer=replace(asked, begin="none"))
+    assert fingerprint(without, build_task(without)) == "a1b94dfba30626fc"
+    assert fingerprint(config, build_task(config)) == prepared.manifest.fingerprint != "a1b94dfba30626fc"
+
+
+def test_a_graded_document_is_predicted_from_its_beginning(tmp_path: Path) -> None:
+    write_tokenizer(tmp_path / "base", {"<bos>": True, "<eos>": True}, {"eos_token": "<eos>"}, "<bos>")
+    asked = TokenizerConfig(kind="file", file=f"{tmp_path}/base/tokenizer.json")
+    encoder = train_tokenizer(asked, ["some text"], Folder(f"{tmp_path}/ours"), lambda _: None)
+    config = Config(tokenizer=asked, model=ModelConfig(layers=1, heads=1, hidden_size=4, context=8))
+    task = build_task(config, {"vocabulary_size": encoder.vocabulary_size, "end_id": encoder.end_id}, {"tokenizer": encoder})
+    task = task.knowing(task.learn([]), task.encoders)
+    model = task.build_model().eval()
+    opened = LoadedModel(config, task, model, step=0, place=Folder(str(tmp_path)))
+    predictor = Predictor(opened, PredictorConfig(run="run", device="cpu"), graded=True)
+    text = "a text of some length"
+    (scored, *rest) = predictor.predict([(text,)])
+    stream = torch.tensor([[*encoder.begin_ids, *encoder.encode(text).tolist(), encoder.end_id]])
+    with torch.no_grad():
+        logits = model.logits(model.hidden(stream[:, :8]))  # type: ignore[operator]
+    expected = torch.nn.functional.cross_entropy(logits[0], stream[0, 1:9], reduction="sum")
+    assert scored["loss"] == pytest.approx(float(expected), rel=1e-5)
+    assert sum(row["targets"] for row in (scored, *rest)) == len(text) + 1
+    # A stretch that begins no document is graded without it.
+    (inner,) = predictor.build_examples(Piece(("abc",), begins=False, ends=False))
+    assert inner.ids[:3].tolist() == encoder.encode("abc").tolist()
+
+
+def test_documents_with_special_tokens_in_them_are_not_packed() -> None:
+    packed = TrainConfig(packing="documents")
+    asked = TokenizerConfig(kind="file", file="tokenizer.json", markers="special")
+    with refused("tokenizer.markers", "special"):
+        build_task(Config(tokenizer=asked, train=packed))
+    build_task(Config(task="completion", tokenizer=asked, train=packed))  # whose documents are samples

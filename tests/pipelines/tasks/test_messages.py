@@ -1,10 +1,10 @@
-"""Messages travel as text, and come back as they were; what only looks like them stays text."""
+"""Messages are stored as text and restored unchanged; similar text stays text."""
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raystride.pipelines.tasks.messages import pack_messages, shared_prompt, texts_of, unpack_messages
+from raystride.pipelines.tasks.messages import message_texts, pack_messages, split_shared_prompt, unpack_messages
 
 MESSAGES = st.lists(
     st.fixed_dictionaries({"role": st.sampled_from(["system", "user", "assistant"]), "content": st.text()}), min_size=1
@@ -14,13 +14,13 @@ MESSAGES = st.lists(
 @given(MESSAGES)
 def test_messages_come_back(messages: list[dict[str, str]]) -> None:
     assert unpack_messages(pack_messages(messages)) == messages
-    assert list(texts_of(messages)) == [each["content"] for each in messages]
+    assert list(message_texts(messages)) == [each["content"] for each in messages]
 
 
 @given(st.one_of(st.text(), st.sampled_from(["[1, 2]", "[]", '["role"]', '[{"role": "user"}]', "[not JSON", '{"role": 1}'])))
 def test_text_stays_text(text: str) -> None:
     assert unpack_messages(text) == text
-    assert list(texts_of(text)) == [text]
+    assert list(message_texts(text)) == [text]
 
 
 def test_keys_that_a_table_gives_to_all_messages_are_left_out() -> None:
@@ -30,16 +30,16 @@ def test_keys_that_a_table_gives_to_all_messages_are_left_out() -> None:
 
 
 @pytest.mark.parametrize("wrong", [["text"], [{"role": "user"}], [{"role": "user", "content": ["parts"]}]])
-def test_what_is_no_list_of_messages_is_refused(wrong: list[object]) -> None:
+def test_other_lists_than_messages_raise(wrong: list[object]) -> None:
     with pytest.raises(ValueError, match="not everything is a message"):
         pack_messages(wrong)
 
 
 @given(shared=MESSAGES, chosen=MESSAGES, rejected=MESSAGES)
-def test_the_prompt_is_what_both_share_and_each_keeps_an_answer(
+def test_the_prompt_is_shared_and_each_keeps_an_answer(
     shared: list[dict[str, str]], chosen: list[dict[str, str]], rejected: list[dict[str, str]]
 ) -> None:
-    prompt, one, other = shared_prompt(shared + chosen, shared + rejected)
+    prompt, one, other = split_shared_prompt(shared + chosen, shared + rejected)
     assert [*prompt, *one] == shared + chosen
     assert [*prompt, *other] == shared + rejected
     assert len(prompt) >= len(shared)

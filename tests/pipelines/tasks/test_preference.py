@@ -1,4 +1,4 @@
-"""Pairs of answers: what counts, what is cut, properties of the losses, and figures that add up."""
+"""Pairs of answers: masks, truncation, properties of the losses, and figures that can be summed."""
 
 import json
 import math
@@ -11,7 +11,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from raystride.model.preference import PairRule, PreferenceDecoder, answer_lengths, pair_figures, pair_losses
-from raystride.pipelines.config import Config, Data, Model, Objective, SettingError, Tokenizer, Train
+from raystride.pipelines.config import (
+    Config,
+    DataConfig,
+    ModelConfig,
+    ObjectiveConfig,
+    SettingError,
+    TokenizerConfig,
+    TrainConfig,
+)
 from raystride.pipelines.tasks import build_task
 from raystride.pipelines.tasks.preference import Preference
 from raystride.pipelines.tasks.task import IGNORED
@@ -44,14 +52,14 @@ class _Chatting(ByteEncoder):
     chat = _Turns()  # type: ignore[assignment]
 
 
-def _task(context: int = 64, *, chat: bool = False, data: Data | None = None, **objective: Any) -> Preference:
+def _task(context: int = 64, *, chat: bool = False, data: DataConfig | None = None, **objective: Any) -> Preference:
     config = Config(
         task="preference",
-        model=Model(layers=1, heads=2, width=16, context=context),
-        data=data or Data(),
-        tokenizer=Tokenizer(kind="bytes"),
-        objective=Objective(**{"reference_free": True} | objective),
-        train=Train(steps=1),
+        model=ModelConfig(layers=1, heads=2, hidden_size=16, context=context),
+        data=data or DataConfig(),
+        tokenizer=TokenizerConfig(kind="bytes"),
+        objective=ObjectiveConfig(**{"reference_free": True} | objective),
+        train=TrainConfig(steps=1),
     )
     task = build_task(config, FACTS, {"tokenizer": _Chatting() if chat else ByteEncoder()})
     assert isinstance(task, Preference)
@@ -63,7 +71,7 @@ def _model(task: Preference, seed: int = 0) -> PreferenceDecoder:
     return task.build_model()
 
 
-def _said(role: str, content: str) -> dict[str, str]:
+def _answer_text(role: str, content: str) -> dict[str, str]:
     return {"role": role, "content": content}
 
 
@@ -93,7 +101,7 @@ def test_answers_and_their_ends_count_and_the_prompt_does_not() -> None:
 
 @given(prompt=TEXTS, chosen=st.text("xy", min_size=1, max_size=40), rejected=st.text("z", min_size=1, max_size=40),
        context=st.integers(1, 40))  # fmt: skip
-def test_what_is_too_long_loses_its_prompts_beginning_first(prompt: str, chosen: str, rejected: str, context: int) -> None:
+def test_long_pairs_lose_the_prompts_beginning_first(prompt: str, chosen: str, rejected: str, context: int) -> None:
     task = _task(context)
     row, _ = task.encode((prompt, chosen, rejected))
     (ids, words, _), _ = task.collate([row], None)
@@ -171,7 +179,7 @@ def test_pairs_that_do_not_count_change_nothing() -> None:
     assert int(counted) == 1
     assert float(loss) == pytest.approx(float(alone), rel=1e-5)
     loss.backward()
-    figures = model.take_figures()
+    figures = model.pop_figures()
     assert figures is not None
     assert figures[0] == 2, "of both calls"
     empty, none = model(*inputs, torch.full_like(targets, IGNORED))
@@ -211,14 +219,14 @@ def test_a_pair_is_padded_by_its_longer_answer_twice() -> None:
 
 def test_messages_are_written_as_a_chat() -> None:
     task = _task(chat=True)
-    prompt = [_said("system", "S"), _said("user", "Q")]
-    chosen, rejected = ([_said("assistant", each)] for each in ("yes", "no"))
+    prompt = [_answer_text("system", "S"), _answer_text("user", "Q")]
+    chosen, rejected = ([_answer_text("assistant", each)] for each in ("yes", "no"))
     row, _ = task.encode((json.dumps(prompt), json.dumps(chosen), json.dumps(rejected)))
     assert bytes(row[4 : 4 + int(row[1])].astype(np.uint8)) == b"s:S;u:Q;a:yes;"
     assert bytes(row[4 + int(row[1]) :].astype(np.uint8)) == b"s:S;u:Q;a:no;"
     plain, _ = task.encode(("Q", "yes", "no"))
     assert bytes(plain[4 : 4 + int(plain[1])].astype(np.uint8)) == b"u:Q;a:yes;", "a text is what a user says"
-    shared = _task(chat=True, data=Data(prompt_column=None))
+    shared = _task(chat=True, data=DataConfig(prompt_column=None))
     assert [column.name for column in shared.columns] == ["chosen", "rejected"]
     same, _ = shared.encode((json.dumps(prompt + chosen), json.dumps(prompt + rejected)))
     assert np.array_equal(same, row), "the prompt is what both begin with"
@@ -236,7 +244,7 @@ def test_messages_are_written_as_a_chat() -> None:
 )
 def test_a_pair_that_teaches_nothing_is_a_fault(chat: bool, prompt: Any, document: tuple[str, ...], reason: str) -> None:
     with pytest.raises(ValueError, match=reason):
-        _task(chat=chat, data=Data(prompt_column=prompt)).encode(document)
+        _task(chat=chat, data=DataConfig(prompt_column=prompt)).encode(document)
 
 
 @pytest.mark.parametrize(
@@ -250,12 +258,12 @@ def test_a_pair_that_teaches_nothing_is_a_fault(chat: bool, prompt: Any, documen
 )
 def test_settings_that_do_not_go_together_are_refused(task: str, objective: dict[str, Any], setting: str) -> None:
     with pytest.raises(SettingError, match=setting):
-        Config(task=task, objective=Objective(**objective))
+        Config(task=task, objective=ObjectiveConfig(**objective))
 
 
 def test_logits_with_a_bound_are_refused() -> None:
     with refused("model.logit_softcap", 30.0, names=["`preference`"]):
-        Config(task="preference", model=Model(logit_softcap=30.0), objective=Objective(reference_free=True))
+        Config(task="preference", model=ModelConfig(logit_softcap=30.0), objective=ObjectiveConfig(reference_free=True))
 
 
 def test_a_reference_is_asked_for() -> None:

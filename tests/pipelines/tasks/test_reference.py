@@ -1,4 +1,4 @@
-"""The reference is that of the folder's model, whatever is computed together, and numbers survive as ids."""
+"""Reference log-probabilities equal those of the folder's model for any batches, and numbers survive as ids."""
 
 from pathlib import Path
 
@@ -9,11 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import raystride.pipelines.tasks.reference as module
-from raystride.pipelines.files import Folder
-from raystride.pipelines.pretrained import start_from
+from raystride.pipelines.pretrained import load_base_weights
+from raystride.pipelines.storage.folder import Folder
 from raystride.pipelines.tasks import build_task
 from raystride.pipelines.tasks.preference import Preference
-from raystride.pipelines.tasks.reference import Reference, as_ids, from_ids, weights_sha256
+from raystride.pipelines.tasks.reference import Reference, floats_to_ids, ids_to_floats, weights_sha256
 from raystride.pipelines.tokenizers import load_tokenizer, train_tokenizer
 from tests.errors import refused
 from tests.preferences import pair_settings, write_base
@@ -21,11 +21,11 @@ from tests.preferences import pair_settings, write_base
 
 @given(st.lists(st.floats(width=32, allow_nan=False), max_size=5))
 def test_numbers_are_ids_below_two_to_the_sixteenth(values: list[float]) -> None:
-    ids = as_ids(np.array(values, np.float32))
+    ids = floats_to_ids(np.array(values, np.float32))
     assert len(ids) == 2 * len(values)
     assert ids.max(initial=0) < 2**16
     for kind in (np.uint16, np.uint32, np.int64):
-        assert from_ids(ids.astype(kind)).tolist() == values
+        assert ids_to_floats(ids.astype(kind)).tolist() == values
 
 
 def test_the_order_and_the_size_of_batches_make_no_difference(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -39,12 +39,12 @@ def test_the_order_and_the_size_of_batches_make_no_difference(tmp_path: Path, mo
     assert isinstance(task, Preference)
     rows = [task.encode(("is it?" * (1 + n % 4), " yes" * (1 + n), " no"))[0] for n in range(9)]
     model = task.build_model()
-    start_from(model, str(base), place / "tokenizer", lambda _: None)
+    load_base_weights(model, str(base), place / "tokenizer", lambda _: None)
     with torch.no_grad():
         expected = [model.log_probabilities(*task.sequences([row])).tolist() for row in rows]
     before = torch.get_rng_state()
     for most in (40, 1 << 14):
-        monkeypatch.setattr(module, "TOKENS", most)
+        monkeypatch.setattr(module, "MAX_BATCH_TOKENS", most)
         reference = Reference(task.build_model, str(base), place / "tokenizer")
         sizes = [2 * int(row[0]) for row in rows]
         found = reference.log_probabilities(sizes, lambda some: task.sequences([rows[each] for each in some]))

@@ -1,11 +1,11 @@
-"""Losses of rows are those of each row alone, in however many chunks their logits are made."""
+"""Losses of rows equal those of each row alone, for any number of chunks of logits."""
 
 import pytest
 import torch
 
 from raystride.model.transformer import Decoder
 from raystride.model.translator import Translator
-from raystride.pipelines.config import Model
+from raystride.pipelines.config import ModelConfig
 from raystride.pipelines.tasks import row_losses as module
 from raystride.pipelines.tasks.row_losses import row_losses
 from raystride.pipelines.tasks.task import IGNORED
@@ -16,10 +16,10 @@ IDS = torch.tensor([[1, 2, 0], [5, 3, 2], [1, 1, 1], [0, 6, 4]])
 
 @pytest.mark.parametrize("numbers", [1, 45, 1 << 25])
 def test_each_row_has_its_own_loss(monkeypatch: pytest.MonkeyPatch, numbers: int) -> None:
-    monkeypatch.setattr(module, "NUMBERS", numbers)
+    monkeypatch.setattr(module, "MAX_LOGITS", numbers)
     torch.manual_seed(0)
-    decoder = Decoder(Model(layers=1, heads=1, width=8, context=4), 7).eval()
-    translator = Translator(Model(flavour="original", layers=1, heads=1, width=8, context=4), 7).eval()
+    decoder = Decoder(ModelConfig(layers=1, heads=1, hidden_size=8, context=4), 7).eval()
+    translator = Translator(ModelConfig(architecture="original", layers=1, heads=1, hidden_size=8, context=4), 7).eval()
     lengths = torch.tensor([3, 1, 2, 3])
     for model, inputs in ((decoder, (IDS,)), (translator, (IDS, lengths, IDS))):
         with torch.no_grad():

@@ -1,4 +1,4 @@
-"""Tokens and operations as `tokens_per_second` and `mfu` count them, in every task, beside what PyTorch counts."""
+"""Tokens and operations for `tokens_per_second` and `mfu`, in every task, compared with PyTorch's counts."""
 
 from dataclasses import replace
 from typing import Any
@@ -8,15 +8,15 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from raystride.pipelines.config import Config, Model, Train
-from raystride.pipelines.plugins import OWN_TASKS
+from raystride.pipelines.config import Config, ModelConfig, TrainConfig
+from raystride.pipelines.plugins import BUILT_IN_TASKS
 from raystride.pipelines.tasks import TASKS, build_task
 from raystride.pipelines.tasks.task import Task
 from tests.errors import refused
 
 CONTEXT, LENGTH = 32, 9
 FACTS: dict[str, Any] = {"vocabulary_size": 19, "end_id": 0, "labels": ["a", "b"], "image": (1, 8, 8)}
-SHAPE = Model(layers=2, heads=4, width=32, context=CONTEXT, linear="torch", channels=(4, 8), hidden=(16,))
+SHAPE = ModelConfig(layers=2, heads=4, hidden_size=32, context=CONTEXT, linear="torch", channels=(4, 8), hidden=(16,))
 
 
 def _task(name: str) -> Task:
@@ -32,7 +32,7 @@ EXAMPLES = {
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
-def test_operations_a_token_times_tokens_are_what_pytorch_counts(name: str) -> None:
+def test_operations_equal_pytorchs_count(name: str) -> None:
     task, (numbers, tokens) = _task(name), EXAMPLES[name]
     assert task.tokens_of(len(numbers)) == tokens
     inputs, targets = task.collate([np.array(numbers, np.uint16)], None)
@@ -42,8 +42,8 @@ def test_operations_a_token_times_tokens_are_what_pytorch_counts(name: str) -> N
     told = task.flops_per_token(model, tokens)
     assert told
     # Training takes a forward, and as much for each of its two gradients; a classifier's head is left out.
-    head = 2 * 2 * SHAPE.width if name == "classification" else 0
-    pooling = 2 * LENGTH * SHAPE.width if name == "classification" else 0
+    head = 2 * 2 * SHAPE.hidden_size if name == "classification" else 0
+    pooling = 2 * LENGTH * SHAPE.hidden_size if name == "classification" else 0
     assert tokens * told == pytest.approx(3 * (counter.get_total_flops() - head - pooling))
 
 
@@ -66,18 +66,18 @@ def test_a_decoder_tells_its_own_and_a_model_that_cannot_tells_none() -> None:
 
 
 def test_no_plugin_can_take_the_name_of_a_task_of_ours() -> None:
-    assert set(OWN_TASKS) == set(TASKS)
+    assert set(BUILT_IN_TASKS) == set(TASKS)
 
 
 @pytest.mark.parametrize("name", sorted(TASKS.keys() - {"language_model", "completion"}))
-def test_what_has_no_documents_packs_none(name: str) -> None:
+def test_tasks_without_documents_pack_none(name: str) -> None:
     with refused("train.packing", "documents", names=[f"task `{name}`"]):
-        build_task(Config(task=name, train=Train(packing="documents")), FACTS)
+        build_task(Config(task=name, train=TrainConfig(packing="documents")), FACTS)
 
 
 def test_operations_of_packed_documents_are_those_of_their_length() -> None:
-    config = Config(model=SHAPE, train=Train(packing="documents"))
-    packed, windows = build_task(config, FACTS), build_task(replace(config, train=Train()), FACTS)
+    config = Config(model=SHAPE, train=TrainConfig(packing="documents"))
+    packed, windows = build_task(config, FACTS), build_task(replace(config, train=TrainConfig()), FACTS)
     model = windows.build_model()
     assert packed.flops_per_token(model, CONTEXT) == windows.flops_per_token(model, 5)
     assert packed.flops_per_token(model, 5) == windows.flops_per_token(model, 5) - 12 * 2 * 32 * (CONTEXT - 5)

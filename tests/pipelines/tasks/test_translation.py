@@ -1,4 +1,6 @@
-"""Pairs as a translator is fed, and BLEU and chrF from counts that add up over batches and workers."""
+"""Pairs as fed to a translator, and BLEU and chrF from counts summed over batches and workers."""
+
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -6,12 +8,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from raystride.pipelines.config import Config, Model, Tokenizer
+from raystride.pipelines.config import Config, ModelConfig, TokenizerConfig, ValidationConfig
 from raystride.pipelines.tasks import build_task
+from raystride.pipelines.tasks import overlap as overlap_module
 from raystride.pipelines.tasks.overlap import Overlap
 from raystride.pipelines.tasks.task import IGNORED
 from raystride.pipelines.tasks.translation import Translation
 from raystride.pipelines.tokenizers.alphabets import CharacterEncoder
+from tests.errors import refused
 
 ONE, OTHER = CharacterEncoder("abcd "), CharacterEncoder("wxyz")
 
@@ -19,8 +23,8 @@ ONE, OTHER = CharacterEncoder("abcd "), CharacterEncoder("wxyz")
 def _task(*, shared: bool = True, context: int = 8) -> Translation:
     config = Config(
         task="translation",
-        model=Model(flavour="original", layers=1, heads=1, width=8, context=context),
-        tokenizer=Tokenizer(kind="characters", shared=shared),
+        model=ModelConfig(architecture="original", layers=1, heads=1, hidden_size=8, context=context),
+        tokenizer=TokenizerConfig(kind="characters", shared=shared),
     )
     encoders = {"tokenizer": ONE} if shared else {"tokenizer": ONE, "target_tokenizer": OTHER}
     task = build_task(config, build_task(config, {}, encoders).learn([]), encoders)
@@ -85,8 +89,47 @@ def test_scores_from_added_counts_are_those_of_the_corpus(pairs: list[tuple[list
     overlap = Overlap()
     counts = sum(overlap.counts([text], [reference])[0] for text, reference in zip(texts, references, strict=True))
     assert isinstance(counts, np.ndarray)
-    assert counts.shape == (Overlap.NUMBERS,)
+    assert counts.shape == (Overlap.NUM_COUNTS,)
     import sacrebleu
 
     assert overlap.bleu(counts) == pytest.approx(sacrebleu.corpus_bleu(texts, [references]).score)
     assert overlap.chrf(counts) == pytest.approx(sacrebleu.corpus_chrf(texts, [references]).score)
+
+
+CHINESE = ["猫坐在垫子上，看着窗外的雨。", "我们明天早上去北京开会。"]
+JAPANESE = ["猫はマットの上に座って、窓の外の雨を見ている。", "私たちは明日の朝、東京へ行きます。"]
+KOREAN = ["고양이가 매트 위에 앉아 있다.", "우리는 내일 아침에 서울로 간다."]
+GERMAN = ["Die Katze saß auf der Matte.", "Das chinesische Wort 猫 heißt Katze."]
+
+
+CUT = [(CHINESE, "zh"), (JAPANESE, "char"), (KOREAN, "char"), (GERMAN, "13a"), ([], "13a"), (["42"], "13a")]
+
+
+@pytest.mark.parametrize(("references", "chosen"), CUT)
+def test_words_for_bleu_are_cut_as_the_references_are_written(references: list[str], chosen: str) -> None:
+    import sacrebleu
+
+    task = _task()
+    line = task.see_held_out(("", reference) for reference in references)
+    assert f"`{chosen}`" in line
+    assert f"tok:{chosen}" in task.signatures["bleu"]
+    if not references:
+        return
+    texts = [text.replace("在", "於").replace("a", "e") for text in references]
+    table = {"translation": texts, task.columns[1].name: references, "loss": [1.0] * len(texts), "targets": [1] * len(texts)}
+    expected = sacrebleu.corpus_bleu(texts, [references], tokenize=chosen).score
+    earlier = _task()  # a run of an earlier version learned nothing of its references
+    for each in (task, earlier):
+        assert each.grade(table)["bleu"] == pytest.approx(expected)
+        assert f"tok:{chosen}" in each.signatures["bleu"]
+
+
+def test_the_word_cutter_of_bleu_is_a_setting(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = replace(_task().config, validation=ValidationConfig(bleu_tokenizer="char"))
+    task = build_task(config)
+    assert not task.see_held_out([("", text) for text in CHINESE])
+    assert "tok:char" in task.signatures["bleu"]
+    monkeypatch.setattr(overlap_module, "find_spec", lambda name: None)
+    for name, package in (("ja-mecab", "sacrebleu[ja]"), ("ko-mecab", "sacrebleu[ko]"), ("flores200", "sentencepiece")):
+        with refused("validation.bleu_tokenizer", name, names=[package]):
+            build_task(replace(config, validation=ValidationConfig(bleu_tokenizer=name)))  # type: ignore[arg-type]

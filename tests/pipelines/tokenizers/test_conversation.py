@@ -1,4 +1,4 @@
-"""Whole chats: what the assistant says is told from what stands around it, and has the ids of transformers."""
+"""Whole chats: the assistant's text is separated from the rest, and has the ids of transformers."""
 
 import json
 from pathlib import Path
@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from raystride.pipelines.config import Tokenizer
-from raystride.pipelines.files import Folder
+from raystride.pipelines.config import TokenizerConfig
+from raystride.pipelines.storage.folder import Folder
 from raystride.pipelines.tokenizers import load_tokenizer, train_tokenizer
 from raystride.pipelines.tokenizers.chat import Chat, check_conversations
 from raystride.pipelines.tokenizers.conversation import SpecialTokens, marks_answers
@@ -32,6 +32,12 @@ FORGETFUL = (
     "{%- for message in messages %}{{ '<|im_start|>' + message.role + '\n' }}"
     "{%- if loop.last and message.role == 'assistant' %}{{ '<think>' }}{%- endif %}{{ message.content + '<|im_end|>\n' }}"
     "{%- endfor %}{%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{%- endif %}"
+)
+# As Phi-3's: a chat that goes no further has one more token, which is of no turn.
+CLOSED = (
+    "{% for message in messages %}"
+    "{{ '<|im_start|>' + message.role + '\n' + message.content + '<|im_start|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% else %}{{ eos_token }}{% endif %}"
 )
 TALK = [
     {"role": "system", "content": "Be brief."},
@@ -56,12 +62,12 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def _encoder(base: Path, out: Path, template: str) -> Any:
     (base / "chat_template.jinja").write_text(template)
-    chosen = Tokenizer(kind="file", file=str(base / "tokenizer.json"), end_token="<|im_end|>")
-    train_tokenizer(chosen, ["some text"], Folder.at(str(out)), lambda _: None)
-    return load_tokenizer(Folder.at(str(out)))
+    chosen = TokenizerConfig(kind="file", file=str(base / "tokenizer.json"), end_token="<|im_end|>")
+    train_tokenizer(chosen, ["some text"], Folder.from_uri(str(out)), lambda _: None)
+    return load_tokenizer(Folder.from_uri(str(out)))
 
 
-def _said(encoder: Any, messages: list[dict[str, Any]], tools: tuple[Any, ...] = ()) -> str:
+def _assistant_texts(encoder: Any, messages: list[dict[str, Any]], tools: tuple[Any, ...] = ()) -> str:
     ids, mask = encoder.chat.conversation(messages, tools)
     assert len(ids) == len(mask)
     return str(encoder.decode(ids[mask].tolist()))
@@ -70,7 +76,7 @@ def _said(encoder: Any, messages: list[dict[str, Any]], tools: tuple[Any, ...] =
 @pytest.mark.parametrize("template", [CHATML, TOOLS, MARKED])
 def test_all_that_the_assistant_says_is_learned_and_nothing_else(base: Path, tmp_path: Path, template: str) -> None:
     encoder = _encoder(base, tmp_path, template)
-    turns = _said(encoder, TALK).replace("\n", "").replace("<|im_end|>", "")
+    turns = _assistant_texts(encoder, TALK).replace("\n", "").replace("<|im_end|>", "")
     assert turns == "it is 46.I am sure."
     ids, mask = encoder.chat.conversation(TALK)
     ends = ids == encoder.end_id
@@ -78,7 +84,7 @@ def test_all_that_the_assistant_says_is_learned_and_nothing_else(base: Path, tmp
     assert (ends & ~mask).sum() == 3
 
 
-@pytest.mark.parametrize("template", [CHATML, TOOLS, MARKED])
+@pytest.mark.parametrize("template", [CHATML, TOOLS, MARKED, CLOSED])
 def test_the_ids_are_those_of_transformers(base: Path, tmp_path: Path, template: str) -> None:
     from transformers import AutoTokenizer
 
@@ -97,10 +103,21 @@ def test_the_ids_are_those_of_transformers(base: Path, tmp_path: Path, template:
     assert encoder.chat.opening(TALK[:-1]).tolist() == ids[: len(asked)].tolist(), "asked as it was learned"
 
 
+def test_text_after_the_last_turn_belongs_to_no_turn(base: Path, tmp_path: Path) -> None:
+    encoder = _encoder(base, tmp_path, CLOSED)
+    check_conversations({"template": CLOSED, "tokens": {"eos_token": "<|im_end|>"}})
+    ids, mask = encoder.chat.conversation(TALK)
+    assert _assistant_texts(encoder, TALK) == "it is 46.\nI am sure.\n"
+    assert ids[-1] == encoder.end_id
+    assert not mask[-1]
+    assert (ids == encoder.end_id).sum() == 1
+    assert mask[:-1][-1], "what ends the turn is learned"
+
+
 def test_calls_of_tools_are_learned_and_their_results_are_not(base: Path, tmp_path: Path) -> None:
     encoder = _encoder(base, tmp_path, TOOLS)
     tools = ({"name": "add", "description": "Adds <|im_end|>"},)
-    said = _said(encoder, USE, tools)
+    said = _assistant_texts(encoder, USE, tools)
     assert said.count("46") == 1
     assert '"name": "add"' in said
     ids, mask = encoder.chat.conversation(USE, tools)
@@ -111,7 +128,7 @@ def test_calls_of_tools_are_learned_and_their_results_are_not(base: Path, tmp_pa
     assert not mask[: len(encoder.chat.opening(USE[:1], tools))].any()
 
 
-def test_a_template_that_rewrites_earlier_turns_is_refused_by_what_to_do(base: Path, tmp_path: Path) -> None:
+def test_a_template_that_rewrites_earlier_turns_raises_with_a_remedy(base: Path, tmp_path: Path) -> None:
     encoder = _encoder(base, tmp_path, FORGETFUL)
     with pytest.raises(ValueError, match=r"not written turn after turn.*\{% generation %\}.*tokenizer.chat_template"):
         encoder.chat.conversation(TALK)
@@ -148,7 +165,7 @@ def test_nobody_forges_a_turn(contents: list[str], template: str) -> None:
 
 @settings(max_examples=50, deadline=None)
 @given(st.recursive(st.text("<|im_end|>ab"), lambda each: st.lists(each) | st.dictionaries(st.text("ab"), each)))
-def test_what_is_hidden_comes_back(value: Any) -> None:
+def test_hidden_tokens_are_restored(value: Any) -> None:
     hidden = SpecialTokens(["<|im_end|>", "<|im_end", "a"])
     written = json.dumps(hidden.hide(value), ensure_ascii=False)
     assert "<|im_end" not in written

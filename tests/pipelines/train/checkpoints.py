@@ -5,19 +5,20 @@ from pathlib import Path
 import torch
 
 from raystride.model.transformer import Decoder
-from raystride.pipelines.config import Model, Optimizer
+from raystride.pipelines.checkpoint.manager import Checkpoints
+from raystride.pipelines.checkpoint.train_state import TrainState
+from raystride.pipelines.checkpoint.updater import Updater
+from raystride.pipelines.config import ModelConfig, OptimizerConfig
 from raystride.pipelines.feed.loader import Step
-from raystride.pipelines.files import Folder
-from raystride.pipelines.train.checkpoint import Checkpoints
-from raystride.pipelines.train.optimizer import Updater, build_optimizer
-from raystride.pipelines.train.state import TrainState
+from raystride.pipelines.storage.folder import Folder
+from raystride.pipelines.train.optimizer import build_optimizer
 
-SHAPE = Model(layers=1, heads=2, width=8, context=6)
+SHAPE = ModelConfig(layers=1, heads=2, hidden_size=8, context=6)
 
 
-def trained(seed: int, steps: int = 2, kind: str = "adamw") -> tuple[Decoder, Updater]:
+def train_model(seed: int, steps: int = 2, kind: str = "adamw") -> tuple[Decoder, Updater]:
     torch.manual_seed(seed)
-    settings = Optimizer(kind=kind, momentum=0.9 if kind == "sgd" else 0.0)  # type: ignore[arg-type]
+    settings = OptimizerConfig(kind=kind, momentum=0.9 if kind == "sgd" else 0.0)  # type: ignore[arg-type]
     model = Decoder(SHAPE, 11)
     optimizer = build_optimizer(settings, model)
     for _ in range(steps):
@@ -29,15 +30,15 @@ def trained(seed: int, steps: int = 2, kind: str = "adamw") -> tuple[Decoder, Up
 
 
 def save(folder: Path, step: int, best: bool = False, attempt: str = "a1", keep: int = 2) -> Decoder:
-    model, optimizer = trained(step)
-    checkpoints = Checkpoints(Folder.at(str(folder)), attempt, keep=keep, extra={"tokenizer/kind.json": b"{}"})
+    model, optimizer = train_model(step)
+    checkpoints = Checkpoints(Folder.from_uri(str(folder)), attempt, keep=keep, extra={"tokenizer/kind.json": b"{}"})
     checkpoints.save(model, optimizer, TrainState(step=step, position=4 * step, fed_digest=step), {"run": "r"}, best=best)
-    checkpoints.wait()
+    checkpoints.wait_for_save()
     return model
 
 
 def open_checkpoints(folder: Path | str, said: list[str] | None = None) -> Checkpoints:
-    return Checkpoints(Folder.at(str(folder)), "a2", keep=2, log=(said if said is not None else []).append)
+    return Checkpoints(Folder.from_uri(str(folder)), "a2", keep=2, log=(said if said is not None else []).append)
 
 
 def fed(checkpoints: Checkpoints, state: TrainState, digest: int, model: Decoder, optimizer: Updater) -> None:

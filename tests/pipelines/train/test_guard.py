@@ -8,7 +8,15 @@ from typing import Any
 import pytest
 import torch
 
-from raystride.pipelines.config import Checkpoint, Guard, Model, Optimizer, Scaling, Train
+from raystride.pipelines.config import (
+    CheckpointConfig,
+    GuardConfig,
+    ModelConfig,
+    OptimizerConfig,
+    ScalingConfig,
+    TrainConfig,
+    ValidationConfig,
+)
 from raystride.pipelines.record.audit import audit
 from raystride.pipelines.tasks.task import Inputs
 from raystride.pipelines.train.loop import Training
@@ -16,8 +24,8 @@ from raystride.pipelines.train.step import FINE, NOT_FINITE, OVERFLOW, SPIKE, St
 from raystride.pipelines.worker.job import Job
 from tests.pipelines.strategies.course import course_job, run_course
 
-TRAIN = Train(steps=16, slots=4, slot_size=2, log_every=1, micro_batch_slots=1)
-BAD = (9, 2)
+TRAIN = TrainConfig(steps=9, slots=4, slot_size=2, log_every=1, micro_batch_slots=1)
+BAD = (5, 2)
 """Step and slot, both from 0, whose data is bad."""
 LATE = 40
 """A step at which the loss has become flat."""
@@ -25,16 +33,17 @@ LATE = 40
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where the data is prepared once."""
+    """Returns the folder with data that is prepared once."""
     return tmp_path_factory.mktemp("guard")
 
 
 def _job(folder: Path, run: str, policy: str, strategy: str = "auto", **more: Any) -> Job:
     settings: dict[str, Any] = {
         "train": TRAIN,
-        "checkpoint": Checkpoint(every=4),
-        "guard": Guard(policy=policy, **more),  # type: ignore[arg-type]
-        "scaling": Scaling(strategy=strategy),  # type: ignore[arg-type]
+        "checkpoint": CheckpointConfig(every=4),
+        "validation": ValidationConfig(every=0),  # before one the verdict on its step is read at once
+        "guard": GuardConfig(policy=policy, **more),  # type: ignore[arg-type]
+        "scaling": ScalingConfig(strategy=strategy),  # type: ignore[arg-type]
     }
     return course_job(folder, run, **settings)
 
@@ -46,13 +55,13 @@ def _bad_inputs(training: Training, step: int = BAD[0]) -> torch.Tensor:
 
 def plant_nan(training: Training) -> None:
     """The second block's feed-forward gives one NaN for the samples of the bad slot."""
-    bad, seen = _bad_inputs(training), [False]
+    bad, saved_state = _bad_inputs(training), [False]
 
     def look(_: Any, arguments: tuple[torch.Tensor, ...]) -> None:
-        seen[0] = torch.equal(arguments[0], bad)
+        saved_state[0] = torch.equal(arguments[0], bad)
 
     def spoil(_: Any, __: Any, output: torch.Tensor) -> torch.Tensor:
-        return output.index_fill(1, torch.tensor([3]), float("nan")) if seen[0] else output
+        return output.index_fill(1, torch.tensor([3]), float("nan")) if saved_state[0] else output
 
     training.model.register_forward_pre_hook(look)
     training.model.blocks[1].feed_forward.register_forward_hook(spoil)  # type: ignore[index, union-attr]
@@ -62,13 +71,13 @@ def plant_garbage(training: Training) -> None:
     """The bad slot's samples ask for a byte that no other does."""
     collate, bad = training.loader.samples.task.collate, _bad_inputs(training, LATE)
 
-    def garbled(windows: Any, masks: Any) -> tuple[Inputs, torch.Tensor]:
+    def garble_output(windows: Any, masks: Any) -> tuple[Inputs, torch.Tensor]:
         inputs, targets = collate(windows, masks)
         if torch.equal(inputs[0], bad):
             targets = torch.full_like(targets, 255)
         return inputs, targets
 
-    training.loader.samples.task.collate = garbled  # type: ignore[method-assign, assignment]
+    training.loader.samples.task.collate = garble_output  # type: ignore[method-assign, assignment]
 
 
 @pytest.mark.parametrize(("world", "strategy"), [(1, "auto"), (3, "ddp"), (2, "fsdp")])
@@ -77,13 +86,13 @@ def test_stop_names_layer_slot_and_samples(folder: Path, world: int, strategy: s
     with pytest.raises(AssertionError) as caught:
         run_course(job, world, plant_nan)
     text = str(caught.value)
-    assert "Diverged: step 10: " in text
+    assert "Diverged: step 6: " in text
     assert " first in blocks.1.feed_forward;" in text
     assert "slot(s) 2, sample(s) " in text
     assert "guard.policy" in text
     # The steps before are safe, and nothing was saved after.
     names = [name for name in (job.folder / "checkpoints").names() if name.startswith("step-")]
-    assert max(names) == "step-00000008"
+    assert max(names) == "step-00000004"
 
 
 @pytest.mark.parametrize(("world", "strategy"), [(1, "auto"), (2, "ddp"), (2, "fsdp")])
@@ -93,7 +102,7 @@ def test_skip_drops_the_step_and_goes_on(folder: Path, world: int, strategy: str
     assert course.step == TRAIN.steps
     assert [number for number, loss in enumerate(course.losses) if math.isnan(loss)] == [BAD[0]]
     assert course.logged[-1]["dropped_steps"] == 1
-    assert "step 10" in course.said[-1]
+    assert "step 6" in course.said[-1]
     proof = audit(job.folder / "checkpoints")
     assert (proof.dropped, proof.left_out) == ((BAD[0],), 0)
     assert "1 step(s) changed nothing" in str(proof)
@@ -104,7 +113,7 @@ def test_rewind_comes_again_without_the_slot(folder: Path, world: int, strategy:
     job = _job(folder, f"rewind-{strategy}-{world}", "rewind", strategy)
     course = run_course(job, world, plant_nan)
     assert course.step == TRAIN.steps
-    # The verdict comes a step late, so steps 9 to 11 come twice, the second time step 10 without the slot.
+    # The verdict comes a step late, so steps 5 to 7 come twice, the second time step 6 without the slot.
     assert len(course.losses) == TRAIN.steps + 3
     assert [number for number, loss in enumerate(course.losses) if math.isnan(loss)] == [BAD[0]]
     proof = audit(job.folder / "checkpoints")
@@ -124,7 +133,7 @@ def test_going_back_and_leaving_out_is_exact(folder: Path) -> None:
 
 def test_rewind_before_the_first_checkpoint_goes_back_to_the_start(folder: Path) -> None:
     job = _job(folder, "early", "rewind")
-    job = replace(job, config=replace(job.config, checkpoint=Checkpoint(every=100)))
+    job = replace(job, config=replace(job.config, checkpoint=CheckpointConfig(every=100)))
     course = run_course(job, 1, plant_nan)
     assert course.step == TRAIN.steps
     assert audit(job.folder / "checkpoints").left_out == 2
@@ -142,11 +151,11 @@ def test_garbage_is_a_spike(folder: Path, policy: str) -> None:
 
 
 def test_too_many_bad_steps_end_the_run(folder: Path) -> None:
-    job = _job(folder, "many", "skip", most=3)
-    hot = Optimizer(kind="sgd", learning_rate=1e30, warmup_steps=0)
+    job = _job(folder, "many", "skip", max_bad_steps=3)
+    hot = OptimizerConfig(kind="sgd", learning_rate=1e30, warmup_steps=0)
     train = replace(TRAIN, clip_norm=0.0)
-    job = replace(job, config=replace(job.config, optimizer=hot, train=train, checkpoint=Checkpoint(every=0)))
-    with pytest.raises(AssertionError, match=r" 3 bad steps .*guard\.most 3 "):
+    job = replace(job, config=replace(job.config, optimizer=hot, train=train, checkpoint=CheckpointConfig(every=0)))
+    with pytest.raises(AssertionError, match=r" 3 bad steps .*guard\.max_bad_steps 3 "):
         run_course(job, 1)
 
 
@@ -165,12 +174,12 @@ def test_verdicts() -> None:
         # West (1979) in fp64: the plain mean at first, then of a weight of a tenth.
         weight, above = 1 / min(number + 1, 10), float(loss) - wanted
         wanted, spread = wanted + weight * above, (1 - weight) * (spread + weight * above**2)
-    mean, variance, steps = check.read()
+    mean, variance, steps = check.read_state()
     assert (mean, steps) == (pytest.approx(wanted, rel=1e-6), 30)
     assert variance == pytest.approx(spread, rel=1e-4)
     assert check(torch.tensor(3.0), one) == SPIKE
-    assert check.read() == [mean, variance, steps]
-    again = StepCheck(torch.device("cpu"), 5.0, 10, check.read())
+    assert check.read_state() == [mean, variance, steps]
+    again = StepCheck(torch.device("cpu"), 5.0, 10, check.read_state())
     assert again(torch.tensor(2.2), one) == FINE
     assert again(torch.tensor(3.0), one) == SPIKE
 
@@ -179,7 +188,7 @@ def test_the_running_mean_is_the_plain_one_at_first() -> None:
     check, values = StepCheck(torch.device("cpu"), spike=1e9, window=100), torch.rand(20)
     for value in values:
         check(value, torch.tensor(1.0))
-    mean, variance, _ = check.read()
+    mean, variance, _ = check.read_state()
     assert mean == pytest.approx(float(values.mean()), rel=1e-5)
     assert variance == pytest.approx(float(values.var(unbiased=False)), rel=1e-4)
 
@@ -188,4 +197,4 @@ def test_a_guard_that_rewinds_needs_checkpoints() -> None:
     from raystride.pipelines.config import Config, SettingError
 
     with pytest.raises(SettingError, match=r"guard.policy is 'rewind'.*checkpoint.every"):
-        Config(guard=Guard(policy="rewind"), checkpoint=Checkpoint(every=0), model=Model())
+        Config(guard=GuardConfig(policy="rewind"), checkpoint=CheckpointConfig(every=0), model=ModelConfig())

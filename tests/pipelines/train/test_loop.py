@@ -12,21 +12,29 @@ from typing import Any
 
 import pytest
 
-from raystride.pipelines.config import Checkpoint, Config, Guard, Model, Optimizer, Train, Validation
+from raystride.pipelines.checkpoint.fence import FILE as CLAIM
+from raystride.pipelines.checkpoint.fingerprint import parameters_sha256
+from raystride.pipelines.config import (
+    CheckpointConfig,
+    Config,
+    GuardConfig,
+    ModelConfig,
+    OptimizerConfig,
+    TrainConfig,
+    ValidationConfig,
+)
 from raystride.pipelines.observers.observer import Observer
-from raystride.pipelines.train.fence import FILE as CLAIM
-from raystride.pipelines.train.fingerprint import parameters_sha256
 from raystride.pipelines.train.guard import Diverged
 from raystride.pipelines.train.loop import Ending, Training
+from raystride.pipelines.worker.build import build_training
 from raystride.pipelines.worker.job import Job, WorkerInfo
-from raystride.pipelines.worker.worker import build_training
 from tests.plain_training import train_plainly
 from tests.processes import make_job
 from tests.some import some
 from tests.tiny import tiny, write_text
 
 INF, NAN = math.inf, math.nan
-SHORT = Train(steps=5, slots=4, slot_size=2, log_every=50)
+SHORT = TrainConfig(steps=5, slots=4, slot_size=2, log_every=50)
 
 
 class Notes(Observer):
@@ -70,7 +78,7 @@ def _training(
 
 def test_the_loss_falls_and_everything_due_happens(folder: Path) -> None:
     notes = Notes()
-    config = _config(folder, train=Train(steps=40, slots=4, slot_size=2, log_every=10))
+    config = _config(folder, train=TrainConfig(steps=40, slots=4, slot_size=2, log_every=10))
     ending, metrics = _training(folder, config, "falls", notes).run()
     assert ending is Ending.DONE
     losses = [notes.logged[step]["train_loss"] for step in (10, 20, 30, 40)]
@@ -85,7 +93,9 @@ def test_the_loss_falls_and_everything_due_happens(folder: Path) -> None:
 @pytest.mark.parametrize("at", [1, 5, 9])
 def test_a_stopped_run_goes_on_with_the_same_bits(folder: Path, at: int) -> None:
     config = _config(
-        folder, train=Train(steps=12, slots=4, slot_size=2, log_every=5), model=Model(layers=1, width=16, dropout=0.1)
+        folder,
+        train=TrainConfig(steps=12, slots=4, slot_size=2, log_every=5),
+        model=ModelConfig(layers=1, hidden_size=16, dropout=0.1),
     )
     whole = _training(folder, config, f"whole{at}")
     whole.run()
@@ -102,7 +112,7 @@ def test_a_stopped_run_goes_on_with_the_same_bits(folder: Path, at: int) -> None
 
 
 def test_epochs_end_a_run_after_every_sample(folder: Path) -> None:
-    config = _config(folder, train=Train(steps=0, epochs=1.0, slots=4, slot_size=8, log_every=50))
+    config = _config(folder, train=TrainConfig(steps=0, epochs=1.0, slots=4, slot_size=8, log_every=50))
     training = _training(folder, config, "epochs")
     samples = training.loader.plan.order.samples
     training.run()
@@ -112,12 +122,12 @@ def test_epochs_end_a_run_after_every_sample(folder: Path) -> None:
 
 
 def test_a_run_ends_when_its_time_is_over_and_saves(folder: Path) -> None:
-    config = _config(folder, train=Train(steps=10**6, hours=1e-4, slots=4, slot_size=2, log_every=50))
+    config = _config(folder, train=TrainConfig(steps=10**6, hours=1e-4, slots=4, slot_size=2, log_every=50))
     training = _training(folder, config, "time")
     ending, _ = training.run()
     assert ending is Ending.OUT_OF_TIME
     assert training.checkpoints is not None
-    found = training.checkpoints.newest()
+    found = training.checkpoints.find_newest()
     assert found is not None
     assert found.step == training.state.step < 10**6
 
@@ -125,16 +135,16 @@ def test_a_run_ends_when_its_time_is_over_and_saves(folder: Path) -> None:
 def test_early_stopping_keeps_the_best(folder: Path) -> None:
     config = _config(
         folder,
-        train=Train(steps=1000, slots=4, slot_size=2, log_every=50),
-        optimizer=Optimizer(learning_rate=3.0, schedule="constant", warmup_steps=0, kind="sgd"),
-        validation=Validation(every=2, samples=8, patience=3),
+        train=TrainConfig(steps=1000, slots=4, slot_size=2, log_every=50),
+        optimizer=OptimizerConfig(learning_rate=3.0, schedule="constant", warmup_steps=0, kind="sgd"),
+        validation=ValidationConfig(every=2, samples=8, patience=3),
     )
     training = _training(folder, config, "early")
     ending, _ = training.run()
     assert ending is Ending.EARLY
     assert training.state.step < 1000
     assert training.checkpoints is not None
-    best = training.checkpoints.at_hint("best")
+    best = training.checkpoints.find_by_hint("best")
     assert best is not None
     assert best.step == training.state.best_step
     again = _training(folder, config, "early")
@@ -145,8 +155,8 @@ def test_early_stopping_keeps_the_best(folder: Path) -> None:
 def test_patience_begins_anew_with_each_better_validation(folder: Path) -> None:
     config = _config(
         folder,
-        train=Train(steps=100, slots=4, slot_size=2, log_every=50),
-        validation=Validation(every=2, samples=8, patience=3),
+        train=TrainConfig(steps=100, slots=4, slot_size=2, log_every=50),
+        validation=ValidationConfig(every=2, samples=8, patience=3),
     )
     training = _training(folder, config, "patience")
     losses = iter([3.0, 4.0, 4.0, 2.0, 4.0, 4.0, 4.0, 1.0])
@@ -168,9 +178,9 @@ def test_what_is_no_finite_number_is_never_the_best(
 ) -> None:
     config = _config(
         folder,
-        train=Train(steps=100, slots=4, slot_size=2, log_every=50),
-        validation=Validation(every=2, samples=8, patience=3, direction=direction),
-        checkpoint=Checkpoint(every=2),
+        train=TrainConfig(steps=100, slots=4, slot_size=2, log_every=50),
+        validation=ValidationConfig(every=2, samples=8, patience=3, direction=direction),
+        checkpoint=CheckpointConfig(every=2),
     )
     run = f"no-number-{direction}-{best}"
     training, measured = _training(folder, config, run), iter(values)
@@ -178,14 +188,14 @@ def test_what_is_no_finite_number_is_never_the_best(
     assert training.run()[0] is Ending.EARLY
     assert (training.state.best, training.state.best_step) == (best, steps)
     assert training.checkpoints is not None
-    found = training.checkpoints.at_hint("best")
+    found = training.checkpoints.find_by_hint("best")
     assert (found and found.step) == (steps or None)
     _strict(folder / run / "checkpoints")
 
 
 def test_a_run_whose_best_was_no_number_finds_one(folder: Path) -> None:
     """As earlier versions left it: NaN as best, in a manifest that only Python reads."""
-    config = _config(folder, train=replace(SHORT, steps=4), validation=Validation(every=2, samples=8))
+    config = _config(folder, train=replace(SHORT, steps=4), validation=ValidationConfig(every=2, samples=8))
     training = _training(folder, config, "best-nan")
     training.state.best, training.state.best_step = NAN, 0
     training.validate = lambda: {"val_loss": 3.0}
@@ -204,8 +214,8 @@ def _strict(checkpoints: Path) -> None:
 
 
 def test_the_loss_that_is_logged_is_the_mean_since_the_last_log(folder: Path) -> None:
-    notes, train = Notes(), Train(steps=10, slots=4, slot_size=2, log_every=4)
-    config = _config(folder, train=train, checkpoint=Checkpoint(every=0))
+    notes, train = Notes(), TrainConfig(steps=10, slots=4, slot_size=2, log_every=4)
+    config = _config(folder, train=train, checkpoint=CheckpointConfig(every=0))
     plain = train_plainly(make_job(config, folder, "logged"), steps=10)
     _training(folder, config, "logged", notes).run()
     # The last log is of what is left.
@@ -217,7 +227,7 @@ def test_the_loss_that_is_logged_is_the_mean_since_the_last_log(folder: Path) ->
 
 
 def test_seconds_go_on_from_those_of_the_checkpoint(folder: Path) -> None:
-    training = _training(folder, _config(folder, train=SHORT, checkpoint=Checkpoint(every=0)), "seconds")
+    training = _training(folder, _config(folder, train=SHORT, checkpoint=CheckpointConfig(every=0)), "seconds")
     later = replace(training, state=replace(training.state, seconds=1000.0))
     later.run()
     assert 1000.0 < later.state.seconds < 1000.0 + time.perf_counter() - training._began
@@ -226,13 +236,13 @@ def test_seconds_go_on_from_those_of_the_checkpoint(folder: Path) -> None:
 def test_a_run_goes_back_as_often_as_it_may_and_then_ends(folder: Path) -> None:
     config = _config(
         folder,
-        optimizer=Optimizer(kind="sgd", learning_rate=1e30, warmup_steps=0),
-        train=Train(steps=50, slots=4, slot_size=2, log_every=5, clip_norm=0.0),
-        validation=Validation(every=0, samples=8),
-        guard=Guard(policy="rewind", most=2),
+        optimizer=OptimizerConfig(kind="sgd", learning_rate=1e30, warmup_steps=0),
+        train=TrainConfig(steps=50, slots=4, slot_size=2, log_every=5, clip_norm=0.0),
+        validation=ValidationConfig(every=0, samples=8),
+        guard=GuardConfig(policy="rewind", max_bad_steps=2),
     )
     training = _training(folder, config, "rewinds")
-    with pytest.raises(Diverged, match=r"guard\.most 2 ") as raised:
+    with pytest.raises(Diverged, match=r"guard\.max_bad_steps 2 ") as raised:
         training.run()
     assert raised.value.bad_steps == 2
     assert training.state.rewinds == 2
@@ -257,7 +267,7 @@ def test_a_save_that_the_store_refused_at_the_end_is_tried_again(folder: Path) -
     assert training.run()[0] is Ending.DONE
     assert [text for text in said if "could not be written" in text]
     assert training.checkpoints is not None
-    found = training.checkpoints.newest()
+    found = training.checkpoints.find_newest()
     assert found is not None
     assert found.step == 6
     assert notes.calls[-1] == ("checkpoint", 6)
@@ -275,7 +285,7 @@ def test_old_checkpoints_that_cannot_be_cleared_are_said_and_end_nothing(folder:
 
 
 def test_no_checkpoint_is_written_where_none_is_wanted(folder: Path) -> None:
-    config = _config(folder, checkpoint=Checkpoint(every=0))
+    config = _config(folder, checkpoint=CheckpointConfig(every=0))
     _training(folder, config, "none").run()
     assert not (folder / "none" / "checkpoints").exists()
 
@@ -285,7 +295,7 @@ class Held:
 
     def __init__(self, folder: Path, config: Config, run: str) -> None:
         self.notes = Notes()
-        self.notes.then = self.after
+        self.notes.then = self.release_after
         self.training = _training(folder, config, run, self.notes)
         self.checkpoints = self.training.checkpoints
         assert self.checkpoints
@@ -294,11 +304,11 @@ class Held:
         self._claim.unlink()
         os.mkfifo(self._claim)
 
-    def after(self, step: int) -> None:
+    def release_after(self, step: int) -> None:
         """Releases the save of step 3 after step 4, and waits for it."""
         if step == 4:
             self.release()
-            while self.checkpoints.under_way():
+            while self.checkpoints.is_saving():
                 time.sleep(0.001)
 
     def release(self) -> None:
@@ -343,9 +353,9 @@ def test_no_observer_hears_of_a_save_that_failed(folder: Path) -> None:
 def test_a_loss_that_is_no_number_ends_the_run(folder: Path) -> None:
     config = _config(
         folder,
-        optimizer=Optimizer(kind="sgd", learning_rate=1e30, warmup_steps=0),
-        train=Train(steps=50, slots=4, slot_size=2, log_every=5, clip_norm=0.0),
-        validation=Validation(every=0, samples=8),
+        optimizer=OptimizerConfig(kind="sgd", learning_rate=1e30, warmup_steps=0),
+        train=TrainConfig(steps=50, slots=4, slot_size=2, log_every=5, clip_norm=0.0),
+        validation=ValidationConfig(every=0, samples=8),
     )
     with pytest.raises(Diverged, match="learning_rate"):
         _training(folder, config, "diverged").run()
@@ -353,7 +363,7 @@ def test_a_loss_that_is_no_number_ends_the_run(folder: Path) -> None:
 
 def test_bf16_learns_too(folder: Path) -> None:
     notes = Notes()
-    train = Train(steps=30, slots=4, slot_size=2, log_every=10, precision="bf16")
+    train = TrainConfig(steps=30, slots=4, slot_size=2, log_every=10, precision="bf16")
     _training(folder, _config(folder, train=train), "bf16", notes).run()
     assert notes.logged[30]["train_loss"] < notes.logged[10]["train_loss"]
 
@@ -362,16 +372,16 @@ def test_micro_batches_do_not_change_the_course(folder: Path) -> None:
     losses = []
     for group in (0, 1):
         notes = Notes()
-        train = Train(steps=10, slots=4, slot_size=2, log_every=10, micro_batch_slots=group)
+        train = TrainConfig(steps=10, slots=4, slot_size=2, log_every=10, micro_batch_slots=group)
         config = _config(folder, train=train)
-        _training(folder, replace(config, checkpoint=Checkpoint(every=0)), f"micro{group}", notes).run()
+        _training(folder, replace(config, checkpoint=CheckpointConfig(every=0)), f"micro{group}", notes).run()
         losses.append(notes.logged[10]["train_loss"])
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
 
 
 def test_more_epochs_leave_no_sample_out(folder: Path) -> None:
     def config(epochs: float) -> Config:
-        return _config(folder, train=Train(steps=0, epochs=epochs, slots=4, slot_size=8, log_every=50))
+        return _config(folder, train=TrainConfig(steps=0, epochs=epochs, slots=4, slot_size=8, log_every=50))
 
     first = _training(folder, config(1.0), "more-epochs")
     first.run()

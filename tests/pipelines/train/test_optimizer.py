@@ -8,16 +8,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from raystride.model.transformer import Decoder
-from raystride.pipelines.config import Model, Optimizer
-from raystride.pipelines.train.optimizer import build_optimizer, learning_rate
+from raystride.pipelines.config import ModelConfig, OptimizerConfig
+from raystride.pipelines.train.optimizer import build_optimizer, describe_endless_warmup, learning_rate
 
 
 def _rates(steps: int, **settings: object) -> list[float]:
-    return [learning_rate(Optimizer(**settings), step, steps, 128) for step in range(steps)]  # type: ignore[arg-type]
+    return [learning_rate(OptimizerConfig(**settings), step, steps, 128) for step in range(steps)]  # type: ignore[arg-type]
 
 
 def test_cosine_is_nanogpts() -> None:
-    rates = _rates(2000, learning_rate=1e-3, warmup_steps=100, schedule="cosine", lowest_rate=0.1)
+    rates = _rates(2000, learning_rate=1e-3, warmup_steps=100, schedule="cosine", min_lr_ratio=0.1)
     assert rates[0] == pytest.approx(1e-3 / 101)
     assert rates[100] == pytest.approx(1e-3)
     middle = 0.5 * (1 + math.cos(math.pi * (1050 - 100) / 1900))
@@ -26,13 +26,13 @@ def test_cosine_is_nanogpts() -> None:
 
 
 def test_linear_falls_in_a_line() -> None:
-    rates = _rates(100, learning_rate=1.0, warmup_steps=0, schedule="linear", lowest_rate=0.0)
+    rates = _rates(100, learning_rate=1.0, warmup_steps=0, schedule="linear", min_lr_ratio=0.0)
     assert rates == pytest.approx([1 - step / 100 for step in range(100)])
 
 
 @pytest.mark.parametrize("schedule", ["cosine", "linear"])
 def test_rates_stay_at_the_lowest_after_the_decay(schedule: str) -> None:
-    settings = Optimizer(learning_rate=1.0, warmup_steps=2, schedule=schedule, lowest_rate=0.1, decay_steps=10)  # type: ignore[arg-type]
+    settings = OptimizerConfig(learning_rate=1.0, warmup_steps=2, schedule=schedule, min_lr_ratio=0.1, decay_steps=10)  # type: ignore[arg-type]
     assert [learning_rate(settings, step, 40, 128) for step in (10, 15, 20, 39)] == pytest.approx([0.1] * 4)
 
 
@@ -54,15 +54,15 @@ def test_noam_is_equation_3() -> None:
     lowest=st.floats(0, 1),
 )
 def test_rates_stay_between_their_bounds(schedule: str, steps: int, warmup: int, lowest: float) -> None:
-    rates = _rates(steps, learning_rate=1.0, warmup_steps=warmup, schedule=schedule, lowest_rate=lowest)
+    rates = _rates(steps, learning_rate=1.0, warmup_steps=warmup, schedule=schedule, min_lr_ratio=lowest)
     assert all(0 < rate <= 1 + 1e-12 for rate in rates[:warmup])
     assert all(lowest - 1e-12 <= rate <= 1 + 1e-12 for rate in rates[warmup:])
     assert all(earlier >= later - 1e-12 for earlier, later in zip(rates[warmup:], rates[warmup + 1 :], strict=False))
 
 
 def test_only_matrices_decay() -> None:
-    model = Decoder(Model(layers=1, width=16, heads=2, bias=True), 9)
-    optimizer = build_optimizer(Optimizer(weight_decay=0.5), model)
+    model = Decoder(ModelConfig(layers=1, hidden_size=16, heads=2, bias=True), 9)
+    optimizer = build_optimizer(OptimizerConfig(weight_decay=0.5), model)
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
@@ -74,7 +74,7 @@ def test_only_matrices_decay() -> None:
 
 @pytest.mark.parametrize("kind", ["adamw", "sgd"])
 def test_updates_are_pytorchs(kind: str) -> None:
-    settings = Optimizer(kind=kind, learning_rate=0.01, momentum=0.9, weight_decay=0.1)  # type: ignore[arg-type]
+    settings = OptimizerConfig(kind=kind, learning_rate=0.01, momentum=0.9, weight_decay=0.1)  # type: ignore[arg-type]
     ours, theirs = torch.nn.Linear(4, 4, bias=False), torch.nn.Linear(4, 4, bias=False)
     theirs.load_state_dict(ours.state_dict())
     reference: torch.optim.Optimizer = (
@@ -100,3 +100,16 @@ def test_updates_are_pytorchs(kind: str) -> None:
         weight.grad = torch.full((4, 4), 0.3)
         updater.update(0.01) if updater else reference.step()
     assert torch.equal(resumed.weight, theirs.weight)
+
+
+@given(st.sampled_from(["cosine", "linear", "constant", "noam"]), st.integers(1, 60), st.integers(1, 60))
+def test_a_warm_up_is_told_just_where_the_highest_rate_is_never_reached(schedule: str, steps: int, warmup: int) -> None:
+    settings = OptimizerConfig(learning_rate=1.0, warmup_steps=warmup, schedule=schedule)  # type: ignore[arg-type]
+    longer = [learning_rate(settings, step, steps + 200, width=1) for step in range(steps + 200)]
+    rates = [learning_rate(settings, step, steps, width=1) for step in range(steps)]
+    line = describe_endless_warmup(settings, steps)
+    assert not describe_endless_warmup(settings, math.inf)
+    assert bool(line) == (max(rates) < max(longer) * (1 - 1e-9))
+    if line:
+        assert f"warmup_steps is {warmup}," in line
+        assert f"{steps} steps" in line

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -11,32 +12,37 @@ from hypothesis import strategies as st
 
 from raystride.model.linear import has_bf16
 from raystride.model.transformer import Decoder
-from raystride.pipelines.config import Checkpoint, Model, Optimizer, Scaling, Train
+from raystride.pipelines.config import CheckpointConfig, ModelConfig, OptimizerConfig, ScalingConfig, TrainConfig
 from raystride.pipelines.train.loop import Training
 from raystride.pipelines.train.optimizer import build_optimizer, round_stochastically
 from raystride.pipelines.train.precision import LossScale, Precision
-from tests.pipelines.strategies.course import Course, changed, course_job, run_course
+from tests.pipelines.strategies.course import Course, course_job, next_attempt, run_course
 from tests.some import some
 
-TRAIN = Train(steps=12, slots=4, slot_size=2, log_every=1)
+TRAIN = TrainConfig(steps=12, slots=4, slot_size=2, log_every=1)
 PRECISIONS = ["bf16", "fp16", "pure_bf16"]
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where the data is prepared once."""
+    """Returns the folder with data that is prepared once."""
     return tmp_path_factory.mktemp("precision")
 
 
 def _course(folder: Path, run: str, world: int = 1, strategy: str = "auto", **train: object) -> Course:
-    scaling = Scaling(strategy=strategy)  # type: ignore[arg-type]
+    scaling = ScalingConfig(strategy=strategy)  # type: ignore[arg-type]
     return run_course(course_job(folder, run, train=replace(TRAIN, **train), scaling=scaling), world)  # type: ignore[arg-type]
+
+
+@cache
+def _fp32(folder: Path) -> Course:
+    return _course(folder, "fp32")
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_it_learns_and_is_the_same_on_two_workers_and_in_shards(folder: Path, precision: str) -> None:
     single = _course(folder, f"{precision}-1", precision=precision)
-    fp32 = _course(folder, f"{precision}-fp32")
+    fp32 = _fp32(folder)
     assert (single.losses != fp32.losses) is (precision != "bf16" or has_bf16())
     fell_short = [text for text in single.said if text.startswith("train.precision")]
     assert len(fell_short) == (single.losses == fp32.losses)
@@ -51,12 +57,12 @@ def test_it_learns_and_is_the_same_on_two_workers_and_in_shards(folder: Path, pr
 def test_a_resumed_run_has_the_bits_of_one_that_was_left_undisturbed(folder: Path, train: dict[str, object]) -> None:
     settings = replace(TRAIN, **{"precision": "pure_bf16"} | train)  # type: ignore[arg-type]
     name = "-".join(map(str, train.values()))
-    schedule = Optimizer(learning_rate=1e-2, warmup_steps=2, decay_steps=12)
+    schedule = OptimizerConfig(learning_rate=1e-2, warmup_steps=2, decay_steps=12)
     calm = run_course(course_job(folder, f"calm-{name}", train=settings, optimizer=schedule), 1)
     short = replace(settings, steps=7)
-    job = course_job(folder, f"cut-{name}", train=short, optimizer=schedule, checkpoint=Checkpoint(every=7))
+    job = course_job(folder, f"cut-{name}", train=short, optimizer=schedule, checkpoint=CheckpointConfig(every=7))
     run_course(job, 1)
-    resumed = run_course(changed(job, train=settings, checkpoint=Checkpoint(every=7)), 1)
+    resumed = run_course(next_attempt(job, train=settings, checkpoint=CheckpointConfig(every=7)), 1)
     assert resumed.said == ["resumed from step 7"]
     assert resumed.losses[-5:] == calm.losses[-5:]
     assert resumed.sha256 == calm.sha256
@@ -88,13 +94,13 @@ def test_an_overflow_lowers_the_scale_and_changes_nothing(folder: Path) -> None:
 
 
 def test_the_scale_rises_after_good_steps() -> None:
-    scale = LossScale(torch.device("cpu"), 8.0, good=1998)
+    scale = LossScale(torch.device("cpu"), 8.0, num_good_steps=1998)
     scale.update(torch.tensor(0.0))
-    assert scale.read() == (8.0, 1999)
+    assert scale.read_state() == (8.0, 1999)
     scale.update(torch.tensor(0.0))
-    assert scale.read() == (16.0, 0)
+    assert scale.read_state() == (16.0, 0)
     scale.update(torch.tensor(1.0))
-    assert scale.read() == (8.0, 0)
+    assert scale.read_state() == (8.0, 0)
 
 
 @given(st.lists(st.floats(-(2.0**100), 2.0**100, width=32), min_size=1, max_size=50))
@@ -119,8 +125,8 @@ def test_small_updates_are_lost_without_masters_or_chance(way: str, moves: bool)
     torch.manual_seed(0)
     model = torch.nn.Linear(64, 64, bias=False)
     torch.nn.init.ones_(model.weight)
-    Precision("pure_bf16").convert(model, sharded=False)
-    optimizer = build_optimizer(Optimizer(kind="sgd", weight_decay=0.0), model, stochastic=way != "master")
+    Precision("pure_bf16").convert_model(model, sharded=False)
+    optimizer = build_optimizer(OptimizerConfig(kind="sgd", weight_decay=0.0), model, stochastic=way != "master")
     for _ in range(200):
         model.weight.grad = torch.ones_like(model.weight, dtype=torch.float32)
         if way == "nearest":
@@ -133,12 +139,12 @@ def test_small_updates_are_lost_without_masters_or_chance(way: str, moves: bool)
 
 def test_masters_begin_alike_in_shards_and_whole() -> None:
     whole, sharded = (
-        Decoder(Model(layers=1, heads=1, width=8, context=4), 9),
-        Decoder(Model(layers=1, heads=1, width=8, context=4), 9),
+        Decoder(ModelConfig(layers=1, heads=1, hidden_size=8, context=4), 9),
+        Decoder(ModelConfig(layers=1, heads=1, hidden_size=8, context=4), 9),
     )
     sharded.load_state_dict(whole.state_dict())
-    Precision("pure_bf16").convert(whole, sharded=False)
-    Precision("pure_bf16").convert(sharded, sharded=True)
+    Precision("pure_bf16").convert_model(whole, sharded=False)
+    Precision("pure_bf16").convert_model(sharded, sharded=True)
     for mine, other in some(zip(whole.parameters(), sharded.parameters(), strict=True)):
         assert mine.dtype is torch.bfloat16
         assert other.dtype is torch.float32

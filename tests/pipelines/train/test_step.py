@@ -8,17 +8,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from raystride.model.transformer import Decoder
-from raystride.pipelines.config import Config, Model, Optimizer, Scaling, Train
+from raystride.pipelines.checkpoint.updater import Updater
+from raystride.pipelines.config import Config, ModelConfig, OptimizerConfig, ScalingConfig, TrainConfig
 from raystride.pipelines.feed.loader import MicroBatch, Step
 from raystride.pipelines.strategies import LOSS, STOP, TARGETS, build_strategy
-from raystride.pipelines.strategies.strategy import Single, norm_of
-from raystride.pipelines.train.optimizer import Updater, build_optimizer
+from raystride.pipelines.strategies.strategy import Single, global_norm
+from raystride.pipelines.train.optimizer import build_optimizer
 from raystride.pipelines.train.step import (
     FINE,
     NOT_FINITE,
     SPIKE,
     VERDICT,
-    Agreement,
+    DelayedHostRead,
     StepCheck,
     StepRules,
     clip_gradients,
@@ -28,7 +29,7 @@ from raystride.pipelines.train.step import (
 from tests.distributed import run_distributed
 
 CONTEXT = 6
-SHAPE = Model(layers=1, heads=2, width=8, context=CONTEXT)
+SHAPE = ModelConfig(layers=1, heads=2, hidden_size=8, context=CONTEXT)
 IDS = torch.randint(0, 11, (6, CONTEXT + 1), generator=torch.Generator().manual_seed(0))
 
 
@@ -47,14 +48,14 @@ def _step(rows: list[range]) -> Step:
 
 
 def _sgd(model: torch.nn.Module) -> Updater:
-    return build_optimizer(Optimizer(kind="sgd", weight_decay=0.0), model)
+    return build_optimizer(OptimizerConfig(kind="sgd", weight_decay=0.0), model)
 
 
-def _train(rank: int, world: int, rows_by_rank: list[list[range]], clip_norm: float) -> dict[str, Any]:
-    config = Config(train=Train(slots=6), scaling=Scaling(bucket_mib=1e-4))
+def _train_steps(rank: int, world: int, rows_by_rank: list[list[range]], clip_norm: float) -> dict[str, Any]:
+    config = Config(train=TrainConfig(slots=6), scaling=ScalingConfig(bucket_mib=1e-4))
     strategy = build_strategy(config, device=torch.device("cpu"), rank=rank, world=world)
     torch.manual_seed(3)
-    model, optimizer = strategy.prepare(Decoder(SHAPE, 11), _sgd)
+    model, optimizer = strategy.prepare_model(Decoder(SHAPE, 11), _sgd)
     rules = StepRules(seed=0, nominal_targets=6 * CONTEXT, clip_norm=clip_norm, check=StepCheck(strategy.device))
     result = train_step(strategy, model, optimizer, _step(rows_by_rank[rank]), rules, 1.0, (float(rank == world - 1), 0.0))
     parameters = torch.cat([p.detach().reshape(-1) for p in model.parameters()])
@@ -82,7 +83,7 @@ def _reference() -> tuple[torch.Tensor, torch.Tensor, float]:
     ],
 )
 def test_the_gradient_is_the_mean_over_all_targets(rows: list[list[range]]) -> None:
-    results = run_distributed(_train, len(rows), rows, 0.0) if len(rows) > 1 else [_train(0, 1, rows, 0.0)]
+    results = run_distributed(_train_steps, len(rows), rows, 0.0) if len(rows) > 1 else [_train_steps(0, 1, rows, 0.0)]
     parameters, norm, mean = _reference()
     for result in results:
         torch.testing.assert_close(result["parameters"], parameters, rtol=1e-5, atol=1e-6)
@@ -100,7 +101,7 @@ def test_the_gradient_is_the_mean_over_all_targets(rows: list[list[range]]) -> N
 def test_clipping_limits_the_norm_and_nothing_else(values: list[float], factor: float, clip: float) -> None:
     gradients = [torch.tensor(values, dtype=torch.float64), torch.tensor([1.0], dtype=torch.float64)]
     true = torch.cat(gradients) * factor
-    norm = norm_of(gradients, gradients[0].device) * factor
+    norm = global_norm(gradients, gradients[0].device) * factor
     assert float(norm) == pytest.approx(float(true.norm()), rel=1e-9)
     clip_gradients(gradients, norm, torch.tensor(factor, dtype=torch.float64), clip)
     after = torch.cat(gradients)
@@ -116,7 +117,7 @@ def test_dropout_depends_on_seed_step_and_slot() -> None:
 
 def test_a_step_without_any_target_changes_nothing_but_the_count() -> None:
     strategy = Single(torch.device("cpu"))
-    model, optimizer = strategy.prepare(Decoder(SHAPE, 11), _sgd)
+    model, optimizer = strategy.prepare_model(Decoder(SHAPE, 11), _sgd)
     before = torch.cat([p.detach().reshape(-1) for p in model.parameters()])
     step = Step(0, 0, 2, [MicroBatch(0, (IDS[:2, :-1],), torch.full((2, CONTEXT), -100))], 0)
     result = train_step(strategy, model, optimizer, step, StepRules(0, 12, 1.0, StepCheck(strategy.device)), 1.0)
@@ -127,7 +128,7 @@ def test_a_step_without_any_target_changes_nothing_but_the_count() -> None:
 
 def test_an_update_draws_other_numbers_than_any_dropout() -> None:
     strategy = Single(torch.device("cpu"))
-    model, optimizer = strategy.prepare(Decoder(SHAPE, 11), _sgd)
+    model, optimizer = strategy.prepare_model(Decoder(SHAPE, 11), _sgd)
     step = Step(7, 0, 2, [MicroBatch(0, (IDS[:2, :-1],), IDS[:2, 1:])], 0)
     rules = StepRules(5, 12, 1.0, StepCheck(strategy.device), random_updates=True)
     train_step(strategy, model, optimizer, step, rules, 0.1)
@@ -141,14 +142,14 @@ def test_a_spike_is_looked_for_after_a_window_of_good_steps(good: int, verdict: 
     for number in range(good):
         assert check(torch.tensor(2.0 + 0.1 * (-1) ** number), one) == FINE
         assert check(torch.tensor(float("nan")), one) == NOT_FINITE  # which counts for nothing
-    assert check.read()[2] == good
+    assert check.read_state()[2] == good
     assert check(torch.tensor(9.0), one) == verdict
 
 
 def test_wishes_are_known_one_step_later() -> None:
-    agreement = Agreement(torch.device("cpu"))
+    agreement = DelayedHostRead(torch.device("cpu"))
     asked = torch.zeros(5)
     asked[STOP] = 2
-    assert not any(agreement.previous(asked))
-    assert agreement.previous(torch.zeros(5)) == asked.tolist()
-    assert not any(agreement.previous(torch.zeros(5)))
+    assert not any(agreement.read_previous(asked))
+    assert agreement.read_previous(torch.zeros(5)) == asked.tolist()
+    assert not any(agreement.read_previous(torch.zeros(5)))

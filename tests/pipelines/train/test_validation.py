@@ -1,4 +1,4 @@
-"""What is measured on the validation samples: sums by batch, whatever is empty, and the metrics of each source."""
+"""Metrics on the validation samples: sums by batch, empty batches, and the metrics of each source."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from raystride.model.transformer import Decoder
-from raystride.pipelines.config import Config, Model
+from raystride.pipelines.config import Config, ModelConfig
 from raystride.pipelines.feed.loader import MicroBatch
 from raystride.pipelines.strategies.strategy import Single
 from raystride.pipelines.tasks.classification import Classification
@@ -15,7 +15,7 @@ from raystride.pipelines.tasks.language_model import LanguageModel
 from raystride.pipelines.train.precision import Precision
 from raystride.pipelines.train.validation import ValidationSums, validation_scores, validation_sums
 
-SHAPE = Model(layers=1, heads=1, width=8, context=4, dropout=0.5)
+SHAPE = ModelConfig(layers=1, heads=1, hidden_size=8, context=4, dropout=0.5)
 TASK = LanguageModel(Config(model=SHAPE), {"vocabulary_size": 11, "end_id": 0})
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from raystride.pipelines.config import Checkpoint, Record
+from raystride.pipelines.config import CheckpointConfig, RecordConfig
 from raystride.pipelines.worker.rehearsal import rehearse
 from tests.processes import make_job
 from tests.tiny import tiny, write_text
@@ -17,7 +17,7 @@ def test_one_and_two_workers_are_tried_and_nothing_is_left(tmp_path: Path, monke
     monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
     (tmp_path / "tmp").mkdir()
     tempfile.tempdir = None
-    config = tiny(write_text(tmp_path), checkpoint=Checkpoint(every=1), record=Record(mlflow=False))
+    config = tiny(write_text(tmp_path), checkpoint=CheckpointConfig(every=1), record=RecordConfig(mlflow=False))
     job = make_job(config, tmp_path, "rehearsed")
     found = rehearse(job, [(1, 1), (2, 1), (8, 1)])
     tempfile.tempdir = None

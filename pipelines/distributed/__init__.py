@@ -1,0 +1,1 @@
+"""The process group of a run: rendezvous, connectivity checks, and collectives of Python objects."""

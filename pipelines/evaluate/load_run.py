@@ -1,0 +1,216 @@
+"""Loads a trained model from its run's folder: settings, task, tokenizers and parameters.
+
+opened = open_run(storage, "my-run", checkpoint="best")
+"".join(write_text(opened.decoder, opened.task, SampleConfig(prompt="def ")))
+
+chosen = select_run(storage, "my-run")                    # without the parameters, which `chosen.open()` loads on any node
+"""
+
+import hashlib
+import json
+from dataclasses import dataclass, replace
+from itertools import islice
+from pathlib import Path
+from threading import Lock
+from typing import TYPE_CHECKING
+
+from raystride.pipelines.config import Config
+from raystride.pipelines.config.parse import from_yaml
+from raystride.pipelines.config.section import SettingError
+from raystride.pipelines.plugins import load_plugins
+from raystride.pipelines.storage.folder import Folder
+from raystride.pipelines.tasks import Task, build_task
+from raystride.pipelines.tasks.task import Encoder
+from raystride.pipelines.tokenizers import Tokenizers
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from raystride.model.transformer import Decoder
+    from raystride.pipelines.checkpoint.manager import Checkpoints, ValidCheckpoint
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A model with its parameters, ready to use."""
+
+    config: Config
+    task: Task
+    """With its facts about the data, and its tokenizers."""
+    model: "nn.Module"
+    step: int
+    place: Folder
+    """The parent of the tokenizers' folders."""
+
+    @property
+    def encoder(self) -> Encoder:
+        """The tokenizer of the input."""
+        return self.task.encoders["tokenizer"]
+
+    @property
+    def decoder(self) -> "Decoder":
+        """The model as one that writes text. Raises SettingError if it is not a decoder."""
+        from raystride.model.transformer import Decoder
+
+        if not isinstance(self.model, Decoder):
+            raise SettingError(
+                f"task is {self.config.task!r}: it must be one that trains a decoder; `raystride predict` is for this one",
+                setting="task",
+                value=self.config.task,
+            )
+        return self.model
+
+
+@dataclass(frozen=True)
+class SelectedRun:
+    """Some checkpoints of a run. Small: it is sent to workers, so that all open the same ones, while the run goes on."""
+
+    config: Config
+    checkpoints: "tuple[ValidCheckpoint, ...]"
+    """The newest first; the model is their mean."""
+
+    @property
+    def step(self) -> int:
+        """The step of the newest of the checkpoints."""
+        return self.checkpoints[0].step
+
+    @property
+    def place(self) -> Folder:
+        """The parent of the tokenizers' folders."""
+        newest = self.checkpoints[0]
+        return newest.data
+
+    @property
+    def task(self) -> Task:
+        """The run's task, with its facts about the data, and its tokenizers."""
+        return load_task(self.config, self.place)
+
+    @property
+    def identity(self) -> str:
+        """A hash of the parameters, 16 hexadecimal digits."""
+        files = json.dumps([found.manifest["files"] for found in self.checkpoints], sort_keys=True)
+        return hashlib.sha256(files.encode()).hexdigest()[:16]
+
+    def with_beams(self, beams: int) -> "SelectedRun":
+        """Returns the same selection with `beams` beams of a translator; 0: as in the run's settings."""
+        decoding = replace(self.config.decoding, beams=beams or self.config.decoding.beams)
+        return replace(self, config=replace(self.config, decoding=decoding))
+
+    def open(self) -> LoadedModel:
+        """Loads the parameters, or the mean of the checkpoints'; the model is in evaluation mode, on the CPU."""
+        task = self.task
+        return LoadedModel(self.config, task, _load_model(self, task), self.step, self.place)
+
+
+def open_cached(chosen: SelectedRun) -> LoadedModel:
+    """Opens a selection as `SelectedRun.open` does, and keeps its model in memory for the next call in this process.
+
+    One model is kept: that of the last call. Its parameters must not be changed.
+    """
+    global _cached
+    key = (chosen.identity, chosen.place.uri, repr(chosen.config.model), repr(chosen.config.lora))
+    with _cache_lock:
+        task = chosen.task
+        if _cached is None or _cached[0] != key:
+            _cached = None  # before the next one is loaded, so that there are never two
+            _cached = (key, _load_model(chosen, task))
+        return LoadedModel(chosen.config, task, _cached[1], chosen.step, chosen.place)
+
+
+_cached: "tuple[tuple[str, ...], nn.Module] | None" = None
+_cache_lock = Lock()
+
+
+def open_run(storage: Folder, run: str, checkpoint: str | int = "best", average: int = 1) -> LoadedModel:
+    """Opens a run at its `best` or `last` checkpoint, or at the mean of its newest ones (Vaswani et al., 2017, 6.1).
+
+    Raises SettingError if there is no such run, or not that many checkpoints.
+    """
+    return select_run(storage, run, checkpoint, average).open()
+
+
+def select_run(storage: Folder, run: str, checkpoint: str | int = "best", average: int = 1) -> SelectedRun:
+    """Selects the checkpoints that `open_run` opens. Raises SettingError as it does, and if a plug-in is missing."""
+    folder = storage / run
+    if not folder.exists("config.yaml"):
+        existing_runs = [name for name in storage.names() if (storage / name).exists("config.yaml")]
+        raise SettingError(
+            f"--run {run}: there is no such run in {storage} (there is: {', '.join(existing_runs) or 'none'})",
+            setting="run",
+            value=run,
+        )
+    config = from_yaml(Config, folder.read("config.yaml").decode())
+    load_plugins(config.plugins)  # a missing one is reported before a cluster is started
+    from raystride.pipelines.checkpoint.manager import (
+        Checkpoints,
+    )  # imported late, so that other errors come before PyTorch's import
+
+    checkpoints = Checkpoints(folder / "checkpoints", attempt="", keep=1)
+    chosen = _select_checkpoints(checkpoints, checkpoint, average)
+    if isinstance(checkpoint, int) and not chosen:
+        raise SettingError(f"--run {run}: it has no whole checkpoint of step {checkpoint}", setting="run", value=run)
+    if len(chosen) < average:
+        raise SettingError(
+            f"--run {run}: it has {len(chosen)} whole checkpoint(s), and {average} are asked for; train it with a "
+            f"checkpoint.every above 0 and checkpoint.keep of at least {average}",
+            setting="run",
+            value=run,
+        )
+    return SelectedRun(config, tuple(chosen))
+
+
+def load_task(config: Config, place: Folder) -> Task:
+    """Loads the task with its facts and tokenizers from a folder. Raises SettingError if its plug-in is missing."""
+    if place.exists("facts.json"):
+        facts = place.read_json("facts.json")
+        return build_task(config, facts, Tokenizers(place, facts["tokenizers"]))
+    encoders = Tokenizers(place, ["tokenizer"])  # format of versions with language modelling only
+    encoder = encoders["tokenizer"]
+    return build_task(config, {"vocabulary_size": encoder.vocabulary_size, "end_id": encoder.end_id}, encoders)
+
+
+def _select_checkpoints(checkpoints: "Checkpoints", checkpoint: str | int, average: int) -> "list[ValidCheckpoint]":
+    if isinstance(checkpoint, int):
+        return [found for found in checkpoints.find_whole() if found.step == checkpoint]
+    best = checkpoints.find_by_hint("best") if checkpoint == "best" and average == 1 else None
+    return [best] if best else list(islice(checkpoints.find_whole(), average))
+
+
+def _load_model(chosen: SelectedRun, task: Task) -> "nn.Module":
+    import torch
+
+    from raystride.pipelines.autotune.matmul_backend import use_saved_backends
+    from raystride.pipelines.checkpoint.manager import Checkpoints
+    from raystride.pipelines.lora.base import open_base
+    from raystride.pipelines.strategies.parameter_layout import saved_parameters
+
+    _use_kernels(chosen.config)
+    model = open_base(chosen.config, task, chosen.checkpoints[0]) if chosen.config.lora.rank else task.build_model()
+    own_values = [parameter for _, parameter in saved_parameters(model)]
+    mean = [torch.zeros_like(parameter) for parameter in own_values] if len(chosen.checkpoints) > 1 else []
+    for found in chosen.checkpoints:
+        Checkpoints(found.folder, attempt="", keep=1).load(found, model)
+        for total, parameter in zip(mean, own_values, strict=False):
+            total.add_(parameter.detach(), alpha=1 / len(chosen.checkpoints))
+    for parameter, value in zip(own_values, mean, strict=False):
+        parameter.data.copy_(value)
+    use_saved_backends(model, chosen.checkpoints[0])
+    return model.eval()
+
+
+def load_weights(config: Config, task: Task, file: Path) -> "nn.Module":
+    """Returns the model with the parameters of a safetensors file."""
+    from safetensors.torch import load_model
+
+    _use_kernels(config)
+    model = task.build_model()
+    load_model(model, file)
+    return model.eval()
+
+
+def _use_kernels(config: Config) -> None:
+    from raystride.triton_kernels.dispatch import triton_unavailable_reason, use_kernels
+
+    if not triton_unavailable_reason():
+        # A run of another machine may have set kernels that this one cannot run; its model runs anywhere.
+        use_kernels(config.model.kernels)

@@ -1,0 +1,135 @@
+"""Provenance of a run: the environment and data that it records, its tags, and the links to its pages.
+
+environment = describe_run(config, resources, allocation, attempt, base, prepared, previous)    # environment.json
+tags = run_tags(environment, config, allocation, dashboard)                                     # of its MLflow run
+"""
+
+import os
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import asdict
+from typing import cast
+
+from raystride.pipelines.cluster.cluster import has_several_nodes, run_on_node
+from raystride.pipelines.cluster.internals import submission_id
+from raystride.pipelines.cluster.resources import Allocation, Resources
+from raystride.pipelines.config import Config
+from raystride.pipelines.hang.process import process_start_time
+from raystride.pipelines.prepare.one_source import PreparedData
+from raystride.pipelines.prepare.raw_files import hash_raw_files, read_raw_files
+from raystride.pipelines.prepare.stage_speed import describe_speeds, load_stages
+from raystride.pipelines.pretrained import BaseInfo
+from raystride.pipelines.record import describe_environment
+from raystride.pipelines.record.environment import DataFingerprints, Environment, RunEnvironment, describe_node
+from raystride.pipelines.record.mlflow.links import is_on_server, job_link, run_link
+from raystride.pipelines.record.mlflow.log import MLFLOW_REFERENCE
+from raystride.pipelines.run_store.resume import (
+    PreviousAttempt,
+    describe_bit_dependencies,
+    read_previous_bits,
+    refuse_different_bits,
+)
+from raystride.pipelines.storage.folder import Folder
+
+
+def driver_start(fallback: float) -> float:
+    """Returns the start of this process in seconds since 1970, `fallback` if it is unknown."""
+    return process_start_time(os.getpid()) or fallback
+
+
+def describe_run(
+    config: Config,
+    resources: Resources,
+    allocation: Allocation,
+    attempt: str,
+    base: BaseInfo | None,
+    prepared: PreparedData,
+    previous: PreviousAttempt | None,
+) -> RunEnvironment:
+    """Returns the content of a run's `environment.json`: machine, versions, base and data. Needs ray.init unless inline."""
+    return {
+        **describe_surroundings(config, resources, allocation),
+        "attempt": attempt,
+        "base": asdict(base) if base else {},
+        **describe_data(prepared, previous),
+    }
+
+
+def describe_surroundings(config: Config, resources: Resources, allocation: Allocation) -> Environment:
+    """Returns the environment of the run: this process's, with versions and hardware of a node with workers."""
+    found = describe_environment()
+    if config.launch.mode == "ray" and has_several_nodes():
+        found.update(cast(Environment, run_on_node(describe_node, config.launch.timeout_s, gpu=allocation.device == "cuda")))
+    if allocation.device == "cuda" and not found["gpus"] and resources.gpu_name:  # no NVML there, or GPUs of another vendor
+        found["gpus"] = [{"name": resources.gpu_name, "memory_bytes": int(resources.gpu_memory_bytes or 0), "driver": ""}]
+    return found
+
+
+def describe_data(prepared: PreparedData, previous: PreviousAttempt | None) -> DataFingerprints:
+    """Returns the data's fingerprints for `environment.json`, to compare later attempts with, ended sources included."""
+    fingerprints, stages = prepared.identity, load_stages(prepared.folder)
+    found = DataFingerprints(data=fingerprints.data)
+    if content := {**(previous.content if previous else {}), **_hash_raw_content(prepared)}:
+        found["content"] = content
+    if stages:
+        found["prepared_at"] = describe_speeds(stages)
+    if not fingerprints.sources:
+        return found
+    sources = {**(previous.sources if previous else {}), **fingerprints.sources}
+    return {**found, "sources": sources, "learned": fingerprints.learned}
+
+
+def _hash_raw_content(prepared: PreparedData) -> dict[str, str]:
+    """Returns hashes of the raw files by source, as far as their preparations have stored them."""
+    sources = prepared.manifest.sources
+    folders = {name: prepared.folder.parent / folder for name, folder in sources.items()} or {"": prepared.folder}
+    return {name: hash_raw_files(files) for name, folder in folders.items() if (files := read_raw_files(folder))}
+
+
+def checkpoint_facts(
+    config: Config, folder: Folder, environment: RunEnvironment, allocation: Allocation
+) -> dict[str, object]:
+    """Returns the environment facts of every checkpoint. Raises SettingError if an exact run would not resume exactly."""
+    kept = {key: environment.get(key) for key in ("commit", "python", "versions") if key in environment}
+    facts: dict[str, object] = kept | {"device": allocation.device, "threads": allocation.threads}
+    if config.train.exact:
+        checkpoints = folder / "checkpoints"
+        bits = describe_bit_dependencies(config, environment, allocation, read_previous_bits(checkpoints)[1])
+        refuse_different_bits(checkpoints, bits)
+        facts["bits"] = bits
+    return facts
+
+
+def run_tags(environment: RunEnvironment, config: Config, allocation: Allocation, dashboard: str | None) -> dict[str, str]:
+    """Returns the tags of the run in MLflow; with a dashboard also the job's id and page in Ray."""
+    strategy = config.scaling.strategy
+    tags = {
+        "strategy": strategy if strategy != "auto" else "ddp" if allocation.workers > 1 else "single",
+        "version": environment["versions"]["raystride"],
+        "commit": environment.get("commit"),
+        "dirty": environment.get("dirty"),
+        "data": environment["data"],
+        "workers": allocation.workers,
+        "device": allocation.device,
+    }
+    return {f"raystride.{key}": str(value) for key, value in tags.items() if value is not None} | _ray_tags(dashboard)
+
+
+def _ray_tags(dashboard: str | None) -> dict[str, str]:
+    """Returns the job's id in Ray and its page, if there is a dashboard."""
+    if not dashboard:
+        return {}
+    import ray
+
+    job = submission_id() or str(ray.get_runtime_context().get_job_id())
+    return {"raystride.ray_job_id": job, "raystride.ray_job": job_link(dashboard, job)}
+
+
+def show_pages(folder: Folder, tags: dict[str, str], log: Callable[[str], None]) -> None:
+    """Shows the links to the run's pages at the beginning of a submitted job's log."""
+    if page := tags.get("raystride.ray_job"):
+        log(f"ray      {page}")
+    with suppress(FileNotFoundError, ValueError):
+        reference = folder.read_json(MLFLOW_REFERENCE)
+        if is_on_server(reference):
+            log(f"mlflow   {run_link(reference)}")

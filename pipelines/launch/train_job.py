@@ -1,0 +1,127 @@
+"""A training job from its settings to its exit code.
+
+    sys.exit(command(Config, run_training, program="train.py", description="..."))
+
+Cheap checks come first: an earlier attempt, its completion, changed settings. Then Ray, the preflight, the data and the
+training; at the end the record is closed whatever happened, and the closing screen names the results.
+"""
+
+import time
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from raystride.pipelines.cluster.cluster import cluster
+from raystride.pipelines.cluster.resubmission import arrange_resubmission, is_resubmitted
+from raystride.pipelines.config import Config
+from raystride.pipelines.config.parse import Parsed
+from raystride.pipelines.console.exit_codes import DONE, run_with_exit_code
+from raystride.pipelines.console.ray_job_status import JobStatusReporter, job_metadata
+from raystride.pipelines.console.screen import Screen
+from raystride.pipelines.console.session import SessionHooks, Watcher
+from raystride.pipelines.launch.adapters_job import train_adapters
+from raystride.pipelines.launch.inline import exit_despite_hang
+from raystride.pipelines.launch.preparing import open_prepared_data
+from raystride.pipelines.launch.profiled import run_under_profiler
+from raystride.pipelines.launch.provenance import describe_run, driver_start, run_tags, show_pages
+from raystride.pipelines.launch.workers import finalize_job, train_on_workers
+from raystride.pipelines.plugins import PluginBundle
+from raystride.pipelines.preflight.check import resolve_and_check
+from raystride.pipelines.record.summary import RunSummary
+from raystride.pipelines.run_store.admission import admit_run
+from raystride.pipelines.run_store.lease import RunLease, new_attempt
+from raystride.pipelines.run_store.location import locate_run, with_absolute_paths
+from raystride.pipelines.run_store.resume import refuse_changes, write_settings
+from raystride.pipelines.signals import EXIT_CODES
+from raystride.pipelines.storage.folder import Folder
+from raystride.pipelines.worker.job import Job
+
+if TYPE_CHECKING:
+    from raystride.pipelines.strategies.strategy import Strategy
+
+
+def run_training(parsed: Parsed[Config]) -> int:
+    """Trains or resumes a run, or reports that it is complete; returns the exit code and handles all errors of users."""
+    return run_with_exit_code(lambda: _train(*locate_run(parsed)))
+
+
+def _train(config: Config, storage: Folder) -> int:
+    if (code := run_under_profiler(config, storage)) is not None:
+        return code
+    with exit_despite_hang(config):
+        summary = train(config, storage, Screen())
+    return EXIT_CODES[by] if (by := summary.get("interrupted_by")) else DONE
+
+
+def train(
+    config: Config,
+    storage: Folder,
+    screen: Screen,
+    watcher: Watcher | None = None,
+    tags: Mapping[str, str] | None = None,
+    plugin_bundle: PluginBundle | None = None,
+    strategy: "Strategy | None" = None,
+) -> RunSummary:
+    """Trains a configuration with a name and absolute paths; returns the summary. Trials of a sweep have a watcher and tags.
+
+    `plugin_bundle` holds plug-ins registered in another process; `strategy` shares a model with other trainings of this
+    process. Raises SettingError, DataError, CannotRun, TrainingFailed, and OSError if the storage is not writable.
+    """
+    if config.lora.adapters > 1:
+        return train_adapters(config, storage, screen, train)
+    milestones = {"driver": time.time()}
+    config, plugin_bundle = _register_plugins(config, plugin_bundle or PluginBundle.collect())
+    admission = admit_run(config, storage, screen.log)
+    config, previous, folder = admission.config, admission.previous, storage / str(config.run)
+    if admission.is_complete:
+        return (previous and previous.summary) or {}
+    attempt, metadata = new_attempt(), job_metadata(str(config.run), str(storage), config.record.mlflow)
+    with (
+        RunLease.acquire(folder, attempt, screen.log, wait=is_resubmitted()) as lease,
+        cluster(config.launch, metadata) as dashboard,
+        JobStatusReporter(metadata, folder) as page,
+        ExitStack() as until_end,
+    ):
+        milestones["cluster"] = time.time()
+        arrange_resubmission(config.launch, dashboard, screen.warn)
+        config, resources, allocation = resolve_and_check(config, storage, screen.log, screen.warn, admission.kept)
+        prepared = until_end.enter_context(
+            open_prepared_data(config, storage, screen, plugin_bundle, admission.kept, resources.cpus - allocation.cpus)
+        )
+        if previous:
+            # Checked again, as only the prepared data shows whether the same settings still mean the same data.
+            refuse_changes(previous, config, prepared.identity)
+        milestones["data"] = time.time()
+        environment = describe_run(config, resources, allocation, attempt, admission.base, prepared, previous)
+        job = Job(
+            config=config,
+            run=str(config.run),
+            attempt=attempt,
+            term=lease.owner.term,
+            folder=folder,
+            prepared=prepared.folder,
+            device=allocation.device,
+            threads=allocation.threads,
+            plugin_bundle=plugin_bundle,
+            # A sweep's process has run other trials before, so its start time says nothing about this one.
+            started_at=milestones["driver"] if watcher else driver_start(milestones["driver"]),
+            milestones=milestones,
+            strategy=strategy,
+        )
+        job, allocation = finalize_job(job, resources, allocation, environment, None if watcher else screen.log)
+        write_settings(folder, attempt, with_absolute_paths(config), environment)
+        all_tags = run_tags(environment, config, allocation, dashboard) | dict(tags or {})
+        show_pages(folder, all_tags, screen.log)
+        hooks = SessionHooks(screen, watcher or page, lease.check, lease.give_up)
+        summary = train_on_workers(job, allocation, storage, all_tags, hooks)
+        page.finish(summary)
+        return summary
+
+
+def _register_plugins(config: Config, plugin_bundle: PluginBundle) -> tuple[Config, PluginBundle]:
+    """Registers the plug-ins; returns the settings with the plug-ins that they need."""
+    plugin_bundle.register()
+    return replace(
+        config, plugins=tuple(dict.fromkeys([*config.plugins, *plugin_bundle.required_plugins(config)]))
+    ), plugin_bundle

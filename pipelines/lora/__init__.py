@@ -1,0 +1,1 @@
+"""Adapter training: the frozen base, PEFT files, initialisation from a run, several adapters in lock-step."""

@@ -1,0 +1,1 @@
+"""MLflow tracking of a run: client process, logging, links and the UI."""

@@ -1,0 +1,404 @@
+"""Logs journal entries to one MLflow run as metrics, tags, parameters and artifacts.
+
+Nothing here retries; `follower` does. The run's folder holds `mlflow.json`: the run's id in MLflow and, as `logged`, the
+number of each attempt's last segment that MLflow has. Times are those of the entries. MLflow's metrics are unique by name,
+step, time and value, so it drops those sent twice after a crash between logging and recording the mark.
+
+    log = MlflowLog.for_run(run_folder, "my-run", RecordConfig(), storage)
+    log.log(entries); log.finish("finished", time.time())
+"""
+
+import logging
+import os
+import re
+import secrets
+import sqlite3
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from raystride.pipelines.config.run import RecordConfig
+from raystride.pipelines.credentials import public_uri
+from raystride.pipelines.record.entry import Entry, Metrics, System
+from raystride.pipelines.record.journal import Segment, stream_entries
+from raystride.pipelines.record.mlflow.links import (
+    NOTE_TAG,
+    VIEW_TAG,
+    describe_run,
+    is_on_server,
+    is_our_note,
+    run_link,
+    runs_table_view,
+)
+from raystride.pipelines.record.summary import STATUSES
+from raystride.pipelines.storage.folder import Folder
+from raystride.pipelines.storage.locks import file_lock
+
+if TYPE_CHECKING:
+    from mlflow import MlflowClient
+    from mlflow.entities import Metric, Run
+
+MLFLOW_REFERENCE = "mlflow.json"
+OWN_DATABASE, DATABASE_FILE, ARTIFACT_FOLDER = "storage:", "mlflow.db", "mlartifacts"
+"""The `uri` in `mlflow.json` of a run in the storage's own database, independent of the storage's path; the names of that
+database and of the folder of its artifacts."""
+ARTIFACTS = ("config.yaml", "environment.json", "summary.json", "curve.png", "report.html", "sample.txt", "log.txt")
+"""Files of a run's folder that are logged at its end, if they exist."""
+METRICS_PER_CALL = 1000  # MLflow's own limits: metrics, parameters and tags of one call, and the length of their texts
+PARAMETERS_PER_CALL = 100
+MAX_PARAMETER_LENGTH = 6000
+MAX_TAG_LENGTH = 5000
+MAX_NAME_LENGTH = 250
+SCHEMA_TIMEOUT_S = 120.0
+MAX_DATABASE_BYTES = 500
+"""SQLite opens paths of at most 512 bytes, suffixes of its own included."""
+ARTIFACT_COLUMNS = (
+    ("experiments", "artifact_location"),
+    ("runs", "artifact_uri"),
+    ("logged_models", "artifact_location"),
+    ("model_versions", "source"),
+    ("model_versions", "storage_location"),
+)
+"""Tables and columns in which MLflow 3 stores artifact locations."""
+RUN_TAG = "raystride.opening"
+# The follower pauses and retries: MLflow's own retries would block the thread for minutes while a server is unreachable.
+ENVIRONMENT = {
+    "MLFLOW_HTTP_REQUEST_TIMEOUT": "10",
+    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0",
+    "MLFLOW_DISABLE_TELEMETRY": "true",
+    "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
+}
+
+
+class MlflowLog:
+    """One run in MLflow. Methods raise MlflowException, OSError or errors of the database's driver."""
+
+    def __init__(self, folder: Folder, run: str, uri: str, settings: RecordConfig) -> None:
+        self._folder, self._run, self.uri = folder, run, uri
+        self._experiment = settings.experiment
+        self._client: MlflowClient | None = None
+        # The own database is not stored by path: a storage may be copied or moved with it.
+        own = folder.parent.local and uri == database_uri(folder.parent)
+        self._stored_uri = OWN_DATABASE if own else public_uri(uri)
+        self.reference: dict[str, Any] = {"logged": {}}
+        try:
+            stored = folder.read_json(MLFLOW_REFERENCE)
+            if (stored_uri(stored) or OWN_DATABASE) == self._stored_uri:
+                self.reference = stored | {"uri": self._stored_uri}
+        except (FileNotFoundError, ValueError):
+            pass
+
+    @classmethod
+    def for_run(cls, folder: Folder, run: str, settings: RecordConfig, storage: Folder) -> "MlflowLog | None":
+        """Returns the log of a run; None if MLflow is off, or there is no URI and the storage cannot hold a database.
+
+        Raises SettingError if the URI was stored without its password and no setting or variable gives it.
+        """
+        uri = settings.filled().mlflow_uri if settings.mlflow else None
+        uri = uri or (database_uri(storage) if storage.local else None)
+        if uri and uri.startswith("sqlite:///") and not uri.startswith("sqlite:////") and storage.local:
+            # Relative to the storage, since the recorder's working directory under Ray is arbitrary.
+            uri = f"sqlite:///{storage.local}/{uri.removeprefix('sqlite:///')}"
+        return cls(folder, run, uri, settings) if settings.mlflow and uri else None
+
+    @property
+    def run_id(self) -> str | None:
+        """The MLflow run's id, None before it is created."""
+        return self.reference.get("run_id")
+
+    @property
+    def public_uri(self) -> str:
+        """The tracking URI without credentials."""
+        return public_uri(self.uri)
+
+    @property
+    def link(self) -> str | None:
+        """Link of the run's page on its server; None for a database (see `raystride.pipelines.record.mlflow.ui`)."""
+        return run_link(self.reference) if is_on_server(self.reference) else None
+
+    def connect(self) -> "tuple[MlflowClient, str]":
+        """Returns client and run id; the first call creates or reopens the run. It may be repeated after an error."""
+        if self._client is None:
+            self._client = self._open_run()
+        assert self.run_id is not None
+        return self._client, self.run_id
+
+    def disconnect(self) -> None:
+        """Makes the next call connect again: a server that came back may have lost the run, or be another one."""
+        self._client = None
+
+    def log(self, entries: list[Entry]) -> list[str]:
+        """Logs entries in calls of at most 1,000 metrics; returns permanent failures as sentences."""
+        from mlflow.entities import RunTag
+
+        client, run_id = self.connect()
+        metrics: list[Metric] = []
+        tags: dict[str, str] = {}
+        problems: list[str] = []
+        for entry in entries:
+            if entry["kind"] == "metrics" or entry["kind"] == "system":
+                metrics += list(self._to_metrics(entry, problems))
+            elif entry["kind"] == "artifact":
+                problems += self._log_artifact(entry["values"]["name"])
+            elif entry["kind"] == "parameters":
+                tags |= self._log_parameters(entry["values"])
+            else:
+                tags |= _tags_of_entry(entry)
+        for start in range(0, len(metrics), METRICS_PER_CALL):
+            problems += self._log_metrics(metrics[start : start + METRICS_PER_CALL])
+        if "raystride.attempt" in tags and is_our_note(client.get_run(run_id).data.tags.get(NOTE_TAG)):
+            tags[NOTE_TAG] = describe_run(self._folder, tags)
+        if tags:
+            client.log_batch(run_id, tags=[RunTag(key, value[:MAX_TAG_LENGTH]) for key, value in tags.items()])
+        return problems
+
+    def save_mark(self, logged: list[Segment]) -> None:
+        """Records in `mlflow.json` that MLflow has these segments, each attempt's in order."""
+        self.reference["logged"] |= {segment.attempt: segment.number for segment in logged}
+        self._save_reference()
+
+    def finish(self, status: str, ended_at: float) -> None:
+        """Logs the usual files and ends the run with `status`, a key of `STATUSES`, at a time in seconds since 1970."""
+        client, run_id = self.connect()
+        for name in ARTIFACTS:
+            self._log_artifact(name)
+        client.set_terminated(run_id, STATUSES[status], round(ended_at * 1000))
+
+    def _open_run(self) -> "MlflowClient":
+        load_mlflow()
+        from mlflow import MlflowClient
+
+        with schema_lock(self.uri):
+            client = MlflowClient(self.uri)
+            if self._stored_uri == OWN_DATABASE:
+                relocate_artifacts(self.uri)
+            run = self._find_run(client) or self._make_run(client)
+        _drop_cached_artifact_location(run.info.run_id)
+        self.reference |= {"run_id": run.info.run_id, "experiment_id": run.info.experiment_id}
+        self._save_reference()
+        # The previous attempt may have ended it.
+        client.update_run(run.info.run_id, status="RUNNING")
+        return client
+
+    def _save_reference(self) -> None:
+        self._folder.put_json(MLFLOW_REFERENCE, self.reference)
+
+    def _find_run(self, client: "MlflowClient") -> "Run | None":
+        """Returns the run of an earlier attempt, or one created just before a crash; None if MLflow has lost it."""
+        from mlflow.exceptions import MlflowException
+
+        if "run_id" in self.reference:
+            try:
+                run = client.get_run(self.reference["run_id"])
+                _restore_experiment(client, run.info.experiment_id)  # its runs come back with it
+                run = client.get_run(run.info.run_id)
+            except MlflowException as error:
+                if error.error_code != "RESOURCE_DOES_NOT_EXIST":
+                    raise
+                return None
+            if run.info.lifecycle_stage == "deleted":
+                client.restore_run(run.info.run_id)
+            return run
+        if "experiment_id" not in self.reference:
+            return None
+        _restore_experiment(client, self.reference["experiment_id"])
+        runs = client.search_runs(
+            [self.reference["experiment_id"]], f"tags.`{RUN_TAG}` = '{self.reference['token']}'", max_results=1
+        )
+        return runs[0] if runs else None
+
+    def _make_run(self, client: "MlflowClient") -> "Run":
+        experiment = self._experiment_id(client)
+        # Saved before the run is created, so that a crash between the two does not lead to a second run.
+        self.reference = {
+            "token": secrets.token_hex(16),
+            "uri": self._stored_uri,
+            "experiment_id": experiment,
+            "logged": {},
+        }
+        self._save_reference()
+        client.set_experiment_tag(experiment, VIEW_TAG, runs_table_view())
+        start = round(self._start_time() * 1000)
+        return client.create_run(experiment, start, tags={RUN_TAG: self.reference["token"]}, run_name=self._run)
+
+    def _start_time(self) -> float:
+        """Returns the run's start in seconds since 1970 from its journal, since MLflow may be reachable only much later."""
+        first = next(stream_entries(self._folder), None)
+        return float(first["time"]) if first else time.time()
+
+    def _experiment_id(self, client: "MlflowClient") -> str:
+        from mlflow.exceptions import MlflowException
+
+        experiment = client.get_experiment_by_name(self._experiment)
+        if experiment is None:
+            try:
+                return str(client.create_experiment(self._experiment, artifact_location=artifact_root(self.uri)))
+            except MlflowException as error:
+                if error.error_code != "RESOURCE_ALREADY_EXISTS":  # another run created it first
+                    raise
+            return self._experiment_id(client)
+        _restore_experiment(client, experiment.experiment_id)
+        return str(experiment.experiment_id)
+
+    def _log_parameters(self, parameters: Mapping[str, object]) -> dict[str, str]:
+        """Logs parameters; returns those that a resumed run changed as tags, since MLflow does not overwrite parameters."""
+        from mlflow.entities import Param
+
+        client, run_id = self.connect()
+        existing = client.get_run(run_id).data.params
+        # Tuples become lists, as in the journal: a replay must not make a setting look changed, nor two runs different.
+        listed = {key: list(value) if isinstance(value, tuple) else value for key, value in parameters.items()}
+        texts = {metric_name(key): str(value)[:MAX_PARAMETER_LENGTH] for key, value in listed.items()}
+        fresh = [Param(key, text) for key, text in texts.items() if key not in existing]
+        for start in range(0, len(fresh), PARAMETERS_PER_CALL):
+            client.log_batch(run_id, params=fresh[start : start + PARAMETERS_PER_CALL])
+        return {f"resumed.{key}": text for key, text in texts.items() if existing.get(key, text) != text}
+
+    def _to_metrics(self, entry: Metrics | System, problems: list[str]) -> "Iterator[Metric]":
+        from mlflow.entities import Metric
+
+        for key, value in entry["values"].items():
+            try:
+                number = float(value)
+            except (TypeError, ValueError):
+                problems.append(f"`{key}` is {value!r} at step {entry['step']}, no number, and is not in MLflow")
+                continue
+            # MLflow stores infinity as 1.8e308, which flattens every curve; NaN shows that a value was not finite.
+            number = float("nan") if number in (float("inf"), float("-inf")) else number
+            yield Metric(metric_name(key), number, round(float(entry["time"]) * 1000), int(entry["step"] or 0))
+
+    def _log_metrics(self, metrics: "list[Metric]") -> list[str]:
+        from mlflow.exceptions import MlflowException
+
+        client, run_id = self.connect()
+        try:
+            client.log_batch(run_id, metrics)
+            return []
+        except MlflowException as error:
+            refused = error.error_code == "INVALID_PARAMETER_VALUE"
+            if not refused or client.get_run(run_id).info.lifecycle_stage == "deleted":
+                raise
+            if len(metrics) == 1:
+                return [f"MLflow refuses `{metrics[0].key}` at step {metrics[0].step}: {error.message}"]
+        # One bad value must not block the others: bisect until it is alone.
+        half = len(metrics) // 2
+        return self._log_metrics(metrics[:half]) + self._log_metrics(metrics[half:])
+
+    def _log_artifact(self, name: str) -> list[str]:
+        client, run_id = self.connect()
+        if os.path.isabs(name) or ".." in name.split("/"):
+            return [f"artifact {name} is not inside the run's folder, and is not in MLflow"]
+        if not self._folder.exists(name):
+            return [f"artifact {name} is not in {self._folder}"]
+        place = os.path.dirname(name) or None
+        if self._folder.local:
+            client.log_artifact(run_id, str(self._folder.local / name), place)
+            return []
+        with tempfile.TemporaryDirectory() as scratch:
+            copy = Path(scratch) / os.path.basename(name)
+            self._folder.download(name, copy)
+            client.log_artifact(run_id, str(copy), place)
+        return []
+
+
+def load_mlflow() -> None:
+    """Imports MLflow with the variables in `ENVIRONMENT`, which takes seconds; later calls do nothing."""
+    os.environ.update({key: os.environ.get(key, value) for key, value in ENVIRONMENT.items()})
+    import mlflow  # noqa: F401
+
+    for name in ("mlflow", "alembic"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+
+
+def database_uri(storage: Folder) -> str:
+    """Returns the URI of a local storage's own database."""
+    return f"sqlite:///{storage.local}/{DATABASE_FILE}"
+
+
+def stored_uri(reference: Mapping[str, Any]) -> str | None:
+    """Returns the tracking URI of a reference; None for the own database of the run's storage.
+
+    Earlier versions stored the path of that database, which is wrong if the storage was copied.
+    """
+    uri = reference.get("uri")
+    own = uri is None or uri == OWN_DATABASE or (uri.startswith("sqlite:///") and Path(uri).name == DATABASE_FILE)
+    return None if own else uri
+
+
+def artifact_root(uri: str) -> str | None:
+    """Returns the artifact root of a database: `mlartifacts` beside it; None for a server, which has its own."""
+    return str(Path(uri.removeprefix("sqlite:///")).parent / ARTIFACT_FOLDER) if uri.startswith("sqlite:///") else None
+
+
+def relocate_artifacts(uri: str) -> None:
+    """Updates the artifact locations in a storage's own database if the storage was copied or moved.
+
+    MLflow stores absolute artifact locations in experiments, runs and logged models. Call it under `schema_lock`.
+    """
+    place, path = artifact_root(uri), Path(uri.removeprefix("sqlite:///"))
+    assert place is not None
+    if not path.exists():
+        return
+    with closing(sqlite3.connect(path, timeout=SCHEMA_TIMEOUT_S)) as connection, connection:
+        tables = {name for (name,) in connection.execute("select name from sqlite_master where type = 'table'")}
+        columns = [(table, column) for table, column in ARTIFACT_COLUMNS if table in tables]
+        for table, column in columns:
+            found_places = f"select distinct {column} from {table} where {column} is not null"  # noqa: S608, constants
+            for (old,) in connection.execute(found_places).fetchall():
+                base, marker, subpath = old.rpartition(f"/{ARTIFACT_FOLDER}")
+                old_root = f"{base}{marker}".removeprefix("file://")
+                if not marker or subpath[:1] not in ("", "/") or old_root == place or _is_same_folder(old_root, place):
+                    continue
+                update = f"update {table} set {column} = ? where {column} = ?"  # noqa: S608, constants
+                connection.execute(update, (f"{place}{subpath}", old))
+
+
+def _is_same_folder(first: str, second: str) -> bool:
+    try:
+        return os.path.samefile(first, second)
+    except OSError:
+        return False
+
+
+def _drop_cached_artifact_location(run_id: str) -> None:
+    """Drops the run's artifact location from MLflow's cache in this process: it may be that of another copy."""
+    from mlflow.tracking._tracking_service import utils
+
+    getattr(utils, "_artifact_repos_cache", {}).pop(run_id, None)
+
+
+def _restore_experiment(client: "MlflowClient", experiment: str) -> None:
+    if client.get_experiment(experiment).lifecycle_stage == "deleted":
+        client.restore_experiment(experiment)
+
+
+def metric_name(key: str) -> str:
+    """Returns the key as a clean relative path in characters that every MLflow store accepts."""
+    parts = [re.sub(r"[^\w.\-: ]", "_", part, flags=re.ASCII).replace(":", "_") for part in key.split("/")]
+    return "/".join(part for part in parts if part.strip(". "))[:MAX_NAME_LENGTH] or "unnamed"
+
+
+@contextmanager
+def schema_lock(uri: str) -> "Iterator[None]":
+    """Locks a SQLite file while its tables are created: two processes at once would make one fail. Raises TimeoutError."""
+    if not uri.startswith("sqlite:///"):
+        yield
+        return
+    path = Path(uri.removeprefix("sqlite:///") + ".lock")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with file_lock(path, SCHEMA_TIMEOUT_S, TimeoutError(f"another process holds {path} for {SCHEMA_TIMEOUT_S:.0f} s")):
+        yield
+
+
+def _tags_of_entry(entry: Entry) -> dict[str, str]:
+    values = entry["values"]
+    if entry["kind"] == "tags":
+        return {metric_name(key): str(value) for key, value in values.items()}
+    if entry["kind"] == "checkpoint":
+        return {"raystride.checkpoint": str(values["path"])}
+    if entry["kind"] == "error":
+        return {"raystride.error": str(values["text"])[-MAX_TAG_LENGTH:]}
+    return {}

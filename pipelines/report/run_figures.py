@@ -1,0 +1,94 @@
+"""A run's figures with their labels, in one order for the screen, `raystride runs`, the page and the model card.
+
+for figure in list_run_figures(summary):
+    print(figure.label, figure.text)                      # status finished, steps 600, val_accuracy 0.66, ...
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class RunFigure:
+    """A figure of a run, as text."""
+
+    key: str
+    """Its key in the summary, or the name of the task's metric."""
+    label: str
+    """Words that a reader sees."""
+    text: str
+    """The value with its unit."""
+
+
+def _percent(value: Any) -> str:
+    return f"{value:.1%}"
+
+
+def _whole(value: Any) -> str:
+    return f"{value:,}"
+
+
+_Rows = tuple[tuple[str, str, Callable[[Any], str]], ...]
+_HEAD: _Rows = (("status", "status", str), ("steps", "steps", _whole))
+_FIGURES: _Rows = (
+    ("val_loss", "validation loss", lambda value: f"{value:.4f}"),
+    ("train_loss", "training loss", lambda value: f"{value:.4f}"),
+    ("seen", "{unit} seen", _whole),
+    ("tokens_per_second", "{rate}/s", lambda value: f"{value:,.0f}"),
+    ("workers", "workers", str),
+    ("mfu", "MFU", _percent),
+    ("step_seconds_p50", "step, median", lambda value: f"{value * 1000:.1f} ms"),
+    ("step_seconds_p95", "step, 95 %", lambda value: f"{value * 1000:.1f} ms"),
+    ("data_wait_share", "data wait", _percent),
+    ("seconds_to_first_step", "time to first step", lambda value: f"{value:.1f} s"),
+    ("peak_memory_bytes", "peak memory", lambda value: f"{value / 2**30:.2f} GiB"),
+    ("joules_per_token", "energy per token", lambda value: f"{value:.3g} J"),
+    ("average_power_watts", "average power", lambda value: f"{value:,.0f} W"),
+    ("throttled_seconds", "throttled", lambda value: f"{value:,.1f} s"),
+    ("gpu_idle_share", "GPU idle", _percent),
+    ("resumed_from", "resumed from", str),
+)
+"""Key, label and format of the figures before and after the task's own metrics."""
+
+
+def list_run_figures(summary: Mapping[str, Any]) -> list[RunFigure]:
+    """Returns the figures of `summary.json` that are known: status, steps, the task's metrics (that of `validation.metric`
+    first), losses, speed, hardware. Figures of a mixture's sources (`val_loss/web`) are not among them.
+    """
+    return [*_known_figures(_HEAD, summary), *_task_metrics(summary), *_known_figures(_FIGURES, summary)]
+
+
+def _known_figures(rows: _Rows, summary: Mapping[str, Any]) -> Iterator[RunFigure]:
+    unit = summary.get("unit") or "tokens"
+    words = {"unit": unit, "rate": "images" if unit == "images" else "tokens"}
+    known = dict(summary) | {"seen": summary.get("tokens_seen" if unit == "tokens" else "samples_seen")}
+    for key, label, form in rows:
+        if known.get(key) is not None:
+            yield RunFigure(key, label.format(**words), _to_text(form, known[key]))
+
+
+def list_metrics(summary: Mapping[str, Any]) -> list[RunFigure]:
+    """Returns those of the figures that are metrics of the task, its validation loss included."""
+    return [figure for figure in list_run_figures(summary) if figure.key in (summary.get("metrics") or {})]
+
+
+def format_metric(value: Any) -> str:
+    """Returns a metric with four significant digits."""
+    return _to_text(lambda number: f"{number:.4g}", value)
+
+
+def _task_metrics(summary: Mapping[str, Any]) -> Iterator[RunFigure]:
+    metrics = {
+        name: value for name, value in (summary.get("metrics") or {}).items() if name not in summary and "/" not in name
+    }
+    chosen = summary.get("metric")
+    for name in sorted(metrics, key=lambda name: name != chosen):
+        yield RunFigure(name, name, format_metric(metrics[name]))
+
+
+def _to_text(form: Callable[[Any], str], value: Any) -> str:
+    try:
+        return form(value)
+    except (TypeError, ValueError):  # a non-finite figure is a string in the summary
+        return str(value)

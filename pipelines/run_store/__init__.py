@@ -1,0 +1,1 @@
+"""Runs in a storage: location, lease, stored settings, resuming, and the `runs` commands."""

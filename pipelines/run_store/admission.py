@@ -1,0 +1,132 @@
+"""Admits a run before anything expensive starts: compares it with its previous attempt, and checks settings, base and data.
+
+admission = admit_run(config, storage, screen.line)       # raises SettingError, DataError
+admission.is_complete, admission.previous, admission.kept
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from raystride.pipelines.commands import shell_command
+from raystride.pipelines.config import Config
+from raystride.pipelines.config.base_model import is_run
+from raystride.pipelines.lora.init_from_run import check_run
+from raystride.pipelines.prepare.fingerprint import NO_KEPT_PREPARATIONS, KeptPreparations, identity
+from raystride.pipelines.prepare.prepare import check_data
+from raystride.pipelines.pretrained import BaseInfo, check_base
+from raystride.pipelines.record.tensorboard_log import check_tensorboard
+from raystride.pipelines.report import closing_screen
+from raystride.pipelines.run_store.resume import (
+    PreviousAttempt,
+    describe_completion,
+    has_same_data,
+    keep_preparations,
+    newest_step,
+    read_previous_attempt,
+    refuse_changes,
+    refuse_fewer_steps,
+    with_previous_base,
+)
+from raystride.pipelines.storage.folder import Folder
+from raystride.pipelines.tasks import build_task
+
+Log = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Admission:
+    """An admitted run: its settings, its previous attempt, and the base and preparations that it uses."""
+
+    config: Config
+    previous: PreviousAttempt | None
+    is_complete: bool = False
+    """Whether nothing is left to do; base and data are not checked then."""
+    base: BaseInfo | None = None
+    """Description of a new run's base, if that is a folder or model of the hub."""
+    kept: KeptPreparations = NO_KEPT_PREPARATIONS
+    """Preparations with which a resumed run goes on."""
+
+
+def admit_run(config: Config, storage: Folder, log: Log) -> Admission:
+    """Shows the run and whether it resumes, and checks it; the settings have a name and absolute paths.
+
+    Raises SettingError and DataError if it cannot run, before the run's name is taken.
+    """
+    folder = storage / str(config.run)
+    previous = read_previous_attempt(folder)
+    if previous:
+        config = with_previous_base(previous, config)
+    if _has_nothing_left(config, storage, folder, previous, log):
+        return Admission(config, previous, is_complete=True)
+    base = _check_base(config, previous, log)
+    kept = _keep_preparations(config, storage, previous, log)
+    check_data(config, storage, build_task(config), kept)
+    return Admission(config, previous, base=base, kept=kept)
+
+
+def _has_nothing_left(config: Config, storage: Folder, folder: Folder, previous: PreviousAttempt | None, log: Log) -> bool:
+    """Shows the run and whether it resumes; returns whether nothing is left to do. Raises SettingError."""
+    reached, step = (describe_completion(previous, config), newest_step(folder)) if previous else (None, None)
+    goes_on = f", going on from step {step}" if step and not reached else ""
+    log(f"run {config.run} in {storage}{goes_on}")
+    _check_settings(config, storage, previous)
+    if previous and reached:
+        log(_describe_completed_run(folder, config, reached, previous))
+        return True
+    refuse_fewer_steps(config, step)
+    return False
+
+
+def _check_settings(config: Config, storage: Folder, previous: PreviousAttempt | None) -> None:
+    """Raises SettingError for settings that can be rejected before anything starts."""
+    _check_metric(config)
+    check_tensorboard(config.record)
+    if previous:
+        refuse_changes(previous, config, has_same_data=lambda: has_same_data(previous, config, storage))
+
+
+def _check_metric(config: Config) -> None:
+    """Raises SettingError for a metric that the task does not measure; otherwise the first validation would fail."""
+    task_metrics = build_task(config).metrics
+    if config.validation.metric not in task_metrics:
+        raise config.validation.error("metric", f"must be one of {', '.join(sorted(task_metrics))}")
+
+
+def _describe_completed_run(folder: Folder, config: Config, reached: str, previous: PreviousAttempt) -> str:
+    """Returns the message about a run that has nothing left to do."""
+    more = 2 * max(1, (previous.summary or {}).get("steps") or config.train.steps)
+    return "\n".join(
+        [
+            f"this run is complete ({reached}). To train it further, give more steps or epochs, for instance",
+            f"  {shell_command('train', str(config.run), str(folder.parent), f'--train.steps {more}')}",
+            "and to train another one, another name (--run NAME) or other settings",
+            closing_screen(previous.summary or {}, folder),
+        ]
+    )
+
+
+def _check_base(config: Config, previous: PreviousAttempt | None, log: Log) -> BaseInfo | None:
+    """Checks and shows the base of a new run; returns its description if it is a folder or model of the hub.
+
+    Raises SettingError before the run's name is taken by settings that do not fit.
+    """
+    base_path = config.model.init_from
+    if previous or not base_path:
+        return None
+    if is_run(base_path):
+        check_run(config, Folder(base_path))
+        return None
+    base = check_base(config, base_path)
+    log(f"base {base_path}: {base}; context {config.model.context:,}")
+    log("from it: " + ", ".join(f"{name} {value}" for name, value in base.settings.items()))
+    return base
+
+
+def _keep_preparations(config: Config, storage: Folder, previous: PreviousAttempt | None, log: Log) -> KeptPreparations:
+    """Returns the preparations with which the run resumes. Raises DataError or SettingError if it cannot."""
+    if not previous:
+        return NO_KEPT_PREPARATIONS
+    kept = keep_preparations(previous, config, storage, log)
+    if previous.sources and config.data.sources:  # a source that comes back is not in the previous settings
+        refuse_changes(previous, config, identity(config, build_task(config), kept, storage))
+    return kept

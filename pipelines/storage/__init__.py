@@ -1,0 +1,1 @@
+"""Files on local disks and object stores behind one interface, with retries and locks."""

@@ -1,0 +1,1 @@
+"""Tensor, pipeline and context parallelism on a mesh of workers."""

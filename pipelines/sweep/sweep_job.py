@@ -1,0 +1,293 @@
+"""A sweep from its settings to its answer: the settings to use here, and why.
+
+    sys.exit(command(SweepConfig, run_sweep, program="sweep.py", description="..."))
+
+Nothing is lost: every trial that ended is a file in the sweep's folder, with its figures or the reason why it has none. The
+same command again measures only the missing ones.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields, replace
+from functools import partial
+from shlex import quote
+
+from raystride.pipelines.cluster.cluster import cluster, uses_running_cluster
+from raystride.pipelines.cluster.internals import update_job_metadata
+from raystride.pipelines.cluster.resources import Resources
+from raystride.pipelines.commands import launch_command, shell_command, storage_flag
+from raystride.pipelines.config import Config, SettingError
+from raystride.pipelines.config.parse import Parsed, to_yaml
+from raystride.pipelines.config.sweep import SweepJobConfig
+from raystride.pipelines.console.exit_codes import DONE, FAILED, run_with_exit_code
+from raystride.pipelines.console.ray_job_status import job_metadata
+from raystride.pipelines.console.screen import Screen
+from raystride.pipelines.plugins import PluginBundle
+from raystride.pipelines.preflight.choose_mesh import store_mesh
+from raystride.pipelines.prepare.prepare import check_data, prepare
+from raystride.pipelines.run_store.lease import RunLease, new_attempt
+from raystride.pipelines.run_store.location import locate_run
+from raystride.pipelines.scaling_model.described import ClusterDescription, ClusterError
+from raystride.pipelines.sources.faults import DataError
+from raystride.pipelines.storage.folder import Folder
+from raystride.pipelines.sweep.answer import Answer, build_answer
+from raystride.pipelines.sweep.choice import needs_more_seeds, resolve_price
+from raystride.pipelines.sweep.progress import ProgressBoard
+from raystride.pipelines.sweep.report_page import write_report
+from raystride.pipelines.sweep.result import RETRYABLE_STATUSES, Result, list_keys, load_results, remove_result, save_result
+from raystride.pipelines.sweep.shared import measure_shared
+from raystride.pipelines.sweep.space import MESH_SETTINGS, Candidate, draw_random, enumerate_grid, format_mesh_flags
+from raystride.pipelines.sweep.tracking import SweepTracking
+from raystride.pipelines.sweep.trial import SweepPlan
+from raystride.pipelines.tasks import build_task
+
+
+def run_sweep(parsed: Parsed[SweepJobConfig]) -> int:
+    """Measures missing trials, writes the report and `recommended.yaml`; returns the exit code. Raises no user errors."""
+    return run_with_exit_code(lambda: DONE if run_trials(*resolve_storage(parsed), Screen()).best else FAILED)
+
+
+def resolve_storage(parsed: Parsed[SweepJobConfig]) -> tuple[SweepJobConfig, Folder]:
+    """Returns the sweep with a name and absolute paths, and the storage. Raises SettingError if it is to run without Ray."""
+    config, storage = locate_run(Parsed(parsed.settings.training(), parsed.preset, parsed.has_source))
+    if parsed.settings.sweep.share_base:
+        config = replace(config, launch=replace(config.launch, mode="inline"))
+    elif config.launch.mode != "ray":
+        raise config.launch.error("mode", "must be `ray` for a sweep, whose trials Ray Tune runs")
+    return replace(parsed.settings, **{item.name: getattr(config, item.name) for item in fields(Config)}), storage
+
+
+def run_trials(base: SweepJobConfig, storage: Folder, screen: Screen) -> Answer:
+    """Measures missing trials, and returns the answer.
+
+    Raises SettingError if the space is empty, a price is missing or a training has the name; DataError if no data can be
+    prepared, CannotRun if there is no cluster.
+    """
+    assert base.run
+    folder = storage / base.run
+    candidates, described = list_candidates(base), _load_cluster_description(base)
+    if base.sweep.objective == "cost" and not resolve_price(base, described):
+        raise base.sweep.error("price_per_hour", f"must be given: {base.sweep.cluster} has no price_per_gpu_hour")
+    if folder.exists("journal"):
+        raise SettingError(
+            f"run is {base.run!r}: it is the name of a training; give the sweep another one, by --run",
+            setting="run",
+            value=base.run,
+        )
+    screen.log(f"sweep {base.run} in {storage}")
+    trial_steps = base.sweep.warmup_steps + base.sweep.windows * base.sweep.window_steps
+    if base.sweep.objective == "loss" and trial_steps != base.train.steps:
+        screen.log(
+            f"a trial trains {trial_steps} steps, its schedule included (sweep.warmup_steps, windows, window_steps); "
+            f"train.steps {base.train.steps} is what recommended.yaml trains"
+        )
+    if base.sweep.shard:
+        _measure_share(base, storage, candidates, described, screen)
+        known = _load_known(base, folder, candidates)
+        if num_left := len(candidates) - len(known):
+            screen.log(
+                f"share {base.sweep.shard} is measured; the job that measures the last of the {num_left} others answers"
+            )
+            return build_answer(base, list(known.values()), described)
+    with RunLease.acquire(folder, new_attempt()):
+        folder.put("config.yaml", to_yaml(replace(base, sweep=replace(base.sweep, shard=""))))
+        tracking = SweepTracking(folder, base, storage)
+        try:
+            if base.sweep.retry and not base.sweep.shard:
+                _remove_failures(folder, load_results(folder))
+            _measure_missing(base, storage, candidates, described, tracking, screen)
+            return _write_answer(base, folder, candidates, described, tracking, screen)
+        except BaseException as error:
+            tracking.end("failed" if isinstance(error, Exception) else "stopped")
+            raise
+
+
+def _measure_share(
+    base: SweepJobConfig,
+    storage: Folder,
+    candidates: Sequence[Candidate],
+    described: ClusterDescription | None,
+    screen: Screen,
+) -> None:
+    """Measures missing trials of this job's share; the job that answers logs them to MLflow."""
+    number, count = base.sweep.part
+    folder = storage / str(base.run)
+    with RunLease.acquire(folder / "shares" / f"{number}-of-{count}", new_attempt()):
+        own = candidates[number::count]
+        if base.sweep.retry:
+            _remove_failures(folder, _load_known(base, folder, own))
+        _measure_missing(base, storage, own, described, None, screen)
+
+
+def _measure_missing(
+    base: SweepJobConfig,
+    storage: Folder,
+    candidates: Sequence[Candidate],
+    described: ClusterDescription | None,
+    tracking: SweepTracking | None,
+    screen: Screen,
+) -> None:
+    folder = storage / str(base.run)
+    known = _load_known(base, folder, candidates)
+    missing = [candidate for candidate in candidates if candidate.key not in known]
+    num_left = len(missing) if candidates else base.sweep.trials - len(known)
+    # The job that answers knows all results: it measures further seeds of undecided ones.
+    is_answering = tracking is not None
+    if num_left <= 0 and not (is_answering and needs_more_seeds(list(known.values()), base)):
+        return
+    _for_each_data_kind(base, missing, lambda config: check_data(config, storage, build_task(config)))
+    metadata = job_metadata(str(base.run), str(storage), base.record.mlflow)
+    from raystride.pipelines.sweep.tuning import measure_with_tune  # Ray Tune takes a second to import
+
+    with cluster(base.launch, metadata):
+        if not base.sweep.share_base:
+            update_job_metadata(metadata)
+        _prepare_all(base, storage, missing, screen)
+        is_shared = base.sweep.share_base
+        resources = Resources.of_this_machine() if is_shared else Resources.of_cluster()
+        plan = SweepPlan(base, storage, resolve_price(base, described), resources, PluginBundle.collect())
+        run = measure_shared if is_shared else measure_with_tune
+        with ProgressBoard(base.sweep.space, num_left, quiet=not screen.is_visible) as board:
+            on_result = partial(_report_result, folder, tracking, board)
+            if num_left > 0:
+                run(plan, missing, list(known.values()), num_left, on_result)
+            while is_answering and (further := needs_more_seeds(list(_load_known(base, folder, candidates).values()), base)):
+                names = "; ".join(candidate.label for candidate in further)
+                board.add_trials(len(further), f"another seed for what the loss does not tell apart: {names}")
+                run(plan, further, [], len(further), on_result)
+
+
+def _load_cluster_description(base: SweepJobConfig) -> ClusterDescription | None:
+    try:
+        return ClusterDescription.load(base.sweep.cluster) if base.sweep.cluster else None
+    except ClusterError as error:
+        raise SettingError(str(error), setting="sweep.cluster", value=base.sweep.cluster, allowed=error.allowed) from None
+
+
+def list_candidates(base: SweepJobConfig) -> list[Candidate]:
+    """Returns all candidates of a grid or random draws; none for Optuna, which chooses by earlier results.
+
+    Raises SettingError if the space is empty, or the conditions exclude all of it.
+    """
+    if not base.sweep.space:
+        raise base.sweep.error("space", "must name at least one setting to vary, as {scaling.workers: [1, 2]}")
+    if base.sweep.search == "optuna":
+        return []
+    candidates = list(enumerate_grid(base) if base.sweep.search == "grid" else draw_random(base))
+    if not candidates:
+        raise base.sweep.error("constraints", "leaves nothing of sweep.space")
+    return candidates
+
+
+def _prepare_all(base: SweepJobConfig, storage: Folder, candidates: Sequence[Candidate], screen: Screen) -> None:
+    """Prepares the data that trials read, each kind once, so that no trial does.
+
+    On a local cluster it happens in this process: workers of a trial are then new, and none has prepared data before. Data
+    that Optuna's candidates will need besides the configured one is unknown yet; they prepare it. Raises DataError if
+    nothing can be prepared; if only some cannot, their trials report it.
+    """
+    on_ray = uses_running_cluster(base.launch)
+    _for_each_data_kind(
+        base, candidates, lambda config: prepare(config, storage, build_task(config), on_ray=on_ray, log=screen.log)
+    )
+
+
+def _for_each_data_kind(base: SweepJobConfig, candidates: Sequence[Candidate], job: Callable[[Config], object]) -> None:
+    """Runs a job for every kind of data. Raises DataError if it fails for all."""
+    configs = [candidate.config for candidate in candidates if candidate.config] or [base.training()]
+    kinds = {repr((config.data, config.tokenizer, config.model.context)): config for config in configs}
+    faults = []
+    for config in kinds.values():
+        try:
+            job(config)
+        except DataError as fault:
+            faults.append(fault)
+    if len(faults) == len(kinds):
+        raise faults[0]
+
+
+def _remove_failures(folder: Folder, results: Mapping[str, Result]) -> None:
+    for result in results.values():
+        if result.status in RETRYABLE_STATUSES:
+            remove_result(folder, result.key)
+
+
+def _load_known(base: SweepJobConfig, folder: Folder, candidates: Sequence[Candidate]) -> dict[str, Result]:
+    """Returns the folder's results of these candidates, or for Optuna of this space and configuration: both may have
+    changed.
+
+    They are found by the candidates' keys, which cover everything that affects figures; earlier versions used other names.
+    """
+    results, candidates_by_key = load_results(folder), defaultdict[str, list[Candidate]](list)
+    if candidates:
+        rounds = range(base.sweep.repeats, base.sweep.seeds if base.sweep.objective == "loss" else 0)
+        by_key_and_round = {
+            (candidate.key, number): candidate for candidate in candidates for number in (candidate.round, *rounds)
+        }
+        tried = [replace(candidate, round=number) for (_, number), candidate in by_key_and_round.items()]
+    else:
+        own_results = [result for result in results.values() if set(result.settings) == set(base.sweep.space)]
+        tried = [Candidate(base, result.settings, result.round) for result in own_results]
+    for candidate in tried:
+        for key in candidate.keys:
+            candidates_by_key[key].append(candidate)
+    measured = ((candidate, result) for key, result in results.items() for candidate in candidates_by_key[key])
+    return {candidate.key: result for candidate, result in measured if candidate.matches(result.settings, result.round)}
+
+
+def _report_result(folder: Folder, tracking: SweepTracking | None, board: ProgressBoard, result: Result) -> None:
+    """Between two trials: shows and logs the one that ended."""
+    board.add_result(_log_to_mlflow(folder, tracking, result, number=len(list_keys(folder))) if tracking else result)
+
+
+def _log_to_mlflow(folder: Folder, tracking: SweepTracking, result: Result, number: int) -> Result:
+    logged = tracking.log_trial(result, number)
+    if logged is not result:
+        save_result(folder, logged)
+    return logged
+
+
+def _write_answer(
+    base: SweepJobConfig,
+    folder: Folder,
+    candidates: Sequence[Candidate],
+    described: ClusterDescription | None,
+    tracking: SweepTracking,
+    screen: Screen,
+) -> Answer:
+    """Writes the report, the recommendation and the summary; shows the last screen."""
+    results = list(_load_known(base, folder, candidates).values())
+    # Results that a killed sweep or an unreachable server left unlogged.
+    results = [
+        result if result.mlflow_run_id else _log_to_mlflow(folder, tracking, result, len(results)) for result in results
+    ]
+    requested = [result for result in results if not candidates or result.round < base.sweep.repeats]
+    unfinished = max(0, (len(candidates) or base.sweep.trials) - len(requested))
+    outcome = build_answer(base, results, described)
+    write_report(folder, outcome)
+    if outcome.recommended:
+        folder.put("recommended.yaml", outcome.recommended)
+        tracking.log_artifact("recommended.yaml")
+    if outcome.best and set(MESH_SETTINGS) & set(outcome.best.settings):
+        store_mesh(folder.parent, Candidate(base, outcome.best.settings).recommended, str(base.run))
+    folder.put_json("summary.json", outcome.summary | {"mlflow_run_id": tracking.run_id, "unfinished": unfinished})
+    tracking.end("finished" if outcome.best and not unfinished else "stopped" if unfinished else "failed")
+    _show_summary(folder, outcome, tracking, unfinished, screen)
+    return outcome
+
+
+def _show_summary(folder: Folder, outcome: Answer, tracking: SweepTracking, unfinished: int, screen: Screen) -> None:
+    storage = folder.parent
+    screen.log(outcome.text)
+    if unfinished:
+        screen.warn(f"{unfinished} trials are missing: the same command again goes on with them")
+    if link := tracking.comparison_url([result for result in outcome.results if result.is_measured]):
+        screen.log(f"compare  {link}")
+    screen.log(f"results  {folder}")
+    ui = shell_command("ui", storage=str(storage))
+    screen.log(f"mlflow   {tracking.link or (ui if tracking.run_id else 'not logged')}")
+    # The flags show the mesh, and what to change for another number of workers.
+    flags = format_mesh_flags(outcome.best.settings) if outcome.best else ""
+    parts = [launch_command(), "train --config", quote(str(folder / "recommended.yaml")), flags, storage_flag(str(storage))]
+    next_job = " ".join(filter(None, parts))
+    screen.log(f"next     {next_job if outcome.best else 'look at the causes in report.html, and change sweep.space'}")

@@ -1,0 +1,243 @@
+"""Builds the parts of a training in the order of their dependencies: device, task, model, data, loop.
+
+training = build_training(job, WorkerInfo(rank=0, world=1), observers, stopping=lambda: False, log=print)
+"""
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+from typing import NamedTuple
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from raystride.model.dropout import number_dropouts
+from raystride.pipelines.autotune.attention_backend import choose_attention
+from raystride.pipelines.autotune.matmul_backend import MatmulChoice, choose_matmul_backends
+from raystride.pipelines.checkpoint.manager import Checkpoints, ValidCheckpoint
+from raystride.pipelines.checkpoint.train_state import TrainState
+from raystride.pipelines.checkpoint.updater import Updater
+from raystride.pipelines.config import Config
+from raystride.pipelines.feed.growth import StreamingOrder
+from raystride.pipelines.feed.loader import Loader, Requests, num_validation_samples, validation_batches
+from raystride.pipelines.feed.open_dataset import Feed, open_feed, open_manifest
+from raystride.pipelines.feed.order import SampleOrder
+from raystride.pipelines.feed.samples import Samples
+from raystride.pipelines.lora.base import HEADER, check_base, finalize_base, init_adapters, network_factory
+from raystride.pipelines.lora.init_from_run import init_weights, with_base_ids
+from raystride.pipelines.observers.observer import Observer
+from raystride.pipelines.strategies import build_strategy
+from raystride.pipelines.strategies.parameter_layout import layout_of
+from raystride.pipelines.strategies.recompute import recompute
+from raystride.pipelines.strategies.strategy import Strategy
+from raystride.pipelines.tasks import Task, build_task
+from raystride.pipelines.tasks.task import Document
+from raystride.pipelines.tokenizers import Tokenizers
+from raystride.pipelines.train.loop import Training
+from raystride.pipelines.train.optimizer import build_optimizer
+from raystride.pipelines.train.precision import Precision, resolve_precision
+from raystride.pipelines.train.step import build_step_rules
+from raystride.pipelines.train.validation import ValidationSums, validation_scores, validation_sums
+from raystride.pipelines.worker.device import set_up_device
+from raystride.pipelines.worker.job import Job, WorkerInfo
+from raystride.triton_kernels.dispatch import use_kernels
+
+WARNING_PREFIX = "warning: "
+"""Prefix of log lines that are warnings."""
+NUM_HELD_OUT_SEEN = 200
+"""Number of validation samples of each source that the task gets to see before the training."""
+
+
+def build_training(
+    job: Job, worker: WorkerInfo, observers: list[Observer], stopping: Callable[[], bool], log: Callable[[str], None]
+) -> Training:
+    """Builds the training, at the position of the newest checkpoint."""
+    device = set_up_device(job, worker)
+    config = replace(job.config, train=resolve_precision(job.config.train, device))
+    use_kernels(config.model.kernels)
+    manifest = open_manifest(config, job.prepared)
+    task = build_task(config, manifest.facts, Tokenizers(job.prepared, build_task(config).tokenizers))
+    strategy = job.strategy or build_strategy(config, device=device, rank=worker.rank, world=worker.world)
+    strategy.device = device
+    torch.manual_seed(config.seed)
+    built = _build_model(job, config, worker, task, strategy, log)
+    found, state = built.found, built.state
+
+    past = found.manifest.get("order") if found else None
+    since = {"step": state.step, "position": state.position}
+    clock = f"{job.folder} {job.attempt}"
+    feed = open_feed(
+        config, built.task, job.prepared, past=past, **since, clock=clock, log=lambda text: log(WARNING_PREFIX + text)
+    )
+    if message := built.task.see_held_out(_read_held_out_documents(built.task, feed)):
+        log(message)
+    if worker.rank == 0:
+        facts = dict(built.task.facts) | {"tokenizers": list(built.task.tokenizers)}
+        built.checkpoints.extra["facts.json"] = json.dumps(facts).encode()
+    choice = _choose_matmul_backends(job, config, worker, built.network, feed.train, found, log)
+    loader = _build_loader(config, worker, strategy, feed, state)
+    bits = choice.bits | choose_attention(config, device=device, found=found, rank=worker.rank, world=worker.world, log=log)
+    header = {"run": job.run, "bits": bits, "data": manifest.fingerprint}
+    return Training(
+        config=config,
+        strategy=strategy,
+        model=built.model,
+        optimizer=built.optimizer,
+        loader=loader,
+        state=state,
+        rules=build_step_rules(config, feed.train, state, device),
+        validate=_make_validation(config, strategy, built.model, built.precision, feed),
+        checkpoints=built.checkpoints if config.checkpoint.every else None,
+        header=header | ({HEADER: {"base": built.base}} if built.base else {}) | job.facts,
+        watchers=observers,
+        stopping=stopping,
+        log=log,
+    )
+
+
+class _BuiltModel(NamedTuple):
+    """A model with its optimizer, at the newest checkpoint."""
+
+    task: Task
+    network: torch.nn.Module
+    """The model before the strategy has wrapped it."""
+    model: torch.nn.Module
+    optimizer: Updater
+    precision: Precision
+    checkpoints: Checkpoints
+    found: ValidCheckpoint | None
+    state: TrainState
+    base: str
+    """The hash of the frozen base of adapters; empty without adapters."""
+
+
+def _build_model(
+    job: Job, config: Config, worker: WorkerInfo, task: Task, strategy: Strategy, log: Callable[[str], None]
+) -> _BuiltModel:
+    """Builds the model and its optimizer, and loads the newest checkpoint or the initial weights into them."""
+    precision = Precision(config.train.precision)
+    precision.set_matmul_precision()
+    if shortfall := precision.describe_shortfall(strategy.device):
+        log(shortfall)
+    network = model = strategy.build_network(network_factory(task, config, job.prepared / "tokenizer", log))
+    if config.masks_by_place:
+        number_dropouts(model)
+    checkpoints = _build_checkpoints(job, worker, task, log)
+    found = checkpoints.find_newest()
+    task = with_base_ids(task, config.model.init_from, found)
+    if config.lora.rank:
+        init_adapters(model, config, found, checkpoints)
+    elif config.model.init_from and not found:  # a resumed run no longer needs that folder
+        init_weights(model, config.model.init_from, task, job.prepared / "tokenizer", log)
+    base = finalize_base(model) if config.lora.rank and layout_of(model) is None else ""
+    precision.convert_model(model, sharded=strategy.sharded)
+    make_optimizer = partial(build_optimizer, config.optimizer, stochastic=config.train.stochastic_rounding)
+    model, optimizer = strategy.prepare_model(recompute(model, config.train), make_optimizer)
+    if config.lora.rank:
+        base = base or finalize_base(model)  # a split network has its full parameters only after `prepare_model`
+        check_base(found, base, config)
+    if found:
+        checkpoints.load(found, model, optimizer)
+        log(f"resumed from step {found.step}")
+    state = found.state if found else TrainState()
+    return _BuiltModel(task, network, model, optimizer, precision, checkpoints, found, state, base)
+
+
+def _build_checkpoints(job: Job, worker: WorkerInfo, task: Task, log: Callable[[str], None]) -> Checkpoints:
+    # A separate group: on the training's group, a concurrent save hung or ended the process.
+    group = dist.new_group(backend="gloo") if worker.world > 1 else None
+    extra: dict[str, bytes] = {}
+    if worker.rank == 0:  # files needed to use the model: its tokenizers, and later the task's facts
+        for tokenizer in task.tokenizers:
+            folder = job.prepared / tokenizer
+            extra |= {f"{tokenizer}/{name}": folder.read(name) for name in folder.names()}
+    settings = job.config.checkpoint
+    rules = {"keep": settings.keep, "failures": settings.failures}
+    checkpoints = Checkpoints(
+        job.folder / "checkpoints", job.attempt, **rules, group=group, log=log, extra=extra, term=job.term
+    )
+    if settings.every:
+        checkpoints.fence_older_groups()
+    return checkpoints
+
+
+def _choose_matmul_backends(
+    job: Job,
+    config: Config,
+    worker: WorkerInfo,
+    model: torch.nn.Module,
+    samples: Samples,
+    found: ValidCheckpoint | None,
+    log: Callable[[str], None],
+) -> MatmulChoice:
+    """Chooses the matmul backend on CPUs that is fastest for this worker's micro-batches."""
+    if job.device != "cpu" or config.scaling.group > 1:  # workers of a mesh have different shapes but must choose the same
+        return MatmulChoice()
+    train = config.train
+    slots = train.together or -(-train.slots // worker.world)
+    rows = round(samples.tokens * train.slot_samples * slots)
+    return choose_matmul_backends(
+        train, model, rows, found=found, facts=job.facts, rank=worker.rank, world=worker.world, log=log
+    )
+
+
+def _make_agreement(worker: WorkerInfo, order: SampleOrder) -> Callable[[Requests], tuple[float, Requests]] | None:
+    """Returns the workers' agreement on the data that all can read, None if the data is complete."""
+    if worker.world == 1 or not isinstance(order, StreamingOrder):
+        return None
+    return partial(order.agree_on_readable, group=dist.new_group(backend="gloo"))
+
+
+def _build_loader(config: Config, worker: WorkerInfo, strategy: Strategy, feed: Feed, state: TrainState) -> Loader:
+    """Builds the loader of this worker's micro-batches, from the state's position."""
+    return Loader(
+        plan=feed.plan,
+        samples=feed.train,
+        rank=strategy.rank,
+        world=strategy.world,
+        micro_batch_slots=config.train.together,
+        equal_micro_batches=strategy.needs_equal_micro_batches,
+        every_slot=strategy.is_slot_per_micro_batch,
+        counts_samples=strategy.is_group_leader,
+        left_out=frozenset((skipped.step, skipped.slot) for skipped in state.left_out),
+        prefetch=config.data.prefetch,
+        agree_on_requests=_make_agreement(worker, feed.plan.order),
+        device=strategy.device,
+        read_ahead=feed.read_ahead(config, strategy.rank, strategy.world),
+    )
+
+
+def _read_held_out_documents(task: Task, feed: Feed) -> Iterator[Document]:
+    """Yields the first validation documents of each source."""
+    for samples in feed.held_out.values():
+        rows, masks = samples.read_rows(np.arange(min(samples.num_samples, NUM_HELD_OUT_SEEN)))
+        kept = masks if masks is not None else [None] * len(rows)
+        yield from (task.decode(row, mask) for row, mask in zip(rows, kept, strict=True))
+
+
+def _make_validation(
+    config: Config, strategy: Strategy, model: torch.nn.Module, precision: Precision, feed: Feed
+) -> Callable[[], dict[str, float]]:
+    """Returns a function that measures validation scores, of a mixture by source; batches of a slot's size fit in memory."""
+    size = config.train.slot_samples
+
+    def measure() -> dict[str, float]:
+        sums: dict[str, ValidationSums] = {}
+        for name, samples in feed.held_out.items():
+            batches = validation_batches(
+                samples,
+                num_samples=(
+                    num_samples := num_validation_samples(samples, config.validation.samples, feed.shares.get(name, 0.0))
+                ),
+                size=size,
+                rank=strategy.rank,
+                world=strategy.world,
+                device=strategy.device,
+                equal_micro_batches=strategy.needs_equal_micro_batches,
+            )
+            sums[name] = validation_sums(strategy, model, precision, samples.task, batches, -(-num_samples // size))
+        return validation_scores(feed.train.task, sums)
+
+    return measure

@@ -1,0 +1,40 @@
+"""Rebuilds a run's HTML report from its journal: curves, time per phase, suggestions.
+
+    python ray_jobs/report.py --run my-run --storage runs
+
+Exit codes: 0 done, 2 no such run.
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from shlex import quote
+
+from raystride.pipelines.commands import launch_command, shell_command, storage_flag
+from raystride.pipelines.record.journal import stream_entries
+from raystride.pipelines.report import gather_figures, write_page
+from raystride.pipelines.storage.folder import Folder
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Parses the command line, writes the report and prints its path; returns the exit code."""
+    parser = argparse.ArgumentParser(prog="raystride report", description="Builds a run's page anew from its journal.")
+    parser.add_argument("--run", required=True, help="the run's name")
+    parser.add_argument("--storage", default="runs", help="folder or URI that the run lies in (default: runs)")
+    given = parser.parse_args(arguments)
+    folder = Folder.from_uri(given.storage) / given.run
+    figures = gather_figures(stream_entries(folder) if folder.exists() else ())
+    if figures.began is None:
+        print(f"error: there is no journal of a run in {folder}. Is --storage right?", file=sys.stderr)
+        return 2
+    try:
+        summary = dict(folder.read_json("summary.json"))
+    except (FileNotFoundError, ValueError):
+        summary = {"run": given.run, "status": "not ended"}
+    write_page(folder, figures, summary)
+    storage = str(Folder.from_uri(given.storage))
+    print(f"results  {folder / 'report.html'}")
+    print(f"mlflow   {shell_command('ui', storage=storage)}")
+    show = f"{launch_command()} runs show {quote(given.run)} {storage_flag(storage)}"
+    print(f"next     open the page in a browser, or {show}".rstrip())
+    return 0

@@ -1,0 +1,61 @@
+"""Serves a trained language model on this machine, with the OpenAI API.
+
+python ray_jobs/serve.py --run NAME
+python ray_jobs/serve.py --run NAME --port 8000 --device cpu
+"""
+
+import json
+import os
+import secrets
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from raystride.pipelines.config.jobs import ServeConfig
+from raystride.pipelines.config.parse import Parsed, command
+from raystride.pipelines.console.exit_codes import DONE, run_with_exit_code
+
+if TYPE_CHECKING:
+    from raystride.pipelines.evaluate.load_run import LoadedModel
+
+EXAMPLE_PROMPT = "Who are you?"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command line; returns the exit code."""
+    about = "Answer requests with a trained language model, by OpenAI's protocol."
+    return command(ServeConfig, _run_job, arguments, program="raystride serve", description=about)
+
+
+def _run_job(parsed: Parsed[ServeConfig]) -> int:
+    return run_with_exit_code(
+        lambda: _serve_until_interrupted(parsed.settings), own_handlers=True
+    )  # uvicorn handles Ctrl-C itself
+
+
+def _serve_until_interrupted(settings: ServeConfig) -> int:
+    from raystride.pipelines.evaluate.serving import Server, listen_on, require_packages
+
+    require_packages()
+    from raystride.pipelines.launch.finished import export_for_serving
+
+    folder, opened = export_for_serving(settings)
+    token = settings.token or os.environ.get("RAYSTRIDE_SERVE_TOKEN") or secrets.token_urlsafe(24)
+    with listen_on(settings.host, settings.port) as socket:
+        server = Server(folder, settings.run, token=token, device=settings.device)
+        host = f"[{settings.host}]" if ":" in settings.host else settings.host
+        address = f"http://{host}:{socket.getsockname()[1]}/v1"
+        print(f"results  {folder}")
+        print(f"serving  {settings.run} of step {opened.step} at {address}, until Ctrl-C")
+        print(f"ask      {_curl_command(settings.run, address, token, opened)}", flush=True)
+        server.run(socket)
+    return DONE
+
+
+def _curl_command(run: str, address: str, token: str, opened: "LoadedModel") -> str:
+    """Returns a shell command that sends an example request."""
+    body: dict[str, Any] = {"model": run, "max_tokens": 64, "temperature": 0}
+    chat = getattr(opened.encoder, "chat", None) is not None
+    body |= {"messages": [{"role": "user", "content": EXAMPLE_PROMPT}]} if chat else {"prompt": EXAMPLE_PROMPT}
+    path = "chat/completions" if chat else "completions"
+    headers = f"-H 'Authorization: Bearer {token}' -H 'Content-Type: application/json'"
+    return f"curl -s {address}/{path} {headers} -d '{json.dumps(body)}'"

@@ -1,0 +1,8 @@
+"""Paths of this installation: a checkout, a package that Ray has unpacked, or an installed wheel."""
+
+from pathlib import Path
+
+PACKAGE = Path(__file__).parent
+"""The package `raystride`, with configurations, deployment templates and all modules."""
+ROOT = PACKAGE.resolve().parent
+"""The package's parent folder, with all links resolved."""

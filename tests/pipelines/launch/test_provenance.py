@@ -1,0 +1,110 @@
+"""What a run records of its environment and data, its tags, and the links to its pages."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from raystride.pipelines.cluster.resources import Allocation, Resources
+from raystride.pipelines.config import LaunchConfig, ScalingConfig
+from raystride.pipelines.console.screen import Screen
+from raystride.pipelines.launch.provenance import (
+    _ray_tags,
+    checkpoint_facts,
+    describe_data,
+    describe_surroundings,
+    run_tags,
+    show_pages,
+)
+from raystride.pipelines.prepare.manifest import Manifest
+from raystride.pipelines.prepare.one_source import PreparedData
+from raystride.pipelines.prepare.stage_speed import SPEED_FILE
+from raystride.pipelines.record import describe_environment
+from raystride.pipelines.run_store.resume import PreviousAttempt
+from raystride.pipelines.storage.folder import Folder
+from tests.errors import refused
+from tests.tiny import tiny
+
+PLACE = Path("text.txt")
+
+
+def environment(**changes: Any) -> Any:
+    """Returns the environment of a run."""
+    found = {"commit": "c" * 40, "dirty": True, "python": "3.11", "cpu": "EPYC", "gpus": [], "data": "d" * 16}
+    return found | {"versions": {"torch": "2.13.0", "raystride": "0.5"}, "host": "h"} | changes
+
+
+def test_a_checkpoint_says_where_it_was_made_and_an_exact_one_what_its_bits_depend_on(tmp_path: Path) -> None:
+    config, folder, share = tiny(PLACE), Folder(str(tmp_path)), Allocation(2, "cpu", 3)
+    plain = {"commit": "c" * 40, "python": "3.11", "versions": environment()["versions"], "device": "cpu", "threads": 3}
+    assert checkpoint_facts(config, folder, environment(), share) == plain
+    without = environment()
+    del without["commit"]
+    assert checkpoint_facts(config, folder, without, share).keys() == plain.keys() - {"commit"}
+    exact = replace(config, train=replace(config.train, exact=True))
+    facts = checkpoint_facts(exact, folder, environment(), share)
+    assert facts.keys() == plain.keys() | {"bits"}
+    (folder / "checkpoints" / "step-00000002").put_json("MANIFEST.json", {"bits": facts["bits"]})
+    assert checkpoint_facts(exact, folder, environment(), share) == facts
+    with refused("train.exact", True):
+        checkpoint_facts(exact, folder, environment(), Allocation(2, "cpu", 4))
+
+
+def prepared(folder: Path, **changes: Any) -> PreparedData:
+    """Data that was prepared there."""
+    manifest = Manifest(fingerprint="f", id_type="uint16", vocabulary_size=9, end_id=0, splits={}, **changes)
+    return PreparedData(Folder(str(folder)), manifest, reused=True, learned="l")
+
+
+def test_what_is_kept_of_the_data_is_its_fingerprint_and_those_of_its_sources(tmp_path: Path) -> None:
+    earlier = PreviousAttempt(tiny(PLACE), "e", None, {"gone": "g", "web": "before"})
+    assert describe_data(prepared(tmp_path), earlier) == {"data": "f"}
+    sources = {"web": "w", "code": "c"}
+    assert describe_data(prepared(tmp_path, sources=sources), None) == {"data": "f", "sources": sources, "learned": "l"}
+    both = describe_data(prepared(tmp_path, sources=sources), earlier)
+    assert both["sources"] == {"gone": "g", "web": "w", "code": "c"}, "one that has ended is known, too"
+    Folder(str(tmp_path)).put_json(SPEED_FILE, {"bytes": 2e6, "documents": 3, "seconds": {"read": 2.0}})
+    found = describe_data(prepared(tmp_path), None)
+    assert found["data"] == "f"
+    assert found["prepared_at"].startswith("read 1 MB/s")
+
+
+@pytest.mark.parametrize(
+    ("strategy", "workers", "named"),
+    [("auto", 1, "single"), ("auto", 2, "ddp"), ("fsdp", 1, "fsdp"), ("single", 1, "single")],
+)
+def test_tags_say_what_is_known(strategy: Any, workers: int, named: str) -> None:
+    config = replace(tiny(PLACE), scaling=ScalingConfig(strategy=strategy))
+    assert run_tags(environment(dirty=None), config, Allocation(workers, "cpu", 1), None) == {
+        "raystride.strategy": named,
+        "raystride.version": "0.5",
+        "raystride.commit": "c" * 40,
+        "raystride.data": "d" * 16,
+        "raystride.workers": str(workers),
+        "raystride.device": "cpu",
+    }
+    assert run_tags(environment(), config, Allocation(workers, "cuda", 1), None)["raystride.dirty"] == "True"
+    assert _ray_tags(None) == {}
+
+
+def test_pages_are_shown_where_the_run_has_some(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = Folder(str(tmp_path))
+    show_pages(folder, {}, Screen().log)
+    folder.put_json("mlflow.json", {"uri": "sqlite:///x", "run_id": "r", "experiment_id": "1"})
+    show_pages(folder, {}, Screen().log)
+    assert capsys.readouterr().out == ""
+    folder.put_json("mlflow.json", {"uri": "http://host:1", "run_id": "r", "experiment_id": "1"})
+    show_pages(folder, {"raystride.ray_job": "http://ray/#/jobs/j"}, Screen().log)
+    first, second = capsys.readouterr().out.splitlines()
+    assert first == "ray      http://ray/#/jobs/j"
+    assert second.startswith("mlflow   http://host:1/#/experiments/1/runs/r")
+
+
+def test_gpus_that_no_driver_names_are_those_that_were_counted() -> None:
+    config, there = replace(tiny(PLACE), launch=LaunchConfig(mode="inline")), Resources(1, 1, 1, 7, gpu_name="Other")
+    known = describe_environment()["gpus"]
+    named = [{"name": "Other", "memory_bytes": 7, "driver": ""}]
+    assert describe_surroundings(config, there, Allocation(1, "cuda", 1))["gpus"] == (known or named)
+    assert describe_surroundings(config, there, Allocation(1, "cpu", 1))["gpus"] == known
+    assert describe_surroundings(config, replace(there, gpu_name=None), Allocation(1, "cuda", 1))["gpus"] == known

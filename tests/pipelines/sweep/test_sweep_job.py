@@ -1,0 +1,161 @@
+"""Refusals of a sweep before it starts anything, in a line with exit code 2, and the results that it takes as its own."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from raystride.pipelines.config.parse import Parsed
+from raystride.pipelines.config.sweep import SweepJobConfig
+from raystride.pipelines.console.screen import SilentScreen
+from raystride.pipelines.storage.folder import Folder
+from raystride.pipelines.sweep.result import Result, load_candidate_result, load_results, save_result
+from raystride.pipelines.sweep.space import Candidate
+from raystride.pipelines.sweep.sweep_job import _load_known, list_candidates, run_sweep, run_trials
+from tests.errors import refused, unreadable
+from tests.pipelines.sweep.test_report_page import CLUSTER, sweep, trial
+
+
+def refusal_message(base: SweepJobConfig, capsys: pytest.CaptureFixture[str]) -> str:
+    """Runs the job, and returns its error line."""
+    assert run_sweep(Parsed(base, "s")) == 2
+    said = capsys.readouterr()
+    assert not said.out
+    assert said.err.startswith("error: ")
+    assert said.err.count("\n") == 1
+    return said.err
+
+
+def sweep_in(folder: Path, **settings: Any) -> SweepJobConfig:
+    """Returns a sweep with its storage in a folder."""
+    return replace(sweep(**settings), storage=str(folder))
+
+
+def test_invalid_sweeps_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    cluster = tmp_path / "cluster.yaml"
+    cluster.write_text(CLUSTER.replace("price_per_gpu_hour: 0.5", ""))
+    assert "sweep.space is {}: " in refusal_message(sweep_in(tmp_path, space={}), capsys)
+    unmet = refusal_message(sweep_in(tmp_path, constraints=("scaling.workers > 9",)), capsys)
+    assert "sweep.constraints is ('scaling.workers > 9',): " in unmet
+    assert "sweep.space" in unmet
+    unpriced = refusal_message(sweep_in(tmp_path, objective="cost", cluster=str(cluster)), capsys)
+    assert "sweep.price_per_hour is 0.0: " in unpriced
+    assert str(cluster) in unpriced
+    assert "nowhere.yaml" in refusal_message(sweep_in(tmp_path, cluster="nowhere.yaml"), capsys)
+    inline = sweep_in(tmp_path)
+    assert "launch.mode is 'inline'" in refusal_message(
+        replace(inline, launch=replace(inline.launch, mode="inline")), capsys
+    )
+    Folder(str(tmp_path)).put("s/journal/a1-000001.jsonl", "")
+    assert "run is 's': " in refusal_message(sweep_in(tmp_path), capsys)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["cluster.yaml", "s"]
+
+
+def _measured_result(candidate: Candidate) -> Result:
+    return replace(trial(100.0), key=candidate.key, settings=dict(candidate.settings))
+
+
+@pytest.mark.parametrize("search", ["grid", "optuna"])
+def test_results_of_another_space_or_of_other_settings_are_not_its_own(tmp_path: Path, search: str) -> None:
+    folder, base = Folder(str(tmp_path)), sweep(search=search)
+    settings = {"scaling.workers": 1, "train.precision": "bf16"}
+    longer = replace(base, sweep=replace(base.sweep, window_steps=99))
+    own = _measured_result(Candidate(base, settings))
+    for result in (
+        own,
+        _measured_result(Candidate(base, {"train.slot_size": 2})),
+        _measured_result(Candidate(longer, settings)),
+    ):
+        save_result(folder, result)
+    assert _load_known(base, folder, list_candidates(base)) == {own.key: own}
+
+
+def test_a_sweep_of_an_earlier_version_keeps_its_trials(tmp_path: Path) -> None:
+    """Named by eight digits, which two candidates may share: then it is the one whose settings the result has."""
+    folder, base = Folder(str(tmp_path)), sweep()
+    one, other = list_candidates(base)[:2]
+    earlier = replace(_measured_result(one), key=one.key[:8], run=f"s-{one.key[:8]}")
+    foreign = replace(_measured_result(one), key=other.key[:8])
+    for result in (earlier, foreign):
+        save_result(folder, result)
+    assert _load_known(base, folder, list_candidates(base)) == {one.key: earlier}
+    assert (load_candidate_result(folder, one), load_candidate_result(folder, other)) == (earlier, None)
+    save_result(folder, now := _measured_result(one))
+    assert _load_known(base, folder, list_candidates(base)) == {one.key: now}
+
+
+def test_a_key_is_no_proof_of_the_settings(tmp_path: Path) -> None:
+    folder, base = Folder(str(tmp_path)), sweep()
+    one, other = list_candidates(base)[:2]
+    save_result(folder, replace(_measured_result(one), key=other.key))
+    assert _load_known(base, folder, list_candidates(base)) == {}
+    assert load_candidate_result(folder, other) is None
+
+
+@pytest.mark.long
+def test_a_share_answers_where_no_other_has_anything_left(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    base = sweep_in(tmp_path, shard="0/2")
+    every = list_candidates(base)
+    folder = Folder(str(tmp_path)) / "s"
+    for candidate in every[0::2]:
+        save_result(folder, _measured_result(candidate))
+    assert run_sweep(Parsed(replace(base, run="s"), "s")) == 0
+    assert "share 0/2 is measured" in capsys.readouterr().out
+    assert not folder.exists("summary.json")
+    for candidate in every[1::2]:
+        save_result(folder, _measured_result(candidate))
+    assert run_sweep(Parsed(replace(base, run="s"), "s")) == 0
+    assert folder.read_json("summary.json")["unfinished"] == 0
+    assert "shard: ''" in folder.read("config.yaml").decode()
+
+
+def test_the_command_that_it_ends_with_says_over_which_mesh(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    base = sweep_in(tmp_path, space={"scaling.tensor": [1, 2], "scaling.pipeline": [1, 2]})
+    base = replace(base, run="s", scaling=replace(base.scaling, workers=4), record=replace(base.record, mlflow=False))
+    folder = Folder(str(tmp_path)) / "s"
+    for speed, candidate in enumerate(list_candidates(base), start=1):
+        settings = dict(candidate.settings)
+        save_result(folder, replace(trial(1000.0 * speed, 4), key=candidate.key, label=candidate.label, settings=settings))
+    assert run_sweep(Parsed(base, "s")) == 0
+    said = capsys.readouterr().out
+    assert "tokens a second on 4 workers in groups of 4 (pipeline 2 1f1b, tensor 2)." in said
+    assert f"train --config {folder}/recommended.yaml --scaling.tensor 2 --scaling.pipeline 2 --storage {tmp_path}" in said
+    recommended = folder.read("recommended.yaml").decode()
+    assert "tensor: 2" in recommended
+    assert "pipeline: 2" in recommended
+
+
+@pytest.mark.parametrize("share", ["2/2", "1", "-1/2", "a/b"])
+def test_a_share_that_is_none_is_refused(tmp_path: Path, share: str) -> None:
+    with refused("sweep.shard", share, names=["k/n"]):
+        sweep_in(tmp_path, shard=share)
+
+
+def test_shares_are_of_a_grid(tmp_path: Path) -> None:
+    with refused("sweep.shard", "0/2", names=["sweep.search grid", "optuna"]):
+        sweep_in(tmp_path, shard="0/2", search="optuna")
+
+
+@pytest.mark.parametrize(
+    ("retry", "status", "forgotten"), [(True, "failed", True), (False, "failed", False), (True, "refused", False)]
+)
+def test_trials_that_failed_are_measured_again_if_that_is_asked_for(
+    tmp_path: Path, retry: bool, status: Any, forgotten: bool
+) -> None:
+    """The measurement ends before a cluster starts, since the data is not there."""
+    base = sweep_in(tmp_path, retry=retry)
+    base = replace(
+        base, data=replace(base.data, source=str(tmp_path / "lost.txt")), record=replace(base.record, mlflow=False)
+    )
+    folder, every = Folder(str(tmp_path)) / "s", list_candidates(base)
+    for candidate in every[1:]:
+        save_result(folder, _measured_result(candidate))
+    failed = replace(_measured_result(every[0]), status=status, speeds=())
+    save_result(folder, failed)
+    if forgotten:
+        with unreadable("lost.txt"):
+            run_trials(base, Folder(str(tmp_path)), SilentScreen())
+    else:
+        assert len(run_trials(base, Folder(str(tmp_path)), SilentScreen()).results) == len(every)
+    assert (failed.key in load_results(folder)) is not forgotten

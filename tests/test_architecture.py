@@ -1,0 +1,123 @@
+"""Rules of the code that no linter knows: private parts of Ray, settings, paths and links of pages, light imports.
+
+Ruff, mypy and import-linter hold the others: `make lint`.
+"""
+
+import ast
+import re
+import subprocess
+import sys
+from dataclasses import is_dataclass
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGES = ["triton_kernels", "model", "pipelines", "ray_jobs"]
+MODULES = [path for package in PACKAGES for path in sorted((ROOT / package).rglob("*.py"))]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "CONTRIBUTING.md"]
+
+
+def _id(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+def test_one_file_reaches_into_private_parts_of_ray() -> None:
+    """By import, by name in a text, or by a name of Ray's that no page of its documentation has."""
+    private = re.compile(r"\bray\.[\w.]*\b_\w+|_raylet|ray\.core\b|ray\.train\.v2|__internal|_JSON_ENV_VAR")
+    assert [_id(path) for path in MODULES if private.search(path.read_text())] == ["pipelines/cluster/internals.py"]
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "pipelines" / "config").glob("*.py")), ids=_id)
+def test_every_setting_has_a_docstring(path: Path) -> None:
+    for node in ast.walk(ast.parse(path.read_text())):
+        if not isinstance(node, ast.ClassDef) or not any("dataclass" in ast.dump(item) for item in node.decorator_list):
+            continue
+        for field, after in zip(node.body, [*node.body[1:], None], strict=True):
+            if isinstance(field, ast.AnnAssign) and "ClassVar" not in ast.dump(field.annotation):
+                documented = isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant)
+                assert documented, f"{node.name}.{ast.unparse(field.target)}"
+
+
+def test_settings_are_frozen() -> None:
+    from raystride.pipelines.config import Config
+
+    assert is_dataclass(Config)
+    assert Config.__dataclass_params__.frozen  # type: ignore[attr-defined]
+
+
+def _named_paths(page: Path) -> set[str]:
+    """Paths that a page names: in code quotes, and in the map."""
+    text = page.read_text()
+    quoted = set(re.findall(r"`((?:[\w.-]+/)+[\w.-]*)`", text))
+    commands = set(re.findall(r"\b((?:ray_jobs|configs|docs|benchmarks|tests|deploy)/[\w./-]*\.\w+)", text))
+    modules = {name.replace(".", "/") for name in re.findall(r"python -m ((?:benchmarks|raystride)[\w.]+)", text)}
+    packages = {name for name in modules if (ROOT / name).is_dir()}
+    return quoted | commands | {f"{name}.py" for name in modules - packages} | {f"{name}/__main__.py" for name in packages}
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page.name != "settings.md"], ids=_id)
+def test_every_path_that_a_page_names_is_there(page: Path) -> None:
+    missing = {
+        path
+        for path in _named_paths(page)
+        if not (ROOT / path).exists()
+        and not path.startswith(("runs/", "build/", ".venv/", "attempts/", "journal/", "profiles/"))
+    }
+    assert not missing
+
+
+@pytest.mark.parametrize("page", [*PAGES, ROOT / "deploy" / "monitoring" / "README.md"], ids=_id)
+def test_every_link_of_a_page_leads_somewhere(page: Path) -> None:
+    links = [link.partition("#")[0] for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text())]
+    assert not [link for link in links if "://" not in link and not (page.parent / link).exists()]
+
+
+def test_the_loop_imports_with_torch_and_numpy_alone() -> None:
+    """On a machine without Ray, MLflow, pyarrow and jsonargparse everything from the settings to the loop is there."""
+    program = """
+import sys
+class Block:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in BLOCKED:
+            raise ImportError("blocked: " + name)
+BLOCKED = {"ray", "mlflow", "pyarrow", "jsonargparse", "datasets", "tokenizers", "tiktoken", "psutil", "rich", "matplotlib",
+           "pynvml", "fsspec", "safetensors", "deepspeed"}
+sys.meta_path.insert(0, Block())
+import raystride.model.transformer, raystride.model.generate, raystride.triton_kernels.attention
+from raystride.pipelines import config, tasks
+from raystride.pipelines.feed import cache, loader
+from raystride.pipelines.strategies import ddp, strategy
+from raystride.pipelines.memory import estimate
+from raystride.pipelines.train import loop, validation
+from raystride.pipelines.checkpoint import fingerprint, manager, writer
+from raystride.pipelines.worker import run
+from raystride.pipelines.launch import inline
+import benchmarks.gpu
+assert not BLOCKED & {name.split(".")[0] for name in sys.modules}
+"""
+    subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True, timeout=120)
+
+
+def test_the_driver_needs_no_torch() -> None:
+    program = (
+        "import sys, raystride.pipelines.launch.train_job; assert 'torch' not in sys.modules and 'ray' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True, timeout=120)
+
+
+def test_observers_and_senders_import_without_the_heavy_libraries() -> None:
+    program = """
+import sys
+for name in ("ray", "mlflow", "psutil", "rich", "pyarrow", "matplotlib"):
+    sys.modules[name] = None
+from raystride.pipelines.observers.observer import RunFacts
+from raystride.pipelines.observers.ray_metrics import RayMetrics
+from raystride.pipelines.record import Sender
+import raystride.pipelines.report
+metrics = RayMetrics()
+metrics.on_start(RunFacts(run="r", attempt="a1"))
+metrics.on_log(1, {"train_loss": 1.0})
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
