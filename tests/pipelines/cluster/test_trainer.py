@@ -91,7 +91,7 @@ def test_what_waits_says_for_what_and_ends_when_told(taken: Any, asked: Any) -> 
     now[0] += 60
     short.describe_wait()
     now[0] += 1
-    with pytest.raises(CannotRun, match=r"60 s \(launch\.wait_s\).*0 of 2 CPUs.*scaling\.workers") as raised:
+    with pytest.raises(CannotRun, match=r"60 s \(launch\.placement_timeout_s\).*0 of 2 CPUs.*scaling\.workers") as raised:
         short.describe_wait()
     assert (raised.value.setting, raised.value.value) == ("launch.placement_timeout_s", 60)
     ray.kill(taken)
