@@ -7,10 +7,13 @@
 nested. All functions raise SettingError for invalid settings, before anything starts, and DataError for invalid data.
 """
 
+import logging
+import os
 import sys
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 from raystride.pipelines.cluster.cluster import CannotRun, cluster
 from raystride.pipelines.config import Config, SampleConfig, SettingError
@@ -21,8 +24,9 @@ from raystride.pipelines.launch import train_job as driver
 from raystride.pipelines.launch.preparing import prepare_data
 from raystride.pipelines.preflight.check import resolve_resources, run_preflight
 from raystride.pipelines.run_store.location import locate_run
+from raystride.pipelines.signals import EXIT_CODES
 from raystride.pipelines.storage.folder import Folder
-from raystride.run import Run
+from raystride.run import Run, TrainingInterrupted, TrainingTerminated
 
 if TYPE_CHECKING:
     from raystride.pipelines.evaluate.evaluation import EvaluationResult
@@ -32,7 +36,8 @@ if TYPE_CHECKING:
     from raystride.pipelines.sweep.answer import Answer
 
 Settings = Mapping[str, Any]
-ConfigLike = str | Settings | Config
+PathOrUri = str | os.PathLike[str]
+ConfigLike = PathOrUri | Settings | Config
 C = TypeVar("C", bound=Config)
 
 
@@ -41,14 +46,14 @@ def train(
     settings: Settings | None = None,
     *,
     run: str | None = None,
-    storage: str = "runs",
-    init_from: str | None = None,
+    storage: PathOrUri = "runs",
+    init_from: PathOrUri | None = None,
     progress: bool = False,
 ) -> Run:
     """Trains a run, or resumes the run of that name; returns it.
 
     Joins a Ray that is already initialised and leaves it running, else starts its own (none with `launch.mode inline`).
-    Outside the main thread the caller handles Ctrl-C.
+    In the main thread Ctrl-C, SIGTERM and SIGHUP make it save and raise; in other threads the caller handles signals.
 
     Args:
         config: a preset's name, a YAML file, a mapping or a `Config`.
@@ -61,19 +66,23 @@ def train(
 
     Raises SettingError also for a profiler that has to start the process itself, CannotRun if the cluster cannot run it,
     TrainingFailed (rank, step, cause, remedies) if the training ended with an error; everything up to its newest checkpoint
-    is kept.
+    is kept. Ctrl-C raises TrainingInterrupted after the save, a KeyboardInterrupt with the run as `.run`; in IPython, where
+    Stop ends a cell early, the run is returned instead, with a warning. SIGTERM and SIGHUP raise TrainingTerminated, a
+    SystemExit of code 143 or 129 with `.run`.
     """
     given = dict(settings or {}) | ({"model.init_from": init_from} if init_from else {})
     located, place = _locate_run(config, given, run, storage)
     tool = located.profile.tool
     if tool == "ncu" or (tool == "nsys" and located.launch.mode == "inline"):
         raise located.profile.error("tool", "has to start the process itself: use the command, `raystride train`")
-    driver.train(_for_shared_ray(located), place, Screen() if progress else SilentScreen())
-    return Run(str(located.run), place / str(located.run))
+    summary = driver.train(_for_shared_ray(located), place, Screen() if progress else SilentScreen())
+    trained = Run(str(located.run), place / str(located.run))
+    _raise_interruption(trained, summary.get("interrupted_by"))
+    return trained
 
 
 def prepare(
-    config: ConfigLike, settings: Settings | None = None, *, storage: str = "runs", progress: bool = False
+    config: ConfigLike, settings: Settings | None = None, *, storage: PathOrUri = "runs", progress: bool = False
 ) -> "PreparedData":
     """Prepares the data alone; returns its folder and manifest. Raises CannotRun if no cluster can be joined or started."""
     located, place = _locate_run(config, settings, None, storage)
@@ -81,7 +90,7 @@ def prepare(
         return prepare_data(located, place, Screen() if progress else SilentScreen())
 
 
-def check(config: ConfigLike, settings: Settings | None = None, *, storage: str = "runs") -> "list[Check]":
+def check(config: ConfigLike, settings: Settings | None = None, *, storage: PathOrUri = "runs") -> "list[Check]":
     """Runs the preflight checks of a training; returns each check's name, whether it passed, its finding and the remedy.
 
     Raises CannotRun if the cluster cannot be joined or started; failed checks are in the result.
@@ -97,7 +106,7 @@ def sweep(
     settings: Settings | None = None,
     *,
     run: str | None = None,
-    storage: str = "runs",
+    storage: PathOrUri = "runs",
     progress: bool = False,
 ) -> "Answer":
     """Runs a sweep's missing trials; returns its answer: `results`, `best`, `recommended` (YAML), `text`.
@@ -113,7 +122,7 @@ def sweep(
 
 
 def evaluate(
-    run: Run | str, split: str = "test", settings: Settings | None = None, *, storage: str = "runs"
+    run: Run | str, split: str = "test", settings: Settings | None = None, *, storage: PathOrUri = "runs"
 ) -> "EvaluationResult":
     """Scores a run's model on `train`, `validation` or `test` documents; returns metrics with intervals, and the folder.
 
@@ -128,8 +137,20 @@ def evaluate(
     return scored
 
 
+@overload
 def predict(
-    run: Run | str, questions: Sequence[Any] | None = None, settings: Settings | None = None, *, storage: str = "runs"
+    run: Run | str, questions: Sequence[Any], settings: Settings | None = None, *, storage: PathOrUri = "runs"
+) -> list[dict[str, Any]]: ...
+
+
+@overload
+def predict(
+    run: Run | str, questions: None = None, settings: Settings | None = None, *, storage: PathOrUri = "runs"
+) -> "PredictionResult": ...
+
+
+def predict(
+    run: Run | str, questions: Sequence[Any] | None = None, settings: Settings | None = None, *, storage: PathOrUri = "runs"
 ) -> "list[dict[str, Any]] | PredictionResult":
     """Runs inference with a run's model.
 
@@ -155,7 +176,7 @@ def predict(
     return predict_inputs(configured(PredictConfig, given | {"text": ""}).settings, questions)
 
 
-def generate(run: Run | str, prompt: str = "", settings: Settings | None = None, *, storage: str = "runs") -> str:
+def generate(run: Run | str, prompt: str = "", settings: Settings | None = None, *, storage: PathOrUri = "runs") -> str:
     """Returns the continuation of a prompt by a run's language model; settings as `{"sample.tokens": 100}`.
 
     The model stays in memory for the next call, also of `predict`, until another run is used.
@@ -174,10 +195,10 @@ def generate(run: Run | str, prompt: str = "", settings: Settings | None = None,
 def export(
     run: Run | str,
     to: str = "hugging_face",
-    folder: str | None = None,
+    folder: PathOrUri | None = None,
     settings: Settings | None = None,
     *,
-    storage: str = "runs",
+    storage: PathOrUri = "runs",
 ) -> str:
     """Exports a run's model to `hugging_face` or `mlflow`; returns its folder.
 
@@ -194,16 +215,33 @@ def export(
     return str(written)
 
 
-def _locate_run(config: ConfigLike, settings: Settings | None, run: str | None, storage: str) -> tuple[Config, Folder]:
+def _raise_interruption(run: Run, received: str | None) -> None:
+    """Raises what the signal would have raised without a training that had to save first."""
+    if not received or threading.current_thread() is not threading.main_thread():
+        return
+    if received != "SIGINT":
+        raise TrainingTerminated(run, EXIT_CODES[received])
+    interrupted = TrainingInterrupted(run)
+    if not _in_ipython():
+        raise interrupted
+    logging.getLogger("raystride").warning("stopped by Ctrl-C and saved; it is returned, and this opens it: %s", interrupted)
+
+
+def _in_ipython() -> bool:
+    shell = getattr(sys.modules.get("IPython"), "get_ipython", None)
+    return shell is not None and shell() is not None
+
+
+def _locate_run(config: ConfigLike, settings: Settings | None, run: str | None, storage: PathOrUri) -> tuple[Config, Folder]:
     return locate_run(configured(Config, config, _with_run_and_storage(settings, run, storage)))
 
 
-def _with_run_and_storage(settings: Settings | None, run: str | None, storage: str) -> dict[str, Any]:
-    return dict(settings or {}) | ({"run": run} if run else {}) | {"storage": storage}
+def _with_run_and_storage(settings: Settings | None, run: str | None, storage: PathOrUri) -> dict[str, Any]:
+    return dict(settings or {}) | ({"run": run} if run else {}) | {"storage": os.fspath(storage)}
 
 
-def _run_settings(run: Run | str, storage: str) -> dict[str, Any]:
-    return {"run": run.name, "storage": run.storage} if isinstance(run, Run) else {"run": run, "storage": storage}
+def _run_settings(run: Run | str, storage: PathOrUri) -> dict[str, Any]:
+    return {"run": run.name, "storage": run.storage} if isinstance(run, Run) else {"run": run, "storage": os.fspath(storage)}
 
 
 def _for_shared_ray(config: C) -> C:

@@ -4,10 +4,13 @@ run = Run.open("lm_python-1f3a90c2", "runs")
 run.summary["val_loss"]; run.metrics(["train_loss", "val_loss"]).to_pandas(); model = run.load_model("best")
 """
 
-from collections.abc import Sequence
+import difflib
+import os
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from html import escape
+from typing import TYPE_CHECKING, Any, overload
 
 from raystride.pipelines.config import Config, SettingError
 from raystride.pipelines.config.parse import from_yaml
@@ -15,7 +18,15 @@ from raystride.pipelines.storage.folder import Folder
 
 if TYPE_CHECKING:
     import pyarrow as pa
+    from matplotlib.figure import Figure
     from torch import nn
+
+    from raystride.pipelines.evaluate.evaluation import EvaluationResult
+    from raystride.pipelines.evaluate.prediction import PredictionResult
+
+
+LOSSES = ("train_loss", "val_loss")
+"""Metrics that each run may be asked for, whether it validates or not."""
 
 
 @dataclass(frozen=True)
@@ -35,12 +46,12 @@ class Run:
     folder: Folder
 
     @classmethod
-    def open(cls, name: str, storage: str = "runs") -> "Run":
+    def open(cls, name: str, storage: str | os.PathLike[str] = "runs") -> "Run":
         """Opens the run of that name below a folder or filesystem URI. Raises SettingError if there is none."""
-        place = Folder.from_uri(storage)
+        place = Folder.from_uri(os.fspath(storage))
         if not (place / name).exists("config.yaml"):
             others = [other_name for other_name in place.names() if (place / other_name).exists("config.yaml")]
-            message = f"there is no run {name!r} in {place} (there is: {', '.join(others) or 'none'})"
+            message = f"there is no run {name!r} in {place}{_suggest(name, others)}"
             raise SettingError(message, setting="run", value=name, allowed=tuple(others))
         return cls(name, place / name)
 
@@ -62,22 +73,31 @@ class Run:
     def metrics(self, names: str | Sequence[str] | None = None) -> "pa.Table":
         """Returns the metrics by step, oldest first: columns `step` (int64), `time` (seconds since 1970), a float64 a name.
 
-        One row per measurement, null for a missing name; rows with none of the names are dropped. Without `names`, all
-        metrics. A step that was trained again after a resume appears once, as last trained. `.to_pandas()` works.
+        One row per step, null where a name was not measured; steps with none of the names are dropped. Without `names`, all
+        metrics. A step that was trained again after a resume has the values of the last time. `.to_pandas()` works.
+
+        Raises SettingError, with the nearest name, for a name that a run which has ended has not measured.
         """
         import pyarrow as pa
 
         from raystride.pipelines.record.journal import stream_entries
 
-        rows: dict[tuple[int, bool], dict[str, Any]] = {}
+        # Training and validation of a step are two entries, and a resume replaces each by itself.
+        entries: dict[tuple[int, bool], dict[str, Any]] = {}
         for entry in stream_entries(self.folder):
             if entry["kind"] == "metrics" and entry["step"] is not None:
                 values = {key: value for key, value in entry["values"].items() if isinstance(value, int | float)}
-                rows[entry["step"], "val_loss" in values] = {"step": entry["step"], "time": entry["time"], **values}
-        wanted = [names] if isinstance(names, str) else names
-        if wanted is None:
-            wanted = list(dict.fromkeys(key for row in rows.values() for key in row if key not in ("step", "time")))
-        kept = [rows[key] for key in sorted(rows) if any(name in rows[key] for name in wanted)]
+                entries[entry["step"], "val_loss" in values] = {"time": entry["time"], **values}
+        rows: dict[int, dict[str, Any]] = {}
+        for step, validates in sorted(entries):
+            rows[step] = entries[step, validates] | rows.get(step, {"step": step})
+        measured = list(dict.fromkeys(key for row in rows.values() for key in row if key not in ("step", "time")))
+        wanted = measured if names is None else [names] if isinstance(names, str) else names
+        for name in wanted:
+            if name not in measured and name not in LOSSES and self.summary:
+                message = f"{self.name} has no metric {name!r}{_suggest(name, measured)}"
+                raise SettingError(message, setting="names", value=name, allowed=tuple(measured))
+        kept = [row for row in rows.values() if any(name in row for name in wanted)]
         columns = {"step": pa.array([row["step"] for row in kept], pa.int64())}
         columns |= {"time": pa.array([row["time"] for row in kept], pa.float64())}
         columns |= {name: pa.array([row.get(name) for row in kept], pa.float64(), from_pandas=True) for name in wanted}
@@ -102,6 +122,60 @@ class Run:
 
         return open_run(Folder(self.storage), self.name, checkpoint).model
 
+    def generate(self, prompt: str = "", settings: Mapping[str, Any] | None = None) -> str:
+        """Returns the continuation of a prompt; see `raystride.generate`."""
+        from raystride import api
+
+        return api.generate(self, prompt, settings)
+
+    @overload
+    def predict(self, questions: Sequence[Any], settings: Mapping[str, Any] | None = None) -> list[dict[str, Any]]: ...
+
+    @overload
+    def predict(self, questions: None = None, settings: Mapping[str, Any] | None = None) -> "PredictionResult": ...
+
+    def predict(
+        self, questions: Sequence[Any] | None = None, settings: Mapping[str, Any] | None = None
+    ) -> "list[dict[str, Any]] | PredictionResult":
+        """Returns a mapping per question, or writes predictions for files; see `raystride.predict`."""
+        from raystride import api
+
+        return api.predict(self, questions, settings)
+
+    def evaluate(self, split: str = "test", settings: Mapping[str, Any] | None = None) -> "EvaluationResult":
+        """Scores the model on `train`, `validation` or `test` documents; see `raystride.evaluate`."""
+        from raystride import api
+
+        return api.evaluate(self, split, settings)
+
+    def export(
+        self,
+        to: str = "hugging_face",
+        folder: str | os.PathLike[str] | None = None,
+        settings: Mapping[str, Any] | None = None,
+    ) -> str:
+        """Exports the model to `hugging_face` or `mlflow`, returns its folder; see `raystride.export`."""
+        from raystride import api
+
+        return api.export(self, to, folder, settings)
+
+    def plot(self) -> "Figure":
+        """Returns a Matplotlib figure of the losses over steps and of tokens/s: `run.plot().savefig("curve.png")`."""
+        from raystride.pipelines.record.journal import stream_entries
+        from raystride.pipelines.report.curve import draw_curve_picture
+        from raystride.pipelines.report.figures import gather_figures
+
+        return draw_curve_picture(gather_figures(stream_entries(self.folder)))
+
+    def _repr_html_(self) -> str:
+        """Shows the run's figures as a table in a notebook."""
+        from raystride.pipelines.report.run_figures import list_run_figures
+
+        figures = list_run_figures(self.summary)
+        rows = "".join(f"<tr><td>{escape(each.label)}</td><td>{escape(each.text)}</td></tr>" for each in figures)
+        shown = f"<table>{rows}</table>" if figures else "<p>no summary yet: the training has not ended</p>"
+        return f"<p><b>{escape(self.name)}</b> in {escape(str(self.folder.parent))}</p>{shown}"
+
     @property
     def report_path(self) -> str:
         """The path of the run's report, one self-contained HTML file that is written when the run ends."""
@@ -116,3 +190,28 @@ class Run:
         if not self.folder.exists(MLFLOW_REFERENCE):
             return None
         return run_link(self.folder.read_json(MLFLOW_REFERENCE))
+
+
+class TrainingInterrupted(KeyboardInterrupt):
+    """Ctrl-C stopped a training after it had saved. A KeyboardInterrupt, so that it ends a script that does not catch it.
+
+    The message is the line that opens the run.
+    """
+
+    def __init__(self, run: Run) -> None:
+        super().__init__(f"raystride.Run.open({run.name!r}, {str(run.folder.parent)!r})")
+        self.run = run
+
+
+class TrainingTerminated(SystemExit):
+    """SIGTERM or SIGHUP stopped a training after it had saved. A SystemExit with the exit code of a shell, 143 or 129."""
+
+    def __init__(self, run: Run, code: int) -> None:
+        super().__init__(code)
+        self.run = run
+
+
+def _suggest(name: str, known: Sequence[str]) -> str:
+    similar = difflib.get_close_matches(name, known, 1)
+    meant = f"; did you mean {similar[0]}?" if similar else ""
+    return f"{meant} (there is: {', '.join(known) or 'none'})"

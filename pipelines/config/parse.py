@@ -7,6 +7,7 @@ parsed.preset                                             # "lm_python"
 
 import difflib
 import logging
+import os
 import re
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -193,7 +194,9 @@ def to_yaml(settings: Any) -> str:
 def _plain(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _plain(item) for key, item in value.items()}
-    return list(value) if isinstance(value, tuple) else value
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return os.fspath(value) if isinstance(value, os.PathLike) else value
 
 
 def from_yaml(cls: type[T], text: str) -> T:

@@ -16,6 +16,7 @@ from raystride.pipelines.report.figures import Figures, Point, Points
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 # Bit of each dot of a braille character, by column and then row (Unicode 2800 and up).
 DOTS = ((0x01, 0x02, 0x04, 0x40), (0x08, 0x10, 0x20, 0x80))
@@ -50,12 +51,18 @@ def text_curve(points: Sequence[Point], validation: Sequence[Point] = (), width:
 
 def save_curve_picture(figures: Figures, path: Path) -> None:
     """Writes a PNG of training and validation loss over steps, and of tokens per second below. Raises OSError."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    draw_curve_picture(figures).savefig(path)
+
+
+def draw_curve_picture(figures: Figures) -> "Figure":
+    """Returns a Matplotlib figure of training and validation loss over steps, and of tokens per second below."""
     # Matplotlib's object interface, since pyplot would look for a display and keep every figure.
+    from matplotlib import figure as matplotlib_figure
     from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
 
     training, validation = figures.losses
-    figure = Figure(figsize=(8, 5.5), dpi=120, layout="constrained")
+    figure = matplotlib_figure.Figure(figsize=(8, 5.5), dpi=120, layout="constrained")
     FigureCanvasAgg(figure)
     loss, rate = figure.subplots(2, 1, sharex=True, height_ratios=[3, 1])
     _plot_line(loss, training, TRAINING_COLOUR, "training")
@@ -70,8 +77,7 @@ def save_curve_picture(figures: Figures, path: Path) -> None:
     for axes in (loss, rate):
         axes.grid(alpha=0.25, linewidth=0.6)
         axes.spines[["top", "right"]].set_visible(False)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path)
+    return figure
 
 
 def _plot_line(axes: "Axes", points: Points, colour: str, label: str, marker: str = "") -> None:
