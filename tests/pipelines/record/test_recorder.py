@@ -221,6 +221,7 @@ def test_a_resumed_run_goes_on_in_its_mlflow_run(record: MakeRecorder, folder: F
         sender = Sender(recorder.receive, "rank0")
         steps(sender, 10, first)
         assert sender.close(60.0)
+        wait_until(lambda: folder.exists("mlflow.json"), "MLflow's run, for which a stopped one waits 20 s only")
         ids.append(recorder.finish("stopped" if attempt == "a1" else "finished")["mlflow_run_id"])
     run = only_run(storage, folder.uri.rpartition("/")[2])
     assert ids == [run.info.run_id] * 2
