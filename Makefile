@@ -32,9 +32,9 @@ NEXT := .venv-ray-next
 TRITON_36 := .venv-triton-3.6
 AUDIT := .venv-audit
 TRACED := .venv-3.12
-# One process more than there are cores, six at most: tests wait for a third of their time. A file's tests stay in one process,
+# Two processes more than there are cores, six at most: tests wait for a third of their time. A file's tests stay in one process,
 # which has their trainings; tests/schedule.py orders the files.
-WORKERS ?= $(shell cores=$$(getconf _NPROCESSORS_ONLN); echo $$((cores < 5 ? cores + 1 : 6)))
+WORKERS ?= $(shell cores=$$(getconf _NPROCESSORS_ONLN); echo $$((cores < 4 ? cores + 2 : 6)))
 SIDE_BY_SIDE := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 PYTEST := $(RUN) -m pytest $(SIDE_BY_SIDE)
 PIP := $(RUN) -m pip install --quiet --disable-pip-version-check -c constraints.txt
@@ -62,8 +62,8 @@ $(VENV)/.developed: $(VENV)/.installed
 install: $(VENV)/.developed
 
 test: install
-	@echo "running the tests of what a change usually breaks: some eight minutes on two cores; the rest: make test-all"
-	@$(PYTEST) -m "not long"
+	@echo "running the tests of what a change usually breaks: some five minutes on two cores; the rest: make test-all"
+	@RAYSTRIDE_EXAMPLES_SHARE=0.25 $(PYTEST) -m "not long"
 
 test-all: install
 	@echo "running all tests: some thirty minutes on two cores"

@@ -58,6 +58,10 @@ settings.register_profile("raystride", deadline=None, max_examples=50)
 settings.load_profile("raystride")
 
 
+_EXAMPLES_SHARE = float(os.environ.get("RAYSTRIDE_EXAMPLES_SHARE", "1"))
+"""Share of its examples that each property test draws: all, and a quarter in `make test`, others each time."""
+_MIN_EXAMPLES = 4
+
 _BEGAN = time.monotonic()
 _LONG_MINUTES = float(os.environ.get("RAYSTRIDE_LONG_MINUTES", "inf"))
 """Minutes after which no test of the mark `long` begins any more."""
@@ -69,6 +73,17 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         left_out = [item for item in items if item.get_closest_marker("weekly")]
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if not item.get_closest_marker("weekly")]
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Has a property test draw its share of examples."""
+    test = getattr(item, "function", None)
+    # Hypothesis has no public way to change the settings of one test after its definition.
+    if _EXAMPLES_SHARE < 1 and (own := getattr(test, "_hypothesis_internal_use_settings", None)):
+        if not hasattr(test, "_all_examples"):
+            test._all_examples = own.max_examples
+        count = max(_MIN_EXAMPLES, round(test._all_examples * _EXAMPLES_SHARE))
+        test._hypothesis_internal_use_settings = settings(own, max_examples=min(count, test._all_examples))
 
 
 def pytest_collection_finish() -> None:

@@ -1,8 +1,9 @@
 """The order of test files and which process runs which: the longest first, and those that wait beside those that compute.
 
 `tests/seconds.json` has the seconds that each file took (`make test-table` writes it). A file's tests stay in one process,
-which keeps their trainings and clusters. With three processes or more the last one begins with the files of `WAITING`: on
-two cores two processes compute while the third waits for polls, time limits and lost nodes.
+which keeps their trainings and clusters. With three processes or more the last one begins with the files of `LAST_PROCESS`: on
+two cores two processes compute while the last one waits for polls, time limits and lost nodes. It also has the files that
+share one Ray cluster, which each other process would have to start for itself.
 
     pytest -n 3 --dist loadfile --no-loadscope-reorder     # tests/conftest.py registers this plugin
 """
@@ -20,7 +21,7 @@ SECONDS_FILE = Path(__file__).with_name("seconds.json")
 UNKNOWN_FILE_S = 5.0
 """Seconds of a file that was never measured."""
 
-WAITING = (
+LAST_PROCESS = (
     "tests/cluster/",
     "tests/deploy/test_slurm.py",
     "tests/deploy/test_launcher.py",
@@ -30,9 +31,21 @@ WAITING = (
     "tests/faults/test_elastic.py",
     "tests/faults/test_hang.py",
     "tests/faults/test_ray.py",
+    "tests/pipelines/cluster/test_internals.py",
+    "tests/pipelines/cluster/test_recorder_handle.py",
+    "tests/pipelines/cluster/test_resources.py",
+    "tests/pipelines/cluster/test_trainer.py",
+    "tests/pipelines/cluster/test_versions.py",
+    "tests/pipelines/console/test_failure.py",
+    "tests/pipelines/console/test_ray_job_status.py",
+    "tests/pipelines/evaluate/test_prediction.py",
     "tests/pipelines/launch/test_preparing.py",
+    "tests/pipelines/prepare/test_near_duplicates.py",
+    "tests/pipelines/prepare/test_prepare.py",
+    "tests/pipelines/prepare/test_ray_data.py",
+    "tests/pipelines/sweep/test_tuning.py",
 )
-"""Files, and folders of files, whose tests mostly wait: less than half a core each."""
+"""Files, and folders of files, whose tests mostly wait (less than half a core each) or take `ray_cluster`."""
 
 
 def load_seconds() -> dict[str, dict[str, float]]:
@@ -49,8 +62,8 @@ class WaitingBesideComputing(LoadFileScheduling):
     """Gives each process the first file of its kind in the queue, and of the other kind once there is none left."""
 
     def _assign_work_unit(self, node: WorkerController) -> None:
-        waits = len(self.nodes) >= 3 and node.gateway.id == f"gw{self.numnodes - 1}"
-        suitable = [scope for scope in self.workqueue if scope.startswith(WAITING) == waits]
+        is_last = len(self.nodes) >= 3 and node.gateway.id == f"gw{self.numnodes - 1}"
+        suitable = [scope for scope in self.workqueue if scope.startswith(LAST_PROCESS) == is_last]
         if suitable:
             self.workqueue.move_to_end(suitable[0], last=False)
         super()._assign_work_unit(node)

@@ -64,7 +64,7 @@ def _uses_field(planned: Deployment, usual: dict[str, str], path: tuple[str, ...
     return False
 
 
-LONG = ("kuberay", "launcher gcp", "sky cpu")
+LONG = ("kuberay", "launcher aws", "launcher by ssh", "launcher gcp", "sky cpu")
 
 
 @pytest.mark.parametrize("case", [pytest.param(name, marks=[pytest.mark.long] * (name in LONG)) for name in CASES])

@@ -84,6 +84,7 @@ def definitions(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return file
 
 
+@pytest.mark.long
 def test_the_rules_of_kuberays_own_definitions_hold(files: dict[str, str], definitions: Path) -> None:
     assert not list(find_kuberay_faults(files, definitions))
     for document in some(document for document in _build_documents(files) if document["kind"] in ("RayJob", "RayCluster")):

@@ -45,6 +45,7 @@ def test_predict_answers_a_file_or_a_question(trained: Folder, tmp_path: Path) -
     assert (refused.code, "input is None" in refused.err) == (2, True)
 
 
+@pytest.mark.long
 def test_evaluate_prints_a_table_and_is_refused_what_is_not_there(trained: Folder) -> None:
     outcome = _job("evaluate", trained, "--run", "translates", "--launch", "inline")
     assert outcome.code == 0, outcome.err

@@ -101,8 +101,10 @@ for run in ("first", "second"):
     ("number", "shell", "code", "printed"),
     [
         (signal.SIGINT, "script", 5, ["raystride.Run.open('first', '{place}/runs') of a run stopped"]),
-        (signal.SIGTERM, "script", 143, []),
-        (signal.SIGINT, "notebook", 0, ["returned first stopped", "returned second stopped"]),
+        pytest.param(signal.SIGTERM, "script", 143, [], marks=pytest.mark.long),
+        pytest.param(
+            signal.SIGINT, "notebook", 0, ["returned first stopped", "returned second stopped"], marks=pytest.mark.long
+        ),
     ],
 )
 def test_a_signal_ends_the_script_once_the_run_is_saved(

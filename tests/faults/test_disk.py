@@ -102,6 +102,7 @@ def test_a_disk_that_becomes_full(calm: tuple[Config, dict[str, Any]], disk: Pat
     _goes_on(config, "full", calm[1], resumed_from=8)
 
 
+@pytest.mark.long
 def test_a_disk_that_becomes_read_only(calm: tuple[Config, dict[str, Any]], disk: Path) -> None:
     config, group = _half(calm[0], disk, "locked", Blow("data", 8, 1, signal.SIGSTOP))
     stopped = group.process(1)

@@ -84,6 +84,7 @@ def test_a_preparation_ends_in_one_line(config: Config, tmp_path: Path, mode: st
     assert not run_folder(config, "never").exists("owner.json")
 
 
+@pytest.mark.long
 def test_a_job_that_ignores_ctrl_c_says_so_and_how_to_stop_it(config: Config, tmp_path: Path) -> None:
     """Its starter ignores SIGINT, as `nohup`, cron and a script's `&` do. SIGTERM ends it, although it comes second."""
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)

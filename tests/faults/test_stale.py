@@ -21,14 +21,13 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_text(tmp_path_factory.mktemp("stale"), 6_000)
 
 
-@pytest.mark.parametrize(
-    "name", ["new", pytest.param("old", marks=pytest.mark.long)], ids=["attempt", "restart"]
-)  # Ray restarts a group within an attempt
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["new", "old"], ids=["attempt", "restart"])  # Ray restarts a group within an attempt
 @pytest.mark.parametrize(
     ("moment", "step"),
     [
-        pytest.param("between steps", 7, marks=pytest.mark.long),
-        pytest.param("data", 8, marks=pytest.mark.long),  # its half of a save was cleared away meanwhile
+        ("between steps", 7),
+        ("data", 8),  # its half of a save was cleared away meanwhile
         ("manifest", 8),  # this manifest passes, the next not
     ],
     ids=["between", "data", "manifest"],

@@ -88,6 +88,7 @@ def test_a_run_whose_last_save_is_refused_fails(calm: tuple[Config, dict[str, An
     assert (after["resumed_from"], after["parameters_sha256"]) == (16, calm[1]["parameters_sha256"])
 
 
+@pytest.mark.long
 def test_a_job_says_which_save_was_refused(calm: tuple[Config, dict[str, Any]], tmp_path: Path) -> None:
     config = replace(calm[0], storage=str(tmp_path))
     place = tmp_path / "said" / "checkpoints"

@@ -138,6 +138,7 @@ def _gradients(layer: Linear, x: torch.Tensor, backend: str) -> list[torch.Tenso
     return [y.detach(), x.grad, layer.weight.grad, layer.bias.grad]  # type: ignore[union-attr,list-item]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("backends", [("torch", "torch", "torch"), ("onednn", "onednn", "onednn"), MIXED])
 def test_compiled_and_checkpointed_it_is_the_same(backends: PassBackends) -> None:
     torch.manual_seed(0)

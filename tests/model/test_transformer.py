@@ -181,7 +181,7 @@ def test_flops_follow_the_published_count() -> None:
     assert Decoder(replace(shape, head_size=16), 65).flops_per_token() == 6 * matrices + 12 * 2 * 64 * 16
 
 
-@pytest.mark.parametrize("shape", FLAVOURS)
+@pytest.mark.parametrize("shape", [*FLAVOURS[:2], *(pytest.param(each, marks=pytest.mark.long) for each in FLAVOURS[2:])])
 def test_the_model_compiles_whole(shape: ModelConfig) -> None:
     torch.compiler.reset()  # blocks of other shapes are compiled by the same code, which is done so often and no oftener
     torch.manual_seed(0)
@@ -326,6 +326,7 @@ def _under_wrappers(rank: int, world: int) -> list[float]:
     return found
 
 
+@pytest.mark.long
 def test_gradients_are_the_same_under_ddp_and_fsdp() -> None:
     for alone, *others in run_distributed(_under_wrappers, 2):
         assert others == pytest.approx([alone] * 3, rel=1e-5)

@@ -202,6 +202,7 @@ def test_operations_are_counted_as_pytorch_counts_products() -> None:
     assert 16 * model.flops_per_token() == 3 * counter.get_total_flops()
 
 
+@pytest.mark.long
 def test_it_compiles_whole() -> None:
     model, batch = _model(SHAPES[0], None).float(), _batch(SOURCES)
     expected, _ = model(*batch)

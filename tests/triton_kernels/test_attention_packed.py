@@ -70,6 +70,7 @@ def test_a_batch_without_padding_is_itself_packed() -> None:
     torch.testing.assert_close(packed.unflatten(0, (3, 20)).transpose(1, 2), whole, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.long
 def test_registration() -> None:
     q, k, v, seed, offsets = torch.randn(5, 1, 16), *torch.randn(2, 5, 1, 16), torch.tensor([5]), _offsets([3, 0, 2])
     check_registration(

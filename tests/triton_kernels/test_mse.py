@@ -27,7 +27,7 @@ def test_values_and_gradients(rows: int, columns: int, dtype: torch.dtype, targe
     _check(prediction, torch.randn(rows, columns).to(target_dtype))
 
 
-@pytest.mark.parametrize("n", [3 * 2048 + 1, 1024 * 2048 + 1])
+@pytest.mark.parametrize("n", [3 * 2048 + 1, pytest.param(1024 * 2048 + 1, marks=pytest.mark.long)])
 def test_several_programs_and_several_blocks_each(n: int) -> None:
     _check(torch.randn(n), torch.randn(n))
 

@@ -73,6 +73,7 @@ def test_the_longest_row() -> None:
     assert_close(rms_norm(x, weight), rms_norm_reference(x.double(), weight.double()))
 
 
+@pytest.mark.long
 def test_groups_of_several_blocks_and_more_groups_than_are_added_at_a_time() -> None:
     x, weight = torch.randn(530, 1025), torch.randn(1025)
     check(rms_norm, rms_norm_reference, x, weight, gradient_terms=8 + 530, gradient_magnitude=_scale(x, weight))

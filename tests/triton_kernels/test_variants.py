@@ -6,9 +6,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
+@pytest.mark.long
 def test_lengths_that_vary_do_not_make_it_compile_again() -> None:
     command = [sys.executable, "-m", "tests.triton_kernels.variants"]
     environment = os.environ | {"TRITON_INTERPRET": "0"}

@@ -83,6 +83,7 @@ class CountLibraryCalls(TorchFunctionMode):
         return function(*args, **(kwargs or {}))
 
 
+@pytest.mark.long
 def test_both_are_timed() -> None:
     with CountLibraryCalls() as calls:  # on a clock on which nothing but a call of PyTorch's takes time
         assert time_attention(CONFIG, torch.device("cpu"), lambda: float(calls.count)) == {"triton": 0, "library": 1}

@@ -32,6 +32,7 @@ print(json.dumps([found.rows, "ray" in sys.modules]))
 """
 
 
+@pytest.mark.long
 def test_thousands_of_short_texts_start_no_ray(trained: Folder, tmp_path: Path) -> None:
     source = write_rows(tmp_path / "questions.jsonl", texts(1800))
     given = {"run": "labels", "storage": str(trained), "input": str(source), "output": str(tmp_path / "out")}

@@ -84,6 +84,7 @@ def test_a_driver_alone_trains_on_cpus_with_one_warning(tmp_path: Path, driver: 
     assert "on cpu" in outcome.out
 
 
+@pytest.mark.long
 @needs_none
 @pytest.mark.parametrize("mode", ["inline", pytest.param("ray", marks=[pytest.mark.long, pytest.mark.weekly])])
 def test_cuda_there_is_an_error_with_its_remedy(tmp_path: Path, driver: dict[str, str], mode: str) -> None:

@@ -206,6 +206,7 @@ def test_an_evaluation_scores_what_the_run_was_prepared_from(folder: Folder, con
         score()
 
 
+@pytest.mark.long
 def test_a_mixture_keeps_the_sources_that_it_had(tmp_path: Path) -> None:
     for name in ("a", "b", "c"):
         (tmp_path / name).mkdir()
@@ -273,6 +274,7 @@ def test_code_that_a_step_calls_is_prepared_with_and_a_run_goes_on_with_a_line(s
     assert len(prepared.names()) == 2
 
 
+@pytest.mark.long
 def test_what_an_earlier_version_prepared_is_found_by_its_rule(stepped: Config, tmp_path: Path) -> None:
     """Which looked at the step's own lines alone."""
     storage, task, prepared = Folder(stepped.storage), build_task(stepped), Folder(stepped.storage) / ".prepared"

@@ -22,7 +22,7 @@ def scratch(tmp_path: Path) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("mlflow", [False, True])
+@pytest.mark.parametrize("mlflow", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_files_are_kept_and_told(tmp_path: Path, scratch: Path, mlflow: bool) -> None:
     storage = Folder(str(tmp_path / "runs"))
     folder = storage / "a"

@@ -71,6 +71,7 @@ def test_ddp_and_a_base_in_shards_have_the_bits_of_one_worker(kind: str, lora: L
         assert _find_checkpoint(tmp_path, strategy).manifest["lora"] == _find_checkpoint(tmp_path, "alone").manifest["lora"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["qwen2", pytest.param("gpt2", marks=pytest.mark.long)])
 def test_tensor_parallelism_has_the_losses_of_one_worker_and_of_its_base(kind: str, tmp_path: Path) -> None:
     config = _config(tmp_path, kind)

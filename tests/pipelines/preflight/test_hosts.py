@@ -98,6 +98,7 @@ def test_a_copy_is_as_good_as_what_it_is_of(tmp_path: Path, monkeypatch: pytest.
 
 
 @pytest.mark.usefixtures("ray_cluster")
+@pytest.mark.long
 def test_a_real_cluster_of_one_host_is_looked_at_and_nothing_is_left(tmp_path: Path) -> None:
     storage = Folder(str(tmp_path / "runs"))
     hosts = probe_hosts(tiny(write_text(tmp_path)), storage)

@@ -144,6 +144,7 @@ def test_a_killed_preparation_goes_on_and_gives_the_same_bytes(corpus: Path, tmp
     assert tree(target) == tree(whole.folder.local)
 
 
+@pytest.mark.long
 def test_two_preparations_at_once(corpus: Path, tmp_path: Path) -> None:
     config = settings(corpus, tokenizer="bpe", vocabulary_size=300, shard_mib=0.03)
     command = [sys.executable, "-c", KILLED, str(corpus), str(tmp_path / "both")]

@@ -35,6 +35,7 @@ def test_snippets_do_not_overlap_or_name_their_package() -> None:
     assert found == ["\n".join(f"line{n} = decoders" for n in range(first, first + 12)) for first in (0, 12)]
 
 
+@pytest.mark.long
 def test_packages_are_twenty_with_text_enough() -> None:
     found = list(embedded.packages())
     counts = Counter(each["label"] for each in found)
@@ -78,6 +79,7 @@ def test_a_reversal_is_the_other_words_backwards() -> None:
         assert each["target"].split() == [words[word] for word in reversed(text)]
 
 
+@pytest.mark.long
 def test_they_are_sources_under_their_names(tmp_path: Path) -> None:
     assert {"packages", "docstrings", "digits", "reversal"} <= set(registered_sources())
     result = made(Labelled, settings("packages", validation_fraction=0.1), tmp_path)

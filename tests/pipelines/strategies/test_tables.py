@@ -92,11 +92,11 @@ ALL = [*DECODERS, *SENTENCES, PREFERENCE, replace(PREFERENCE, slot_tokens=160), 
 WALKS: dict[str, tuple[int, list[ScalingConfig], list[Kind]]] = {
     "ddp": (2, [ScalingConfig(strategy="ddp")], ALL),
     "fsdp": (2, [ScalingConfig(strategy="fsdp")], ALL),
-    "tensor": (2, [ScalingConfig(tensor=2)], [*DECODERS, *SENTENCES]),
     "pipeline": (2, [ScalingConfig(pipeline=2)], DECODERS),
-    "context": (2, [ScalingConfig(context=2)], DECODERS),
 }
 LONG: dict[str, tuple[int, list[ScalingConfig], list[Kind]]] = {
+    "context": (2, [ScalingConfig(context=2)], DECODERS),
+    "tensor": (2, [ScalingConfig(tensor=2)], [*DECODERS, *SENTENCES]),
     "schedules": (2, [ScalingConfig(pipeline=2, schedule=each) for each in ("interleaved", "zbv")], SCHEDULED),
     "exchanges": (2, [ScalingConfig(context=2, context_exchange=each) for each in ("heads", "keys")], DECODERS),
     "deepspeed": (2, [ScalingConfig(strategy="deepspeed", zero=each) for each in (1, 2, 3)], ALL),

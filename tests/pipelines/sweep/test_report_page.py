@@ -313,6 +313,7 @@ def test_a_sweep_of_speed_and_loss_shows_the_front() -> None:
     assert "on the front" in render_page(found)
 
 
+@pytest.mark.long
 def test_a_mesh_is_named_in_the_answer_and_on_the_page() -> None:
     base = sweep(space={"scaling.tensor": [1, 2], "scaling.pipeline": [1, 2]})
     base = replace(base, scaling=replace(base.scaling, workers=4))

@@ -110,6 +110,7 @@ def test_a_share_answers_where_no_other_has_anything_left(tmp_path: Path, capsys
     assert "shard: ''" in folder.read("config.yaml").decode()
 
 
+@pytest.mark.long
 def test_the_command_that_it_ends_with_says_over_which_mesh(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     base = sweep_in(tmp_path, space={"scaling.tensor": [1, 2], "scaling.pipeline": [1, 2]})
     base = replace(base, run="s", scaling=replace(base.scaling, workers=4), record=replace(base.record, mlflow=False))

@@ -265,7 +265,8 @@ def _loaded_parameters(training: Any) -> None:
     training.log(parameters_sha256(training.model, training.optimizer))
 
 
-@pytest.mark.parametrize("legs", [LEGS[:4], pytest.param(LEGS, marks=pytest.mark.long)], ids=["four", "eight"])
+@pytest.mark.long
+@pytest.mark.parametrize("legs", [LEGS[:4], pytest.param(LEGS, marks=pytest.mark.weekly)], ids=["four", "eight"])
 def test_checkpoints_go_from_any_mesh_to_any_other(folder: Path, legs: list[tuple[int, ScalingConfig]]) -> None:
     """Each goes on from the one before, and what it loads is what that saved, to the bit."""
     kind, leg = ("llama", "windows", "tied", 0.0), 2
