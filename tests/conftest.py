@@ -9,6 +9,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from datetime import date
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -77,7 +78,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def pytest_itemcollected(item: pytest.Item) -> None:
     """Has a property test draw its share of examples."""
-    test = getattr(item, "function", None)
+    test: Any = getattr(item, "function", None)
     # Hypothesis has no public way to change the settings of one test after its definition.
     if _EXAMPLES_SHARE < 1 and (own := getattr(test, "_hypothesis_internal_use_settings", None)):
         if not hasattr(test, "_all_examples"):

@@ -1,9 +1,9 @@
 """The order of test files and which process runs which: the longest first, and those that wait beside those that compute.
 
 `tests/seconds.json` has the seconds that each file took (`make test-table` writes it). A file's tests stay in one process,
-which keeps their trainings and clusters. With three processes or more the last one begins with the files of `LAST_PROCESS`: on
-two cores two processes compute while the last one waits for polls, time limits and lost nodes. It also has the files that
-share one Ray cluster, which each other process would have to start for itself.
+which keeps their trainings and clusters. With three processes or more the last one begins with the files of `LAST_PROCESS`:
+the others compute while it waits for polls, time limits and lost nodes. It also has the files that share one Ray cluster,
+which each other process would have to start for itself.
 
     pytest -n 3 --dist loadfile --no-loadscope-reorder     # tests/conftest.py registers this plugin
 """
