@@ -4,10 +4,13 @@ environment = describe_run(config, resources, allocation, attempt, base, prepare
 tags = run_tags(environment, config, allocation, dashboard)                                     # of its MLflow run
 """
 
+import getpass
 import os
+import sys
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict
+from pathlib import Path
 from typing import cast
 
 from raystride.pipelines.cluster.cluster import has_several_nodes, run_on_node
@@ -112,7 +115,19 @@ def run_tags(environment: RunEnvironment, config: Config, allocation: Allocation
         "workers": allocation.workers,
         "device": allocation.device,
     }
-    return {f"raystride.{key}": str(value) for key, value in tags.items() if value is not None} | _ray_tags(dashboard)
+    ours = {f"raystride.{key}": str(value) for key, value in tags.items() if value is not None}
+    return ours | _ray_tags(dashboard) | _mlflow_tags(environment, dashboard)
+
+
+def _mlflow_tags(environment: RunEnvironment, dashboard: str | None) -> dict[str, str]:
+    """Returns the tags that MLflow shows as "Source" and "Created by"."""
+    script = Path(sys.argv[0]).name
+    tags = {"mlflow.source.name": script or "raystride", "mlflow.source.type": "JOB" if dashboard else "LOCAL"}
+    if commit := environment.get("commit"):
+        tags["mlflow.source.git.commit"] = commit
+    with suppress(OSError, KeyError, ImportError):  # no such user in this container
+        tags["mlflow.user"] = getpass.getuser()
+    return tags
 
 
 def _ray_tags(dashboard: str | None) -> dict[str, str]:

@@ -1,7 +1,7 @@
 """MLflow's pages of our runs: opened, waited for, and read.
 
 with shown(config.storage) as links:
-    visit = Visit(browser); open_runs(visit.page, links.runs); rows(visit.page)["run's id"]["metrics.`val_loss`"]
+    visit = Visit(browser); open_runs(visit.page, links.runs); rows(visit.page)["run's id"]["metrics.`val/loss`"]
 """
 
 import json
@@ -80,7 +80,7 @@ def columns(page: Page) -> list[str]:
 def open_run(page: Page, link: str) -> None:
     """Opens a run's page and waits for its figures."""
     page.goto(link)
-    page.get_by_role("cell", name="train_loss", exact=True).wait_for()
+    page.get_by_role("cell", name="train/loss", exact=True).wait_for()
 
 
 def values(page: Page) -> dict[str, str]:

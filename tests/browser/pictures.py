@@ -21,7 +21,7 @@ from tests.browser.chromium import PROGRAM, Visit, chromium
 
 ROOT = Path(__file__).resolve().parents[2]
 PICTURES = ROOT / "docs" / "pictures"
-CURVES = ("train_loss", "val_loss", "tokens_per_second", "step_seconds_p50", "learning_rate", "gradient_norm")
+CURVES = ("train/loss", "val/loss", "tokens_per_second", "step_seconds_p50", "train/learning_rate", "train/gradient_norm")
 RATES = ("2.0e-3", "5.0e-4")
 SETTINGS = "--train.steps 400 --validation.every 100 --checkpoint.every 200 --scaling.workers 2"
 TALLEST = 1950
@@ -79,7 +79,7 @@ def of_mlflow(browser: Browser, storage: Path, runs: list[str], links: pages.Lin
 
     visit = Visit(browser, width=1300, height=1195)
     pages.open_comparison(visit.page, str(comparison_link(marks, links.port)))
-    pages.draw(visit.page, "optimizer.learning_rate", "val_loss")
+    pages.draw(visit.page, "optimizer.learning_rate", "val/loss")
     save(visit.page, "comparison")
 
 

@@ -12,6 +12,7 @@ from playwright.sync_api import Browser
 from raystride.pipelines.config import Config, LaunchConfig, OptimizerConfig, RecordConfig, TrainConfig
 from raystride.pipelines.record import read_entries
 from raystride.pipelines.record.mlflow.links import VIEW_METRICS, VIEW_PARAMETERS, VIEW_TAGS, run_link
+from raystride.pipelines.record.mlflow.names import section_name
 from raystride.pipelines.run_store import commands as runs
 from tests.browser import pages
 from tests.browser.chromium import PROGRAM, Visit, chromium
@@ -77,14 +78,15 @@ def test_the_table_has_our_columns_in_our_order_and_the_figures_of_both_runs(
 ) -> None:
     pages.open_runs(visit.page, links.runs)
     all_of = {run: measured(config, run) | measured(config, run, "system") for run in RATES}
-    expected = {run: {name: all_of[run][name] for name in VIEW_METRICS if name in all_of[run]} for run in RATES}
+    named = {run: {section_name(name): value for name, value in all_of[run].items()} for run in RATES}
+    expected = {run: {name: named[run][name] for name in VIEW_METRICS if name in named[run]} for run in RATES}
     shown = pages.rows(visit.page)
     for run, figures in expected.items():
         cells = shown[pages.mark(Path(config.storage), run)["run_id"]]
         assert run in cells["attributes.`Run Name`"]
         assert {name: float(cells[f"metrics.`{name}`"]) for name in figures} == pytest.approx(figures)
         whole = summary(config, run)
-        assert float(cells["metrics.`val_loss`"]) == pytest.approx(whole["val_loss"])
+        assert float(cells["metrics.`val/loss`"]) == pytest.approx(whole["val_loss"])
         assert float(cells["metrics.`run_tokens_per_second`"]) == pytest.approx(whole["tokens_per_second"])
         assert float(cells["params.`optimizer.learning_rate`"]) == RATES[run]
         assert cells["tags.`raystride.device`"] == "cpu"
@@ -99,13 +101,21 @@ def test_the_page_of_a_run_has_its_settings_figures_and_description(
     pages.open_run(visit.page, links.newest)
     shown, text = pages.values(visit.page), visit.page.inner_text("main")
     figures, ends = measured(config, "hasty"), summary(config, "hasty")
-    assert {name: float(shown[name]) for name in figures} == pytest.approx(figures)
+    assert {name: float(shown[section_name(name)]) for name in figures} == pytest.approx(figures)
     for name in ("train_loss", "val_loss", "seconds_to_first_step"):
-        assert float(shown[name]) == pytest.approx(ends[name]), name
+        assert float(shown[section_name(name)]) == pytest.approx(ends[name]), name
     assert (shown["optimizer.learning_rate"], shown["train.steps"], shown["model.hidden_size"]) == ("0.01", "20", "16")
     assert f"{config.storage}/hasty" in text
     assert f"raystride runs show hasty --storage {config.storage}" in text
     assert "Evaluation" not in visit.page.inner_text("body")  # MLflow's side for language models' traces
+
+
+def test_its_curves_begin_with_the_losses(links: pages.Links, visit: Visit) -> None:
+    pages.open_run(visit.page, links.newest)
+    pages.open_tab(visit.page, "Model metrics")
+    heads = visit.page.get_by_test_id("experiment-view-compare-runs-section-header")
+    heads.filter(has_text="val").first.wait_for()
+    assert [text.split("\n")[0] for text in heads.all_inner_texts()] == ["train", "val", "Model metrics"]
 
 
 def test_what_the_machine_did_is_drawn(config: Config, links: pages.Links, visit: Visit) -> None:

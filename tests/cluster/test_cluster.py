@@ -126,7 +126,7 @@ def test_a_job_is_stopped_and_goes_on_with_its_record_on_a_server_elsewhere(clus
     summary = _summary(cluster, "stopped")
     assert (summary["steps"], summary["resumed_from"], summary["workers"]) == (steps, before["steps"], 3)
     with closing(sqlite3.connect(cluster.folder / "mlflow.db")) as database:
-        rows = database.execute("SELECT run_uuid, step FROM metrics WHERE key = 'train_loss' ORDER BY step").fetchall()
+        rows = database.execute("SELECT run_uuid, step FROM metrics WHERE key = 'train/loss' ORDER BY step").fetchall()
     assert {run for run, _ in rows} == {summary["mlflow_run_id"]}
     told = [step for _, step in rows]
     assert len(set(told)) == len(told), "a point twice"

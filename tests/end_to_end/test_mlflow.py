@@ -1,5 +1,6 @@
 """A run as MLflow's user finds it: parameters, tags, metrics, system readings and files, from a training without Ray."""
 
+import getpass
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,10 +14,10 @@ from tests.ray_jobs.jobs import run_folder, run_well, summary
 from tests.tiny import tiny, write_text
 
 METRICS = {
-    "train_loss",
-    "val_loss",
-    "learning_rate",
-    "gradient_norm",
+    "train/loss",
+    "val/loss",
+    "train/learning_rate",
+    "train/gradient_norm",
     "tokens_per_second",
     "data_wait_share",
     "step_seconds_p50",
@@ -79,10 +80,21 @@ def test_its_metrics_are_there_with_their_steps(run: Any, config: Config) -> Non
     from mlflow import MlflowClient
 
     assert set(run.data.metrics) >= METRICS
-    assert run.data.metrics["val_loss"] == pytest.approx(summary(config, "logged")["val_loss"])
-    history = MlflowClient(f"sqlite:///{config.storage}/mlflow.db").get_metric_history(run.info.run_id, "train_loss")
+    assert run.data.metrics["val/loss"] == pytest.approx(summary(config, "logged")["val_loss"])
+    history = MlflowClient(f"sqlite:///{config.storage}/mlflow.db").get_metric_history(run.info.run_id, "train/loss")
     assert sorted(point.step for point in history) == list(range(10, 101, 10))
     assert history[-1].value < history[0].value
+
+
+def test_source_user_data_and_the_start_are_where_mlflow_shows_them(run: Any, config: Config) -> None:
+    environment = run_folder(config, "logged").read_json("environment.json")
+    assert run.data.tags["mlflow.user"] == getpass.getuser()
+    assert run.data.tags["mlflow.source.type"] == "LOCAL"
+    assert run.data.tags["mlflow.source.git.commit"] == environment["commit"]
+    (used,) = run.inputs.dataset_inputs
+    assert (used.dataset.name, used.dataset.digest) == (config.data.source, environment["data"][:36])
+    assert float(run.data.params["start.data_s"]) >= 0
+    assert not [name for name in run.data.metrics if name.startswith("start")]
 
 
 def test_the_machine_was_read(run: Any) -> None:

@@ -254,7 +254,7 @@ def test_a_wrong_password_is_named_costs_nothing_and_is_made_good_once(
         code, said = _replay(config, "refused", login)
         assert code == 0, said
         points = server.points("refused")
-        assert len([each for each in points if each[0] == "train_loss"]) == 6
+        assert len([each for each in points if each[0] == "train/loss"]) == 6
         assert len(points) == len(set(points))
     assert list(server.folder.glob("files/**/config.yaml"))
     shutil.rmtree(tmp_path / "home")
@@ -286,7 +286,7 @@ def test_a_training_on_ray_writes_once_and_its_workers_hold_no_login(
     assert holders, "MLflow's client has a process of its own, whose environment has the login"
     assert not strangers
     points = server.points("spread")
-    assert len([each for each in points if each[0] == "train_loss"]) == 20
+    assert len([each for each in points if each[0] == "train/loss"]) == 20
     assert len(points) == len(set(points))
     code, said = _replay(spread, "spread", server.login())
     assert code == 0, said

@@ -88,6 +88,6 @@ def test_all_attempts_are_one_run_of_mlflow(life: Life, config: Config) -> None:
     assert {figures["mlflow_run_id"] for _, figures in life} == {run.info.run_id}
     assert run.info.status == "FINISHED"
     client = MlflowClient(f"sqlite:///{config.storage}/mlflow.db")
-    steps = sorted(point.step for point in client.get_metric_history(run.info.run_id, "train_loss"))
+    steps = sorted(point.step for point in client.get_metric_history(run.info.run_id, "train/loss"))
     assert steps == sorted(set(steps)), "a step was logged twice"
     assert set(range(20, STEPS + 1, 20)) <= set(steps)

@@ -1,6 +1,6 @@
 """What a storage's MLflow database holds of a run.
 
-run = only_run(config, "name"); run.data.metrics["val_loss"]; artifacts(config, run)["config.yaml"]
+run = only_run(config, "name"); run.data.metrics["val/loss"]; artifacts(config, run)["config.yaml"]
 """
 
 import tempfile

@@ -123,7 +123,7 @@ def test_a_killed_mlflow_process_costs_nothing(calm: tuple[Config, dict[str, Any
     storage = run_folder(config, "unheard").parent
     run = only_run(storage, "unheard")
     assert run.info.status == "FINISHED"
-    assert [step for step, _, _ in history(storage, run.info.run_id, "train_loss")] == logged
+    assert [step for step, _, _ in history(storage, run.info.run_id, "train/loss")] == logged
 
 
 @pytest.mark.long

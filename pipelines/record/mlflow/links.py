@@ -24,8 +24,10 @@ VIEW_KEY = "raystride"
 VIEW_TAG = f"mlflow.sharedViewState.{VIEW_KEY}"
 """Tag of an experiment that holds the view named in a URL, for MLflow's UI."""
 VIEW_METRICS = (
-    "train_loss",
-    "val_loss",
+    "train/loss",
+    "val/loss",
+    "val/accuracy",
+    "val/perplexity",
     "run_tokens_per_second",
     "run_mfu",
     "run_step_seconds_p50",

@@ -8,6 +8,7 @@ step, time and value, so it drops those sent twice after a crash between logging
     log.log(entries); log.finish("finished", time.time())
 """
 
+import json
 import logging
 import os
 import re
@@ -33,13 +34,14 @@ from raystride.pipelines.record.mlflow.links import (
     run_link,
     runs_table_view,
 )
+from raystride.pipelines.record.mlflow.names import is_measured_once, section_name
 from raystride.pipelines.record.summary import STATUSES
 from raystride.pipelines.storage.folder import Folder
 from raystride.pipelines.storage.locks import file_lock
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
-    from mlflow.entities import Metric, Run
+    from mlflow.entities import DatasetInput, Metric, Run
 
 MLFLOW_REFERENCE = "mlflow.json"
 OWN_DATABASE, DATABASE_FILE, ARTIFACT_FOLDER = "storage:", "mlflow.db", "mlartifacts"
@@ -64,6 +66,11 @@ ARTIFACT_COLUMNS = (
 )
 """Tables and columns in which MLflow 3 stores artifact locations."""
 RUN_TAG = "raystride.opening"
+SECTION_NAMES = "sections"
+"""The `names` in `mlflow.json` of a run whose figures have the names of `section_name`."""
+DATA_SETTINGS = ("data.source", "data.sources", "data.kind", "data.split")
+"""Parameters that describe the data set of a run."""
+MAX_DIGEST_LENGTH = 36
 # The follower pauses and retries: MLflow's own retries would block the thread for minutes while a server is unreachable.
 ENVIRONMENT = {
     "MLFLOW_HTTP_REQUEST_TIMEOUT": "10",
@@ -110,6 +117,11 @@ class MlflowLog:
         return self.reference.get("run_id")
 
     @property
+    def _has_sections(self) -> bool:
+        """Whether the run has the names of `section_name`; one that an earlier version began has those of the journal."""
+        return self.reference.get("names") == SECTION_NAMES
+
+    @property
     def public_uri(self) -> str:
         """The tracking URI without credentials."""
         return public_uri(self.uri)
@@ -141,6 +153,8 @@ class MlflowLog:
         for entry in entries:
             if entry["kind"] == "metrics" or entry["kind"] == "system":
                 metrics += list(self._to_metrics(entry, problems))
+                if self._has_sections and (once := {k: v for k, v in entry["values"].items() if is_measured_once(k)}):
+                    tags |= self._log_parameters({section_name(key): value for key, value in once.items()})
             elif entry["kind"] == "artifact":
                 problems += self._log_artifact(entry["values"]["name"])
             elif entry["kind"] == "parameters":
@@ -149,8 +163,11 @@ class MlflowLog:
                 tags |= _tags_of_entry(entry)
         for start in range(0, len(metrics), METRICS_PER_CALL):
             problems += self._log_metrics(metrics[start : start + METRICS_PER_CALL])
-        if "raystride.attempt" in tags and is_our_note(client.get_run(run_id).data.tags.get(NOTE_TAG)):
-            tags[NOTE_TAG] = describe_run(self._folder, tags)
+        if "raystride.attempt" in tags:
+            run = client.get_run(run_id)
+            if is_our_note(run.data.tags.get(NOTE_TAG)):
+                tags[NOTE_TAG] = describe_run(self._folder, tags)
+            self._log_data(tags.get("raystride.data"), run)
         if tags:
             client.log_batch(run_id, tags=[RunTag(key, value[:MAX_TAG_LENGTH]) for key, value in tags.items()])
         return problems
@@ -218,6 +235,7 @@ class MlflowLog:
             "uri": self._stored_uri,
             "experiment_id": experiment,
             "logged": {},
+            "names": SECTION_NAMES,
         }
         self._save_reference()
         client.set_experiment_tag(experiment, VIEW_TAG, runs_table_view())
@@ -257,10 +275,29 @@ class MlflowLog:
             client.log_batch(run_id, params=fresh[start : start + PARAMETERS_PER_CALL])
         return {f"resumed.{key}": text for key, text in texts.items() if existing.get(key, text) != text}
 
+    def _log_data(self, fingerprint: str | None, run: "Run") -> None:
+        """Logs the prepared data as the run's data set, once for each fingerprint."""
+        from mlflow.entities import Dataset, DatasetInput, InputTag
+
+        if not fingerprint or any(known.dataset.digest == fingerprint[:MAX_DIGEST_LENGTH] for known in _datasets(run)):
+            return
+        source = {key: text for key, text in run.data.params.items() if key in DATA_SETTINGS}
+        name = source.get("data.source", "") if source.get("data.sources", "{}") in ("{}", "None", "") else "mixture"
+        dataset = Dataset(
+            name=(name or "data")[:MAX_NAME_LENGTH],
+            digest=fingerprint[:MAX_DIGEST_LENGTH],
+            source_type="raystride",
+            source=json.dumps(source),
+        )
+        context = InputTag("mlflow.data.context", "training")
+        self.connect()[0].log_inputs(run.info.run_id, [DatasetInput(dataset, [context])])
+
     def _to_metrics(self, entry: Metrics | System, problems: list[str]) -> "Iterator[Metric]":
         from mlflow.entities import Metric
 
         for key, value in entry["values"].items():
+            if self._has_sections and is_measured_once(key):
+                continue
             try:
                 number = float(value)
             except (TypeError, ValueError):
@@ -268,7 +305,8 @@ class MlflowLog:
                 continue
             # MLflow stores infinity as 1.8e308, which flattens every curve; NaN shows that a value was not finite.
             number = float("nan") if number in (float("inf"), float("-inf")) else number
-            yield Metric(metric_name(key), number, round(float(entry["time"]) * 1000), int(entry["step"] or 0))
+            name = section_name(key) if self._has_sections else key
+            yield Metric(metric_name(name), number, round(float(entry["time"]) * 1000), int(entry["step"] or 0))
 
     def _log_metrics(self, metrics: "list[Metric]") -> list[str]:
         from mlflow.exceptions import MlflowException
@@ -391,6 +429,10 @@ def schema_lock(uri: str) -> "Iterator[None]":
     path.parent.mkdir(parents=True, exist_ok=True)
     with file_lock(path, SCHEMA_TIMEOUT_S, TimeoutError(f"another process holds {path} for {SCHEMA_TIMEOUT_S:.0f} s")):
         yield
+
+
+def _datasets(run: "Run") -> "list[DatasetInput]":
+    return list(run.inputs.dataset_inputs) if run.inputs else []
 
 
 def _tags_of_entry(entry: Entry) -> dict[str, str]:

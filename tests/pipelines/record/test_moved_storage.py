@@ -57,7 +57,7 @@ def test_the_run_is_there_once_and_the_old_place_is_left_alone(recorded: Folder,
     log.finish("finished", 1e9 + 3)
     run = only_run(storage, "r")
     assert run.info.run_id == (recorded / "r").read_json("mlflow.json")["run_id"]
-    assert [step for step, _, _ in history(storage, run.info.run_id, "train_loss")] == [1, 2]
+    assert [step for step, _, _ in history(storage, run.info.run_id, "train/loss")] == [1, 2]
     assert run.info.artifact_uri.startswith(str(second))
     assert {path.name for path in (second / "mlartifacts").rglob("*.*")} == {"summary.json", "curve.png"}
     assert _tree(first) == before

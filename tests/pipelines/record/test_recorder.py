@@ -200,7 +200,7 @@ def test_mlflow_gets_points_with_their_own_times_and_shows_what_broke(
     assert (run.data.tags["team"], run.data.tags["model"]) == ("us", "small")
     assert run.data.tags["raystride.checkpoint"] == "/there/step-30"
     assert run.data.tags["raystride.error"] == "it went wrong"
-    points = history(storage, run.info.run_id, "train_loss")
+    points = history(storage, run.info.run_id, "train/loss")
     assert [(step, stamp) for step, _, stamp in points[:30]] == [(i, round((1e9 + i / 8) * 1000)) for i in range(1, 31)]
     assert points[30][1] != points[30][1]  # infinity is seen as NaN, not as 1.8e308
     assert len(history(storage, run.info.run_id, "bad key__")) == 1
@@ -227,7 +227,7 @@ def test_a_resumed_run_goes_on_in_its_mlflow_run(record: MakeRecorder, folder: F
     assert ids == [run.info.run_id] * 2
     assert (run.data.params["workers"], run.data.tags["resumed.workers"]) == ("1", "2")
     # Steps 6 to 10 were trained twice with the same values and times here, which MLflow keeps once; the journal keeps both.
-    assert [step for step, _, _ in history(storage, run.info.run_id, "train_loss")] == list(range(1, 16))
+    assert [step for step, _, _ in history(storage, run.info.run_id, "train/loss")] == list(range(1, 16))
     assert [(entry["attempt"], entry["step"]) for entry in sent(folder)] == [("a1", i) for i in range(1, 11)] + [
         ("a2", i) for i in range(6, 16)
     ]
@@ -255,7 +255,7 @@ def test_a_killed_recorder_is_replaced_without_loss_or_duplicate(
     summary = proxies[-1].finish("finished")
     assert summary["train_loss"] == pytest.approx(10 / 60)
     assert [entry["sequence"] for entry in sent(folder)] == list(range(1, 61))
-    points = history(storage, only_run(storage, name).info.run_id, "train_loss")
+    points = history(storage, only_run(storage, name).info.run_id, "train/loss")
     assert [step for step, _, _ in points] == list(range(1, 61))
 
 
@@ -324,7 +324,7 @@ def test_two_runs_may_open_a_fresh_database_at_once(tmp_path: Path) -> None:
     for name in names:
         run = only_run(storage, name)
         assert run.info.status == "FINISHED"
-        assert len(history(storage, run.info.run_id, "train_loss")) == 3
+        assert len(history(storage, run.info.run_id, "train/loss")) == 3
     assert only_run(storage, "left").info.experiment_id == only_run(storage, "right").info.experiment_id
 
 

@@ -86,7 +86,7 @@ def test_a_server_that_is_killed_and_comes_back_lacks_nothing(
     measure(sender, 1501, 1520)
     assert sender.flush(60.0)
     wait_until(
-        lambda: len(history(storage, only_run(storage, name).info.run_id, "train_loss")) == 1520, "the replay did not come"
+        lambda: len(history(storage, only_run(storage, name).info.run_id, "train/loss")) == 1520, "the replay did not come"
     )
 
     # It hangs at the end: the end comes all the same, says what to do, and the replay completes the run.
@@ -100,7 +100,7 @@ def test_a_server_that_is_killed_and_comes_back_lacks_nothing(
     assert runs.main(["replay", name, "--storage", storage.uri]) == 0
     run = only_run(storage, name)
     assert (run.info.run_id, run.info.status) == (summary["mlflow_run_id"], "FINISHED")
-    points = history(storage, run.info.run_id, "train_loss")
+    points = history(storage, run.info.run_id, "train/loss")
     assert points == [(step, 1 / step, round((1e9 + step / 8) * 1000)) for step in range(1, 1531)]
 
 
@@ -131,7 +131,7 @@ def test_segments_that_were_merged_before_they_were_logged_are_logged_once(
     monkeypatch.setattr(log, "log", lambda entries: (sent.append(len(entries)), write_log(entries))[1])
     follower.catch_up()
     assert (sent, log.reference["logged"]) == ([], logged), "nothing is new, so nothing is read or sent"
-    points = history(storage, str(log.run_id), "train_loss")
+    points = history(storage, str(log.run_id), "train/loss")
     assert points == [(step, 1 / step, round((1e9 + step / 8) * 1000)) for step in range(1, SEGMENTS_PER_FILE + 11)]
 
 

@@ -71,7 +71,7 @@ def test_mlflow_has_the_table_and_a_description_that_a_person_may_replace(
     client = MlflowClient(database_uri(storage))
     run = only_run(storage, "slow")
     view = json.loads(client.get_experiment(run.info.experiment_id).tags[VIEW_TAG])
-    assert "metrics.`train_loss`" in view["selectedColumns"]
+    assert "metrics.`train/loss`" in view["selectedColumns"]
     assert f"[raysubmit_x]({PAGE})" in run.data.tags[NOTE_TAG]
     assert str(storage / "slow") in run.data.tags[NOTE_TAG]
 

@@ -131,11 +131,43 @@ def test_metrics_have_their_steps_and_times_and_what_is_no_number_is_told(log: M
     assert [problem.split(" is ")[0] for problem in problems] == ["`word`", "`train_loss`"]
     assert "'many' at step 7" in problems[0]
     assert log.run_id
-    assert history(storage, log.run_id, "train_loss") == [(7, 2.5, 10**12)]
+    assert history(storage, log.run_id, "train/loss") == [(7, 2.5, 10**12)]
     assert history(storage, log.run_id, "gpu_0") == [(0, 50.0, 10**12)]
     for key in ("lost", "low"):
         ((step, value, _),) = history(storage, log.run_id, key)
         assert (step, math.isnan(value)) == (7, True)
+
+
+def test_figures_of_the_start_are_parameters_and_those_of_a_later_attempt_tags(
+    log: MlflowLog, storage: Folder, folder: Folder
+) -> None:
+    for seconds in (2.0, 2.0, 3.0):  # a replay, and a later attempt
+        log.log([entry("metrics", {"train_loss": 2.5, "start/build_s": seconds, "seconds_to_first_step": 9.0}, 7)])
+    run = only_run(storage, folder.name)
+    assert run.data.params == {"start.build_s": "2.0", "seconds_to_first_step": "9.0"}
+    assert set(run.data.metrics) == {"train/loss"}
+    assert run.data.tags["resumed.start.build_s"] == "3.0"
+
+
+def test_a_run_that_an_earlier_version_began_keeps_the_names_of_its_figures(
+    log: MlflowLog, storage: Folder, folder: Folder
+) -> None:
+    log.connect()
+    earlier = folder.read_json(MLFLOW_REFERENCE)
+    assert earlier.pop("names") == "sections"
+    folder.put_json(MLFLOW_REFERENCE, earlier)
+    again = MlflowLog(folder, folder.name, log.uri, RecordConfig())
+    again.log([entry("metrics", {"train_loss": 2.5, "val_recall/yes": 0.5, "start/build_s": 2.0}, 7)])
+    assert set(only_run(storage, folder.name).data.metrics) == {"train_loss", "val_recall/yes", "start/build_s"}
+
+
+def test_the_data_set_is_logged_once_for_each_fingerprint(log: MlflowLog, storage: Folder, folder: Folder) -> None:
+    log.log([entry("parameters", {"data.source": "tickets.csv", "data.kind": "csv"})])
+    for fingerprint in ("1c70", "1c70", "f" * 64):  # a replay, and data that was prepared anew
+        log.log([entry("tags", {"raystride.attempt": "a1", "raystride.data": fingerprint})])
+    found = [used.dataset for used in only_run(storage, folder.name).inputs.dataset_inputs]
+    assert {(dataset.name, dataset.digest) for dataset in found} == {("tickets.csv", "1c70"), ("tickets.csv", "f" * 36)}
+    assert json.loads(found[0].source) == {"data.source": "tickets.csv", "data.kind": "csv"}
 
 
 def test_one_bad_value_holds_up_no_other(log: MlflowLog, storage: Folder) -> None:

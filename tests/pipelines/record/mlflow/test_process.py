@@ -40,7 +40,7 @@ def _policies(process: int) -> set[int]:
 def test_what_it_logs_is_in_mlflow_also_after_its_death(log: MlflowProcess, storage: Folder, folder: Folder) -> None:
     log.connect()
     assert log.log([new_entry("metrics", {"train_loss": 0.5}, step=3, time=1e9)]) == []
-    assert history(storage, str(log.run_id), "train_loss") == [(3, 0.5, 10**12)]
+    assert history(storage, str(log.run_id), "train/loss") == [(3, 0.5, 10**12)]
     assert folder.read_json("mlflow.json") == log.reference
     first = _process()
     first.kill()
@@ -48,7 +48,7 @@ def test_what_it_logs_is_in_mlflow_also_after_its_death(log: MlflowProcess, stor
         log.log([new_entry("metrics", {"train_loss": 0.25}, step=4, time=1e9 + 1)])
     log.log([new_entry("metrics", {"train_loss": 0.25}, step=4, time=1e9 + 1)])
     assert _process().pid != first.pid
-    assert [step for step, _, _ in history(storage, str(log.run_id), "train_loss")] == [3, 4]
+    assert [step for step, _, _ in history(storage, str(log.run_id), "train/loss")] == [3, 4]
 
 
 @pytest.mark.skipif(
