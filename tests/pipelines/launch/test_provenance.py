@@ -1,5 +1,7 @@
 """What a run records of its environment and data, its tags, and the links to its pages."""
 
+import getpass
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -74,7 +76,8 @@ def test_what_is_kept_of_the_data_is_its_fingerprint_and_those_of_its_sources(tm
     ("strategy", "workers", "named"),
     [("auto", 1, "single"), ("auto", 2, "ddp"), ("fsdp", 1, "fsdp"), ("single", 1, "single")],
 )
-def test_tags_say_what_is_known(strategy: Any, workers: int, named: str) -> None:
+def test_tags_say_what_is_known(strategy: Any, workers: int, named: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["/somewhere/ray_jobs/train.py"])
     config = replace(tiny(PLACE), scaling=ScalingConfig(strategy=strategy))
     assert run_tags(environment(dirty=None), config, Allocation(workers, "cpu", 1), None) == {
         "raystride.strategy": named,
@@ -83,6 +86,10 @@ def test_tags_say_what_is_known(strategy: Any, workers: int, named: str) -> None
         "raystride.data": "d" * 16,
         "raystride.workers": str(workers),
         "raystride.device": "cpu",
+        "mlflow.user": getpass.getuser(),
+        "mlflow.source.name": "train.py",
+        "mlflow.source.type": "LOCAL",
+        "mlflow.source.git.commit": "c" * 40,
     }
     assert run_tags(environment(), config, Allocation(workers, "cuda", 1), None)["raystride.dirty"] == "True"
     assert _ray_tags(None) == {}
