@@ -24,6 +24,7 @@ def rehearse(file: Path, *more: str) -> tuple[int, dict[str, Any], str]:
 
 
 @pytest.mark.long
+@pytest.mark.weekly
 def test_a_rehearsal_with_every_fault_leaves_figures_and_a_second_one_goes_on(tmp_path: Path) -> None:
     file = tmp_path / "figures.json"
     names = [f"check {name}, bfloat16" for name in gpu_rows.SHIPPED]

@@ -64,6 +64,7 @@ def test_every_host_is_looked_at(cluster: RayHosts) -> None:
     assert {row[5] for row in rows.values()} == {"h1", "h2", "h3", "h4"}
 
 
+@pytest.mark.weekly
 def test_what_one_host_lacks_is_told_by_its_name(cluster: RayHosts) -> None:
     """A file that lies on the head alone, in its own /tmp; and a host that another cannot reach."""
     cluster.head.run("cp", str(cluster.folder / "text.txt"), "/tmp/mine.txt")

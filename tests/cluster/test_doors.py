@@ -87,6 +87,7 @@ def _found(cluster: RayHosts) -> set[tuple[str, str, str]]:
     return found
 
 
+@pytest.mark.weekly
 def test_the_page_says_of_every_port_what_is_heard_there(training: RayHosts) -> None:
     found = _found(training)
     assert ("training worker", "the cluster's", "asks nobody") in found  # gloo and PyTorch's store

@@ -215,6 +215,7 @@ def test_a_run_on_ray_and_rays_own_logs_hold_no_secret(
 
 
 @pytest.mark.long
+@pytest.mark.weekly
 def test_a_sweep_and_what_tune_keeps_of_it_hold_no_secret(
     config: Config, tmp_path: Path, tracking: tuple[str, Path], temporary: Path
 ) -> None:

@@ -56,6 +56,7 @@ def test_a_run_goes_on_with_another_mesh(folder: Path) -> None:
 
 
 @pytest.mark.long
+@pytest.mark.weekly
 def test_exact_groups_end_with_the_same_bits_through_kills(folder: Path) -> None:
     settings = _settings(exact=True)
     calm = run_schedule(exact_job(folder / "text.txt", folder, "calm-e", **settings), [Attempt(2, scaling=TENSOR)], folder)

@@ -53,6 +53,7 @@ def _holds(config: Config, run: str, calm: dict[str, Any]) -> None:
     assert audit(run_folder(config, run) / "checkpoints").samples == calm["samples_seen"]
 
 
+@pytest.mark.weekly
 def test_a_killed_recorder_costs_nothing(calm: tuple[Config, dict[str, Any]]) -> None:
     config, whole = calm
     driver = _start(config, "unheard")

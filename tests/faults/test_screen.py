@@ -79,8 +79,8 @@ def _latin(config: Config) -> tuple[int, str]:
     [
         pytest.param(_reader_leaves, True, marks=pytest.mark.long),
         pytest.param(_device_is_full, True, marks=[pytest.mark.long, pytest.mark.weekly]),
-        pytest.param(_both_are_closed, True, marks=pytest.mark.long),
-        pytest.param(_latin, False, marks=pytest.mark.long),
+        pytest.param(_both_are_closed, True, marks=[pytest.mark.long, pytest.mark.weekly]),
+        pytest.param(_latin, False, marks=[pytest.mark.long, pytest.mark.weekly]),
     ],
 )
 def test_a_screen_that_fails_ends_no_training(
@@ -154,6 +154,7 @@ def test_two_signals_at_once_are_one_request(config: Config, number: int) -> Non
 
 
 @pytest.mark.long
+@pytest.mark.weekly
 def test_a_hangup_of_all_processes_saves_a_run_on_ray(config: Config) -> None:
     """A shell that ends sends SIGHUP to the group of its job, in which Ray's processes and MLflow's are."""
     driver = start_job(

@@ -67,6 +67,7 @@ def _trained(job: Job, fast_start: bool) -> dict[str, Any]:
 
 @pytest.mark.timeout(600)
 @pytest.mark.long
+@pytest.mark.weekly
 def test_lean_and_stock_trainer_give_the_same(tmp_path: Path) -> None:
     config = tiny(write_text(tmp_path))
     fast_start, stock = (

@@ -46,6 +46,7 @@ def test_a_worker_waits_for_the_working_processes_of_ray(monkeypatch: pytest.Mon
 
 
 @pytest.mark.long
+@pytest.mark.weekly
 def test_the_head_makes_a_job_save_before_it_ends(tmp_path: Path) -> None:
     folder = tempfile.mkdtemp(prefix="rs-", dir="/tmp")  # short: Ray's sockets lie below it
     with reserve_ports(3) as (port, dashboard, agent):

@@ -74,7 +74,7 @@ def test_hidden_gpus_are_no_problem(monkeypatch: pytest.MonkeyPatch, visible: st
 
 @needs_none
 @pytest.mark.long
-@pytest.mark.parametrize("mode", ["inline", "ray"])
+@pytest.mark.parametrize("mode", ["inline", pytest.param("ray", marks=pytest.mark.weekly)])
 def test_a_driver_alone_trains_on_cpus_with_one_warning(tmp_path: Path, driver: dict[str, str], mode: str) -> None:
     outcome = train(tmp_path, driver, "--launch", mode, "--scaling.workers", "1")
     assert outcome.code == 0, outcome.err

@@ -134,6 +134,7 @@ def test_a_stop_that_all_processes_hear_is_heeded_by_the_training(source: Path, 
 
 
 @pytest.mark.long
+@pytest.mark.weekly
 def test_a_training_whose_time_is_over_while_it_waits_ends(source: Path, tmp_path: Path) -> None:
     """On a clock that stands at its beginning plus a day once it waits."""
     late, plugin = tmp_path / "late", tmp_path / "clock.py"

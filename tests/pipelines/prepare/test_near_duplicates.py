@@ -139,7 +139,7 @@ def test_ten_million_documents_have_a_figure_before_they_are_compared() -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("most", [10**6, 50], ids=["few", "many"])
+@pytest.mark.parametrize("most", [10**6, pytest.param(50, marks=pytest.mark.weekly)], ids=["few", "many"])
 def test_ray_leaves_out_the_same(most: int, tmp_path: Path, ray_cluster: None, monkeypatch: pytest.MonkeyPatch) -> None:
     texts = _texts(300)
     monkeypatch.setattr(near_duplicates, "MAX_GROUPED_LOCALLY", most)

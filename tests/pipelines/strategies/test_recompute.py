@@ -67,6 +67,7 @@ def test_compiled_it_learns_the_same(folder: Path, linear: str) -> None:
 
 
 @pytest.mark.long
+@pytest.mark.weekly
 def test_packed_documents_recomputed_and_compiled(folder: Path) -> None:
     """Compiled on CPUs their attention is left out, as its groups are made of lengths."""
 

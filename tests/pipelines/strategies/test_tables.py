@@ -204,7 +204,16 @@ def _walk_alone(folder: Path, kinds: list[Kind]) -> dict[str, Course]:
 
 
 NO_DEEPSPEED = pytest.mark.skipif(find_spec("deepspeed") is None, reason="needs DeepSpeed")
-MARKS = {name: [pytest.mark.long, *([NO_DEEPSPEED] if name == "deepspeed" else [])] for name in LONG}
+WEEKLY = ("context fsdp", "exact groups", "exchanges", "pipeline fsdp")
+"""Their axes meet each other in the walks of the other names, and in `mesh/test_mesh_strategy.py`."""
+MARKS = {
+    name: [
+        pytest.mark.long,
+        *([NO_DEEPSPEED] if name == "deepspeed" else []),
+        *([pytest.mark.weekly] if name in WEEKLY else []),
+    ]
+    for name in LONG
+}
 
 
 @pytest.mark.parametrize("walk", [*WALKS, *(pytest.param(name, marks=marks) for name, marks in MARKS.items())])
