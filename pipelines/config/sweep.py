@@ -70,14 +70,18 @@ class SweepConfig(Section):
     """Number of trials of `random` and `optuna`."""
     early_stopping: Literal["auto", "none", "asha"] = setting("auto", was="sweep.stop_bad", renamed="0.3")
     """Early stopping of poor trials. `asha`: asynchronous successive halving by the objective at the same step (Li et al.,
-    2020). `auto`: `asha` with the objective `loss` and at least `reduction_factor`^2 combinations, otherwise `none`."""
+    2020), with `metric` by the training loss. `auto`: `asha` with the objective `loss` or `metric` and at least
+    `reduction_factor`^2 combinations, otherwise `none`."""
     reduction_factor: float = setting(3.0, above=1, was="sweep.keep", renamed="0.3")
     """Reduction factor of `asha`: one in this many trials continues at each rung."""
-    objective: Literal["auto", "throughput", "cost", "energy", "time_to_loss", "loss"] = setting("auto", also="optimize_for")
+    objective: Literal["auto", "throughput", "cost", "energy", "time_to_loss", "loss", "metric"] = setting(
+        "auto", also="optimize_for"
+    )
     """Objective of the sweep. `throughput`: tokens per second. `cost` and `energy`: lowest price or energy per token.
-    `time_to_loss`: least time to `target_loss`. `loss`: lowest validation loss after the trial's steps. `auto`: `loss` if
-    only settings vary that do not change the work of a step (those of the optimizer and the objective, dropout, clipping,
-    the seed), otherwise `throughput`."""
+    `time_to_loss`: least time to `target_loss`. `loss`: lowest validation loss after the trial's steps. `metric`: best
+    `validation.metric` after them, by `validation.direction`. `auto`: `loss` if only settings vary that do not change the
+    work of a step (those of the optimizer and the objective, dropout, clipping, the seed), otherwise `throughput`. With
+    `loss` and `metric`, a trial is a training in small: its warm-up and decay are as much shorter as its steps."""
     target_loss: float = setting(0.0, at_least=0)
     """Training loss (mean of a window) that ends a trial of `time_to_loss`. 0: not given."""
     target_tokens: float = setting(0.0, at_least=0)
@@ -100,10 +104,10 @@ class SweepConfig(Section):
     mean. 0: never before `windows`."""
     repeats: int = setting(1, at_least=1)
     """Number of rounds through all combinations. Rounds run one after another, so that a slow hour of a machine does not
-    affect a single combination only. With the objective `loss`, each round has another seed."""
+    affect a single combination only. With the objective `loss` or `metric`, each round has another seed."""
     seeds: int = setting(3, at_least=1)
     """Maximum number of seeds that decide between trials of similar loss. Loss differences are similar if another seed might
-    cause them. Used with the objective `loss`. 1: a single seed decides."""
+    cause them. Used with the objectives `loss` and `metric`. 1: a single seed decides."""
     isolated: bool = setting(True)
     """Run one trial at a time. Trials that share a node would disturb each other's measurements."""
     max_concurrent: int = setting(
@@ -121,9 +125,9 @@ class SweepConfig(Section):
     """Shard of a grid, `k/n`, that this job measures. It is every n-th combination from the k-th on, counted from 0. n jobs
     of one name share a sweep, such as those of a Slurm array; the last to end writes the result. Empty: all combinations."""
     share_base: bool = setting(False, since="0.3")
-    """Train all trials concurrently in one process on one frozen base. For the objective `loss` and settings of `lora`,
-    `optimizer` and `data`. It needs no Ray, and does not measure throughput, as trials would disturb each other. Every trial
-    trains to its end, without early stopping or time limit."""
+    """Train all trials concurrently in one process on one frozen base. For the objectives `loss` and `metric`, and settings
+    of `lora`, `optimizer` and `data`. It needs no Ray, and does not measure throughput, as trials would disturb each other.
+    Every trial trains to its end, without early stopping or time limit."""
     timeout_s: float = setting(_TIMEOUT_S, above=0)
     """Seconds after which a trial is asked to end with its windows so far. A trial that does not end, or has no windows,
     counts as hung."""
@@ -135,7 +139,7 @@ class SweepConfig(Section):
             # Everyone who reads it wants to know which. Not without a space, as defaults are that others are put over.
             object.__setattr__(self, "objective", "loss" if all(map(same_work, self.space)) else "throughput")
         if self.early_stopping == "auto" and self.space:
-            many = self.objective == "loss" and not self.share_base and self._combinations() >= self.reduction_factor**2
+            many = self.by_quality and not self.share_base and self._combinations() >= self.reduction_factor**2
             object.__setattr__(self, "early_stopping", "asha" if many else "none")
         for key, choices in self.space.items():
             self._check_choices(key, choices)
@@ -148,6 +152,16 @@ class SweepConfig(Section):
             raise self.error("target_loss", "must be given with sweep.objective time_to_loss")
         if self.objective == "cost" and not self.price_per_hour and not self.cluster:
             raise self.error("price_per_hour", "must be given, or sweep.cluster, with sweep.objective cost")
+
+    @property
+    def by_quality(self) -> bool:
+        """True if trials are compared by how well they learn."""
+        return self.objective in ("loss", "metric")
+
+    @property
+    def trial_steps(self) -> int:
+        """Number of steps of a trial, unless the objective is `time_to_loss`."""
+        return self.warmup_steps + self.windows * self.window_steps
 
     @property
     def part(self) -> tuple[int, int]:
@@ -175,8 +189,8 @@ class SweepConfig(Section):
             raise self.error("timeout_s", "must be left out with sweep.share_base: all trials train to their end")
         if self.objective == "auto":  # without a space: defaults, that others are put over
             return
-        if self.objective != "loss":
-            raise self.error("share_base", f"must be false with sweep.objective `{self.objective}`: give `loss`")
+        if not self.by_quality:
+            raise self.error("share_base", f"must be false with sweep.objective `{self.objective}`: give `loss` or `metric`")
 
     def _combinations(self) -> int:
         """How many are tried at most."""

@@ -79,13 +79,13 @@ def _has_nothing_left(config: Config, storage: Folder, folder: Folder, previous:
 
 def _check_settings(config: Config, storage: Folder, previous: PreviousAttempt | None) -> None:
     """Raises SettingError for settings that can be rejected before anything starts."""
-    _check_metric(config)
+    check_metric(config)
     check_tensorboard(config.record)
     if previous:
         refuse_changes(previous, config, has_same_data=lambda: has_same_data(previous, config, storage))
 
 
-def _check_metric(config: Config) -> None:
+def check_metric(config: Config) -> None:
     """Raises SettingError for a metric that the task does not measure; otherwise the first validation would fail."""
     task_metrics = build_task(config).metrics
     if config.validation.metric not in task_metrics:

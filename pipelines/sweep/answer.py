@@ -25,8 +25,10 @@ from raystride.pipelines.sweep.choice import (
 )
 from raystride.pipelines.sweep.observed import build_observation
 from raystride.pipelines.sweep.result import Result
-from raystride.pipelines.sweep.space import Candidate, describe_mesh
+from raystride.pipelines.sweep.space import Candidate, describe_mesh, known_steps, scale_schedule
 
+BUSY_SHARE = 0.25
+"""Share of the machine's processors in use by others above which the answer says so."""
 TARGET_ERROR = 0.1
 """Target of the median error on held-out trials."""
 MIN_TRIALS = 4
@@ -125,6 +127,20 @@ def _predict(
     return model.predict(observations[best.key].work, target_tokens=tokens)
 
 
+def describe_horizon(base: SweepJobConfig) -> str:
+    """Returns the sentence that says how long a trial trains, beside the training that the answer is meant for."""
+    trial, steps, optimizer = base.sweep.trial_steps, known_steps(base.train), base.optimizer
+    if steps == trial:
+        return f"A trial trains all {trial:,} steps."
+    if not steps:
+        return f"A trial trains {trial:,} steps: how many yours has is not known, as epochs or hours end it."
+    if trial > steps:
+        return f"A trial trains {trial:,} steps, more than the {steps:,} of yours: give fewer sweep.windows."
+    warmup = scale_schedule(optimizer, trial, steps, fixed=base.sweep.space).warmup_steps
+    of_warmup = f", its warm-up {warmup:,} and not {optimizer.warmup_steps:,}" if warmup != optimizer.warmup_steps else ""
+    return f"A trial is a training in small: {trial:,} steps and not {steps:,}{of_warmup}. A longer one may need others."
+
+
 def _describe_answer(
     base: SweepJobConfig, merged: Sequence[Result], best: Result | None, ties: Sequence[Result], price: float
 ) -> str:
@@ -139,11 +155,11 @@ def _describe_answer(
     groups = describe_mesh(base.scaling, best.settings)
     placement = f"{best.workers} worker{'s' * (best.workers > 1)}" + f" in {groups}" * bool(groups)
     lines.append(f"It trains {best.speed:,.0f}{spread} tokens a second on {placement}.")
-    if objective == "loss":
-        steps = Candidate(base, best.settings).config
-        after_steps = f" after {steps.train.steps:,} steps" if steps else ""
+    if base.sweep.by_quality:
         mean_note = f" (the mean of {len(best.losses)} seeds)" if len(best.losses) > 1 else ""
-        lines[1:] = [f"Its loss{after_steps} is {best.final_loss:.4g}{mean_note}, the lowest of all trials.", lines[1]]
+        text = f"Its {best.quality_name} after {base.sweep.trial_steps:,} steps is {best.quality:.4g}{mean_note}, "
+        text += f"the {'highest' if best.metric_name and best.direction == 'max' else 'lowest'} of all trials."
+        lines[1:] = [text, describe_horizon(base), lines[1]]
     elif objective != "throughput":
         value = compute_score(best, base.sweep, price)
         lines.append(f"Of all trials it has the best score for {objective}: {value:.3g} {UNITS[objective]}.")
@@ -151,8 +167,8 @@ def _describe_answer(
         lines.append(f"As good within the spread: {'; '.join(result.label for result in ties[1:4])}.")
     if others:
         worst = max(others, key=lambda result: compute_score(result, base.sweep, price))
-        if objective == "loss":
-            lines.append(f"The worst that ran, {worst.label}, has {worst.final_loss:.4g}.")
+        if base.sweep.by_quality:
+            lines.append(f"The worst that ran, {worst.label}, has {worst.quality:.4g}.")
         elif objective == "throughput":
             lines.append(f"The slowest that ran, {worst.label}, reaches {worst.speed / best.speed:.0%} of its speed.")
         else:
@@ -165,6 +181,11 @@ def _describe_answer(
             f"{result.label} ({result.speed:,.0f} tokens/s, loss {result.final_loss:.4g})" for result in front
         )
         lines.append(f"No trial is both faster and better than these: {front_text}.")
+    if best.busy_share > BUSY_SHARE and not base.sweep.by_quality:
+        lines.append(
+            f"This machine was not quiet: just before that trial others used {best.busy_share:.0%} of its processors, so "
+            "all figures may be too low."
+        )
     if failed:
         lines.append(f"{failed} of {len(merged)} combinations have no figure; the report says why.")
     batch, configured = Candidate(base, best.settings).recommended.train.samples_per_step, base.train.samples_per_step

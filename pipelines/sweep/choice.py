@@ -26,6 +26,7 @@ UNITS = {
     "energy": "joules a token",
     "time_to_loss": "seconds to the target loss",
     "loss": "nats a target",
+    "metric": "the metric, or its negative where more is better",
 }
 """Unit of the score, by objective."""
 
@@ -39,8 +40,8 @@ def compute_score(result: Result, sweep: SweepConfig, price_per_hour: float) -> 
     """Returns the objective as a figure to minimise, in `UNITS`; infinite if the trial has none."""
     if not result.speed:
         return math.inf
-    if sweep.objective == "loss":
-        return result.final_loss
+    if sweep.by_quality:
+        return result.final_cost
     if sweep.objective == "energy":
         return cost_of(float(result.figures.get("joules_per_token") or math.inf))
     if sweep.objective == "time_to_loss":
@@ -78,7 +79,12 @@ def _merge_rounds(rounds: Sequence[Result]) -> Result:
         # The mean of only those rounds that reached the loss would be too optimistic.
         seconds_to_loss=fmean(times_reached) if len(times_reached) == len(times) else None,
         val_loss=fmean(result.final_loss for result in measured) if first.val_loss is not None else None,
-        losses=tuple(result.final_loss for result in measured),
+        # None if one of them is not finite.
+        metric=fmean(values)
+        if len(values := [one.metric for one in measured if one.metric is not None]) == len(measured)
+        else None,
+        losses=tuple(result.final_cost for result in measured),
+        busy_share=max(result.busy_share for result in measured),
         cause=next((result.cause for result in rounds if not result.is_measured), ""),
     )
 
@@ -94,7 +100,7 @@ def select_best(results: Iterable[Result], sweep: SweepConfig, price_per_hour: f
     finite = sorted(((value, index, result) for index, (value, result) in enumerate(scored) if math.isfinite(value)))
     if not finite:
         return None, []
-    if sweep.objective == "loss":
+    if sweep.by_quality:
         # Results with the most seeds: a mean and a single seed's luck are not comparable.
         max_seeds = max(len(result.losses) for _, _, result in finite)
         finalists = [result for _, _, result in finite if len(result.losses) == max_seeds]
@@ -111,13 +117,13 @@ def select_best(results: Iterable[Result], sweep: SweepConfig, price_per_hour: f
 
 
 def is_same_loss(best: Result, other: Result) -> bool:
-    """Returns True if the losses of two results do not differ significantly.
+    """Returns True if the losses, or metrics, of two results do not differ significantly.
 
     It is Welch's test at 95 % if both have several seeds.
     """
-    difference = other.final_loss - best.final_loss
+    difference = other.final_cost - best.final_cost
     if min(len(best.losses), len(other.losses)) < 2:
-        return difference <= LOSS_TOLERANCE * abs(best.final_loss)
+        return difference <= LOSS_TOLERANCE * abs(best.final_cost)
     # Losses may be equal to the last bit, if settings change nothing.
     errors = [variance(result.losses) / len(result.losses) for result in (best, other)]
     if not sum(errors):
@@ -136,7 +142,7 @@ def needs_more_seeds(results: Sequence[Result], base: SweepJobConfig) -> list[Ca
     Those that one seed leaves undecided are trained from a second, those that two leave undecided from a third, ...
     """
     sweep = base.sweep
-    if sweep.objective != "loss" or "seed" in sweep.space:
+    if not sweep.by_quality or "seed" in sweep.space:
         return []
     trained = {(_settings_key(result), result.round) for result in results}
     for next_round in range(1, sweep.seeds):

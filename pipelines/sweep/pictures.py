@@ -14,7 +14,15 @@ from raystride.pipelines.scaling_model.interval import Interval
 from raystride.pipelines.scaling_model.model import HoldOut
 from raystride.pipelines.sweep.answer import TARGET_ERROR
 from raystride.pipelines.sweep.result import Result
-from raystride.pipelines.sweep.views import Family, Grid, Tradeoff, format_number, step_milliseconds
+from raystride.pipelines.sweep.views import (
+    Family,
+    Grid,
+    Tradeoff,
+    format_number,
+    order_values,
+    step_milliseconds,
+    varied_settings,
+)
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -24,6 +32,8 @@ BEST, OTHERS, FAINT = "#0072b2", ("#d55e00", "#009e73", "#cc79a7", "#e69f00", "#
 MARKERS = "osD^vP"
 LOG_AXIS_RATIO = 10
 """An axis is logarithmic if its largest value is this many times the smallest."""
+MAX_PANELS = 3
+"""Maximum of settings over which the quality is drawn."""
 MAX_LABEL_CHARACTERS = 70
 """Maximum of characters of a label."""
 Speeds = Sequence[tuple[int, Interval]]
@@ -135,6 +145,39 @@ def draw_tradeoff(tradeoff: Tradeoff, best: Result | None, time: str) -> str:
     _set_log_scale(axes.yaxis)
     style_axes(axes)
     figure.legend(loc="outside lower left", frameon=False, fontsize=8, ncols=3)
+    return to_svg(figure)
+
+
+def draw_quality(results: Sequence[Result], best: Result | None) -> str:
+    """Draws the loss or metric of all trials over each setting that varies, `MAX_PANELS` at most; "" for a single result.
+
+    Trials that were stopped early are faint, since theirs is the figure of fewer steps.
+    """
+    shown = [result for result in results if result.is_measured and math.isfinite(result.quality)]
+    varied = list(varied_settings(shown).items())[:MAX_PANELS]
+    if not varied:
+        return ""
+    figure = new_figure(3.0)
+    for axes, (name, values) in zip(figure.subplots(1, len(varied), sharey=True, squeeze=False)[0], varied, strict=True):
+        texts = order_values(values)
+        in_numbers = all(isinstance(value, int | float) and not isinstance(value, bool) for value in values.values())
+        places = {text: float(values[text]) if in_numbers else float(index) for index, text in enumerate(texts)}
+        for label, colour, status in (("trials", OTHERS[0], "measured"), ("stopped early", FAINT, "stopped_early")):
+            points = [(places[str(one.settings[name])], one.quality) for one in shown if one.status == status]
+            if points:
+                axes.scatter(*zip(*points, strict=True), s=22, color=colour, label=label)
+        if best in shown:
+            place = places[str(best.settings[name])]
+            axes.scatter([place], [best.quality], s=150, marker="*", color=BEST, zorder=3, label="best")
+        if in_numbers:
+            _set_log_scale(axes.xaxis)
+        else:
+            axes.set_xticks(range(len(texts)), [shorten(text, 14) for text in texts])
+        axes.set_xlabel(name)
+        style_axes(axes)
+    first = figure.axes[0]
+    first.set_ylabel(shown[0].quality_name)
+    figure.legend(*first.get_legend_handles_labels(), loc="outside lower left", frameon=False, fontsize=8, ncols=3)
     return to_svg(figure)
 
 

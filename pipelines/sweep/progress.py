@@ -70,11 +70,11 @@ class ProgressBoard:
 
 
 def format_figures(result: Result) -> str:
-    """Returns tokens a second, half the 95 % interval, loss and seconds of the trial; or the status and its cause."""
+    """Returns tokens a second, half the 95 % interval, loss or metric, and seconds; or the status and its cause."""
     if not result.is_measured:
         return f"{result.status.replace('_', ' ')}: {shorten(result.cause, MAX_CAUSE_CHARACTERS, placeholder=' ...')}"
     spread = f"{result.spread:.1%}" if len(result.speeds) > 1 else "-"
-    loss = f"{result.final_loss:.4g}" if math.isfinite(result.final_loss) else "-"
+    loss = f"{result.quality:.4g}" if math.isfinite(result.quality) else "-"
     end = "  stopped early" if result.status == "stopped_early" else ""
     return f"{result.speed:>9,.0f}  {spread:>6}  {loss:>8}  {result.seconds:>7.1f}{end}"
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from statistics import fmean
 from urllib.parse import quote
 
+from raystride.pipelines.config.sweep import same_work
 from raystride.pipelines.pages import Link, bullet_list, empty_note, heading, html_page, html_table, paragraph
 from raystride.pipelines.report.drawing import part_label
 from raystride.pipelines.scaling_model.interval import Interval
@@ -36,12 +37,18 @@ def write_report(folder: Folder, answer: Answer) -> None:
 def render_page(answer: Answer) -> str:
     """Returns the page as one HTML document."""
     families = views.build_families(answer)
-    sections = [
+    speed_sections = [
         ("Speed-up and efficiency", _speed_up_section(answer, families)),
         ("Time against price, energy or workers", _tradeoff_section(answer)),
         ("Where a step's time goes", _step_section(families)),
         ("Speed over two settings", _heat_map_section(answer)),
         ("The scaling model", model_section(answer)),
+    ]
+    by_quality = answer.base.sweep.by_quality
+    has_speeds = not by_quality or not all(map(same_work, answer.base.sweep.space))
+    sections = [
+        *[(f"{_quality_name(answer).capitalize()} over what varies", _quality_section(answer))] * by_quality,
+        *speed_sections * has_speeds,
         ("All trials", _trials_section(answer)),
         ("Failures", _failures_section(answer.results)),
     ]
@@ -56,13 +63,13 @@ def _best_section(answer: Answer) -> Iterator[str]:
         return
     rows = [["settings", best.label], *([name, text] for name, text in _list_figures(answer, best) if text)]
     yield html_table((), rows, texts=2)
-    yield paragraph("Train with them: train.py --config recommended.yaml, which lies beside this page.")
+    yield paragraph("Train with them: raystride train --config recommended.yaml, which lies beside this page.")
 
 
 def _list_figures(answer: Answer, result: Result) -> list[tuple[str, str]]:
     price, figure = answer.price_per_hour, result.figures.get
     return [
-        ("loss", format_number(result.final_loss) if math.isfinite(result.final_loss) else ""),
+        (result.quality_name, format_number(result.quality) if math.isfinite(result.quality) else ""),
         ("tokens/s", _format_speed(result)),
         ("workers", str(result.workers)),
         ("mesh", describe_mesh(answer.base.scaling, result.settings)),
@@ -75,6 +82,22 @@ def _list_figures(answer: Answer, result: Result) -> list[tuple[str, str]]:
         ("peak memory, MiB", _format_peak_memory(result)),
         ("target loss after, s", format_number(result.seconds_to_loss) if result.seconds_to_loss else ""),
     ]
+
+
+def _quality_name(answer: Answer) -> str:
+    return answer.base.validation.metric if answer.base.sweep.objective == "metric" else "loss"
+
+
+def _quality_section(answer: Answer) -> Iterator[str]:
+    picture = pictures.draw_quality(answer.merged, answer.best)
+    if not picture:
+        yield empty_note("Fewer than two trials that differ have a figure.")
+        return
+    yield picture
+    yield paragraph(
+        f"{_quality_name(answer)} on the validation samples after {answer.base.sweep.trial_steps:,} steps, one point a "
+        "combination (the mean of its seeds)."
+    )
 
 
 def _speed_up_section(answer: Answer, families: Sequence[views.Family]) -> Iterator[str]:
@@ -155,7 +178,7 @@ def _trials_section(answer: Answer) -> Iterator[str]:
     head = [
         "settings",
         "status",
-        "loss",
+        _quality_name(answer),
         "tokens/s",
         "workers",
         "ms a step",
@@ -165,8 +188,8 @@ def _trials_section(answer: Answer) -> Iterator[str]:
         "MiB",
         "trial, s",
     ]
-    by_loss = answer.base.sweep.objective == "loss"
-    best_first = sorted(results, key=lambda result: result.final_loss if by_loss else -result.speed)
+    by_quality = answer.base.sweep.by_quality
+    best_first = sorted(results, key=lambda result: result.final_cost if by_quality else -result.speed)
     has_mlflow = any(result.mlflow_run_id for result in results)
     yield html_table(
         [*head, "outside steps, s", *["MLflow run"] * has_mlflow],
@@ -190,7 +213,7 @@ def _trial_row(result: Result, has_mlflow: bool) -> list[str | Link]:
     return [
         name,
         status,
-        format_number(result.final_loss) if math.isfinite(result.final_loss) else "",
+        format_number(result.quality) if math.isfinite(result.quality) else "",
         _format_speed(result),
         str(result.workers),
         format_number(1e3 * fmean(result.step_seconds)),

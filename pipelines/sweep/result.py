@@ -96,9 +96,17 @@ class Result:
     loss: float | None = None
     """Mean training loss of the last window."""
     val_loss: float | None = None
-    """Validation loss at the trial's end; of one sample, unless the objective is `loss`."""
+    """Validation loss at the trial's end; None unless trials are compared by quality."""
+    metric: float | None = None
+    """Value of `validation.metric` at the trial's end, with the objective `metric`; None if it was not finite."""
+    metric_name: str = ""
+    """Name of that metric; empty with other objectives."""
+    direction: Literal["min", "max"] = "min"
+    """Whether a smaller or a larger value of it is better."""
     losses: tuple[float, ...] = ()
-    """Final losses of several merged rounds."""
+    """Final costs of several merged rounds; see `final_cost`."""
+    busy_share: float = 0.0
+    """Share of this machine's processors that others used just before the trial; 0: not measured."""
     seconds: float = 0.0
     """Wall-clock time of the trial, its start and end included."""
     overhead_s: float = 0.0
@@ -109,6 +117,21 @@ class Result:
     def final_loss(self) -> float:
         """Validation loss, or else training loss; infinite if neither is known."""
         return cost_of(self.loss if self.val_loss is None else self.val_loss)
+
+    @property
+    def final_cost(self) -> float:
+        """The figure that compares trials by quality, less is better: that of the metric if there is one, else the loss."""
+        return cost_of(self.metric, self.direction) if self.metric_name else self.final_loss
+
+    @property
+    def quality(self) -> float:
+        """That figure as it was measured."""
+        return -self.final_cost if self.metric_name and self.direction == "max" else self.final_cost
+
+    @property
+    def quality_name(self) -> str:
+        """Its name: `loss`, or that of the metric."""
+        return self.metric_name or "loss"
 
     @property
     def speed(self) -> float:

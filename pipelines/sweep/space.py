@@ -13,16 +13,16 @@ import itertools
 import json
 import math
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from raystride.pipelines.config import Config, ScalingConfig, SettingError
+from raystride.pipelines.config import Config, OptimizerConfig, ScalingConfig, SettingError, TrainConfig
 from raystride.pipelines.config.condition import Condition
 from raystride.pipelines.config.parse import with_settings
 from raystride.pipelines.config.renamed import first_names
-from raystride.pipelines.config.sweep import SweepJobConfig
+from raystride.pipelines.config.sweep import SweepConfig, SweepJobConfig
 
 Settings = Mapping[str, Any]
 """Values by the settings' full names."""
@@ -30,6 +30,8 @@ MAX_DRAWS_PER_CANDIDATE = 100
 """Random draws for each candidate before the conditions are assumed to leave no more."""
 KEY_SWEEP_SETTINGS = ("scaling", "warmup_steps", "window_steps", "windows", "objective", "target_loss")
 """Settings of a sweep that affect a trial's figures."""
+SCHEDULE_STEPS = ("warmup_steps", "decay_steps")
+"""Settings of the optimizer that are numbers of steps."""
 MESH_SETTINGS = ("scaling.tensor", "scaling.pipeline", "scaling.schedule", "scaling.context", "scaling.context_exchange")
 """Settings of how a group of workers computes a slot together."""
 IGNORED_SETTINGS = ("run", "storage", "launch.", "record.")
@@ -44,7 +46,7 @@ class Candidate:
     settings: Settings
     """Differences from the base, by full name."""
     round: int = 0
-    """From 0; each combination is measured once a round, with the objective `loss` from another seed."""
+    """From 0; each combination is measured once a round, if trials are compared by quality from another seed."""
 
     @cached_property
     def _built_config(self) -> Config | SettingError:
@@ -77,7 +79,9 @@ class Candidate:
         sweep = {name: getattr(self.base.sweep, name) for name in KEY_SWEEP_SETTINGS}
         first = first_names(Config)
         own = {first.get(name, name): value for name, value in self.settings.items()}
-        text = json.dumps([training | own, sweep, self.round], sort_keys=True, default=str)
+        # Earlier versions gave every trial the whole training's warm-up: those figures are not comparable with these.
+        parts = [training | own, sweep, self.round, *["schedule in small"] * self._has_short_schedule()]
+        text = json.dumps(parts, sort_keys=True, default=str)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     @property
@@ -105,10 +109,24 @@ class Candidate:
             or "as configured"
         )
 
+    def _short_schedule(self, config: Config) -> OptimizerConfig:
+        """Returns the trial's schedule: that of the training in small, except for what the space varies."""
+        return scale_schedule(config.optimizer, self.base.sweep.trial_steps, known_steps(config.train), fixed=self.settings)
+
+    def _has_short_schedule(self) -> bool:
+        """Returns True if the trial's schedule is another one than the training's."""
+        if not self.base.sweep.by_quality:
+            return False
+        try:
+            config = with_settings(self.base.training(), self._trial_settings())
+        except SettingError:
+            return False
+        return self._short_schedule(config) != config.optimizer
+
     def _trial_settings(self) -> dict[str, Any]:
         """Returns the settings; under weak scaling each worker gets the slots of the base."""
         settings, base = dict(self.settings), self.base
-        if self.round and base.sweep.objective == "loss":
+        if self.round and base.sweep.by_quality:
             settings["seed"] = settings.get("seed", base.seed) + self.round
         if base.sweep.scaling == "weak":
             workers = settings.get("scaling.workers", base.scaling.workers)
@@ -119,22 +137,58 @@ class Candidate:
 
     def _shorten_training(self, config: Config) -> Config:
         """Returns the settings of a training for measurement only: short, with nothing besides the steps."""
-        sweep, train = self.base.sweep, config.train
-        by_loss = sweep.objective == "loss"
+        sweep, train, optimizer = self.base.sweep, config.train, config.optimizer
         if sweep.objective != "time_to_loss":
-            train = replace(train, steps=sweep.warmup_steps + sweep.windows * sweep.window_steps, epochs=0, hours=0)
+            train = replace(train, steps=sweep.trial_steps, epochs=0, hours=0)
+        if sweep.by_quality:
+            optimizer = self._short_schedule(config)
+            refuse_endless_warmup(optimizer, sweep)
         return replace(
             config,
             run=self.run,
             train=replace(train, log_every=sweep.window_steps),
-            # One at the end, as small as possible, unless the objective is the loss.
-            validation=replace(config.validation, every=0, samples=config.validation.samples if by_loss else 1),
+            optimizer=optimizer,
+            # One at the end, as small as possible, unless the objective is a figure of it.
+            validation=replace(config.validation, every=0, samples=config.validation.samples if sweep.by_quality else 1),
             checkpoint=replace(config.checkpoint, every=0),
             sample=replace(config.sample, tokens=0),
             # Trials are logged to MLflow between two of them, so that no measurement is disturbed.
             record=replace(config.record, mlflow=False),
             # A failure is a result too.
             launch=replace(config.launch, max_restarts=0),
+        )
+
+
+def known_steps(train: TrainConfig) -> int:
+    """Returns the steps of a training; 0 if epochs or hours end it, so that their number is not known before."""
+    return 0 if train.epochs or train.hours else train.steps
+
+
+def scale_schedule(
+    optimizer: OptimizerConfig, trial_steps: int, training_steps: int, fixed: Container[str] = ()
+) -> OptimizerConfig:
+    """Returns the schedule of a training in small, whose warm-up and decay end at the same share of its steps.
+
+    `training_steps` 0: unknown, so the schedule is unchanged, as for a trial that is no shorter. `fixed` names settings that
+    keep their values. A warm-up that ends within the training ends within a trial of two steps or more.
+    """
+    if not 0 < trial_steps < training_steps:
+        return optimizer
+    steps = {name: getattr(optimizer, name) for name in SCHEDULE_STEPS if f"optimizer.{name}" not in fixed}
+    return replace(
+        optimizer, **{name: max(1, value * trial_steps // training_steps) for name, value in steps.items() if value}
+    )
+
+
+def refuse_endless_warmup(optimizer: OptimizerConfig, sweep: SweepConfig) -> None:
+    """Raises SettingError if a trial ends inside its warm-up, so that it never has the learning rate it is compared for."""
+    # The update with the highest rate, counted from 0.
+    highest = optimizer.warmup_steps - (optimizer.schedule == "noam")
+    if sweep.trial_steps <= highest:
+        raise optimizer.error(
+            "warmup_steps",
+            f"must be less than the {sweep.trial_steps} steps of a trial, which has not its learning rate before: give "
+            "train.steps, by which the warm-up becomes as much shorter as the trial is, or more sweep.windows",
         )
 
 

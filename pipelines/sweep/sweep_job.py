@@ -6,6 +6,7 @@ Nothing is lost: every trial that ended is a file in the sweep's folder, with it
 same command again measures only the missing ones.
 """
 
+import re
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
@@ -25,21 +26,35 @@ from raystride.pipelines.console.screen import Screen
 from raystride.pipelines.plugins import PluginBundle
 from raystride.pipelines.preflight.choose_mesh import store_mesh
 from raystride.pipelines.prepare.prepare import check_data, prepare
+from raystride.pipelines.run_store.admission import check_metric
 from raystride.pipelines.run_store.lease import RunLease, new_attempt
 from raystride.pipelines.run_store.location import locate_run
 from raystride.pipelines.scaling_model.described import ClusterDescription, ClusterError
 from raystride.pipelines.sources.faults import DataError
 from raystride.pipelines.storage.folder import Folder
-from raystride.pipelines.sweep.answer import Answer, build_answer
+from raystride.pipelines.sweep.answer import Answer, build_answer, describe_horizon
 from raystride.pipelines.sweep.choice import needs_more_seeds, resolve_price
 from raystride.pipelines.sweep.progress import ProgressBoard
 from raystride.pipelines.sweep.report_page import write_report
 from raystride.pipelines.sweep.result import RETRYABLE_STATUSES, Result, list_keys, load_results, remove_result, save_result
 from raystride.pipelines.sweep.shared import measure_shared
-from raystride.pipelines.sweep.space import MESH_SETTINGS, Candidate, draw_random, enumerate_grid, format_mesh_flags
+from raystride.pipelines.sweep.space import (
+    MESH_SETTINGS,
+    SCHEDULE_STEPS,
+    Candidate,
+    draw_random,
+    enumerate_grid,
+    format_mesh_flags,
+    known_steps,
+    refuse_endless_warmup,
+    scale_schedule,
+)
 from raystride.pipelines.sweep.tracking import SweepTracking
 from raystride.pipelines.sweep.trial import SweepPlan
 from raystride.pipelines.tasks import build_task
+
+LARGER_IS_BETTER = re.compile("accuracy|f1|precision|recall|bleu|chrf|auc|exact_match|margin|reward")
+"""Metrics of which more is better, by parts of their names."""
 
 
 def run_sweep(parsed: Parsed[SweepJobConfig]) -> int:
@@ -74,13 +89,11 @@ def run_trials(base: SweepJobConfig, storage: Folder, screen: Screen) -> Answer:
             setting="run",
             value=base.run,
         )
+    if base.sweep.by_quality:
+        _check_quality(base)
     screen.log(f"sweep {base.run} in {storage}")
-    trial_steps = base.sweep.warmup_steps + base.sweep.windows * base.sweep.window_steps
-    if base.sweep.objective == "loss" and trial_steps != base.train.steps:
-        screen.log(
-            f"a trial trains {trial_steps} steps, its schedule included (sweep.warmup_steps, windows, window_steps); "
-            f"train.steps {base.train.steps} is what recommended.yaml trains"
-        )
+    if base.sweep.by_quality:
+        screen.log(describe_horizon(base))
     if base.sweep.shard:
         _measure_share(base, storage, candidates, described, screen)
         known = _load_known(base, folder, candidates)
@@ -100,6 +113,21 @@ def run_trials(base: SweepJobConfig, storage: Folder, screen: Screen) -> Answer:
         except BaseException as error:
             tracking.end("failed" if isinstance(error, Exception) else "stopped")
             raise
+
+
+def _check_quality(base: SweepJobConfig) -> None:
+    """Raises SettingError if trials cannot be compared by the objective, before any of them starts."""
+    training = base.training()
+    if base.sweep.objective == "metric":
+        check_metric(training)
+        name = base.validation.metric
+        if base.validation.direction == "min" and LARGER_IS_BETTER.search(name):
+            raise base.validation.error(
+                "direction", f"must be `max` with sweep.objective `metric`: more of {name} is better"
+            )
+    if not {f"optimizer.{name}" for name in (*SCHEDULE_STEPS, "schedule")} & set(base.sweep.space):
+        in_small = scale_schedule(training.optimizer, base.sweep.trial_steps, known_steps(training.train))
+        refuse_endless_warmup(in_small, base.sweep)
 
 
 def _measure_share(
@@ -220,7 +248,7 @@ def _load_known(base: SweepJobConfig, folder: Folder, candidates: Sequence[Candi
     """
     results, candidates_by_key = load_results(folder), defaultdict[str, list[Candidate]](list)
     if candidates:
-        rounds = range(base.sweep.repeats, base.sweep.seeds if base.sweep.objective == "loss" else 0)
+        rounds = range(base.sweep.repeats, base.sweep.seeds if base.sweep.by_quality else 0)
         by_key_and_round = {
             (candidate.key, number): candidate for candidate in candidates for number in (candidate.round, *rounds)
         }

@@ -15,6 +15,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import psutil
+
 from raystride.pipelines.cluster.cluster import CannotRun
 from raystride.pipelines.cluster.resources import Resources, resolve_allocation
 from raystride.pipelines.config import SettingError
@@ -45,6 +47,7 @@ from raystride.pipelines.sweep.result import (
 )
 from raystride.pipelines.sweep.space import Candidate
 
+BUSY_INTERVAL_S = 0.5
 GRACE_S = 30.0
 """Time that a trial beyond its timeout has to end by itself."""
 
@@ -142,6 +145,7 @@ def run_trial(
     """Trains the candidate's settings to the end of their windows; returns the outcome. Needs Ray."""
     config = candidate.config
     assert config
+    busy_share = measure_busy_share()
     start = time.monotonic()
     folder = storage / candidate.run
     watcher = TrialWatcher(candidate, folder, on_window)
@@ -163,9 +167,13 @@ def run_trial(
         return result_without_figures(candidate, "refused", refusal, seconds=seconds)
     if watcher.error:
         return build_result(candidate, folder, resources, *classify_failure(watcher.error), seconds=seconds)
-    return build_result(
-        candidate, folder, resources, "stopped_early" if watcher.is_unwanted else "measured", seconds=seconds
-    )
+    status: Status = "stopped_early" if watcher.is_unwanted else "measured"
+    return replace(build_result(candidate, folder, resources, status, seconds=seconds), busy_share=busy_share)
+
+
+def measure_busy_share() -> float:
+    """Returns the share of this machine's processors in use, over half a second in which no trial runs here."""
+    return float(psutil.cpu_percent(BUSY_INTERVAL_S)) / 100
 
 
 def classify_failure(error: BaseException) -> tuple[Status, str]:
@@ -223,7 +231,8 @@ def build_result(
         figures={name: summary[name] for name in KEPT_FIGURES if summary.get(name) is not None},
         seconds_to_loss=seconds_to_loss(windows, sweep.target_loss) if sweep.target_loss else None,
         loss=measured[-1].loss,
-        val_loss=_final_val_loss(summary) if sweep.objective == "loss" else None,
+        val_loss=_final_val_loss(summary) if sweep.by_quality else None,
+        **_final_metric(candidate.base, summary),
         overhead_s=max(0.0, seconds - training_s),
     )
 
@@ -233,7 +242,7 @@ def is_precise_enough(windows: list[MeasuredWindow], sweep: SweepConfig) -> bool
     enough."""
     if sweep.objective == "time_to_loss":
         return seconds_to_loss(windows, sweep.target_loss) is not None
-    if sweep.objective == "loss":
+    if sweep.by_quality:
         return False  # losses are compared after equally many steps
     speeds = [window.tokens_per_second for window in windows if window.begin >= sweep.warmup_steps]
     return len(speeds) >= sweep.min_windows and relative_half_width(speeds) <= sweep.target_precision
@@ -243,6 +252,17 @@ def _final_val_loss(summary: Mapping[str, Any]) -> float | None:
     """Returns the validation loss at the end; infinite if it is not finite, as the summary has a word then."""
     val_loss = summary.get("val_loss")
     return math.inf if isinstance(val_loss, str) else val_loss
+
+
+def _final_metric(base: SweepJobConfig, summary: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the fields of the metric at the end, if that is the objective."""
+    if base.sweep.objective != "metric":
+        return {}
+    name = base.validation.metric
+    value = (summary.get("metrics") or {}).get(name, summary.get(name))
+    # A figure that is not finite is a word in the summary.
+    number = float(value) if isinstance(value, int | float) else None
+    return {"metric": number, "metric_name": name, "direction": base.validation.direction}
 
 
 def _device_name(folder: Folder, kind: str) -> str:

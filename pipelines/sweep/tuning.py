@@ -144,7 +144,7 @@ class _WindowReporter:
             return True
         self._speeds.append(window.tokens_per_second)
         value = token_score(statistics.fmean(self._speeds), self._workers, sweep, self._plan.price_per_hour)
-        if sweep.objective in ("time_to_loss", "loss"):
+        if sweep.objective == "time_to_loss" or sweep.by_quality:
             value = math.nan if window.loss is None else window.loss
         try:
             tune.report({SCORE: value, WINDOW: len(self._speeds)})
@@ -224,9 +224,7 @@ def _build_scheduler(sweep: SweepConfig, candidates: Sequence[Candidate]) -> Any
 
     if sweep.early_stopping == "none" or (candidates and all(candidate.round for candidate in candidates)):
         return None  # later rounds are of good candidates, and a mean with stopped ones would be too optimistic
-    first = (
-        max(sweep.min_windows, math.ceil(sweep.windows / sweep.reduction_factor**2)) if sweep.objective == "loss" else None
-    )
+    first = max(sweep.min_windows, math.ceil(sweep.windows / sweep.reduction_factor**2)) if sweep.by_quality else None
     return ASHAScheduler(
         time_attr=WINDOW,
         max_t=sweep.windows + 1,

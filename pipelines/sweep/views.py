@@ -163,18 +163,24 @@ def format_number(value: float) -> str:
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
 
 
-def build_grid(answer: Answer) -> Grid | None:
-    """Returns speeds over the two settings with the most different values; None if fewer than two vary."""
+def varied_settings(results: Sequence[Result]) -> dict[str, dict[str, Any]]:
+    """Returns the settings with more than one value, those with the most first, and their values by their texts."""
     settings: dict[str, dict[str, Any]] = {}
-    for result in answer.merged:
+    for result in results:
         for name, value in result.settings.items():
             settings.setdefault(name, {})[str(value)] = value
-    varied = sorted((name for name in settings if len(settings[name]) > 1), key=lambda name: -len(settings[name]))
+    most_first = sorted(settings, key=lambda name: -len(settings[name]))
+    return {name: settings[name] for name in most_first if len(settings[name]) > 1}
+
+
+def build_grid(answer: Answer) -> Grid | None:
+    """Returns speeds over the two settings with the most different values; None if fewer than two vary."""
+    varied = varied_settings(answer.merged)
     if len(varied) < 2:
         return None
-    column_setting, row_setting = varied[:2]
-    columns, column_of = _group_levels(settings[column_setting])
-    rows, row_of = _group_levels(settings[row_setting])
+    column_setting, row_setting, *_ = varied
+    columns, column_of = _group_levels(varied[column_setting])
+    rows, row_of = _group_levels(varied[row_setting])
     cells: dict[tuple[int, int], float] = {}
     for result in answer.merged:
         if row_setting in result.settings and column_setting in result.settings:
@@ -183,14 +189,20 @@ def build_grid(answer: Answer) -> Grid | None:
     return Grid(row_setting, column_setting, rows, columns, cells)
 
 
-def _group_levels(values: dict[str, Any]) -> tuple[tuple[str, ...], dict[str, int]]:
-    """Returns labels of a setting's levels, numbers by size and words as they came, and the level of each value."""
+def order_values(values: dict[str, Any]) -> list[str]:
+    """Returns the texts of values, numbers by size, then words as they came."""
 
     def place(text: str) -> tuple[bool, float]:
         value = values[text]
         return (False, float(value)) if isinstance(value, int | float) else (True, 0.0)
 
-    ordered = sorted(values, key=place)
+    return sorted(values, key=place)
+
+
+def _group_levels(values: dict[str, Any]) -> tuple[tuple[str, ...], dict[str, int]]:
+    """Returns labels of a setting's levels, numbers by size and words as they came, and the level of each value."""
+
+    ordered = order_values(values)
     labels = [f"{values[text]:.4g}" if isinstance(values[text], float) else text for text in ordered]
     if len(ordered) <= MAX_LEVELS:
         return tuple(labels), {text: index for index, text in enumerate(ordered)}

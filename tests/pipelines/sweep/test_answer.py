@@ -121,9 +121,36 @@ def test_losses_of_several_seeds_are_said_to_be_a_mean() -> None:
     base = sweep(objective="loss", space={"optimizer.learning_rate": list(rates)})
     found = build_answer(base, rounds, None)
     assert found.text.startswith(f"Use {rounds[0].label}. Its loss after ")
-    assert "is 2.11 (the mean of 2 seeds), the lowest of all trials. It trains 100 ± " in found.text
+    assert (
+        "after 90 steps is 2.11 (the mean of 2 seeds), the lowest of all trials. A trial is a training in small: "
+        in found.text
+    )
+    assert "It trains 100 ± " in found.text
     assert f"The worst that ran, {rounds[2].label}, has 2.21." in found.text
     assert "mean of" not in build_answer(base, rounds[::2], None).text
+
+
+@pytest.mark.parametrize(
+    ("steps", "epochs", "words"),
+    [
+        (600, 0, "A trial is a training in small: 90 steps and not 600, its warm-up 7 and not 50."),
+        (90, 0, "A trial trains all 90 steps."),
+        (60, 0, "A trial trains 90 steps, more than the 60 of yours: give fewer sweep.windows."),
+        (600, 2, "A trial trains 90 steps: how many yours has is not known, as epochs or hours end it."),
+    ],
+)
+def test_the_answer_says_how_long_a_trial_trains_beside_the_training(steps: int, epochs: int, words: str) -> None:
+    base = sweep(objective="loss", space={"optimizer.learning_rate": [0.1, 0.2]})
+    train = replace(base.train, steps=steps, epochs=epochs)
+    base = replace(base, train=train, optimizer=replace(base.optimizer, warmup_steps=50))
+    every = [replace(trial(100, optimizer__learning_rate=rate), val_loss=rate) for rate in (0.1, 0.2)]
+    assert words in build_answer(base, every, None).text
+
+
+def test_a_machine_that_was_not_quiet_is_said_beside_the_winner() -> None:
+    text = answer_to(replace(trial(200), busy_share=0.63), trial(100, 2)).text
+    assert "others used 63% of its processors" in text
+    assert "was not quiet" not in answer_to(trial(200), replace(trial(100, 2), busy_share=0.63)).text
 
 
 def test_the_learning_rate_may_not_fit_another_batch() -> None:

@@ -93,6 +93,24 @@ def test_each_objective_has_its_own_best() -> None:
     assert select_best(every, by_loss, 0.0)[0] == two
 
 
+def test_a_metric_is_better_as_its_direction_says() -> None:
+    sweep = SweepConfig(objective="metric", space={"optimizer.learning_rate": [1, 2, 3]})
+    values = {1: 0.7, 2: 0.9, 3: None}
+    every = [
+        replace(trial(100.0, optimizer__learning_rate=rate), metric=value, metric_name="val_accuracy", direction="max")
+        for rate, value in values.items()
+    ]
+    assert select_best(every, sweep, 0.0) == (every[1], [every[1]])
+    assert (every[1].quality, every[1].final_cost, every[2].final_cost) == (0.9, -0.9, math.inf)
+    least = [replace(one, direction="min") for one in every]
+    assert select_best(least, sweep, 0.0)[0] == least[0]
+    seeds = [replace(every[0], round=number, metric=0.7 + number / 10) for number in range(3)]
+    (merged,) = group_by_config(seeds)
+    assert (merged.quality, merged.losses) == (pytest.approx(0.8), (-0.7, pytest.approx(-0.8), pytest.approx(-0.9)))
+    (unknown,) = group_by_config([seeds[0], replace(seeds[1], metric=None)])
+    assert unknown.final_cost == math.inf
+
+
 def test_the_rounds_of_a_combination_are_one_result() -> None:
     first = replace(trial(100.0), seconds_to_loss=10.0, figures={"joules_per_token": 1.0, "mfu": 0.5})
     second = replace(trial(200.0), round=1, seconds_to_loss=20.0, figures={"joules_per_token": 3.0})

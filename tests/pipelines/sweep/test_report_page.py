@@ -331,3 +331,24 @@ def test_a_mesh_is_named_in_the_answer_and_on_the_page() -> None:
     assert found.model
     rows = read(render_page(found)).rows
     assert ["mesh", "groups of 2 (tensor 2)"] in rows
+
+
+def test_a_sweep_by_quality_draws_what_was_asked_for() -> None:
+    losses = {0.001: 2.5, 0.01: 2.0, 0.1: 2.2}
+    every = [replace(trial(100.0, 1, optimizer__learning_rate=rate), val_loss=loss) for rate, loss in losses.items()]
+    base = sweep(objective="loss", space={"optimizer.learning_rate": list(losses)})
+    text = render_page(build_answer(base, every, None))
+    assert "Loss over what varies" in text
+    assert "Speed-up" not in text
+    assert read(text).counts["svg"] == 1
+    accuracies = [
+        replace(one, metric=number / 10, metric_name="val_accuracy", direction="max") for number, one in enumerate(every)
+    ]
+    validation = replace(base.validation, metric="val_accuracy", direction="max")
+    by_metric = replace(base, validation=validation, sweep=replace(base.sweep, objective="metric"))
+    found = build_answer(by_metric, accuracies, None)
+    assert found.best == accuracies[2]
+    assert "Its val_accuracy after 90 steps is 0.2, the highest of all trials." in found.text
+    page = render_page(found)
+    assert "Val_accuracy over what varies" in page
+    assert [row[2] for row in read(page).rows if row[:1] == ["settings"] and len(row) > 2] == ["val_accuracy"]

@@ -1,5 +1,6 @@
 """A sweep over adapters' settings trains all its trials concurrently, over one base, and answers as any other."""
 
+import math
 import time
 from dataclasses import fields, replace
 from pathlib import Path
@@ -110,3 +111,19 @@ def test_concurrent_trials_take_the_common_time(tmp_path: Path) -> None:
     done.clear()
     measure_shared(plan, [refused_one], [], 1, done.append)
     assert [result.status for result in done] == ["refused"]
+
+
+@pytest.mark.long
+def test_any_metric_of_the_validation_decides(tmp_path: Path) -> None:
+    base = replace(
+        _sweep(tmp_path, {"optimizer.learning_rate": [1e-3, 1e-2]}, objective="metric"),
+        validation=ValidationConfig(every=0, samples=16, metric="val_perplexity"),
+    )
+    base, storage = resolve_storage(Parsed(base, "s"))
+    answered = run_trials(base, storage, SilentScreen())
+    assert answered.best
+    assert answered.best.settings == {"optimizer.learning_rate": 1e-2}
+    for result in load_results(storage / "s").values():
+        assert result.val_loss is not None
+        assert (result.metric_name, result.metric) == ("val_perplexity", pytest.approx(math.exp(result.val_loss)))
+    assert "Its val_perplexity after 4 steps" in answered.text

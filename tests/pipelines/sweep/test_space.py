@@ -1,15 +1,24 @@
 """The candidates of a sweep: every combination once a round, in an order that a second start repeats."""
 
 from dataclasses import replace
+from fractions import Fraction
 from typing import Any
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raystride.pipelines.config import ModelConfig, ScalingConfig, TokenizerConfig, TrainConfig
+from raystride.pipelines.config import ModelConfig, OptimizerConfig, ScalingConfig, TokenizerConfig, TrainConfig
 from raystride.pipelines.config.parse import configured
 from raystride.pipelines.config.sweep import SweepConfig, SweepJobConfig
-from raystride.pipelines.sweep.space import describe_mesh, draw_random, enumerate_grid, format_mesh_flags, meets_conditions
+from raystride.pipelines.sweep.space import (
+    describe_mesh,
+    draw_random,
+    enumerate_grid,
+    format_mesh_flags,
+    meets_conditions,
+    refuse_endless_warmup,
+    scale_schedule,
+)
 
 SPACE = {"scaling.workers": [1, 2, 8], "train.precision": ["fp32", "bf16"]}
 
@@ -132,3 +141,58 @@ def test_keys_are_those_of_earlier_versions() -> None:
     preset = replace(configured(SweepJobConfig, "sweep_scaling").settings, run="s")
     first = next(iter(enumerate_grid(preset)))
     assert (len(first.key), first.keys) == (16, (first.key, "fa79f946"))
+
+
+@given(st.integers(2, 500), st.integers(2, 10_000), st.data())
+def test_a_schedule_in_small_ends_its_warm_up_within_the_trial(trial: int, training: int, data: st.DataObject) -> None:
+    warmup, decay = data.draw(st.integers(0, training - 1)), data.draw(st.integers(0, training))
+    given_schedule = OptimizerConfig(warmup_steps=warmup, decay_steps=decay)
+    found = scale_schedule(given_schedule, trial, training)
+    if trial >= training:
+        assert found == given_schedule
+        return
+    assert 0 <= found.warmup_steps < trial
+    assert found.warmup_steps == max(min(1, warmup), int(Fraction(warmup * trial, training)))
+    assert (found.decay_steps == 0) == (decay == 0)
+    assert found.decay_steps <= trial
+    assert scale_schedule(replace(given_schedule, warmup_steps=0), trial, training).warmup_steps == 0
+    refuse_endless_warmup(found, SweepConfig(warmup_steps=1, window_steps=1, windows=trial - 1, min_windows=1))
+
+
+def by_loss(warmup_steps: int, steps: int, space: dict[str, Any], **settings: Any) -> SweepJobConfig:
+    """Returns a sweep of trials of 40 steps, three windows of ten after ten steps."""
+    base = sweep(objective="loss", windows=3)
+    return replace(
+        base,
+        optimizer=OptimizerConfig(warmup_steps=warmup_steps),
+        train=replace(base.train, **{"steps": steps} | settings),
+        sweep=replace(base.sweep, space=space),
+    )
+
+
+RATES = {"optimizer.learning_rate": [0.001, 0.004, 0.016]}
+
+
+def test_trials_by_loss_are_trainings_in_small_and_what_is_recommended_is_not() -> None:
+    """Of 600 steps the first 50 are the warm-up, so three of a trial's 40."""
+    for candidate in enumerate_grid(by_loss(50, 600, RATES)):
+        assert candidate.config
+        assert (candidate.config.train.steps, candidate.config.optimizer.warmup_steps) == (40, 3)
+        assert (candidate.recommended.train.steps, candidate.recommended.optimizer.warmup_steps) == (600, 50)
+
+
+def test_a_warm_up_that_is_tried_is_kept_and_refused_if_the_trial_ends_inside() -> None:
+    tried = list(enumerate_grid(by_loss(50, 600, {"optimizer.warmup_steps": [5, 39, 40]})))
+    assert [candidate.config and candidate.config.optimizer.warmup_steps for candidate in tried] == [5, 39, None]
+    assert "must be less than the 40 steps of a trial" in tried[2].refusal
+
+
+def test_results_of_a_warm_up_that_was_not_in_small_are_not_found_again() -> None:
+    """An earlier version gave each trial the whole warm-up. Where nothing is shorter, keys are as they were."""
+    keys = [next(enumerate_grid(by_loss(warmup, 600, RATES))).key for warmup in (0, 50)]
+    assert keys[0] == next(enumerate_grid(by_loss(0, 600, RATES, hours=0.0))).key
+    whole = next(enumerate_grid(by_loss(50, 40, RATES)))
+    assert not whole._has_short_schedule()
+    assert next(enumerate_grid(by_loss(50, 600, RATES)))._has_short_schedule()
+    fast = replace(by_loss(50, 600, RATES), sweep=SweepConfig(space=SPACE, objective="throughput"))
+    assert not next(enumerate_grid(fast))._has_short_schedule()

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from raystride.pipelines.config import OptimizerConfig, ValidationConfig
 from raystride.pipelines.config.parse import Parsed
 from raystride.pipelines.config.sweep import SweepJobConfig
 from raystride.pipelines.console.screen import SilentScreen
@@ -50,6 +51,24 @@ def test_invalid_sweeps_are_refused(tmp_path: Path, capsys: pytest.CaptureFixtur
     Folder(str(tmp_path)).put("s/journal/a1-000001.jsonl", "")
     assert "run is 's': " in refusal_message(sweep_in(tmp_path), capsys)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["cluster.yaml", "s"]
+
+
+def test_trials_that_cannot_be_compared_by_quality_are_refused_before_any_starts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    base = sweep_in(tmp_path, objective="loss", space={"optimizer.learning_rate": [1e-3, 1e-2]})
+    endless = replace(base, train=replace(base.train, steps=0, epochs=1), optimizer=OptimizerConfig(warmup_steps=90))
+    said = refusal_message(endless, capsys)
+    assert "optimizer.warmup_steps is 90: it must be less than the 90 steps of a trial" in said
+    assert "train.steps" in said
+    by_metric = replace(base, sweep=replace(base.sweep, objective="metric"))
+    unknown = replace(by_metric, validation=ValidationConfig(metric="val_accuracy"))
+    assert "validation.metric is 'val_accuracy': it must be one of val_loss, val_perplexity" in refusal_message(
+        unknown, capsys
+    )
+    labels = replace(unknown, task="classification", train=replace(base.train, packing="none"))
+    assert "validation.direction is 'min': it must be `max`" in refusal_message(labels, capsys)
+    assert not list(tmp_path.iterdir())
 
 
 def _measured_result(candidate: Candidate) -> Result:

@@ -81,7 +81,7 @@ def test_trials_are_under_their_sweep_and_told_twice_are_there_once(storage: Fol
     assert parent.data.params["sweep.scaling"] == "none"
     assert child.data.tags["mlflow.parentRunId"] == parent.info.run_id
     assert (child.data.tags["raystride.trial"], child.data.tags["raystride.outcome"]) == ("workers 1", "measured")
-    assert points(storage, child, "train_loss") == [(2, 0.5), (4, 0.25)]
+    assert points(storage, child, "train/loss") == [(2, 0.5), (4, 0.25)]
 
 
 def test_unstarted_trials_are_not_in_mlflow(storage: Folder) -> None:
