@@ -46,7 +46,7 @@ def test_settings_are_frozen() -> None:
     assert Config.__dataclass_params__.frozen  # type: ignore[attr-defined]
 
 
-FIGURES = ("train/", "val/", "start/", "test_recall/")
+FIGURES = ("train/", "val/", "start/", "test_recall/", "val_recall/")
 """Beginnings of figures' names, in the journal and in MLflow."""
 
 
