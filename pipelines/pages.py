@@ -9,14 +9,18 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from html import escape
 
-STYLE = """body{font:15px/1.5 system-ui,sans-serif;max-width:60rem;margin:2rem auto;padding:0 1rem;color:#222}
-h1{font-size:1.4rem}h2{font-size:1.1rem;margin-top:2rem}svg{width:100%;min-width:34rem;height:auto}pre{overflow-x:auto}
-.none{color:#777}.scroll{overflow-x:auto;margin:.7rem 0}table{border-collapse:collapse;font-size:.93em}
-td,th{padding:.15rem .6rem;border-bottom:1px solid #ddd;text-align:right}th{font-weight:600;vertical-align:bottom}
-td{vertical-align:top;white-space:nowrap;font-variant-numeric:tabular-nums}.text{text-align:left;white-space:normal}
-.text:first-child{overflow-wrap:anywhere;min-width:min(10rem,40vw)}
+STYLE = """:root{color-scheme:light dark;--ink:#222;--line:#ddd;--faint:#666}
+body{font:15px/1.5 system-ui,sans-serif;max-width:60rem;margin:2rem auto;padding:0 1rem;color:var(--ink)}
+h1{font-size:1.4rem}h2{font-size:1.1rem;margin-top:2rem}pre{overflow-x:auto}
+svg{width:100%;min-width:34rem;height:auto;background:#fff}
+.none{color:var(--faint)}.scroll{overflow-x:auto;margin:.7rem 0}table{border-collapse:collapse;font-size:.93em}
+td,th{padding:.15rem .5rem;border-bottom:1px solid var(--line);text-align:right}th{font-weight:600;vertical-align:bottom}
+td{vertical-align:top;font-variant-numeric:tabular-nums}.text{text-align:left;overflow-wrap:anywhere}
+.text:first-child{min-width:min(9rem,30vw)}.text:not(:first-child){min-width:min(5rem,20vw)}
+@media (max-width:60rem){table{font-size:.8em}td,th{padding:.15rem .25rem}}
+@media (prefers-color-scheme:dark){:root{--ink:#ddd;--line:#444;--faint:#999}body{background:#161616}a{color:#8ab4f8}}
 @media print{body{max-width:none;margin:0;font-size:11px}svg{min-width:0}.scroll{overflow:visible}td,th{padding:.1rem .3rem}
-td{white-space:normal}.text:first-child{min-width:8rem}tr,svg{break-inside:avoid}h2{break-after:avoid}}"""
+.text:first-child{min-width:8rem}tr,svg{break-inside:avoid}h2{break-after:avoid}}"""
 
 
 @dataclass(frozen=True)
@@ -66,7 +70,14 @@ def svg_figure(svg: str) -> str:
 
 
 def html_table(head: Sequence[str], rows: Iterable[Sequence[str | Link]], texts: int = 1) -> str:
-    """Returns a table: the first `texts` columns are text, the others figures; `head` may be empty."""
+    """Returns a table: the first `texts` columns are text, the others figures; `head` may be empty.
+
+    Columns of figures that have none are left out.
+    """
+    rows = [list(row) for row in rows]
+    shown = [n for n in range(len(head)) if n < texts or not rows or any(row[n] for row in rows)]
+    if head and len(shown) < len(head):
+        head, rows = [head[n] for n in shown], [[row[n] for n in shown] for row in rows]
 
     def render_row(cells: Sequence[str | Link], kind: str) -> str:
         opened = [f'<{kind} class="text">'] * texts + [f"<{kind}>"] * (len(cells) - texts)
@@ -76,7 +87,8 @@ def html_table(head: Sequence[str], rows: Iterable[Sequence[str | Link]], texts:
             + "</tr>"
         )
 
-    lines = [render_row(head, "th")] if head else []
+    # Long names may break in the head, at their underscores.
+    lines = [render_row(head, "th").replace("_", "_<wbr>")] if head else []
     return "\n".join(['<div class="scroll"><table>', *lines, *(render_row(row, "td") for row in rows), "</table></div>"])
 
 

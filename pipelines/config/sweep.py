@@ -259,6 +259,11 @@ class SweepJobConfig(Config):
                 )
         refuse_sharing(self.task, self.train)
 
+    @property
+    def quality_name(self) -> str:
+        """Name of the figure of how well a trial learned: `loss`, or the metric of the objective `metric`."""
+        return self.validation.metric if self.sweep.objective == "metric" else "loss"
+
     def training(self) -> Config:
         """The settings of a training alone."""
         return Config(**{item.name: getattr(self, item.name) for item in fields(Config)})

@@ -66,9 +66,9 @@ def run_page(
         *body,
         *([paragraph(f"Not recorded: {', '.join(missing)}.")] if missing else []),
         heading("Provenance"),
-        html_table((), origin.list_facts(figures.began)),
+        html_table((), origin.list_facts(figures.began), texts=2),
         heading("Changed settings"),
-        html_table(["setting", "value", "default"], origin.changed_settings)
+        html_table(["setting", "value", "default"], origin.changed_settings, texts=3)
         if origin.changed_settings
         else empty_note("None, or they are not known."),
         *([heading("Sample"), preformatted_text(origin.sample)] if origin.sample.strip() else []),

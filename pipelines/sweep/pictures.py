@@ -14,6 +14,7 @@ from raystride.pipelines.scaling_model.interval import Interval
 from raystride.pipelines.scaling_model.model import HoldOut
 from raystride.pipelines.sweep.answer import TARGET_ERROR
 from raystride.pipelines.sweep.result import Result
+from raystride.pipelines.sweep.space import format_value
 from raystride.pipelines.sweep.views import (
     Family,
     Grid,
@@ -32,6 +33,8 @@ BEST, OTHERS, FAINT = "#0072b2", ("#d55e00", "#009e73", "#cc79a7", "#e69f00", "#
 MARKERS = "osD^vP"
 LOG_AXIS_RATIO = 10
 """An axis is logarithmic if its largest value is this many times the smallest."""
+MAX_TICKS = 6
+"""Maximum of values of a setting that all have a tick."""
 MAX_PANELS = 3
 """Maximum of settings over which the quality is drawn."""
 MAX_LABEL_CHARACTERS = 70
@@ -171,6 +174,8 @@ def draw_quality(results: Sequence[Result], best: Result | None) -> str:
             axes.scatter([place], [best.quality], s=150, marker="*", color=BEST, zorder=3, label="best")
         if in_numbers:
             _set_log_scale(axes.xaxis)
+            if len(texts) <= MAX_TICKS:
+                axes.set_xticks([places[text] for text in texts], [format_value(values[text]) for text in texts])
         else:
             axes.set_xticks(range(len(texts)), [shorten(text, 14) for text in texts])
         axes.set_xlabel(name)

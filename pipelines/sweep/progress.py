@@ -24,9 +24,13 @@ RANGE_WIDTH = 10
 
 
 class ProgressBoard:
-    """The table on standard output, without a terminal as lines only. `space` gives the columns."""
+    """The table on standard output, without a terminal as lines only. `space` gives the columns.
 
-    def __init__(self, space: Mapping[str, Any], total: int, quiet: bool = False) -> None:
+    `quality` is the name of the figure of how well a trial learned.
+    """
+
+    def __init__(self, space: Mapping[str, Any], total: int, quality: str = "loss", quiet: bool = False) -> None:
+        self._quality = quality.removeprefix("val_")
         self._total, self._num_ended, self._began = total, 0, time.monotonic()
         self._widths = {key: _column_width(key, choices) for key, choices in space.items()}
         self._console = Console(highlight=False, soft_wrap=True, quiet=quiet)
@@ -43,7 +47,7 @@ class ProgressBoard:
     def __enter__(self) -> "ProgressBoard":
         if self._total:
             names = (f"{setting_name(key):<{width}}" for key, width in self._widths.items())
-            self._console.print("  ".join([*names, f"{'tokens/s':>9}  {'±':>6}  {'loss':>8}  {'seconds':>7}"]))
+            self._console.print("  ".join([*names, f"{'tokens/s':>9}  {'±':>6}  {self._quality:>8}  {'seconds':>7}"]))
         self._progress.start()
         return self
 
@@ -76,7 +80,8 @@ def format_figures(result: Result) -> str:
     spread = f"{result.spread:.1%}" if len(result.speeds) > 1 else "-"
     loss = f"{result.quality:.4g}" if math.isfinite(result.quality) else "-"
     end = "  stopped early" if result.status == "stopped_early" else ""
-    return f"{result.speed:>9,.0f}  {spread:>6}  {loss:>8}  {result.seconds:>7.1f}{end}"
+    width = max(8, len(result.quality_name.removeprefix("val_")))
+    return f"{result.speed:>9,.0f}  {spread:>6}  {loss:>{width}}  {result.seconds:>7.1f}{end}"
 
 
 def _column_width(key: str, choices: Any) -> int:

@@ -25,6 +25,8 @@ from raystride.pipelines.sweep.space import describe_mesh
 from raystride.pipelines.sweep.views import format_number
 
 MIB = 2**20
+MLFLOW_ID_CHARACTERS = 8
+"""Characters of an MLflow run's id that the page shows."""
 NOT_STARTED = ("refused", "too_large")
 """Statuses of trials that have no page of their own."""
 
@@ -47,7 +49,7 @@ def render_page(answer: Answer) -> str:
     by_quality = answer.base.sweep.by_quality
     has_speeds = not by_quality or not all(map(same_work, answer.base.sweep.space))
     sections = [
-        *[(f"{_quality_name(answer).capitalize()} over what varies", _quality_section(answer))] * by_quality,
+        *[(f"Trials by {answer.base.quality_name}", _quality_section(answer))] * by_quality,
         *speed_sections * has_speeds,
         ("All trials", _trials_section(answer)),
         ("Failures", _failures_section(answer.results)),
@@ -84,10 +86,6 @@ def _list_figures(answer: Answer, result: Result) -> list[tuple[str, str]]:
     ]
 
 
-def _quality_name(answer: Answer) -> str:
-    return answer.base.validation.metric if answer.base.sweep.objective == "metric" else "loss"
-
-
 def _quality_section(answer: Answer) -> Iterator[str]:
     picture = pictures.draw_quality(answer.merged, answer.best)
     if not picture:
@@ -95,7 +93,7 @@ def _quality_section(answer: Answer) -> Iterator[str]:
         return
     yield picture
     yield paragraph(
-        f"{_quality_name(answer)} on the validation samples after {answer.base.sweep.trial_steps:,} steps, one point a "
+        f"{answer.base.quality_name} on the validation samples after {answer.base.sweep.trial_steps:,} steps, one point a "
         "combination (the mean of its seeds)."
     )
 
@@ -178,12 +176,12 @@ def _trials_section(answer: Answer) -> Iterator[str]:
     head = [
         "settings",
         "status",
-        _quality_name(answer),
+        answer.base.quality_name,
         "tokens/s",
         "workers",
         "ms a step",
         "data",
-        "communication",
+        "network",
         "J/token",
         "MiB",
         "trial, s",
@@ -192,13 +190,13 @@ def _trials_section(answer: Answer) -> Iterator[str]:
     best_first = sorted(results, key=lambda result: result.final_cost if by_quality else -result.speed)
     has_mlflow = any(result.mlflow_run_id for result in results)
     yield html_table(
-        [*head, "outside steps, s", *["MLflow run"] * has_mlflow],
+        [*head, *["MLflow run"] * has_mlflow],
         [_trial_row(one, has_mlflow) for one in best_first],
         texts=2,
     )
     yield paragraph(
         "Links lead to the trials' own pages, whose folders lie beside this one. "
-        "data, communication: shares of a step that the host waits for them. MiB: peak memory of a worker."
+        "data, network: shares of a step that the host waits for data and for other workers. MiB: peak memory of a worker."
     )
 
 
@@ -206,10 +204,10 @@ def _trial_row(result: Result, has_mlflow: bool) -> list[str | Link]:
     label = f"{result.label} (round {result.round + 1})" if result.round else result.label
     name = label if result.status in NOT_STARTED else Link(label, f"../{quote(result.run)}/report.html")
     status = result.status.replace("_", " ")
-    seconds = [f"{result.seconds:,.1f}", f"{result.overhead_s:,.1f}"]
-    run = [result.mlflow_run_id or ""] * has_mlflow
+    seconds = f"{result.seconds:,.1f}"
+    run = [(result.mlflow_run_id or "")[:MLFLOW_ID_CHARACTERS]] * has_mlflow
     if not result.is_measured:
-        return [name, status, *[""] * 8, *seconds, *run]
+        return [name, status, *[""] * 8, seconds, *run]
     return [
         name,
         status,
@@ -221,7 +219,7 @@ def _trial_row(result: Result, has_mlflow: bool) -> list[str | Link]:
         _format_optional(result.shares.get("reduce"), "{:.1%}"),
         _format_optional(result.figures.get("joules_per_token"), "{:.3g}"),
         _format_peak_memory(result),
-        *seconds,
+        seconds,
         *run,
     ]
 

@@ -175,7 +175,7 @@ def _measure_missing(
         resources = Resources.of_this_machine() if is_shared else Resources.of_cluster()
         plan = SweepPlan(base, storage, resolve_price(base, described), resources, PluginBundle.collect())
         run = measure_shared if is_shared else measure_with_tune
-        with ProgressBoard(base.sweep.space, num_left, quiet=not screen.is_visible) as board:
+        with ProgressBoard(base.sweep.space, num_left, base.quality_name, quiet=not screen.is_visible) as board:
             on_result = partial(_report_result, folder, tracking, board)
             if num_left > 0:
                 run(plan, missing, list(known.values()), num_left, on_result)

@@ -14,8 +14,11 @@ from raystride.pipelines.record import read_entries
 from raystride.pipelines.record.mlflow.links import VIEW_METRICS, VIEW_PARAMETERS, VIEW_TAGS, run_link
 from raystride.pipelines.record.mlflow.names import section_name
 from raystride.pipelines.run_store import commands as runs
+from raystride.pipelines.sweep.answer import build_answer
+from raystride.pipelines.sweep.report_page import render_page
 from tests.browser import pages
 from tests.browser.chromium import PROGRAM, Visit, chromium
+from tests.pipelines.sweep.test_report_page import EVERY, FAILED, sweep
 from tests.ray_jobs.jobs import finish_job, run_folder, start_job, summary
 from tests.tiny import tiny, write_text
 
@@ -162,3 +165,23 @@ def test_the_report_draws_every_picture_and_asks_for_nothing_from_elsewhere(conf
     assert all(box and box["width"] > 100 and box["height"] > 50 for box in boxes), boxes
     assert visit.requests == [report]
     assert visit.errors == []
+
+
+@pytest.mark.parametrize("width", [1280, 800])
+def test_no_table_of_a_page_is_cut_off(config: Config, browser: Browser, tmp_path: Path, width: int) -> None:
+    every = [
+        replace(
+            one, mlflow_run_id="e" * 32, metric=0.5, metric_name="val_macro_f1", label=f"{one.label}, data.source {tmp_path}"
+        )
+        for one in EVERY
+    ]
+    base = sweep(objective="metric", space={"scaling.workers": [1, 2, 4], "train.precision": ["fp32", "bf16"]})
+    (tmp_path / "sweep.html").write_text(render_page(build_answer(base, every + FAILED, None)))
+    visit = Visit(browser, width=width)
+    for page in (tmp_path / "sweep.html", Path(config.storage) / "hasty" / "report.html"):
+        visit.page.goto(page.as_uri())
+        boxes = visit.page.locator("html, .scroll:has(table)")
+        sizes = boxes.evaluate_all("all => all.map(box => [box.scrollWidth, box.clientWidth, box.innerText.slice(0, 200)])")
+        assert len(sizes) > 3
+        assert not [(wanted, there, text) for wanted, there, text in sizes if wanted > there]
+    visit.close()

@@ -48,7 +48,7 @@ OPERATIONS = [{"name": f"aten::op{number}<&>", "calls": 1000, "share": 0.3} for 
 class Reader(HTMLParser):
     """Collects tags that are open, addresses, and text."""
 
-    VOID = ("meta", "br")
+    VOID = ("meta", "br", "wbr")
 
     def __init__(self) -> None:
         super().__init__()
