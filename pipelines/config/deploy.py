@@ -29,7 +29,7 @@ class DeployConfig(Section):
     gpus_per_node: int = setting(0, at_least=0, at_most=1024)
     """GPUs per node. 0: CPUs only."""
     output: str = setting("")
-    """Output folder of the files. Empty: `deploy-` and the name of the run."""
+    """Output folder of the files. Empty: `deploy-`, the kind and the name of the run."""
     overwrite: bool = setting(False)
     """Overwrite files in the output folder that differ from those to be written."""
     job: Literal["train", "sweep"] = setting("train")

@@ -31,8 +31,13 @@ DEPLOY_FLAGS = {item.name for item in fields(DeployConfig)}
 """Names of the flags of this command; all others are settings of the run."""
 NEXT_COMMANDS: dict[Kind, tuple[str, ...]] = {
     "slurm": ("cd {folder} && sbatch job.sbatch",),
-    "compose": ("cd {folder} && sh secrets.sh && docker compose up --detach && docker compose run --rm job",),
+    "compose": (
+        "docker build -f deploy/Dockerfile -t {image}{build} .        # from the project's folder, once",
+        "cd {folder} && sh secrets.sh && docker compose up --detach && docker compose run --rm job",
+    ),
     "kuberay": (
+        "docker build -f deploy/Dockerfile -t {image}{build} .        # from the project's folder, once, and the next",
+        "docker push {image}",
         "kubectl create namespace {namespace}        # once, and the next two",
         "{secret}",
         "kubectl apply -k {folder}/once",
@@ -85,8 +90,13 @@ def _deploy(arguments: list[str]) -> int:
     deployment = plan_deployment(kind, request, load_place(request.place or DEFAULT_PLACES[kind]), parsed)
     files = render_files(deployment)
     check_result = check_files(kind, files)
-    folder = Path(request.output or f"deploy-{deployment.run}")
+    folder = Path(request.output or f"deploy-{kind}-{deployment.run}")
     write_files(files, folder, overwrite=request.overwrite)
+    if not request.place:
+        example = DEFAULT_PLACES[kind]
+        print(
+            f"place    the example {example!r}: copy deploy/places/{example}.yaml, describe yours, and give it with --place",
+        )
     for line in _summary_lines(deployment, folder, sorted(files), check_result):
         print(line)
     return DONE
@@ -101,16 +111,23 @@ def _summary_lines(deployment: Deployment, folder: Path, files: Sequence[str], c
     overlay = "spot" if place.kubernetes.spot else "gpu" if deployment.gpus_per_node else "cpu"
     values = {"folder": quote(str(folder)), "nodes": deployment.nodes, "name": deployment.name, "overlay": overlay}
     values["stop"] = "ray exec cluster.yaml 'bash ~/raystride-job/stop.sh'; " if place.cloud.provider == "local" else ""
+    values["image"] = place.image
+    values["build"] = " --target cuda --build-arg TORCH_INDEX=" if deployment.gpus_per_node else ""
     values["namespace"] = place.kubernetes.namespace
     values["secret"] = "" if place.mlflow_uri else DATABASE_KEY_COMMAND.format(**values)
     commands = [command.format(**values) for command in NEXT_COMMANDS[deployment.kind]]
     return [
         *(f"looked   {line}" for line in check_result.passed),
         *([f"not yet  {check_result.skipped}"] if check_result.skipped else []),
+        *([f"not yet  {_describe_image(place.image)}"] if deployment.kind == "kuberay" and "/" not in place.image else []),
         f"run      {deployment.run} in {place.storage}: {size}{price}",
         f"results  {folder}: {', '.join(files)}",
         *(f"next     {command}" for command in commands if command),
     ]
+
+
+def _describe_image(image: str) -> str:
+    return f"image is {image!r}, which names no registry: give your place's image as REGISTRY/{image}, so that nodes find it"
 
 
 def _parse_kind(word: str) -> Kind:

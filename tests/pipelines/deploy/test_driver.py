@@ -28,6 +28,20 @@ def test_files_are_written_and_checked_and_the_next_commands_printed(
     assert yaml.safe_load((tmp_path / "job" / "settings.yaml").read_text())["scaling"]["workers"] == 32
 
 
+@pytest.mark.parametrize("kind", ["slurm", "compose", "kuberay"])
+def test_each_kind_has_its_folder_an_example_is_called_one_and_the_image_comes_first(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main([*f"{kind} --config lm_python --run mine".split()]) == 0
+    assert [path.name for path in tmp_path.iterdir()] == [f"deploy-{kind}-mine"]
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("place    the example ")
+    first = next(line for line in lines if line.startswith("next"))
+    assert ("docker build -f deploy/Dockerfile -t raystride:" in first) == (kind != "slurm")
+    assert any("which names no registry" in line for line in lines) == (kind == "kuberay")
+
+
 def test_a_place_that_is_too_small_is_exit_code_3_and_nothing_is_written(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -48,9 +49,10 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, str
     storage = tmp_path_factory.mktemp("served")
     _trained(storage)
     flags = ("--run", "mine", "--storage", str(storage), "--checkpoint", "last", "--device", "cpu")
+    (storage / "home").mkdir()
     process = subprocess.Popen(
         [sys.executable, str(ROOT / "ray_jobs" / "serve.py"), *flags],
-        env=environment(),
+        env=environment() | {"HOME": str(storage / "home"), "HF_HOME": str(storage / "home" / "none")},
         stdout=subprocess.PIPE,
         text=True,
         start_new_session=True,
@@ -98,6 +100,36 @@ def test_a_client_gets_the_tokens_of_generate(served: tuple[Path, str, str, str]
     assert "has 90 tokens, and the model's context 48" in refused.value.response.text
     with pytest.raises(openai.AuthenticationError, match="send the token"):
         openai.OpenAI(base_url=address, api_key="another").models.list()
+
+
+@pytest.mark.long
+def test_a_client_finds_the_one_model_in_an_empty_home(served: tuple[Path, str, str, str]) -> None:
+    openai = pytest.importorskip("openai")
+    client = openai.OpenAI(base_url=served[1], api_key=served[2])
+    (model,) = client.models.list().data
+    assert (model.id, model.object, model.owned_by) == ("mine", "model", "raystride")
+    assert client.models.retrieve("mine").id == "mine"
+    with pytest.raises(openai.NotFoundError, match="this server has 'mine'"):
+        client.models.retrieve("another")
+    chunks = client.completions.create(model="mine", prompt=PROMPT, max_tokens=TOKENS, temperature=0, stream=True)
+    assert len([chunk for chunk in chunks if chunk.choices and chunk.choices[0].text]) > 0
+
+
+def test_a_token_that_was_given_is_not_printed() -> None:
+    from raystride.jobs import serve
+
+    opened: Any = SimpleNamespace(encoder=SimpleNamespace(chat=None))
+    command = serve._curl_command("mine", "http://h/v1", serve._authorization_header("secret-token", is_new=False), opened)
+    assert "secret-token" not in command
+    echo = subprocess.run(
+        ["bash", "-c", command.replace("curl -s", "echo")],
+        env={"RAYSTRIDE_SERVE_TOKEN": "secret-token"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert "Authorization: Bearer secret-token" in echo.stdout
+    assert "Bearer new-token" in serve._authorization_header("new-token", is_new=True)
 
 
 @pytest.mark.long
