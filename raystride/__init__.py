@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from raystride.pipelines.plugins import register_observer, register_source, register_task
     from raystride.pipelines.sources.faults import DataError
     from raystride.pipelines.tasks.task import Task
-    from raystride.run import Run, TrainingInterrupted, TrainingTerminated
+    from raystride.run import Run, SweepInterrupted, TrainingInterrupted, TrainingTerminated
 
 _HOMES = {
     **dict.fromkeys(("check", "evaluate", "export", "generate", "predict", "prepare", "sweep", "train"), "api"),
@@ -40,7 +40,7 @@ _HOMES = {
     "CannotRun": "pipelines.cluster.cluster",
     "DataError": "pipelines.sources.faults",
     "Observer": "pipelines.observers.observer",
-    **dict.fromkeys(("Run", "TrainingInterrupted", "TrainingTerminated"), "run"),
+    **dict.fromkeys(("Run", "SweepInterrupted", "TrainingInterrupted", "TrainingTerminated"), "run"),
     "Task": "pipelines.tasks.task",
     "TrainingFailed": "pipelines.console.failure",
 }
@@ -53,6 +53,7 @@ __all__ = [
     "Observer",
     "Run",
     "SettingError",
+    "SweepInterrupted",
     "Task",
     "TrainingFailed",
     "TrainingInterrupted",

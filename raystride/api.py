@@ -26,7 +26,7 @@ from raystride.pipelines.preflight.check import resolve_resources, run_preflight
 from raystride.pipelines.run_store.location import locate_run
 from raystride.pipelines.signals import EXIT_CODES
 from raystride.pipelines.storage.folder import Folder
-from raystride.run import Run, TrainingInterrupted, TrainingTerminated
+from raystride.run import Run, SweepInterrupted, TrainingInterrupted, TrainingTerminated
 
 if TYPE_CHECKING:
     from raystride.pipelines.evaluate.evaluation import EvaluationResult
@@ -111,14 +111,24 @@ def sweep(
 ) -> "Answer":
     """Runs a sweep's missing trials; returns its answer: `results`, `best`, `recommended` (YAML), `text`.
 
-    Raises CannotRun if the cluster cannot be joined or started. Failed trials are among the results, with the cause.
+    Raises CannotRun if the cluster cannot be joined or started. Failed trials are among the results, with the cause. Ctrl-C
+    raises SweepInterrupted, a KeyboardInterrupt with the answer of the trials so far as `.answer`; in IPython that is
+    returned instead, with a warning.
     """
     from raystride.pipelines.config.sweep import SweepJobConfig
     from raystride.pipelines.sweep.sweep_job import resolve_storage, run_trials
 
     parsed = configured(SweepJobConfig, config, _with_run_and_storage(settings, run, storage))
     base, place = resolve_storage(parsed)
-    return run_trials(_for_shared_ray(base), place, Screen() if progress else SilentScreen())
+    answer = run_trials(_for_shared_ray(base), place, Screen() if progress else SilentScreen())
+    # Ray Tune handles Ctrl-C itself: it ends the trial and returns. A trial that failed is no missing one.
+    missing = (place / str(base.run)).read_json("summary.json").get("unfinished", 0) if not base.sweep.shard else 0
+    if missing:
+        interrupted = SweepInterrupted(answer, missing)
+        if not _in_ipython():
+            raise interrupted
+        logging.getLogger("raystride").warning("stopped by Ctrl-C: %s", interrupted)
+    return answer
 
 
 def evaluate(

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
     from raystride.pipelines.evaluate.evaluation import EvaluationResult
     from raystride.pipelines.evaluate.prediction import PredictionResult
+    from raystride.pipelines.sweep.answer import Answer
 
 
 LOSSES = ("train_loss", "val_loss")
@@ -201,6 +202,17 @@ class TrainingInterrupted(KeyboardInterrupt):
     def __init__(self, run: Run) -> None:
         super().__init__(f"raystride.Run.open({run.name!r}, {str(run.folder.parent)!r})")
         self.run = run
+
+
+class SweepInterrupted(KeyboardInterrupt):
+    """Ctrl-C ended a sweep before all its trials had. The same call again measures what is missing.
+
+    `answer` is that of the trials that have ended, as `raystride.sweep` returns it.
+    """
+
+    def __init__(self, answer: "Answer", missing: int) -> None:
+        super().__init__(f"{missing} trials of the sweep {answer.base.run} are missing: the same call again measures them")
+        self.answer = answer
 
 
 class TrainingTerminated(SystemExit):

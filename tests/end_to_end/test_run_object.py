@@ -10,6 +10,7 @@ import pytest
 import raystride
 from raystride.pipelines.config import Config, LaunchConfig, TrainConfig, ValidationConfig
 from raystride.pipelines.config.parse import to_yaml
+from raystride.pipelines.config.sweep import SweepConfig, SweepJobConfig
 from tests.ray_jobs.jobs import Forked, finish_job
 from tests.tiny import tiny, write_text
 
@@ -120,3 +121,43 @@ def test_a_signal_ends_the_script_once_the_run_is_saved(
     assert saved.checkpoints[-1].step == saved.summary["steps"] < 1000
     assert "stopped by Ctrl-C" in ended.err if shell == "notebook" else not ended.err
     assert (tmp_path / "runs" / "second").exists() is (shell == "notebook")
+
+
+SWEEP_SCRIPT = """
+import os, signal, sys, threading, time
+from pathlib import Path
+
+import raystride
+
+place = sys.argv[1]
+
+def interrupt():
+    while not list(Path(place, "runs", "first", "trials").glob("*.json")):
+        time.sleep(0.05)
+    os.kill(os.getpid(), signal.SIGINT)
+
+threading.Thread(target=interrupt, daemon=True).start()
+for run in ("first", "second"):
+    try:
+        raystride.sweep(place + "/settings.yaml", run=run, storage=place + "/runs")
+    except KeyboardInterrupt as interrupted:
+        print(type(interrupted).__name__, interrupted, len(interrupted.answer.results))
+        sys.exit(5)
+"""
+
+
+@pytest.mark.long
+def test_ctrl_c_ends_a_script_with_what_its_sweep_has_measured(tmp_path: Path) -> None:
+    settings = replace(_inline(tmp_path), launch=LaunchConfig())
+    space = {"optimizer.learning_rate": [1e-3, 2e-3, 3e-3, 4e-3]}
+    sweep = SweepConfig(space=space, objective="throughput", warmup_steps=2, window_steps=2, windows=3)
+    write_text(tmp_path)
+    (tmp_path / "settings.yaml").write_text(to_yaml(SweepJobConfig(**vars(settings), sweep=sweep)))
+    (tmp_path / "script.py").write_text(SWEEP_SCRIPT)
+    ended = finish_job(Forked(tmp_path / "script.py", (str(tmp_path),)))
+    assert ended.code == 5, ended.out + ended.err
+    (line,) = [line for line in ended.lines if line.startswith("SweepInterrupted")]
+    missing = int(line.split()[1])
+    assert 0 < missing < 4
+    assert line.endswith(f" trials of the sweep first are missing: the same call again measures them {4 - missing}")
+    assert not (tmp_path / "runs" / "second").exists()
