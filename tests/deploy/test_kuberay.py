@@ -91,6 +91,7 @@ def test_the_rules_of_kuberays_own_definitions_hold(files: dict[str, str], defin
         assert not _find_broken_rules(document, definitions)
 
 
+@pytest.mark.long
 def test_a_broken_rule_is_found(definitions: Path) -> None:
     job = find_ray_object(render_for("kuberay", "kubernetes"), "overlays/cpu")
     both = {"onSuccess": {"policy": "DeleteSelf"}, "onFailure": {"policy": "DeleteSelf"}, "deletionRules": []}

@@ -33,8 +33,8 @@ SETTINGS = Path(__file__).with_name("frozen_settings.json")
 """The flags of each command, and the settings of a place."""
 
 LIBRARY = """
-CannotRun Config DataError Observer Run SettingError SweepInterrupted Task TrainingFailed TrainingInterrupted TrainingTerminated
-check evaluate export generate predict prepare register_observer register_source register_task sweep train
+CannotRun Config DataError Observer Run SettingError SweepInterrupted Task TrainingFailed TrainingInterrupted
+TrainingTerminated check evaluate export generate predict prepare register_observer register_source register_task sweep train
 """
 COMMANDS = """
 certificates check completion deploy evaluate export generate predict prepare presets report runs serve sweep train ui

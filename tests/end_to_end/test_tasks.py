@@ -128,6 +128,7 @@ def test_images_of_several_sizes_are_told_apart(tmp_path: Path, loss: str) -> No
     assert summary(config, "images")["metrics"]["val_accuracy"] > 0.9
 
 
+@pytest.mark.long
 def test_fine_tuning_learns_completions_and_not_prompts(tmp_path: Path) -> None:
     draw = random.Random(0)
     rows = [{"prompt": "".join(draw.choices("abc", k=6)) + "=", "completion": draw.choice(["yes"])} for _ in range(300)]

@@ -157,6 +157,7 @@ LESSER = {"ONEDNN_MAX_CPU_ISA": "AVX2", "ATEN_CPU_CAPABILITY": "avx2", "MKL_ENAB
 """Environment that hides AVX-512 and AMX of an x86 processor; read when PyTorch is loaded."""
 
 
+@pytest.mark.long
 def test_a_lesser_processor_multiplies_in_fp32() -> None:
     program = "from raystride.model.linear import bf16_products, has_bf16, is_bf16_allowed\nassert not has_bf16()\n"
     program += "with bf16_products():\n    assert not is_bf16_allowed()\n"

@@ -54,6 +54,7 @@ def _run(program: str, interpret: str = "0") -> str:
     ).stdout
 
 
+@pytest.mark.long
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_triton_is_refused_where_nothing_can_run_it() -> None:
     program = """

@@ -126,6 +126,7 @@ def test_the_gradient_from_above_multiplies_in_fp32(dtype: torch.dtype, factor: 
         assert torch.equal(scaled, (one.float() * torch.tensor(factor)).to(dtype))
 
 
+@pytest.mark.long
 def test_registration() -> None:
     targets = torch.tensor([[0, 4, -100], [2, 2, 1]])
     check_registration(

@@ -311,6 +311,7 @@ elastic.train_on_nodes(fit, Allocation(workers=2, device="cpu", threads=1, min_w
 """
 
 
+@pytest.mark.long
 def test_two_threads_do_not_import_ray_train_at_once() -> None:
     """Each would find it half made, and the training end by an ImportError."""
     done = subprocess.run([sys.executable, "-c", IMPORTS], capture_output=True, text=True, check=False)

@@ -82,6 +82,7 @@ def test_each_has_the_losses_of_a_run_of_its_own(tmp_path: Path) -> None:
     assert again["adapters"][1]["resumed_from"] == 4
 
 
+@pytest.mark.long
 def test_one_that_fails_leaves_the_others_to_their_end(tmp_path: Path) -> None:
     config = _config(tmp_path, {"lora.targets": ["all-linear", "c_attn"]})
     with pytest.raises((TrainingFailed, SettingError), match=r"lora\.targets .*'c_attn'"):

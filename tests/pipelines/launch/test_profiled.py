@@ -42,6 +42,7 @@ def test_files_are_kept_and_told(tmp_path: Path, scratch: Path, mlflow: bool) ->
     assert kept == ["ncu.csv", "ncu.html"]
 
 
+@pytest.mark.long
 def test_what_mlflow_cannot_be_told_leaves_the_files_and_a_warning(
     tmp_path: Path, scratch: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

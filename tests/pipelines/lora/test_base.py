@@ -108,6 +108,7 @@ def test_a_checkpoint_holds_adapters_alone_and_another_base_is_refused(tmp_path:
     assert second["parameters_sha256"] == calm["parameters_sha256"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("lora", [LoraConfig(rank=4, base_precision="bf16"), LoraConfig(rank=4, init="pissa")])
 def test_a_run_is_opened_with_its_base(lora: LoraConfig, tmp_path: Path) -> None:
     config = _config(tmp_path, lora=lora, sample=SampleConfig(tokens=0))

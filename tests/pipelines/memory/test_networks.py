@@ -68,7 +68,7 @@ def _norms_and_words(rank: int, world: int, kind: str) -> tuple[list[float], lis
     return norms, texts, translations
 
 
-@pytest.mark.parametrize("kind", ["fsdp", "deepspeed"])
+@pytest.mark.parametrize("kind", ["fsdp", pytest.param("deepspeed", marks=pytest.mark.long)])
 def test_shards_change_nothing(kind: str) -> None:
     expected = []
     for build, batch in CASES.values():

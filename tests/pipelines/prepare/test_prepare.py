@@ -344,6 +344,7 @@ def test_numbers_that_are_out_of_bounds_are_a_defect(tmp_path: Path) -> None:
         made(Narrow, settings(as_csv(tmp_path)), tmp_path / "runs")
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("ray_cluster")
 def test_on_ray_labels_are_the_same(tmp_path: Path) -> None:
     config = settings(as_csv(tmp_path), shard_mib=TINY, validation_fraction=0.2)

@@ -9,6 +9,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from raystride.pipelines.config import Config, ProfileConfig, TrainConfig, ValidationConfig
 from raystride.pipelines.observers.observer import RunFacts
 from raystride.pipelines.observers.throughput import Throughput
@@ -88,6 +90,7 @@ def test_torchs_trace_holds_the_windows_phases_and_the_table_what_costs(tmp_path
     assert files == {f"profiles/{path.name}" for path in folder.iterdir()}
 
 
+@pytest.mark.long
 def test_memorys_time_line_and_who_takes_most(tmp_path: Path) -> None:
     folder, posted = train(tmp_path, ProfileConfig(tool="memory", steps=(3, 3)))
     assert not event_texts(posted, "warning")

@@ -40,6 +40,7 @@ def _tree(folder: Path) -> dict[str, int]:
     return {str(path.relative_to(folder)): path.stat().st_mtime_ns for path in folder.rglob("*")}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("old_is_there", [True, False], ids=["copied", "moved"])
 def test_the_run_is_there_once_and_the_old_place_is_left_alone(recorded: Folder, tmp_path: Path, old_is_there: bool) -> None:
     first, second = tmp_path / "first", tmp_path / "second"

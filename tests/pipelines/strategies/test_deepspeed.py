@@ -93,6 +93,7 @@ def test_what_is_recomputed_and_gathered_again_changes_nothing(folder: Path) -> 
     assert_same_course(_course(folder, "llama-3", 3, 2, train=train, **sections), single)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("stage", [1, pytest.param(3, marks=pytest.mark.long)])
 def test_a_resumed_run_has_the_bits_of_one_that_was_left_undisturbed(folder: Path, stage: int) -> None:
     schedule = OptimizerConfig(learning_rate=1e-2, warmup_steps=2, decay_steps=SHORT.steps)

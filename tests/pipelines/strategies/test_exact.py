@@ -161,7 +161,7 @@ def _with_filled_slots(slots: int) -> list[int]:
     return [slots, 1, max(1, slots - 1), slots]
 
 
-@pytest.mark.parametrize("world", [1, 2, 3, 4])
+@pytest.mark.parametrize("world", [1, 2, 3, pytest.param(4, marks=pytest.mark.long)])
 def test_gradients_have_the_bits_of_the_tree_by_hand(world: int) -> None:
     cases = [(slots, bytes_) for slots in sorted({world, 7, 8, 11}) for bytes_ in (1 << 20, 60)]
     by_rank = run_distributed(_cases, world, cases) if world > 1 else [_cases(0, 1, cases)]

@@ -92,6 +92,7 @@ def test_a_sweep_without_adapters_has_no_base_to_share(tmp_path: Path) -> None:
         replace(_sweep(tmp_path, {"seed": [1, 2]}), lora=LoraConfig())
 
 
+@pytest.mark.long
 def test_concurrent_trials_take_the_common_time(tmp_path: Path) -> None:
     base = replace(_sweep(tmp_path, {"lora.rank": [2, 4]}), launch=LaunchConfig(mode="inline"))
     candidates = list_candidates(base)

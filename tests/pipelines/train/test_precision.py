@@ -68,7 +68,7 @@ def test_a_resumed_run_has_the_bits_of_one_that_was_left_undisturbed(folder: Pat
     assert resumed.sha256 == calm.sha256
 
 
-@pytest.mark.parametrize("train", [{}, {"stochastic_rounding": True}])
+@pytest.mark.parametrize("train", [pytest.param({}, marks=pytest.mark.long), {"stochastic_rounding": True}])
 def test_pure_bf16_is_exact_on_any_number_of_workers(folder: Path, train: dict[str, object]) -> None:
     hashes = {
         _course(folder, f"exact-{world}-{len(train)}", world, exact=True, precision="pure_bf16", **train).sha256

@@ -104,6 +104,7 @@ def test_a_server_that_is_killed_and_comes_back_lacks_nothing(
     assert points == [(step, 1 / step, round((1e9 + step / 8) * 1000)) for step in range(1, 1531)]
 
 
+@pytest.mark.long
 def test_segments_that_were_merged_before_they_were_logged_are_logged_once(
     storage: Folder, folder: Folder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
