@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "architecture.md"
 PACKAGES = ("raystride", "ray_jobs", "pipelines", "model", "triton_kernels")
 """From the outside in: each imports only those after it."""
-MAP = re.compile(r"(<!-- map -->\n```\n).*?(```\n<!-- end -->)", re.DOTALL)
+MAP = re.compile(r"(<!-- map -->\n```text\n).*?(```\n<!-- end -->)", re.DOTALL)
 
 
 def first_sentence(path: Path) -> str:

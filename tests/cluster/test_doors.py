@@ -122,7 +122,7 @@ def test_a_submitted_jobs_workers_do_not_have_its_login(training: RayHosts) -> N
 def test_the_pages_firewall_closes_all_of_them_and_the_training_goes_on(training: RayHosts) -> None:
     """The last of this file: it stays."""
     text = (ROOT / "docs" / "security.md").read_text()
-    (rules,) = re.findall(r"```\n(table inet raystride .*?)```", text, re.DOTALL)
+    (rules,) = re.findall(r"```text\n(table inet raystride .*?)```", text, re.DOTALL)
     hosts = training.hosts.all[:2]
     rules = rules.replace("10.0.0.1", hosts[0].address).replace("10.0.0.2", hosts[1].address)
     # The page's default, and what has it on these hosts.

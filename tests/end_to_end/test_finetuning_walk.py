@@ -42,7 +42,7 @@ def _blocks() -> list[str]:
     for whole, less in LESS.items():
         assert whole in walk
         walk = walk.replace(whole, less)
-    return re.findall(r"```\n(.*?)```", walk, re.DOTALL)
+    return re.findall(r"```sh\n(.*?)```", walk, re.DOTALL)
 
 
 def _variables(folder: Path) -> dict[str, str]:
@@ -113,10 +113,12 @@ def test_the_walk_leads_to_a_served_model(tmp_path: Path) -> None:
 def _real_blocks() -> list[str]:
     page = (ROOT / "docs" / "finetuning.md").read_text()
     chats = next(
-        block for block in re.findall(r"```\n(.*?)```", page, re.DOTALL) if "chats.jsonl" in block and "json.dumps" in block
+        block
+        for block in re.findall(r"```sh\n(.*?)```", page, re.DOTALL)
+        if "chats.jsonl" in block and "json.dumps" in block
     )
     walk = page[page.index("### With a real model") : page.index("## LoRA")]
-    make, run = re.findall(r"```\n(.*?)```", walk, re.DOTALL)
+    make, run = re.findall(r"```sh\n(.*?)```", walk, re.DOTALL)
     return [chats, make, run]
 
 

@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[2]
 def test_the_page_followed_literally_trains_the_task(tmp_path: Path) -> None:
     page = (ROOT / "docs" / "own-task.md").read_text()
     content = re.findall(r"```python\n(.*?)```", page, re.DOTALL)[0]
-    command = re.findall(r"```\n(raystride train.*?)```", page, re.DOTALL)[0]
+    command = re.findall(r"```sh\n(raystride train.*?)```", page, re.DOTALL)[0]
     (file,) = re.findall(r"\*\*The file\*\*, `(\w+\.py)`", page)
     assert len(content.splitlines()) < 100
     (tmp_path / file).write_text(content)

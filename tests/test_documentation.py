@@ -1,0 +1,204 @@
+"""Every block of every page is what its tag says: code compiles, data parses, and commands and their flags exist.
+
+Commands are looked at and not run; `test_own_task.py`, `test_api_page.py` and `test_finetuning_walk.py` in `end_to_end` run
+those of whole pages.
+"""
+
+import ast
+import configparser
+import json
+import re
+import shlex
+import subprocess
+import tomllib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import yaml
+
+import raystride
+from tests.some import some
+
+ROOT = Path(__file__).parents[1]
+PAGES = [
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "deploy/README.md")),
+    *sorted((ROOT / "docs").glob("**/*.md")),
+    *sorted((ROOT / "deploy").glob("*/README.md")),
+]
+FENCE = re.compile(r"^( *)```(\w*)\n(.*?)^ *```$", re.DOTALL | re.MULTILINE)
+FLAGS: dict[str, list[str]] = json.loads((ROOT / "tests" / "end_to_end" / "frozen_settings.json").read_text())
+"""The flags of each command."""
+OF_TRAINING = ("check", "prepare")
+WITHOUT_SETTINGS = ("presets", "completion")
+TARGETS = set(re.search(r"^\.PHONY: (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)[1].split())  # type: ignore[index]
+KINDS = ("slurm", "compose", "kuberay", "launcher", "sky")
+
+
+@dataclass(frozen=True)
+class Block:
+    page: Path
+    line: int
+    tag: str
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.page.relative_to(ROOT)}:{self.line}"
+
+
+def blocks() -> Iterator[Block]:
+    for page in PAGES:
+        text = page.read_text()
+        for found in FENCE.finditer(text):
+            indent = len(found[1])
+            body = "\n".join(line[indent:] if not line[:indent].strip() else line for line in found[3].splitlines())
+            yield Block(page, text.count("\n", 0, found.start()) + 1, found[2], body)
+
+
+def of_kind(*tags: str) -> list[Block]:
+    return some([block for block in blocks() if block.tag in tags])
+
+
+def test_every_block_has_a_tag_that_says_what_it_is() -> None:
+    known = ("sh", "console", "text", "python", "yaml", "json", "toml", "ini")
+    assert not [f"{block} `{block.tag}`" for block in blocks() if block.tag not in known]
+
+
+def test_no_fence_is_left_open() -> None:
+    assert not [page for page in PAGES if len(re.findall(r"^ *```", page.read_text(), re.MULTILINE)) % 2]
+
+
+def test_python_compiles_and_what_it_takes_from_raystride_is_there() -> None:
+    missing = []
+    for block in of_kind("python"):
+        for node in ast.walk(ast.parse(block.text, str(block))):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("raystride"):
+                module = __import__(str(node.module), fromlist=[alias.name for alias in node.names])
+                missing += [f"{block} {alias.name}" for alias in node.names if not hasattr(module, alias.name)]
+            elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "raystride":
+                missing += [f"{block} {node.attr}"] * (node.attr not in raystride.__all__)
+    assert not missing
+
+
+def test_data_parses() -> None:
+    for block in of_kind("yaml"):
+        assert list(yaml.safe_load_all(block.text)), block
+    for block in of_kind("toml"):
+        assert tomllib.loads(block.text), block
+    for block in of_kind("ini"):
+        parser = configparser.ConfigParser()
+        parser.read_string(block.text)
+        assert parser.sections(), block
+    for block in of_kind("json"):
+        rest = block.text.strip()
+        while rest:
+            _, end = json.JSONDecoder().raw_decode(rest)
+            rest = rest[end:].strip()
+
+
+def test_shell_can_be_pasted() -> None:
+    for block in of_kind("sh"):
+        looked_at = subprocess.run(["bash", "-n"], input=block.text, capture_output=True, text=True, check=False)
+        assert not looked_at.stderr, f"{block}: {looked_at.stderr}"
+
+
+def commands(block: Block) -> Iterator[list[str]]:
+    """The words of each simple command, without here-documents, comments and what follows a pipe."""
+    text = re.sub(r"<< *'?(\w+)'?(.*)\n(?:.*\n)*?\1$", r"\2", block.text, flags=re.MULTILINE)
+    for line in text.replace("\\\n", " ").splitlines():
+        lexer = shlex.shlex(line.removeprefix("$ "), posix=True, punctuation_chars="|;&<>()")
+        lexer.whitespace_split = True
+        words: list[str] = []
+        try:
+            read = list(lexer)
+        except ValueError:  # a quotation over several lines, which bash has looked at
+            continue
+        for word in [*read, ";"]:
+            if set(word) <= set("|;&<>()"):
+                if words:
+                    yield words
+                words = []
+            else:
+                words.append(word)
+
+
+def faults(words: list[str]) -> Iterator[str]:
+    """What a command of ours names that is not there."""
+    while words and re.match(r"\w+=", words[0]):
+        words = words[1:]
+    if not words:
+        return
+    program, arguments = words[0], words[1:]
+    if program == "make":
+        yield from (f"make {word}" for word in arguments[:1] if re.match(r"[a-z-]+$", word) and word not in TARGETS)
+    elif Path(program).name.startswith("python") and arguments[:1] == ["-m"]:
+        module = arguments[1]
+        if module.split(".")[0] in ("raystride", "benchmarks", "tests") and find_spec(module) is None:
+            yield f"python -m {module}"
+        if module == "raystride":
+            yield from faults(["raystride", *arguments[2:]])
+    elif Path(program).name.startswith("python") and arguments and arguments[0].startswith("ray_jobs/"):
+        if not (ROOT / arguments[0]).exists():
+            yield arguments[0]
+        yield from faults(["raystride", Path(arguments[0]).stem, *arguments[1:]])
+    elif Path(program).name == "raystride" and arguments and not arguments[0].startswith("-"):
+        yield from _faults_of_ours(arguments)
+    elif program == "ray" and arguments[:2] == ["job", "submit"] and "--" in arguments:
+        yield from faults(arguments[arguments.index("--") + 1 :])
+
+
+def _faults_of_ours(words: list[str]) -> Iterator[str]:
+    command = words[0]
+    if command in WITHOUT_SETTINGS or (command in ("runs", "deploy") and len(words) == 1):
+        return
+    if command == "runs":
+        command = f"runs {words[1]}"
+    elif command == "deploy":
+        command = "deploy serve" if words[1] == "serve" else "deploy slurm" if words[1] in KINDS else words[1]
+    elif command in OF_TRAINING:
+        command = "train"
+    if command not in FLAGS:
+        yield f"raystride {' '.join(words[:2])}"
+        return
+    allowed = {*FLAGS[command], "config", "help", "launch", "print_config"}  # `--launch inline` is short for its mode
+    if command == "deploy slurm":
+        allowed |= {*FLAGS["train"], *FLAGS["sweep"]}
+    for number, word in enumerate(words):
+        if not word.startswith("--"):
+            continue
+        flag, _, value = word.removeprefix("--").partition("=")
+        if flag.replace("-", "_") not in {name.replace("-", "_") for name in allowed} and not _is_open(flag):
+            yield f"raystride {words[0]} {word}"
+        if flag == "config":
+            value = value or words[number + 1]
+            if re.fullmatch(r"[a-z_0-9]+", value) and not (ROOT / "configs" / f"{value}.yaml").exists():
+                yield f"--config {value}"
+
+
+def _is_open(flag: str) -> bool:
+    """A setting whose names below it are the user's: a source of a mixture."""
+    return flag.startswith("data.sources.")
+
+
+def test_commands_presets_and_flags_are_there() -> None:
+    shell = of_kind("sh", "console")
+    assert not [f"{block} {fault}" for block in shell for words in commands(block) for fault in faults(words)]
+
+
+@pytest.mark.parametrize(
+    ("line", "fault"),
+    [
+        ("raystride trian --config lm_python", "raystride trian --config"),
+        ("raystride train --config lm_pythn", "--config lm_pythn"),
+        ("raystride train --train.stepz 3", "raystride train --train.stepz"),
+        ("A=1 python ray_jobs/trian.py", "ray_jobs/trian.py"),
+        ("make tset && true", "make tset"),
+        ("python -m benchmarks.lop", "python -m benchmarks.lop"),
+        ("ray job submit --working-dir . -- python ray_jobs/train.py --steps 3", "raystride train --steps"),
+    ],
+)
+def test_a_fault_is_found(line: str, fault: str) -> None:
+    block = Block(ROOT / "README.md", 1, "sh", line)
+    assert fault in [fault for words in commands(block) for fault in faults(words)]
