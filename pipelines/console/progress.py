@@ -112,7 +112,7 @@ def progress_line(state: TrainingState) -> str:
             ("val_loss", "val_loss", _format_loss),
             ("scores", "", _format_scores),
             ("tokens_per_second", "tokens/s", _format_rate),
-            ("eta", "left", format_duration),
+            ("eta", "eta", format_duration),
         )
         if (value := cast(Any, state.get(key))) not in (None, {})
     ]
@@ -123,7 +123,7 @@ def progress_line(state: TrainingState) -> str:
 
 def format_time_left(seconds: float, steps_left: int, steps: int) -> str:
     """Returns the time that the steps left will take, and for a training of some length the flag that shortens it."""
-    text = f"some {format_duration(seconds)} to go"
+    text = f"about {format_duration(seconds)} remaining"
     if not SUGGESTED_S < seconds <= MAX_SUGGESTION_S:
         return text
     fewer = steps - steps_left + int(steps_left * SUGGESTED_S / seconds)

@@ -325,4 +325,4 @@ def _describe_counts(manifest: Manifest, task: Task) -> str:
     if task.window is None:
         return " and ".join(f"{manifest.documents(split):,} {split}" for split in SPLITS) + " examples"
     tokens = " and ".join(f"{manifest.tokens(split):,} {split}" for split in SPLITS)
-    return f"{tokens} tokens of {manifest.vocabulary_size:,} kinds"
+    return f"{tokens} tokens, vocabulary {manifest.vocabulary_size:,}"

@@ -33,7 +33,7 @@ def state(**changes: Any) -> dict[str, Any]:
 
 def test_the_line_shows_figures_or_else_the_phase() -> None:
     line = progress_line(state())
-    assert "step 250/1,000  loss 2.3457  val_loss 2.5000  tokens/s 12,346  left 3:07 min" in line
+    assert "step 250/1,000  loss 2.3457  val_loss 2.5000  tokens/s 12,346  eta 3:07 min" in line
     assert line.count("━") * 3 == line.count("╌")
     assert progress_line({"phase": "starting workers ..."}) == "starting workers ..."
     assert progress_line(state(steps=None, eta=None, val_loss=None)) == "step 250  loss 2.3457  tokens/s 12,346"
@@ -55,7 +55,7 @@ def test_in_a_file_lines_are_plain_and_few() -> None:
     lines = stream.getvalue().splitlines()
     assert len(lines) == 6
     assert lines[:2] == ["starting workers ...", "first step ..."]
-    assert lines[2:4] == ["warning: MLflow is away", "some 3:07 min to go"]
+    assert lines[2:4] == ["warning: MLflow is away", "about 3:07 min remaining"]
     assert "step 100/1,000" in lines[4]
     assert "step 1,000/1,000" in lines[5]
     assert "\x1b" not in stream.getvalue()
@@ -78,8 +78,8 @@ def test_how_long_it_will_take_is_told_once_after_ten_steps() -> None:
     with Progress(stream, plain_every_s=3600) as progress:
         for step in (9, 10, 20):
             progress.update(state(step=step, eta=700.0))
-    assert [line for line in stream.getvalue().splitlines() if "to go" in line] == [
-        "some 11:40 min to go; --train.steps 850 would take ten minutes"
+    assert [line for line in stream.getvalue().splitlines() if "remaining" in line] == [
+        "about 11:40 min remaining; --train.steps 850 would take ten minutes"
     ]
 
 
@@ -95,7 +95,7 @@ def test_how_long_it_will_take_is_told_once_after_ten_steps() -> None:
 )
 def test_a_training_of_some_length_says_how_to_shorten_it(seconds: float, left: int, steps: int, flag: str) -> None:
     told = format_time_left(seconds, left, steps)
-    assert told.startswith(f"some {format_duration(seconds)} to go")
+    assert told.startswith(f"about {format_duration(seconds)} remaining")
     assert (flag in told) if flag else "--train" not in told
 
 

@@ -160,7 +160,7 @@ def test_a_part_is_done_if_it_is_wanted_and_its_shards_are_as_they_were_written(
 def test_counts_are_of_tokens_or_of_examples(tmp_path: Path) -> None:
     config = config_of(tmp_path / "text.txt")
     manifest = manifest_with(12345, 67, 1002)
-    assert _describe_counts(manifest, build_task(config)) == "12,345 train and 67 validation tokens of 4,096 kinds"
+    assert _describe_counts(manifest, build_task(config)) == "12,345 train and 67 validation tokens, vocabulary 4,096"
     labels = build_task(replace(config, task="classification"))
     assert _describe_counts(manifest, labels) == "1,002 train and 1,002 validation examples"
 
@@ -179,7 +179,7 @@ def test_the_report_counts_skipped_dropped_and_cut_documents(tmp_path: Path) -> 
         "data: left out 1,200 too_short, 3 by own.step",
         "data: 1,500 examples are longer than model.context allows and were cut",
     ]
-    assert lines[3].startswith("data: 10 train and 10 validation tokens of 4,096 kinds, prepared in 1.2 s")
+    assert lines[3].startswith("data: 10 train and 10 validation tokens, vocabulary 4,096, prepared in 1.2 s")
     lines.clear()
     _log_report(manifest_with(10, 10), task, [record(0)], folder, 1.25, lines.append)
     assert len(lines) == 1
