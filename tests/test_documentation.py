@@ -202,3 +202,27 @@ def test_commands_presets_and_flags_are_there() -> None:
 def test_a_fault_is_found(line: str, fault: str) -> None:
     block = Block(ROOT / "README.md", 1, "sh", line)
     assert fault in [fault for words in commands(block) for fault in faults(words)]
+
+
+def _anchors(page: Path) -> set[str]:
+    """The anchors of a page's headings, as GitHub makes them."""
+    titles = re.findall(r"^#+ (.*)$", FENCE.sub("", page.read_text()), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+def test_links_lead_to_headings_that_are_there() -> None:
+    for page in PAGES:
+        for target, anchor in some(re.findall(r"\]\(([^)\s:#]*\.md)?#([^)\s]+)\)", page.read_text()) or [("", "")]):
+            if anchor:
+                there = (page.parent / target) if target else page
+                assert anchor in _anchors(there), f"{page.relative_to(ROOT)}: {target}#{anchor}"
+
+
+def test_every_page_is_found_from_the_first() -> None:
+    found, new = set[Path](), {ROOT / "README.md"}
+    while new:
+        found |= new
+        links = {(page, link) for page in new for link in re.findall(r"\]\(([^)\s#:]+\.(?:md|ipynb))", page.read_text())}
+        new = {(page.parent / link).resolve() for page, link in links} - found
+        new = {page for page in new if page.suffix == ".md"}
+    assert not set(PAGES) - found

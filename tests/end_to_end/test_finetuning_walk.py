@@ -38,7 +38,7 @@ LESS = {
 def _blocks() -> list[str]:
     """The walk's blocks for the shell, with less to do. Fails where the page no longer has what is made less."""
     page = (ROOT / "docs" / "finetuning.md").read_text()
-    walk = page[page.index("## A walk") : page.index("### With a real model")]
+    walk = page[page.index("## Tutorial") : page.index("### With a real model")]
     for whole, less in LESS.items():
         assert whole in walk
         walk = walk.replace(whole, less)
