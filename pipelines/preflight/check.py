@@ -21,6 +21,7 @@ from raystride.pipelines.preflight.choose_mesh import choose_mesh
 from raystride.pipelines.preflight.hosts import probe_hosts
 from raystride.pipelines.prepare.fingerprint import NO_KEPT_PREPARATIONS, KeptPreparations, identity
 from raystride.pipelines.prepare.one_source import load_finished_manifest
+from raystride.pipelines.prepare.prepare import check_data
 from raystride.pipelines.prepare.prepared_folder import is_prepared
 from raystride.pipelines.run_store.location import locate_run
 from raystride.pipelines.sources.faults import DataError
@@ -34,18 +35,34 @@ def run_check(parsed: Parsed[Config]) -> int:
 
 
 def _run_check(config: Config, storage: Folder) -> int:
+    data = _check_first_rows(config, storage)  # no cluster is started for data that cannot be read
+    if not data.passed:
+        return _report([data], [], "", storage)
     with cluster(config.launch):
         config, resources, allocation = resolve_resources(config, storage, print)
-        checks, table = preflight(config, allocation, resources, storage, config.tokenizer.vocabulary_size), ""
+        checks, table = [data, *preflight(config, allocation, resources, storage, config.tokenizer.vocabulary_size)], ""
         if _runs_on_hosts(config) and all(check.passed for check in checks):
             hosts, links = probe_hosts(config, storage), measure_network(config.launch.timeout_s)
             checks += [*hosts.checks(), *hosts.optional_checks(links)]
             table = hosts.table(links)
+    return _report(checks, _mixture_notes(config, storage), table, storage)
+
+
+def _check_first_rows(config: Config, storage: Folder) -> Check:
+    """Reads the first rows of data that is not prepared, as the preparation would."""
+    try:
+        check_data(config, storage, build_task(config))
+    except DataError as error:
+        return Check("data", False, str(error), "mend the data, or the settings of data that the line names")
+    return Check("data", True, "its first rows can be read")
+
+
+def _report(checks: list[Check], notes: list[str], table: str, storage: Folder) -> int:
     for check in checks:
         print(f"{'ok  ' if check.passed else 'FAIL'} {check.name:<15} {check.found}")
         if not check.passed:
             print(f"     {'':<15} {check.remedy}")
-    for note in _mixture_notes(config, storage):
+    for note in notes:
         print(f"note {note}")
     if table:
         print(f"\n{table}\n")

@@ -32,10 +32,22 @@ def test_what_will_run_passes_every_check_and_says_what_comes_next(
     assert run_check(Parsed(config_of(tmp_path), "tiny")) == DONE
     lines = capsys.readouterr().out.splitlines()
     assert {line[:5] for line in lines[:-3]} == {"ok   "}
-    assert {line[5:].split()[0] for line in lines[:-3]} == {"kernels", "slots", "resources", "memory", "storage"}
+    assert {line[5:].split()[0] for line in lines[:-3]} == {"data", "kernels", "slots", "resources", "memory", "storage"}
     assert lines[-3] == f"results  {tmp_path / 'runs'}"
     assert lines[-2] == "mlflow   not logged"
     assert lines[-1].endswith(" train with the same settings")
+
+
+def test_data_that_no_training_can_read_is_found_by_its_first_rows(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "reviews.csv").write_text("text,label\n,good\n")
+    unreadable = replace(config_of(tmp_path), data=DataConfig(source=str(tmp_path / "reviews.csv"), kind="csv"))
+    assert run_check(Parsed(unreadable, "tiny")) == CANNOT_RUN
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("FAIL data")
+    assert "line 2: column 'text' is empty" in lines[0]
+    assert lines[-1] == "next     mend what failed, and check again"
 
 
 def test_what_will_not_run_has_its_remedy_below(
