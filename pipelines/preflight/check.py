@@ -21,7 +21,7 @@ from raystride.pipelines.preflight.choose_mesh import choose_mesh
 from raystride.pipelines.preflight.hosts import probe_hosts
 from raystride.pipelines.prepare.fingerprint import NO_KEPT_PREPARATIONS, KeptPreparations, identity
 from raystride.pipelines.prepare.one_source import load_finished_manifest
-from raystride.pipelines.prepare.prepare import check_data
+from raystride.pipelines.prepare.prepare import check_first_rows
 from raystride.pipelines.prepare.prepared_folder import is_prepared
 from raystride.pipelines.run_store.location import locate_run
 from raystride.pipelines.sources.faults import DataError
@@ -51,7 +51,7 @@ def _run_check(config: Config, storage: Folder) -> int:
 def _check_first_rows(config: Config, storage: Folder) -> Check:
     """Reads the first rows of data that is not prepared, as the preparation would."""
     try:
-        check_data(config, storage, build_task(config))
+        check_first_rows(config, storage, build_task(config))
     except DataError as error:
         return Check("data", False, str(error), "mend the data, or the settings of data that the line names")
     return Check("data", True, "its first rows can be read")

@@ -9,6 +9,7 @@ continues on any cluster, and gives the same shards.
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from itertools import islice
 
 from raystride.pipelines.config import DataConfig
 from raystride.pipelines.sources.faults import Fault, FaultError
@@ -57,6 +58,19 @@ def read_part_items(reader: Reader, part: Part) -> Iterator[Piece | Fault]:
             yield from reader.read(piece)
         except FaultError as faulty:
             yield faulty.fault
+
+
+def first_fault(source: Source, max_files: int, max_rows: int) -> Fault | None:
+    """Returns the first fault in the first rows of the first files; None if there is none."""
+    for file in source.files[:max_files]:
+        try:
+            for beginning in source.reader.slices(file, MIN_PART_BYTES)[:1]:
+                for item in islice(source.reader.read(beginning), max_rows):
+                    if isinstance(item, Fault):
+                        return item
+        except FaultError as faulty:
+            return faulty.fault
+    return None
 
 
 def target_part_bytes(total: int, data: DataConfig) -> int:

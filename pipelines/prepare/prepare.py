@@ -24,13 +24,16 @@ from raystride.pipelines.prepare.fingerprint import (
 from raystride.pipelines.prepare.learn_facts import LearnedFacts, LearningSource, Log, learn
 from raystride.pipelines.prepare.manifest import Manifest, Shards
 from raystride.pipelines.prepare.one_source import PreparedData, check_readable, load_finished_manifest, prepare_source
-from raystride.pipelines.prepare.parts import divide_into_parts
+from raystride.pipelines.prepare.parts import divide_into_parts, first_fault
 from raystride.pipelines.prepare.stage_speed import SPEED_FILE, load_stages, sum_stages
 from raystride.pipelines.prepare.stages import SPLITS, Preparation
 from raystride.pipelines.prepare.watch_source import follow_source
 from raystride.pipelines.sources.faults import DataError
 from raystride.pipelines.storage.folder import Folder
 from raystride.pipelines.tasks.task import Task
+
+FIRST_FILES, FIRST_ROWS = 8, 100
+"""Files of a source, and rows of each, that a check reads."""
 
 
 def prepare(
@@ -90,6 +93,23 @@ def check_data(config: Config, storage: Folder, task: Task, kept: KeptPreparatio
     for name, own in config.by_source().items():
         if load_finished_manifest(storage / ".prepared" / known.fingerprint_of_source(name)) is None:
             check_readable(own, *open_sources(own, task.under(own)))
+
+
+def check_first_rows(config: Config, storage: Folder, task: Task) -> None:
+    """Reads the first rows of data that is not prepared yet, with the readers of its preparation.
+
+    A registered source is not run. Raises DataError, SettingError.
+    """
+    check_data(config, storage, task)
+    known = identity(config, task, storage=storage)
+    for name, own in config.by_source().items():
+        if load_finished_manifest(storage / ".prepared" / known.fingerprint_of_source(name)) is not None:
+            continue
+        for source in open_sources(own, task.under(own)):
+            if source and source.kind != "registered" and own.data.on_error == "raise":
+                fault = first_fault(source, FIRST_FILES, FIRST_ROWS)
+                if fault:
+                    raise fault.error()
 
 
 def _learn_from_sources(

@@ -153,7 +153,7 @@ def test_check_lists_what_it_looked_at(config: Config) -> None:
     outcome = run_well("check", config)
     _ends_with_three_lines(outcome)
     looked_at = [line.split()[1] for line in outcome.lines if line.startswith("ok ")]
-    assert looked_at == ["kernels", "slots", "resources", "memory", "storage"]
+    assert looked_at == ["data", "kernels", "slots", "resources", "memory", "storage"]
 
 
 def test_check_of_what_cannot_run_exits_with_3_and_a_remedy(config: Config) -> None:

@@ -41,12 +41,13 @@ def test_what_will_run_passes_every_check_and_says_what_comes_next(
 def test_data_that_no_training_can_read_is_found_by_its_first_rows(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "reviews.csv").write_text("text,label\n,good\n")
-    unreadable = replace(config_of(tmp_path), data=DataConfig(source=str(tmp_path / "reviews.csv"), kind="csv"))
+    (tmp_path / "reviews.csv").write_text("text,label\ngood,yes\nbad,\n")
+    data = DataConfig(source=str(tmp_path / "reviews.csv"), kind="csv")
+    unreadable = replace(config_of(tmp_path), task="classification", data=data)
     assert run_check(Parsed(unreadable, "tiny")) == CANNOT_RUN
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("FAIL data")
-    assert "line 2: column 'text' is empty" in lines[0]
+    assert "column 'label' is empty" in lines[0]
     assert lines[-1] == "next     mend what failed, and check again"
 
 
