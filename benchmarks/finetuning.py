@@ -307,11 +307,11 @@ def generation(given: argparse.Namespace) -> list[Comparison]:
     from raystride.model.generate import generate
     from raystride.model.transformer import Decoder
     from raystride.pipelines.config import Config
-    from raystride.pipelines.config.parse import configured
+    from raystride.pipelines.config.parse import load_settings
     from raystride.pipelines.pretrained import load_base_weights
     from raystride.pipelines.tokenizers import train_tokenizer
 
-    config = configured(Config, {"model.init_from": str(given.base)}).settings
+    config = load_settings(Config, {"model.init_from": str(given.base)}).settings
     with tempfile.TemporaryDirectory() as place:
         from raystride.pipelines.storage.folder import Folder
 

@@ -45,7 +45,7 @@ class AdapterShape(Protocol):
     @property
     def all_linear(self) -> bool: ...
     @property
-    def named(self) -> tuple[str, ...]: ...
+    def named_layers(self) -> tuple[str, ...]: ...
 
 
 @dataclass(frozen=True)
@@ -260,7 +260,7 @@ def select_targets(found: list[TargetLinear], shape: AdapterShape) -> list[Targe
     """Returns the targets that the settings name. Raises ValueError, with the setting's name, for an unknown name."""
     if shape.all_linear:
         return found
-    for target in shape.named:
+    for target in shape.named_layers:
         if not any(target_linear.matches(target) for target_linear in found):
             known = sorted({(target_linear.hf_name or target_linear.our_name).rpartition(".")[2] for target_linear in found})
             raise UnfitError(
@@ -269,7 +269,7 @@ def select_targets(found: list[TargetLinear], shape: AdapterShape) -> list[Targe
                 setting="lora.targets",
                 value=target,
             )
-    return [target_linear for target_linear in found if any(target_linear.matches(target) for target in shape.named)]
+    return [target_linear for target_linear in found if any(target_linear.matches(target) for target in shape.named_layers)]
 
 
 def attach_adapters(model: nn.Module, shape: AdapterShape, names: Names) -> None:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, overload
 from raystride.pipelines.cluster.cluster import CannotRun, cluster
 from raystride.pipelines.config import Config, SampleConfig, SettingError
 from raystride.pipelines.config.jobs import EvaluateConfig, ExportConfig, GenerateConfig, PredictConfig
-from raystride.pipelines.config.parse import configured
+from raystride.pipelines.config.parse import load_settings
 from raystride.pipelines.console.screen import Screen, SilentScreen
 from raystride.pipelines.launch import train_job as driver
 from raystride.pipelines.launch.preparing import prepare_data
@@ -118,7 +118,7 @@ def sweep(
     from raystride.pipelines.config.sweep import SweepJobConfig
     from raystride.pipelines.sweep.sweep_job import resolve_storage, run_trials
 
-    parsed = configured(SweepJobConfig, config, _with_run_and_storage(settings, run, storage))
+    parsed = load_settings(SweepJobConfig, config, _with_run_and_storage(settings, run, storage))
     base, place = resolve_storage(parsed)
     answer = run_trials(_for_shared_ray(base), place, Screen() if progress else SilentScreen())
     # Ray Tune handles Ctrl-C itself: it ends the trial and returns. A trial that failed is no missing one.
@@ -141,7 +141,7 @@ def evaluate(
     from raystride.pipelines.launch.finished import evaluate_run
 
     given = _run_settings(run, storage) | {"split": split} | dict(settings or {})
-    scored, problem = evaluate_run(configured(EvaluateConfig, given).settings, log=_discard_message)
+    scored, problem = evaluate_run(load_settings(EvaluateConfig, given).settings, log=_discard_message)
     if problem:
         SilentScreen().warn(problem)
     return scored
@@ -181,9 +181,9 @@ def predict(
 
     given = _run_settings(run, storage) | dict(settings or {})
     if questions is None:
-        return predict_files(configured(PredictConfig, given).settings, log=_discard_message)
+        return predict_files(load_settings(PredictConfig, given).settings, log=_discard_message)
     # The settings require a question or files; the questions themselves are passed separately.
-    return predict_inputs(configured(PredictConfig, given | {"text": ""}).settings, questions)
+    return predict_inputs(load_settings(PredictConfig, given | {"text": ""}).settings, questions)
 
 
 def generate(run: Run | str, prompt: str = "", settings: Settings | None = None, *, storage: PathOrUri = "runs") -> str:
@@ -196,7 +196,7 @@ def generate(run: Run | str, prompt: str = "", settings: Settings | None = None,
     from raystride.pipelines.evaluate.load_run import open_cached, select_run
     from raystride.pipelines.evaluate.writing import write_text
 
-    given = configured(GenerateConfig, _run_settings(run, storage) | dict(settings or {})).settings
+    given = load_settings(GenerateConfig, _run_settings(run, storage) | dict(settings or {})).settings
     opened = open_cached(select_run(Folder.from_uri(given.storage), given.run, given.checkpoint, given.average))
     sample: SampleConfig = replace(given.sample, prompt=prompt)
     return "".join(write_text(opened.decoder, opened.task, sample))
@@ -218,7 +218,7 @@ def export(
     from raystride.pipelines.launch.finished import export_run, push_run
 
     given = _run_settings(run, storage) | {"to": to, "folder": folder} | dict(settings or {})
-    chosen = configured(ExportConfig, given).settings
+    chosen = load_settings(ExportConfig, given).settings
     written, opened = export_run(chosen)
     if chosen.push:
         push_run(chosen, written, opened.step)
@@ -243,7 +243,7 @@ def _in_ipython() -> bool:
 
 
 def _locate_run(config: ConfigLike, settings: Settings | None, run: str | None, storage: PathOrUri) -> tuple[Config, Folder]:
-    return locate_run(configured(Config, config, _with_run_and_storage(settings, run, storage)))
+    return locate_run(load_settings(Config, config, _with_run_and_storage(settings, run, storage)))
 
 
 def _with_run_and_storage(settings: Settings | None, run: str | None, storage: PathOrUri) -> dict[str, Any]:

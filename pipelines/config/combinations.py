@@ -84,7 +84,7 @@ def refuse_with_task(task: str, model: ModelConfig, objective: ObjectiveConfig, 
 
 
 def _refuse_with_encoder(task: str, model: ModelConfig) -> None:
-    """What only classification of texts takes."""
+    """Raises SettingError for settings of encoders with another task than the classification of texts."""
     if task == "classification":
         return
     if model.architecture in ENCODERS:
@@ -112,7 +112,7 @@ def refuse_chats(task: str, data: DataConfig, tokenizer: TokenizerConfig) -> Non
 
 
 def _refuse_with_preference(task: str, model: ModelConfig, objective: ObjectiveConfig) -> None:
-    """What only pairs of answers take, and what of it does not go together."""
+    """Raises SettingError for settings of preferences with another task, and for those that contradict each other."""
     if task != "preference":
         for name in ("preference", "beta", "reference_free"):
             if getattr(objective, name) != getattr(ObjectiveConfig, name):
@@ -149,7 +149,7 @@ def refuse_early_start(data: DataConfig, train: TrainConfig) -> None:
 
 
 def _refuse_with_mesh(train: TrainConfig, scaling: ScalingConfig, workers: int) -> None:
-    """What a mesh cannot do, whatever the model."""
+    """Raises SettingError for settings that no mesh supports, whatever the model."""
     group = scaling.group
     if workers and workers % group:
         nearest = max(group, round(workers / group) * group)

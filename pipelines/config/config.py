@@ -144,15 +144,17 @@ class Config(Section):
         """Every setting under its full name, `train.steps` for instance, without passwords and keys, to be written down."""
         return {key: redact_all_uris(value) for key, value in _flatten(asdict(self))}
 
-    def fixed(self) -> dict[str, Any]:
+    def fixed_settings(self) -> dict[str, Any]:
         """The settings, under their full names, that may not differ when the run is resumed; with other passwords
         or keys they are the same."""
         fixed = _fixed_keys(type(self))
         return {key: strip_credentials(value) for key, value in self.flat().items() if key in fixed or defines_source(key)}
 
-    def lasting(self) -> dict[str, Any]:
-        """What names are made of: every setting under its first full name, later ones (`since`) only where they were
-        changed."""
+    def naming_settings(self) -> dict[str, Any]:
+        """Returns the settings that names are made of, under their first full names.
+
+        Settings that were added later (`since`) are among them only if they differ from their defaults.
+        """
         later, first = _later_defaults(type(self)), first_names(type(self))
         kept = {key: value for key, value in self.flat().items() if key not in later or value != later[key]}
         return {first.get(key, key): strip_credentials(value) for key, value in kept.items()}
@@ -161,7 +163,7 @@ class Config(Section):
         """A run's name when none is given: the preset's name and 8 hexadecimal digits of the fixed settings."""
         old, fixed = old_names(type(self)), _fixed_keys(type(self))
         mixed = ("data.sources.", "data.weights", "data.curriculum")
-        lasting = self.lasting()
+        lasting = self.naming_settings()
         kept = {key: lasting[key] for key in lasting if old.get(key, (key,))[0] in fixed or key.startswith(mixed)}
         text = json.dumps(kept, sort_keys=True, default=str)
         return f"{preset}-{hashlib.sha256(text.encode()).hexdigest()[:8]}"

@@ -1,6 +1,6 @@
 """Settings of `raystride deploy`: the resources of a run, and the description of the target to run on.
 
-target = configured(TargetConfig, "deploy/places/slurm_two_nodes_of_eight.yaml").settings
+target = load_settings(TargetConfig, "deploy/places/slurm_two_nodes_of_eight.yaml").settings
 request = DeployConfig(nodes=2, gpus_per_node=8, place="slurm_two_nodes_of_eight")
 """
 

@@ -102,7 +102,7 @@ class LoraConfig(Section):
         return self.targets in (ALL_LINEAR, (ALL_LINEAR,))
 
     @property
-    def named(self) -> tuple[str, ...]:
+    def named_layers(self) -> tuple[str, ...]:
         """The layers that are named one by one."""
         if self.all_linear:
             return ()

@@ -13,7 +13,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from raystride.pipelines.config.data import DataConfig
-from raystride.pipelines.config.parse import as_typed
+from raystride.pipelines.config.parse import parse_value
 from raystride.pipelines.config.section import SettingError, nearest
 
 OWN = ("weight", "epochs_at_most")
@@ -128,7 +128,7 @@ def _entry(data: DataConfig, name: str, content: object) -> Entry:
         own[key] = float(value)
     changes: dict[str, Any] = {key: value for key, value in content.items() if key not in OWN}
     try:
-        changes = {key: as_typed(DataConfig, key, value) for key, value in changes.items()}
+        changes = {key: parse_value(DataConfig, key, value) for key, value in changes.items()}
         return Entry(replace(data, sources={}, curriculum=(), weights="given", **changes), **own)
     except SettingError as error:
         own_name = f"{where}.{error.setting.removeprefix('data.')}"

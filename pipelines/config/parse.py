@@ -35,7 +35,7 @@ SHORT_FORMS = {"--launch": "--launch.mode"}
 
 @dataclass(frozen=True)
 class Parsed(Generic[T]):
-    """What the command line said."""
+    """The settings of a command line, with their preset."""
 
     settings: T
     """The dataclass, checked."""
@@ -83,11 +83,11 @@ def parse(
         written |= set(_given_keys(content, known))
         given = _with_content(given, file, cut_batch_of_content(content))
     parser = _parser(cls)  # type: ignore[arg-type]
-    settings = _made(cls, parser, lambda: parser.parse_args(given) if given else parser.get_defaults(), written)
+    settings = _instantiate(cls, parser, lambda: parser.parse_args(given) if given else parser.get_defaults(), written)
     return Parsed(settings, Path(files[-1]).stem if files else "run", _names_source(written))
 
 
-def configured(cls: type[T], given: Any, changes: Mapping[str, Any] | None = None) -> Parsed[T]:
+def load_settings(cls: type[T], given: Any, changes: Mapping[str, Any] | None = None) -> Parsed[T]:
     """Settings of a dataclass from a preset's name, a YAML file, a mapping or such an object, with `changes` over them.
 
     Mappings are nested, or have full names (`train.steps`) as keys. Raises SettingError as `parse` does.
@@ -96,22 +96,22 @@ def configured(cls: type[T], given: Any, changes: Mapping[str, Any] | None = Non
     tell = logging.getLogger("raystride").warning
     written: set[str] = set()
     if isinstance(given, cls):
-        content: dict[str, Any] = _plain(asdict(given))  # type: ignore[call-overload]
-        plain = dict(_flat(cls()))
-        written = {name for name, value in _flat(given) if value != plain[name]}
+        content: dict[str, Any] = _to_plain(asdict(given))  # type: ignore[call-overload]
+        plain = dict(_iterate_settings(cls()))
+        written = {name for name, value in _iterate_settings(given) if value != plain[name]}
     elif isinstance(given, Mapping):
-        content = with_new_names(_nested(given), cls, tell)
+        content = with_new_names(_nest(given), cls, tell)
     else:
         file = find_config(str(given))
         content, preset = _read_file(file, cls, known, tell), Path(file).stem
-    over = with_new_names(_nested(changes or {}), cls, tell)
+    over = with_new_names(_nest(changes or {}), cls, tell)
     written |= set(_given_keys(over if isinstance(given, cls) else content, known)) | set(_given_keys(over, known))
     content, over = cut_batch_of_content(content), cut_batch_of_content(over)
     _merge(content, over, known)
     _check_keys(content, known, "settings")
     parser = _parser(cls)  # type: ignore[arg-type]
     has_source = isinstance(given, cls) or _names_source(written)
-    return Parsed(_made(cls, parser, lambda: parser.parse_object(content), written), preset, has_source)
+    return Parsed(_instantiate(cls, parser, lambda: parser.parse_object(content), written), preset, has_source)
 
 
 def _names_source(written: Collection[str]) -> bool:
@@ -129,7 +129,7 @@ def _parser(cls: type) -> Any:
     return parser
 
 
-def _made(cls: type[T], parser: Any, read: Callable[[], Any], written: Collection[str]) -> T:
+def _instantiate(cls: type[T], parser: Any, read: Callable[[], Any], written: Collection[str]) -> T:
     """Returns the dataclass from what the parser reads, completed by the base of a training.
 
     `written` are the full names of the settings that a user gave. Raises SettingError, also for what jsonargparse says in
@@ -140,7 +140,7 @@ def _made(cls: type[T], parser: Any, read: Callable[[], Any], written: Collectio
     try:
         found = read()
         for name, value in settings_from_base(vars(found.as_flat()), written).items():
-            found[name] = _plain(value)
+            found[name] = _to_plain(value)
         parsed = parser.instantiate(found)
     except SettingError:
         raise
@@ -152,17 +152,17 @@ def _made(cls: type[T], parser: Any, read: Callable[[], Any], written: Collectio
     return cls(**{item.name: getattr(parsed, item.name) for item in fields(cls)})  # type: ignore[arg-type]
 
 
-def _flat(settings: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+def _iterate_settings(settings: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Yields each setting of a dataclass by its full name."""
     for item in fields(settings):
         value = getattr(settings, item.name)
         if is_dataclass(value):
-            yield from _flat(value, f"{prefix}{item.name}.")
+            yield from _iterate_settings(value, f"{prefix}{item.name}.")
         else:
             yield f"{prefix}{item.name}", value
 
 
-def _nested(flat: Mapping[str, Any]) -> dict[str, Any]:
+def _nest(flat: Mapping[str, Any]) -> dict[str, Any]:
     """Full names as keys become mappings of mappings."""
     content: dict[str, Any] = {}
     for name, value in flat.items():
@@ -171,7 +171,7 @@ def _nested(flat: Mapping[str, Any]) -> dict[str, Any]:
         for section in sections:
             place = place.setdefault(section, {})
         # The names in sweep.space stay whole: they are its keys.
-        plain = _nested(value) if isinstance(value, Mapping) and last != "space" else _plain(value)
+        plain = _nest(value) if isinstance(value, Mapping) and last != "space" else _to_plain(value)
         place[last] = place[last] | plain if isinstance(plain, dict) and isinstance(place.get(last), dict) else plain
     return content
 
@@ -187,15 +187,15 @@ def _merge(content: dict[str, Any], changes: Mapping[str, Any], known: Collectio
 
 
 def to_yaml(settings: Any) -> str:
-    """The settings as YAML that `--config` reads, without passwords and keys: `Section.filled` has them again."""
-    return yaml.safe_dump(redact_all_uris(_plain(asdict(settings))), sort_keys=False, allow_unicode=True)
+    """The settings as YAML that `--config` reads, without passwords and keys: `Section.with_secrets` has them again."""
+    return yaml.safe_dump(redact_all_uris(_to_plain(asdict(settings))), sort_keys=False, allow_unicode=True)
 
 
-def _plain(value: Any) -> Any:
+def _to_plain(value: Any) -> Any:
     if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items()}
+        return {key: _to_plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
+        return [_to_plain(item) for item in value]
     return os.fspath(value) if isinstance(value, os.PathLike) else value
 
 
@@ -293,14 +293,14 @@ def _read_file(file: str, cls: type, known: set[str], tell: Tell) -> dict[str, A
         raise SettingError(
             f"--config {file} must hold settings by name, not {type(content).__name__}", setting="config", value=file
         )
-    content = with_new_names(_nested(content or {}), cls, lambda text: tell(f"{file}: {text}"))
+    content = with_new_names(_nest(content or {}), cls, lambda text: tell(f"{file}: {text}"))
     _check_keys(content, known, file)
     return content
 
 
 def _with_content(arguments: Sequence[str], file: str, content: dict[str, Any]) -> list[str]:
     """The arguments with what stands in the file in place of its name, where old names of settings were replaced."""
-    if content == _nested(yaml.safe_load(Path(file).read_text()) or {}):
+    if content == _nest(yaml.safe_load(Path(file).read_text()) or {}):
         return list(arguments)
     text = yaml.safe_dump(content, sort_keys=False)
     return [{file: text, f"--config={file}": f"--config={text}"}.get(argument, argument) for argument in arguments]
@@ -338,7 +338,7 @@ def with_settings(config: T, settings: Mapping[str, Any]) -> T:
     sections: dict[str, dict[str, Any]] = {}
     for key, value in settings.items():
         section, _, name = key.rpartition(".")
-        sections.setdefault(section, {})[name] = as_typed(type(config), key, value)
+        sections.setdefault(section, {})[name] = parse_value(type(config), key, value)
     if sections.get("train", {}).get("batch"):
         sections["train"] = with_slots({"slot_tokens": known.train.slot_tokens} | sections["train"])
     whole = sections.pop("", {})
@@ -347,7 +347,7 @@ def with_settings(config: T, settings: Mapping[str, Any]) -> T:
     return changed
 
 
-def as_typed(cls: Any, key: str, value: Any) -> Any:
+def parse_value(cls: Any, key: str, value: Any) -> Any:
     """A value from YAML as the setting of this full name takes it. Raises SettingError where its type cannot."""
     import jsonargparse
 
@@ -357,7 +357,9 @@ def as_typed(cls: Any, key: str, value: Any) -> Any:
     try:
         return parser.parse_object({"value": value}).value
     except (jsonargparse.ArgumentError, TypeError, ValueError):
-        raise SettingError(f"{key} is {value!r}: it must be {_described(annotation)}", setting=key, value=value) from None
+        raise SettingError(
+            f"{key} is {value!r}: it must be {_describe_type(annotation)}", setting=key, value=value
+        ) from None
 
 
 def _as_setting_error(cls: Any, error: Exception) -> SettingError:
@@ -366,7 +368,9 @@ def _as_setting_error(cls: Any, error: Exception) -> SettingError:
     key, value = re.search(r'key "([\w.]+)"', text), re.search(r"(?:Got|Given) value: (.*)$", text)
     if key and value:
         return SettingError(
-            f"{key[1]} is {value[1]!r}: it must be {_described(_annotation(cls, key[1]))}", setting=key[1], value=value[1]
+            f"{key[1]} is {value[1]!r}: it must be {_describe_type(_annotation(cls, key[1]))}",
+            setting=key[1],
+            value=value[1],
         )
     return SettingError(text)
 
@@ -378,16 +382,18 @@ def _annotation(cls: Any, key: str) -> Any:
     return cls
 
 
-def _described(annotation: Any) -> str:
-    """What a type allows, in words."""
+def _describe_type(annotation: Any) -> str:
+    """Returns the values that a type allows, in words."""
     words = {int: "a whole number", float: "a number", bool: "true or false", str: "text", type(None): "nothing"}
     if annotation in words:
         return words[annotation]
     if get_origin(annotation) is Literal:
         return "one of " + ", ".join(map(str, get_args(annotation)))
     if get_origin(annotation) is tuple:
-        return "a list such as [" + ", ".join("..." if a is Ellipsis else _described(a) for a in get_args(annotation)) + "]"
-    return " or ".join(_described(part) for part in get_args(annotation))
+        return (
+            "a list such as [" + ", ".join("..." if a is Ellipsis else _describe_type(a) for a in get_args(annotation)) + "]"
+        )
+    return " or ".join(_describe_type(part) for part in get_args(annotation))
 
 
 def command(

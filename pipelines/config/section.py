@@ -39,7 +39,7 @@ class SettingError(ValueError):
         self.setting, self.value, self.allowed = setting, redact_all_uris(value), allowed
 
     @classmethod
-    def of(cls, error: Exception) -> Self:
+    def from_error(cls, error: Exception) -> Self:
         """Returns the same error as one of a setting, with those of the fields that it has."""
         known = {name: getattr(error, name) for name in ("setting", "value", "allowed") if hasattr(error, name)}
         return cls(str(error), **known)
@@ -123,7 +123,7 @@ class Section:
                 if "://" in text:
                     remember_secrets(text)
 
-    def filled(self, *, optional: Collection[str] = ()) -> Self:
+    def with_secrets(self, *, optional: Collection[str] = ()) -> Self:
         """The settings with the secrets that they were written without.
 
         Raises SettingError for one that nothing gives, but for those whose full names are in `optional`.
@@ -132,7 +132,7 @@ class Section:
         for item in fields(self):
             value, name = getattr(self, item.name), f"{self.name}.{item.name}".lstrip(".")
             if isinstance(value, Section):
-                changes[item.name] = value.filled(optional=optional)
+                changes[item.name] = value.with_secrets(optional=optional)
             elif isinstance(value, dict) or (isinstance(value, str) and is_redacted(value)):
                 try:
                     changes[item.name] = _whole(value, item.metadata.get("logins", ()))

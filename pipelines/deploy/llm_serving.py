@@ -118,7 +118,7 @@ def render_serving_config(settings: DeployServeConfig, config: Config) -> str:
     try:
         model_type(config.model)
     except ValueError as error:
-        raise SettingError.of(error) from error
+        raise SettingError.from_error(error) from error
     place = load_place(settings.place) if settings.place else None
     storage = place.storage if place else Folder.from_uri(settings.storage).uri
     engine: dict[str, Any] = {"max_model_len": config.model.context, "tensor_parallel_size": settings.gpus}

@@ -20,7 +20,7 @@ from raystride.pipelines.cluster.resources import Allocation, Resources, resolve
 from raystride.pipelines.config import Config, SettingError
 from raystride.pipelines.config.combinations import SHARDED
 from raystride.pipelines.config.deploy import DeployConfig, TargetConfig
-from raystride.pipelines.config.parse import Parsed, configured
+from raystride.pipelines.config.parse import Parsed, load_settings
 from raystride.pipelines.credentials import redact_all_uris
 from raystride.pipelines.preflight.checks import GIB, Check, check_settings, estimate_memory, raise_for_failures
 from raystride.pipelines.preflight.choose_mesh import choose_mesh
@@ -111,7 +111,7 @@ def load_place(name: str) -> TargetConfig:
         raise SettingError(
             f"place is {name!r}: there is no such file; places are {', '.join(known_places())}", setting="place", value=name
         )
-    return configured(TargetConfig, str(path)).settings
+    return load_settings(TargetConfig, str(path)).settings
 
 
 def plan_deployment(kind: Kind, request: DeployConfig, place: TargetConfig, parsed: Parsed[Any]) -> Deployment:

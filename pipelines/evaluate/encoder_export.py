@@ -40,7 +40,7 @@ def describe_encoder(opened: LoadedModel, base: BaseReference | None) -> "tuple[
     try:
         description, tensors = encoder_to_hugging_face(opened.model, labels, _find_padding_id(opened, base), family=family)
     except ValueError as error:
-        raise SettingError.of(error) from error
+        raise SettingError.from_error(error) from error
     if base and description["model_type"] == "modernbert":  # rotations have no end, and the base's context is the longer one
         description["max_position_embeddings"] = max(base.context, description["max_position_embeddings"])
     return description, tensors

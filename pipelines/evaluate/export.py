@@ -49,7 +49,7 @@ def export_hugging_face(opened: LoadedModel, folder: Folder) -> Folder:
     try:
         description, tensors = to_hugging_face(opened.decoder, opened.encoder.end_id, family=family)
     except ValueError as error:
-        raise SettingError.of(error) from error
+        raise SettingError.from_error(error) from error
     if base:
         _check_base_names(base, tensors.keys() - {"lm_head.weight"}, "")  # a tied base may have got a head of its own
         if "max_position_embeddings" in description:  # rotations have no end, and the base's context is the longer one

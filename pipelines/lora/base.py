@@ -59,7 +59,7 @@ class AdaptedModelFactory:
         try:
             attach_adapters(model, self.config.lora, hf_names(model))
         except ValueError as error:
-            raise SettingError.of(error) from error
+            raise SettingError.from_error(error) from error
         return model
 
 

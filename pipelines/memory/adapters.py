@@ -62,7 +62,7 @@ def select_targets(config: Config) -> list[BlockLinear]:
     linears = block_linears(config.model)
     if config.lora.all_linear:
         return linears
-    target_names = {name.rpartition(".")[2] for name in config.lora.named}
+    target_names = {name.rpartition(".")[2] for name in config.lora.named_layers}
     return [site for site in linears if target_names & set(site.names)]
 
 

@@ -65,7 +65,7 @@ def store_mesh(storage: Folder, recommended: Config, sweep: str) -> None:
 def _mesh_file(config: Config) -> str:
     train = {name: getattr(config.train, name) for name in STEP_SETTINGS}
     words = config.tokenizer.vocabulary_size
-    model = {name: value for name, value in config.lasting().items() if name.startswith("model.")}
+    model = {name: value for name, value in config.naming_settings().items() if name.startswith("model.")}
     work = {"task": config.task, "model": model, "train": train, "words": words}
     return f".meshes/{hashlib.sha256(json.dumps(work, sort_keys=True, default=str).encode()).hexdigest()[:16]}.json"
 

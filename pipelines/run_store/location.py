@@ -63,7 +63,7 @@ def locate_run(parsed: Parsed[Config]) -> tuple[Config, Folder]:
     """
     parsed.require_source()
     unused = () if parsed.settings.record.mlflow else ("record.mlflow_uri",)
-    config = parsed.settings.filled(optional=("data.test_source", *unused))
+    config = parsed.settings.with_secrets(optional=("data.test_source", *unused))
     storage = Folder.from_uri(config.storage, storage_base())
     config = choose_task(config, storage)
     config = replace(config, storage=storage.uri, run=config.run or config.default_run(parsed.preset))

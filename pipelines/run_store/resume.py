@@ -131,7 +131,7 @@ def refuse_changes(
 
     If only paths differ, `has_same_data` is called: it returns whether they hold the run's training data.
     """
-    before, now = previous.config.fixed(), config.fixed()
+    before, now = previous.config.fixed_settings(), config.fixed_settings()
     changed_paths = {key for key in now if _names_data_path(key) and _differs(before, now, key)}
     if changed_paths and (
         all(_normalize_path(before[key]) == _normalize_path(now[key]) for key in changed_paths) or data or has_same_data()

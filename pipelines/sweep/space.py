@@ -74,7 +74,9 @@ class Candidate:
     def key(self) -> str:
         """Sixteen hexadecimal digits of everything that affects the figures."""
         training = {
-            name: value for name, value in self.base.training().lasting().items() if not name.startswith(IGNORED_SETTINGS)
+            name: value
+            for name, value in self.base.training().naming_settings().items()
+            if not name.startswith(IGNORED_SETTINGS)
         }
         sweep = {name: getattr(self.base.sweep, name) for name in KEY_SWEEP_SETTINGS}
         first = first_names(Config)

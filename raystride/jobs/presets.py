@@ -15,7 +15,7 @@ from pathlib import Path
 import yaml
 
 from raystride.pipelines.config.config import Config
-from raystride.pipelines.config.parse import configured, to_yaml
+from raystride.pipelines.config.parse import load_settings, to_yaml
 from raystride.pipelines.config.presets import COLUMNS, describe_preset, presets
 from raystride.pipelines.config.sweep import SweepJobConfig
 
@@ -51,4 +51,4 @@ def _print_table() -> None:
 
 def _with_all_settings(file: Path) -> str:
     is_sweep = "sweep" in yaml.safe_load(file.read_text())
-    return to_yaml(configured(SweepJobConfig if is_sweep else Config, file.stem).settings)
+    return to_yaml(load_settings(SweepJobConfig if is_sweep else Config, file.stem).settings)

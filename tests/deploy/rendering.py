@@ -11,7 +11,7 @@ from typing import Any
 
 from raystride.pipelines.config import Config
 from raystride.pipelines.config.deploy import DeployConfig
-from raystride.pipelines.config.parse import Parsed, configured
+from raystride.pipelines.config.parse import Parsed, load_settings
 from raystride.pipelines.deploy.plan import Deployment, Kind, load_place, plan_deployment
 from raystride.pipelines.deploy.render import render_files
 from tests.deploy.kustomize import Document, build_folder
@@ -30,14 +30,14 @@ def plan_for(
     for name, value in changes.items():
         value = replace(getattr(described, name), **value) if isinstance(value, dict) else value
         described = replace(described, **{name: value})
-    parsed = _load_preset(preset, run) if isinstance(preset, str) else configured(Config, preset, {"run": run})
+    parsed = _load_preset(preset, run) if isinstance(preset, str) else load_settings(Config, preset, {"run": run})
     return plan_deployment(kind, DeployConfig(nodes=nodes, gpus_per_node=gpus), described, parsed)
 
 
 @cache
 def _load_preset(preset: str, run: str) -> Parsed[Config]:
     source = {"data.source": "python"} if preset == "lm_124m" else {}
-    return configured(Config, preset, {"run": run} | source)
+    return load_settings(Config, preset, {"run": run} | source)
 
 
 def find_ray_object(files: dict[str, str], folder: str) -> Document:

@@ -127,21 +127,21 @@ SECRETS = ("AKIAIOSFODNN7EXAMPLE", "wJalrXUtnFEMI", "hunter22", "5fQabc", "token
 
 def test_settings_are_written_without_secrets_and_have_them_again() -> None:
     config = _with_secrets()
-    text = to_yaml(config) + str(config.flat()) + str(config.fixed()) + str(config.lasting())
+    text = to_yaml(config) + str(config.flat()) + str(config.fixed_settings()) + str(config.naming_settings())
     assert not [secret for secret in SECRETS if secret in text]
     stored = from_yaml(Config, to_yaml(config))
     assert stored.record.mlflow_uri == "https://***@tracking"
-    assert stored.fixed() == config.fixed()
+    assert stored.fixed_settings() == config.fixed_settings()
     assert stored.default_run("a") == config.default_run("a")
-    assert stored.filled() == config
-    assert config.filled() is config
+    assert stored.with_secrets() == config
+    assert config.with_secrets() is config
 
 
 def test_other_keys_are_no_other_settings() -> None:
     config = _with_secrets()
     other = replace(config, model=ModelConfig(init_from="s3://AKIAOTHER:another@bucket/model"))
     plain = replace(config, model=ModelConfig(init_from="s3://bucket/model"))
-    assert config.fixed() == other.fixed() == plain.fixed()
+    assert config.fixed_settings() == other.fixed_settings() == plain.fixed_settings()
     assert config.default_run("a") == other.default_run("a") == plain.default_run("a")
 
 

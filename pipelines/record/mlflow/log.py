@@ -104,7 +104,7 @@ class MlflowLog:
 
         Raises SettingError if the URI was stored without its password and no setting or variable gives it.
         """
-        uri = settings.filled().mlflow_uri if settings.mlflow else None
+        uri = settings.with_secrets().mlflow_uri if settings.mlflow else None
         uri = uri or (database_uri(storage) if storage.local else None)
         if uri and uri.startswith("sqlite:///") and not uri.startswith("sqlite:////") and storage.local:
             # Relative to the storage, since the recorder's working directory under Ray is arbitrary.

@@ -24,10 +24,10 @@ __all__ = ["trained"]
 
 PROGRAM = """
 import json, sys
-from raystride.pipelines.config.parse import configured
+from raystride.pipelines.config.parse import load_settings
 from raystride.pipelines.config.jobs import PredictConfig
 from raystride.pipelines.launch.finished import predict_files
-found = predict_files(configured(PredictConfig, json.loads(sys.argv[1])).settings)
+found = predict_files(load_settings(PredictConfig, json.loads(sys.argv[1])).settings)
 print(json.dumps([found.rows, "ray" in sys.modules]))
 """
 

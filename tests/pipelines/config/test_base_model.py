@@ -10,7 +10,7 @@ import pytest
 from raystride.model.hugging_face_config import check_description, describe
 from raystride.pipelines.config import Config, ModelConfig, TokenizerConfig
 from raystride.pipelines.config.base_model import MAX_TAKEN_CONTEXT, settings_from_base
-from raystride.pipelines.config.parse import configured, parse, to_yaml, with_settings
+from raystride.pipelines.config.parse import load_settings, parse, to_yaml, with_settings
 from raystride.pipelines.config.sweep import SweepJobConfig
 from tests.bases import ENCODERS, write_encoder
 from tests.errors import refused
@@ -57,10 +57,10 @@ def test_flags_files_mappings_objects_and_sweeps_are_completed(tmp_path: Path) -
     for config in (
         _parsed("--model.init_from", folder),
         _parsed("--config", str(tmp_path / "run.yaml")),
-        configured(Config, {"model.init_from": folder}).settings,
-        configured(Config, Config(model=ModelConfig(init_from=folder))).settings,
-        configured(Config, {}, {"model": {"init_from": folder}}).settings,
-        configured(SweepJobConfig, {"model": {"init_from": folder}}).settings,
+        load_settings(Config, {"model.init_from": folder}).settings,
+        load_settings(Config, Config(model=ModelConfig(init_from=folder))).settings,
+        load_settings(Config, {}, {"model": {"init_from": folder}}).settings,
+        load_settings(SweepJobConfig, {"model": {"init_from": folder}}).settings,
     ):
         assert (config.model.layers, config.model.kv_heads, config.model.ffn_size) == (2, 2, 24)
         assert config.tokenizer.file == f"{folder}/tokenizer.json"
@@ -91,7 +91,7 @@ def test_what_contradicts_is_refused_by_its_name(flag: str, value: Any, allowed:
     (file := tmp_path / "more.yaml").write_text(json.dumps({"model": {flag: value}}))
     written = json.dumps(value) if not isinstance(value, str) else value
     with refused(f"model.{flag}", value, names=[str(folder), f"--model.{flag}"]) as raised:
-        configured(Config, {"model.init_from": str(folder)}, {f"model.{flag}": value})
+        load_settings(Config, {"model.init_from": str(folder)}, {f"model.{flag}": value})
     assert raised.value.allowed == allowed
     if flag == "layers":  # however it was given
         section = ["--model", json.dumps({flag: value})]

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from raystride.pipelines.config import Config, SettingError, TrainConfig
 from raystride.pipelines.config.batch import MAX_BATCH_SLOTS
-from raystride.pipelines.config.parse import configured, from_yaml, parse, to_yaml, with_settings
+from raystride.pipelines.config.parse import from_yaml, load_settings, parse, to_yaml, with_settings
 from tests.errors import refused
 
 
@@ -47,11 +47,11 @@ def test_it_overrides_a_presets_slots(tmp_path: Path) -> None:
     file = tmp_path / "mine.yaml"
     file.write_text("train: {slots: 2, slot_size: 3, steps: 5}\n")
     assert _slots(parse(Config, ["--config", str(file), "--train.batch", "64"], program="train").settings) == (16, 4)
-    assert _slots(configured(Config, str(file), {"train.batch": 24}).settings) == (12, 2)
+    assert _slots(load_settings(Config, str(file), {"train.batch": 24}).settings) == (12, 2)
     file.write_text("train: {batch: 30}\n")
     assert _slots(parse(Config, ["--config", str(file)], program="train").settings) == (15, 2)
     assert _slots(parse(Config, ["--config", str(file), "--train.slots", "3"], program="train").settings) == (3, 2)
-    assert _slots(configured(Config, {"train": {"batch": 7}}).settings) == (7, 1)
+    assert _slots(load_settings(Config, {"train": {"batch": 7}}).settings) == (7, 1)
     assert _slots(with_settings(Config(train=TrainConfig(slots=3, slot_size=5)), {"train.batch": 32})) == (16, 2)
 
 
@@ -78,7 +78,7 @@ def test_a_stored_run_of_bundles_is_read_again(tmp_path: Path) -> None:
     file = tmp_path / "stored.yaml"
     file.write_text(to_yaml(config))
     assert parse(Config, ["--config", str(file), "--train.steps", "1000"], program="train").settings == config
-    assert configured(Config, str(file)).settings == configured(Config, config, {"seed": 0}).settings == config
+    assert load_settings(Config, str(file)).settings == load_settings(Config, config, {"seed": 0}).settings == config
     with refused("train.batch", names=("slot_tokens",)):
         parse(Config, ["--config", str(file), "--train.batch", "32"], program="train")
 

@@ -10,7 +10,7 @@ from raystride.command import JOBS, run
 from raystride.jobs import completion, sweep, train
 from raystride.pipelines.config import Config
 from raystride.pipelines.config.jobs import GenerateConfig
-from raystride.pipelines.config.parse import configured, parse
+from raystride.pipelines.config.parse import load_settings, parse
 from raystride.pipelines.config.presets import describe_preset, presets
 from raystride.pipelines.config.reference import sections_reference, settings_reference
 from raystride.pipelines.config.sweep import SweepJobConfig
@@ -187,7 +187,7 @@ def test_data_that_nobody_named_is_asked_for(name: str) -> None:
 
 
 def test_a_configuration_in_python_has_its_data() -> None:
-    configured(Config, Config()).require_source()
-    configured(Config, {"data": {"source": "x"}}).require_source()
+    load_settings(Config, Config()).require_source()
+    load_settings(Config, {"data": {"source": "x"}}).require_source()
     with refused("data.source"):
-        configured(Config, {"train.steps": 3}).require_source()
+        load_settings(Config, {"train.steps": 3}).require_source()

@@ -88,7 +88,7 @@ def test_a_base_in_shards_may_be_exact_and_shards_that_are_summed_may_not() -> N
 def test_targets_are_one_name_or_several_or_all(written: str, named: tuple[str, ...]) -> None:
     flags = ["--lora.rank", "2", "--lora.targets", written, "--model.init_from", "x"]
     lora = parse(Config, flags, program="train", description="").settings.lora
-    assert lora.named == named
+    assert lora.named_layers == named
     assert lora.all_linear == (not named)
 
 
@@ -98,4 +98,4 @@ def test_the_scale_is_that_of_the_method() -> None:
 
 
 def test_names_of_runs_without_adapters_stay() -> None:
-    assert not [key for key in some(Config().lasting()) if key.startswith("lora.")]
+    assert not [key for key in some(Config().naming_settings()) if key.startswith("lora.")]

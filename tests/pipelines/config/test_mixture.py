@@ -8,7 +8,7 @@ import pytest
 
 from raystride.pipelines.config import Config, DataConfig, SettingError
 from raystride.pipelines.config.mixture import mixture_entries, wanted_weights
-from raystride.pipelines.config.parse import configured, from_yaml, parse, to_yaml
+from raystride.pipelines.config.parse import from_yaml, load_settings, parse, to_yaml
 from tests.errors import refused
 from tests.tiny import tiny
 
@@ -31,7 +31,7 @@ def test_an_entry_takes_the_other_settings_of_data() -> None:
 
 
 def test_settings_are_read_as_they_are_written(tmp_path: Path) -> None:
-    config = configured(
+    config = load_settings(
         Config, {"data": {"sources": SOURCES, "curriculum": [{"from_step": 8, "weights": {"web": 1}}]}}
     ).settings
     assert from_yaml(Config, to_yaml(config)) == config
@@ -42,8 +42,11 @@ def test_settings_are_read_as_they_are_written(tmp_path: Path) -> None:
 def test_a_name_stands_for_sources_and_weights_and_neither_weights_nor_bounds_are_fixed() -> None:
     config = _config(SOURCES)
     other = _config(SOURCES | {"code": SOURCES["code"] | {"weight": 0.5}})
-    assert config.fixed() == other.fixed()
-    assert {key for key in config.fixed() if "sources" in key} == {"data.sources.web.source", "data.sources.code.source"}
+    assert config.fixed_settings() == other.fixed_settings()
+    assert {key for key in config.fixed_settings() if "sources" in key} == {
+        "data.sources.web.source",
+        "data.sources.code.source",
+    }
     assert config.default_run("x") != other.default_run("x")
 
 

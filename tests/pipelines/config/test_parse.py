@@ -7,7 +7,7 @@ from unittest.mock import ANY
 import pytest
 
 from raystride.pipelines.config import Config, ModelConfig, SampleConfig, SettingError
-from raystride.pipelines.config.parse import configured, from_yaml, parse, to_yaml
+from raystride.pipelines.config.parse import from_yaml, load_settings, parse, to_yaml
 from raystride.pipelines.config.presets import presets
 from raystride.pipelines.config.sweep import SweepJobConfig
 from tests.errors import refused
@@ -142,13 +142,13 @@ def test_all_presets_are_found_by_name() -> None:
 def test_settings_come_from_names_files_mappings_and_objects(tmp_path: Path) -> None:
     (tmp_path / "mine.yaml").write_text("train: {steps: 7, slots: 3}\nseed: 2\n")
     given = {"train": {"steps": 7}, "train.slots": 3, "seed": 2}
-    by_file, by_mapping = configured(Config, str(tmp_path / "mine.yaml")), configured(Config, given)
+    by_file, by_mapping = load_settings(Config, str(tmp_path / "mine.yaml")), load_settings(Config, given)
     assert by_file.settings == by_mapping.settings
     assert (by_file.preset, by_mapping.preset) == ("mine", "run")
-    changed = configured(Config, by_file.settings, {"train.steps": "9", "model": {"layers": 3}}).settings
+    changed = load_settings(Config, by_file.settings, {"train.steps": "9", "model": {"layers": 3}}).settings
     assert (changed.train.steps, changed.train.slots, changed.model.layers) == (9, 3, 3)
-    assert configured(Config, "lm_python").settings.task == "language_model"
-    assert _parse("--config", "lm_characters") == configured(Config, "lm_characters").settings
+    assert load_settings(Config, "lm_python").settings.task == "language_model"
+    assert _parse("--config", "lm_characters") == load_settings(Config, "lm_characters").settings
     for wrong, setting, value, name in (
         ({"train.stepz": 3}, "train.stepz", None, "train.steps?"),
         ({"train.steps": "many"}, "train.steps", "many", "whole number"),
@@ -156,6 +156,6 @@ def test_settings_come_from_names_files_mappings_and_objects(tmp_path: Path) -> 
         ({"nowhere": {"steps": 3}}, "nowhere", None, "no setting"),
     ):
         with refused(setting, value, names=[name]):
-            configured(Config, {}, wrong)
+            load_settings(Config, {}, wrong)
     with refused("config", "nowhere", names=["nowhere", "classify_packages"]):
-        configured(Config, "nowhere")
+        load_settings(Config, "nowhere")

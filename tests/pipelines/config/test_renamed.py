@@ -9,7 +9,7 @@ import pytest
 
 from raystride import __version__
 from raystride.pipelines.config import Config
-from raystride.pipelines.config.parse import configured, from_yaml, parse, to_yaml
+from raystride.pipelines.config.parse import from_yaml, load_settings, parse, to_yaml
 from raystride.pipelines.config.section import Section, setting
 from tests.errors import refused
 
@@ -67,14 +67,14 @@ def test_in_a_file_which_flags_go_over(tmp_path: Path, capsys: pytest.CaptureFix
     assert (parsed.settings.net.layers, parsed.settings.net.heads, parsed.preset) == (6, 4, "mine")
     first, _ = capsys.readouterr().err.splitlines()
     assert first == f"warning: {file}: {_line('net.depth', 'net.layers', f'{MAJOR}.{MINOR + 1}')}"
-    assert configured(_Settings, str(file)).settings.net.layers == 5
+    assert load_settings(_Settings, str(file)).settings.net.layers == 5
 
 
 @pytest.mark.parametrize("given", [{"net.depth": 5}, {"net": {"depth": 5}}])
 def test_in_a_mapping(given: dict[str, object], caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "raystride"):
-        assert configured(_Settings, given).settings.net.layers == 5
-        assert configured(_Settings, {}, given).settings.net.layers == 5
+        assert load_settings(_Settings, given).settings.net.layers == 5
+        assert load_settings(_Settings, {}, given).settings.net.layers == 5
     assert caplog.messages == [_line("net.depth", "net.layers", f"{MAJOR}.{MINOR + 1}")] * 2
 
 
@@ -83,7 +83,7 @@ def test_not_after_its_time_nor_beside_the_new_one(given: dict[str, object]) -> 
     late = "net.breadth" in given
     setting, names = ("net.breadth", [LONG_AGO, "net.width"]) if late else ("net.layers", ["net.depth"])
     with refused(setting, None, names=names):
-        configured(_Settings, given)
+        load_settings(_Settings, given)
     if late:
         with refused(setting, None, names=names):
             parse(_Settings, ["--net.breadth", "5"], program="x")
@@ -100,6 +100,6 @@ def test_in_what_a_run_has_stored_for_ever(caplog: pytest.LogCaptureFixture, cap
 def test_names_of_runs_stay() -> None:
     """They are made of the settings' first names."""
     renamed = _Renamed(start=5)
-    assert renamed.lasting()["train.start"] == 5
-    assert "start" not in renamed.lasting()
+    assert renamed.naming_settings()["train.start"] == 5
+    assert "start" not in renamed.naming_settings()
     assert renamed.default_run("x") != _Renamed(start=6).default_run("x")

@@ -106,7 +106,7 @@ def test_a_runs_default_name_depends_on_fixed_settings_alone(steps: int, seed: i
 
 
 def test_free_and_fixed_settings_are_told_apart() -> None:
-    fixed = Config().fixed()
+    fixed = Config().fixed_settings()
     assert {"seed", "model.hidden_size", "data.source", "train.slots", "train.slot_size", "tokenizer.kind"} <= fixed.keys()
     assert not {"train.steps", "scaling.workers", "scaling.strategy", "record.mlflow", "storage", "run"} & fixed.keys()
 
@@ -122,7 +122,7 @@ def test_a_setting_that_is_added_later_names_a_run_only_where_it_was_changed() -
 
     assert Later().default_run("x") == Config().default_run("x")
     assert Later(novelty=4).default_run("x") != Config().default_run("x")
-    assert Later().fixed()["novelty"] == 3  # a resumed run may not change it all the same
+    assert Later().fixed_settings()["novelty"] == 3  # a resumed run may not change it all the same
 
 
 @pytest.mark.parametrize(

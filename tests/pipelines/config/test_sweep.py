@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from raystride.pipelines.config import Config
 from raystride.pipelines.config.condition import Condition
-from raystride.pipelines.config.parse import as_typed, parse
+from raystride.pipelines.config.parse import parse, parse_value
 from raystride.pipelines.config.sweep import OF_TRIALS, SweepConfig, SweepJobConfig
 from tests.errors import refused
 
@@ -61,7 +61,7 @@ def test_a_space_names_settings_that_there_are() -> None:
 @pytest.mark.parametrize(("key", "value"), [("train.slots", "two"), ("train.precision", "fp8"), ("scaling.reshard", 3)])
 def test_values_of_another_type_are_refused(key: str, value: object) -> None:
     with refused(key, value, names=[repr(value)]):
-        as_typed(Config, key, value)
+        parse_value(Config, key, value)
 
 
 @given(workers=st.integers(1, 64), slots=st.integers(1, 64))

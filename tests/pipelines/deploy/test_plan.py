@@ -15,7 +15,7 @@ from raystride.model.hugging_face_config import describe
 from raystride.pipelines.cluster.cluster import CannotRun
 from raystride.pipelines.config import Config, ModelConfig
 from raystride.pipelines.config.deploy import CloudConfig, DeployConfig, SlurmConfig, TargetConfig
-from raystride.pipelines.config.parse import Parsed, configured
+from raystride.pipelines.config.parse import Parsed, load_settings
 from raystride.pipelines.config.presets import presets
 from raystride.pipelines.deploy.plan import DEFAULT_PLACES, KINDS, Kind, known_places, load_place, plan_deployment
 from raystride.pipelines.prepare.choose_task import choose_task
@@ -28,12 +28,12 @@ PLACE = TargetConfig(
 
 
 def _load_config(preset: str = "lm_124m", **changes: Any) -> Parsed[Config]:
-    return configured(Config, preset, {"data.source": "python"} | changes) if changes else _load_preset(preset)
+    return load_settings(Config, preset, {"data.source": "python"} | changes) if changes else _load_preset(preset)
 
 
 @cache
 def _load_preset(preset: str) -> Parsed[Config]:
-    return configured(Config, preset, {"data.source": "python"})
+    return load_settings(Config, preset, {"data.source": "python"})
 
 
 def _plan(place: TargetConfig = PLACE, kind: Kind = "slurm", nodes: int = 4, gpus: int = 8, **changes: Any) -> Any:
@@ -62,12 +62,12 @@ def test_the_written_settings_are_those_of_the_same_run(preset: str, gpus: int) 
     base = {"model.init_from": "/shared/model", "model.context": ModelConfig.context} if preset == "finetune" else {}
     parsed = _load_config(preset, **base, **({"train.slots": 32} if gpus else {}))
     found = plan_deployment("slurm", request, PLACE, parsed)
-    loaded = configured(Config, yaml.safe_load(found.settings))
+    loaded = load_settings(Config, yaml.safe_load(found.settings))
     loaded.require_source()
     again = loaded.settings
     named = choose_task(parsed.settings)
     assert again.run == named.default_run(preset)
-    assert again.fixed() == named.fixed()
+    assert again.fixed_settings() == named.fixed_settings()
 
 
 def test_a_default_given_together_with_a_base_is_written(tmp_path: Path) -> None:
@@ -76,7 +76,7 @@ def test_a_default_given_together_with_a_base_is_written(tmp_path: Path) -> None
     (tmp_path / "config.json").write_text(json.dumps(description))
     parsed = _load_config("finetune", **{"model.init_from": str(tmp_path), "model.context": ModelConfig.context})
     found = plan_deployment("slurm", DeployConfig(nodes=1, gpus_per_node=0), PLACE, parsed)
-    again = configured(Config, yaml.safe_load(found.settings)).settings
+    again = load_settings(Config, yaml.safe_load(found.settings)).settings
     assert again.model == parsed.settings.model
     assert again.model.context == ModelConfig.context
 

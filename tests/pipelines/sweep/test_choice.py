@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from raystride.pipelines.config import Config
-from raystride.pipelines.config.parse import configured, parse
+from raystride.pipelines.config.parse import load_settings, parse
 from raystride.pipelines.config.sweep import SweepConfig, SweepJobConfig
 from raystride.pipelines.sweep.choice import (
     compute_score,
@@ -157,7 +157,7 @@ def test_settings_that_leave_the_work_as_it_is_are_chosen_by_loss() -> None:
     assert SweepConfig(space={"optimizer.learning_rate": rates[1:]}).early_stopping == "none"
     assert SweepConfig(space={"optimizer.learning_rate": {"uniform": [0, 1]}}, search="random").early_stopping == "asha"
     assert SweepConfig(space={"train.slot_size": list(range(1, 10))}).early_stopping == "none"
-    assert configured(SweepJobConfig, {"sweep.space": {"seed": [1, 2]}}).settings.sweep.objective == "loss"
+    assert load_settings(SweepJobConfig, {"sweep.space": {"seed": [1, 2]}}).settings.sweep.objective == "loss"
     by_loss = SweepConfig(space={"optimizer.learning_rate": [1e-3, 1e-2]})
     fast, good = replace(trial(200.0, 1), val_loss=3.0), replace(trial(100.0, 1), val_loss=2.0)
     near, broken = replace(trial(90.0, 1), val_loss=2.001), replace(trial(300.0, 1), val_loss=math.inf)

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from raystride.pipelines.config import ModelConfig, OptimizerConfig, ScalingConfig, TokenizerConfig, TrainConfig
-from raystride.pipelines.config.parse import configured
+from raystride.pipelines.config.parse import load_settings
 from raystride.pipelines.config.sweep import SweepConfig, SweepJobConfig
 from raystride.pipelines.sweep.space import (
     describe_mesh,
@@ -138,7 +138,7 @@ def test_draws_repeat_stay_in_their_ranges_and_meet_the_conditions(seed: int, tr
 
 def test_keys_are_those_of_earlier_versions() -> None:
     """As commit 395d810 has it, so that a sweep that was begun then goes on."""
-    preset = replace(configured(SweepJobConfig, "sweep_scaling").settings, run="s")
+    preset = replace(load_settings(SweepJobConfig, "sweep_scaling").settings, run="s")
     first = next(iter(enumerate_grid(preset)))
     assert (len(first.key), first.keys) == (16, (first.key, "fa79f946"))
 
