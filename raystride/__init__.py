@@ -24,6 +24,7 @@ __version__ = "0.2.0"
 
 if TYPE_CHECKING:
     from raystride.api import check, evaluate, export, generate, predict, prepare, sweep, train
+    from raystride.own_model import fit, register_model
     from raystride.pipelines.cluster.cluster import CannotRun
     from raystride.pipelines.config import Config, SettingError
     from raystride.pipelines.console.failure import TrainingFailed
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
 
 _HOMES = {
     **dict.fromkeys(("check", "evaluate", "export", "generate", "predict", "prepare", "sweep", "train"), "api"),
+    **dict.fromkeys(("fit", "register_model"), "own_model"),
     **dict.fromkeys(("register_observer", "register_source", "register_task"), "pipelines.plugins"),
     **dict.fromkeys(("Config", "SettingError"), "pipelines.config"),
     "CannotRun": "pipelines.cluster.cluster",
@@ -61,9 +63,11 @@ __all__ = [
     "check",
     "evaluate",
     "export",
+    "fit",
     "generate",
     "predict",
     "prepare",
+    "register_model",
     "register_observer",
     "register_source",
     "register_task",

@@ -121,7 +121,8 @@ class Run:
         """
         from raystride.pipelines.evaluate.load_run import open_run
 
-        return open_run(Folder(self.storage), self.name, checkpoint).model
+        model = open_run(Folder(self.storage), self.name, checkpoint).model
+        return getattr(model, "users_module", model)
 
     def generate(self, prompt: str = "", settings: Mapping[str, Any] | None = None) -> str:
         """Returns the continuation of a prompt; see `raystride.generate`."""

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from raystride.pipelines.checkpoint.updater import Updater
-from raystride.pipelines.strategies.parameter_layout import full_base_parameters, full_parameters
+from raystride.pipelines.strategies.parameter_layout import full_base_parameters, full_parameters, saved_buffers
 
 
 def parameters_sha256(model: nn.Module, optimizer: Updater | None = None) -> str:
@@ -20,7 +20,7 @@ def parameters_sha256(model: nn.Module, optimizer: Updater | None = None) -> str
     Master copies are used if there are any. Adapters are hashed without their base. All workers call it together: parts are
     gathered one by one.
     """
-    return _hash_tensors(full_parameters(model, optimizer))
+    return _hash_tensors([*full_parameters(model, optimizer), *saved_buffers(model)])
 
 
 def base_sha256(model: nn.Module) -> str:

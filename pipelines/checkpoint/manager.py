@@ -38,7 +38,7 @@ from raystride.pipelines.checkpoint.verify import FORMAT, INDEXED, check_file
 from raystride.pipelines.distributed.collectives import all_reduce_object
 from raystride.pipelines.storage.folder import Folder
 from raystride.pipelines.storage.retries import is_transient
-from raystride.pipelines.strategies.parameter_layout import saved_parameters
+from raystride.pipelines.strategies.parameter_layout import saved_buffers, saved_parameters
 
 Log = Callable[[str], None]
 Answer = TypeVar("Answer")
@@ -358,6 +358,7 @@ class Checkpoints:
         for name, parameter in saved_parameters(model):
             targets = _load_targets(name, parameter, found.manifest["tensors"], optimizer)
             wanted |= {key: wrap_part(model, name, tensor) for key, tensor in targets.items()}
+        wanted |= {f"model.{name}": buffer for name, buffer in saved_buffers(model)}
         read(wanted, found.folder, found.manifest, self.rank, self.group)
         if optimizer is not None:
             for name, parameter in saved_parameters(model):
@@ -389,7 +390,7 @@ def named_tensors(model: nn.Module, optimizer: Updater) -> dict[str, torch.Tenso
         stored_state = dict(optimizer.state(parameter))
         tensors[f"model.{name}"] = wrap_part(model, name, stored_state.pop("master", parameter.detach()))
         tensors |= {f"optimizer.{name}.{key}": wrap_part(model, name, value) for key, value in stored_state.items()}
-    return tensors
+    return tensors | {f"model.{name}": buffer for name, buffer in saved_buffers(model)}
 
 
 def _load_targets(

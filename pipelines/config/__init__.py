@@ -14,6 +14,7 @@ from raystride.pipelines.config.profile import ProfileConfig
 from raystride.pipelines.config.run import (
     DecodingConfig,
     FinishedRunConfig,
+    FitConfig,
     LaunchConfig,
     PredictorConfig,
     RecordConfig,
@@ -36,6 +37,7 @@ __all__ = [
     "DataConfig",
     "DecodingConfig",
     "FinishedRunConfig",
+    "FitConfig",
     "GuardConfig",
     "LaunchConfig",
     "LoraConfig",

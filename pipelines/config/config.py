@@ -20,7 +20,7 @@ from raystride.pipelines.config.mixture import defines_source, mixture_entries, 
 from raystride.pipelines.config.model import ModelConfig
 from raystride.pipelines.config.profile import ProfileConfig
 from raystride.pipelines.config.renamed import first_names, old_names, with_current_names
-from raystride.pipelines.config.run import DecodingConfig, LaunchConfig, RecordConfig, SampleConfig, ScalingConfig
+from raystride.pipelines.config.run import DecodingConfig, FitConfig, LaunchConfig, RecordConfig, SampleConfig, ScalingConfig
 from raystride.pipelines.config.section import Section, setting
 from raystride.pipelines.config.train import (
     CheckpointConfig,
@@ -34,6 +34,8 @@ from raystride.pipelines.credentials import redact_all_uris, strip_credentials
 
 MAX_NAME_BYTES = 200
 """Longest name of a run: most file systems take 255 bytes, and trials and temporary files add endings."""
+ARGUMENTS = ("fit.model_args.", "fit.data_args.")
+"""Beginnings of settings that users name themselves."""
 STORAGE_FILES = ("mlflow.db", "mlartifacts")
 """Beginnings of names that a storage uses beside its runs."""
 
@@ -95,6 +97,8 @@ class Config(Section):
     """Text generated at the end of training."""
     decoding: DecodingConfig = DecodingConfig()
     """Decoding of translations: greedy or beam search."""
+    fit: FitConfig = FitConfig()
+    """Arguments of a model and dataset of your own."""
 
     def __post_init__(self) -> None:
         """Raises SettingError where settings of several sections do not go together, or `run` cannot be a folder's name."""
@@ -148,7 +152,11 @@ class Config(Section):
         """The settings, under their full names, that may not differ when the run is resumed; with other passwords
         or keys they are the same."""
         fixed = _fixed_keys(type(self))
-        return {key: strip_credentials(value) for key, value in self.flat().items() if key in fixed or defines_source(key)}
+        return {
+            key: strip_credentials(value)
+            for key, value in self.flat().items()
+            if key in fixed or defines_source(key) or key.startswith(ARGUMENTS)
+        }
 
     def naming_settings(self) -> dict[str, Any]:
         """Returns the settings that names are made of, under their first full names.
@@ -162,7 +170,7 @@ class Config(Section):
     def default_run(self, preset: str) -> str:
         """A run's name when none is given: the preset's name and 8 hexadecimal digits of the fixed settings."""
         old, fixed = old_names(type(self)), _fixed_keys(type(self))
-        mixed = ("data.sources.", "data.weights", "data.curriculum")
+        mixed = ("data.sources.", "data.weights", "data.curriculum", *ARGUMENTS)
         lasting = self.naming_settings()
         kept = {key: lasting[key] for key in lasting if old.get(key, (key,))[0] in fixed or key.startswith(mixed)}
         text = json.dumps(kept, sort_keys=True, default=str)

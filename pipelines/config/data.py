@@ -173,6 +173,11 @@ class DataConfig(Section):
     """Continue training with files that are added to the source, without an end. Needs `start_after_mib`."""
     prefetch: int = setting(4, at_least=1, at_most=1024, also="dataloader_prefetch_factor prefetch_factor prefetch_batches")
     """Number of steps that the loader prepares ahead of the training loop."""
+    read_processes: int = setting(
+        1, at_least=1, at_most=1024, since="0.3", also="dataloader_num_workers num_data_workers data_workers"
+    )
+    """Processes per worker that read and collate the samples of a dataset of your own (`raystride.fit`). None is needed for
+    arrays and tables without a `collate` of your own."""
     prefetch_mib: float = setting(1024.0, above=0, since="0.3")
     """MiB of remote shards that a worker prefetches. At most half of `cache_gib`."""
     cache_gib: float = setting(32.0, above=0, also="cache_dir cache_limit")

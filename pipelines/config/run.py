@@ -1,7 +1,7 @@
 """Settings of where and on what a run happens: scaling, launch, record, sample."""
 
-from dataclasses import dataclass
-from typing import ClassVar, Literal
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal
 
 from raystride.pipelines.config.section import Section, setting
 from raystride.pipelines.credentials import MLFLOW_LOGIN
@@ -246,6 +246,18 @@ class DecodingConfig(Section):
         0, at_least=0, was="decoding.longest", renamed="0.3", also="max_target_length max_decode_length"
     )
     """Maximum length of a translation in tokens. 0: fifty more than its source has (Vaswani et al., 2017, section 6.1)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FitConfig(Section):
+    """Arguments of a model and dataset of your own (`raystride.fit`)."""
+
+    name: ClassVar[str] = "fit"
+
+    model_args: dict[str, Any] = field(default_factory=dict, metadata={"fixed": True, "since": "0.3"})
+    """Keyword arguments of the callable that makes the model. `{width: 256}`; a sweep may vary them."""
+    data_args: dict[str, Any] = field(default_factory=dict, metadata={"fixed": True, "since": "0.3"})
+    """Keyword arguments of the callable that returns the dataset, and of that of the validation, if it takes them."""
 
 
 @dataclass(frozen=True, kw_only=True)

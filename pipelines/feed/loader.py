@@ -12,9 +12,11 @@ import math
 import queue
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import cast
 
 import numpy as np
@@ -143,6 +145,7 @@ class Loader:
 
     def __post_init__(self) -> None:
         self.placement = DevicePlacement(self.device, self.samples.task)
+        self.samples.start_readers()
         self._low_watermark = min(LOW_WATERMARK, self.prefetch - 1)
         self._starved = threading.Event()
         self._agreed_position = 0.0
@@ -226,15 +229,21 @@ class Loader:
 
         try:
             with self.read_ahead.fetching_ahead(first, last) if self.read_ahead else nullcontext():
+                requested: deque[tuple[int, Callable[[], Step]]] = deque()
                 for number in itertools.count(first):
-                    if number >= last or not self._wait_for_data(number, stop_event):
-                        break
-                    step = self.read_step(number)
-                    if self.read_ahead:
-                        self.read_ahead.mark_read(number)
-                    # The loop's own thread copies to a GPU, since the kernels that it launches afterwards must wait for the
-                    # copy.
-                    if not enqueue(self._place_step(step) if self.device.type == "cpu" else step):
+                    is_last = number >= last or not self._wait_for_data(number, stop_event)
+                    if not is_last:
+                        requested.append((number, self._request_step(number)))
+                    while len(requested) > (0 if is_last else self.samples.requests_ahead):
+                        oldest, read = requested.popleft()
+                        step = read()
+                        if self.read_ahead:
+                            self.read_ahead.mark_read(oldest)
+                        # The loop's own thread copies to a GPU, since the kernels that it launches afterwards must wait for
+                        # the copy.
+                        if not enqueue(self._place_step(step) if self.device.type == "cpu" else step):
+                            return
+                    if is_last:
                         break
             enqueue(None)
         except BaseException as error:
@@ -251,9 +260,14 @@ class Loader:
 
     def read_step(self, number: int) -> Step:
         """Reads a step in the calling thread; its micro-batches are on the host."""
+        return self._request_step(number)()
+
+    def _request_step(self, number: int) -> Callable[[], Step]:
+        """Requests the batches of a step; returns the function that reads them, with the micro-batches on the host."""
         worker_slots = self.plan.worker_slots(self.rank, self.world)
         group = 1 if self.every_slot else self.micro_batch_slots or len(worker_slots)
-        batches, total = [], 0
+        batches: list[Callable[[], MicroBatch]] = []
+        total = 0
         for slot in worker_slots[::group]:
             slots = range(slot, min(slot + group, worker_slots.stop))
             slot_numbers = [slot_number for slot_number in slots if (number, slot_number) not in self.left_out]
@@ -262,26 +276,25 @@ class Loader:
             )
             if not len(positions):
                 if self.every_slot:
-                    batches.append(empty_batch(self.samples, slot, self.plan.slot_size))
+                    batches.append(partial(empty_batch, self.samples, slot, self.plan.slot_size))
                 continue
             samples = self.plan.order.sample_ids_at(positions)
             epochs = self.plan.order.epochs(positions)
             total += digest(epochs, samples)
-            batches.append(self._read_batch(slot, samples, epochs))
+            batches.append(partial(self._finish_batch, slot, self.samples.request(samples, epochs)))
         if self.equal_micro_batches:
             max_slots = -(-self.plan.slots // self.world)  # the most slots of any worker
             group = 1 if self.every_slot else self.micro_batch_slots or max_slots
-            if num_missing := -(-max_slots // group) - len(batches):
-                batches += [
-                    empty_batch(self.samples, worker_slots.stop - 1, min(group, max_slots) * self.plan.slot_size)
-                ] * num_missing
+            count = min(group, max_slots) * self.plan.slot_size
+            num_missing = -(-max_slots // group) - len(batches)
+            batches += [partial(empty_batch, self.samples, worker_slots.stop - 1, count)] * num_missing
         position = self.plan.position(number)
-        return Step(
-            number, position, self.plan.position(number + 1) - position, batches, total % 2**64 if self.counts_samples else 0
-        )
+        num_samples = self.plan.position(number + 1) - position
+        total = total % 2**64 if self.counts_samples else 0
+        return lambda: Step(number, position, num_samples, [read() for read in batches], total)
 
-    def _read_batch(self, slot: int, samples: np.ndarray, epochs: np.ndarray) -> MicroBatch:
-        batch = MicroBatch(slot, *self.samples.batch(samples, epochs))
+    def _finish_batch(self, slot: int, read: "Callable[[], tuple[Inputs, torch.Tensor]]") -> MicroBatch:
+        batch = MicroBatch(slot, *read())
         return batch.pin_memory() if self.device.type == "cuda" else batch
 
     def _place_step(self, step: Step) -> Step:

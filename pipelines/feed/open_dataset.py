@@ -66,6 +66,10 @@ def open_feed(
     incomplete, SettingError for impossible weights.
     """
     cache, manifest = node_cache(config, clock, log), open_manifest(config, prepared, past)
+    if task.reads_dataset:
+        own_samples = task.open_samples("train")
+        plan = build_plan(config, own_samples.num_samples, step, position)
+        return Feed(plan, own_samples, {"": task.open_samples("validation")}, {"": 1.0}, cache)
     if manifest.growing:
         return _open_streaming_feed(config, task, prepared, manifest, cache, past, step, position, log)
     splits: dict[str, dict[str, Samples]] = {"train": {}, "validation": {}}

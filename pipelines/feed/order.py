@@ -206,8 +206,13 @@ def digest(epochs: np.ndarray, samples: np.ndarray) -> int:
 
 def uniform(seed: int, epochs: np.ndarray, samples: np.ndarray, count: int) -> np.ndarray:
     """Returns uniform numbers in [0, 1), (n, `count`) float64, as a function of the seed, each sample's epoch and number."""
-    keys = mix64(samples.astype(np.uint64) ^ mix64(epochs.astype(np.uint64) ^ mix64(np.array([seed % 2**64], np.uint64))))
+    keys = sample_keys(seed, epochs, samples)
     return (mix64(mix64(keys)[:, None] ^ np.arange(count, dtype=np.uint64)) >> np.uint64(11)) * 2.0**-53
+
+
+def sample_keys(seed: int, epochs: np.ndarray, samples: np.ndarray) -> UInt64:
+    """Returns a random number below 2^64, (n) uint64, as a function of the seed, each sample's epoch and number."""
+    return mix64(samples.astype(np.uint64) ^ mix64(epochs.astype(np.uint64) ^ mix64(np.array([seed % 2**64], np.uint64))))
 
 
 def _round_keys(key: tuple[int, ...]) -> np.ndarray:

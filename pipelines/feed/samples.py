@@ -5,8 +5,8 @@ samples.num_samples                                       # samples in an epoch
 inputs, targets = samples.batch(np.array([5, 17]))        # model inputs and targets, on the host
 """
 
-from collections.abc import Mapping, Sequence
-from functools import cached_property
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
@@ -90,6 +90,19 @@ class Samples(Protocol):
             return self.task.collate(rows, masks)
         drawn = uniform(self.task.config.seed, epochs, samples, self.task.draws)
         return self.task.collate_drawn(rows, masks, drawn)
+
+    @property
+    def requests_ahead(self) -> int:
+        """Number of steps to `request` before the first is awaited; 0 unless other processes read."""
+        return 0
+
+    def start_readers(self) -> None:
+        """Starts the processes that read, if there are any."""
+        return
+
+    def request(self, samples: np.ndarray, epochs: np.ndarray | None = None) -> "Callable[[], tuple[Inputs, torch.Tensor]]":
+        """Returns a function that returns `batch`; other processes may already be reading for it."""
+        return partial(self.batch, samples, epochs)
 
     def empty_batch(self, samples: int) -> "tuple[Inputs, torch.Tensor]":
         """Returns inputs and targets of `samples` samples without targets that count, in realistic shapes."""

@@ -150,7 +150,9 @@ def hash_user_code(config: Config, source: Source, validation: Source | None) ->
     names = [(module, name) for module, _, name in (step.rpartition(".") for step in config.data.transforms)]
     readers = [opened.reader for opened in (source, validation) if opened]
     names += [qualified_name(reader.function) for reader in readers if isinstance(reader, RegisteredReader)]
-    names += [qualified_name(TASKS[config.task])] if config.task in TASKS else []
+    # A model of the user's own is known by its data's lengths and structure; other code is a line at a resume.
+    if config.task in TASKS and not getattr(TASKS[config.task], "reads_dataset", False):
+        names.append(qualified_name(TASKS[config.task]))
     return hash_code(names)
 
 

@@ -41,7 +41,7 @@ from raystride.pipelines.sources.faults import DataError
 from raystride.pipelines.sources.pieces import Part
 from raystride.pipelines.sources.source import Source
 from raystride.pipelines.storage.folder import Folder
-from raystride.pipelines.tasks.task import Task
+from raystride.pipelines.tasks.task import NO_TOKENS, Task
 from raystride.pipelines.tokenizers import Tokenizers
 
 
@@ -91,6 +91,13 @@ def prepare_source(
     if folder.exists(FILE):
         log(f"data: {folder} was prepared, but its manifest or a shard is not as it was written: it is prepared again")
     source, validation = opened or open_sources(config, task)
+    if task.reads_dataset:
+        manifest = build_manifest(
+            config, fingerprint, source, task.knowing({"dataset": task.describe_dataset(), **NO_TOKENS}, {}), []
+        )
+        manifest.save(folder)
+        log(f"data: {_describe_counts(manifest, task)}, read as they are")
+        return PreparedData(folder, manifest, reused=False)
     check_readable(config, source, validation)
     write_raw_files(folder, source, validation)
     for line in _describe_sources(source, validation):
@@ -322,6 +329,8 @@ def _log_report(
 
 
 def _describe_counts(manifest: Manifest, task: Task) -> str:
+    if dataset := manifest.learned.get("dataset"):
+        return " and ".join(f"{dataset[split]:,} {split}" for split in SPLITS) + " samples"
     if task.window is None:
         return " and ".join(f"{manifest.documents(split):,} {split}" for split in SPLITS) + " examples"
     tokens = " and ".join(f"{manifest.tokens(split):,} {split}" for split in SPLITS)

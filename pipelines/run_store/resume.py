@@ -7,6 +7,7 @@ describe_completion(previous, config)                     # "500 steps", or None
 refuse_different_bits(folder / "checkpoints", bits)       # train.exact: raises SettingError if the machine differs
 """
 
+import json
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
@@ -25,6 +26,7 @@ from raystride.pipelines.config.mixture import defines_source
 from raystride.pipelines.config.parse import from_yaml, to_yaml
 from raystride.pipelines.credentials import redact_all_uris
 from raystride.pipelines.prepare.fingerprint import Identity, KeptPreparations, compute_fingerprint, open_sources
+from raystride.pipelines.prepare.manifest import FILE as PREPARED_MANIFEST
 from raystride.pipelines.prepare.one_source import load_finished_manifest
 from raystride.pipelines.prepare.raw_files import (
     MAX_HASHED,
@@ -172,6 +174,9 @@ def keep_preparations(
         if before is None or came_back or own.data.follow:
             continue
         folder, label = storage / ".prepared" / before, f" of data.sources.{name}" if name else ""
+        if task.reads_dataset:
+            _compare_dataset(folder, task, log)
+            continue
         is_whole = load_finished_manifest(folder) is not None
         try:
             changes = _find_data_changes(own, task.under(own), folder, before, previous, name, check_all=not is_whole)
@@ -199,6 +204,36 @@ def keep_preparations(
             )
         kept[name] = before
     return KeptPreparations(previous.learned, kept)
+
+
+def _compare_dataset(folder: Folder, task: Task, log: Callable[[str], None]) -> None:
+    """Logs a line if the code of a user's model or data has changed. Raises SettingError if lengths or shapes have."""
+    before = _read_json(folder, PREPARED_MANIFEST).get("learned", {}).get("dataset")
+    if before is None:
+        return
+    now = json.loads(json.dumps(task.describe_dataset()))
+    if before["code"] != now["code"]:
+        log("model: its code, or that of its data or loss, has changed since this run began; it goes on with the new code")
+    for key, names in (("parameters", "model"), ("sample", "data"), ("train", "data"), ("validation", "validation")):
+        if before[key] == now[key]:
+            continue
+        was, given = describe_difference(before[key], now[key])
+        raise SettingError(
+            f"{names} differs from that of this run: {key} {was} before, {given} now. Give the former one, or start another "
+            "run with another name",
+            setting=names,
+            value=given,
+            allowed=was,
+        )
+
+
+def describe_difference(before: Any, now: Any) -> tuple[str, str]:
+    """Returns the first difference of two mappings of JSON values, on both sides; of other values these."""
+    if isinstance(before, dict) and isinstance(now, dict):
+        for key in dict.fromkeys((*before, *now)):
+            if before.get(key) != now.get(key):
+                return f"{key} {before.get(key, 'none')}", f"{key} {now.get(key, 'none')}"
+    return str(before), str(now)
 
 
 def has_same_data(previous: PreviousAttempt, config: Config, storage: Folder) -> bool:

@@ -66,6 +66,15 @@ def saved_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
             yield name, parameter
 
 
+def saved_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yields the persistent buffers by name, of a model that `saves_buffers`: a user's own, for instance with BatchNorm."""
+    if getattr(model, "saves_buffers", False):
+        kept = model.state_dict(keep_vars=True)
+        for name, buffer in model.named_buffers():
+            if name in kept:
+                yield name, buffer
+
+
 def full_parameters(model: nn.Module, optimizer: StatefulOptimizer | None = None) -> Iterator[tuple[str, torch.Tensor]]:
     """Yields name and full value of each saved parameter, sorted by name, master copies if there are any. Collective."""
 

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from raystride.pipelines.phases import phase
+from raystride.pipelines.strategies.parameter_layout import saved_buffers
 
 Optimizer = TypeVar("Optimizer")
 """The type of the optimiser; a strategy only decides when it is built."""
@@ -195,6 +196,14 @@ def broadcast_parameters(model: nn.Module, world: int) -> None:
     if world > 1:
         for parameter in model.parameters():
             torch.distributed.broadcast(parameter.detach(), src=0)
+
+
+@torch.no_grad()
+def average_buffers(model: nn.Module, strategy: Strategy) -> None:
+    """Averages the buffers that a run saves over the workers, in place: each has seen other samples. Collective."""
+    for _, buffer in saved_buffers(model) if strategy.world > 1 else ():
+        total = strategy.all_reduce_sum(buffer.to(torch.float64 if buffer.is_floating_point() else torch.int64))
+        buffer.copy_(total / strategy.world)
 
 
 def full_shape(parameter: nn.Parameter) -> torch.Size:

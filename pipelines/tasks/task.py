@@ -30,6 +30,8 @@ Document = tuple[str, ...]
 Facts = Mapping[str, Any]
 """Facts that preparation learned from the data, as JSON: `vocabulary_size`, `end_id`, the names of labels, ... A run that
 started from a pretrained model also has `base_ids`: its ids that begin (`bos`), end (`eos`) and pad (`pad`) a text."""
+NO_TOKENS: Facts = {"vocabulary_size": 0, "end_id": 0}
+"""Facts of data without tokens."""
 Rows = Sequence[np.ndarray] | np.ndarray
 """Some samples: vectors of numbers, or of booleans for masks; windows are the rows of one matrix."""
 Inputs = tuple["torch.Tensor", ...]
@@ -139,6 +141,8 @@ class Task:
     """Whether `survey` must see all documents before the first is encoded, which takes an additional pass."""
     packs: ClassVar[bool] = False
     """Whether the task supports packed documents without padding (`train.packing`)."""
+    reads_dataset: ClassVar[bool] = False
+    """Whether it has samples of its own (`open_samples`, `describe_dataset`), so that no documents are prepared."""
     unit: ClassVar[str] = "tokens"
     """Unit in which reports count the samples seen: targets as `tokens`, samples as `examples`, `pairs` or `images`."""
     metrics: tuple[str, ...] = ("val_loss",)
@@ -293,6 +297,28 @@ class Task:
         Raises NotImplementedError if a task has no such method.
         """
         raise NotImplementedError
+
+    def describe_dataset(self) -> Facts:
+        """Returns what identifies model and data, as JSON, of a task that `reads_dataset`; see `own_model.task`.
+
+        Raises NotImplementedError for other tasks.
+        """
+        raise NotImplementedError
+
+    def open_samples(self, split: str) -> Any:
+        """Returns the samples (`feed.samples.Samples`) of `train` or `validation`, of a task that `reads_dataset`.
+
+        Raises NotImplementedError for other tasks, whose samples are prepared.
+        """
+        raise NotImplementedError
+
+    def build_optimizer(self, model: "nn.Module") -> Any:
+        """Returns an optimiser of its own (`checkpoint.updater.Updater`); None: that of the settings."""
+        return None
+
+    def learning_rate_factor(self, step: int, total_steps: int) -> float | None:
+        """Returns the factor of the learning rate at a step, 0 for the first; None: by the schedule of the settings."""
+        return None
 
     def see_held_out(self, documents: Iterable[Document]) -> str:
         """Configures validation from some validation documents, the same on every worker; returns a line about it, or "".

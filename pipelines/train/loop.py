@@ -24,7 +24,7 @@ from raystride.pipelines.config import Config
 from raystride.pipelines.feed.loader import Loader, Requests, Step
 from raystride.pipelines.phases import phase
 from raystride.pipelines.strategies import OUT_OF_TIME, STOP, TARGETS
-from raystride.pipelines.strategies.strategy import Strategy
+from raystride.pipelines.strategies.strategy import Strategy, average_buffers
 from raystride.pipelines.train.guard import Diagnosis, Diverged, Rewind, StepGuard
 from raystride.pipelines.train.optimizer import learning_rate
 from raystride.pipelines.train.step import (
@@ -195,6 +195,9 @@ class Training:
 
     def _learning_rate_at(self, step: int) -> float:
         total = self.total_steps if math.isfinite(self.total_steps) else 0
+        factor = self.loader.samples.task.learning_rate_factor(step, int(total))
+        if factor is not None:
+            return self.config.optimizer.learning_rate * factor
         return learning_rate(self.config.optimizer, step, int(total), self.config.model.hidden_size)
 
     def _stop_requests(self) -> Requests:
@@ -257,6 +260,7 @@ class Training:
     def _run_validation(self) -> bool:
         """Measures the validation samples; returns whether the chosen metric has improved."""
         began = time.perf_counter()
+        average_buffers(self.model, self.strategy)
         with phase("validation"):
             self.metrics = self.validate()
         self._validated_at = self.state.step
@@ -275,6 +279,7 @@ class Training:
     def _save_checkpoint(self, *, best: bool) -> None:
         assert self.checkpoints is not None
         began = time.perf_counter()
+        average_buffers(self.model, self.strategy)
         self._update_counters()
         self.state.loss_scale = self.rules.scale.read_state() if self.rules.scale else None
         self.state.loss_seen = self.rules.check.read_state() if self.config.guard.spike else None

@@ -133,7 +133,11 @@ def _build_model(
         init_weights(model, config.model.init_from, task, job.prepared / "tokenizer", log)
     base = finalize_base(model) if config.lora.rank and layout_of(model) is None else ""
     precision.convert_model(model, sharded=strategy.sharded)
-    make_optimizer = partial(build_optimizer, config.optimizer, stochastic=config.train.stochastic_rounding)
+
+    def make_optimizer(prepared: torch.nn.Module) -> Updater:
+        own = task.build_optimizer(prepared)
+        return own or build_optimizer(config.optimizer, prepared, stochastic=config.train.stochastic_rounding)
+
     model, optimizer = strategy.prepare_model(recompute(model, config.train), make_optimizer)
     if config.lora.rank:
         base = base or finalize_base(model)  # a split network has its full parameters only after `prepare_model`

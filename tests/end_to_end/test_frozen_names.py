@@ -34,7 +34,8 @@ SETTINGS = Path(__file__).with_name("frozen_settings.json")
 
 LIBRARY = """
 CannotRun Config DataError Observer Run SettingError SweepInterrupted Task TrainingFailed TrainingInterrupted
-TrainingTerminated check evaluate export generate predict prepare register_observer register_source register_task sweep train
+TrainingTerminated check evaluate export fit generate predict prepare register_model register_observer register_source
+register_task sweep train
 """
 COMMANDS = """
 certificates check completion deploy evaluate export generate predict prepare presets report runs serve sweep train ui
@@ -233,7 +234,8 @@ def test_settings_that_a_run_stores_are_the_flags(folder: Path, entries: list[di
     flags = set(json.loads(SETTINGS.read_text())["train"]) - {"config"}
     (parameters,) = [entry["values"] for entry in entries if entry["kind"] == "parameters"]
     sections = {flag for flag in flags if any(other.startswith(f"{flag}.") for other in flags)}
-    unset = {"data.sources"}  # a mixture has its own, by the names of its parts
+    # A mixture has its own, by the names of its parts; a model of the user's own, by the names of its arguments.
+    unset = {"data.sources", "fit.model_args", "fit.data_args"}
     assert flags - sections - unset <= set(parameters)
 
 

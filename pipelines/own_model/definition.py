@@ -1,0 +1,80 @@
+"""What a user gives to `raystride.fit`: a model, data and a loss.
+
+own_model = OwnModel(model=make_model, data=dataset, loss=loss)
+own_model.open_split("train", config), own_model.make_network(config)
+"""
+
+import copy
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from raystride.pipelines.config import Config, SettingError
+from raystride.pipelines.own_model.dataset import IndexedDataset, open_dataset
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+
+@dataclass(frozen=True, eq=False)
+class OwnModel:
+    """What the user gives to `raystride.fit`."""
+
+    model: "Callable[..., nn.Module] | nn.Module"
+    """Makes the network, or the network, of which each worker trains a copy."""
+    data: Any
+    """A dataset (see `own_model.dataset`), or a callable that returns one on each worker."""
+    loss: "Callable[[nn.Module, Any], Any]"
+    """Called as loss(model, batch); returns a mean (scalar), (sum, count), or a mapping whose `loss` is one of these."""
+    validation: Any = None
+    """Held-out samples, as `data`; None: `data.validation_fraction` of data."""
+    metrics: "Callable[[nn.Module, Any], Mapping[str, Any]] | None" = None
+    """Called as metrics(model, batch) in validation; returns by name a mean over the batch's samples, or (sum, count)."""
+    collate: Callable[[list[Any]], Any] | None = None
+    """Makes a batch of a list of samples; None: PyTorch's `default_collate`."""
+    optimizer: "Callable[[nn.Module, float], torch.optim.Optimizer] | None" = None
+    """Called as optimizer(model, learning_rate), makes the optimiser; None: the settings of `optimizer`."""
+    schedule: Callable[[int, int], float] | None = None
+    """Called as schedule(step, total steps); the learning rate's factor. None: the settings of `optimizer`."""
+    opened: dict[str, Any] = field(default_factory=dict, repr=False)
+    """Datasets and descriptions that this process has made of it."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        return vars(self) | {"opened": {}}
+
+    def open_split(self, split: str, config: Config) -> "IndexedDataset | None":
+        """Returns the dataset of a split, once a process; None for a validation that is cut off data. Raises DataError."""
+        given = self.data if split == "train" else self.validation
+        if given is None:
+            return None
+        arguments = config.fit.data_args
+        key = f"{split} {arguments}"
+        if key not in self.opened:
+            if split == "validation" and callable(given):
+                known = inspect.signature(given).parameters
+                arguments = {name: value for name, value in arguments.items() if name in known}
+            self.opened[key] = open_dataset(given, arguments)
+        return self.opened[key]  # type: ignore[no-any-return]
+
+    def make_network(self, config: Config) -> "nn.Module":
+        """Returns a fresh network. Raises SettingError for arguments that its callable does not take, or another result."""
+        from torch import nn
+
+        if isinstance(self.model, nn.Module):
+            if config.fit.model_args:
+                raise config.fit.error(
+                    "model_args", "must be empty where `model` is a module: give the callable that makes it"
+                )
+            return copy.deepcopy(self.model)
+        try:
+            inspect.signature(self.model).bind(**config.fit.model_args)
+        except (TypeError, ValueError) as error:
+            if config.fit.model_args:
+                raise config.fit.error("model_args", f"must be arguments that `model` takes: {error}") from None
+        made = self.model(**config.fit.model_args)
+        if not isinstance(made, nn.Module):
+            rule = f"must return a torch.nn.Module, and returned {type(made).__name__}"
+            raise SettingError(f"model {rule}", setting="model", value=type(made).__name__, allowed=rule)
+        return made

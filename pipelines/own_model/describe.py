@@ -1,0 +1,137 @@
+"""What identifies a user's model and data, from one forward and backward before anything starts.
+
+describe_own_model(own_model, config)["parameters"]       # {"0.weight": [32, 8], ...}
+split_indices(2000, 0.05, seed=0)["validation"]           # 100 samples
+"""
+
+import random
+import warnings
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from raystride.pipelines.config import Config, SettingError
+from raystride.pipelines.own_model.dataset import IndexedDataset, describe_sample
+from raystride.pipelines.own_model.definition import OwnModel
+from raystride.pipelines.own_model.network import as_sums, read_loss
+from raystride.pipelines.own_model.samples import NestedBatch, collate_samples, seed_generators
+from raystride.pipelines.prepare.code_hash import hash_code, qualified_name
+from raystride.pipelines.sources.faults import DataError
+
+PROBED = 2
+"""Samples of the batch that runs through the network."""
+
+
+def describe_own_model(own: OwnModel, config: Config) -> dict[str, Any]:
+    """Returns the description of `OwnModelTask.describe_dataset`, after one forward and backward of the first samples.
+
+    Raises SettingError for a network or loss that cannot be trained, DataError for data that cannot be read.
+    """
+    dataset = own.open_split("train", config)
+    assert dataset is not None
+    num_train, structure = describe_dataset(dataset)
+    held_out = own.open_split("validation", config)
+    if held_out is None:
+        splits = split_indices(num_train, config.data.validation_fraction, config.seed)
+        num_train, num_validation = len(splits["train"]), len(splits["validation"])
+    else:
+        num_validation = describe_dataset(held_out)[0]
+    with torch.random.fork_rng(devices=[]):
+        state = random.getstate(), np.random.get_state()
+        try:
+            seed_generators(config.seed)
+            samples = [dataset[i] for i in range(min(PROBED, len(dataset)))]
+            batch = NestedBatch(collate_samples(samples, own.collate))
+            network = own.make_network(config)
+            logged, measured = _run_once(own, network, batch, len(samples), exact=config.train.exact)
+        finally:
+            random.setstate(state[0])
+            np.random.set_state(state[1])
+    return {
+        "train": num_train,
+        "validation": num_validation,
+        "sample": structure,
+        "parameters": {name: list(value.shape) for name, value in network.named_parameters()},
+        "logged": logged,
+        "measured": measured,
+        "code": hash_code([qualified_name(part) for part in _parts_with_code(own)]),
+    }
+
+
+def _parts_with_code(own: OwnModel) -> Iterable[Any]:
+    parts = (own.model, own.data, own.loss, own.validation, own.metrics, own.collate, own.optimizer, own.schedule)
+    return [part for part in parts if callable(part) or type(part).__module__ not in ("builtins", "numpy", "torch")]
+
+
+def _run_once(
+    own: OwnModel, network: nn.Module, batch: NestedBatch, num_samples: int, *, exact: bool
+) -> tuple[list[str], list[str]]:
+    """Returns the names of further losses and of metrics, from a forward and backward. Raises SettingError."""
+    trained = [(name, parameter) for name, parameter in network.named_parameters() if parameter.requires_grad]
+    if not trained:
+        rule = "must have parameters that require gradients"
+        raise SettingError(f"model {rule}, and has none", setting="model", value=0, allowed=rule)
+    before = {name: value.clone() for name, value in network.named_buffers()}
+    network.train()
+    returned = own.loss(network, batch.content)
+    (loss_sum, _), others = read_loss(returned, num_samples)
+    if not loss_sum.requires_grad:
+        rule = "must depend on the model's parameters"
+        raise SettingError(f"loss {rule}, and has no gradient", setting="loss", value=float(loss_sum), allowed=rule)
+    loss_sum.backward()
+    unused = [name for name, parameter in trained if parameter.grad is None]
+    if unused:
+        warnings.warn(
+            f"{len(unused)} parameters have no gradient from the first batch, {unused[0]} for instance: freeze them with "
+            "requires_grad_(False) if they are not to be trained",
+            stacklevel=2,
+        )
+    changed = [name for name, value in network.named_buffers() if not torch.equal(value, before[name])]
+    if exact and changed:
+        rule = "must be false where a forward changes buffers, whose values depend on how workers share the samples"
+        raise SettingError(
+            f"train.exact {rule} ({changed[0]}, for instance); use a norm without running statistics, as GroupNorm",
+            setting="train.exact",
+            value=True,
+            allowed=rule,
+        )
+    measured: list[str] = []
+    if own.metrics:
+        network.eval()
+        with torch.no_grad():
+            found = own.metrics(network, batch.content)
+        if not isinstance(found, Mapping):
+            rule = "must return a mapping of names to means or (sum, count)"
+            raise SettingError(f"metrics {rule}, and returned {type(found).__name__}", setting="metrics", value=found)
+        for name, value in found.items():
+            as_sums(value, num_samples, name, loss_sum.device)
+        measured = [str(name) for name in found]
+    for name, value in others.items():
+        as_sums(value, num_samples, name, loss_sum.device)
+    return sorted(others), measured
+
+
+def split_indices(count: int, fraction: float, seed: int) -> dict[str, np.ndarray]:
+    """Returns the samples of each split, in order: a random `fraction` of all, at least one, is held out.
+
+    Raises DataError for fewer than two samples.
+    """
+    if count < 2:
+        raise DataError(f"data has {count} samples: give at least two, or `validation` samples of their own")
+    held_out = min(count - 1, max(1, round(count * fraction)))
+    shuffled = np.random.Generator(np.random.PCG64(seed)).permutation(count)
+    return {"train": np.sort(shuffled[held_out:]), "validation": np.sort(shuffled[:held_out])}
+
+
+def describe_dataset(dataset: IndexedDataset) -> tuple[int, Any]:
+    """Returns length and structure of a dataset. Raises DataError if its first sample cannot be read."""
+    length = len(dataset)
+    if not length:
+        raise DataError("data has no samples")
+    try:
+        return length, describe_sample(dataset[0])
+    except Exception as error:
+        raise DataError(f"sample 0 of data raised {type(error).__name__}: {error}") from error

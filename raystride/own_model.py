@@ -1,0 +1,144 @@
+"""Models, data and losses of users' own: `fit` trains them, `register_model` names them for other jobs.
+
+run = fit(model=make_model, data=dataset, loss=loss, settings={"train.steps": 1000}, run="mine")
+register_model("mine", model=make_model, data=dataset, loss=loss)    # in a plug-in: raystride train --task mine
+"""
+
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from raystride.pipelines.config import SettingError
+from raystride.pipelines.own_model.definition import OwnModel
+from raystride.pipelines.own_model.task import own_model_task
+from raystride.pipelines.plugins import SCRIPT, SOURCES, register_task
+from raystride.run import Run
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    Model = Callable[..., nn.Module] | nn.Module
+    Loss = Callable[[nn.Module, Any], Any]
+    Metrics = Callable[[nn.Module, Any], Mapping[str, Any]]
+    Optimizer = Callable[[nn.Module, float], torch.optim.Optimizer]
+
+FIT = "fit"
+"""The task and source that `fit` registers."""
+
+
+def fit(
+    model: "Model",
+    data: Any,
+    loss: "Loss",
+    *,
+    validation: Any = None,
+    metrics: "Metrics | None" = None,
+    collate: "Callable[[list[Any]], Any] | None" = None,
+    optimizer: "Optimizer | None" = None,
+    schedule: "Callable[[int, int], float] | None" = None,
+    settings: Mapping[str, Any] | None = None,
+    run: str | None = None,
+    storage: str | os.PathLike[str] = "runs",
+    progress: bool = False,
+) -> Run:
+    """Trains any PyTorch module on any indexed data, or resumes the run of that name; returns it.
+
+    Order, resuming, record, checkpoints, strategies and sweeps are those of every run; see docs/own-model.md.
+
+    Args:
+        model: a callable that returns the module, or the module itself, of which every worker trains a copy. The setting
+            `fit.model_args` holds the callable's keyword arguments.
+        data: samples: a list, a dataset with `len()` and `[i]`, a mapping or tuple of arrays of equal length, a
+            `pyarrow.Table`, a pandas DataFrame, a Hugging Face dataset, or a callable that returns one on each worker
+            (arguments: `fit.data_args`).
+        loss: called as `loss(model, batch)`, with the batch on the device. Returns the mean over the batch's samples (a
+            scalar), `(sum, count)` where samples differ in what they count, or a mapping with one of these as `loss` and
+            further losses by name, which are recorded.
+        validation: held-out samples, as `data`; by default the setting `data.validation_fraction` of `data`.
+        metrics: called as `metrics(model, batch)` without gradients; returns by name the mean over the batch's samples or
+            `(sum, count)`. Recorded with `val_` in front, and usable as `validation.metric`.
+        collate: makes a batch of a list of samples; by default PyTorch's `default_collate`.
+        optimizer: called as `optimizer(model, learning_rate)`; returns a `torch.optim.Optimizer`, also with several groups.
+            By default the settings of `optimizer`.
+        schedule: called as `schedule(step, total_steps)`; returns the factor of the learning rate at a step, from 0 on. By
+            default the settings of `optimizer`.
+        settings: any settings of a training, by full names or nested.
+        run: the run's name; by default it is derived from the settings.
+        storage: the folder or filesystem URI that contains the runs.
+        progress: whether to print the job's output.
+
+    Returns:
+        The run; `run.load_model()` is the trained module.
+
+    Raises:
+        SettingError: a setting is invalid, or model, loss or metrics do not return what they must, or a resumed run has data
+            of another length or a model of other shapes. Before anything starts.
+        DataError: data cannot be read.
+        CannotRun, TrainingFailed, TrainingInterrupted, TrainingTerminated: as `raystride.train`.
+
+    Example:
+        run = raystride.fit(
+            model=lambda: torch.nn.Linear(8, 1),
+            data={"x": features, "y": targets},
+            loss=lambda model, batch: torch.nn.functional.mse_loss(model(batch["x"])[:, 0], batch["y"]),
+            settings={"train.batch": 64, "train.steps": 100},
+        )
+    """
+    from raystride.api import train
+
+    own_model = OwnModel(model, data, loss, validation, metrics, collate, optimizer, schedule)
+    _register(FIT, own_model, SCRIPT)
+    return train(model_settings(FIT, settings), run=run, storage=storage, progress=progress)
+
+
+def register_model(
+    name: str,
+    *,
+    model: "Model",
+    data: Any,
+    loss: "Loss",
+    validation: Any = None,
+    metrics: "Metrics | None" = None,
+    collate: "Callable[[list[Any]], Any] | None" = None,
+    optimizer: "Optimizer | None" = None,
+    schedule: "Callable[[int, int], float] | None" = None,
+) -> None:
+    """Registers a model with its data and loss as `task: NAME` and `data.source: NAME`.
+
+    In a module that `plugins` names, every job finds it: `raystride train --plugins '["mine.py"]' --task NAME --data.source
+    NAME`, sweeps, `raystride.sweep(...)`. In a script only that script can open the run again. Arguments as of `fit`.
+
+    Raises:
+        ValueError: another task has that name.
+    """
+    own_model = OwnModel(model, data, loss, validation, metrics, collate, optimizer, schedule)
+    _register(name, own_model, sys._getframe(1).f_globals.get("__name__", SCRIPT))
+
+
+def model_settings(name: str, settings: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Returns the settings of a training of a registered model, with yours over them."""
+    defaults: dict[str, Any] = {"task": name, "data.source": name}
+    return defaults | dict(settings or {})
+
+
+def _register(name: str, own_model: OwnModel, module: str) -> None:
+    for part, given in (("model", own_model.model), ("loss", own_model.loss)):
+        if not callable(given):
+            rule = "must be callable"
+            raise SettingError(f"{part} {rule}, and is {type(given).__name__}", setting=part, value=given, allowed=rule)
+    task_class = own_model_task(own_model, module)
+    register_task(name)(task_class)
+    SOURCES[name] = (_document_source(name, module), "")
+
+
+def _document_source(name: str, module: str) -> Callable[[], Iterator[Any]]:
+    """Returns the source of a registered model's name: its samples are read as they are, and no documents."""
+
+    def documents() -> Iterator[Any]:
+        raise NotImplementedError(f"{name} is a model of your own, whose samples are not documents")
+        yield
+
+    documents.__module__ = module
+    return documents
