@@ -11,13 +11,13 @@ import logging
 import os
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 from raystride.pipelines.cluster.cluster import CannotRun, cluster
 from raystride.pipelines.config import Config, SampleConfig, SettingError
-from raystride.pipelines.config.jobs import EvaluateConfig, ExportConfig, GenerateConfig, PredictConfig
+from raystride.pipelines.config.jobs import ApplyConfig, EvaluateConfig, ExportConfig, GenerateConfig, PredictConfig
 from raystride.pipelines.config.parse import load_settings
 from raystride.pipelines.console.screen import Screen, SilentScreen
 from raystride.pipelines.launch import train_job as driver
@@ -29,6 +29,8 @@ from raystride.pipelines.storage.folder import Folder
 from raystride.run import Run, SweepInterrupted, TrainingInterrupted, TrainingTerminated
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from raystride.pipelines.evaluate.evaluation import EvaluationResult
     from raystride.pipelines.evaluate.prediction import PredictionResult
     from raystride.pipelines.preflight.checks import Check
@@ -159,8 +161,26 @@ def predict(
 ) -> "PredictionResult": ...
 
 
+@overload
 def predict(
-    run: Run | str, questions: Sequence[Any] | None = None, settings: Settings | None = None, *, storage: PathOrUri = "runs"
+    run: Run | str,
+    questions: Any,
+    settings: Settings | None = None,
+    *,
+    fn: "Callable[[nn.Module, Any], Any]",
+    collate: Callable[[list[Any]], Any] | None = None,
+    storage: PathOrUri = "runs",
+) -> "list[dict[str, Any]] | PredictionResult": ...
+
+
+def predict(
+    run: Run | str,
+    questions: Any = None,
+    settings: Settings | None = None,
+    *,
+    fn: "Callable[[nn.Module, Any], Any] | None" = None,
+    collate: Callable[[list[Any]], Any] | None = None,
+    storage: PathOrUri = "runs",
 ) -> "list[dict[str, Any]] | PredictionResult":
     """Runs inference with a run's model.
 
@@ -169,17 +189,24 @@ def predict(
         questions: texts (or data URIs and paths of images), answered in this process and in order. Without them the settings
             name files, `{"input": "mails.csv", "output": "answers"}`; all workers (with `launch.mode inline` this process)
             write their predictions to files.
-        settings: settings of the job `predict`.
+            With `fn` any dataset that `raystride.fit` takes.
+        settings: settings of the job `predict`; with `fn` also `output`, a folder for Parquet files.
+        fn: called as `fn(model, batch)` without gradients, on all workers; returns a row per sample, a tensor, array, list
+            or mapping of these. For models of your own, and for whatever else of a model you want over a dataset.
+        collate: makes a batch for `fn` of a list of samples; by default that of the training, or PyTorch's.
         storage: the folder or filesystem URI that contains the runs, if `run` is a name.
 
-    Returns a mapping per question, such as text, label, probability; for files a summary of the predictions.
+    Returns a mapping per question, such as text, label, probability; with `fn` a row per sample, in which what has no name
+    is `prediction`; for files a summary of the predictions.
 
     Raises SettingError if there is no such run, a question is invalid, or the folder holds other predictions; DataError for
     unreadable files, CannotRun if the cluster cannot be joined or started.
     """
-    from raystride.pipelines.launch.finished import predict_files, predict_inputs
+    from raystride.pipelines.launch.finished import apply_function, predict_files, predict_inputs
 
     given = _run_settings(run, storage) | dict(settings or {})
+    if fn is not None:
+        return apply_function(load_settings(ApplyConfig, given).settings, fn, questions, collate, log=_discard_message)
     if questions is None:
         return predict_files(load_settings(PredictConfig, given).settings, log=_discard_message)
     # The settings require a question or files; the questions themselves are passed separately.
@@ -204,16 +231,23 @@ def generate(run: Run | str, prompt: str = "", settings: Settings | None = None,
 
 def export(
     run: Run | str,
-    to: str = "hugging_face",
+    to: str = "auto",
     folder: PathOrUri | None = None,
     settings: Settings | None = None,
     *,
     storage: PathOrUri = "runs",
 ) -> str:
-    """Exports a run's model to `hugging_face` or `mlflow`; returns its folder.
+    """Exports a run's model; returns the folder.
 
-    The setting `push` also uploads it to the Hugging Face hub. Raises SettingError if there is no such run, the layout
-    cannot represent its model, or the hub refuses it.
+    Args:
+        run: the run, or its name.
+        to: `hugging_face`, `mlflow`; for a model of your own `state_dict`, `torch_export`, `onnx`. `auto`: `hugging_face`,
+            or `state_dict` for a model of your own.
+        folder: where to write; by default `export` and the format in the run's folder.
+        settings: settings of the job `export`; `push` also uploads the folder to the Hugging Face hub.
+        storage: the folder or filesystem URI that contains the runs, if `run` is a name.
+
+    Raises SettingError if there is no such run, the layout cannot represent its model, or the hub refuses it.
     """
     from raystride.pipelines.launch.finished import export_run, push_run
 

@@ -10,9 +10,11 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from raystride.pipelines.config import SettingError
+from raystride.pipelines.console.screen import Screen, SilentScreen
 from raystride.pipelines.own_model.definition import OwnModel
 from raystride.pipelines.own_model.task import own_model_task
 from raystride.pipelines.plugins import SCRIPT, SOURCES, register_task
+from raystride.pipelines.storage.folder import Folder
 from raystride.run import Run
 
 if TYPE_CHECKING:
@@ -52,7 +54,8 @@ def fit(
             `fit.model_args` holds the callable's keyword arguments.
         data: samples: a list, a dataset with `len()` and `[i]`, a mapping or tuple of arrays of equal length, a
             `pyarrow.Table`, a pandas DataFrame, a Hugging Face dataset, or a callable that returns one on each worker
-            (arguments: `fit.data_args`).
+            (arguments: `fit.data_args`). A stream (an iterator, a generator's function, an iterable or Ray data set) is
+            written into the storage first, as its rows must be indexed.
         loss: called as `loss(model, batch)`, with the batch on the device. Returns the mean over the batch's samples (a
             scalar), `(sum, count)` where samples differ in what they count, or a mapping with one of these as `loss` and
             further losses by name, which are recorded.
@@ -88,6 +91,8 @@ def fit(
     """
     from raystride.api import train
 
+    place, screen = Folder.from_uri(os.fspath(storage)), Screen() if progress else SilentScreen()
+    data, validation = (_store_stream(given, place, screen.log) for given in (data, validation))
     own_model = OwnModel(model, data, loss, validation, metrics, collate, optimizer, schedule)
     _register(FIT, own_model, SCRIPT)
     return train(model_settings(FIT, settings), run=run, storage=storage, progress=progress)
@@ -121,6 +126,17 @@ def model_settings(name: str, settings: Mapping[str, Any] | None = None) -> dict
     """Returns the settings of a training of a registered model, with yours over them."""
     defaults: dict[str, Any] = {"task": name, "data.source": name}
     return defaults | dict(settings or {})
+
+
+def _store_stream(given: Any, storage: Folder, log: Callable[[str], None]) -> Any:
+    """Returns data as it is, or the rows of a stream once they are written into the storage."""
+    from raystride.pipelines.own_model.streams import is_stream, store_stream
+
+    if not is_stream(given):
+        return given
+    rows = store_stream(given, storage)
+    log(f"data: the {len(rows):,} rows of a {type(given).__name__} are written to {rows}, as samples must be indexed")
+    return rows
 
 
 def _register(name: str, own_model: OwnModel, module: str) -> None:

@@ -6,7 +6,7 @@ run.summary["val_loss"]; run.metrics(["train_loss", "val_loss"]).to_pandas(); mo
 
 import difflib
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from html import escape
@@ -136,13 +136,28 @@ class Run:
     @overload
     def predict(self, questions: None = None, settings: Mapping[str, Any] | None = None) -> "PredictionResult": ...
 
+    @overload
     def predict(
-        self, questions: Sequence[Any] | None = None, settings: Mapping[str, Any] | None = None
+        self,
+        questions: Any,
+        settings: Mapping[str, Any] | None = None,
+        *,
+        fn: "Callable[[nn.Module, Any], Any]",
+        collate: Callable[[list[Any]], Any] | None = None,
+    ) -> "list[dict[str, Any]] | PredictionResult": ...
+
+    def predict(
+        self,
+        questions: Any = None,
+        settings: Mapping[str, Any] | None = None,
+        *,
+        fn: "Callable[[nn.Module, Any], Any] | None" = None,
+        collate: Callable[[list[Any]], Any] | None = None,
     ) -> "list[dict[str, Any]] | PredictionResult":
-        """Returns a mapping per question, or writes predictions for files; see `raystride.predict`."""
+        """Returns a mapping per question or per sample, or writes predictions to files; see `raystride.predict`."""
         from raystride import api
 
-        return api.predict(self, questions, settings)
+        return api.predict(self, questions, settings, fn=fn, collate=collate)  # type: ignore[arg-type]
 
     def evaluate(self, split: str = "test", settings: Mapping[str, Any] | None = None) -> "EvaluationResult":
         """Scores the model on `train`, `validation` or `test` documents; see `raystride.evaluate`."""
@@ -152,11 +167,11 @@ class Run:
 
     def export(
         self,
-        to: str = "hugging_face",
+        to: str = "auto",
         folder: str | os.PathLike[str] | None = None,
         settings: Mapping[str, Any] | None = None,
     ) -> str:
-        """Exports the model to `hugging_face` or `mlflow`, returns its folder; see `raystride.export`."""
+        """Exports the model, returns its folder; see `raystride.export`."""
         from raystride import api
 
         return api.export(self, to, folder, settings)

@@ -9,7 +9,7 @@ import tempfile
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
-from multiprocessing import get_context
+from multiprocessing import current_process, get_context
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +40,7 @@ def run_distributed(function: Callable[..., Any], world: int, *arguments: Any) -
 
 def _process(rank: int, world: int, folder: str, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
     try:
+        current_process()._config["daemon"] = False  # type: ignore[attr-defined]  # it may have children, which end with it
         torch.set_num_threads(1)
         dist.init_process_group(
             "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world, timeout=timedelta(seconds=240)

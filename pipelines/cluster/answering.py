@@ -4,6 +4,7 @@ predict(chosen, settings, "mails.csv", folder, make_part_runner(settings, launch
 """
 
 import os
+import pickle
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
@@ -11,13 +12,12 @@ from typing import TYPE_CHECKING, Any
 
 from raystride.pipelines.cluster.cluster import CannotRun, cluster, uses_running_cluster
 from raystride.pipelines.cluster.resources import Resources
-from raystride.pipelines.config import LaunchConfig, PredictorConfig
+from raystride.pipelines.config import LaunchConfig, PredictorConfig, SettingError
 
 if TYPE_CHECKING:
     import numpy as np
 
-    from raystride.pipelines.evaluate.parts import PredictJob
-    from raystride.pipelines.evaluate.prediction import RunParts
+    from raystride.pipelines.evaluate.prediction import PartJob, RunParts
     from raystride.pipelines.sources.pieces import Part
 
 
@@ -33,10 +33,11 @@ def make_part_runner(settings: PredictorConfig, launch: LaunchConfig) -> "RunPar
     """
     if launch.mode == "inline" and settings.workers not in ("auto", 1):
         raise settings.error("workers", "must be 1 (or auto) with --launch inline, which is this one process")
-    return partial(_predict_parts, settings, launch)
+    return partial(run_parts, settings, launch)
 
 
-def _predict_parts(settings: PredictorConfig, launch: LaunchConfig, job: "PredictJob", parts: "list[Part]") -> None:
+def run_parts(settings: PredictorConfig, launch: LaunchConfig, job: "PartJob", parts: "list[Part]") -> dict[int, Any]:
+    """Runs the parts of a job; returns their results by number. Raises as the function of `make_part_runner`."""
     from raystride.pipelines.evaluate.prediction import predict_locally
 
     # Parts that are split by a hash are read whole, but only this fraction of their rows is answered.
@@ -44,15 +45,14 @@ def _predict_parts(settings: PredictorConfig, launch: LaunchConfig, job: "Predic
     size = sum(part.bytes * (1.0 if part.split else share) for part in parts)
     small = size <= MAX_INLINE_BYTES and settings.workers in ("auto", 1) and not uses_running_cluster(launch)
     if launch.mode == "inline" or (launch.mode != "ray" and small):
-        predict_locally(job, parts)
-        return
+        return predict_locally(job, parts)
     # Otherwise Ray's core logs a spurious error for each Ray Data actor.
     os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")
     with cluster(launch):
-        _predict_on_cluster(job, parts)
+        return _run_on_cluster(job, parts)
 
 
-def _predict_on_cluster(job: "PredictJob", parts: "list[Part]") -> None:
+def _run_on_cluster(job: "PartJob", parts: "list[Part]") -> dict[int, Any]:
     settings, cluster_resources = job.settings, Resources.of_cluster()
     cuda = settings.device == "cuda" or (settings.device == "auto" and cluster_resources.gpus >= 1)
     if cuda and cluster_resources.gpu_problem:
@@ -65,42 +65,45 @@ def _predict_on_cluster(job: "PredictJob", parts: "list[Part]") -> None:
         raise settings.error("workers", f"must be at most {max_workers}, the cluster's {'GPUs' if cuda else 'cores'}")
     workers = max(1, min(workers, len(parts)))
     threads = settings.threads or max(1, int(cluster_resources.cpus // workers))
-    job = replace(job, settings=replace(settings, device="cuda" if cuda else "cpu", threads=threads))
-    predict_on_ray(job, parts, workers=workers, per_worker={"GPU": 1} if cuda else {"CPU": threads})
+    settings = replace(settings, device="cuda" if cuda else "cpu", threads=threads)
+    job = replace(job, settings=settings)  # type: ignore[type-var]
+    return predict_on_ray(job, parts, workers=workers, per_worker={"GPU": 1} if cuda else {"CPU": threads})
 
 
 class _PredictActor:
     """Actor that holds the model and runs inference on one part at a time."""
 
-    def __init__(self, job: "PredictJob", parts: "dict[int, Part]") -> None:
-        self._work, self._parts, self._predictor = job, parts, job.load_predictor()
+    def __init__(self, job: "PartJob", parts: "dict[int, Part]") -> None:
+        self._job, self._parts, self._predictor = job, parts, job.load_predictor()
 
     def __call__(self, batch: "dict[str, np.ndarray]") -> "dict[str, np.ndarray]":
-        """Processes one part; returns its number and any problem with its data as text: Ray Data loses the error's class."""
+        """Processes one part; returns its number, its pickled result, and whether that is an error with the data or with
+        what a user's function returned: Ray Data loses the error's class."""
         import numpy as np
 
-        from raystride.pipelines.evaluate.parts import predict_part
         from raystride.pipelines.sources.faults import DataError
 
-        problem = ""
+        failed, result = False, None
         try:
-            predict_part(self._work, self._predictor, self._parts[int(batch["part"][0])])
-        except DataError as error:
-            problem = str(error)
-        return batch | {"problem": np.array([problem])}
+            result = self._job.run_part(self._predictor, self._parts[int(batch["part"][0])])
+        except (DataError, SettingError) as error:
+            failed, result = True, error
+        return batch | {"failed": np.array([failed]), "result": np.array([pickle.dumps(result)], object)}
 
 
-def predict_on_ray(job: "PredictJob", parts: "list[Part]", *, workers: int, per_worker: Mapping[str, float]) -> None:
-    """Processes the parts on `workers` actors with `per_worker` CPUs or GPUs each. Raises the DataError of a part."""
+def predict_on_ray(job: "PartJob", parts: "list[Part]", *, workers: int, per_worker: Mapping[str, float]) -> dict[int, Any]:
+    """Processes the parts on `workers` actors with `per_worker` CPUs or GPUs each; returns their results by number.
+
+    Raises the DataError or SettingError of a part.
+    """
     import ray
     from ray.data import ActorPoolStrategy
 
     from raystride.pipelines.prepare.ray_data import quiet_ray_data
-    from raystride.pipelines.sources.faults import DataError
 
     # Ray Data needs CPU for a reading task besides the actors; if they held every CPU, it would never start.
     resources: dict[str, Any] = {f"num_{name.lower()}s": 0.9 * n if name == "CPU" else n for name, n in per_worker.items()}
-    parts_by_number = {part.number: part for part in parts}
+    parts_by_number, done = {part.number: part for part in parts}, dict[int, Any]()
     with quiet_ray_data():
         rows = ray.data.from_items([{"part": number} for number in parts_by_number], override_num_blocks=len(parts))
         pool = ActorPoolStrategy(size=workers, max_tasks_in_flight_per_actor=2)
@@ -108,5 +111,8 @@ def predict_on_ray(job: "PredictJob", parts: "list[Part]", *, workers: int, per_
             _PredictActor, batch_size=1, compute=pool, fn_constructor_args=(job, parts_by_number), **resources
         )
         for row in results.iter_rows():
-            if row["problem"]:
-                raise DataError(row["problem"])
+            result = pickle.loads(row["result"])  # from our own actor  # noqa: S301
+            if row["failed"]:
+                raise result
+            done[int(row["part"])] = result
+    return done

@@ -20,7 +20,15 @@ from raystride.pipelines.config.mixture import defines_source, mixture_entries, 
 from raystride.pipelines.config.model import ModelConfig
 from raystride.pipelines.config.profile import ProfileConfig
 from raystride.pipelines.config.renamed import first_names, old_names, with_current_names
-from raystride.pipelines.config.run import DecodingConfig, FitConfig, LaunchConfig, RecordConfig, SampleConfig, ScalingConfig
+from raystride.pipelines.config.run import (
+    DecodingConfig,
+    FitConfig,
+    LaunchConfig,
+    RecordConfig,
+    SampleConfig,
+    ScalingConfig,
+    is_argument,
+)
 from raystride.pipelines.config.section import Section, setting
 from raystride.pipelines.config.train import (
     CheckpointConfig,
@@ -34,8 +42,6 @@ from raystride.pipelines.credentials import redact_all_uris, strip_credentials
 
 MAX_NAME_BYTES = 200
 """Longest name of a run: most file systems take 255 bytes, and trials and temporary files add endings."""
-ARGUMENTS = ("fit.model_args.", "fit.data_args.")
-"""Beginnings of settings that users name themselves."""
 STORAGE_FILES = ("mlflow.db", "mlartifacts")
 """Beginnings of names that a storage uses beside its runs."""
 
@@ -155,7 +161,7 @@ class Config(Section):
         return {
             key: strip_credentials(value)
             for key, value in self.flat().items()
-            if key in fixed or defines_source(key) or key.startswith(ARGUMENTS)
+            if key in fixed or defines_source(key) or is_argument(key)
         }
 
     def naming_settings(self) -> dict[str, Any]:
@@ -170,9 +176,13 @@ class Config(Section):
     def default_run(self, preset: str) -> str:
         """A run's name when none is given: the preset's name and 8 hexadecimal digits of the fixed settings."""
         old, fixed = old_names(type(self)), _fixed_keys(type(self))
-        mixed = ("data.sources.", "data.weights", "data.curriculum", *ARGUMENTS)
+        mixed = ("data.sources.", "data.weights", "data.curriculum")
         lasting = self.naming_settings()
-        kept = {key: lasting[key] for key in lasting if old.get(key, (key,))[0] in fixed or key.startswith(mixed)}
+        kept = {
+            key: lasting[key]
+            for key in lasting
+            if old.get(key, (key,))[0] in fixed or key.startswith(mixed) or is_argument(key)
+        }
         text = json.dumps(kept, sort_keys=True, default=str)
         return f"{preset}-{hashlib.sha256(text.encode()).hexdigest()[:8]}"
 

@@ -73,6 +73,16 @@ class PredictConfig(PredictorConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
+class ApplyConfig(PredictorConfig):
+    """Output of a function that is applied to a dataset (`raystride.predict` with `fn`)."""
+
+    output: str | None = setting(None)
+    """Folder or URI for the rows, as Parquet. None: they are returned."""
+    launch: PredictorLaunchConfig = PredictorLaunchConfig()
+    """Start of the workers: little data in this process, more by Ray."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class GenerateConfig(FinishedRunConfig):
     """Prompt and run of the model that generates text."""
 
@@ -86,10 +96,12 @@ class GenerateConfig(FinishedRunConfig):
 class ExportConfig(FinishedRunConfig):
     """The run whose model is exported, and the format."""
 
-    to: Literal["hugging_face", "mlflow"] = setting("hugging_face")
-    """Format of the export. `hugging_face`: safetensors in the layout of the family that describes the model (Llama, Qwen 2
-    and 3, Mistral, SmolLM 3, Phi-3, Gemma 2 and 3, GPT-2; classifiers: BERT, RoBERTa, DistilBERT, ModernBERT). `mlflow`: an
-    MLflow model, also logged to the run."""
+    to: Literal["auto", "hugging_face", "mlflow", "state_dict", "torch_export", "onnx"] = setting("auto")
+    """Format of the export. `auto`: `hugging_face`, or `state_dict` for a model of your own. `hugging_face`: safetensors in
+    the layout of the family that describes the model (Llama, Qwen 2 and 3, Mistral, SmolLM 3, Phi-3, Gemma 2 and 3, GPT-2;
+    classifiers: BERT, RoBERTa, DistilBERT, ModernBERT). `mlflow`: an MLflow model, also logged to the run. For models of
+    your own (`raystride.fit`): `state_dict` (model.safetensors and state_dict.pt), `torch_export` and `onnx` (a program that
+    needs none of your code), and `hugging_face` where the module has `save_pretrained`."""
     folder: str | None = setting(None)
     """Folder or URI to write to. None: `export/` and the name of the format in the run's folder, or `export/adapter`."""
     merge: bool = setting(False)
@@ -106,7 +118,7 @@ class ExportConfig(FinishedRunConfig):
         super().__post_init__()
         if self.push and (not is_hub_name(self.push) or "@" in self.push):
             raise self.error("push", "must be a name on the hub, `org/name`")
-        if self.push and self.to != "hugging_face":
+        if self.push and self.to not in ("auto", "hugging_face"):
             raise self.error("push", f"must be left out with --to {self.to}: the hub has models of `hugging_face`")
 
 

@@ -11,6 +11,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import asdict, dataclass, fields, is_dataclass, replace
 from functools import cache
 from itertools import pairwise
@@ -24,6 +25,7 @@ from raystride.pipelines.config.batch import batch_error, cut_batch_of_content, 
 from raystride.pipelines.config.help import Usage, help_text
 from raystride.pipelines.config.presets import find_config, presets
 from raystride.pipelines.config.renamed import Tell, with_new_flags, with_new_names
+from raystride.pipelines.config.run import ARGUMENTS, is_argument
 from raystride.pipelines.config.section import SettingError, nearest
 from raystride.pipelines.config.words import refuse_words, words_to_flags
 from raystride.pipelines.credentials import MissingSecret, redact_all_uris
@@ -177,9 +179,12 @@ def _nest(flat: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _merge(content: dict[str, Any], changes: Mapping[str, Any], known: Collection[str], prefix: str = "") -> None:
-    """Puts the changes over the content, section by section; a setting whose value is a mapping is replaced."""
+    """Puts the changes over the content, section by section.
+
+    A setting whose value is a mapping is replaced, except for the arguments of users' functions.
+    """
     for key, value in changes.items():
-        below = any(name.startswith(f"{prefix}{key}.") for name in known)
+        below = any(name.startswith(f"{prefix}{key}.") for name in known) or f"{prefix}{key}" in ARGUMENTS
         if below and isinstance(value, dict) and isinstance(content.get(key), dict):
             _merge(content[key], value, known, f"{prefix}{key}.")
         else:
@@ -269,7 +274,12 @@ def _check_flags(arguments: Sequence[str], known: set[str]) -> None:
     for argument in arguments:
         if argument.startswith("--"):
             key = argument[2:].split("=")[0]
-            if key not in known | own:
+            if is_argument(key):
+                section, mapping, name, *below = key.split(".")
+                if below:
+                    remedy = f"give it as --{section}.{mapping}.{name} '{{{below[0]}: ...}}'"
+                    raise SettingError(f"--{key} lies inside the argument {name}: {remedy}", setting=key)
+            elif key not in known | own:
                 raise SettingError(f"there is no setting --{key}{nearest(key, known)}", setting=key)
 
 
@@ -338,6 +348,13 @@ def with_settings(config: T, settings: Mapping[str, Any]) -> T:
     sections: dict[str, dict[str, Any]] = {}
     for key, value in settings.items():
         section, _, name = key.rpartition(".")
+        if is_argument(key):
+            section, mapping, *names, last = key.split(".")
+            place = sections.setdefault(section, {}).setdefault(mapping, deepcopy(getattr(known.fit, mapping)))
+            for name in names:
+                place = place.setdefault(name, {})
+            place[last] = value
+            continue
         sections.setdefault(section, {})[name] = parse_value(type(config), key, value)
     if sections.get("train", {}).get("batch"):
         sections["train"] = with_slots({"slot_tokens": known.train.slot_tokens} | sections["train"])
@@ -387,6 +404,8 @@ def _describe_type(annotation: Any) -> str:
     words = {int: "a whole number", float: "a number", bool: "true or false", str: "text", type(None): "nothing"}
     if annotation in words:
         return words[annotation]
+    if get_origin(annotation) is dict:
+        return "a mapping"
     if get_origin(annotation) is Literal:
         return "one of " + ", ".join(map(str, get_args(annotation)))
     if get_origin(annotation) is tuple:

@@ -248,6 +248,15 @@ class DecodingConfig(Section):
     """Maximum length of a translation in tokens. 0: fifty more than its source has (Vaswani et al., 2017, section 6.1)."""
 
 
+ARGUMENTS = ("fit.model_args", "fit.data_args")
+"""Settings whose mappings have keys that users choose, the arguments of their functions; each key is a setting."""
+
+
+def is_argument(key: str) -> bool:
+    """Whether a setting's full name is that of an argument of a user's function, `fit.model_args.width`."""
+    return key.startswith(tuple(f"{mapping}." for mapping in ARGUMENTS))
+
+
 @dataclass(frozen=True, kw_only=True)
 class FitConfig(Section):
     """Arguments of a model and dataset of your own (`raystride.fit`)."""

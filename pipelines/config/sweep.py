@@ -14,6 +14,7 @@ from raystride.pipelines.config.condition import Condition
 from raystride.pipelines.config.config import Config, name_fault
 from raystride.pipelines.config.lora import is_shared, refuse_sharing
 from raystride.pipelines.config.renamed import with_current_names, with_current_names_in
+from raystride.pipelines.config.run import is_argument
 from raystride.pipelines.config.section import Section, setting
 from raystride.pipelines.credentials import redact_all_uris
 
@@ -238,7 +239,7 @@ class SweepJobConfig(Config):
             raise self.error("run", fault)
         known = self.training().flat()
         for key in self.sweep.space:
-            if key not in known:
+            if key not in known and not is_argument(key):
                 raise self.sweep.error("space", f"names {key}, which is no setting of a training; --help lists them")
             if key in OF_TRIALS:
                 raise self.sweep.error("space", f"names {key}, which each trial sets by itself")

@@ -111,7 +111,7 @@ def progress_line(state: TrainingState) -> str:
             ("loss", "loss", _format_loss),
             ("val_loss", "val_loss", _format_loss),
             ("scores", "", _format_scores),
-            ("tokens_per_second", "tokens/s", _format_rate),
+            ("tokens_per_second", f"{state.get('rate_unit', 'tokens')}/s", _format_rate),
             ("eta", "eta", format_duration),
         )
         if (value := cast(Any, state.get(key))) not in (None, {})

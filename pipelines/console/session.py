@@ -24,10 +24,12 @@ from raystride.pipelines.record.state import TrainingState
 from raystride.pipelines.record.summary import RunSummary
 from raystride.pipelines.report import closing_screen, gather_figures, save_curve_picture, text_curve, write_page
 from raystride.pipelines.report.figures import Figures, Points
+from raystride.pipelines.report.run_figures import rate_unit
 from raystride.pipelines.run_store.lease import RunLocked
 from raystride.pipelines.service_thread import ServiceThread
 from raystride.pipelines.signals import signal_exception, termination_signals
 from raystride.pipelines.storage.folder import Folder
+from raystride.pipelines.tasks import build_task
 from raystride.pipelines.worker.job import Job
 
 POLL_S = 0.5
@@ -95,7 +97,8 @@ def run_session(job: Job, recorder: RunRecorder, train: Train, hooks: SessionHoo
     cannot be placed, both without touching the run's files.
     """
     with stop_signals(recorder.request_stop) as received_signals:
-        outcome = _train_and_watch(train, recorder, hooks, f"starting on {job.device} ...", received_signals)
+        counted = rate_unit(build_task(job.config).unit)
+        outcome = _train_and_watch(train, recorder, hooks, f"starting on {job.device} ...", received_signals, counted)
         if isinstance(outcome, RunLocked | CannotRun):
             raise outcome
         if isinstance(outcome, BaseException):
@@ -107,9 +110,17 @@ def run_session(job: Job, recorder: RunRecorder, train: Train, hooks: SessionHoo
 
 
 def _train_and_watch(
-    train: Train, recorder: RunRecorder, hooks: SessionHooks, phase: str, received_signals: Sequence[str]
+    train: Train,
+    recorder: RunRecorder,
+    hooks: SessionHooks,
+    phase: str,
+    received_signals: Sequence[str],
+    counted: str = "tokens",
 ) -> RunSummary | BaseException:
-    """Trains in a thread while this one draws the progress line; returns the summary, or the error raised."""
+    """Trains in a thread while this one draws the progress line; returns the summary, or the error raised.
+
+    `counted` is what throughput counts.
+    """
     outcome: list[RunSummary | BaseException] = []
 
     def run_training() -> None:
@@ -132,6 +143,7 @@ def _train_and_watch(
                 if not state.get("step") and time.monotonic() - max(began_at, looked_at) > START_LOOK_S:
                     looked_at = time.monotonic()
                     phase = hooks.pending_reason() or phase
+                state["rate_unit"] = counted
                 waiting = state.get("phase") or (phase if not state.get("step") else None)
                 progress.update(state | {"phase": waiting})
                 if not link and (link := state.get("mlflow") or ""):

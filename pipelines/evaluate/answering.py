@@ -42,6 +42,20 @@ class Example:
     """The whole row of the data, if it is kept."""
 
 
+def prepare_device(settings: PredictorConfig) -> torch.device:
+    """Returns the device of a model, after this process's threads and products are as the settings say.
+
+    Raises SettingError if there is no such device.
+    """
+    cuda = settings.device == "cuda" or (settings.device == "auto" and torch.cuda.is_available())
+    if cuda and not torch.cuda.is_available():
+        raise settings.error("device", "must be auto or cpu where there is no GPU that PyTorch can use")
+    Precision(settings.precision).set_matmul_precision()
+    if settings.threads and not cuda:
+        torch.set_num_threads(settings.threads)
+    return torch.device("cuda" if cuda else "cpu")
+
+
 class Predictor:
     """A model in this process, on its device; if `graded`, documents are whole and get a loss."""
 
@@ -50,18 +64,12 @@ class Predictor:
     ) -> None:
         """Loads the model onto its device; `sample` configures a decoder's text. Raises SettingError if the device does not
         exist."""
-        cuda = settings.device == "cuda" or (settings.device == "auto" and torch.cuda.is_available())
-        if cuda and not torch.cuda.is_available():
-            raise settings.error("device", "must be auto or cpu where there is no GPU that PyTorch can use")
-        self.device = torch.device("cuda" if cuda else "cpu")
+        self.device = prepare_device(settings)
         self.model, self.task, self.settings, self.graded = opened.model.to(self.device), opened.task, settings, graded
         self.sample = (sample or SampleConfig()) if isinstance(self.model, Decoder) and not graded else None
         self._precision = Precision(settings.precision)
-        self._precision.set_matmul_precision()
         self._columns = self.task.columns if graded else self.task.asked
         self._type = np.int64 if self.task.window else np.dtype(str(id_type(self.task)))
-        if settings.threads and not cuda:
-            torch.set_num_threads(settings.threads)
 
     def predict(self, documents: Iterable[Document]) -> Iterator[dict[str, Any]]:
         """Yields the columns of each document with its prediction, in order. Raises ValueError if one is no valid input."""

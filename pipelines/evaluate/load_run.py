@@ -12,12 +12,12 @@ from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from threading import Lock
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from raystride.pipelines.config import Config
 from raystride.pipelines.config.parse import from_yaml
 from raystride.pipelines.config.section import SettingError
-from raystride.pipelines.plugins import load_plugins
+from raystride.pipelines.plugins import SCRIPT, TASKS, load_plugins
 from raystride.pipelines.storage.folder import Folder
 from raystride.pipelines.tasks import Task, build_task
 from raystride.pipelines.tasks.task import Encoder
@@ -68,6 +68,8 @@ class SelectedRun:
     config: Config
     checkpoints: "tuple[ValidCheckpoint, ...]"
     """The newest first; the model is their mean."""
+    script_task: Any = None
+    """The task's class if the running script has registered it, which processes elsewhere lack."""
 
     @property
     def step(self) -> int:
@@ -83,6 +85,8 @@ class SelectedRun:
     @property
     def task(self) -> Task:
         """The run's task, with its facts about the data, and its tokenizers."""
+        if self.script_task is not None:
+            TASKS.setdefault(self.config.task, self.script_task)
         return load_task(self.config, self.place)
 
     @property
@@ -156,7 +160,8 @@ def select_run(storage: Folder, run: str, checkpoint: str | int = "best", averag
             setting="run",
             value=run,
         )
-    return SelectedRun(config, tuple(chosen))
+    registered = TASKS.get(config.task) if SCRIPT in config.plugins else None
+    return SelectedRun(config, tuple(chosen), registered.for_inference() if registered else None)
 
 
 def load_task(config: Config, place: Folder) -> Task:

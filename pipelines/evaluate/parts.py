@@ -5,7 +5,7 @@ predict_part(job, job.load_predictor(), part)             # {"part": 3, "rows": 
 """
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any, Literal
@@ -75,6 +75,10 @@ class PredictJob:
         """Loads the model into this process, ready to predict."""
         return Predictor(self.chosen.with_beams(self.settings.beams).open(), self.settings, self.sample, graded=self.graded)
 
+    def run_part(self, predictor: Predictor, part: Part) -> dict[str, Any]:
+        """Predicts a part; see `predict_part`."""
+        return predict_part(self, predictor, part)
+
 
 def predict_part(job: PredictJob, predictor: Predictor, part: Part) -> dict[str, Any]:
     """Writes a part's file and its record; returns the record. Raises DataError unless faults are skipped.
@@ -91,17 +95,32 @@ def predict_part(job: PredictJob, predictor: Predictor, part: Part) -> dict[str,
     schemas, written = _write_rows(job, predictor.task, part, name, rows)
     if job.graded:
         counts["rows"] = written
+    return write_record(job.folder, part, name, schemas, written=written, faults=faults, **counts)
+
+
+def write_record(
+    folder: Folder,
+    part: Part,
+    name: str,
+    schemas: tuple[Any, Any] | None,
+    *,
+    rows: int,
+    written: int,
+    skipped: int = 0,
+    faults: Sequence[dict[str, str]] = (),
+) -> dict[str, Any]:
+    """Writes the record of a part whose file is complete, and returns it."""
     record = {
         "part": part.number,
-        "rows": counts["rows"],
+        "rows": rows,
         "written": written,
         "file": name if written else None,
-        "bytes": job.folder.size(name) if written else 0,
+        "bytes": folder.size(name) if written else 0,
         "schemas": [pack_schema(schema) for schema in schemas or ()],
-        "skipped": counts["skipped"],
-        "faults": faults,
+        "skipped": skipped,
+        "faults": list(faults),
     }
-    (job.folder / RECORDS_FOLDER).put_json(f"{part.number:05d}.json", record)
+    (folder / RECORDS_FOLDER).put_json(f"{part.number:05d}.json", record)
     return record
 
 

@@ -17,12 +17,12 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, Literal, Protocol
 
 from raystride.pipelines.config import DataConfig, PredictorConfig, SampleConfig, SettingError
 from raystride.pipelines.config.data import SourceKind
 from raystride.pipelines.evaluate.load_run import SelectedRun
-from raystride.pipelines.evaluate.parts import RECORDS_FOLDER, PredictJob, load_records, predict_part, unify_files
+from raystride.pipelines.evaluate.parts import RECORDS_FOLDER, PredictJob, load_records, unify_files
 from raystride.pipelines.evaluate.rows import Form, infer_schema, unify
 from raystride.pipelines.prepare import progress
 from raystride.pipelines.prepare.parts import divide_without_validation
@@ -48,9 +48,36 @@ SAMPLED_FILES, MAX_OPEN_FILES = 8, 16
 MIN_PART_BYTES, USUAL_PART_BYTES, MAX_PARTS = 4 << 10, 1 << 20, 4096
 """Minimum and usual bytes of a part, and the maximum of parts."""
 
-RunParts = Callable[[PredictJob, list[Part]], None]
-"""Predicts parts, here or on a cluster."""
 Log = Callable[[str], None]
+
+
+class PartJob(Protocol):
+    """Batch inference in parts, a frozen dataclass; see `PredictJob`."""
+
+    @property
+    def chosen(self) -> SelectedRun: ...
+    @property
+    def settings(self) -> PredictorConfig: ...
+    @property
+    def folder(self) -> Any: ...
+    @property
+    def form(self) -> Form: ...
+    @property
+    def split(self) -> Literal["train", "validation"] | None: ...
+    @property
+    def graded(self) -> bool: ...
+    @property
+    def fixed(self) -> bool: ...
+
+    def load_predictor(self) -> Any:
+        """Loads the model into this process."""
+
+    def run_part(self, predictor: Any, part: Part) -> Any:
+        """Does a part; its result can be pickled. Raises DataError, SettingError."""
+
+
+RunParts = Callable[[Any, list[Part]], dict[int, Any]]
+"""Does the parts of a `PartJob`, here or on a cluster; returns their results by number."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -170,7 +197,7 @@ def with_part_size(data: DataConfig, source: Source, min_bytes: int = MIN_PART_B
 
 
 def predict_all(
-    job: PredictJob, parts: list[Part], origin: dict[str, Any], run_parts: RunParts, log: Log
+    job: "PartJob", parts: list[Part], origin: dict[str, Any], run_parts: RunParts, log: Log
 ) -> PredictionResult:
     """Predicts the parts that have no file yet; `origin` describes everything that affects predictions.
 
@@ -244,11 +271,10 @@ def _clear_if_empty(folder: Folder, manifest: dict[str, Any], records_folder: st
     return True
 
 
-def predict_locally(job: PredictJob, parts: list[Part]) -> None:
-    """Predicts parts in this process."""
+def predict_locally(job: "PartJob", parts: list[Part]) -> dict[int, Any]:
+    """Does the parts in this process; returns their results by number."""
     predictor = job.load_predictor()
-    for part in parts:
-        predict_part(job, predictor, part)
+    return {part.number: job.run_part(predictor, part) for part in parts}
 
 
 def describe_origin(job: PredictJob) -> dict[str, Any]:

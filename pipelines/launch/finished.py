@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from raystride.pipelines.cluster.answering import make_part_runner
 from raystride.pipelines.config import Config, SettingError
-from raystride.pipelines.config.jobs import EvaluateConfig, ExportConfig, PredictConfig, ServeConfig
+from raystride.pipelines.config.jobs import ApplyConfig, EvaluateConfig, ExportConfig, PredictConfig, ServeConfig
 from raystride.pipelines.config.parse import from_yaml
 from raystride.pipelines.hub import push
 from raystride.pipelines.report.model_card import model_card
@@ -42,6 +42,13 @@ def evaluate_run(settings: EvaluateConfig, log: Log = print) -> "tuple[Evaluatio
             value=settings.run,
         )
     chosen = select_run(storage, settings.run, settings.checkpoint, settings.average)
+    if chosen.task.reads_dataset:
+        raise SettingError(
+            f"task is {chosen.config.task!r}: scores of a model of your own on its validation are in the run's summary; on "
+            "other data raystride.predict(run, data, fn=...) computes them",
+            setting="task",
+            value=chosen.config.task,
+        )
     if settings.data.test_source:
         data = replace(chosen.config.data, test_source=settings.data.test_source)
         chosen = replace(chosen, config=replace(chosen.config, data=data))
@@ -63,6 +70,7 @@ def predict_files(settings: PredictConfig, log: Log = print) -> "PredictionResul
     from raystride.pipelines.evaluate.load_run import select_run
 
     chosen = select_run(Folder.from_uri(settings.storage), settings.run, settings.checkpoint, settings.average)
+    chosen.task.refuse_questions()
     from raystride.pipelines.evaluate.prediction import predict
 
     predicted = predict(
@@ -94,6 +102,7 @@ def predict_inputs(settings: PredictConfig, inputs: Sequence[Any]) -> list[dict[
     from raystride.pipelines.evaluate.load_run import open_cached, select_run
 
     chosen = select_run(Folder.from_uri(settings.storage), settings.run, settings.checkpoint, settings.average)
+    chosen.task.refuse_questions()
     # Imported only after the run was found.
     from raystride.pipelines.evaluate.answering import Predictor
     from raystride.pipelines.evaluate.parts import name_probabilities
@@ -122,6 +131,34 @@ def predict_inputs(settings: PredictConfig, inputs: Sequence[Any]) -> list[dict[
         raise SettingError(f"a question cannot be answered: it {error}") from error
 
 
+def apply_function(
+    settings: ApplyConfig, function: Callable[..., Any], data: Any, collate: Callable[..., Any] | None, log: Log = print
+) -> "list[dict[str, Any]] | PredictionResult":
+    """Applies a function to the run's model and batches of a dataset; returns a row per sample, or writes them to files.
+
+    Raises SettingError if there is no such run or the function returns something else, DataError, CannotRun.
+    """
+    from raystride.pipelines.evaluate.load_run import select_run
+
+    storage = Folder.from_uri(settings.storage)
+    chosen = select_run(storage, settings.run, settings.checkpoint, settings.average)
+    from raystride.pipelines.evaluate.prediction import predict_all
+    from raystride.pipelines.own_model.apply import ApplyJob, cut_dataset
+    from raystride.pipelines.own_model.dataset import open_dataset
+    from raystride.pipelines.own_model.streams import is_stream, store_stream
+
+    data = store_stream(data, storage) if is_stream(data) else data
+    folder = Folder.from_uri(settings.output) if settings.output else None
+    job = ApplyJob(
+        chosen=chosen, settings=settings, function=function, dataset=open_dataset(data), collate=collate, folder=folder
+    )
+    run_parts, parts = make_part_runner(settings, settings.launch), cut_dataset(job.dataset, settings.batch)
+    if folder is not None:
+        return replace(predict_all(job, parts, job.origin, run_parts, log), step=chosen.step)
+    results = run_parts(job, parts) if parts else {}
+    return [row for part in parts for row in results[part.number]]
+
+
 def export_run(settings: ExportConfig) -> "tuple[Folder, LoadedModel]":
     """Writes the run's model in the requested format; returns the folder and the opened run.
 
@@ -135,9 +172,19 @@ def export_run(settings: ExportConfig) -> "tuple[Folder, LoadedModel]":
         message = f"merge is True: it must be false, since run {settings.run} trained no adapters (lora.rank is 0)"
         raise SettingError(message, setting="merge", value=True)
     opened = chosen.open()
+    is_own = opened.task.reads_dataset
+    if settings.to == "auto":
+        settings = replace(settings, to="state_dict" if is_own else "hugging_face")
     adapter = writes_adapter(settings, opened.config)
     name = "adapter" if adapter else settings.to
     target = Folder.from_uri(settings.folder) if settings.folder else storage / settings.run / "export" / name
+    if is_own:
+        from raystride.pipelines.own_model.export import export_own_model
+
+        return export_own_model(opened, settings.to, target), opened
+    if settings.to not in ("hugging_face", "mlflow"):
+        message = f"to is {settings.to!r}: it must be `hugging_face` or `mlflow` for the task {opened.config.task}"
+        raise SettingError(message, setting="to", value=settings.to)
     if adapter:
         from raystride.pipelines.evaluate.export import export_adapter
 
@@ -154,7 +201,7 @@ def export_run(settings: ExportConfig) -> "tuple[Folder, LoadedModel]":
 
 def writes_adapter(settings: ExportConfig, config: Config) -> bool:
     """Returns whether an export of a run with these settings is an adapter without its base."""
-    return config.lora.rank > 0 and settings.to == "hugging_face" and not settings.merge
+    return config.lora.rank > 0 and settings.to in ("auto", "hugging_face") and not settings.merge
 
 
 def export_for_serving(settings: ServeConfig) -> "tuple[Folder, LoadedModel]":

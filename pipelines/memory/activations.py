@@ -135,7 +135,8 @@ def list_moments(network: Network, arithmetic: Arithmetic, checkpointing: str) -
     below = network.embedding_saved + sum(bytes_kept)
     copies = _autocast_copy_bytes(network.blocks, arithmetic)
     moments = [replace(moment, activations=below + copies + moment.activations) for moment in network.loss]
-    moments.append(Moment(below - bytes_kept[-1], phase="forward"))
+    if network.blocks:
+        moments.append(Moment(below - bytes_kept[-1], phase="forward"))
     ready_gradients = network.head
     for num_blocks_done, block in enumerate(reversed(network.blocks)):
         num_blocks_left = len(network.blocks) - num_blocks_done

@@ -296,7 +296,7 @@ class UnshardedMemory:
             gathered = outer + forward * blocks[-1] if reshard else num_parameters
             return compute * (gathered + sum(blocks[-2:] if forward else blocks[-1:])) + accumulated
         if moment.phase == "embedding":
-            return max(2 * compute, compute + FP32, 2 * FP32) * outer + FP32 * blocks[0]
+            return max(2 * compute, compute + FP32, 2 * FP32) * outer + FP32 * sum(blocks[:1])
         # The next block below is gathered ahead of time, and the gradients of the one above are still on their way.
         below, current, above = (
             blocks[: num_blocks_left - 1],

@@ -7,6 +7,7 @@ labels hardly matters. Sentences of a translator are as long as the context on b
     network.count                                             # parameters
 """
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -33,6 +34,7 @@ from raystride.pipelines.memory.saved import (
     feed_forward_sizes,
     norm_sizes,
 )
+from raystride.pipelines.plugins import TASKS
 
 WHOLE_NETWORK = NetworkPart()
 Facts = Mapping[str, Any]
@@ -48,8 +50,14 @@ _INDEX_BYTES = 8
 
 
 def expected_facts(config: Config) -> Facts:
-    """Returns the facts that follow from the settings."""
+    """Returns the facts that follow from the settings, and of a model of the user's own what one step of it measured.
+
+    Raises SettingError, DataError if the latter fails.
+    """
     vocab_size = config.tokenizer.vocabulary_size
+    registered = TASKS.get(config.task)
+    if registered is not None and registered.reads_dataset:
+        return {"dataset": registered(config).describe_dataset()}
     image = {"image": config.data.image_size} if config.task == "images" else {}
     return {
         "vocabulary_size": vocab_size,
@@ -66,8 +74,19 @@ def describe_network(
 
     With a `part`, settings and facts are those that `cut` gives.
     """
+    if "dataset" in facts:
+        return measured_network(config, facts["dataset"], slots)
     build = NETWORKS.get(config.task)
     return build(config, facts, slots, arithmetic, part) if build else None
+
+
+def measured_network(config: Config, description: Facts, slots: int) -> Network:
+    """Describes a model of the user's own from `own_model.describe`: all its activations exist until its backward ends."""
+    sizes = [math.prod(shape) for shape in description["parameters"].values()]
+    samples = slots * config.train.slot_size
+    saved = samples * float(description["activation_bytes"])
+    final_moment = Moment(saved, sum(sizes), max(sizes), "embedding")
+    return Network(sizes=sizes, blocks=[], embedding_saved=saved, loss=[], final_moment=final_moment)
 
 
 def decoder_network(

@@ -26,6 +26,8 @@ class ArrayColumns:
     Raises DataError if the lengths differ.
     """
 
+    is_plain = True
+
     def __init__(self, columns: Mapping[Any, Any], *, named: bool) -> None:
         lengths = {name: len(column) for name, column in columns.items()}
         if len(set(lengths.values())) > 1:
@@ -43,6 +45,8 @@ class ArrayColumns:
 class TableRows:
     """Rows of a `pyarrow.Table` as mappings; numbers and lists of numbers are NumPy values, other values Python's."""
 
+    is_plain = True
+
     def __init__(self, table: Any) -> None:
         self._columns = {name: _open_column(table.column(name)) for name in table.column_names}
         self._length = table.num_rows
@@ -52,10 +56,6 @@ class TableRows:
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         return {name: read(index) for name, read in self._columns.items()}
-
-
-PLAIN_TYPES = (list, ArrayColumns, TableRows, np.ndarray)
-"""Datasets whose `[i]` runs no code of the user and draws no random numbers."""
 
 
 def open_dataset(given: Any, arguments: Mapping[str, Any] | None = None) -> IndexedDataset:
@@ -79,7 +79,7 @@ def open_dataset(given: Any, arguments: Mapping[str, Any] | None = None) -> Inde
     if not hasattr(given, "__getitem__") or not hasattr(given, "__len__"):
         raise DataError(
             f"data is of type {type(given).__name__}, which has no len() and no [i]: give a list, arrays, a table, or a "
-            "dataset that can be indexed; of a stream, list(...) or a file of its rows"
+            "dataset that can be indexed; raystride.fit itself takes streams (iterators, iterable and Ray data sets)"
         )
     return given  # type: ignore[no-any-return]
 
@@ -88,7 +88,9 @@ def is_plain(dataset: IndexedDataset) -> bool:
     """Returns whether reading a sample runs no code of the user, and so draws no random numbers."""
     if type(dataset).__module__.partition(".")[0] == "datasets":
         return getattr(dataset, "format", {}).get("type") != "custom"
-    return isinstance(dataset, PLAIN_TYPES) or type(dataset).__module__ == "torch"
+    return (
+        isinstance(dataset, list | np.ndarray) or getattr(dataset, "is_plain", False) or type(dataset).__module__ == "torch"
+    )
 
 
 def describe_sample(sample: Any) -> Any:
@@ -127,8 +129,12 @@ def _open_column(column: Any) -> Callable[[int], Any]:
         return lambda index: values[index]
     is_list = pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
     if is_list and (pa.types.is_integer(kind.value_type) or pa.types.is_floating(kind.value_type)):
-        dtype = kind.value_type.to_pandas_dtype()
-        return lambda index: np.asarray(column[index].as_py(), dtype)
+        return lambda index: _read_list(column[index])
     if isinstance(kind, pa.FixedShapeTensorType):
         return lambda index: column[index].to_numpy()
     return lambda index: column[index].as_py()
+
+
+def _read_list(scalar: Any) -> np.ndarray | None:
+    """Returns a list of numbers as an array, or None where it is missing; a number that is missing in it is NaN."""
+    return scalar.values.to_numpy(zero_copy_only=False) if scalar.is_valid else None

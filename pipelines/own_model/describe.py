@@ -6,7 +6,7 @@ split_indices(2000, 0.05, seed=0)["validation"]           # 100 samples
 
 import random
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -14,10 +14,12 @@ import torch
 from torch import nn
 
 from raystride.pipelines.config import Config, SettingError
+from raystride.pipelines.feed.order import Order
 from raystride.pipelines.own_model.dataset import IndexedDataset, describe_sample
 from raystride.pipelines.own_model.definition import OwnModel
 from raystride.pipelines.own_model.network import as_sums, read_loss
 from raystride.pipelines.own_model.samples import NestedBatch, collate_samples, seed_generators
+from raystride.pipelines.own_model.streams import StoredRows
 from raystride.pipelines.prepare.code_hash import hash_code, qualified_name
 from raystride.pipelines.sources.faults import DataError
 
@@ -46,7 +48,7 @@ def describe_own_model(own: OwnModel, config: Config) -> dict[str, Any]:
             samples = [dataset[i] for i in range(min(PROBED, len(dataset)))]
             batch = NestedBatch(collate_samples(samples, own.collate))
             network = own.make_network(config)
-            logged, measured = _run_once(own, network, batch, len(samples), exact=config.train.exact)
+            logged, measured, saved = _run_once(own, network, batch, len(samples), exact=config.train.exact)
         finally:
             random.setstate(state[0])
             np.random.set_state(state[1])
@@ -57,26 +59,43 @@ def describe_own_model(own: OwnModel, config: Config) -> dict[str, Any]:
         "parameters": {name: list(value.shape) for name, value in network.named_parameters()},
         "logged": logged,
         "measured": measured,
-        "code": hash_code([qualified_name(part) for part in _parts_with_code(own)]),
+        "activation_bytes": saved / len(samples),
+        "code": _hash_parts(own),
     }
 
 
-def _parts_with_code(own: OwnModel) -> Iterable[Any]:
+def _hash_parts(own: OwnModel) -> str:
+    """Returns a hash of the code of everything that the user gave, and of the rows of a stream."""
     parts = (own.model, own.data, own.loss, own.validation, own.metrics, own.collate, own.optimizer, own.schedule)
-    return [part for part in parts if callable(part) or type(part).__module__ not in ("builtins", "numpy", "torch")]
+    with_code = [part for part in parts if callable(part) or type(part).__module__ not in ("builtins", "numpy", "torch")]
+    streams = [part.name for part in parts if isinstance(part, StoredRows)]
+    return "-".join([hash_code([qualified_name(part) for part in with_code]), *streams])
 
 
 def _run_once(
     own: OwnModel, network: nn.Module, batch: NestedBatch, num_samples: int, *, exact: bool
-) -> tuple[list[str], list[str]]:
-    """Returns the names of further losses and of metrics, from a forward and backward. Raises SettingError."""
+) -> tuple[list[str], list[str], int]:
+    """Returns the names of further losses and of metrics, and the bytes saved, by a forward and backward.
+
+    Raises SettingError.
+    """
     trained = [(name, parameter) for name, parameter in network.named_parameters() if parameter.requires_grad]
     if not trained:
         rule = "must have parameters that require gradients"
         raise SettingError(f"model {rule}, and has none", setting="model", value=0, allowed=rule)
     before = {name: value.clone() for name, value in network.named_buffers()}
     network.train()
-    returned = own.loss(network, batch.content)
+    held = {parameter.untyped_storage().data_ptr() for parameter in network.parameters()}
+    saved: dict[int, int] = {}
+
+    def note_saved(value: torch.Tensor) -> torch.Tensor:
+        storage = value.untyped_storage()
+        if storage.data_ptr() not in held:
+            saved[storage.data_ptr()] = storage.nbytes()
+        return value
+
+    with torch.autograd.graph.saved_tensors_hooks(note_saved, lambda value: value):
+        returned = own.loss(network, batch.content)
     (loss_sum, _), others = read_loss(returned, num_samples)
     if not loss_sum.requires_grad:
         rule = "must depend on the model's parameters"
@@ -111,7 +130,7 @@ def _run_once(
         measured = [str(name) for name in found]
     for name, value in others.items():
         as_sums(value, num_samples, name, loss_sum.device)
-    return sorted(others), measured
+    return sorted(others), measured, sum(saved.values())
 
 
 def split_indices(count: int, fraction: float, seed: int) -> dict[str, np.ndarray]:
@@ -122,7 +141,7 @@ def split_indices(count: int, fraction: float, seed: int) -> dict[str, np.ndarra
     if count < 2:
         raise DataError(f"data has {count} samples: give at least two, or `validation` samples of their own")
     held_out = min(count - 1, max(1, round(count * fraction)))
-    shuffled = np.random.Generator(np.random.PCG64(seed)).permutation(count)
+    shuffled = Order(count, seed).sample_ids_at(np.arange(count))
     return {"train": np.sort(shuffled[held_out:]), "validation": np.sort(shuffled[:held_out])}
 
 

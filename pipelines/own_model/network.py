@@ -6,12 +6,14 @@ loss_sum, counted = network(batch, targets)               # backward of loss_sum
 
 import random
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
 
+from raystride.model.linear import has_bf16
 from raystride.pipelines.config import SettingError
 from raystride.pipelines.own_model.definition import OwnModel
 from raystride.pipelines.own_model.samples import NestedBatch
@@ -33,7 +35,7 @@ class OwnNetwork(nn.Module):
         description = facts.get("dataset", {})
         self._logged_names: list[str] = description.get("logged", [])
         self._measured_names: list[str] = description.get("measured", [])
-        self._has_bf16 = precision == "bf16"
+        self._precision = precision
         self._logged: list[Any] = [0.0, 0.0] * len(self._logged_names)
 
     @property
@@ -41,12 +43,15 @@ class OwnNetwork(nn.Module):
         """The user's network."""
         return self.module
 
+    def compile(self, *arguments: Any, **options: Any) -> None:
+        """Compiles the user's network; the loss and what surrounds it stay as they are."""
+        self.module.compile(*arguments, **options)
+
     def forward(self, batch: NestedBatch, targets: torch.Tensor, *, measures: bool = False) -> tuple[torch.Tensor, ...]:
         """Returns the loss sum and its count; with `measures` also sums and counts of all further figures, one vector."""
         if self.training:
             self._seed_other_generators(targets.device)
-        # On GPUs the loop has entered autocast; on CPUs it leaves that to our own layers.
-        with torch.autocast("cpu", torch.bfloat16, enabled=self._has_bf16 and targets.device.type == "cpu"):
+        with autocast_module(self._precision, targets.device):
             returned = self._own_model.loss(self.module, batch.content)
             (loss_sum, counted), others = read_loss(returned, len(targets))
             figures = dict(others)
@@ -92,6 +97,16 @@ class OwnNetwork(nn.Module):
             torch.default_generator.manual_seed(key)
         random.seed(key)
         np.random.seed(key % 2**32)
+
+
+def autocast_module(precision: str, device: torch.device) -> AbstractContextManager[object]:
+    """Returns the context of a user's module by `train.precision`.
+
+    The loop's own leaves bfloat16 on CPUs, and parameters in bfloat16, to our own layers.
+    """
+    if precision == "pure_bf16" or (precision == "bf16" and (device.type == "cuda" or has_bf16())):
+        return torch.autocast(device.type, torch.bfloat16)
+    return nullcontext()
 
 
 def read_loss(returned: Any, num_samples: int) -> tuple[Sums, dict[str, Any]]:

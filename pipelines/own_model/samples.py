@@ -208,10 +208,16 @@ def _read(dataset: IndexedDataset, collate: Collate | None, request: _Request) -
         try:
             content.append(dataset[sample])
         except Exception as error:
-            raise DataError(f"sample {sample} of data raised {_describe(error)}") from error
+            raise DataError(f"sample {sample} of data raised {describe_error(error)}") from error
     if request.keys:
         seed_generators(int(mix64(np.array(request.keys[:1], np.uint64))[0]))
     return collate_samples(content, collate)
+
+
+def read_batch(dataset: IndexedDataset, collate: Collate | None, samples: np.ndarray, seed: int) -> Any:
+    """Reads and collates samples in this process, with its generators seeded as in a validation. Raises DataError."""
+    keys = sample_keys(seed, np.full(len(samples), VALIDATION_EPOCH), samples)
+    return _read(dataset, collate, _Request(0, samples.tolist(), keys.tolist()))
 
 
 def collate_samples(samples: list[Any], collate: Collate | None) -> Any:
@@ -225,7 +231,7 @@ def collate_samples(samples: list[Any], collate: Collate | None) -> Any:
     except Exception as error:
         remedy = "" if collate else "; samples of different shapes need a `collate` of your own, which takes a list of them"
         name = "collate" if collate else "PyTorch's default_collate"
-        raise DataError(f"{name} raised {_describe(error)}{remedy}") from error
+        raise DataError(f"{name} raised {describe_error(error)}{remedy}") from error
 
 
 def seed_generators(key: int) -> None:
@@ -235,7 +241,7 @@ def seed_generators(key: int) -> None:
     torch.default_generator.manual_seed(key >> 1)
 
 
-def _describe(error: Exception) -> str:
+def describe_error(error: Exception) -> str:
     """Returns an error with the line that raised it."""
     frames = traceback.extract_tb(error.__traceback__)
     place = f" in {frames[-1].filename}, line {frames[-1].lineno}" if frames else ""

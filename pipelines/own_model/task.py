@@ -9,6 +9,7 @@ The samples are those of `own_model.samples`; nothing of them is written.
 """
 
 import random
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
@@ -32,7 +33,7 @@ class OwnModelTask(Task):
     own_model: ClassVar[OwnModel]
     tokenizers = ()
     reads_dataset = True
-    unit = "examples"
+    unit = "samples"
 
     def __init__(self, config: Config, facts: Facts | None = None, encoders: Encoders | None = None) -> None:
         super().__init__(config, facts, encoders)
@@ -75,20 +76,23 @@ class OwnModelTask(Task):
         """Returns what identifies model and data, as JSON, after one forward and backward of two samples on the CPU.
 
         Keys: `train`, `validation` (samples), `sample` (structure), `parameters` (shapes by name), `logged` (names of
-        further losses), `measured` (names of `metrics`), `code`. Computed once a process. Raises DataError, SettingError.
+        further losses), `measured` (names of `metrics`), `code`, `activation_bytes` (those that a sample's forward
+        saves for its backward, in fp32). Computed once a process. Raises DataError, SettingError.
         """
         if "dataset" in self.facts:
             return dict(self.facts["dataset"])
-        key = f"description {self.config.fit} {self.config.data.validation_fraction} {self.config.seed}"
+        config = self.config
+        key = f"description {config.fit} {config.data.validation_fraction} {config.seed} {config.train.exact}"
         if key not in self.own_model.opened:
             from raystride.pipelines.own_model.describe import describe_own_model
 
-            self.own_model.opened[key] = describe_own_model(self.own_model, self.config)
+            self.own_model.opened[key] = describe_own_model(self.own_model, config)
         return dict(self.own_model.opened[key])
 
     def shaped_by(self) -> dict[str, Any]:
         """Returns lengths and structure of the data, and the network's parameters: a resumed run must have the same."""
-        return {key: value for key, value in self.describe_dataset().items() if key != "code"}
+        described = self.describe_dataset()
+        return {key: value for key, value in described.items() if key not in ("code", "activation_bytes")}
 
     def open_samples(self, split: str) -> "IndexedSamples":
         """Returns the samples of `train` or `validation`. Raises DataError for data that is too short."""
@@ -145,7 +149,12 @@ class OwnModelTask(Task):
             f"train_{name}": mean(sums[2 * i], sums[2 * i + 1]) for i, name in enumerate(self.describe_dataset()["logged"])
         }
 
-    def answer(self, model: "nn.Module", inputs: Inputs) -> list[dict[str, Any]]:
+    @classmethod
+    def for_inference(cls) -> "type[OwnModelTask]":
+        """Returns the class without the data."""
+        return own_model_task(replace(cls.own_model, data=(), validation=None, opened={}), cls.__module__)
+
+    def refuse_questions(self) -> None:
         """Raises SettingError: only the user knows what the network's output means."""
         raise SettingError(
             f"task is {self.config.task!r}: predictions of a model of your own need a function, "

@@ -16,6 +16,7 @@ from raystride.pipelines.config import Config
 from raystride.pipelines.config.combinations import MESHED_DECODERS, MESHLESS, SHARDED
 from raystride.pipelines.memory.estimate import FRAMEWORK_BYTES, MemoryEstimate, estimate
 from raystride.pipelines.memory.networks import expected_facts
+from raystride.pipelines.plugins import BUILT_IN_TASKS
 from raystride.pipelines.storage.folder import Folder
 
 GIB = 2**30
@@ -138,7 +139,7 @@ def _suggest_less_memory(config: Config, allocation: Allocation, need: MemoryEst
         for_states.append("set scaling.offload true")
     if train.precision != "pure_bf16":
         for_states.append("set train.precision pure_bf16" + (" or bf16" if allocation.device == "cuda" else ""))
-    if config.task not in MESHLESS and not config.model.heads % (2 * scaling.tensor):
+    if config.task in BUILT_IN_TASKS and config.task not in MESHLESS and not config.model.heads % (2 * scaling.tensor):
         for_states.append(f"set scaling.tensor {2 * scaling.tensor} on more workers")
     for_states.append("lower the model's size")
     ordered = [*for_states, *for_activations] if states > need.activations else [*for_activations, *for_states]

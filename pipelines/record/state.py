@@ -22,7 +22,8 @@ LOSSES = ("val_loss", "val_perplexity")
 class TrainingState(TypedDict, total=False):
     """Figures of a running training for people; None if not known (yet).
 
-    `eta` is in seconds, `entries` the number of recorded entries of the attempt, `mlflow` the run's link.
+    `rate_unit` is what `tokens_per_second` counts, tokens by default; `eta` is in seconds; `entries` is the number of
+    recorded entries of the attempt, `mlflow` the run's link.
     """
 
     status: str
@@ -33,6 +34,7 @@ class TrainingState(TypedDict, total=False):
     val_loss: float | None
     scores: dict[str, float]
     tokens_per_second: float | None
+    rate_unit: str
     eta: float | None
     warnings: list[str]
     entries: int

@@ -52,6 +52,8 @@ def _last_lines(
     if not next_job:
         if summary.get("status") not in SUCCESSES:
             next_job = f"{shell_command('train', run, storage)}   # resumes it"
+        elif summary.get("unit") == "samples":  # a model of the user's own
+            next_job = f"raystride.Run.open({run!r}, {storage!r}).load_model()"
         elif writes:
             next_job = shell_command("generate", run, storage)
         else:

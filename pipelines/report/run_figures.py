@@ -52,6 +52,11 @@ _FIGURES: _Rows = (
 """Key, label and format of the figures before and after the task's own metrics."""
 
 
+def rate_unit(unit: str | None) -> str:
+    """Returns what throughput counts in a run whose task has this unit."""
+    return unit if unit in ("images", "samples") else "tokens"
+
+
 def list_run_figures(summary: Mapping[str, Any]) -> list[RunFigure]:
     """Returns the figures of `summary.json` that are known: status, steps, the task's metrics (that of `validation.metric`
     first), losses, speed, hardware. Figures of a mixture's sources (`val_loss/web`) are not among them.
@@ -61,7 +66,7 @@ def list_run_figures(summary: Mapping[str, Any]) -> list[RunFigure]:
 
 def _known_figures(rows: _Rows, summary: Mapping[str, Any]) -> Iterator[RunFigure]:
     unit = summary.get("unit") or "tokens"
-    words = {"unit": unit, "rate": "images" if unit == "images" else "tokens"}
+    words = {"unit": unit, "rate": rate_unit(unit)}
     known = dict(summary) | {"seen": summary.get("tokens_seen" if unit == "tokens" else "samples_seen")}
     for key, label, form in rows:
         if known.get(key) is not None:

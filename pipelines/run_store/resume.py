@@ -213,7 +213,7 @@ def _compare_dataset(folder: Folder, task: Task, log: Callable[[str], None]) -> 
         return
     now = json.loads(json.dumps(task.describe_dataset()))
     if before["code"] != now["code"]:
-        log("model: its code, or that of its data or loss, has changed since this run began; it goes on with the new code")
+        log("model: the code of model, data or loss has changed since this run began; it goes on with the new one")
     for key, names in (("parameters", "model"), ("sample", "data"), ("train", "data"), ("validation", "validation")):
         if before[key] == now[key]:
             continue

@@ -76,12 +76,12 @@ class _CheckpointedForward:
     def __init__(self, forward: Callable[..., Any], selective: bool) -> None:
         self._forward, self._selective = forward, selective
 
-    def __call__(self, *arguments: Any) -> Any:
+    def __call__(self, *arguments: Any, **named: Any) -> Any:
         from torch.utils.checkpoint import checkpoint
 
         contexts = partial(_checkpoint_contexts, self._selective, is_bf16_allowed())
         # The reentrant form accepts no contexts.
-        return checkpoint(self._forward, *arguments, use_reentrant=False, context_fn=contexts)
+        return checkpoint(self._forward, *arguments, use_reentrant=False, context_fn=contexts, **named)
 
 
 def _checkpoint_contexts(selective: bool, bf16: bool) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:

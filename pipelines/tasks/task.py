@@ -144,7 +144,8 @@ class Task:
     reads_dataset: ClassVar[bool] = False
     """Whether it has samples of its own (`open_samples`, `describe_dataset`), so that no documents are prepared."""
     unit: ClassVar[str] = "tokens"
-    """Unit in which reports count the samples seen: targets as `tokens`, samples as `examples`, `pairs` or `images`."""
+    """Unit in which reports count the samples seen: targets as `tokens`, samples as `examples`, `pairs`, `images` or
+    `samples`. Throughput counts tokens, except of `images` and `samples`."""
     metrics: tuple[str, ...] = ("val_loss",)
     """Metrics of `score`, for `validation.metric`."""
 
@@ -311,6 +312,15 @@ class Task:
         Raises NotImplementedError for other tasks, whose samples are prepared.
         """
         raise NotImplementedError
+
+    def refuse_questions(self) -> None:
+        """Raises SettingError if predictions of this task need a function of the user."""
+        return
+
+    @classmethod
+    def for_inference(cls) -> "type[Task]":
+        """Returns the class as processes need it that only use the model; it is sent to them."""
+        return cls
 
     def build_optimizer(self, model: "nn.Module") -> Any:
         """Returns an optimiser of its own (`checkpoint.updater.Updater`); None: that of the settings."""

@@ -74,12 +74,15 @@ def rehearse(job: Job, layouts: list[Layout]) -> dict[Layout, float]:
 
     Failed layouts, and those beyond the time limit, are missing.
     """
+    from ray import cloudpickle  # plug-ins of the running script are pickled by value
+
     with tempfile.TemporaryDirectory(prefix="raystride-rehearsal-") as folder:
         file = Path(folder) / "job.pickle"
-        file.write_bytes(pickle.dumps((_strip_job(job, Folder(folder)), layouts)))
+        file.write_bytes(cloudpickle.dumps((_strip_job(job, Folder(folder)), layouts)))
         command = [sys.executable, "-m", "raystride.pipelines.worker.rehearsal", str(file)]
+        environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
         try:
-            output = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S).stdout
+            output = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, env=environment).stdout
         except subprocess.TimeoutExpired as error:
             output = error.stdout.decode() if error.stdout else ""
     rows = [json.loads(line) for line in output.splitlines() if line.startswith("[")]

@@ -39,7 +39,8 @@ def _export_and_print(settings: ExportConfig) -> int:
     folder, opened = export_run(settings)
     to_mlflow = settings.to == "mlflow"
     adapter = writes_adapter(settings, opened.config)
-    what = opened.config.task if to_mlflow else "adapter" if adapter else opened.config.model.architecture
+    named_by_task = to_mlflow or opened.task.reads_dataset
+    what = opened.config.task if named_by_task else "adapter" if adapter else opened.config.model.architecture
     print(f"{what} of step {opened.step}: {', '.join(folder.names())}")
     logged = _log_to_mlflow(settings, opened, storage) if to_mlflow else shell_command("ui", storage=str(storage))
     if settings.push and adapter and not is_hub_name(base := opened.config.model.init_from or ""):
@@ -50,6 +51,8 @@ def _export_and_print(settings: ExportConfig) -> int:
     print(f"mlflow   {logged}")
     if to_mlflow:
         print(f"next     mlflow models serve -m {folder} --env-manager local")
+    elif opened.task.reads_dataset:
+        print(f"next     load {folder} in your own program, with torch or safetensors")
     elif adapter:
         print(f'next     peft.PeftModel.from_pretrained(base, "{folder}"), or --lora.init_from {folder}')
     else:

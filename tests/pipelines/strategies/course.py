@@ -34,6 +34,7 @@ class Course(Observer):
     losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
     validations: list[float] = field(default_factory=list)
+    scored: list[dict[str, float]] = field(default_factory=list)
     logged: list[dict[str, float]] = field(default_factory=list)
     said: list[str] = field(default_factory=list)
     sha256: str = ""
@@ -42,6 +43,7 @@ class Course(Observer):
     def on_log(self, step: int, measured: dict[str, float]) -> None:
         if "val_loss" in measured:
             self.validations.append(measured["val_loss"])
+            self.scored.append({name: value for name, value in measured.items() if name.startswith("val_")})
         else:
             self.losses.append(measured.get("train_loss", float("nan")))
             self.norms.append(measured["gradient_norm"])

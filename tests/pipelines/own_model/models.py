@@ -1,0 +1,106 @@
+"""Models of a user's own, registered as a plug-in does it, so that the tests' worker processes find them.
+
+`masked`      a regression whose samples count differently, with a further loss and a metric
+`noisy`       samples and network draw random numbers
+`groups`      an optimizer of its own with two groups, a schedule of its own, a frozen part
+`momentum`    the same without the schedule
+`norms`       a network with BatchNorm
+"""
+
+import random
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from raystride.own_model import register_model
+
+SAMPLES, WIDTH = 60, 6
+_generator = np.random.Generator(np.random.PCG64(5))
+X = _generator.normal(size=(SAMPLES, WIDTH)).astype(np.float32)
+Y = np.tanh(X @ _generator.normal(size=(WIDTH, 3)).astype(np.float32))
+MASK = (_generator.random((SAMPLES, 3)) < np.linspace(0.1, 1, SAMPLES)[:, None]).astype(np.float32)
+DATA = {"x": X, "y": Y, "mask": MASK}
+Batch = dict[str, torch.Tensor]
+
+
+def make_mlp(width: int = 8) -> nn.Module:
+    """A network without randomness."""
+    return nn.Sequential(nn.Linear(WIDTH, width), nn.Tanh(), nn.Linear(width, 3))
+
+
+def masked_loss(model: nn.Module, batch: Batch) -> dict[str, Any]:
+    """Squared errors where the mask is 1, and the mean size of outputs as a further loss."""
+    out = model(batch["x"])
+    errors = (out - batch["y"]) ** 2 * batch["mask"]
+    return {"loss": (errors.sum(), batch["mask"].sum()), "size": out.abs().mean()}
+
+
+def score(model: nn.Module, batch: Batch) -> dict[str, Any]:
+    """The share of outputs with the right sign, by targets, and the largest output, by samples."""
+    out = model(batch["x"])
+    right = ((out > 0) == (batch["y"] > 0)).float()
+    return {"signs": ((right * batch["mask"]).sum(), batch["mask"].sum()), "height": float(out.max(1).values.mean())}
+
+
+def mean_loss(model: nn.Module, batch: Batch) -> torch.Tensor:
+    """The mean squared error."""
+    return nn.functional.mse_loss(model(batch["x"]), batch["y"])
+
+
+class Augmented:
+    """Samples with noise of all three generators."""
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        noise = random.random() + np.random.rand() + float(torch.rand(()))
+        return {"x": X[index] + np.float32(noise), "y": Y[index]}
+
+
+class Noisy(nn.Module):
+    """Draws from all three generators in its forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(WIDTH, 8), nn.Dropout(0.5), nn.Linear(8, 3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        drawn = random.random() + np.random.rand() if self.training else 1.0
+        return self.layers(x) * drawn  # type: ignore[no-any-return]
+
+
+def make_groups() -> nn.Module:
+    """The same network with a frozen first layer."""
+    model = nn.Sequential(nn.Linear(WIDTH, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 3))
+    model[0].requires_grad_(False)
+    return model
+
+
+def make_sgd(model: nn.Module, learning_rate: float) -> torch.optim.Optimizer:
+    """Momentum, and a tenth of the rate for biases."""
+    trained = [(name, value) for name, value in model.named_parameters() if value.requires_grad]
+    groups = [
+        {"params": [value for name, value in trained if "weight" in name]},
+        {"params": [value for name, value in trained if "bias" in name], "lr": learning_rate / 10},
+    ]
+    return torch.optim.SGD(groups, lr=learning_rate, momentum=0.9)
+
+
+def halve(step: int, total_steps: int) -> float:
+    """Halves the rate at the middle."""
+    return 1.0 if step < total_steps // 2 else 0.5
+
+
+def make_norms() -> nn.Module:
+    """A network whose buffers follow the data."""
+    return nn.Sequential(nn.Linear(WIDTH, 8), nn.BatchNorm1d(8), nn.Linear(8, 3))
+
+
+register_model("masked", model=make_mlp, data=DATA, validation=DATA, loss=masked_loss, metrics=score)
+register_model("noisy", model=Noisy, data=Augmented(), loss=mean_loss)
+register_model("groups", model=make_groups, data=DATA, validation=DATA, loss=mean_loss, optimizer=make_sgd, schedule=halve)
+register_model("momentum", model=make_groups, data=DATA, validation=DATA, loss=mean_loss, optimizer=make_sgd)
+register_model("norms", model=make_norms, data=DATA, validation=DATA, loss=mean_loss)
