@@ -31,8 +31,8 @@ from raystride.pipelines.config.words import refuse_words, words_to_flags
 from raystride.pipelines.credentials import MissingSecret, redact_all_uris
 
 T = TypeVar("T")
-SHORT_FORMS = {"--launch": "--launch.mode"}
-"""Flags of whole sections that stand for one of their settings."""
+SHORT_FORMS = {"launch": "mode"}
+"""Sections whose name stands for one of their settings: `--launch inline`, `launch: inline`."""
 
 
 @dataclass(frozen=True)
@@ -102,11 +102,11 @@ def load_settings(cls: type[T], given: Any, changes: Mapping[str, Any] | None = 
         plain = dict(_iterate_settings(cls()))
         written = {name for name, value in _iterate_settings(given) if value != plain[name]}
     elif isinstance(given, Mapping):
-        content = with_new_names(_nest(given), cls, tell)
+        content = _complete_sections(with_new_names(_nest(given), cls, tell), cls)
     else:
         file = find_config(str(given))
         content, preset = _read_file(file, cls, known, tell), Path(file).stem
-    over = with_new_names(_nest(changes or {}), cls, tell)
+    over = _complete_sections(with_new_names(_nest(changes or {}), cls, tell), cls)
     written |= set(_given_keys(over if isinstance(given, cls) else content, known)) | set(_given_keys(over, known))
     content, over = cut_batch_of_content(content), cut_batch_of_content(over)
     _merge(content, over, known)
@@ -233,7 +233,8 @@ def _long_forms(arguments: Sequence[str]) -> Iterator[str]:
     for argument, after in pairwise([*arguments, ""]):
         flag, equals, value = argument.partition("=")
         word = value if equals else after
-        yield f"{SHORT_FORMS[flag]}{equals}{value}" if flag in SHORT_FORMS and word.isalpha() else argument
+        setting = SHORT_FORMS.get(flag.removeprefix("--"))
+        yield f"{flag}.{setting}{equals}{value}" if setting and word.isalpha() else argument
 
 
 def _with_presets(arguments: Iterator[str]) -> Iterator[str]:
@@ -305,12 +306,41 @@ def _read_file(file: str, cls: type, known: set[str], tell: Tell) -> dict[str, A
         )
     content = with_new_names(_nest(content or {}), cls, lambda text: tell(f"{file}: {text}"))
     _check_keys(content, known, file)
-    return content
+    return _complete_sections(content, cls, f"{file}: ")
+
+
+def _complete_sections(content: Mapping[str, Any], cls: Any, where: str = "", prefix: str = "") -> dict[str, Any]:
+    """Returns the content without sections that are empty, and with those in short form spelled out.
+
+    Raises SettingError if a section has a value of its own in place of settings.
+    """
+    completed = dict(content)
+    for item in fields(cls):
+        name, value = f"{prefix}{item.name}", content.get(item.name)
+        if item.name not in content or not (isinstance(item.type, type) and is_dataclass(item.type)):
+            continue
+        if value is None:
+            del completed[item.name]
+        elif isinstance(value, str) and name in SHORT_FORMS:
+            completed[item.name] = {SHORT_FORMS[name]: value}
+        elif isinstance(value, Mapping):
+            completed[item.name] = _complete_sections(value, item.type, where, f"{name}.")
+        else:
+            raise _section_error(cls, name, value, where, item.type)
+    return completed
+
+
+def _section_error(cls: Any, name: str, value: Any, where: str = "", section: Any = None) -> SettingError:
+    """Returns the error for a value in the place of a section, with one of the section's settings as an example."""
+    section = section or _annotation(cls, name)
+    example = f"{name}.{SHORT_FORMS.get(name) or fields(section)[0].name}"
+    rule = f"must hold settings by name, such as {example}; --help {name} lists them"
+    return SettingError(f"{where}{name} is {value!r}: it {rule}", setting=name, value=value, allowed=rule)
 
 
 def _with_content(arguments: Sequence[str], file: str, content: dict[str, Any]) -> list[str]:
-    """The arguments with what stands in the file in place of its name, where old names of settings were replaced."""
-    if content == _nest(yaml.safe_load(Path(file).read_text()) or {}):
+    """The arguments with a file's content in place of its name, where that is no longer what stands in the file."""
+    if content == (yaml.safe_load(Path(file).read_text()) or {}):
         return list(arguments)
     text = yaml.safe_dump(content, sort_keys=False)
     return [{file: text, f"--config={file}": f"--config={text}"}.get(argument, argument) for argument in arguments]
@@ -382,6 +412,8 @@ def parse_value(cls: Any, key: str, value: Any) -> Any:
 def _as_setting_error(cls: Any, error: Exception) -> SettingError:
     """jsonargparse's report in the words of our own errors: the setting, the value, what is allowed."""
     text = " ".join(line.strip(" -") for line in str(error).splitlines() if line.strip())
+    if section := re.search(r'key "([\w.]+)": Unable to load config [\'"](.*?)[\'"] ', f"{text} "):
+        return _section_error(cls, section[1], section[2])
     key, value = re.search(r'key "([\w.]+)"', text), re.search(r"(?:Got|Given) value: (.*)$", text)
     if key and value:
         return SettingError(

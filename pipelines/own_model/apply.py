@@ -21,9 +21,9 @@ from raystride.pipelines.evaluate.load_run import SelectedRun
 from raystride.pipelines.evaluate.parts import file_schema, write_record
 from raystride.pipelines.evaluate.rows import Row, infer_schema, open_writer, split_chunks
 from raystride.pipelines.own_model.dataset import IndexedDataset, describe_sample
-from raystride.pipelines.own_model.definition import OwnModel
+from raystride.pipelines.own_model.definition import OwnModel, describe_error
 from raystride.pipelines.own_model.network import autocast_module
-from raystride.pipelines.own_model.samples import Collate, NestedBatch, describe_error, read_batch
+from raystride.pipelines.own_model.samples import Collate, NestedBatch, read_batch
 from raystride.pipelines.prepare.code_hash import hash_code, qualified_name
 from raystride.pipelines.sources.pieces import Part
 from raystride.pipelines.storage.folder import Folder

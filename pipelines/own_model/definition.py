@@ -6,6 +6,7 @@ own_model.open_split("train", config), own_model.make_network(config)
 
 import copy
 import inspect
+import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -73,8 +74,24 @@ class OwnModel:
         except (TypeError, ValueError) as error:
             if config.fit.model_args:
                 raise config.fit.error("model_args", f"must be arguments that `model` takes: {error}") from None
-        made = self.model(**config.fit.model_args)
+        made = call_users("model", self.model, **config.fit.model_args)
         if not isinstance(made, nn.Module):
             rule = f"must return a torch.nn.Module, and returned {type(made).__name__}"
             raise SettingError(f"model {rule}", setting="model", value=type(made).__name__, allowed=rule)
         return made
+
+
+def call_users(name: str, function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+    """Returns what a function of the user returns. Raises SettingError, with the line of its code, if it fails."""
+    try:
+        return function(*arguments, **named)
+    except Exception as error:
+        raise SettingError(f"{name} raised {describe_error(error)}", setting=name) from error
+
+
+def describe_error(error: Exception) -> str:
+    """Returns an error with the line that raised it: the last one that is in no installed package, if any is."""
+    frames = traceback.extract_tb(error.__traceback__)
+    of_user = [frame for frame in frames[1:] if "site-packages" not in frame.filename] or frames[-1:]
+    place = f" in {of_user[-1].filename}, line {of_user[-1].lineno}" if of_user else ""
+    return f"{type(error).__name__}: {error}{place}"

@@ -16,8 +16,9 @@ from torch import nn
 from raystride.pipelines.config import Config, SettingError
 from raystride.pipelines.feed.order import Order
 from raystride.pipelines.own_model.dataset import IndexedDataset, describe_sample
-from raystride.pipelines.own_model.definition import OwnModel
+from raystride.pipelines.own_model.definition import OwnModel, call_users
 from raystride.pipelines.own_model.network import as_sums, read_loss
+from raystride.pipelines.own_model.optimizer import build_own_optimizer
 from raystride.pipelines.own_model.samples import NestedBatch, collate_samples, seed_generators
 from raystride.pipelines.own_model.streams import StoredRows
 from raystride.pipelines.prepare.code_hash import hash_code, qualified_name
@@ -49,6 +50,7 @@ def describe_own_model(own: OwnModel, config: Config) -> dict[str, Any]:
             batch = NestedBatch(collate_samples(samples, own.collate))
             network = own.make_network(config)
             logged, measured, saved = _run_once(own, network, batch, len(samples), exact=config.train.exact)
+            _check_updates(own, config, network)
         finally:
             random.setstate(state[0])
             np.random.set_state(state[1])
@@ -95,7 +97,7 @@ def _run_once(
         return value
 
     with torch.autograd.graph.saved_tensors_hooks(note_saved, lambda value: value):
-        returned = own.loss(network, batch.content)
+        returned = call_users("loss", own.loss, network, batch.content)
     (loss_sum, _), others = read_loss(returned, num_samples)
     if not loss_sum.requires_grad:
         rule = "must depend on the model's parameters"
@@ -121,7 +123,7 @@ def _run_once(
     if own.metrics:
         network.eval()
         with torch.no_grad():
-            found = own.metrics(network, batch.content)
+            found = call_users("metrics", own.metrics, network, batch.content)
         if not isinstance(found, Mapping):
             rule = "must return a mapping of names to means or (sum, count)"
             raise SettingError(f"metrics {rule}, and returned {type(found).__name__}", setting="metrics", value=found)
@@ -131,6 +133,20 @@ def _run_once(
     for name, value in others.items():
         as_sums(value, num_samples, name, loss_sum.device)
     return sorted(others), measured, sum(saved.values())
+
+
+def _check_updates(own: OwnModel, config: Config, network: nn.Module) -> None:
+    """Raises SettingError unless optimizer and schedule of one's own return what they must."""
+    if own.optimizer:
+        build_own_optimizer(own, config, network)
+    if own.schedule:
+        returned = call_users("schedule", own.schedule, 0, config.train.steps or 1)
+        if not isinstance(returned, int | float):
+            rule = "must return a number"
+            name = type(returned).__name__
+            raise SettingError(
+                f"schedule {rule}, and returned {name} for step 0", setting="schedule", value=name, allowed=rule
+            )
 
 
 def split_indices(count: int, fraction: float, seed: int) -> dict[str, np.ndarray]:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from raystride.pipelines.config import Config, SettingError
-from raystride.pipelines.own_model.definition import OwnModel
+from raystride.pipelines.own_model.definition import OwnModel, call_users
 
 
 class TorchOptimizer:
@@ -63,10 +63,15 @@ class TorchOptimizer:
 def build_own_optimizer(own_model: OwnModel, config: Config, model: nn.Module) -> TorchOptimizer:
     """Builds the optimiser that the user's callable returns for a network. Raises SettingError for another result."""
     assert own_model.optimizer is not None
-    rate = config.optimizer.learning_rate
-    made = own_model.optimizer(getattr(model, "users_module", model), rate)
+    rate, module = config.optimizer.learning_rate, getattr(model, "users_module", model)
+    made = call_users("optimizer", own_model.optimizer, module, rate)
     if not isinstance(made, torch.optim.Optimizer):
         rule = "must return a torch.optim.Optimizer"
         name = type(made).__name__
         raise SettingError(f"optimizer {rule}, and returned {name}", setting="optimizer", value=name, allowed=rule)
+    if not {id(each) for group in made.param_groups for each in group["params"]} & {
+        id(each) for each in module.parameters()
+    }:
+        rule = "must hold parameters of the model that it is called with"
+        raise SettingError(f"optimizer {rule}, and holds none of the model's", setting="optimizer", allowed=rule)
     return TorchOptimizer(made, rate)

@@ -15,7 +15,6 @@ import multiprocessing
 import pickle
 import random
 import threading
-import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import fields, is_dataclass, replace
 from multiprocessing.connection import Connection
@@ -28,6 +27,7 @@ from raystride.pipelines.feed.order import mix64, sample_keys
 from raystride.pipelines.feed.remote_shards import Pieces
 from raystride.pipelines.feed.samples import ReadRows, Samples
 from raystride.pipelines.own_model.dataset import IndexedDataset, is_plain
+from raystride.pipelines.own_model.definition import describe_error
 from raystride.pipelines.sources.faults import DataError
 from raystride.pipelines.tasks.task import IGNORED, Inputs, Task
 from raystride.triton_kernels.processes import end_with_parent
@@ -239,13 +239,6 @@ def seed_generators(key: int) -> None:
     random.seed(key)
     np.random.seed(key % 2**32)
     torch.default_generator.manual_seed(key >> 1)
-
-
-def describe_error(error: Exception) -> str:
-    """Returns an error with the line that raised it."""
-    frames = traceback.extract_tb(error.__traceback__)
-    place = f" in {frames[-1].filename}, line {frames[-1].lineno}" if frames else ""
-    return f"{type(error).__name__}: {error}{place}"
 
 
 def _call_on_leaves(content: Any, method: str, arguments: Any, options: Any) -> Any:

@@ -7,7 +7,7 @@ from unittest.mock import ANY
 import pytest
 
 from raystride.pipelines.config import Config, ModelConfig, SampleConfig, SettingError
-from raystride.pipelines.config.parse import from_yaml, load_settings, parse, to_yaml
+from raystride.pipelines.config.parse import from_yaml, load_settings, parse, to_yaml, with_settings
 from raystride.pipelines.config.presets import presets
 from raystride.pipelines.config.sweep import SweepJobConfig
 from tests.errors import refused
@@ -39,6 +39,9 @@ def test_flags_go_over_yaml(tmp_path: Path) -> None:
         (["--scaling.workers", "two"], "scaling.workers", "two", ("auto", "whole number")),
         (["--config", "no-such.yaml"], "config", "no-such.yaml", ("no-such.yaml", "lm_python")),
         (["stray"], "", "stray", ("stray",)),
+        (["--data", "mails.csv"], "data", "mails.csv", ("data.source", "--help data")),
+        (["--scaling=4"], "scaling", "4", ("scaling.workers",)),
+        (["--fit.model_args.net.width", "4"], "fit.model_args.net.width", None, ("--fit.model_args.net '{width: ...}'",)),
     ],
 )
 def test_what_is_wrong_is_named(arguments: list[str], setting: str, value: object, names: tuple[str, ...]) -> None:
@@ -58,6 +61,9 @@ def test_the_sentence_says_setting_value_and_what_is_allowed() -> None:
         ("- a\n- b\n", "config", ("wrong.yaml", "list")),
         ("train: {steps: [\n", "config", ("wrong.yaml", "line 2")),
         ("optimizer: {betas: [0.9]}\n", "optimizer.betas", ("[0.9]", "a number, a number")),
+        ("model: llama\n", "model", ("wrong.yaml", "'llama'", "model.architecture")),
+        ("train: [5]\n", "train", ("[5]", "train.steps")),
+        ("fit: {model_args: 3}\n", "fit.model_args", ("3", "a mapping")),
     ],
 )
 def test_what_is_wrong_in_a_file_is_named(tmp_path: Path, content: str, setting: str, names: tuple[str, ...]) -> None:
@@ -74,6 +80,28 @@ def test_without_arguments_the_defaults_stand() -> None:
 def test_launch_has_a_short_form() -> None:
     assert _parse("--launch", "inline").launch.mode == "inline"
     assert _parse("--launch=inline", "--train.steps", "3").launch.mode == "inline"
+    assert load_settings(Config, {"launch": "inline"}).settings.launch.mode == "inline"
+
+
+def test_a_section_of_a_file_may_be_empty_or_in_short_form(tmp_path: Path) -> None:
+    file = tmp_path / "mine.yaml"
+    file.write_text("model:\nlaunch: inline\ntrain.steps: 3\n")
+    assert _parse("--config", str(file)) == load_settings(Config, file).settings
+    assert _parse("--config", str(file)) == _parse("--launch", "inline", "--train.steps", "3")
+
+
+def test_arguments_of_a_users_functions_are_merged_by_name(tmp_path: Path) -> None:
+    file = tmp_path / "mine.yaml"
+    file.write_text("fit: {model_args: {width: 4, layers: [1, 2]}, data_args.count: 5}\n")
+    found = _parse("--config", str(file), "--fit.model_args.width", "8", "--fit.model_args.name", "deep").fit
+    assert found.model_args == {"width": 8, "layers": [1, 2], "name": "deep"}
+    assert found.data_args == {"count": 5}
+    changed = load_settings(Config, file, {"fit.model_args.width": 9, "fit": {"data_args": {"more": True}}}).settings.fit
+    assert (changed.model_args, changed.data_args) == ({"width": 9, "layers": [1, 2]}, {"count": 5, "more": True})
+    swept = with_settings(Config(fit=found), {"fit.model_args.net.width": 2, "fit.model_args.width": 1}).fit
+    assert swept.model_args == found.model_args | {"net": {"width": 2}, "width": 1}
+    assert found.model_args["width"] == 8
+    assert from_yaml(Config, to_yaml(Config(fit=found))).fit == found
 
 
 def test_settings_survive_yaml() -> None:
