@@ -5,6 +5,7 @@ summary = train_inline(job, InlineRecorder(run_folder=..., run="my-run", ...))
 
 import faulthandler
 import os
+import random
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -43,11 +44,34 @@ def train_inline(job: Job, recorder: InlineRecorder) -> RunSummary:
     from raystride.pipelines.worker.run import run_worker
 
     def train() -> RunSummary:
-        with getattr(job.strategy, "participate", nullcontext)():
+        with _process_settings_kept(), getattr(job.strategy, "participate", nullcontext)():
             return run_worker(job, WorkerInfo(), recorder.post, recorder.stop_requested)
 
     hang_s = job.config.launch.hang_s
     return train() if hang_s in ("auto", 0) else _train_with_hang_detector(train, job, recorder)
+
+
+@contextmanager
+def _process_settings_kept() -> Iterator[None]:
+    """Leaves PyTorch's threads, precision and determinism, and all random generators, as the caller's process had them."""
+    import numpy as np
+    import torch
+
+    generators, threads = (random.getstate(), np.random.get_state()), torch.get_num_threads()
+    matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
+    tf32 = matmul.allow_tf32, cudnn.allow_tf32
+    deterministic = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
+    try:
+        with torch.random.fork_rng(devices=devices):
+            yield
+    finally:
+        random.setstate(generators[0])
+        np.random.set_state(generators[1])
+        torch.set_num_threads(threads)
+        matmul.allow_tf32, cudnn.allow_tf32 = tf32
+        if torch.are_deterministic_algorithms_enabled() != deterministic[0]:  # the call imports the compiler
+            torch.use_deterministic_algorithms(deterministic[0], warn_only=deterministic[1])
 
 
 def _train_with_hang_detector(train: Callable[[], RunSummary], job: Job, recorder: InlineRecorder) -> RunSummary:

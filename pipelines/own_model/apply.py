@@ -85,7 +85,7 @@ class ApplyJob:
             "step": self.chosen.step,
             "samples": len(self.dataset),
             "sample": describe_sample(self.dataset[0]) if len(self.dataset) else None,
-            "code": hash_code([qualified_name(part) for part in (self.function, self.collate) if part]),
+            "code": hash_code(map(qualified_name, filter(None, (self.function, self.collate))), follow_installed=False),
             **{key: getattr(self.settings, key) for key in ("run", "batch", "precision")},
         }
 

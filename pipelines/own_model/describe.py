@@ -71,7 +71,7 @@ def _hash_parts(own: OwnModel) -> str:
     parts = (own.model, own.data, own.loss, own.validation, own.metrics, own.collate, own.optimizer, own.schedule)
     with_code = [part for part in parts if callable(part) or type(part).__module__ not in ("builtins", "numpy", "torch")]
     streams = [part.name for part in parts if isinstance(part, StoredRows)]
-    return "-".join([hash_code([qualified_name(part) for part in with_code]), *streams])
+    return "-".join([hash_code([qualified_name(part) for part in with_code], follow_installed=False), *streams])
 
 
 def _run_once(

@@ -10,6 +10,7 @@ mentions: editing the rest of a file causes no new preparation.
 import ast
 import hashlib
 import json
+import linecache
 import sys
 from collections.abc import Iterable, Iterator
 from functools import lru_cache
@@ -40,13 +41,19 @@ def qualified_name(code: object) -> Name:
     return module, made.__qualname__.partition(".")[0]
 
 
-def hash_code(names: Iterable[Name]) -> str:
+def hash_code(names: Iterable[Name], *, follow_installed: bool = True) -> str:
     """Returns the hash of these functions and classes with all that they reach; "" if none of them has source text of its
-    own."""
+    own.
+
+    Without `follow_installed`, one of an installed package, `torch.nn.Linear` for instance, stands for its module's text.
+    """
     found: set[tuple[str, str]] = set()
     seen: set[Name] = set()
     for start in names:
         root, waiting = _project_root(start[0]), [start]
+        if root[0] is None and not follow_installed:
+            found.add((start[0], _read_source(start[0]) or ""))
+            continue
         while waiting:
             name = waiting.pop()
             if name in seen or not _is_in_project(name[0], root):
@@ -203,12 +210,12 @@ def _top_level_statements(source: str) -> tuple[ast.stmt, ...]:
 
 
 def _read_source(module: str) -> str | None:
-    """Returns a module's text; None if it has none, for instance if it is compiled or typed into a terminal."""
+    """Returns a module's text, or that of a notebook's cell; None if it has none, for instance if it is compiled."""
     file = _source_file(module)
     try:
         return file.read_text("utf-8") if file else None
     except (OSError, UnicodeDecodeError):
-        return None
+        return "".join(linecache.getlines(str(file))) or None  # where IPython keeps its cells
 
 
 def _source_file(module: str) -> Path | None:

@@ -71,6 +71,8 @@ def _has_nothing_left(config: Config, storage: Folder, folder: Folder, previous:
     log(f"run {config.run} in {storage}{goes_on}")
     _check_settings(config, storage, previous)
     if previous and reached:
+        if build_task(config).reads_dataset:  # the settings do not tell one dataset or model from another
+            keep_preparations(previous, config, storage, log)
         log(_describe_completed_run(folder, config, reached, previous))
         return True
     refuse_fewer_steps(config, step)

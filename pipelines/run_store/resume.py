@@ -141,6 +141,8 @@ def refuse_changes(
         before |= {key: now[key] for key in changed_paths}  # the content is compared, not the path
     earlier_values = {key: before[key] for key in now if before.get(key, now[key]) != now[key]}
     changed = [f"{key}: {value!r} before, {now[key]!r} now" for key, value in earlier_values.items()]
+    if build_task(config).reads_dataset:  # `keep_preparations` has compared it; names of figures may change with its code
+        data = None
     if data and previous.data and not data.is_compatible_with(previous.data, previous.sources):
         changed_sources = [
             name for name, fingerprint in data.sources.items() if previous.sources.get(name, fingerprint) != fingerprint
@@ -214,6 +216,10 @@ def _compare_dataset(folder: Folder, task: Task, log: Callable[[str], None]) -> 
     now = json.loads(json.dumps(task.describe_dataset()))
     if before["code"] != now["code"]:
         log("model: the code of model, data or loss has changed since this run began; it goes on with the new one")
+    for key in ("logged", "measured"):
+        if before[key] != now[key]:
+            earlier, current = (", ".join(description[key]) or "none" for description in (before, now))
+            log(f"figures of {'the loss' if key == 'logged' else 'metrics'}: {earlier} before, {current} now")
     for key, names in (("parameters", "model"), ("sample", "data"), ("train", "data"), ("validation", "validation")):
         if before[key] == now[key]:
             continue

@@ -22,6 +22,8 @@ FIRST_PAUSE_S, MAX_PAUSE_S = 0.2, 10.0
 RETRY_WINDOW_S = 60.0
 """Seconds since the first try; after this time an operation is not tried again; a try in progress may still end."""
 
+_jitter = random.SystemRandom()
+"""Differs between processes, also where a training has seeded `random` in all of them, and draws nothing from it."""
 _TRANSIENT_ERRNOS = {
     number
     for name in (
@@ -100,7 +102,7 @@ def retry(
             return operation()
         except Exception as error:
             # Doubled each time, with jitter, so that thousands of ranks that failed together do not retry together.
-            pause = min(MAX_PAUSE_S, pause_s * 2 ** (number - 1)) * random.uniform(0.5, 1.0)
+            pause = min(MAX_PAUSE_S, pause_s * 2 ** (number - 1)) * _jitter.uniform(0.5, 1.0)
             if number == max_tries or not is_transient(error) or time.monotonic() - began + pause > window_s:
                 raise
         time.sleep(pause)

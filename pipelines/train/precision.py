@@ -58,10 +58,12 @@ class Precision:
         return torch.autocast("cuda", torch.bfloat16) if device.type == "cuda" else bf16_products()
 
     def set_matmul_precision(self) -> None:
-        """Sets how this process multiplies fp32 matrices on GPUs."""
-        kind = "tf32" if self.kind == "tf32" else "ieee"
-        torch.backends.cuda.matmul.fp32_precision = kind  # type: ignore[attr-defined]
-        torch.backends.cudnn.conv.fp32_precision = kind  # type: ignore[attr-defined]
+        """Sets how this process multiplies fp32 matrices on GPUs, in convolutions and recurrent networks as well.
+
+        After `fp32_precision`, PyTorch's newer setting, `torch.get_float32_matmul_precision` and `torch.export` raise errors
+        (2.13), so it is the older one.
+        """
+        torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = self.kind == "tf32"
 
     def describe_shortfall(self, device: torch.device) -> str:
         """Describes how products on this device fall short of the requested precision; "" if they do not."""

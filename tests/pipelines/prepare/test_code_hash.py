@@ -150,3 +150,13 @@ def test_installed_packages_and_raystride_are_not_of_a_project() -> None:
     assert hash_code([("no_such_module", "clean")]) == ""
     json_dumps = qualified_name(partial(importlib.import_module("json").dumps, indent=1))
     assert json_dumps == ("json", "dumps")
+
+
+def test_installed_code_may_stand_for_its_own_module_alone() -> None:
+    names = [
+        ("torch.nn.modules.linear", "Linear"),
+        ("torch.nn.modules.linear", "Bilinear"),
+        ("torch.nn.modules.loss", "MSELoss"),
+    ]
+    linear, bilinear, loss = (hash_code([name], follow_installed=False) for name in names)
+    assert linear == bilinear != loss

@@ -149,3 +149,16 @@ def test_masters_begin_alike_in_shards_and_whole() -> None:
         assert mine.dtype is torch.bfloat16
         assert other.dtype is torch.float32
         assert torch.equal(mine.float(), other)
+
+
+@pytest.mark.parametrize("kind", ["fp32", "tf32", "bf16"])
+def test_products_are_set_so_that_pytorch_itself_and_others_can_read_it(kind: str) -> None:
+    before = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
+    try:
+        Precision(kind).set_matmul_precision()  # type: ignore[arg-type]
+        assert torch.get_float32_matmul_precision() == ("high" if kind == "tf32" else "highest")
+        assert torch.backends.cudnn.allow_tf32 is (kind == "tf32")
+        assert torch.backends.cudnn.rnn.fp32_precision in (("tf32",) if kind == "tf32" else ("ieee", "none"))
+        assert torch.export.export(torch.nn.Linear(2, 2), (torch.ones(3, 2),))
+    finally:
+        torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = before
