@@ -12,7 +12,7 @@ Plug-ins of a module or file are imported again in every process that has the se
 
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from hashlib import sha256
 from importlib import import_module
@@ -23,6 +23,9 @@ from typing import Any, TypeVar
 
 from raystride.pipelines.config import Config, SettingError
 
+OWN_PACKAGE = "raystride"
+FILE_PREFIX = "raystride_plugin_"
+"""How the modules begin that plug-ins in files become."""
 ENTRY_POINT_GROUP = "raystride.plugins"
 """The entry-point group in which installed packages list modules that register plug-ins."""
 SCRIPT = "__main__"
@@ -39,6 +42,7 @@ SOURCES: dict[str, tuple[DocumentFunction, str]] = {}
 OBSERVERS: dict[str, Callable[[], Any]] = {}
 """Factories of Observers, by qualified name."""
 
+ConfigT = TypeVar("ConfigT", bound=Config)
 RegisteredT = TypeVar("RegisteredT", bound=Callable[..., Any])
 
 
@@ -154,7 +158,7 @@ def plugin_paths(plugins: Iterable[str]) -> list[str]:
 
 def _load_file(file: Path) -> None:
     """Imports a file under a unique module name; its classes are pickled by value, as other processes lack that module."""
-    name = f"raystride_plugin_{file.stem}_{sha256(str(file).encode()).hexdigest()[:8]}"
+    name = f"{FILE_PREFIX}{file.stem}_{sha256(str(file).encode()).hexdigest()[:8]}"
     spec = spec_from_file_location(name, file)
     assert spec is not None
     assert spec.loader is not None
@@ -169,38 +173,54 @@ def _load_file(file: Path) -> None:
 
 @dataclass(frozen=True)
 class PluginBundle:
-    """Plug-ins of the running script, pickled to workers by value, and the plug-in modules of installed packages."""
+    """What a training or sweep needs of this process's registrations: modules by name, the script's own by value."""
 
     installed: tuple[str, ...] = ()
+    """Plug-in modules of installed packages, all of them."""
+    imported: tuple[str, ...] = ()
+    """Other modules that have registered the task or a source, and which no plug-in of the settings stands for."""
     tasks: dict[str, Any] = field(default_factory=dict)
     sources: dict[str, Any] = field(default_factory=dict)
     observers: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
-    def collect(cls) -> "PluginBundle":
-        """Collects the plug-ins of this process's script and of its installed packages, to send them to workers."""
+    def collect(cls, config: Config) -> "PluginBundle":
+        """Collects what this process's script and modules have registered, to send it to workers."""
+        known = {OWN_PACKAGE, SCRIPT, *(_package(plugin) for plugin in (*installed_plugins(), *config.plugins))}
+        modules = (made.__module__ for made in _used_by(config))
+        imported = (name for name in modules if _package(name) not in known and not name.startswith(FILE_PREFIX))
         return cls(
             installed_plugins(),
+            tuple(dict.fromkeys(imported)),
             {name: task for name, task in TASKS.items() if task.__module__ == SCRIPT},
             {name: source for name, source in SOURCES.items() if source[0].__module__ == SCRIPT},
             {name: made for name, made in OBSERVERS.items() if made.__module__ == SCRIPT},
         )
 
-    def required_plugins(self, config: Config) -> list[str]:
-        """Returns the plug-ins that a run with these settings requires, to list them there: installed ones, and the script.
-        Needs `register`."""
-        read = [plugins_config.data for plugins_config in config.by_source().values()]
-        sources = (name for data in read for name in (data.source, data.validation_source, data.test_source))
-        named = {name.partition("#")[0] for name in sources if name}
-        used = [TASKS[config.task]] if config.task in TASKS else []
-        used += [SOURCES[name][0] for name in sorted(named & set(SOURCES))]
-        packages = {made.__module__.partition(".")[0] for made in used}
-        script = [SCRIPT] if config.task in self.tasks or named & set(self.sources) or self.observers else []
-        return [plugin for plugin in self.installed if plugin.partition(".")[0] in packages] + script
+    def complete(self, config: ConfigT) -> ConfigT:
+        """Returns the settings with all of these that the run requires among its plug-ins. Needs `register`."""
+        used = _used_by(config)
+        packages = {_package(made.__module__) for made in used}
+        installed = [plugin for plugin in self.installed if _package(plugin) in packages]
+        script = [SCRIPT] if self.observers or any(made.__module__ == SCRIPT for made in used) else []
+        return replace(config, plugins=tuple(dict.fromkeys([*config.plugins, *installed, *self.imported, *script])))
 
     def register(self) -> None:
-        """Registers all plug-ins in the receiving process. Raises SettingError if an installed plug-in fails."""
-        load_plugins(self.installed)
+        """Registers all plug-ins in the receiving process. Raises SettingError if a module fails or is not there."""
+        load_plugins((*self.installed, *self.imported))
         TASKS.update(self.tasks)
         SOURCES.update(self.sources)
         OBSERVERS.update(self.observers)
+
+
+def _used_by(config: Config) -> list[Any]:
+    """Returns the registered task and sources of a run with these settings."""
+    read = [plugins_config.data for plugins_config in config.by_source().values()]
+    sources = (name for data in read for name in (data.source, data.validation_source, data.test_source))
+    named = {name.partition("#")[0] for name in sources if name}
+    task = [TASKS[config.task]] if config.task in TASKS else []
+    return task + [SOURCES[name][0] for name in sorted(named & set(SOURCES))]
+
+
+def _package(module: str) -> str:
+    return module.partition(".")[0]

@@ -95,7 +95,7 @@ def fit(
     data, validation = (_store_stream(given, place, screen.log) for given in (data, validation))
     own_model = OwnModel(model, data, loss, validation, metrics, collate, optimizer, schedule)
     _register(FIT, own_model, SCRIPT)
-    return train(model_settings(FIT, settings), run=run, storage=storage, progress=progress)
+    return train(dict(settings or {}) | {"task": FIT}, run=run, storage=storage, progress=progress)
 
 
 def register_model(
@@ -110,22 +110,16 @@ def register_model(
     optimizer: "Optimizer | None" = None,
     schedule: "Callable[[int, int], float] | None" = None,
 ) -> None:
-    """Registers a model with its data and loss as `task: NAME` and `data.source: NAME`.
+    """Registers a model with its data and loss as `task: NAME`.
 
-    In a module that `plugins` names, every job finds it: `raystride train --plugins '["mine.py"]' --task NAME --data.source
-    NAME`, sweeps, `raystride.sweep(...)`. In a script only that script can open the run again. Arguments as of `fit`.
+    In a module that `plugins` names, every job finds it: `raystride train --plugins '["mine.py"]' --task NAME`, sweeps,
+    `raystride.sweep({"task": NAME, ...})`. In a script only that script can open the run again. Arguments as of `fit`.
 
     Raises:
         ValueError: another task has that name.
     """
     own_model = OwnModel(model, data, loss, validation, metrics, collate, optimizer, schedule)
     _register(name, own_model, sys._getframe(1).f_globals.get("__name__", SCRIPT))
-
-
-def model_settings(name: str, settings: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Returns the settings of a training of a registered model, with yours over them."""
-    defaults: dict[str, Any] = {"task": name, "data.source": name}
-    return defaults | dict(settings or {})
 
 
 def _store_stream(given: Any, storage: Folder, log: Callable[[str], None]) -> Any:

@@ -170,7 +170,8 @@ class Config(Section):
         Settings that were added later (`since`) are among them only if they differ from their defaults.
         """
         later, first = _later_defaults(type(self)), first_names(type(self))
-        kept = {key: value for key, value in self.flat().items() if key not in later or value != later[key]}
+        flat = self.flat() | {"validation.direction": self.validation.better}  # earlier versions had no `auto`
+        kept = {key: value for key, value in flat.items() if key not in later or value != later[key]}
         return {first.get(key, key): strip_credentials(value) for key, value in kept.items()}
 
     def default_run(self, preset: str) -> str:

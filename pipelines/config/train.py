@@ -1,6 +1,7 @@
 """Settings of the training itself: optimiser, schedule, steps, validation, checkpoints."""
 
 import math
+import re
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
@@ -244,6 +245,10 @@ class GuardConfig(Section):
     """Maximum number of skipped steps, or of rewinds, in a run. One more ends the run."""
 
 
+LARGER_IS_BETTER = re.compile("accuracy|f1|precision|recall|bleu|chrf|auc|exact_match|margin|reward")
+"""Metrics of which more is better, by a part of their names."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class ValidationConfig(Section):
     """Frequency and size of validation, and its consequences."""
@@ -271,14 +276,22 @@ class ValidationConfig(Section):
     packages."""
     metric: str = setting("val_loss", also="metric_for_best_model monitor")
     """Metric that decides the `best` checkpoint and early stopping."""
-    direction: Literal["min", "max"] = setting("min", also="greater_is_better mode")
-    """Whether a smaller or a larger metric is better."""
+    direction: Literal["auto", "min", "max"] = setting("auto", also="greater_is_better mode")
+    """Whether a smaller or a larger metric is better. `auto`: larger, if the metric's name says so (accuracy, f1, precision,
+    recall, bleu, chrf, auc, exact_match, margin, reward), else smaller."""
     patience: int = setting(0, at_least=0, also="early_stopping_patience patience_epochs")
     """Early stopping: validations without improvement before the run stops. 0: never."""
 
+    @property
+    def better(self) -> Literal["min", "max"]:
+        """Whether a smaller or a larger metric is better."""
+        if self.direction == "auto":
+            return "max" if LARGER_IS_BETTER.search(self.metric) else "min"
+        return self.direction
+
     def cost(self, value: float | None) -> float:
         """Returns a value of the metric as `cost_of` does."""
-        return cost_of(value, self.direction)
+        return cost_of(value, self.better)
 
 
 def cost_of(value: float | None, direction: Literal["min", "max"] = "min") -> float:

@@ -237,7 +237,7 @@ def _finish_session(job: Job, recorder: RunRecorder, screen: Screen, outcome: Ru
         preview = recorder.preview_summary(status, final_summary)
         figures = gather_figures(stream_entries(job.folder))
         losses = figures.losses
-        _upload_curve(job.folder, figures)
+        _upload_curve(job.folder, figures, rate_unit(preview.get("unit")))
         write_page(job.folder, figures, preview)
     except Exception as problem:
         screen.warn(f"the curve or the page could not be drawn ({problem})")
@@ -275,8 +275,8 @@ def _log_unshown(folder: Folder) -> None:
             )
 
 
-def _upload_curve(folder: Folder, figures: Figures) -> None:
+def _upload_curve(folder: Folder, figures: Figures, unit: str) -> None:
     with tempfile.TemporaryDirectory() as scratch:
         picture = Path(scratch) / "curve.png"
-        save_curve_picture(figures, picture)
+        save_curve_picture(figures, picture, unit)
         folder.upload(picture, "curve.png")

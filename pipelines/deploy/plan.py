@@ -25,7 +25,7 @@ from raystride.pipelines.credentials import redact_all_uris
 from raystride.pipelines.preflight.checks import GIB, Check, check_settings, estimate_memory, raise_for_failures
 from raystride.pipelines.preflight.choose_mesh import choose_mesh
 from raystride.pipelines.prepare.choose_task import choose_task
-from raystride.pipelines.run_store.location import is_path, with_absolute_paths
+from raystride.pipelines.run_store.location import is_path, with_absolute_paths, with_data
 from raystride.pipelines.storage.folder import absolute_uri
 
 Kind = Literal["compose", "slurm", "kuberay", "launcher", "sky"]
@@ -120,8 +120,7 @@ def plan_deployment(kind: Kind, request: DeployConfig, place: TargetConfig, pars
     `parsed` holds a Config, or for the job `sweep` a SweepJobConfig. Raises CannotRun, with a line for each reason, if the
     place cannot run it, and SettingError if settings contradict each other.
     """
-    parsed.require_source()
-    chosen: Config = choose_task(parsed.settings)
+    chosen: Config = choose_task(with_data(parsed))
     run = chosen.run or chosen.default_run(parsed.preset)
     config = _resolve_local_paths(chosen)
     cpus, memory = _node_share(request, place)

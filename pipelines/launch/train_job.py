@@ -9,7 +9,6 @@ training; at the end the record is closed whatever happened, and the closing scr
 import time
 from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from raystride.pipelines.cluster.cluster import cluster
@@ -71,7 +70,7 @@ def train(
     if config.lora.adapters > 1:
         return train_adapters(config, storage, screen, train)
     milestones = {"driver": time.time()}
-    config, plugin_bundle = _register_plugins(config, plugin_bundle or PluginBundle.collect())
+    config, plugin_bundle = _register_plugins(config, plugin_bundle or PluginBundle.collect(config))
     admission = admit_run(config, storage, screen.log)
     config, previous, folder = admission.config, admission.previous, storage / str(config.run)
     if admission.is_complete:
@@ -122,6 +121,4 @@ def train(
 def _register_plugins(config: Config, plugin_bundle: PluginBundle) -> tuple[Config, PluginBundle]:
     """Registers the plug-ins; returns the settings with the plug-ins that they need."""
     plugin_bundle.register()
-    return replace(
-        config, plugins=tuple(dict.fromkeys([*config.plugins, *plugin_bundle.required_plugins(config)]))
-    ), plugin_bundle
+    return plugin_bundle.complete(config), plugin_bundle

@@ -266,7 +266,7 @@ def probe_hosts(config: Config, storage: Folder, kept: KeptPreparations = NO_KEP
 
     Raises SettingError and DataError if this process cannot read the data itself.
     """
-    plugin_bundle = PluginBundle.collect()
+    plugin_bundle = PluginBundle.collect(config)
     plugin_bundle.register()
     data_identity = identity(config, build_task(config), kept, storage)
     missing = [

@@ -18,11 +18,10 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from raystride.pipelines.plugins import SCRIPT
+from raystride.pipelines.plugins import FILE_PREFIX, OWN_PACKAGE, SCRIPT
 
 Name = tuple[str, str]
 """A module and a name in it; "*" for the whole module."""
-OWN_PACKAGE = "raystride"
 MODEL_METHODS = ("build_model",)
 """Methods of a task that shape no data: neither their text nor names that they mention count."""
 _INSTALLED = {"site-packages", "dist-packages"}
@@ -262,4 +261,4 @@ def _is_in_project(module: str, root: tuple[Path | None, str]) -> bool:
 
 def _canonical_module(module: str) -> str:
     """Returns the name of a module, independent of the location of its file."""
-    return module.rpartition("_")[0] if module.startswith("raystride_plugin_") else module.partition(":")[0]
+    return module.rpartition("_")[0] if module.startswith(FILE_PREFIX) else module.partition(":")[0]

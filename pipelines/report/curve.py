@@ -49,14 +49,14 @@ def text_curve(points: Sequence[Point], validation: Sequence[Point] = (), width:
     return "\n".join(line.rstrip() for line in text)
 
 
-def save_curve_picture(figures: Figures, path: Path) -> None:
-    """Writes a PNG of training and validation loss over steps, and of tokens per second below. Raises OSError."""
+def save_curve_picture(figures: Figures, path: Path, unit: str = "tokens") -> None:
+    """Writes a PNG of training and validation loss over steps, and of `unit` a second below. Raises OSError."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    draw_curve_picture(figures).savefig(path)
+    draw_curve_picture(figures, unit).savefig(path)
 
 
-def draw_curve_picture(figures: Figures) -> "Figure":
-    """Returns a Matplotlib figure of training and validation loss over steps, and of tokens per second below."""
+def draw_curve_picture(figures: Figures, unit: str = "tokens") -> "Figure":
+    """Returns a Matplotlib figure of training and validation loss over steps, and of throughput below."""
     # Matplotlib's object interface, since pyplot would look for a display and keep every figure.
     from matplotlib import figure as matplotlib_figure
     from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -70,8 +70,8 @@ def draw_curve_picture(figures: Figures) -> "Figure":
     loss.set_ylabel("loss")
     if training or validation:
         loss.legend(frameon=False)
-    _plot_line(rate, figures.points("tokens_per_second"), RATE_COLOUR, "tokens/s")
-    rate.set_ylabel("tokens/s")
+    _plot_line(rate, figures.points("tokens_per_second"), RATE_COLOUR, f"{unit}/s")
+    rate.set_ylabel(f"{unit}/s")
     rate.set_ylim(bottom=0)
     rate.set_xlabel("step")
     for axes in (loss, rate):

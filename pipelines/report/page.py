@@ -13,7 +13,7 @@ from raystride.pipelines.report import pictures
 from raystride.pipelines.report.advice import suggest_changes
 from raystride.pipelines.report.figures import Figures
 from raystride.pipelines.report.origin import Origin, load_origin
-from raystride.pipelines.report.run_figures import list_metrics, list_run_figures
+from raystride.pipelines.report.run_figures import list_metrics, list_run_figures, rate_unit
 from raystride.pipelines.storage.folder import Folder
 
 PAGE_FIGURES = {
@@ -45,7 +45,7 @@ def run_page(
     shares = figures.part_shares
     optional = [
         ("Loss", pictures.draw_losses(figures), "loss"),
-        ("Speed", pictures.draw_speed(figures) + pictures.draw_mfu(figures), "speed"),
+        ("Speed", pictures.draw_speed(figures, rate_unit(summary.get("unit"))) + pictures.draw_mfu(figures), "speed"),
         (
             "Time per step by part",
             pictures.draw_step_parts(shares) + pictures.draw_parts_over_time(figures),

@@ -19,9 +19,9 @@ def draw_losses(figures: Figures) -> str:
     return _draw_lines(lines, "loss", marks=("validation",))
 
 
-def draw_speed(figures: Figures) -> str:
-    """Draws tokens per second."""
-    return _draw_lines({"tokens/s": figures.points("tokens_per_second")}, "tokens/s", from_zero=True)
+def draw_speed(figures: Figures, unit: str = "tokens") -> str:
+    """Draws throughput, whose unit `run_figures.rate_unit` gives."""
+    return _draw_lines({f"{unit}/s": figures.points("tokens_per_second")}, f"{unit}/s", from_zero=True)
 
 
 def draw_mfu(figures: Figures) -> str:

@@ -70,6 +70,9 @@ def _has_nothing_left(config: Config, storage: Folder, folder: Folder, previous:
     goes_on = f", going on from step {step}" if step and not reached else ""
     log(f"run {config.run} in {storage}{goes_on}")
     _check_settings(config, storage, previous)
+    if config.validation.metric != "val_loss":
+        highest = config.validation.better == "max"
+        log(f"best checkpoint: the {'highest' if highest else 'lowest'} {config.validation.metric} (validation.direction)")
     if previous and reached:
         if build_task(config).reads_dataset:  # the settings do not tell one dataset or model from another
             keep_preparations(previous, config, storage, log)

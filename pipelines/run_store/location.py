@@ -13,6 +13,7 @@ from raystride.pipelines.cluster.cluster import CannotRun
 from raystride.pipelines.cluster.internals import is_submitted_job
 from raystride.pipelines.config import Config, RecordConfig, SettingError
 from raystride.pipelines.config.parse import Parsed
+from raystride.pipelines.plugins import TASKS, load_plugins
 from raystride.pipelines.prepare.choose_task import choose_task
 from raystride.pipelines.record.mlflow.log import MAX_DATABASE_BYTES, database_uri
 from raystride.pipelines.sources.registry import registered_sources
@@ -61,9 +62,9 @@ def locate_run(parsed: Parsed[Config]) -> tuple[Config, Folder]:
     ~/raystride on the head. Raises SettingError for an address with a redacted password that cannot be restored, CannotRun
     and OSError as `make_storage` does, SettingError and DataError as `choose_task` does, SettingError without a source.
     """
-    parsed.require_source()
-    unused = () if parsed.settings.record.mlflow else ("record.mlflow_uri",)
-    config = parsed.settings.with_secrets(optional=("data.test_source", *unused))
+    config = with_data(parsed)
+    unused = () if config.record.mlflow else ("record.mlflow_uri",)
+    config = config.with_secrets(optional=("data.test_source", *unused))
     storage = Folder.from_uri(config.storage, storage_base())
     config = choose_task(config, storage)
     config = replace(config, storage=storage.uri, run=config.run or config.default_run(parsed.preset))
@@ -72,6 +73,16 @@ def locate_run(parsed: Parsed[Config]) -> tuple[Config, Folder]:
     config = with_tracking_variables(config, storage)
     _check_database(config, storage)
     return config, storage
+
+
+def with_data(parsed: Parsed[Any]) -> Any:
+    """Returns the settings of a Config, in which a model of one's own is its own data. Raises SettingError without data."""
+    config = parsed.settings
+    load_plugins(config.plugins)
+    if not parsed.has_source and getattr(TASKS.get(config.task), "reads_dataset", False):
+        return replace(config, data=replace(config.data, source=config.task))
+    parsed.require_source()
+    return config
 
 
 def make_storage(storage: Folder) -> None:

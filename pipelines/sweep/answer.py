@@ -145,7 +145,7 @@ def _describe_answer(
     base: SweepJobConfig, merged: Sequence[Result], best: Result | None, ties: Sequence[Result], price: float
 ) -> str:
     """Returns the recommendation and its reasons, in a paragraph."""
-    objective = base.sweep.objective
+    objective, unit = base.sweep.objective, Candidate(base, {}).rate_unit
     failed = sum(not result.is_measured for result in merged)
     if best is None:
         return f"None of {len(merged)} combinations has a figure for {objective}: there is nothing to recommend."
@@ -154,7 +154,7 @@ def _describe_answer(
     spread = f" ± {best.spread:.1%}" if len(best.speeds) > 1 else ""
     groups = describe_mesh(base.scaling, best.settings)
     placement = f"{best.workers} worker{'s' * (best.workers > 1)}" + f" in {groups}" * bool(groups)
-    lines.append(f"It trains {best.speed:,.0f}{spread} tokens a second on {placement}.")
+    lines.append(f"It trains {best.speed:,.0f}{spread} {unit} a second on {placement}.")
     if base.sweep.by_quality:
         mean_note = f" (the mean of {len(best.losses)} seeds)" if len(best.losses) > 1 else ""
         text = f"Its {best.quality_name} after {base.sweep.trial_steps:,} steps is {best.quality:.4g}{mean_note}, "
@@ -178,7 +178,7 @@ def _describe_answer(
             )
     if len(front := pareto_front(merged, base.sweep)) > 1:
         front_text = "; ".join(
-            f"{result.label} ({result.speed:,.0f} tokens/s, loss {result.final_loss:.4g})" for result in front
+            f"{result.label} ({result.speed:,.0f} {unit}/s, loss {result.final_loss:.4g})" for result in front
         )
         lines.append(f"No trial is both faster and better than these: {front_text}.")
     if best.busy_share > BUSY_SHARE and not base.sweep.by_quality:

@@ -209,8 +209,8 @@ def draw_step_parts(family: Family) -> str:
     return to_svg(figure)
 
 
-def draw_heat_map(grid: Grid) -> str:
-    """Draws tokens a second over two settings; hatched if all combinations failed, empty if none was tried."""
+def draw_heat_map(grid: Grid, unit: str = "tokens") -> str:
+    """Draws `unit` a second over two settings; hatched if all combinations failed, empty if none was tried."""
     from matplotlib.patches import Rectangle
 
     figure = new_figure(1.2 + 0.42 * len(grid.rows))
@@ -223,7 +223,7 @@ def draw_heat_map(grid: Grid) -> str:
     if known_speeds:
         low, high = min(known_speeds), max(known_speeds)
         image = axes.imshow(speeds, aspect="auto", cmap="cividis", vmin=low, vmax=high)
-        figure.colorbar(image, ax=axes, label="tokens/s")
+        figure.colorbar(image, ax=axes, label=f"{unit}/s")
     for (row, column), speed in grid.cells.items():
         if speed:
             is_dark = speed < (low + high) / 2

@@ -26,10 +26,13 @@ RANGE_WIDTH = 10
 class ProgressBoard:
     """The table on standard output, without a terminal as lines only. `space` gives the columns.
 
-    `quality` is the name of the figure of how well a trial learned.
+    `quality` is the name of the figure of how well a trial learned, `unit` what throughput counts.
     """
 
-    def __init__(self, space: Mapping[str, Any], total: int, quality: str = "loss", quiet: bool = False) -> None:
+    def __init__(
+        self, space: Mapping[str, Any], total: int, quality: str = "loss", unit: str = "tokens", *, quiet: bool = False
+    ) -> None:
+        self._unit = unit
         self._quality = quality.removeprefix("val_")
         self._total, self._num_ended, self._began = total, 0, time.monotonic()
         self._widths = {key: _column_width(key, choices) for key, choices in space.items()}
@@ -47,7 +50,7 @@ class ProgressBoard:
     def __enter__(self) -> "ProgressBoard":
         if self._total:
             names = (f"{setting_name(key):<{width}}" for key, width in self._widths.items())
-            self._console.print("  ".join([*names, f"{'tokens/s':>9}  {'±':>6}  {self._quality:>8}  {'seconds':>7}"]))
+            self._console.print("  ".join([*names, f"{f'{self._unit}/s':>9}  {'±':>6}  {self._quality:>8}  {'seconds':>7}"]))
         self._progress.start()
         return self
 

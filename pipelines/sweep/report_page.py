@@ -21,7 +21,7 @@ from raystride.pipelines.sweep import pictures, views
 from raystride.pipelines.sweep.answer import TARGET_ERROR, Answer
 from raystride.pipelines.sweep.choice import HOUR_S
 from raystride.pipelines.sweep.result import Result
-from raystride.pipelines.sweep.space import describe_mesh
+from raystride.pipelines.sweep.space import Candidate, describe_mesh
 from raystride.pipelines.sweep.views import format_number
 
 MIB = 2**20
@@ -72,7 +72,7 @@ def _list_figures(answer: Answer, result: Result) -> list[tuple[str, str]]:
     price, figure = answer.price_per_hour, result.figures.get
     return [
         (result.quality_name, format_number(result.quality) if math.isfinite(result.quality) else ""),
-        ("tokens/s", _format_speed(result)),
+        (f"{_rate_unit(answer)}/s", _format_speed(result)),
         ("workers", str(result.workers)),
         ("mesh", describe_mesh(answer.base.scaling, result.settings)),
         ("device", result.device),
@@ -157,14 +157,19 @@ def _describe_bottleneck(overhead: dict[str, float], min_workers: int, last: Res
     return f"{text} What grew most is {part_label(name)}: {format_number(overhead[name])} ms more than it would be then."
 
 
+def _rate_unit(answer: Answer) -> str:
+    return Candidate(answer.base, {}).rate_unit
+
+
 def _heat_map_section(answer: Answer) -> Iterator[str]:
     grid = views.build_grid(answer)
     if grid is None:
         yield empty_note("Fewer than two settings vary.")
         return
-    yield pictures.draw_heat_map(grid)
+    yield pictures.draw_heat_map(grid, _rate_unit(answer))
     yield paragraph(
-        "Tokens a second of the fastest combination in each cell. Hatched: none has a figure; empty: none was tried."
+        f"{_rate_unit(answer).capitalize()} a second of the fastest combination in each cell. Hatched: none has a figure; "
+        "empty: none was tried."
     )
 
 
@@ -177,7 +182,7 @@ def _trials_section(answer: Answer) -> Iterator[str]:
         "settings",
         "status",
         answer.base.quality_name,
-        "tokens/s",
+        f"{_rate_unit(answer)}/s",
         "workers",
         "ms a step",
         "data",
@@ -277,7 +282,12 @@ def _error_section(held_out: HoldOut) -> Iterator[str]:
 def _prediction_section(answer: Answer) -> Iterator[str]:
     predictions = [prediction for prediction in answer.predictions if isinstance(prediction, Prediction)]
     if predictions:
-        rows = [[name, *map(figure, predictions)] for name, figure in PREDICTION_ROWS if any(map(figure, predictions))]
+        labels = {RATE: f"{_rate_unit(answer)}/s"}
+        rows = [
+            [labels.get(name, name), *map(figure, predictions)]
+            for name, figure in PREDICTION_ROWS
+            if any(map(figure, predictions))
+        ]
         yield paragraph("With as much to do for each worker as in the best trial; in brackets, 80 % intervals.")
         yield html_table(["", *(f"{prediction.workers:,} workers" for prediction in predictions)], rows)
         yield bullet_list(
@@ -309,10 +319,12 @@ def _format_brief_interval(value: Interval) -> str:
     return f"{middle} ({low} to {high})"
 
 
+RATE = "throughput"
+"""The row whose label is what throughput counts."""
 PREDICTION_ROWS: list[tuple[str, Callable[[Prediction], str]]] = [
     ("nodes", lambda prediction: f"{prediction.nodes:,}"),
     ("ms a step", lambda prediction: _format_interval(prediction.step_seconds, ",.3g", 1e3)),
-    ("tokens/s", lambda prediction: _format_brief_interval(prediction.tokens_per_second)),
+    (RATE, lambda prediction: _format_brief_interval(prediction.tokens_per_second)),
     ("efficiency", lambda prediction: _format_interval(prediction.efficiency, ".0%")),
     ("hours", lambda prediction: _format_interval(prediction.seconds, ",.3g", 1 / HOUR_S)),
     ("price", lambda prediction: _format_interval(prediction.cost, ",.3g")),

@@ -23,6 +23,9 @@ from raystride.pipelines.config.condition import Condition
 from raystride.pipelines.config.parse import with_settings
 from raystride.pipelines.config.renamed import first_names
 from raystride.pipelines.config.sweep import SweepConfig, SweepJobConfig
+from raystride.pipelines.plugins import PluginBundle
+from raystride.pipelines.report.run_figures import rate_unit
+from raystride.pipelines.tasks import build_task
 
 Settings = Mapping[str, Any]
 """Values by the settings' full names."""
@@ -67,8 +70,16 @@ class Candidate:
 
     @property
     def recommended(self) -> Config:
-        """The settings to train with: those of the sweep's training, with this combination. Raises SettingError."""
-        return replace(with_settings(self.base.training(), self._trial_settings()), run=None)
+        """The settings to train with: those of the sweep's training, with this combination, and the modules that have
+        registered its task or sources. Raises SettingError."""
+        training = self.base.training()
+        modules = PluginBundle.collect(training).imported
+        return replace(with_settings(training, self._trial_settings()), run=None, plugins=(*training.plugins, *modules))
+
+    @property
+    def rate_unit(self) -> str:
+        """What the throughput of trials counts."""
+        return rate_unit(build_task(self.base.training()).unit)
 
     @cached_property
     def key(self) -> str:

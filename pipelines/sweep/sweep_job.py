@@ -6,7 +6,6 @@ Nothing is lost: every trial that ended is a file in the sweep's folder, with it
 same command again measures only the missing ones.
 """
 
-import re
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
@@ -20,6 +19,7 @@ from raystride.pipelines.commands import launch_command, shell_command, storage_
 from raystride.pipelines.config import Config, SettingError
 from raystride.pipelines.config.parse import Parsed, to_yaml
 from raystride.pipelines.config.sweep import SweepJobConfig
+from raystride.pipelines.config.train import LARGER_IS_BETTER
 from raystride.pipelines.console.exit_codes import DONE, FAILED, run_with_exit_code
 from raystride.pipelines.console.ray_job_status import job_metadata
 from raystride.pipelines.console.screen import Screen
@@ -52,9 +52,6 @@ from raystride.pipelines.sweep.space import (
 from raystride.pipelines.sweep.tracking import SweepTracking
 from raystride.pipelines.sweep.trial import SweepPlan
 from raystride.pipelines.tasks import build_task
-
-LARGER_IS_BETTER = re.compile("accuracy|f1|precision|recall|bleu|chrf|auc|exact_match|margin|reward")
-"""Metrics of which more is better, by parts of their names."""
 
 
 def run_sweep(parsed: Parsed[SweepJobConfig]) -> int:
@@ -121,7 +118,7 @@ def _check_quality(base: SweepJobConfig) -> None:
     if base.sweep.objective == "metric":
         check_metric(training)
         name = base.validation.metric
-        if base.validation.direction == "min" and LARGER_IS_BETTER.search(name):
+        if base.validation.better == "min" and LARGER_IS_BETTER.search(name):
             raise base.validation.error(
                 "direction", f"must be `max` with sweep.objective `metric`: more of {name} is better"
             )
@@ -173,9 +170,11 @@ def _measure_missing(
         _prepare_all(base, storage, missing, screen)
         is_shared = base.sweep.share_base
         resources = Resources.of_this_machine() if is_shared else Resources.of_cluster()
-        plan = SweepPlan(base, storage, resolve_price(base, described), resources, PluginBundle.collect())
+        plan = SweepPlan(base, storage, resolve_price(base, described), resources, PluginBundle.collect(base))
         run = measure_shared if is_shared else measure_with_tune
-        with ProgressBoard(base.sweep.space, num_left, base.quality_name, quiet=not screen.is_visible) as board:
+        with ProgressBoard(
+            base.sweep.space, num_left, base.quality_name, Candidate(base, {}).rate_unit, quiet=not screen.is_visible
+        ) as board:
             on_result = partial(_report_result, folder, tracking, board)
             if num_left > 0:
                 run(plan, missing, list(known.values()), num_left, on_result)

@@ -262,7 +262,7 @@ def _final_metric(base: SweepJobConfig, summary: Mapping[str, Any]) -> dict[str,
     value = (summary.get("metrics") or {}).get(name, summary.get(name))
     # A figure that is not finite is a word in the summary.
     number = float(value) if isinstance(value, int | float) else None
-    return {"metric": number, "metric_name": name, "direction": base.validation.direction}
+    return {"metric": number, "metric_name": name, "direction": base.validation.better}
 
 
 def _device_name(folder: Folder, kind: str) -> str:

@@ -21,6 +21,7 @@ from raystride.pipelines.config import (
     SettingError,
     TokenizerConfig,
     TrainConfig,
+    ValidationConfig,
     setting,
 )
 from raystride.pipelines.config.lora import LoraConfig
@@ -234,3 +235,22 @@ def test_an_earlier_attribute_is_read_and_another_is_none() -> None:
         assert ModelConfig(hidden_size=64).width == 64  # type: ignore[attr-defined]
     with pytest.raises(AttributeError, match="no setting 'wide'"):
         _ = ModelConfig().wide  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("metric", "direction", "better"),
+    [
+        ("val_loss", "auto", "min"),
+        ("val_perplexity", "auto", "min"),
+        ("val_accuracy", "auto", "max"),
+        ("val_macro_f1", "auto", "max"),
+        ("val_bleu", "auto", "max"),
+        ("val_accuracy", "min", "min"),
+        ("val_mine", "max", "max"),
+    ],
+)
+def test_more_of_a_metric_is_better_where_its_name_says_so(metric: str, direction: Any, better: str) -> None:
+    validation = ValidationConfig(metric=metric, direction=direction)
+    assert validation.better == better
+    assert (validation.cost(0.9) < validation.cost(0.1)) is (better == "max")
+    assert validation.cost(None) == validation.cost(float("nan")) == float("inf")

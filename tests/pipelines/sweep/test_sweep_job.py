@@ -66,6 +66,7 @@ def test_trials_that_cannot_be_compared_by_quality_are_refused_before_any_starts
     assert "validation.metric is 'val_accuracy': it must be one of val_loss, val_perplexity" in refusal_message(
         unknown, capsys
     )
+    unknown = replace(unknown, validation=replace(unknown.validation, direction="min"))
     labels = replace(unknown, task="classification", train=replace(base.train, packing="none"))
     assert "validation.direction is 'min': it must be `max`" in refusal_message(labels, capsys)
     assert not list(tmp_path.iterdir())
