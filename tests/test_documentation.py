@@ -20,6 +20,7 @@ import pytest
 import yaml
 
 import raystride
+from raystride.pipelines.config.run import is_argument
 from tests.some import some
 
 ROOT = Path(__file__).parents[1]
@@ -178,8 +179,8 @@ def _faults_of_ours(words: list[str]) -> Iterator[str]:
 
 
 def _is_open(flag: str) -> bool:
-    """A setting whose names below it are the user's: a source of a mixture."""
-    return flag.startswith("data.sources.")
+    """A setting whose names below it are the user's: a source of a mixture, an argument of a function of theirs."""
+    return is_argument(flag) or flag.startswith("data.sources.")
 
 
 def test_commands_presets_and_flags_are_there() -> None:

@@ -99,9 +99,9 @@ def test_a_training_on_ray_that_was_killed_has_the_bits_of_one_in_this_process(l
     program = f"import digits; digits.train(**{settings | {'scaling.workers': 2}})"
     place = tmp_path / "ray"
     place.mkdir()
-    checkpoints = place / "runs" / "digits" / "checkpoints"
+    begun = place / "runs" / "digits" / "config.yaml"
     process = run_python(place, "-c", program)
-    wait_until(lambda: checkpoints.exists() and list(checkpoints.iterdir()), "the first checkpoint")
+    wait_until(lambda: begun.exists() and raystride.Run.open("digits", place / "runs").checkpoints, "the first checkpoint")
     os.killpg(process.pid, signal.SIGKILL)
     process.wait()
     finish(run_python(place, "-c", program))
@@ -118,8 +118,9 @@ CELLS = [
     "class Line(nn.Module):\n    def __init__(self):\n        super().__init__()\n        self.layer = nn.Linear(1, 1)\n"
     "    def forward(self, x):\n        return self.layer(x)",
     "x = torch.linspace(-1, 1, 64)[:, None]",
-    "run = raystride.fit(Line, {'x': x, 'y': 3 * x + 1}, lambda model, batch: ((model(batch['x']) - batch['y']) ** 2).mean(),"
-    " settings={'train.batch': 16, 'train.steps': 200, 'optimizer.learning_rate': 0.05,"
+    "run = raystride.fit(Line, {'x': x, 'y': 3 * x + 1},"
+    " lambda model, batch: ((model(batch['x']) - batch['y']) ** 2).mean(),"
+    " settings={'train.batch': 16, 'train.steps': 200, 'optimizer.learning_rate': 0.2,"
     " 'scaling.workers': 2, 'record.mlflow': False})",
     "print(run.load_model()(torch.ones(1, 1)).item(), run.summary['workers'])",
     "print(run.predict({'x': x}, {'launch.mode': 'ray'}, fn=lambda model, batch: model(batch['x']))[-1])",
@@ -150,6 +151,16 @@ def test_a_registered_model_is_swept_and_the_recommendation_trains(tmp_path: Pat
     finish(run_python(tmp_path, "-m", "raystride", "train", "--config", str(recommended), *flags))
     best = raystride.Run.open("best", tmp_path / "runs")
     assert best.settings.fit.model_args["width"] in (8, 32)
+
+
+@pytest.mark.long
+def test_the_first_program_of_the_page_runs_as_it_stands(tmp_path: Path) -> None:
+    (program, *_) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "own-model.md").read_text(), re.DOTALL)
+    (tmp_path / "my_script.py").write_text(program)
+    finish(run_python(tmp_path, "my_script.py"))
+    figures = raystride.Run.open("mine", tmp_path / "runs").summary
+    assert (figures["workers"], figures["status"]) == (2, "finished")
+    assert figures["metrics"]["val_accuracy"] > 0.8
 
 
 MIGRATIONS = ["accelerate", "lightning", "ray_train"]

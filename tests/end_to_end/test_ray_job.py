@@ -141,6 +141,16 @@ def _ended(config: Config, steps: int) -> bool:
     return folder.exists("summary.json") and folder.read_json("summary.json")["steps"] == steps
 
 
+def test_a_model_of_ones_own_is_a_job_as_its_script_stands(head: Head) -> None:
+    runtime = {"env_vars": {"PYTHONPATH": str(ROOT), "RAYSTRIDE_STORAGE": f"{head.env['HOME']}/own"}}
+    place = ("--working-dir", str(ROOT / "examples"), "--runtime-env-json", json.dumps(runtime))
+    said = head.ray("job", "submit", *place, "--", sys.executable, "digits.py")
+    assert re.search(r"accuracy 0\.[89]", said), said[-3000:]
+    assert "'digit'" in said
+    (run,) = Path(head.env["HOME"]).glob("own/**/digits/summary.json")
+    assert json.loads(run.read_text())["status"] == "finished"
+
+
 def test_a_stopped_job_is_saved_and_resumed_by_its_name(head: Head, config: Config) -> None:
     file = Path(config.storage).parent / "tiny.yaml"
     first = head.submit(file, "--run", "submitted")
