@@ -1,5 +1,7 @@
 """Text generation with a decoder and a key-value cache: temperature, top-k, top-p, for a batch of prompts.
 
+Networks of users' own have no cache: the newest ids of each row are computed anew for each token.
+
 Prompts of different lengths are padded on the left and the padding is masked, so each row continues at its own last token.
 When the context is full, the cache is rebuilt from the newer half of each row.
 
@@ -8,8 +10,10 @@ When the context is full, the cache is rebuilt from the newer half of each row.
 """
 
 from collections.abc import Iterator
+from typing import Protocol
 
 import torch
+from torch import nn
 
 from raystride.model.attention import LayerCache
 from raystride.model.transformer import Decoder
@@ -17,11 +21,24 @@ from raystride.model.transformer import Decoder
 PADDING = 0
 
 
+class CausalNetwork(Protocol):
+    """A network that predicts each next token from those before it."""
+
+    def hidden(self, ids: torch.Tensor) -> torch.Tensor:
+        """Returns the last hidden states (B, T, C) of ids (B, T) int64; those of a position do not depend on later ids."""
+        ...
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Returns the logits (..., V) of hidden states (..., C)."""
+        ...
+
+
 def generate(
-    model: Decoder,
+    model: Decoder | CausalNetwork,
     prompts: list[list[int]],
     *,
     tokens: int,
+    context: int = 1024,
     temperature: float = 1.0,
     top_k: int = 0,
     top_p: float = 1.0,
@@ -29,10 +46,13 @@ def generate(
 ) -> Iterator[list[int]]:
     """Yields the next id of each prompt, `tokens` times. No prompt may be empty; `temperature` 0 is greedy.
 
+    `context` is the number of newest ids that a network without a cache sees; a decoder knows its own.
+
     Raises ValueError if there is no prompt, or one without ids.
     """
     if not prompts or not all(prompts):
         raise ValueError("every prompt needs at least one token; begin an empty one with the tokenizer's end token")
+    assert isinstance(model, nn.Module)
     device = next(model.parameters()).device  # a stage of a model need not have its embedding
     generator = torch.Generator(device=device).manual_seed(seed)
     rows = [list(prompt) for prompt in prompts]
@@ -42,7 +62,9 @@ def generate(
     try:
         for _ in range(tokens):
             with torch.no_grad():  # not inference mode: a sharded model keeps the gathered tensors
-                if not caches or caches[0].length >= model.shape.context:
+                if not isinstance(model, Decoder):
+                    logits = _compute_last_logits(model, [row[-context:] for row in rows], device)
+                elif not caches or caches[0].length >= model.shape.context:
                     # The first pass, or no room for one more position: start over from the newer half.
                     keep = model.shape.context if not caches else max(1, model.shape.context // 2)
                     caches, padding = _allocate_caches(model, rows, keep)
@@ -56,6 +78,14 @@ def generate(
             yield next_ids
     finally:
         model.train(was_training)
+
+
+def _compute_last_logits(model: CausalNetwork, rows: list[list[int]], device: torch.device) -> torch.Tensor:
+    """Returns the logits (B, V) after each row's last token; padding follows it, where it changes nothing."""
+    longest = max(map(len, rows))
+    ids = torch.tensor([row + [PADDING] * (longest - len(row)) for row in rows], device=device)
+    last = torch.tensor([len(row) - 1 for row in rows], device=device)
+    return model.logits(model.hidden(ids)[torch.arange(len(rows), device=device), last])
 
 
 def choose_token(

@@ -226,7 +226,7 @@ def generate(run: Run | str, prompt: str = "", settings: Settings | None = None,
     given = load_settings(GenerateConfig, _run_settings(run, storage) | dict(settings or {})).settings
     opened = open_cached(select_run(Folder.from_uri(given.storage), given.run, given.checkpoint, given.average))
     sample: SampleConfig = replace(given.sample, prompt=prompt)
-    return "".join(write_text(opened.decoder, opened.task, sample))
+    return "".join(write_text(opened.writer, opened.task, sample))
 
 
 def export(

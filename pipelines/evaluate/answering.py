@@ -15,12 +15,12 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
-from raystride.model.transformer import Decoder
 from raystride.pipelines.config import PredictorConfig, SampleConfig
 from raystride.pipelines.evaluate.load_run import LoadedModel
 from raystride.pipelines.evaluate.writing import write_rows
 from raystride.pipelines.prepare.stages import id_type
 from raystride.pipelines.sources.pieces import Piece
+from raystride.pipelines.tasks.contract import refuse_missing
 from raystride.pipelines.tasks.task import Document
 from raystride.pipelines.train.precision import Precision
 
@@ -66,7 +66,8 @@ class Predictor:
         exist."""
         self.device = prepare_device(settings)
         self.model, self.task, self.settings, self.graded = opened.model.to(self.device), opened.task, settings, graded
-        self.sample = (sample or SampleConfig()) if isinstance(self.model, Decoder) and not graded else None
+        self.sample = (sample or SampleConfig()) if self.task.continues_text and not graded else None
+        refuse_missing(self.task, self.model, "evaluate" if graded else "predict")
         self._precision = Precision(settings.precision)
         self._columns = self.task.columns if graded else self.task.asked
         self._type = np.int64 if self.task.window else np.dtype(str(id_type(self.task)))
@@ -109,7 +110,7 @@ class Predictor:
         mask: np.ndarray | None,
         row: Mapping[str, Any] | None = None,
     ) -> Example:
-        if self.graded and isinstance(self.model, Decoder):
+        if self.graded and self.task.continues_text:
             fields[self.task.given("bytes")] = self.task.answer_bytes(document)
         return Example(fields, ids.astype(self._type, copy=False), mask, row)
 

@@ -20,12 +20,14 @@ from raystride.pipelines.config.section import SettingError
 from raystride.pipelines.plugins import SCRIPT, TASKS, load_plugins
 from raystride.pipelines.storage.folder import Folder
 from raystride.pipelines.tasks import Task, build_task
+from raystride.pipelines.tasks.contract import refuse_missing
 from raystride.pipelines.tasks.task import Encoder
 from raystride.pipelines.tokenizers import Tokenizers
 
 if TYPE_CHECKING:
     from torch import nn
 
+    from raystride.model.generate import CausalNetwork
     from raystride.model.transformer import Decoder
     from raystride.pipelines.checkpoint.manager import Checkpoints, ValidCheckpoint
 
@@ -49,16 +51,30 @@ class LoadedModel:
 
     @property
     def decoder(self) -> "Decoder":
-        """The model as one that writes text. Raises SettingError if it is not a decoder."""
+        """The model as a decoder of ours. Raises SettingError if it is another network."""
         from raystride.model.transformer import Decoder
 
-        if not isinstance(self.model, Decoder):
+        writer = self.writer
+        if not isinstance(writer, Decoder):
+            raise SettingError(
+                f"the network of this run is a {type(writer).__name__}, for which Hugging Face has no layout; "
+                "`raystride export --to state_dict` writes its parameters",
+                setting="task",
+                value=self.config.task,
+            )
+        return writer
+
+    @property
+    def writer(self) -> "Decoder | CausalNetwork":
+        """The model as one that continues text. Raises SettingError if it does not."""
+        if not self.task.continues_text:
             raise SettingError(
                 f"task is {self.config.task!r}: it must be one that trains a decoder; `raystride predict` is for this one",
                 setting="task",
                 value=self.config.task,
             )
-        return self.model
+        refuse_missing(self.task, self.model, "generate")
+        return self.model  # type: ignore[return-value]
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ for piece in write_text(model, task, SampleConfig(prompt="def ", tokens=100)):
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from raystride.model.generate import generate
+from raystride.model.generate import CausalNetwork, generate
 from raystride.model.transformer import Decoder
 from raystride.pipelines.config import SampleConfig
 from raystride.pipelines.tasks.task import Encoder, Task
@@ -17,18 +17,22 @@ CONTEXT_IDS = 8
 """Last ids of a prompt for decoding its first continuation: some tokenizers drop the first space of a text."""
 
 
-def write_text(model: Decoder, task: Task, settings: SampleConfig) -> Iterator[str]:
+def write_text(model: Decoder | CausalNetwork, task: Task, settings: SampleConfig) -> Iterator[str]:
     """Yields the continuation of the settings' prompt as it comes, without the prompt."""
     for pieces in write_texts(model, task, settings, [settings.prompt]):
         yield pieces[0]
 
 
-def write_texts(model: Decoder, task: Task, settings: SampleConfig, prompts: list[str]) -> Iterator[list[str]]:
+def write_texts(
+    model: Decoder | CausalNetwork, task: Task, settings: SampleConfig, prompts: list[str]
+) -> Iterator[list[str]]:
     """Continues several prompts side by side; yields the new piece of each, "" for those that have ended."""
     return write_rows(model, task, settings, [task.prompt(prompt).tolist() for prompt in prompts])
 
 
-def write_rows(model: Decoder, task: Task, settings: SampleConfig, rows: list[list[int]]) -> Iterator[list[str]]:
+def write_rows(
+    model: Decoder | CausalNetwork, task: Task, settings: SampleConfig, rows: list[list[int]]
+) -> Iterator[list[str]]:
     """Continues prompts given as ids, side by side; yields the new piece of each, "" for those that have ended.
 
     A prompt without ids starts as a new document does.
@@ -41,6 +45,7 @@ def write_rows(model: Decoder, task: Task, settings: SampleConfig, rows: list[li
         model,
         [row or [encoder.end_id] for row in rows],
         tokens=settings.tokens,
+        context=task.config.model.context,
         temperature=settings.temperature,
         top_k=settings.top_k,
         top_p=settings.top_p,

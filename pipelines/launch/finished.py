@@ -178,12 +178,12 @@ def export_run(settings: ExportConfig) -> "tuple[Folder, LoadedModel]":
     adapter = writes_adapter(settings, opened.config)
     name = "adapter" if adapter else settings.to
     target = Folder.from_uri(settings.folder) if settings.folder else storage / settings.run / "export" / name
-    if is_own:
+    if is_own or settings.to == "state_dict":
         from raystride.pipelines.own_model.export import export_own_model
 
         return export_own_model(opened, settings.to, target), opened
     if settings.to not in ("hugging_face", "mlflow"):
-        message = f"to is {settings.to!r}: it must be `hugging_face` or `mlflow` for the task {opened.config.task}"
+        message = f"to is {settings.to!r}: it must be hugging_face, mlflow or state_dict for the task {opened.config.task}"
         raise SettingError(message, setting="to", value=settings.to)
     if adapter:
         from raystride.pipelines.evaluate.export import export_adapter

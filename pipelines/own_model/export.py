@@ -1,4 +1,5 @@
-"""Exports models of users' own: as state dict, in the layout of Hugging Face, or as a program that runs without their code.
+"""Exports models of users' own: as state dict (any other model, too), in the layout of Hugging Face, or as a program that runs
+without their code.
 
 export_own_model(opened, "state_dict", folder)            # model.safetensors and state_dict.pt
 export_own_model(opened, "torch_export", folder)          # model.pt2, for torch.export.load
@@ -28,8 +29,7 @@ def export_own_model(opened: LoadedModel, to: str, folder: Folder) -> Folder:
 
     Raises SettingError if the module cannot be written so, or a package is missing.
     """
-    module = opened.model.users_module
-    assert isinstance(module, nn.Module)
+    module = getattr(opened.model, "users_module", opened.model)
     writers: dict[str, Callable[[LoadedModel, nn.Module, Path], None]] = {
         "state_dict": _write_state_dict,
         "hugging_face": _write_pretrained,

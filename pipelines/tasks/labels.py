@@ -8,12 +8,23 @@ The first number of an example is its label. Validation counts a confusion matri
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
 from raystride.pipelines.config import SettingError
-from raystride.pipelines.tasks.task import IGNORED, Column, Document, Facts, Inputs, Rows, Task, mean
+from raystride.pipelines.tasks.task import (
+    IGNORED,
+    TRAINING,
+    Column,
+    Document,
+    Facts,
+    Inputs,
+    NetworkMethods,
+    Rows,
+    Task,
+    mean,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -30,6 +41,7 @@ class LabelTask(Task):
 
     surveyed = True
     metrics = ("val_loss", "val_accuracy", "val_macro_f1")
+    network_methods: ClassVar[NetworkMethods] = {"logits": (TRAINING, "evaluate", "predict")}
 
     @property
     def label_column(self) -> Column:

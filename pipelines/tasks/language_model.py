@@ -11,14 +11,25 @@ token before it.
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
 from raystride.model.shape import flops_per_token
 from raystride.pipelines.config import Config
-from raystride.pipelines.tasks.row_losses import row_losses
-from raystride.pipelines.tasks.task import IGNORED, Document, Encoders, Facts, Inputs, Rows, Task, Window, mean
+from raystride.pipelines.tasks.row_losses import losses_row_by_row, row_losses
+from raystride.pipelines.tasks.task import (
+    IGNORED,
+    Document,
+    Encoders,
+    Facts,
+    Inputs,
+    NetworkMethods,
+    Rows,
+    Task,
+    Window,
+    mean,
+)
 from raystride.pipelines.tokenizers.training import read_begin_ids, read_end_id
 
 if TYPE_CHECKING:
@@ -33,6 +44,11 @@ class LanguageModel(Task):
 
     metrics: tuple[str, ...] = ("val_loss", "val_perplexity")
     packs = True
+    continues_text = True
+    network_methods: ClassVar[NetworkMethods] = {
+        "hidden": ("generate", "predict"),
+        "logits": ("generate", "predict"),
+    }
 
     def __init__(self, config: Config, facts: Facts | None = None, encoders: Encoders | None = None) -> None:
         super().__init__(config, facts, encoders)
@@ -120,12 +136,15 @@ class LanguageModel(Task):
 
     def losses(self, model: "nn.Module", inputs: Inputs, targets: "torch.Tensor") -> "tuple[torch.Tensor, torch.Tensor]":
         """Returns the loss sum of each sample in nats, and its number of counted targets, both (B)."""
+        if not hasattr(model, "hidden") or not hasattr(model, "logits"):
+            return losses_row_by_row(model, inputs, targets)
         return row_losses(model.logits, self.hidden(model, inputs), targets)  # type: ignore[arg-type]
 
     def hidden(self, model: "nn.Module", inputs: Inputs) -> "torch.Tensor":
         """Returns the last hidden states (B, T, C) of inputs of `collate`."""
         ids, *documents = inputs
-        found: torch.Tensor = model.hidden(ids, documents=documents[0] if documents else None)  # type: ignore[operator]
+        given = {"documents": documents[0]} if documents else {}  # which a network of a user's own need not take
+        found: torch.Tensor = model.hidden(ids, **given)  # type: ignore[operator]
         return found
 
     def score(self, loss_sum: float, targets: float, counts: np.ndarray) -> dict[str, float]:

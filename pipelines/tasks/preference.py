@@ -10,7 +10,7 @@ reference's log-probabilities of both answers, as four numbers below 2^16. Promp
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
@@ -21,6 +21,7 @@ from raystride.pipelines.tasks.padding import pad_sequences
 from raystride.pipelines.tasks.reference import Reference, floats_to_ids, ids_to_floats, weights_sha256
 from raystride.pipelines.tasks.task import (
     IGNORED,
+    TRAINING,
     ChatTemplate,
     Column,
     Document,
@@ -28,6 +29,7 @@ from raystride.pipelines.tasks.task import (
     Encoders,
     Facts,
     Inputs,
+    NetworkMethods,
     Rows,
     Task,
     mean,
@@ -50,6 +52,11 @@ class Preference(Completion):
     """Preference learning of a decoder (DPO, IPO). Raises SettingError if there is no reference."""
 
     packs = False
+    network_methods: ClassVar[NetworkMethods] = {
+        **Completion.network_methods,
+        "log_ratios": (TRAINING,),
+        "pop_figures": (TRAINING,),
+    }
 
     def __init__(self, config: Config, facts: Facts | None = None, encoders: Encoders | None = None) -> None:
         super().__init__(config, facts, encoders)

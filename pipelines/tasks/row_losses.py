@@ -10,6 +10,7 @@ from raystride.pipelines.tasks.task import IGNORED
 
 if TYPE_CHECKING:
     import torch
+    from torch import nn
 
 MAX_LOGITS = 1 << 25
 """Logits held at once: 128 MiB in fp32."""
@@ -32,3 +33,13 @@ def row_losses(
         first += len(wanted)
         rows = max(1, MAX_LOGITS // part[0].numel())
     return torch.cat(sums), (targets != IGNORED).sum(1)
+
+
+def losses_row_by_row(
+    model: "nn.Module", inputs: "tuple[torch.Tensor, ...]", targets: "torch.Tensor"
+) -> "tuple[torch.Tensor, torch.Tensor]":
+    """Returns what `row_losses` does, for a network that has only its `forward`, called once for each row."""
+    import torch
+
+    rows = [model(*(each[i : i + 1] for each in inputs), targets[i : i + 1]) for i in range(len(targets))]
+    return torch.stack([loss_sum for loss_sum, _ in rows]), (targets != IGNORED).sum(1)

@@ -99,6 +99,10 @@ class Encoder(Protocol):
         ...
 
 
+NetworkMethods = Mapping[str, tuple[str, ...]]
+"""Jobs that need a method of a task's network, by its name."""
+TRAINING = "training"
+"""The job without whose methods a network is refused, in `Task.network_methods`."""
 Encoders = Mapping[str, Encoder]
 """A task's tokenizers by name."""
 
@@ -148,11 +152,17 @@ class Task:
     `samples`. Throughput counts tokens, except of `images` and `samples`."""
     metrics: tuple[str, ...] = ("val_loss",)
     """Metrics of `score`, for `validation.metric`."""
+    continues_text: ClassVar[bool] = False
+    """Whether a prediction is a text that the network continues."""
+    network_methods: ClassVar[NetworkMethods] = {}
+    """What a network has besides `forward`: methods, each with the jobs that need it (see `tasks.contract`)."""
 
     def __init__(self, config: Config, facts: Facts | None = None, encoders: Encoders | None = None) -> None:
         self.config, self.facts, self.encoders = config, facts or {}, encoders or {}
         if config.train.slot_tokens and self.window:
             raise config.train.error("slot_tokens", f"must be 0 with task `{config.task}`, whose samples are equally long")
+        if type(self).loss is not Task.loss and config.scaling.pipeline > 1:
+            raise config.scaling.error("pipeline", "must be 1 with a task that has a loss of its own")
         if config.train.packing != "none" and not self.packs:
             raise config.train.error("packing", f"must be `none` with task `{config.task}`, which does not pack documents")
 
@@ -291,6 +301,16 @@ class Task:
     def unpack(self, inputs: Inputs) -> Inputs:
         """Finishes the inputs on the device, ahead of the loop."""
         return inputs
+
+    def loss(self, model: "nn.Module", inputs: Inputs, targets: "torch.Tensor") -> "tuple[torch.Tensor, torch.Tensor]":
+        """Returns the sum of the losses of a batch, and the number of targets that count, scalars: by default what the
+        network's `forward` returns.
+
+        A task that overrides it trains and validates by its own loss. `model.hidden`, `model.logits` and this default are
+        there for it.
+        """
+        found: tuple[torch.Tensor, torch.Tensor] = model.forward_of_network(*inputs, targets)  # type: ignore[operator]
+        return found
 
     def build_model(self) -> "nn.Module":
         """Returns the network, initialised under the current seed: model(*inputs, targets) -> (loss sum, targets counted).

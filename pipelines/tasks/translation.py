@@ -9,7 +9,7 @@ BLEU (Papineni et al., 2002) and chrF (Popović, 2015), as counted by sacreBLEU.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
@@ -18,7 +18,18 @@ from raystride.pipelines.config import Config
 from raystride.pipelines.tasks.overlap import Overlap, choose_tokenizer, missing_package
 from raystride.pipelines.tasks.padding import pad_sequences
 from raystride.pipelines.tasks.row_losses import row_losses
-from raystride.pipelines.tasks.task import IGNORED, Column, Document, Encoders, Facts, Inputs, Rows, Task
+from raystride.pipelines.tasks.task import (
+    IGNORED,
+    TRAINING,
+    Column,
+    Document,
+    Encoders,
+    Facts,
+    Inputs,
+    NetworkMethods,
+    Rows,
+    Task,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -32,6 +43,12 @@ class Translation(Task):
 
     unit = "pairs"
     metrics = ("val_loss", "val_bleu", "val_chrf")
+    network_methods: ClassVar[NetworkMethods] = {
+        "encode": (TRAINING, "predict"),
+        "decode": (TRAINING, "predict"),
+        "hidden": ("evaluate",),
+        "logits": ("evaluate",),
+    }
 
     def __init__(self, config: Config, facts: Facts | None = None, encoders: Encoders | None = None) -> None:
         super().__init__(config, facts, encoders)

@@ -33,6 +33,7 @@ from raystride.pipelines.strategies.parameter_layout import layout_of
 from raystride.pipelines.strategies.recompute import recompute
 from raystride.pipelines.strategies.strategy import Strategy
 from raystride.pipelines.tasks import Task, build_task
+from raystride.pipelines.tasks.contract import check_network, use_loss_of
 from raystride.pipelines.tasks.task import Document
 from raystride.pipelines.tokenizers import Tokenizers
 from raystride.pipelines.train.loop import Training
@@ -122,6 +123,10 @@ def _build_model(
     if shortfall := precision.describe_shortfall(strategy.device):
         log(shortfall)
     network = model = strategy.build_network(network_factory(task, config, job.prepared / "tokenizer", log))
+    use_loss_of(task, model)
+    whole = config.scaling.pipeline == 1  # a stage has a part of the methods
+    if whole and (message := check_network(task, network)):
+        log(WARNING_PREFIX + message)  # rank 0 alone is heard
     if config.masks_by_place:
         number_dropouts(model)
     checkpoints = _build_checkpoints(job, worker, task, log)

@@ -29,6 +29,7 @@ from raystride.pipelines.record.sender import Post, Sender
 from raystride.pipelines.record.summary import RunSummary
 from raystride.pipelines.strategies.parameter_layout import count_parameters
 from raystride.pipelines.strategies.recompute import without_recompilation
+from raystride.pipelines.tasks.contract import list_missing
 from raystride.pipelines.train.loop import Ending, Training
 from raystride.pipelines.train.optimizer import describe_endless_warmup
 from raystride.pipelines.worker.build import WARNING_PREFIX, build_training
@@ -145,14 +146,13 @@ def _build_summary(
 
 def _write_sample(job: Job, worker: WorkerInfo, training: Training) -> None:
     """Writes a sample generated from the prompt into the run's folder; workers with shards compute it together."""
-    from raystride.model.transformer import Decoder
     from raystride.pipelines.evaluate.writing import write_text
 
-    settings, model = job.config.sample, training.model
-    if not settings.tokens or not isinstance(model, Decoder):
+    settings, model, task = job.config.sample, training.model, training.loader.samples.task
+    if not settings.tokens or not task.continues_text or list_missing(task, model):
         return
     with training.rules.precision.autocast(training.strategy.device), without_recompilation():
-        text = "".join(write_text(model, training.loader.samples.task, settings))
+        text = "".join(write_text(model, task, settings))  # type: ignore[arg-type]
     training.strategy.reset_after_eval()
     if worker.rank == 0:
         job.folder.put("sample.txt", settings.prompt + text + "\n")

@@ -32,7 +32,7 @@ def _generate_and_print(settings: GenerateConfig) -> int:
     prompts = [settings.prompt] if isinstance(settings.prompt, str) else list(settings.prompt)
     texts = [""] * len(prompts)
     print(prompts[0], end="", flush=True)
-    for pieces in write_texts(opened.decoder, opened.task, settings.sample, prompts):
+    for pieces in write_texts(opened.writer, opened.task, settings.sample, prompts):
         texts = [text + piece for text, piece in zip(texts, pieces, strict=True)]
         print(pieces[0], end="", flush=True)
     for prompt, text in zip(prompts[1:], texts[1:], strict=True):

@@ -120,7 +120,7 @@ CELLS = [
     "x = torch.linspace(-1, 1, 64)[:, None]",
     "run = raystride.fit(Line, {'x': x, 'y': 3 * x + 1},"
     " lambda model, batch: ((model(batch['x']) - batch['y']) ** 2).mean(),"
-    " settings={'train.batch': 16, 'train.steps': 200, 'optimizer.learning_rate': 0.2,"
+    " settings={'train.batch': 16, 'train.steps': 200, 'optimizer.learning_rate': 0.2, 'optimizer.warmup_steps': 0,"
     " 'scaling.workers': 2, 'record.mlflow': False})",
     "print(run.load_model()(torch.ones(1, 1)).item(), run.summary['workers'])",
     "print(run.predict({'x': x}, {'launch.mode': 'ray'}, fn=lambda model, batch: model(batch['x']))[-1])",
