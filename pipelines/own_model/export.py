@@ -1,5 +1,5 @@
-"""Exports models of users' own: as state dict (any other model, too), in the layout of Hugging Face, or as a program that runs
-without their code.
+"""Exports models of users' own: as state dict (other models, too), in the layout of Hugging Face, or as a program that
+runs without their code.
 
 export_own_model(opened, "state_dict", folder)            # model.safetensors and state_dict.pt
 export_own_model(opened, "torch_export", folder)          # model.pt2, for torch.export.load
