@@ -200,6 +200,32 @@ class Ours(Way):
         return 0
 
 
+@dataclass(frozen=True, kw_only=True)
+class OwnModel(Ours):
+    """Ours with the peers' network and data: a script that calls `raystride.fit`."""
+
+    flags: tuple[str, ...] = ()
+
+    def ready(self, bench: Bench) -> None:
+        """Does nothing: the data is read as it is."""
+
+    def storage(self, bench: Bench) -> Path:
+        """Where its runs lie."""
+        return bench.work / "fit"
+
+    def training(self, bench: Bench, job: Job) -> list[str]:
+        """The command of a training, and of the one that goes on with it."""
+        return [sys.executable, "-m", f"benchmarks.peers.{self.script}", *job.flags()]
+
+    def preparation(self, bench: Bench, text: Path, out: Path) -> list[str] | None:
+        """None."""
+        return None
+
+    def lines(self, bench: Bench) -> str | int:
+        """Lines of code of one's own."""
+        return user_lines(HERE / f"{self.script}.py")
+
+
 WAYS: dict[str, Way] = {
     "inline": Ours(
         title="ours, inline",
@@ -209,6 +235,7 @@ WAYS: dict[str, Way] = {
         prediction=PREDICTION,
     ),
     "ray": Ours(title="ours, Ray", script="", flags=(), prediction=PREDICTION),
+    "fit": OwnModel(title="ours, own model (`fit`)", script="fit_loop"),
     "nanogpt": NanoGPT(
         title="nanoGPT",
         script="nanogpt",

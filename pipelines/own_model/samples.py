@@ -14,6 +14,7 @@ import itertools
 import multiprocessing
 import pickle
 import random
+import signal
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import fields, is_dataclass, replace
@@ -186,6 +187,10 @@ class _Reader:
 def _serve(connection: Connection, parents: Connection, dataset: IndexedDataset, collate: Collate | None) -> None:
     """Answers requests until the parent ends."""
     parents.close()
+    # The training's handlers, which this process has from it, would make it outlive the end of a script.
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C reaches it too, and the training still needs it
     end_with_parent()
     torch.set_num_threads(1)  # a pool of threads does not survive a fork
     while True:

@@ -76,7 +76,7 @@ LOSS_RULE = (
             "it must be empty where `model` is a module",
         ),
     ],
-    ids=str,
+    ids=lambda value: value[:30] if isinstance(value, str) else "",
 )
 def test_settings_and_callables_are_refused(tmp_path: Path, given: dict[str, Any], words: str) -> None:
     settings = SETTINGS | given.pop("settings", {})
@@ -96,7 +96,7 @@ def test_settings_and_callables_are_refused(tmp_path: Path, given: dict[str, Any
         ([{"x": torch.ones(4)}, {"x": torch.ones(3)}], "default_collate raised RuntimeError: stack expects each tensor"),
         ({"x": torch.ones(5, 4), "y": torch.ones(4, 1)}, "the arrays of data differ in length"),
     ],
-    ids=str,
+    ids=lambda value: value[:30] if isinstance(value, str) else "",
 )
 def test_data_is_refused(tmp_path: Path, data: Any, words: str) -> None:
     with pytest.raises(DataError) as raised:

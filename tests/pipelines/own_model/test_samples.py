@@ -3,7 +3,10 @@
 import os
 import random
 import signal
+import subprocess
+import sys
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,6 +19,7 @@ from raystride.pipelines.own_model.describe import split_indices
 from raystride.pipelines.own_model.samples import IndexedSamples, NestedBatch, collate_samples, read_batch
 from raystride.pipelines.own_model.task import own_model_task
 from raystride.pipelines.sources.faults import DataError
+from tests.waiting import LIMIT_S
 
 
 class Augmented:
@@ -80,6 +84,19 @@ def test_the_generators_of_this_process_are_left_alone() -> None:
     assert random.getstate() == before[0]
     assert np.random.get_state()[1].tolist() == before[1]  # type: ignore[index]
     assert torch.equal(torch.random.get_rng_state(), before[2])
+
+
+def test_a_reader_ends_with_its_script_whatever_handlers_that_has(tmp_path: Path) -> None:
+    """As a training that saves at SIGTERM: multiprocessing ends its children by that signal, and waits for them."""
+    program = """
+import signal
+from tests.pipelines.own_model.test_samples import open_samples, read_content
+signal.signal(signal.SIGTERM, lambda *_: None)
+samples = open_samples()
+read_content(samples, [0])
+keep = [samples]; keep.append(keep)
+"""
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=LIMIT_S, cwd=Path(__file__).parents[3])
 
 
 def test_plain_data_is_read_without_processes() -> None:
