@@ -278,6 +278,7 @@ def attach_adapters(model: nn.Module, shape: AdapterShape, names: Names) -> None
     Raises ValueError, with the setting's name, for a name that no layer has, or a rank above the maximum of a layer.
     """
     wanted = select_targets(find_targets(model, names), shape)
+    model.has_frozen_base = True  # type: ignore[assignment]  # which checkpoints leave out
     for parameter in model.parameters():
         parameter.requires_grad_(False)
     for module in fully_trained_modules(model).values():

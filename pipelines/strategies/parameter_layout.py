@@ -57,12 +57,13 @@ def count_parameters(model: nn.Module) -> int:
 
 
 def saved_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """Yields the parameters that a run saves, by name: trained ones, and those marked to be kept with them (`kept`).
+    """Yields the parameters that a run saves, by name: all of a network, frozen ones too, except for the base under adapters.
 
-    These are all of a network except the frozen base under adapters.
+    Of a network with adapters these are the trained ones, and those marked to be kept with them (`kept`).
     """
+    has_base = getattr(model, "has_frozen_base", False)
     for name, parameter in model.named_parameters():
-        if parameter.requires_grad or getattr(parameter, "kept", False):
+        if parameter.requires_grad or not has_base or getattr(parameter, "kept", False):
             yield name, parameter
 
 

@@ -117,6 +117,19 @@ def test_a_resumed_training_has_the_bits_of_one_that_went_through(tmp_path: Path
     assert (resumed.sha256, resumed.losses) == (through.sha256, through.losses[3:])
 
 
+@pytest.mark.parametrize(("scaling", "world"), WAYS, ids=["one", "ddp", "fsdp"])
+def test_frozen_parameters_are_saved_since_nothing_else_has_their_values(tmp_path: Path, scaling: Any, world: int) -> None:
+    job = own_job(tmp_path, "groups", scaling=scaling)
+    torch.manual_seed(job.config.seed)
+    task: Any = build_task(job.config)
+    wanted = task.build_model().users_module[0].weight
+    run_course(job, world)
+    torch.manual_seed(1 + job.config.seed)
+    found: Any = Run.open("run", str(tmp_path)).load_model("last")
+    assert torch.equal(found[0].weight, wanted)
+    assert not found[0].weight.requires_grad
+
+
 def test_exact_training_has_the_same_bits_on_any_number_of_workers(tmp_path: Path) -> None:
     single = run_course(own_job(tmp_path, "noisy", "one", exact=True), 1)
     three = run_course(own_job(tmp_path, "noisy", "three", DDP, exact=True), 3)

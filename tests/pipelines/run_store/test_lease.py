@@ -143,13 +143,13 @@ def test_an_owner_elsewhere_is_believed_while_its_file_changes_whatever_its_cloc
 
 
 def test_a_file_of_an_earlier_version_is_watched_too(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(owner, "LEASE_S", 0.1)
     earlier = {"host": "elsewhere", "pid": 1, "start": 1.0, "attempt": "earlier", "renewed": time.time()}
     folder.put_json("owner.json", earlier)
     found = read_owner(folder)
     assert found
     assert found.is_alive
     assert not found.is_local
+    monkeypatch.setattr(owner, "LEASE_S", 0.1)
     with RunLease.acquire(folder, "now"):
         assert _attempt(folder) == "now"
 
