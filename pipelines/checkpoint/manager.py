@@ -355,13 +355,18 @@ class Checkpoints:
     def load(self, found: ValidCheckpoint, model: nn.Module, optimizer: Updater | None = None) -> None:
         """Fills the model and optionally the optimiser, whatever number of workers wrote the checkpoint."""
         wanted: dict[str, torch.Tensor] = {}
+        stored = found.manifest["tensors"]
         for name, parameter in saved_parameters(model):
-            targets = _load_targets(name, parameter, found.manifest["tensors"], optimizer)
+            if not parameter.requires_grad and f"model.{name}" not in stored:  # by an earlier version
+                continue
+            targets = _load_targets(name, parameter, stored, optimizer if parameter.requires_grad else None)
             wanted |= {key: wrap_part(model, name, tensor) for key, tensor in targets.items()}
         wanted |= {f"model.{name}": buffer for name, buffer in saved_buffers(model)}
         read(wanted, found.folder, found.manifest, self.rank, self.group)
         if optimizer is not None:
             for name, parameter in saved_parameters(model):
+                if not parameter.requires_grad:
+                    continue
                 optimizer.load_state(parameter, _loaded_state(name, wanted, optimizer))
 
 

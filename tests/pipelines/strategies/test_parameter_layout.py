@@ -30,6 +30,7 @@ class Network(nn.Module):
         for number, (name, shape) in enumerate(SHAPES.items()):
             self.register_parameter(name, nn.Parameter(torch.arange(math.prod(shape)).view(shape) + 10.0 * number))
         self.frozen.requires_grad_(False)
+        self.has_frozen_base = True
         self.kept.requires_grad_(False)
         self.kept.kept = True
 
@@ -49,6 +50,12 @@ def test_a_runs_own_parameters_are_trained_or_kept_with_those() -> None:
     assert [name for name, _ in saved_parameters(model)] == ["z", "kept", "a"]
     assert count_parameters(model) == 15
     assert layout_of(model) is None
+
+
+def test_a_frozen_part_of_a_network_without_adapters_is_saved() -> None:
+    model = Network()
+    del model.has_frozen_base
+    assert [name for name, _ in saved_parameters(model)] == list(SHAPES)
 
 
 def test_values_come_by_name_and_are_masters_if_there_are_any() -> None:
