@@ -31,6 +31,10 @@ ENTRY_POINT_GROUP = "raystride.plugins"
 SCRIPT = "__main__"
 """In a run's settings, the script that trained it."""
 
+FIT = "fit"
+"""The task of all runs of `raystride.fit`."""
+RUN_TASKS: dict[str, Any] = {}
+"""Tasks of the runs that `raystride.fit` has trained in this process, by the URI of the run's folder."""
 DocumentFunction = Callable[..., Iterator[Any]]
 """Yields texts, tuples in the order of a task's columns, or mappings by column name; may take the split as an argument."""
 BUILT_IN_TASKS = ("language_model", "completion", "preference", "classification", "translation", "images")

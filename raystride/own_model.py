@@ -6,6 +6,7 @@ register_model("mine", model=make_model, data=dataset, loss=loss)    # in a plug
 
 import os
 import sys
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +14,7 @@ from raystride.pipelines.config import SettingError
 from raystride.pipelines.console.screen import Screen, SilentScreen
 from raystride.pipelines.own_model.definition import OwnModel
 from raystride.pipelines.own_model.task import own_model_task
-from raystride.pipelines.plugins import SCRIPT, SOURCES, register_task
+from raystride.pipelines.plugins import FIT, RUN_TASKS, SCRIPT, SOURCES, TASKS, register_task
 from raystride.pipelines.storage.folder import Folder
 from raystride.run import Run
 
@@ -26,8 +27,8 @@ if TYPE_CHECKING:
     Metrics = Callable[[nn.Module, Any], Mapping[str, Any]]
     Optimizer = Callable[[nn.Module, float], torch.optim.Optimizer]
 
-FIT = "fit"
-"""The task and source that `fit` registers."""
+_one_at_a_time = threading.RLock()
+"""Trainings by `fit` in several threads follow each other: all register the same task."""
 
 
 def fit(
@@ -89,13 +90,17 @@ def fit(
             settings={"train.batch": 64, "train.steps": 100},
         )
     """
-    from raystride.api import train
+    from raystride import api
 
     place, screen = Folder.from_uri(os.fspath(storage)), Screen() if progress else SilentScreen()
     data, validation = (_store_stream(given, place, screen.log) for given in (data, validation))
-    own_model = OwnModel(model, data, loss, validation, metrics, collate, optimizer, schedule)
-    _register(FIT, own_model, SCRIPT)
-    return train(dict(settings or {}) | {"task": FIT}, run=run, storage=storage, progress=progress)
+    given = dict(settings or {}) | {"task": FIT}
+    with _one_at_a_time:
+        own_model = OwnModel(model, data, loss, validation, metrics, collate, optimizer, schedule)
+        _register(FIT, own_model, SCRIPT)
+        located, place = api._locate_run(given, None, run, storage)
+        RUN_TASKS[(place / str(located.run)).uri] = TASKS[FIT]
+        return api.train(given, run=located.run, storage=storage, progress=progress)
 
 
 def register_model(

@@ -114,13 +114,16 @@ class Run:
             StoredCheckpoint(int(name.removeprefix("step-")), (kept.folder / name).uri) for name in sorted(kept.list_names())
         ]
 
-    def load_model(self, checkpoint: str | int = "best") -> "nn.Module":
+    def load_model(self, checkpoint: str | int = "best", *, into: "nn.Module | None" = None) -> "nn.Module":
         """Returns the trained network in evaluation mode, on the CPU, from the checkpoint `best`, `last`, or of a step.
 
-        Raises SettingError if there is no such checkpoint.
+        `into` is a module of the same shape, which is filled and returned: where the code of the run is not at hand, such as
+        that of a script that called `raystride.fit`. Raises SettingError if there is no such checkpoint, or shapes differ.
         """
-        from raystride.pipelines.evaluate.load_run import open_run
+        from raystride.pipelines.evaluate.load_run import load_into, open_run
 
+        if into is not None:
+            return load_into(into, Folder(self.storage), self.name, checkpoint)
         model = open_run(Folder(self.storage), self.name, checkpoint).model
         return getattr(model, "users_module", model)
 

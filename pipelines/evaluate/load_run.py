@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from raystride.pipelines.config import Config
 from raystride.pipelines.config.parse import from_yaml
 from raystride.pipelines.config.section import SettingError
-from raystride.pipelines.plugins import SCRIPT, TASKS, load_plugins
+from raystride.pipelines.plugins import FIT, RUN_TASKS, SCRIPT, TASKS, load_plugins
 from raystride.pipelines.storage.folder import Folder
 from raystride.pipelines.tasks import Task, build_task
 from raystride.pipelines.tasks.contract import refuse_missing
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from raystride.model.generate import CausalNetwork
     from raystride.model.transformer import Decoder
-    from raystride.pipelines.checkpoint.manager import Checkpoints, ValidCheckpoint
+    from raystride.pipelines.checkpoint.manager import ValidCheckpoint
 
 
 @dataclass(frozen=True)
@@ -87,6 +87,10 @@ class SelectedRun:
     script_task: Any = None
     """The task's class if the running script has registered it, which processes elsewhere lack."""
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Leaves out what only a training needs: it is sent to workers."""
+        return vars(self) | {"script_task": self.script_task.for_inference() if self.script_task else None}
+
     @property
     def step(self) -> int:
         """The step of the newest of the checkpoints."""
@@ -101,9 +105,7 @@ class SelectedRun:
     @property
     def task(self) -> Task:
         """The run's task, with its facts about the data, and its tokenizers."""
-        if self.script_task is not None:
-            TASKS.setdefault(self.config.task, self.script_task)
-        return load_task(self.config, self.place)
+        return load_task(self.config, self.place, self.script_task)
 
     @property
     def identity(self) -> str:
@@ -151,6 +153,13 @@ def open_run(storage: Folder, run: str, checkpoint: str | int = "best", average:
 
 def select_run(storage: Folder, run: str, checkpoint: str | int = "best", average: int = 1) -> SelectedRun:
     """Selects the checkpoints that `open_run` opens. Raises SettingError as it does, and if a plug-in is missing."""
+    config = _load_config(storage, run)
+    load_plugins(config.plugins)  # a missing one is reported before a cluster is started
+    chosen = _select_checkpoints(storage, run, checkpoint, average)
+    return SelectedRun(config, chosen, _find_script_task(config, storage / run))
+
+
+def _load_config(storage: Folder, run: str) -> Config:
     folder = storage / run
     if not folder.exists("config.yaml"):
         existing_runs = [name for name in storage.names() if (storage / name).exists("config.yaml")]
@@ -159,16 +168,81 @@ def select_run(storage: Folder, run: str, checkpoint: str | int = "best", averag
             setting="run",
             value=run,
         )
-    config = from_yaml(Config, folder.read("config.yaml").decode())
-    load_plugins(config.plugins)  # a missing one is reported before a cluster is started
-    from raystride.pipelines.checkpoint.manager import (
-        Checkpoints,
-    )  # imported late, so that other errors come before PyTorch's import
+    return from_yaml(Config, folder.read("config.yaml").decode())
 
-    checkpoints = Checkpoints(folder / "checkpoints", attempt="", keep=1)
-    chosen = _select_checkpoints(checkpoints, checkpoint, average)
-    if isinstance(checkpoint, int) and not chosen:
-        raise SettingError(f"--run {run}: it has no whole checkpoint of step {checkpoint}", setting="run", value=run)
+
+def _find_script_task(config: Config, folder: Folder) -> Any:
+    """Returns the class of a run's task if this script has registered it. Raises SettingError for a run of another `fit`."""
+    if config.task != FIT:
+        return TASKS.get(config.task) if SCRIPT in config.plugins else None
+    if folder.uri not in RUN_TASKS:
+        raise SettingError(
+            f"run {folder.name} was trained by raystride.fit, and this process does not know its model: call fit with the "
+            "same arguments again, which returns a complete run, or load_model(into=MODULE)",
+            setting="run",
+            value=folder.name,
+        )
+    return RUN_TASKS[folder.uri]
+
+
+def load_into(module: "nn.Module", storage: Folder, run: str, checkpoint: str | int = "best") -> "nn.Module":
+    """Fills a module with a run's parameters, and buffers if they are saved; returns it in evaluation mode.
+
+    Needs none of the run's code. Raises SettingError if there is no such run or checkpoint, or the module has others.
+    """
+    from torch import nn
+
+    from raystride.pipelines.checkpoint.manager import Checkpoints
+    from raystride.pipelines.strategies.parameter_layout import saved_buffers, saved_parameters
+
+    _load_config(storage, run)
+    (found,) = _select_checkpoints(storage, run, checkpoint, 1)
+    tensors = found.manifest["tensors"]
+    stored = {name.removeprefix("model."): entry["size"] for name, entry in tensors.items() if name.startswith("model.")}
+    holder: Any = nn.Module()
+    holder.module, holder.saves_buffers = module, True
+    if not all(name.startswith("module.") for name in stored):  # a network of a task
+        holder = module
+    own = {name: list(value.shape) for name, value in (*saved_parameters(holder), *saved_buffers(holder))}
+    if differing := sorted(name for name in own.keys() | stored.keys() if own.get(name) != stored.get(name)):
+        given, wanted = (sizes.get(differing[0], "missing") for sizes in (own, stored))
+        name = differing[0].removeprefix("module.")
+        raise SettingError(
+            f"into is not the network of run {run}: {name} is {given}, and {wanted} there ({len(differing)} differ)",
+            setting="into",
+            value=given,
+            allowed=wanted,
+        )
+    Checkpoints(found.folder, attempt="", keep=1).load(found, holder)
+    return module.eval()
+
+
+def load_task(config: Config, place: Folder, task_class: Any = None) -> Task:
+    """Loads the task with its facts and tokenizers from a folder; `task_class`: if the plug-ins do not register it.
+
+    Raises SettingError if its plug-in is missing.
+    """
+    build = task_class or build_task
+    if place.exists("facts.json"):
+        facts = place.read_json("facts.json")
+        return build(config, facts, Tokenizers(place, facts["tokenizers"]))  # type: ignore[no-any-return]
+    encoders = Tokenizers(place, ["tokenizer"])  # format of versions with language modelling only
+    encoder = encoders["tokenizer"]
+    return build(config, {"vocabulary_size": encoder.vocabulary_size, "end_id": encoder.end_id}, encoders)  # type: ignore[no-any-return]
+
+
+def _select_checkpoints(storage: Folder, run: str, checkpoint: str | int, average: int) -> "tuple[ValidCheckpoint, ...]":
+    """Returns as many whole checkpoints of a run, the newest first. Raises SettingError if there are fewer."""
+    from raystride.pipelines.checkpoint.manager import Checkpoints  # after other errors, as it takes PyTorch's import
+
+    checkpoints = Checkpoints(storage / run / "checkpoints", attempt="", keep=1)
+    if isinstance(checkpoint, int):
+        chosen = [found for found in checkpoints.find_whole() if found.step == checkpoint]
+        if not chosen:
+            raise SettingError(f"--run {run}: it has no whole checkpoint of step {checkpoint}", setting="run", value=run)
+    else:
+        best = checkpoints.find_by_hint("best") if checkpoint == "best" and average == 1 else None
+        chosen = [best] if best else list(islice(checkpoints.find_whole(), average))
     if len(chosen) < average:
         raise SettingError(
             f"--run {run}: it has {len(chosen)} whole checkpoint(s), and {average} are asked for; train it with a "
@@ -176,25 +250,7 @@ def select_run(storage: Folder, run: str, checkpoint: str | int = "best", averag
             setting="run",
             value=run,
         )
-    registered = TASKS.get(config.task) if SCRIPT in config.plugins else None
-    return SelectedRun(config, tuple(chosen), registered.for_inference() if registered else None)
-
-
-def load_task(config: Config, place: Folder) -> Task:
-    """Loads the task with its facts and tokenizers from a folder. Raises SettingError if its plug-in is missing."""
-    if place.exists("facts.json"):
-        facts = place.read_json("facts.json")
-        return build_task(config, facts, Tokenizers(place, facts["tokenizers"]))
-    encoders = Tokenizers(place, ["tokenizer"])  # format of versions with language modelling only
-    encoder = encoders["tokenizer"]
-    return build_task(config, {"vocabulary_size": encoder.vocabulary_size, "end_id": encoder.end_id}, encoders)
-
-
-def _select_checkpoints(checkpoints: "Checkpoints", checkpoint: str | int, average: int) -> "list[ValidCheckpoint]":
-    if isinstance(checkpoint, int):
-        return [found for found in checkpoints.find_whole() if found.step == checkpoint]
-    best = checkpoints.find_by_hint("best") if checkpoint == "best" and average == 1 else None
-    return [best] if best else list(islice(checkpoints.find_whole(), average))
+    return tuple(chosen)
 
 
 def _load_model(chosen: SelectedRun, task: Task) -> "nn.Module":

@@ -57,7 +57,7 @@ def count_parameters(model: nn.Module) -> int:
 
 
 def saved_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """Yields the parameters that a run saves, by name: all of a network, frozen ones too, except for the base under adapters.
+    """Yields the parameters that a run saves, by name: all of a network, also frozen ones, but not the base under adapters.
 
     Of a network with adapters these are the trained ones, and those marked to be kept with them (`kept`).
     """

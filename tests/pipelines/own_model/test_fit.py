@@ -9,7 +9,9 @@ import torch
 from torch import nn
 
 import raystride
+from raystride.pipelines import plugins
 from raystride.pipelines.config import SettingError
+from raystride.pipelines.evaluate import load_run
 from raystride.pipelines.own_model.definition import OwnModel
 from tests.pipelines.own_model.models import DATA, make_mlp, masked_loss, score
 from tests.pipelines.own_model.test_apply import SETTINGS
@@ -80,6 +82,38 @@ def test_a_run_does_not_go_on_with_other_data_or_shapes(
         _fit(tmp_path, **changes)
     assert words in str(raised.value)
     assert raystride.Run.open("own", tmp_path).summary["steps"] == 3
+
+
+def test_each_run_of_a_script_is_opened_as_its_own_model(tmp_path: Path) -> None:
+    first = _fit(tmp_path, run="first")
+    second = _fit(tmp_path, run="second", model=lambda: nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3)))
+    assert [type(run.load_model()[1]) for run in (first, second)] == [nn.Tanh, nn.ReLU]  # type: ignore[index]
+    rows = [
+        run.predict(DATA, {"launch.mode": "inline"}, fn=lambda model, batch: model(batch["x"])) for run in (first, second)
+    ]
+    for run, found in zip((first, second), rows, strict=True):
+        wanted = run.load_model()(torch.from_numpy(DATA["x"][:1]))[0]
+        assert found[0]["prediction"].tolist() == pytest.approx(wanted.tolist(), rel=1e-5, abs=1e-6)
+
+
+def test_a_module_is_filled_where_the_code_is_not_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = _fit(tmp_path)
+    wanted = run.load_model().state_dict()
+    monkeypatch.setattr(plugins, "RUN_TASKS", {})
+    monkeypatch.setattr(load_run, "RUN_TASKS", {})
+    with pytest.raises(
+        SettingError, match=r"trained by raystride\.fit, and this process does not know .*load_model\(into=MODULE\)"
+    ):
+        run.load_model()
+    found = run.load_model(into=make_mlp())
+    assert not found.training
+    assert all(torch.equal(value, wanted[name]) for name, value in found.state_dict().items())
+    with pytest.raises(
+        SettingError, match=r"into is not the network of run own: 0\.bias is \[9\], and \[8\] there \(3 such d"
+    ):
+        run.load_model(into=make_mlp(9))
+    with pytest.raises(SettingError, match=r"into is not the network of run own: 0\.bias is missing, and \[8\] there"):
+        run.load_model(into=nn.Sequential(nn.Flatten()))
 
 
 def test_changed_code_is_a_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
