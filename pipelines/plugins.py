@@ -209,6 +209,10 @@ class PluginBundle:
         script = [SCRIPT] if self.observers or any(made.__module__ == SCRIPT for made in used) else []
         return replace(config, plugins=tuple(dict.fromkeys([*config.plugins, *installed, *self.imported, *script])))
 
+    def for_workers(self) -> "PluginBundle":
+        """Returns what is sent to the workers of a training on Ray, with data by reference."""
+        return replace(self, tasks={name: task.for_workers() for name, task in self.tasks.items()})
+
     def register(self) -> None:
         """Registers all plug-ins in the receiving process. Raises SettingError if a module fails or is not there."""
         load_plugins((*self.installed, *self.imported))

@@ -66,7 +66,7 @@ def _run_on_cluster(job: "PartJob", parts: "list[Part]") -> dict[int, Any]:
     workers = max(1, min(workers, len(parts)))
     threads = settings.threads or max(1, int(cluster_resources.cpus // workers))
     settings = replace(settings, device="cuda" if cuda else "cpu", threads=threads)
-    job = replace(job, settings=settings)  # type: ignore[type-var]
+    job = replace(job.for_workers(), settings=settings)  # type: ignore[type-var]
     return predict_on_ray(job, parts, workers=workers, per_worker={"GPU": 1} if cuda else {"CPU": threads})
 
 

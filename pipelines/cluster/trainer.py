@@ -73,7 +73,7 @@ def make_trainer_settings(job: Job, allocation: Allocation, recorder: RecorderHa
     launch = job.config.launch
     under_nsys = {"py_executable": worker_executable(allocation.device)} if job.config.profile.tool == "nsys" else {}
     return {
-        "train_loop_config": {"job": _without_tracking_uri(job), "recorder": recorder},
+        "train_loop_config": {"job": _for_workers(job), "recorder": recorder},
         "scaling_config": ScalingConfig(
             num_workers=(allocation.min_workers, start.max_workers) if allocation.min_workers else start.max_workers,
             use_gpu=allocation.device == "cuda",
@@ -97,9 +97,10 @@ def make_trainer_settings(job: Job, allocation: Allocation, recorder: RecorderHa
     }
 
 
-def _without_tracking_uri(job: Job) -> Job:
-    """Returns the job without the tracking server's address, which may hold a password: only the recorder needs it."""
-    return replace(job, config=replace(job.config, record=replace(job.config.record, mlflow_uri=None)))
+def _for_workers(job: Job) -> Job:
+    """Returns the job with data by reference, and without the tracking server's address, which may hold a password."""
+    config = replace(job.config, record=replace(job.config.record, mlflow_uri=None))  # only the recorder needs it
+    return replace(job, config=config, plugin_bundle=job.plugin_bundle.for_workers())
 
 
 def ray_storage_options(folder: Folder) -> dict[str, Any]:

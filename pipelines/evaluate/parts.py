@@ -71,6 +71,10 @@ class PredictJob:
     taken: frozenset[str] = frozenset()
     """Names of the data's columns, as far as they are known beforehand."""
 
+    def for_workers(self) -> "PredictJob":
+        """Returns the job itself, which is small."""
+        return self
+
     def load_predictor(self) -> Predictor:
         """Loads the model into this process, ready to predict."""
         return Predictor(self.chosen.with_beams(self.settings.beams).open(), self.settings, self.sample, graded=self.graded)

@@ -69,6 +69,9 @@ class PartJob(Protocol):
     @property
     def fixed(self) -> bool: ...
 
+    def for_workers(self) -> Any:
+        """Returns the job as it is sent to a cluster's workers."""
+
     def load_predictor(self) -> Any:
         """Loads the model into this process."""
 

@@ -144,14 +144,11 @@ def apply_function(
     chosen = select_run(storage, settings.run, settings.checkpoint, settings.average)
     from raystride.pipelines.evaluate.prediction import predict_all
     from raystride.pipelines.own_model.apply import ApplyJob, cut_dataset
-    from raystride.pipelines.own_model.dataset import open_dataset
     from raystride.pipelines.own_model.streams import is_stream, store_stream
 
     data = store_stream(data, storage) if is_stream(data) else data
     folder = Folder.from_uri(settings.output) if settings.output else None
-    job = ApplyJob(
-        chosen=chosen, settings=settings, function=function, dataset=open_dataset(data), collate=collate, folder=folder
-    )
+    job = ApplyJob(chosen=chosen, settings=settings, function=function, data=data, collate=collate, folder=folder)
     run_parts, parts = make_part_runner(settings, settings.launch), cut_dataset(job.dataset, settings.batch)
     if folder is not None:
         return replace(predict_all(job, parts, job.origin, run_parts, log), step=chosen.step)

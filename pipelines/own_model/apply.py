@@ -1,12 +1,12 @@
 """Applies a user's function to a trained model and a dataset, in parts, in this process or on a cluster's workers.
 
-job = ApplyJob(chosen=chosen, settings=settings, function=fn, dataset=dataset)
-[job.run_part(model, part) for part in cut_dataset(dataset, settings.batch)]      # rows: [{"prediction": 3}, ...]
+job = ApplyJob(chosen=chosen, settings=settings, function=fn, data=dataset)
+[job.run_part(model, part) for part in cut_dataset(job.dataset, settings.batch)]      # rows: [{"prediction": 3}, ...]
 """
 
 import pickle
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Any, Literal
 
@@ -20,10 +20,11 @@ from raystride.pipelines.evaluate.answering import prepare_device
 from raystride.pipelines.evaluate.load_run import SelectedRun
 from raystride.pipelines.evaluate.parts import file_schema, write_record
 from raystride.pipelines.evaluate.rows import Row, infer_schema, open_writer, split_chunks
-from raystride.pipelines.own_model.dataset import IndexedDataset, describe_sample
+from raystride.pipelines.own_model.dataset import IndexedDataset, describe_sample, open_dataset
 from raystride.pipelines.own_model.definition import OwnModel, describe_error
 from raystride.pipelines.own_model.network import autocast_module
 from raystride.pipelines.own_model.samples import Collate, NestedBatch, read_batch
+from raystride.pipelines.own_model.shared import share_data
 from raystride.pipelines.prepare.code_hash import hash_code, qualified_name
 from raystride.pipelines.sources.pieces import Part
 from raystride.pipelines.storage.folder import Folder
@@ -68,7 +69,8 @@ class ApplyJob:
     function: UserFunction
     """Called as function(model, batch) without gradients, the batch on the model's device; returns a row per sample: a
     tensor, an array, a list, or a mapping of these by the names of columns."""
-    dataset: IndexedDataset
+    data: Any
+    """What `open_dataset` takes."""
     collate: Collate | None = None
     folder: Folder | None = None
     """Folder of a file a part; None: rows are returned."""
@@ -76,6 +78,19 @@ class ApplyJob:
     split: None = None
     graded: bool = False
     fixed: bool = False
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leaves out what was opened here."""
+        return {item.name: getattr(self, item.name) for item in fields(self)}
+
+    @cached_property
+    def dataset(self) -> IndexedDataset:
+        """The samples. Raises DataError if they cannot be indexed."""
+        return open_dataset(self.data)
+
+    def for_workers(self) -> "ApplyJob":
+        """Returns the job with data that lies in memory in Ray's object store."""
+        return replace(self, data=share_data(self.data))
 
     @cached_property
     def origin(self) -> dict[str, Any]:

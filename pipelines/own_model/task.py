@@ -150,6 +150,19 @@ class OwnModelTask(Task):
         }
 
     @classmethod
+    def for_workers(cls) -> "type[OwnModelTask]":
+        """Returns the class with data that lies in memory in Ray's object store, where it is put once."""
+        import ray
+
+        from raystride.pipelines.own_model.shared import share_data
+
+        own, key = cls.own_model, f"shared by {ray.get_runtime_context().get_job_id()}"
+        if key not in own.opened:
+            own.opened[key] = share_data(own.data), share_data(own.validation)
+        data, validation = own.opened[key]
+        return own_model_task(replace(own, data=data, validation=validation, opened={}), cls.__module__)
+
+    @classmethod
     def for_inference(cls) -> "type[OwnModelTask]":
         """Returns the class without the data."""
         return own_model_task(replace(cls.own_model, data=(), validation=None, opened={}), cls.__module__)

@@ -268,11 +268,13 @@ def probe_hosts(config: Config, storage: Folder, kept: KeptPreparations = NO_KEP
     """
     plugin_bundle = PluginBundle.collect(config)
     plugin_bundle.register()
-    data_identity = identity(config, build_task(config), kept, storage)
+    task = build_task(config)
+    data_identity = identity(config, task, kept, storage)
     missing = [
         name
         for name in config.by_source()
-        if load_finished_manifest(storage / ".prepared" / data_identity.fingerprint_of_source(name)) is None
+        if not task.reads_dataset  # whose workers get their data from the driver, or open it themselves
+        and load_finished_manifest(storage / ".prepared" / data_identity.fingerprint_of_source(name)) is None
     ]
     sources = _open_sources_by_name(config) if missing else {}
     # A hub's data is not checked: each host would have to download it first.
@@ -281,7 +283,7 @@ def probe_hosts(config: Config, storage: Folder, kept: KeptPreparations = NO_KEP
     probe.put("driver", "here")
     try:
         listed = _hash_inputs(config, list(sources.values())) if needed else None
-        host_probe, began = HostProbe(config, probe, listed, plugin_bundle), time.time()
+        host_probe, began = HostProbe(config, probe, listed, plugin_bundle if needed else PluginBundle()), time.time()
         reports = run_on_all_nodes(host_probe, config.launch.timeout_s)
         asked, files_left = (began, time.time()), set(probe.names())
     finally:

@@ -338,6 +338,11 @@ class Task:
         return
 
     @classmethod
+    def for_workers(cls) -> "type[Task]":
+        """Returns the class as it is sent to the workers of a training on Ray, which is running."""
+        return cls
+
+    @classmethod
     def for_inference(cls) -> "type[Task]":
         """Returns the class as processes need it that only use the model; it is sent to them."""
         return cls

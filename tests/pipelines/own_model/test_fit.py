@@ -108,9 +108,7 @@ def test_a_module_is_filled_where_the_code_is_not_known(tmp_path: Path, monkeypa
     found = run.load_model(into=make_mlp())
     assert not found.training
     assert all(torch.equal(value, wanted[name]) for name, value in found.state_dict().items())
-    with pytest.raises(
-        SettingError, match=r"into is not the network of run own: 0\.bias is \[9\], and \[8\] there \(3 d"
-    ):
+    with pytest.raises(SettingError, match=r"into is not the network of run own: 0\.bias is \[9\], and \[8\] there \(3 d"):
         run.load_model(into=make_mlp(9))
     with pytest.raises(SettingError, match=r"into is not the network of run own: 0\.bias is missing, and \[8\] there"):
         run.load_model(into=nn.Sequential(nn.Flatten()))

@@ -1,0 +1,77 @@
+"""Data in memory is put into Ray's store once; its samples are those of the data, and can be changed."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pyarrow as pa
+import pytest
+import torch
+
+from raystride.pipelines.own_model import shared
+from raystride.pipelines.own_model.dataset import open_dataset
+from raystride.pipelines.own_model.shared import SharedDataset, share_data
+
+X = np.arange(12, dtype=np.float32).reshape(6, 2)
+Y = np.arange(6)
+
+
+@pytest.fixture(autouse=True)
+def _any_size(monkeypatch: pytest.MonkeyPatch, ray_cluster: None) -> None:
+    monkeypatch.setattr(shared, "MIN_BYTES", 1)
+
+
+def _type_names(sample: Any) -> Any:
+    values = sample.values() if isinstance(sample, dict) else sample
+    return [type(value).__name__ for value in values]
+
+
+@pytest.mark.parametrize(
+    "made",
+    [
+        lambda: {"x": X, "y": Y},
+        lambda: {"x": torch.from_numpy(X), "y": torch.from_numpy(Y), "z": torch.ones(6, dtype=torch.bfloat16)},
+        lambda: (X, torch.from_numpy(Y)),
+        lambda: [{"x": x, "y": int(y)} for x, y in zip(X, Y, strict=True)],
+        lambda: pa.table({"x": X.tolist(), "y": Y}),
+        lambda: pd.DataFrame({"x": list(X), "y": Y}),
+    ],
+    ids=["arrays", "tensors", "tuple", "list", "table", "frame"],
+)
+def test_samples_are_those_of_the_data_and_writable(made: Callable[[], Any]) -> None:
+    by_reference = share_data(made())
+    assert isinstance(by_reference, SharedDataset)
+    import ray
+
+    dataset, plain = ray.get(ray.put(by_reference)), open_dataset(made())
+    assert len(dataset) == len(plain) == 6
+    for index in (0, 5, 2):
+        found, wanted = dataset[index], plain[index]
+        assert _type_names(found) == _type_names(wanted)
+        assert str(found) == str(wanted)
+        for value in found.values() if isinstance(found, dict) else found:
+            if isinstance(value, np.ndarray | torch.Tensor) and value.ndim:
+                value[...] = 0  # and not the next time
+        assert str(dataset[index]) == str(wanted)
+
+
+@pytest.mark.parametrize(
+    "data", [lambda: [1], torch.utils.data.TensorDataset(torch.ones(2)), range(5)], ids=["call", "own", "range"]
+)
+def test_other_data_stays_as_it_is(data: Any) -> None:
+    assert share_data(data) is data
+
+
+def test_little_data_stays_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shared, "MIN_BYTES", 10_000)
+    data = {"x": X}
+    assert share_data(data) is data
+
+
+def test_what_travels_is_small() -> None:
+    import ray
+
+    reference = share_data({"x": np.zeros((1000, 1000), np.float32)})
+    assert len(reference) == 1000
+    assert len(ray.cloudpickle.dumps(reference)) < 2000
