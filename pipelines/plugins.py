@@ -10,8 +10,9 @@ Plug-ins of a module or file are imported again in every process that has the se
 `__main__`.
 """
 
+import io
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
 from hashlib import sha256
@@ -209,6 +210,13 @@ class PluginBundle:
         script = [SCRIPT] if self.observers or any(made.__module__ == SCRIPT for made in used) else []
         return replace(config, plugins=tuple(dict.fromkeys([*config.plugins, *installed, *self.imported, *script])))
 
+    def refuse_unpicklable(self, config: Config) -> None:
+        """Raises SettingError if something that this process's script has registered cannot be sent to workers."""
+        task = self.tasks.get(config.task)
+        parts = dict(task.parts_to_send()) if task else {}
+        parts |= {f"the source {name}": source for name, (source, _) in self.sources.items()}
+        refuse_unpicklable(parts | {f"the observer {name}": made for name, made in self.observers.items()})
+
     def for_workers(self) -> "PluginBundle":
         """Returns what is sent to the workers of a training on Ray, with data by reference."""
         return replace(self, tasks={name: task.for_workers() for name, task in self.tasks.items()})
@@ -219,6 +227,25 @@ class PluginBundle:
         TASKS.update(self.tasks)
         SOURCES.update(self.sources)
         OBSERVERS.update(self.observers)
+
+
+def refuse_unpicklable(parts: Mapping[str, Any]) -> None:
+    """Raises SettingError for the first part that cannot be pickled, with the path to what in it cannot."""
+    from ray import cloudpickle
+    from ray.util import inspect_serializability
+
+    for name, part in parts.items():
+        try:
+            cloudpickle.dumps(part)
+        except Exception as error:
+            _, failures = inspect_serializability(part, name=name, print_file=io.StringIO())
+            paths = [".".join(getattr(failure, "path", None) or (name, failure.name)) for failure in failures]
+            what = f"{min(paths, default=name)}: {type(error).__name__}: {error}"
+            raise SettingError(
+                f"{name} cannot be sent to Ray's workers, since it cannot be pickled ({what}); create that where it is used, "
+                "or use launch.mode inline",
+                setting=name,
+            ) from error
 
 
 def _used_by(config: Config) -> list[Any]:

@@ -71,6 +71,8 @@ def train(
         return train_adapters(config, storage, screen, train)
     milestones = {"driver": time.time()}
     config, plugin_bundle = _register_plugins(config, plugin_bundle or PluginBundle.collect(config))
+    if config.launch.mode == "ray":
+        plugin_bundle.refuse_unpicklable(config)
     admission = admit_run(config, storage, screen.log)
     config, previous, folder = admission.config, admission.previous, storage / str(config.run)
     if admission.is_complete:

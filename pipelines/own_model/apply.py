@@ -24,7 +24,8 @@ from raystride.pipelines.own_model.dataset import IndexedDataset, describe_sampl
 from raystride.pipelines.own_model.definition import OwnModel, describe_error
 from raystride.pipelines.own_model.network import autocast_module
 from raystride.pipelines.own_model.samples import Collate, NestedBatch, read_batch
-from raystride.pipelines.own_model.shared import share_data
+from raystride.pipelines.own_model.shared import is_in_memory, share_data
+from raystride.pipelines.plugins import refuse_unpicklable
 from raystride.pipelines.prepare.code_hash import hash_code, qualified_name
 from raystride.pipelines.sources.pieces import Part
 from raystride.pipelines.storage.folder import Folder
@@ -89,7 +90,9 @@ class ApplyJob:
         return open_dataset(self.data)
 
     def for_workers(self) -> "ApplyJob":
-        """Returns the job with data that lies in memory in Ray's object store."""
+        """Returns the job with data that lies in memory in Ray's object store. Raises SettingError for what cannot be sent."""
+        parts = {"fn": self.function, "collate": self.collate, "data": None if is_in_memory(self.data) else self.data}
+        refuse_unpicklable(parts)
         return replace(self, data=share_data(self.data))
 
     @cached_property

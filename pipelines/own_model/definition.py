@@ -68,7 +68,11 @@ class OwnModel:
                 raise config.fit.error(
                     "model_args", "must be empty where `model` is a module: give the callable that makes it"
                 )
-            return copy.deepcopy(self.model)
+            try:
+                return copy.deepcopy(self.model)
+            except Exception as error:
+                rule = "must be a module that can be copied, or the callable that makes it"
+                raise SettingError(f"model {rule}: {describe_error(error)}", setting="model", allowed=rule) from error
         try:
             inspect.signature(self.model).bind(**config.fit.model_args)
         except (TypeError, ValueError) as error:

@@ -67,19 +67,24 @@ def share_data(given: Any) -> Any:
 
     Datasets of users' own classes stay as they are: they may change what they hold.
     """
-    module = type(given).__module__.partition(".")[0]
-    if module == "pandas":
-        given = {name: given[name].to_numpy() for name in given.columns}
-    is_columns = isinstance(given, Mapping) and module != "datasets"
-    if not (is_columns or module == "pyarrow" or isinstance(given, list | tuple)) or _estimate_bytes(given) < MIN_BYTES:
+    if not (is_in_memory(given) or isinstance(given, list)) or _estimate_bytes(given) < MIN_BYTES:
         return given
     import ray
 
-    if is_columns:
+    if type(given).__module__.partition(".")[0] == "pandas":
+        given = {name: given[name].to_numpy() for name in given.columns}
+    if isinstance(given, Mapping):
         given = {name: _to_column(column) for name, column in given.items()}
     elif isinstance(given, tuple):
         given = tuple(map(_to_column, given))
     return SharedDataset(ray.put(given))
+
+
+def is_in_memory(given: Any) -> bool:
+    """Returns whether data is arrays, by name or in a tuple, or a table."""
+    package = type(given).__module__.partition(".")[0]
+    is_columns = isinstance(given, Mapping) and package != "datasets"
+    return is_columns or isinstance(given, tuple) or package in ("pyarrow", "pandas")
 
 
 def _to_column(column: Any) -> Any:
@@ -96,4 +101,6 @@ def _estimate_bytes(given: Any) -> int:
         return sum(map(_estimate_bytes, given))
     if isinstance(given, list):
         return len(given) * len(pickle.dumps(given[0])) if given else 0
+    if hasattr(given, "memory_usage"):  # a DataFrame
+        return int(given.memory_usage().sum())
     return int(getattr(given, "nbytes", 0))

@@ -9,13 +9,15 @@ The samples are those of `own_model.samples`; nothing of them is written.
 """
 
 import random
-from dataclasses import replace
+from collections.abc import Mapping
+from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
 from raystride.pipelines.config import Config, SettingError
 from raystride.pipelines.own_model.definition import OwnModel
+from raystride.pipelines.own_model.shared import is_in_memory, share_data
 from raystride.pipelines.tasks.task import Encoders, Facts, Inputs, Task, mean
 
 if TYPE_CHECKING:
@@ -150,11 +152,15 @@ class OwnModelTask(Task):
         }
 
     @classmethod
+    def parts_to_send(cls) -> Mapping[str, Any]:
+        """Returns what the user gave; of lists a sample, and nothing of arrays."""
+        parts = {item.name: getattr(cls.own_model, item.name) for item in fields(cls.own_model) if item.name != "opened"}
+        return {name: part[:1] if isinstance(part, list) else part for name, part in parts.items() if not is_in_memory(part)}
+
+    @classmethod
     def for_workers(cls) -> "type[OwnModelTask]":
         """Returns the class with data that lies in memory in Ray's object store, where it is put once."""
         import ray
-
-        from raystride.pipelines.own_model.shared import share_data
 
         own, key = cls.own_model, f"shared by {ray.get_runtime_context().get_job_id()}"
         if key not in own.opened:

@@ -338,6 +338,11 @@ class Task:
         return
 
     @classmethod
+    def parts_to_send(cls) -> Mapping[str, Any]:
+        """Returns what of a script's task is pickled to workers, by name."""
+        return {"the task": cls}
+
+    @classmethod
     def for_workers(cls) -> "type[Task]":
         """Returns the class as it is sent to the workers of a training on Ray, which is running."""
         return cls

@@ -1,5 +1,6 @@
 """What cannot be trained is refused before anything starts, by what is wrong and what to do."""
 
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -102,6 +103,44 @@ def test_data_is_refused(tmp_path: Path, data: Any, words: str) -> None:
     with pytest.raises(DataError) as raised:
         raystride.fit(make_linear, data, mean_loss, settings=SETTINGS, storage=tmp_path)
     assert words in str(raised.value)
+
+
+class Unpicklable:
+    """Samples beside a lock."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+
+    def __len__(self) -> int:
+        return 20
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        return {"x": torch.zeros(4), "y": torch.zeros(1)}
+
+
+def test_what_cannot_be_pickled_is_refused_by_name_where_workers_need_it(tmp_path: Path) -> None:
+    lock = threading.Lock()
+
+    def locked_loss(model: nn.Module, batch: Any) -> torch.Tensor:
+        with lock:
+            return mean_loss(model, batch)
+
+    on_ray = SETTINGS | {"launch": "ray"}
+    for parts, path in (
+        ((make_linear, DATA, locked_loss), "loss.lock"),
+        ((make_linear, Unpicklable(), mean_loss), "data.lock"),
+    ):
+        name = path.partition(".")[0]
+        with pytest.raises(
+            SettingError, match=rf"^{name} cannot be sent to Ray's workers, .* \({path}: TypeError: cannot pickle"
+        ):
+            raystride.fit(*parts, settings=on_ray, storage=tmp_path)
+        assert not list(tmp_path.glob("*/config.yaml"))
+        raystride.fit(*parts, settings=SETTINGS, storage=tmp_path / "inline", run=name)
+    model = make_linear()
+    model.lock = lock  # type: ignore[assignment]
+    with pytest.raises(SettingError, match="model must be a module that can be copied, or the callable that makes it"):
+        raystride.fit(model, DATA, mean_loss, settings=SETTINGS, storage=tmp_path)
 
 
 def test_a_parameter_without_a_gradient_is_a_warning(tmp_path: Path) -> None:
