@@ -242,8 +242,8 @@ def refuse_unpicklable(parts: Mapping[str, Any]) -> None:
             paths = [".".join(getattr(failure, "path", None) or (name, failure.name)) for failure in failures]
             what = f"{min(paths, default=name)}: {type(error).__name__}: {error}"
             raise SettingError(
-                f"{name} cannot be sent to Ray's workers, since it cannot be pickled ({what}); create that where it is used, "
-                "or use launch.mode inline",
+                f"{name} cannot be sent to Ray's workers, since it cannot be pickled ({what}); create that where it is "
+                "used, or use launch.mode inline",
                 setting=name,
             ) from error
 

@@ -90,7 +90,7 @@ class ApplyJob:
         return open_dataset(self.data)
 
     def for_workers(self) -> "ApplyJob":
-        """Returns the job with data that lies in memory in Ray's object store. Raises SettingError for what cannot be sent."""
+        """Returns the job with data in memory put into Ray's object store. Raises SettingError for what cannot be sent."""
         parts = {"fn": self.function, "collate": self.collate, "data": None if is_in_memory(self.data) else self.data}
         refuse_unpicklable(parts)
         return replace(self, data=share_data(self.data))

@@ -1,6 +1,7 @@
 """A function over a dataset: a row per sample, in order, the same inline and on Ray, and files are not written twice."""
 
 import os
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -107,6 +108,12 @@ def test_workers_of_ray_give_the_same_rows(run: raystride.Run, ray_cluster: None
     on_ray = raystride.predict(run, DATA, {"launch.mode": "ray", "batch": 7}, fn=fn)
     inline = raystride.predict(run, DATA, INLINE, fn=fn)
     assert [row["y"].tolist() for row in on_ray] == [row["y"].tolist() for row in inline]  # type: ignore[union-attr]
+
+
+def test_a_function_that_cannot_be_pickled_is_refused_by_name(run: raystride.Run, ray_cluster: None) -> None:
+    lock = threading.Lock()
+    with pytest.raises(SettingError, match=r"fn cannot be sent to Ray's workers, .* \(fn\.lock: TypeError"):
+        raystride.predict(run, DATA, {"launch.mode": "ray"}, fn=lambda model, batch: (lock, model(batch["x"]))[1])
 
 
 def test_rows_as_mappings_are_kept() -> None:

@@ -126,14 +126,9 @@ def test_what_cannot_be_pickled_is_refused_by_name_where_workers_need_it(tmp_pat
             return mean_loss(model, batch)
 
     on_ray = SETTINGS | {"launch": "ray"}
-    for parts, path in (
-        ((make_linear, DATA, locked_loss), "loss.lock"),
-        ((make_linear, Unpicklable(), mean_loss), "data.lock"),
-    ):
-        name = path.partition(".")[0]
-        with pytest.raises(
-            SettingError, match=rf"^{name} cannot be sent to Ray's workers, .* \({path}: TypeError: cannot pickle"
-        ):
+    for name, parts in {"loss": (make_linear, DATA, locked_loss), "data": (make_linear, Unpicklable(), mean_loss)}.items():
+        words = rf"^{name} cannot be sent to Ray's workers, .* \({name}\.lock: TypeError: cannot pickle"
+        with pytest.raises(SettingError, match=words):
             raystride.fit(*parts, settings=on_ray, storage=tmp_path)
         assert not list(tmp_path.glob("*/config.yaml"))
         raystride.fit(*parts, settings=SETTINGS, storage=tmp_path / "inline", run=name)
