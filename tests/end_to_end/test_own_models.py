@@ -127,7 +127,7 @@ CELLS = [
 ]
 
 
-@pytest.mark.long
+@pytest.mark.weekly
 def test_a_notebooks_cells_train_and_predict_on_ray_by_value(tmp_path: Path) -> None:
     """As a kernel runs them: in `__main__`, without a file."""
     program = f"for number, cell in enumerate({CELLS!r}):\n    exec(compile(cell, f'<cell {{number}}>', 'exec'), globals())"
@@ -138,7 +138,7 @@ def test_a_notebooks_cells_train_and_predict_on_ray_by_value(tmp_path: Path) -> 
     assert "prediction" in said[-1]
 
 
-@pytest.mark.long
+@pytest.mark.weekly
 def test_a_registered_model_is_swept_and_the_recommendation_trains(tmp_path: Path) -> None:
     space = "{'fit.model_args.width': [8, 32]}"
     settings = "{'record.mlflow': False, 'optimizer.learning_rate': 0.01, 'sweep.space': " + space + "}"
@@ -185,8 +185,8 @@ def test_the_page_has_the_lines_of_each_migration() -> None:
         )
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("name", ["accelerate", *(pytest.param(name, marks=pytest.mark.weekly) for name in MIGRATIONS[1:])])
+@pytest.mark.weekly
+@pytest.mark.parametrize("name", MIGRATIONS)
 def test_a_migrated_training_reaches_what_the_former_did(tmp_path: Path, name: str) -> None:
     scripts = EXAMPLES / "migrations"
     reached = []
