@@ -40,6 +40,7 @@ LAST_PROCESS = (
     "tests/pipelines/console/test_ray_job_status.py",
     "tests/pipelines/evaluate/test_prediction.py",
     "tests/pipelines/launch/test_preparing.py",
+    "tests/pipelines/own_model/test_on_ray.py",
     "tests/pipelines/prepare/test_near_duplicates.py",
     "tests/pipelines/prepare/test_prepare.py",
     "tests/pipelines/prepare/test_ray_data.py",

@@ -296,7 +296,7 @@ def _errors() -> list[str]:
     return found
 
 
-@pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.long)])
+@pytest.fixture(scope="module", params=[pytest.param(world, marks=pytest.mark.long) for world in (2, 4)])
 def results(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
     """Returns the results of each process."""
     return run_distributed(_all, request.param)

@@ -92,6 +92,7 @@ def test_under_autocast_it_multiplies_in_the_lower_precision() -> None:
     assert x.grad.dtype == torch.float32
 
 
+@pytest.mark.long
 def test_registration() -> None:
     targets = torch.tensor([[0, 4, -100], [2, 2, 1]])
     check_registration(

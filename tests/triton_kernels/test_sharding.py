@@ -63,6 +63,7 @@ def _differences(name: str, world: int) -> list[float]:
     return [difference.abs().max().item() for difference in differences]
 
 
+@pytest.mark.long
 def test_spread_over_two_processes() -> None:
     for found in run_distributed(_all, 2):
         for name, differences in found.items():

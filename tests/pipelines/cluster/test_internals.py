@@ -101,6 +101,7 @@ def _falls_back(*words: str) -> None:
     assert all(word in text for word in (f"Ray {ray.__version__}", *words)), text
 
 
+@pytest.mark.long
 def test_each_is_made_where_it_is_asked_for() -> None:
     warned: list[str] = []
     assert _kind(warned) == "FastStartTrainer"

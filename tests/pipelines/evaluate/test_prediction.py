@@ -99,6 +99,7 @@ def _answer_slowly(storage: Folder, source: Path, output: Path) -> None:
     _predict(storage, source, output, form="jsonl", run_parts=run_parts)
 
 
+@pytest.mark.long
 def test_killed_predictions_resume_with_the_same_result(trained: Folder, questions: Path, tmp_path: Path) -> None:
     fresh: list[str] = []
     _predict(trained, questions, tmp_path / "whole", form="jsonl", log=fresh.append)

@@ -46,6 +46,7 @@ def _other_text(folder: Path) -> str:
     return str(path)
 
 
+@pytest.mark.long
 def test_two_rates_have_the_losses_of_two_runs(tmp_path: Path) -> None:
     config = _config(tmp_path, {"optimizer.learning_rate": [1e-3, 1e-2]}, train=TrainConfig(steps=2, slots=2, slot_size=2))
     summary = _train(config)

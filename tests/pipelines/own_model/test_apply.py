@@ -1,7 +1,6 @@
 """A function over a dataset: a row per sample, in order, the same inline and on Ray, and files are not written twice."""
 
 import os
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -100,20 +99,6 @@ def test_questions_and_scores_need_a_function(run: raystride.Run) -> None:
         raystride.predict(run, ["a question"])
     with pytest.raises(SettingError, match="scores of a model of your own on its validation are in the run's summary"):
         raystride.evaluate(run, "test")
-
-
-def test_workers_of_ray_give_the_same_rows(run: raystride.Run, ray_cluster: None) -> None:
-    scale = 3.0
-    fn = lambda model, batch: {"y": scale * model(batch["x"])}  # noqa: E731  # by value, with what it refers to
-    on_ray = raystride.predict(run, DATA, {"launch.mode": "ray", "batch": 7}, fn=fn)
-    inline = raystride.predict(run, DATA, INLINE, fn=fn)
-    assert [row["y"].tolist() for row in on_ray] == [row["y"].tolist() for row in inline]  # type: ignore[union-attr]
-
-
-def test_a_function_that_cannot_be_pickled_is_refused_by_name(run: raystride.Run, ray_cluster: None) -> None:
-    lock = threading.Lock()
-    with pytest.raises(SettingError, match=r"fn cannot be sent to Ray's workers, .* \(fn\.lock: TypeError"):
-        raystride.predict(run, DATA, {"launch.mode": "ray"}, fn=lambda model, batch: (lock, model(batch["x"]))[1])
 
 
 def test_rows_as_mappings_are_kept() -> None:

@@ -53,6 +53,7 @@ def test_tied_weights_are_loaded_again(tmp_path: Path) -> None:
     assert torch.equal(fresh(torch.from_numpy(X)), trained(torch.from_numpy(X)))
 
 
+@pytest.mark.long
 def test_a_program_needs_nothing_of_the_models_code_and_takes_any_batch(tmp_path: Path) -> None:
     run = _fit(tmp_path, make_mlp)
     program = Path(run.export("torch_export")) / "model.pt2"
@@ -111,6 +112,7 @@ def test_what_cannot_be_written_is_refused(tmp_path: Path, model: Any, loss: Any
     assert not (tmp_path / "own" / "export").exists()
 
 
+@pytest.mark.long
 def test_a_pretrained_model_is_saved_in_its_own_layout(tmp_path: Path) -> None:
     from transformers import BertConfig, BertForSequenceClassification
 

@@ -82,16 +82,6 @@ def test_what_a_table_cannot_hold_is_refused(tmp_path: Path, rows: list[Any], wo
     assert words in str(raised.value)
 
 
-def test_a_ray_data_set_is_written_in_its_order(tmp_path: Path, ray_cluster: None) -> None:
-    import ray
-
-    dataset = ray.data.range(3000, override_num_blocks=7).map_batches(lambda batch: {"x": batch["id"] * 2.0})
-    before = dataset.context.execution_options.preserve_order
-    rows = _open(tmp_path, dataset)
-    assert [rows[i]["x"] for i in (0, 1, 2999)] == [0.0, 2.0, 5998.0]
-    assert dataset.context.execution_options.preserve_order == before
-
-
 def test_a_training_on_a_stream_says_where_its_rows_are_and_goes_on_with_them(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

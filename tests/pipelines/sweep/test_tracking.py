@@ -64,6 +64,7 @@ def points(storage: Folder, run: Any, key: str) -> list[tuple[int, float]]:
     return sorted((p.step, p.value) for p in MlflowClient(database_uri(storage)).get_metric_history(run.info.run_id, key))
 
 
+@pytest.mark.long
 def test_trials_are_under_their_sweep_and_told_twice_are_there_once(storage: Folder) -> None:
     base, result = named_sweep("s1"), run_trial(storage, "s1-a")
     tracking = SweepTracking(storage / "s1", base, storage)

@@ -1,6 +1,8 @@
-"""Data in memory is put into Ray's store once; its samples are those of the data, and can be changed."""
+"""Own models on a Ray cluster: data in its store and from Ray Data, functions over data. One cluster for all of it."""
 
+import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -9,9 +11,15 @@ import pyarrow as pa
 import pytest
 import torch
 
+import raystride
+from raystride.pipelines.config import SettingError
 from raystride.pipelines.own_model import shared
 from raystride.pipelines.own_model.dataset import open_dataset
 from raystride.pipelines.own_model.shared import SharedDataset, share_data
+from raystride.pipelines.own_model.streams import store_stream
+from raystride.pipelines.storage.folder import Folder
+from tests.pipelines.own_model.models import DATA, make_mlp, masked_loss
+from tests.pipelines.own_model.test_apply import INLINE, SETTINGS
 
 X = np.arange(12, dtype=np.float32).reshape(6, 2)
 Y = np.arange(6)
@@ -75,3 +83,34 @@ def test_what_travels_is_small() -> None:
     reference = share_data({"x": np.zeros((1000, 1000), np.float32)})
     assert len(reference) == 1000
     assert len(ray.cloudpickle.dumps(reference)) < 2000
+
+
+def test_a_ray_data_set_is_written_in_its_order(tmp_path: Path, ray_cluster: None) -> None:
+    import ray
+
+    dataset = ray.data.range(3000, override_num_blocks=7).map_batches(lambda batch: {"x": batch["id"] * 2.0})
+    before = dataset.context.execution_options.preserve_order
+    rows = store_stream(dataset, Folder(str(tmp_path)))
+    assert [rows[i]["x"] for i in (0, 1, 2999)] == [0.0, 2.0, 5998.0]
+    assert dataset.context.execution_options.preserve_order == before
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> raystride.Run:
+    """A trained run."""
+    storage = tmp_path_factory.mktemp("runs")
+    return raystride.fit(make_mlp, DATA, masked_loss, settings=SETTINGS, run="own", storage=storage)
+
+
+def test_workers_of_ray_give_the_same_rows(run: raystride.Run, ray_cluster: None) -> None:
+    scale = 3.0
+    fn = lambda model, batch: {"y": scale * model(batch["x"])}  # noqa: E731  # by value, with what it refers to
+    on_ray = raystride.predict(run, DATA, {"launch.mode": "ray", "batch": 7}, fn=fn)
+    inline = raystride.predict(run, DATA, INLINE, fn=fn)
+    assert [row["y"].tolist() for row in on_ray] == [row["y"].tolist() for row in inline]  # type: ignore[union-attr]
+
+
+def test_a_function_that_cannot_be_pickled_is_refused_by_name(run: raystride.Run, ray_cluster: None) -> None:
+    lock = threading.Lock()
+    with pytest.raises(SettingError, match=r"fn cannot be sent to Ray's workers, .* \(fn\.lock: TypeError"):
+        raystride.predict(run, DATA, {"launch.mode": "ray"}, fn=lambda model, batch: (lock, model(batch["x"]))[1])
