@@ -1,5 +1,6 @@
 """Operations on tensors that are spread over two processes give what they give on one."""
 
+import pytest
 import torch
 
 from raystride.triton_kernels.attention import attention

@@ -20,6 +20,8 @@ from raystride.pipelines.config import (
     ValidationConfig,
 )
 from raystride.pipelines.config.parse import to_yaml
+from raystride.pipelines.memory.estimate import estimate
+from raystride.pipelines.memory.networks import expected_facts
 from raystride.pipelines.own_model.definition import OwnModel
 from raystride.pipelines.tasks import build_task
 from raystride.pipelines.worker.build import build_training
@@ -188,3 +190,27 @@ def test_buffers_of_norms_are_averaged_over_workers_and_saved(tmp_path: Path, wo
 def test_norms_that_follow_the_data_are_refused_under_exact(tmp_path: Path) -> None:
     with pytest.raises(SettingError, match=r"train\.exact must be false where a forward changes buffers.*1\.running_mean"):
         own_job(tmp_path, "norms", exact=True)
+
+
+@pytest.mark.parametrize("name", ["masked", "noisy", "norms"])
+def test_the_memory_of_activations_is_estimated_from_two_samples(tmp_path: Path, name: str) -> None:
+    """A forward and backward of the whole batch keeps what the estimate says, give or take what does not grow with it."""
+    job = own_job(tmp_path, name)
+    task: Any = build_task(job.config)
+    needed = estimate(job.config, expected_facts(job.config), workers=1, device="cpu")
+    network: nn.Module = task.own_model.make_network(job.config)
+    held = {parameter.untyped_storage().data_ptr() for parameter in network.parameters()}
+    saved: dict[int, int] = {}
+
+    def note(value: torch.Tensor) -> torch.Tensor:
+        if (pointer := value.untyped_storage().data_ptr()) not in held:
+            saved[pointer] = value.untyped_storage().nbytes()
+        return value
+
+    batch = {key: torch.from_numpy(values[:10]) for key, values in models.DATA.items()}
+    kept: list[torch.Tensor] = []  # so that no address is used twice
+    with torch.autograd.graph.saved_tensors_hooks(lambda value: (kept.append(value), note(value))[1], lambda value: value):
+        task.own_model.loss(network, batch)
+    assert needed
+    largest_gradient = 4 * max(parameter.numel() for parameter in network.parameters())
+    assert needed.activations == pytest.approx(sum(saved.values()) + largest_gradient, rel=0.05)
