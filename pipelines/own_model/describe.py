@@ -87,7 +87,7 @@ def _run_once(
         raise SettingError(f"model {rule}, and has none", setting="model", value=0, allowed=rule)
     before = {name: value.clone() for name, value in network.named_buffers()}
     network.train()
-    held = {parameter.untyped_storage().data_ptr() for parameter in network.parameters()}
+    held = {value.untyped_storage().data_ptr() for value in (*network.parameters(), *network.buffers())}
     saved: dict[int, int] = {}
 
     def note_saved(value: torch.Tensor) -> torch.Tensor:

@@ -194,12 +194,12 @@ def test_norms_that_follow_the_data_are_refused_under_exact(tmp_path: Path) -> N
 
 @pytest.mark.parametrize("name", ["masked", "noisy", "norms"])
 def test_the_memory_of_activations_is_estimated_from_two_samples(tmp_path: Path, name: str) -> None:
-    """A forward and backward of the whole batch keeps what the estimate says, give or take what does not grow with it."""
+    """A forward of the whole batch keeps what the estimate says, or less where something does not grow with the batch."""
     job = own_job(tmp_path, name)
     task: Any = build_task(job.config)
     needed = estimate(job.config, expected_facts(job.config), workers=1, device="cpu")
     network: nn.Module = task.own_model.make_network(job.config)
-    held = {parameter.untyped_storage().data_ptr() for parameter in network.parameters()}
+    held = {value.untyped_storage().data_ptr() for value in (*network.parameters(), *network.buffers())}
     saved: dict[int, int] = {}
 
     def note(value: torch.Tensor) -> torch.Tensor:
@@ -213,4 +213,5 @@ def test_the_memory_of_activations_is_estimated_from_two_samples(tmp_path: Path,
         task.own_model.loss(network, batch)
     assert needed
     largest_gradient = 4 * max(parameter.numel() for parameter in network.parameters())
-    assert needed.activations == pytest.approx(sum(saved.values()) + largest_gradient, rel=0.05)
+    measured = sum(saved.values()) + largest_gradient
+    assert measured <= needed.activations <= (1.2 if name == "norms" else 1) * measured
