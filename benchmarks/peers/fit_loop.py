@@ -31,7 +31,7 @@ def train(job: Job) -> raystride.Run:
             "seed": SEED,
             "train.batch": BATCH,
             "train.steps": job.steps,
-            "train.log_every": 10,
+            "train.log_every": 1 if job.steps <= 10 else 10,
             "train.exact": job.checkpoint_every > 0,  # the summary names the parameters of exact runs alone
             "optimizer.learning_rate": RATE,
             "scaling.workers": job.workers,

@@ -217,6 +217,12 @@ class OwnModel(Ours):
         """The command of a training, and of the one that goes on with it."""
         return [sys.executable, "-m", f"benchmarks.peers.{self.script}", *job.flags()]
 
+    def events(self, bench: Bench, job: Job) -> list[dict[str, Any]]:
+        """Its journal, whose time to the first step counts from the call."""
+        return [
+            {name: value for name, value in event.items() if name != "since_start"} for event in super().events(bench, job)
+        ]
+
     def preparation(self, bench: Bench, text: Path, out: Path) -> list[str] | None:
         """None."""
         return None

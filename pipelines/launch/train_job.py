@@ -49,7 +49,7 @@ def _train(config: Config, storage: Folder) -> int:
     if (code := run_under_profiler(config, storage)) is not None:
         return code
     with exit_despite_hang(config):
-        summary = train(config, storage, Screen())
+        summary = train(config, storage, Screen(), started_at=driver_start(time.time()))
     return EXIT_CODES[by] if (by := summary.get("interrupted_by")) else DONE
 
 
@@ -61,11 +61,12 @@ def train(
     tags: Mapping[str, str] | None = None,
     plugin_bundle: PluginBundle | None = None,
     strategy: "Strategy | None" = None,
+    started_at: float | None = None,
 ) -> RunSummary:
     """Trains a configuration with a name and absolute paths; returns the summary. Trials of a sweep have a watcher and tags.
 
     `plugin_bundle` holds plug-ins registered in another process; `strategy` shares a model with other trainings of this
-    process. Raises SettingError, DataError, CannotRun, TrainingFailed, and OSError if the storage is not writable.
+    process. The time to the first step counts from `started_at` (s since 1970), by default from now. Raises SettingError, DataError, CannotRun, TrainingFailed, and OSError if the storage is not writable.
     """
     if config.lora.adapters > 1:
         return train_adapters(config, storage, screen, train)
@@ -105,8 +106,7 @@ def train(
             device=allocation.device,
             threads=allocation.threads,
             plugin_bundle=plugin_bundle,
-            # A sweep's process has run other trials before, so its start time says nothing about this one.
-            started_at=milestones["driver"] if watcher else driver_start(milestones["driver"]),
+            started_at=started_at or milestones["driver"],
             milestones=milestones,
             strategy=strategy,
         )

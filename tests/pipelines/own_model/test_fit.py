@@ -1,5 +1,6 @@
 """`raystride.fit` as a user calls it: what a run leaves, what a resumed one accepts, and sweeps over its arguments."""
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,13 @@ def test_a_run_has_its_record_figures_checkpoints_and_module(tmp_path: Path) -> 
     right, count = score(module, batch)["signs"]
     assert run.summary["metrics"]["val_signs"] == pytest.approx(float(right / count), abs=1e-6)
     assert "samples/s" in (tmp_path / "own" / "report.html").read_text()
+
+
+def test_the_time_to_the_first_step_counts_from_the_call(tmp_path: Path) -> None:
+    """And not from the start of a notebook's kernel."""
+    began = time.monotonic()
+    run = _fit(tmp_path)
+    assert 0 < run.summary["seconds_to_first_step"] <= time.monotonic() - began
 
 
 def test_an_instance_is_copied_and_left_as_it_was(tmp_path: Path) -> None:
