@@ -66,7 +66,9 @@ def train(
     """Trains a configuration with a name and absolute paths; returns the summary. Trials of a sweep have a watcher and tags.
 
     `plugin_bundle` holds plug-ins registered in another process; `strategy` shares a model with other trainings of this
-    process. The time to the first step counts from `started_at` (s since 1970), by default from now. Raises SettingError, DataError, CannotRun, TrainingFailed, and OSError if the storage is not writable.
+    process. The time to the first step counts from `started_at` (s since 1970), by default from now.
+
+    Raises SettingError, DataError, CannotRun, TrainingFailed, and OSError if the storage is not writable.
     """
     if config.lora.adapters > 1:
         return train_adapters(config, storage, screen, train)
