@@ -17,7 +17,7 @@ from tempfile import NamedTemporaryFile, gettempdir
 from typing import Any, TypeVar
 
 from raystride.pipelines.cluster.fallback import print_warning
-from raystride.pipelines.cluster.internals import listen_on_loopback
+from raystride.pipelines.cluster.internals import is_submitted_job, listen_on_loopback
 from raystride.pipelines.cluster.logins import scrubbed_environment
 from raystride.pipelines.cluster.versions import find_version_mismatch, parse_ray_mismatch
 from raystride.pipelines.config import LaunchConfig
@@ -108,6 +108,14 @@ def _preserve_signal_handlers() -> Iterator[Callable[[], None]]:
         restore()
 
 
+_kept_dashboards: dict[str, str | None] = {}
+"""Dashboards of connections that stay until a submitted job's process ends, by Ray's name of the driver.
+
+Ray's dashboard knows one driver of each submitted job, and its page of trainings fails for all users of a cluster on which a
+job had two, as a script that trains and then predicts.
+"""
+
+
 @contextmanager
 def _connect_ray(settings: LaunchConfig, metadata: Mapping[str, str] | None) -> Iterator[str | None]:
     for name, value in RAY_ENVIRONMENT.items():
@@ -127,10 +135,10 @@ def _connect_ray(settings: LaunchConfig, metadata: Mapping[str, str] | None) -> 
         os.environ["RAY_AUTH_MODE"] = "token"
     import ray
 
-    if ray.is_initialized():  # by the caller, or by the sweep of which this run is a trial
+    if ray.is_initialized():  # by the caller, by the sweep of which this run is a trial, or earlier in a submitted job
         if ray.get_runtime_context().get_actor_id() is None:
             _check_versions(settings)
-        yield None
+        yield _kept_dashboards.get(ray.get_runtime_context().get_job_id())
         return
     dashboard = _add_scheme(_init_ray(settings, address, metadata))
     try:
@@ -139,9 +147,12 @@ def _connect_ray(settings: LaunchConfig, metadata: Mapping[str, str] | None) -> 
         if dashboard:
             # Makes Ray Train report its runs and workers to the dashboard's server: GET /api/train/v2/runs/v1.
             os.environ.setdefault("RAY_TRAIN_ENABLE_STATE_TRACKING", "1")
+        if is_submitted_job():
+            _kept_dashboards[ray.get_runtime_context().get_job_id()] = dashboard
         yield dashboard
     finally:
-        ray.shutdown()
+        if not is_submitted_job():
+            ray.shutdown()
 
 
 def start_local_ray(**options: Any) -> Any:
