@@ -92,9 +92,12 @@ def fit(
     """
     from raystride import api
 
+    given = dict(settings or {})
+    if given.setdefault("task", FIT) != FIT:
+        rule = "must be left out: raystride.fit has a task of its own"
+        raise SettingError(f"task is {given['task']!r}: it {rule}", setting="task", value=given["task"], allowed=rule)
     place, screen = Folder.from_uri(os.fspath(storage)), Screen() if progress else SilentScreen()
-    data, validation = (_store_stream(given, place, screen.log) for given in (data, validation))
-    given = dict(settings or {}) | {"task": FIT}
+    data, validation = (_store_stream(part, place, screen.log) for part in (data, validation))
     with _one_at_a_time:
         own_model = OwnModel(model, data, loss, validation, metrics, collate, optimizer, schedule)
         _register(FIT, own_model, SCRIPT)

@@ -155,3 +155,8 @@ def test_a_mean_is_weighted_by_samples_and_a_sum_by_its_count(value: float, coun
     (total, counted), others = read_loss({"loss": (tensor, count), "kl": 3}, samples)
     assert (float(total), float(counted), others) == (pytest.approx(value), count, {"kl": 3})
     assert [float(each) for each in as_sums(2.5, samples, "kl", tensor.device)] == [2.5 * samples, samples]
+
+
+def test_the_task_is_no_setting_of_fit(tmp_path: Path) -> None:
+    with pytest.raises(SettingError, match=r"task is 'classification': it must be left out"):
+        raystride.fit(make_linear, DATA, mean_loss, settings=SETTINGS | {"task": "classification"}, storage=tmp_path)
