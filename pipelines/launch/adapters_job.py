@@ -17,6 +17,7 @@ from raystride.pipelines.config.lora import refuse_sharing
 from raystride.pipelines.config.parse import with_settings
 from raystride.pipelines.console.screen import Screen, SilentScreen
 from raystride.pipelines.console.session import stop_signals
+from raystride.pipelines.launch.inline import process_settings_kept
 from raystride.pipelines.launch.preparing import prepare_data
 from raystride.pipelines.preflight.check import resolve_and_check
 from raystride.pipelines.record.summary import RunSummary
@@ -114,9 +115,10 @@ def train_concurrently(
             lockstep_group.withdraw(number)
 
     threads = [threading.Thread(target=train_adapter, args=(number,), daemon=True) for number in range(len(configs))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        while thread.is_alive():  # the timeout lets signals be handled
-            thread.join(0.5)
+    with process_settings_kept():
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            while thread.is_alive():  # the timeout lets signals be handled
+                thread.join(0.5)
     return outcomes

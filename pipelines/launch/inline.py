@@ -44,7 +44,9 @@ def train_inline(job: Job, recorder: InlineRecorder) -> RunSummary:
     from raystride.pipelines.worker.run import run_worker
 
     def train() -> RunSummary:
-        with _process_settings_kept(), getattr(job.strategy, "participate", nullcontext)():
+        # Trainings that share a model are in threads of one process, whose settings are kept around all of them.
+        kept = nullcontext() if job.strategy else process_settings_kept()
+        with kept, getattr(job.strategy, "participate", nullcontext)():
             return run_worker(job, WorkerInfo(), recorder.post, recorder.stop_requested)
 
     hang_s = job.config.launch.hang_s
@@ -52,7 +54,7 @@ def train_inline(job: Job, recorder: InlineRecorder) -> RunSummary:
 
 
 @contextmanager
-def _process_settings_kept() -> Iterator[None]:
+def process_settings_kept() -> Iterator[None]:
     """Leaves PyTorch's threads, precision and determinism, and all random generators, as the caller's process had them."""
     import numpy as np
     import torch

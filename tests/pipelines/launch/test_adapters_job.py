@@ -1,11 +1,15 @@
 """Adapters that train beside each other have the losses of runs of their own, and are runs of their own."""
 
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import ANY
 
 import pytest
+import torch
 
 from raystride.pipelines.cluster.resources import Resources
 from raystride.pipelines.config import Config, LaunchConfig, LoraConfig, ScalingConfig, SettingError, TrainConfig
@@ -54,6 +58,27 @@ def test_two_rates_have_the_losses_of_two_runs(tmp_path: Path) -> None:
     for found, alone in zip(summary["adapters"], own, strict=True):
         assert abs(found["val_loss"] - alone["val_loss"]) < 1e-5
     assert own[0]["val_loss"] != own[1]["val_loss"]
+
+
+def test_random_generators_are_the_callers_again_when_the_last_has_ended_and_not_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are threads of one process: one that ends must not set back what the others draw from."""
+    running: list[int] = []
+    fork = torch.random.fork_rng
+
+    @contextmanager
+    def fork_and_note(**options: Any) -> Iterator[None]:
+        with fork(**options):
+            yield
+            running.append(sum(thread.name.endswith("(train_adapter)") for thread in threading.enumerate()))
+
+    monkeypatch.setattr(torch.random, "fork_rng", fork_and_note)
+    config = _config(tmp_path, {"train.steps": [1, 4]})
+    before = torch.get_rng_state()
+    _train(config)
+    assert running == [0]
+    assert torch.equal(torch.get_rng_state(), before)
 
 
 @pytest.mark.long
