@@ -73,7 +73,11 @@ def train(
     SystemExit of code 143 or 129 with `.run`.
     """
     given = dict(settings or {}) | ({"model.init_from": init_from} if init_from else {})
-    located, place = _locate_run(config, given, run, storage)
+    return _train_located(*_locate_run(config, given, run, storage), progress=progress)
+
+
+def _train_located(located: Config, place: Folder, *, progress: bool) -> Run:
+    """Trains settings with a name and absolute paths. Raises as `train` does."""
     tool = located.profile.tool
     if tool == "ncu" or (tool == "nsys" and located.launch.mode == "inline"):
         raise located.profile.error("tool", "has to start the process itself: use the command, `raystride train`")

@@ -103,7 +103,7 @@ def fit(
         _register(FIT, own_model, SCRIPT)
         located, place = api._locate_run(given, None, run, storage)
         RUN_TASKS[(place / str(located.run)).uri] = TASKS[FIT]
-        return api.train(given, run=located.run, storage=storage, progress=progress)
+        return api._train_located(located, place, progress=progress)
 
 
 def register_model(

@@ -365,9 +365,8 @@ class Checkpoints:
         read(wanted, found.folder, found.manifest, self.rank, self.group)
         if optimizer is not None:
             for name, parameter in saved_parameters(model):
-                if not parameter.requires_grad:
-                    continue
-                optimizer.load_state(parameter, _loaded_state(name, wanted, optimizer))
+                if parameter.requires_grad:
+                    optimizer.load_state(parameter, _loaded_state(name, wanted, optimizer))
 
 
 def _read_manifest(folder: Folder) -> tuple[bytes, str | None, str | None]:

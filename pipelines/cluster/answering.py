@@ -33,10 +33,10 @@ def make_part_runner(settings: PredictorConfig, launch: LaunchConfig) -> "RunPar
     """
     if launch.mode == "inline" and settings.workers not in ("auto", 1):
         raise settings.error("workers", "must be 1 (or auto) with --launch inline, which is this one process")
-    return partial(run_parts, settings, launch)
+    return partial(_run_parts, settings, launch)
 
 
-def run_parts(settings: PredictorConfig, launch: LaunchConfig, job: "PartJob", parts: "list[Part]") -> dict[int, Any]:
+def _run_parts(settings: PredictorConfig, launch: LaunchConfig, job: "PartJob", parts: "list[Part]") -> dict[int, Any]:
     """Runs the parts of a job; returns their results by number. Raises as the function of `make_part_runner`."""
     from raystride.pipelines.evaluate.prediction import predict_locally
 

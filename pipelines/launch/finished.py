@@ -13,16 +13,26 @@ from raystride.pipelines.config import Config, SettingError
 from raystride.pipelines.config.jobs import ApplyConfig, EvaluateConfig, ExportConfig, PredictConfig, ServeConfig
 from raystride.pipelines.config.parse import from_yaml
 from raystride.pipelines.hub import push
+from raystride.pipelines.plugins import TASKS
 from raystride.pipelines.report.model_card import model_card
 from raystride.pipelines.run_store.lease import read_owner
 from raystride.pipelines.storage.folder import Folder
 
 if TYPE_CHECKING:
     from raystride.pipelines.evaluate.evaluation import EvaluationResult
-    from raystride.pipelines.evaluate.load_run import LoadedModel
+    from raystride.pipelines.evaluate.load_run import LoadedModel, SelectedRun
     from raystride.pipelines.evaluate.prediction import PredictionResult
 
 Log = Callable[[str], None]
+ASK_BY_FUNCTION = "predictions of a model of your own need a function, raystride.predict(run, data, fn=...)"
+"""The remedy for questions to a user's own model."""
+
+
+def _refuse_own_model(chosen: "SelectedRun", remedy: str) -> None:
+    """Raises SettingError for a run of a user's own model, whose output only they can read."""
+    task = chosen.config.task
+    if getattr(chosen.script_task or TASKS.get(task), "reads_dataset", False):
+        raise SettingError(f"task is {task!r}: {remedy}", setting="task", value=task)
 
 
 def evaluate_run(settings: EvaluateConfig, log: Log = print) -> "tuple[EvaluationResult, str | None]":
@@ -42,13 +52,11 @@ def evaluate_run(settings: EvaluateConfig, log: Log = print) -> "tuple[Evaluatio
             value=settings.run,
         )
     chosen = select_run(storage, settings.run, settings.checkpoint, settings.average)
-    if chosen.task.reads_dataset:
-        raise SettingError(
-            f"task is {chosen.config.task!r}: scores of a model of your own on its validation are in the run's summary; on "
-            "other data raystride.predict(run, data, fn=...) computes them",
-            setting="task",
-            value=chosen.config.task,
-        )
+    _refuse_own_model(
+        chosen,
+        "scores of a model of your own on its validation are in the run's summary; on other data "
+        "raystride.predict(run, data, fn=...) computes them",
+    )
     if settings.data.test_source:
         data = replace(chosen.config.data, test_source=settings.data.test_source)
         chosen = replace(chosen, config=replace(chosen.config, data=data))
@@ -70,7 +78,7 @@ def predict_files(settings: PredictConfig, log: Log = print) -> "PredictionResul
     from raystride.pipelines.evaluate.load_run import select_run
 
     chosen = select_run(Folder.from_uri(settings.storage), settings.run, settings.checkpoint, settings.average)
-    chosen.task.refuse_questions()
+    _refuse_own_model(chosen, ASK_BY_FUNCTION)
     from raystride.pipelines.evaluate.prediction import predict
 
     predicted = predict(
@@ -102,7 +110,7 @@ def predict_inputs(settings: PredictConfig, inputs: Sequence[Any]) -> list[dict[
     from raystride.pipelines.evaluate.load_run import open_cached, select_run
 
     chosen = select_run(Folder.from_uri(settings.storage), settings.run, settings.checkpoint, settings.average)
-    chosen.task.refuse_questions()
+    _refuse_own_model(chosen, ASK_BY_FUNCTION)
     # Imported only after the run was found.
     from raystride.pipelines.evaluate.answering import Predictor
     from raystride.pipelines.evaluate.parts import name_probabilities

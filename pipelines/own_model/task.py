@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
-from raystride.pipelines.config import Config, SettingError
+from raystride.pipelines.config import Config
 from raystride.pipelines.own_model.definition import OwnModel
 from raystride.pipelines.own_model.shared import is_in_memory, share_data
 from raystride.pipelines.tasks.task import Encoders, Facts, Inputs, Task, mean
@@ -172,15 +172,6 @@ class OwnModelTask(Task):
     def for_inference(cls) -> "type[OwnModelTask]":
         """Returns the class without the data."""
         return own_model_task(replace(cls.own_model, data=(), validation=None, opened={}), cls.__module__)
-
-    def refuse_questions(self) -> None:
-        """Raises SettingError: only the user knows what the network's output means."""
-        raise SettingError(
-            f"task is {self.config.task!r}: predictions of a model of your own need a function, "
-            "raystride.predict(run, data, fn=...)",
-            setting="task",
-            value=self.config.task,
-        )
 
 
 def own_model_task(own_model: OwnModel, module: str) -> type[OwnModelTask]:

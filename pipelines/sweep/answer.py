@@ -25,7 +25,7 @@ from raystride.pipelines.sweep.choice import (
 )
 from raystride.pipelines.sweep.observed import build_observation
 from raystride.pipelines.sweep.result import Result
-from raystride.pipelines.sweep.space import Candidate, describe_mesh, known_steps, scale_schedule
+from raystride.pipelines.sweep.space import Candidate, describe_mesh, known_steps, scale_schedule, throughput_unit
 
 BUSY_SHARE = 0.25
 """Share of the machine's processors in use by others above which the answer says so."""
@@ -145,7 +145,7 @@ def _describe_answer(
     base: SweepJobConfig, merged: Sequence[Result], best: Result | None, ties: Sequence[Result], price: float
 ) -> str:
     """Returns the recommendation and its reasons, in a paragraph."""
-    objective, unit = base.sweep.objective, Candidate(base, {}).rate_unit
+    objective, unit = base.sweep.objective, throughput_unit(base)
     failed = sum(not result.is_measured for result in merged)
     if best is None:
         return f"None of {len(merged)} combinations has a figure for {objective}: there is nothing to recommend."

@@ -21,7 +21,7 @@ from raystride.pipelines.sweep import pictures, views
 from raystride.pipelines.sweep.answer import TARGET_ERROR, Answer
 from raystride.pipelines.sweep.choice import HOUR_S
 from raystride.pipelines.sweep.result import Result
-from raystride.pipelines.sweep.space import Candidate, describe_mesh
+from raystride.pipelines.sweep.space import describe_mesh, throughput_unit
 from raystride.pipelines.sweep.views import format_number
 
 MIB = 2**20
@@ -72,7 +72,7 @@ def _list_figures(answer: Answer, result: Result) -> list[tuple[str, str]]:
     price, figure = answer.price_per_hour, result.figures.get
     return [
         (result.quality_name, format_number(result.quality) if math.isfinite(result.quality) else ""),
-        (f"{_rate_unit(answer)}/s", _format_speed(result)),
+        (f"{throughput_unit(answer.base)}/s", _format_speed(result)),
         ("workers", str(result.workers)),
         ("mesh", describe_mesh(answer.base.scaling, result.settings)),
         ("device", result.device),
@@ -157,19 +157,15 @@ def _describe_bottleneck(overhead: dict[str, float], min_workers: int, last: Res
     return f"{text} What grew most is {part_label(name)}: {format_number(overhead[name])} ms more than it would be then."
 
 
-def _rate_unit(answer: Answer) -> str:
-    return Candidate(answer.base, {}).rate_unit
-
-
 def _heat_map_section(answer: Answer) -> Iterator[str]:
     grid = views.build_grid(answer)
     if grid is None:
         yield empty_note("Fewer than two settings vary.")
         return
-    yield pictures.draw_heat_map(grid, _rate_unit(answer))
+    yield pictures.draw_heat_map(grid, throughput_unit(answer.base))
     yield paragraph(
-        f"{_rate_unit(answer).capitalize()} a second of the fastest combination in each cell. Hatched: none has a figure; "
-        "empty: none was tried."
+        f"{throughput_unit(answer.base).capitalize()} a second of the fastest combination in each cell. Hatched: none has a "
+        "figure; empty: none was tried."
     )
 
 
@@ -182,7 +178,7 @@ def _trials_section(answer: Answer) -> Iterator[str]:
         "settings",
         "status",
         answer.base.quality_name,
-        f"{_rate_unit(answer)}/s",
+        f"{throughput_unit(answer.base)}/s",
         "workers",
         "ms a step",
         "data",
@@ -282,7 +278,7 @@ def _error_section(held_out: HoldOut) -> Iterator[str]:
 def _prediction_section(answer: Answer) -> Iterator[str]:
     predictions = [prediction for prediction in answer.predictions if isinstance(prediction, Prediction)]
     if predictions:
-        labels = {RATE: f"{_rate_unit(answer)}/s"}
+        labels = {RATE: f"{throughput_unit(answer.base)}/s"}
         rows = [
             [labels.get(name, name), *map(figure, predictions)]
             for name, figure in PREDICTION_ROWS

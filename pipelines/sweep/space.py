@@ -76,11 +76,6 @@ class Candidate:
         modules = PluginBundle.collect(training).imported
         return replace(with_settings(training, self._trial_settings()), run=None, plugins=(*training.plugins, *modules))
 
-    @property
-    def rate_unit(self) -> str:
-        """What the throughput of trials counts."""
-        return rate_unit(build_task(self.base.training()).unit)
-
     @cached_property
     def key(self) -> str:
         """Sixteen hexadecimal digits of everything that affects the figures."""
@@ -203,6 +198,11 @@ def refuse_endless_warmup(optimizer: OptimizerConfig, sweep: SweepConfig) -> Non
             f"must be less than the {sweep.trial_steps} steps of a trial, which has not its learning rate before: give "
             "train.steps, by which the warm-up becomes as much shorter as the trial is, or more sweep.windows",
         )
+
+
+def throughput_unit(base: SweepJobConfig) -> str:
+    """Returns what the throughput of a sweep's trials counts, `tokens` for instance."""
+    return rate_unit(build_task(base.training()).unit)
 
 
 def setting_name(key: str) -> str:

@@ -48,6 +48,7 @@ from raystride.pipelines.sweep.space import (
     known_steps,
     refuse_endless_warmup,
     scale_schedule,
+    throughput_unit,
 )
 from raystride.pipelines.sweep.tracking import SweepTracking
 from raystride.pipelines.sweep.trial import SweepPlan
@@ -173,7 +174,7 @@ def _measure_missing(
         plan = SweepPlan(base, storage, resolve_price(base, described), resources, PluginBundle.collect(base))
         run = measure_shared if is_shared else measure_with_tune
         with ProgressBoard(
-            base.sweep.space, num_left, base.quality_name, Candidate(base, {}).rate_unit, quiet=not screen.is_visible
+            base.sweep.space, num_left, base.quality_name, throughput_unit(base), quiet=not screen.is_visible
         ) as board:
             on_result = partial(_report_result, folder, tracking, board)
             if num_left > 0:

@@ -17,6 +17,7 @@ import numpy as np
 
 from raystride.model.shape import flops_per_token
 from raystride.pipelines.config import Config
+from raystride.pipelines.tasks.contract import list_missing
 from raystride.pipelines.tasks.row_losses import losses_row_by_row, row_losses
 from raystride.pipelines.tasks.task import (
     IGNORED,
@@ -136,7 +137,7 @@ class LanguageModel(Task):
 
     def losses(self, model: "nn.Module", inputs: Inputs, targets: "torch.Tensor") -> "tuple[torch.Tensor, torch.Tensor]":
         """Returns the loss sum of each sample in nats, and its number of counted targets, both (B)."""
-        if not hasattr(model, "hidden") or not hasattr(model, "logits"):
+        if list_missing(self, model):
             return losses_row_by_row(model, inputs, targets)
         return row_losses(model.logits, self.hidden(model, inputs), targets)  # type: ignore[arg-type]
 

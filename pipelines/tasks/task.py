@@ -333,10 +333,6 @@ class Task:
         """
         raise NotImplementedError
 
-    def refuse_questions(self) -> None:
-        """Raises SettingError if predictions of this task need a function of the user."""
-        return
-
     @classmethod
     def parts_to_send(cls) -> Mapping[str, Any]:
         """Returns what of a script's task is pickled to workers, by name."""
