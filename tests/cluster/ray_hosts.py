@@ -11,7 +11,6 @@ import secrets
 import shlex
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -19,6 +18,7 @@ from typing import Any, Self
 
 from raystride.pipelines.cluster.cluster import MAX_STARTS, STARTUP_TIMEOUT_TEXT
 from tests.cluster.hosts import ROOT, Host, Hosts
+from tests.waiting import wait_until
 
 PORT, DASHBOARD = 6379, 8265
 PYTHON = Path(sys.prefix) / "bin" / "python"
@@ -176,9 +176,6 @@ class RayHosts(contextlib.AbstractContextManager["RayHosts"]):
         """How many of the nodes Ray takes to be alive."""
         return sum(node["Alive"] for node in self._nodes())
 
-    def wait_for(self, nodes: int, seconds: float = 60) -> None:
+    def wait_for(self, nodes: int) -> None:
         """Waits until so many nodes are there."""
-        deadline = time.monotonic() + seconds
-        while (there := self.alive()) != nodes:
-            assert time.monotonic() < deadline, f"{there} nodes in place of {nodes}"
-            time.sleep(0.5)
+        wait_until(lambda: self.alive() == nodes, lambda: f"{nodes} nodes in place of {self.alive()}", pause_s=0.5)

@@ -6,11 +6,9 @@ Each host is called 127.0.1.1 by itself, as Debian has it, so whoever goes by na
 import json
 import sqlite3
 import subprocess
-import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -18,6 +16,7 @@ from tests.cluster.hosts import Host, unable
 from tests.cluster.ray_hosts import PYTHON, RayHosts
 from tests.gated import write_plugin, write_source
 from tests.tiny import write_text
+from tests.waiting import wait_until
 
 pytestmark = [
     pytest.mark.long,
@@ -27,7 +26,6 @@ pytestmark = [
 SHAPE = "--model.layers 2 --model.heads 2 --model.hidden_size 16 --model.context 16 --tokenizer.kind bytes --sample.tokens 0"
 TRAIN = "--train.slots 4 --train.slot_size 2 --train.log_every 5 --validation.every 0 --optimizer.schedule constant"
 DATA = "--data.kind text --data.validation tail --data.validation_fraction 0.1"
-WAITS_S = 120.0
 
 
 @pytest.fixture(scope="module")
@@ -142,21 +140,9 @@ def _assert_audited(cluster: RayHosts, run: str) -> None:
     assert code == 0, said
 
 
-def _until(
-    true: Callable[[], Any], job: "subprocess.Popen[str] | None" = None, said: Callable[[], str] = lambda: "it did not come"
-) -> Any:
-    """Waits for something true, which is returned, as long as a job runs; where it does not come, what is `said`."""
-    deadline = time.monotonic() + WAITS_S
-    while not (found := true()):
-        assert job is None or job.poll() is None, job.communicate()[0]
-        assert time.monotonic() < deadline, said()
-        time.sleep(0.2)
-    return found
-
-
 def _wait_for_first(kind: str, cluster: RayHosts, run: str, job: "subprocess.Popen[str]") -> None:
     """Waits until a run has anything in this folder of its own, `journal` or `checkpoints`."""
-    _until(lambda: any((cluster.folder / "runs" / run / kind).glob("*")), job)
+    wait_until(lambda: any((cluster.folder / "runs" / run / kind).glob("*")), f"{kind} of {run}", job, pause_s=0.2)
 
 
 def _stop_when(cluster: RayHosts, flags: list[str], name: str, true: Callable[[], object]) -> None:
@@ -170,7 +156,7 @@ def _stop_when(cluster: RayHosts, flags: list[str], name: str, true: Callable[[]
         *("--runtime-env-json", json.dumps({"env_vars": waits}), "--", *script),
     )
     assert code == 0, said
-    _until(true, said=lambda: cluster.run(_user(cluster), ray, "job", "logs", address, name)[1])
+    wait_until(true, lambda: cluster.run(_user(cluster), ray, "job", "logs", address, name)[1], pause_s=0.2)
     code, said = cluster.run(_user(cluster), ray, "job", "stop", address, name)
     assert code == 0, said
 
@@ -182,7 +168,9 @@ def test_a_run_leaves_a_host_that_is_about_to_be_taken_away_and_loses_no_step(cl
     flags = _flags(cluster, "preempted", *short, "--scaling.workers", "2")
     job = cluster.start_job(_user(cluster), "train", *flags)
     _wait_for_first("journal", cluster, "preempted", job)
-    taken = _until(lambda: cluster.nodes_of_workers() - {cluster.head.address}, job).pop()
+    taken = wait_until(
+        lambda: cluster.nodes_of_workers() - {cluster.head.address}, "a worker beside the head", job, pause_s=0.2
+    ).pop()
     (leaving,) = (host for host in cluster.hosts.all if host.address == taken)
     code, said = cluster.run(leaving, str(PYTHON), "-m", "raystride.pipelines.deploy.before_end", "--seconds", "120")
     assert code == 0, said  # nobody works there any more
@@ -268,7 +256,9 @@ def test_a_preparation_outlives_a_host_and_makes_the_same_shards(cluster: RayHos
     flags, gate = _gated(cluster, "shards")
     job = cluster.start_job(_user(cluster), "prepare", *flags)
     parts = cluster.folder / "runs" / ".prepared"
-    _until(lambda: len(list(parts.glob("*/parts/*.json"))) == 2, job)  # the other four are on the four hosts
+    wait_until(
+        lambda: len(list(parts.glob("*/parts/*.json"))) == 2, "two parts", job, pause_s=0.2
+    )  # the other four are on the four hosts
     cluster.hosts[3].end()
     gate.touch()
     said = job.communicate(timeout=300)[0]

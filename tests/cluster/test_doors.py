@@ -3,7 +3,6 @@
 import json
 import re
 import shutil
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,6 +13,7 @@ from tests.cluster.faults import processes
 from tests.cluster.hosts import ROOT, Host, unable
 from tests.cluster.ray_hosts import PYTHON, RayHosts
 from tests.tiny import write_text
+from tests.waiting import wait_until
 
 pytestmark = [
     pytest.mark.long,
@@ -26,7 +26,6 @@ FLAGS = f"""
     --data.kind text --data.validation tail --data.validation_fraction 0.1 --record.mlflow false --scaling.workers 2
 """.split()
 ROW = re.compile(r"^\| (?P<owner>[^|]+?) \| (?P<where>[^|]+?) \| (?P<heard>[^|]+?) \|", re.MULTILINE)
-WAITS_S = 120
 RANGE = "40000\t40999"
 """Of ports that the system gives to who asks for any, on these hosts; of others 32768 to 60999."""
 PASSWORD = "hunter2-of-the-tracking-server"
@@ -55,13 +54,12 @@ def training(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RayHosts]:
 
 def _await_checkpoint(folder: Path, after: int) -> int:
     """Waits for a checkpoint that is younger than a step; its step."""
-    deadline = time.monotonic() + WAITS_S
-    while True:
+
+    def newest() -> int:
         found = max((int(path.name.removeprefix("step-")) for path in folder.glob("open/checkpoints/step-*")), default=0)
-        if found > after:
-            return found
-        assert time.monotonic() < deadline, f"no checkpoint after step {after}"
-        time.sleep(0.2)
+        return found if found > after else 0
+
+    return wait_until(newest, f"a checkpoint after step {after}", pause_s=0.2)
 
 
 def _page() -> set[tuple[str, str, str]]:

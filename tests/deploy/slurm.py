@@ -8,11 +8,11 @@ with Slurm(tmp_path, nodes=3) as slurm:
 import contextlib
 import os
 import subprocess
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Self
 
+from tests import waiting
 from tests.cluster.hosts import Hosts, unable
 
 CONFIGURATION = """
@@ -42,9 +42,8 @@ MpiDefault=none
 {nodes}
 PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 """
-WAIT_S = 400
-"""Seconds until a wait fails. `MinJobAge` keeps Slurm from forgetting jobs: by default it drops, after 300 s or if the clock
-jumps, an element of an array that ended before the others."""
+"""`MinJobAge` keeps Slurm from forgetting jobs: by default it drops, after 300 s or if the clock jumps, an element of an
+array that ended before the others."""
 
 
 def slurm_skip_reason() -> str:
@@ -129,8 +128,5 @@ class Slurm(contextlib.AbstractContextManager["Slurm"]):
 
 
 def wait_until(condition: Callable[[], bool], expected: str, describe_state: Callable[[], object] = lambda: "") -> None:
-    """Waits until the condition holds. Fails after WAIT_S, with the state that `describe_state` returns."""
-    deadline = time.monotonic() + WAIT_S
-    while not condition():
-        assert time.monotonic() < deadline, f"{expected} did not come: {describe_state()}"
-        time.sleep(0.3)
+    """Waits until the condition holds. Fails with the state that `describe_state` returns."""
+    waiting.wait_until(condition, lambda: f"{expected}: {describe_state()}", pause_s=0.3)

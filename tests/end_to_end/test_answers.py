@@ -5,7 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -21,8 +20,7 @@ from raystride.pipelines.evaluate.load_run import open_run
 from raystride.pipelines.storage.folder import Folder
 from tests.ports import hold_port
 from tests.ray_jobs.jobs import ROOT, Forked, Outcome, finish_job
-
-PATIENCE_S = 120
+from tests.waiting import wait_until
 
 
 def _job(name: str, trained: Folder, *flags: str) -> Outcome:
@@ -83,16 +81,17 @@ def _ask(address: str, content: dict[str, Any]) -> Any:
     request = urllib.request.Request(
         f"{address}/invocations", json.dumps(content).encode(), {"Content-Type": "application/json"}
     )
-    deadline = time.monotonic() + PATIENCE_S
-    while True:
+
+    def answer() -> Any:
         try:
             with urllib.request.urlopen(request) as response:
                 return json.load(response)
         except urllib.error.HTTPError as error:
             pytest.fail(error.read().decode())
         except urllib.error.URLError:
-            assert time.monotonic() < deadline
-            time.sleep(0.2)
+            return None
+
+    return wait_until(answer, "the server's answer", pause_s=0.2)
 
 
 @pytest.mark.long

@@ -14,7 +14,6 @@ import ssl
 import subprocess
 import sys
 import tempfile
-import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -41,6 +40,7 @@ from tests.children import find_children
 from tests.ports import hold_port
 from tests.ray_jobs.jobs import finish_job, run_job, start_job, summary, wait_for_checkpoint
 from tests.tiny import tiny, write_text
+from tests.waiting import wait_until
 
 PROGRAMS = next(iter(sorted(Path("/usr/lib/postgresql").glob("*/bin"), reverse=True)), None)
 USER = "trainer"
@@ -140,7 +140,7 @@ def database(ports: tuple[int, int]) -> Iterator[tuple[str, Path]]:
     server = subprocess.Popen([PROGRAMS / "postgres", "-D", folder / "db", *options], **as_user, **quiet)
     address = f"postgresql://mlflow:{password}@127.0.0.1:{port}/postgres?sslmode=verify-full&sslrootcert={tls}/ca.pem"
     try:
-        _await(lambda: _speaks(address), server)
+        wait_until(lambda: _speaks(address), "an answer of PostgreSQL", server, pause_s=0.25)
         yield address, tls
     finally:
         server.terminate()
@@ -155,14 +155,6 @@ def _speaks(address: str) -> bool:
         psycopg2.connect(address).close()
         return True
     return False
-
-
-def _await(done: Any, server: "subprocess.Popen[bytes]", seconds: float = 120) -> None:
-    deadline = time.monotonic() + seconds
-    while not done():
-        assert server.poll() is None, "the server has ended"
-        assert time.monotonic() < deadline
-        time.sleep(0.25)
 
 
 @pytest.fixture(scope="module")
@@ -190,7 +182,7 @@ def server(database: tuple[str, Path], ports: tuple[int, int], tmp_path_factory:
         )
     found = Server(f"https://127.0.0.1:{port}", address, tls / "ca.pem", passwords, folder)
     try:
-        _await(lambda: _answers(found), process)
+        wait_until(lambda: _answers(found), "an answer of MLflow", process, pause_s=0.25)
         found.ask("users/create", {"username": USER, "password": passwords[USER]})
         yield found
     finally:

@@ -7,7 +7,6 @@ import secrets
 import shutil
 import subprocess
 import sys
-import time
 import urllib.request
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -31,6 +30,7 @@ from raystride.pipelines.config.parse import to_yaml
 from tests.end_to_end.installed import SETTINGS
 from tests.ray_jobs.jobs import ROOT, environment, run_folder, run_well, summary
 from tests.tiny import tiny, write_text
+from tests.waiting import wait_until
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
 LIMIT_S = 240
@@ -134,10 +134,7 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Config:
 
 
 def _wait(true: Callable[[], object], head: Head, job: str) -> None:
-    deadline = time.monotonic() + LIMIT_S
-    while not true():
-        assert time.monotonic() < deadline, head.ray("job", "logs", job)[-4000:]
-        time.sleep(0.2)
+    wait_until(true, lambda: head.ray("job", "logs", job)[-4000:], pause_s=0.2)
 
 
 def _ended(config: Config, steps: int) -> bool:

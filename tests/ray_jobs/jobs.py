@@ -13,7 +13,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +22,7 @@ from raystride.pipelines.config import Config
 from raystride.pipelines.config.parse import to_yaml
 from raystride.pipelines.storage.folder import Folder
 from tests.distributed import CONTEXT
+from tests.waiting import wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
 LIMIT_S = 540
@@ -161,11 +161,7 @@ def summary(config: Config, run: str) -> dict[str, Any]:
 
 def wait_for(true: Callable[[], object], process: Process) -> None:
     """Waits until something is true of a job that runs. Fails where the job ends before."""
-    deadline = time.monotonic() + LIMIT_S
-    while not true():
-        assert process.poll() is None, "the job ended: " + "".join(process.communicate())[-4000:]
-        assert time.monotonic() < deadline, "it did not come"
-        time.sleep(0.02)
+    wait_until(true, "what the job brings", process, pause_s=0.02)
 
 
 def wait_for_checkpoint(config: Config, run: str, step: int, process: Process) -> None:

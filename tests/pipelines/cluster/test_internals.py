@@ -3,7 +3,6 @@
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib import import_module
@@ -39,6 +38,7 @@ from raystride.pipelines.worker.job import Job
 from tests.pipelines.cluster.controller import Controller
 from tests.processes import make_job
 from tests.tiny import tiny, write_text
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
 
@@ -370,11 +370,12 @@ def _state(key: str) -> str:
 def test_places_of_a_controller_that_was_ended_are_free_again_and_no_others() -> None:
     warned: list[str] = []
     with _places() as (held, kept):
-        deadline = time.monotonic() + 30
-        while _state(held) != "REMOVED":
-            assert time.monotonic() < deadline
+
+        def removed() -> bool:
             remove_orphaned_placement_groups(False, warned.append)
-            time.sleep(0.1)
+            return _state(held) == "REMOVED"
+
+        wait_until(removed, "the end of the controller's places", pause_s=0.1)
         assert _state(kept) == "CREATED"
     assert not warned
 
