@@ -20,7 +20,7 @@ from typing import Any, Generic, Literal, TypeVar, get_args, get_origin, get_typ
 
 import yaml
 
-from raystride.pipelines.config.base_model import settings_from_base
+from raystride.pipelines.config.base_model import names_from_base, settings_from_base
 from raystride.pipelines.config.batch import batch_error, cut_batch_of_content, cut_batch_of_flags, with_slots
 from raystride.pipelines.config.help import Usage, help_text
 from raystride.pipelines.config.presets import find_config, presets
@@ -99,8 +99,12 @@ def load_settings(cls: type[T], given: Any, changes: Mapping[str, Any] | None = 
     written: set[str] = set()
     if isinstance(given, cls):
         content: dict[str, Any] = _to_plain(asdict(given))  # type: ignore[call-overload]
-        plain = dict(_iterate_settings(cls()))
-        written = {name for name, value in _iterate_settings(given) if value != plain[name]}
+        flat, defaults = dict(_iterate_settings(given)), dict(_iterate_settings(cls()))
+        if "model.init_from" in _file_keys(_nest(changes or {}), known):
+            from_base = {name: defaults[name] for name in names_from_base(flat, defaults)}
+            _merge(content, _nest(from_base), known)
+            flat |= from_base
+        written = {name for name, value in flat.items() if value != defaults[name]}
     elif isinstance(given, Mapping):
         content = _complete_sections(with_new_names(_nest(given), cls, tell), cls)
     else:
@@ -373,7 +377,12 @@ def _file_keys(content: dict[str, Any], known: set[str], prefix: str = "") -> It
 
 
 def with_settings(config: T, settings: Mapping[str, Any]) -> T:
-    """The configuration with these values. Raises SettingError for what a setting, or a rule between them, forbids."""
+    """Returns the configuration with these values; what of its network came from a base follows where they name another.
+
+    Raises SettingError for what a setting, or a rule between them, forbids.
+    """
+    if "model.init_from" in settings:
+        settings = _with_network_of_base(config, settings)
     known: Any = config
     sections: dict[str, dict[str, Any]] = {}
     for key, value in settings.items():
@@ -392,6 +401,15 @@ def with_settings(config: T, settings: Mapping[str, Any]) -> T:
     parts = {name: replace(getattr(known, name), **changes) for name, changes in sections.items()}
     changed: T = replace(known, **whole, **parts)
     return changed
+
+
+def _with_network_of_base(config: Any, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the settings and, where nobody gave them, those of the network and tokenizer of the base that they name."""
+    flat, defaults = dict(_iterate_settings(config)), dict(_iterate_settings(type(config)()))
+    from_base = {name: defaults[name] for name in names_from_base(flat, defaults)}
+    flat |= from_base | settings
+    given = {name for name, value in flat.items() if value != defaults.get(name)} | {*settings}
+    return from_base | settings_from_base(flat, given) | settings
 
 
 def parse_value(cls: Any, key: str, value: Any) -> Any:

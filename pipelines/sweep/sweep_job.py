@@ -54,6 +54,10 @@ from raystride.pipelines.sweep.tracking import SweepTracking
 from raystride.pipelines.sweep.trial import SweepPlan
 from raystride.pipelines.tasks import build_task
 
+PER_TOKEN_TASKS = ("language_model", "completion", "translation")
+PER_TOKEN_METRICS = ("loss", "val_loss", "val_perplexity")
+"""Means over tokens, in tasks whose tokens are what the tokenizer makes of a text."""
+
 
 def run_sweep(parsed: Parsed[SweepJobConfig]) -> int:
     """Measures missing trials, writes the report and `recommended.yaml`; returns the exit code. Raises no user errors."""
@@ -92,6 +96,8 @@ def run_trials(base: SweepJobConfig, storage: Folder, screen: Screen) -> Answer:
     screen.log(f"sweep {base.run} in {storage}")
     if base.sweep.by_quality:
         screen.log(describe_horizon(base))
+    if warning := _tokenizer_warning(base, candidates):
+        screen.log(f"warning: {warning}")
     if base.sweep.shard:
         _measure_share(base, storage, candidates, described, screen)
         known = _load_known(base, folder, candidates)
@@ -126,6 +132,18 @@ def _check_quality(base: SweepJobConfig) -> None:
     if not {f"optimizer.{name}" for name in (*SCHEDULE_STEPS, "schedule")} & set(base.sweep.space):
         in_small = scale_schedule(training.optimizer, base.sweep.trial_steps, known_steps(training.train))
         refuse_endless_warmup(in_small, base.sweep)
+
+
+def _tokenizer_warning(base: SweepJobConfig, candidates: Sequence[Candidate]) -> str:
+    """Returns why losses of these trials cannot be compared, or an empty text if they can."""
+    tokenizers = {candidate.config.tokenizer for candidate in candidates if candidate.config}
+    is_per_token = base.task in PER_TOKEN_TASKS and base.quality_name in PER_TOKEN_METRICS
+    if not (base.sweep.by_quality and is_per_token and len(tokenizers) > 1):
+        return ""
+    return (
+        "tokenizers differ between trials, and losses per token can be compared only where they are equal: compare "
+        "bits_per_byte of `raystride evaluate` instead"
+    )
 
 
 def _measure_share(

@@ -66,6 +66,20 @@ def test_flags_files_mappings_objects_and_sweeps_are_completed(tmp_path: Path) -
         assert config.tokenizer.file == f"{folder}/tokenizer.json"
 
 
+@pytest.mark.parametrize("other", ["qwen3", "gemma2", "gpt2", None])
+def test_another_base_brings_its_own_network(other: str | None, tmp_path: Path) -> None:
+    """Of a configuration whose network came from a base: for the trials of a sweep, and `train(config, {...})`."""
+    own = ("--model.context", "16", "--model.dropout", "0.25", "--train.steps", "7")
+    first = str(_folder(tmp_path / "first", LLAMA))
+    config = _parsed("--model.init_from", first, *own)
+    changes = {"model.init_from": other and str(_folder(tmp_path / other, ALL[other])), "train.steps": 9}
+    wanted = _parsed(*(("--model.init_from", changes["model.init_from"]) if other else ()), *own[:4], "--train.steps", "9")
+    assert with_settings(config, changes) == wanted
+    assert load_settings(Config, config, changes).settings == wanted
+    with refused("model.layers", 1):
+        with_settings(config, {"model.init_from": first, "model.layers": 1})
+
+
 def test_the_family_is_named_only_if_it_would_not_be_guessed_and_moves_no_name(tmp_path: Path) -> None:
     phi3 = replace(LLAMA, family="phi3")
     folder = _folder(tmp_path / "phi3", phi3)

@@ -13,7 +13,7 @@ from raystride.pipelines.console.screen import SilentScreen
 from raystride.pipelines.storage.folder import Folder
 from raystride.pipelines.sweep.result import Result, load_candidate_result, load_results, save_result
 from raystride.pipelines.sweep.space import Candidate
-from raystride.pipelines.sweep.sweep_job import _load_known, list_candidates, run_sweep, run_trials
+from raystride.pipelines.sweep.sweep_job import _load_known, _tokenizer_warning, list_candidates, run_sweep, run_trials
 from tests.errors import refused, unreadable
 from tests.pipelines.sweep.test_report_page import CLUSTER, sweep, trial
 
@@ -70,6 +70,26 @@ def test_trials_that_cannot_be_compared_by_quality_are_refused_before_any_starts
     labels = replace(unknown, task="classification", train=replace(base.train, packing="none"))
     assert "validation.direction is 'min': it must be `max`" in refusal_message(labels, capsys)
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("task", "objective", "key", "is_warned"),
+    [
+        ("language_model", "loss", "tokenizer.vocabulary_size", True),
+        ("language_model", "throughput", "tokenizer.vocabulary_size", False),
+        ("language_model", "loss", "model.hidden_size", False),
+        ("classification", "loss", "tokenizer.vocabulary_size", False),
+    ],
+)
+def test_losses_per_token_of_different_tokenizers_are_warned_of(
+    task: str, objective: str, key: str, is_warned: bool, tmp_path: Path
+) -> None:
+    base = replace(sweep_in(tmp_path, objective=objective, space={key: [320, 640]}), task=task)
+    base = replace(base, train=replace(base.train, packing="none"))
+    candidates = list_candidates(base)
+    assert all(candidate.config for candidate in candidates)
+    warning = _tokenizer_warning(base, candidates)
+    assert ("bits_per_byte" in warning) == bool(warning) == is_warned
 
 
 def _measured_result(candidate: Candidate) -> Result:
