@@ -407,9 +407,9 @@ def _with_network_of_base(config: Any, settings: Mapping[str, Any]) -> dict[str,
     """Returns the settings and, where nobody gave them, those of the network and tokenizer of the base that they name."""
     flat, defaults = dict(_iterate_settings(config)), dict(_iterate_settings(type(config)()))
     from_base = {name: defaults[name] for name in names_from_base(flat, defaults)}
-    flat |= from_base | settings
+    flat |= {**from_base, **settings}
     given = {name for name, value in flat.items() if value != defaults.get(name)} | {*settings}
-    return from_base | settings_from_base(flat, given) | settings
+    return {**from_base, **settings_from_base(flat, given), **settings}
 
 
 def parse_value(cls: Any, key: str, value: Any) -> Any:
