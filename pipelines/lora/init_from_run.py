@@ -17,7 +17,8 @@ from raystride.pipelines.hub import read_token_ids
 from raystride.pipelines.storage.folder import Folder
 from raystride.pipelines.tasks import Task
 from raystride.pipelines.tokenizers import load_tokenizer
-from raystride.pipelines.tokenizers.loading import PROBE
+from raystride.pipelines.tokenizers.alphabets import CharacterEncoder
+from raystride.pipelines.tokenizers.loading import has_same_ids
 
 if TYPE_CHECKING:
     from torch import nn
@@ -116,11 +117,11 @@ def _check_ids(folder: Folder, data: Folder, task: Task) -> None:
     """Raises SettingError if words or labels have other ids in a task than in a run's training data."""
     for name in task.tokenizers:
         place, tokenizer_name = data / name, name.replace("_", " ")
-        if not place.exists() or load_tokenizer(place).encode(PROBE).tolist() != task.encoders[name].encode(PROBE).tolist():
-            raise _setting_error(
-                folder,
-                f"its {tokenizer_name} gives other ids than the run's: train with the settings of its {tokenizer_name}",
-            )
+        if not place.exists() or not has_same_ids(load_tokenizer(place), task.encoders[name]):
+            remedy = f"train with the settings of its {tokenizer_name}"
+            if isinstance(task.encoders[name], CharacterEncoder):
+                remedy = "each text has characters of its own, and only the run itself can go on with them, by its name"
+            raise _setting_error(folder, f"its {tokenizer_name} gives other ids than the run's: {remedy}")
     before = data.read_json("facts.json").get("labels") if data.exists("facts.json") else None
     if before is not None and before != task.facts.get("labels"):
         raise _setting_error(

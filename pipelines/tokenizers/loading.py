@@ -44,6 +44,12 @@ def load_tokenizer(folder: Folder) -> AnyEncoder:
     return encoder
 
 
+def has_same_ids(one: AnyEncoder, other: AnyEncoder) -> bool:
+    """Returns whether two encoders give a text the same ids, by a probing text and the characters that either knows."""
+    known = "".join(encoder.characters for encoder in (one, other) if isinstance(encoder, CharacterEncoder))
+    return one.encode(PROBE + known).tolist() == other.encode(PROBE + known).tolist()
+
+
 class Tokenizers(Mapping[str, AnyEncoder]):
     """The encoders in sibling folders, by the folders' names; each is loaded once a process, on first use.
 

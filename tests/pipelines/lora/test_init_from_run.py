@@ -139,3 +139,18 @@ def test_another_tokenizer_is_refused(earlier: tuple[Config, Training], tmp_path
         SettingError, match=r"^model\.init_from is '.*/first': its tokenizer gives other ids than the run's: "
     ):
         _training(config, tmp_path, "second")
+
+
+def test_characters_of_other_data_are_refused_also_where_there_are_as_many(tmp_path: Path) -> None:
+    def config(letter: str, **model: str) -> Config:
+        folder = tmp_path / letter
+        folder.mkdir()
+        text = write_text(folder)
+        text.write_text(text.read_text().replace("lazy", f"la{letter}y"))
+        found = tiny(text)
+        return replace(found, tokenizer=TokenizerConfig(kind="characters"), model=replace(found.model, **model))
+
+    _training(config("\N{LATIN SMALL LETTER ETH}"), tmp_path, "first").run()
+    other = config("\N{LATIN SMALL LETTER THORN}", init_from=str(tmp_path / "first"))
+    with refused("model.init_from", str(tmp_path / "first"), names=["by its name"]):
+        _training(other, tmp_path, "second")
