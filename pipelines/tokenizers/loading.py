@@ -13,10 +13,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
+import numpy as np
+
 from raystride.pipelines.storage.folder import Folder
 from raystride.pipelines.tokenizers.alphabets import ByteEncoder, CharacterEncoder
 from raystride.pipelines.tokenizers.byte_pairs import BytePairEncoder, byte_pairs
-from raystride.pipelines.tokenizers.chat import load_chat, parse_tokenizer
+from raystride.pipelines.tokenizers.chat import TextEncoder, load_chat, parse_tokenizer
 from raystride.pipelines.tokenizers.ready import ReadyEncoder, embedding_size
 
 KIND_FILE = "tokenizer_kind.json"
@@ -44,10 +46,10 @@ def load_tokenizer(folder: Folder) -> AnyEncoder:
     return encoder
 
 
-def has_same_ids(one: AnyEncoder, other: AnyEncoder) -> bool:
+def has_same_ids(one: TextEncoder, other: TextEncoder) -> bool:
     """Returns whether two encoders give a text the same ids, by a probing text and the characters that either knows."""
     known = "".join(encoder.characters for encoder in (one, other) if isinstance(encoder, CharacterEncoder))
-    return one.encode(PROBE + known).tolist() == other.encode(PROBE + known).tolist()
+    return np.array_equal(one.encode(PROBE + known), other.encode(PROBE + known))
 
 
 class Tokenizers(Mapping[str, AnyEncoder]):
