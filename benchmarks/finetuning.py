@@ -266,6 +266,14 @@ def validation_loss(base: Path, adapter: str) -> float:
     return total / counted
 
 
+def count_tokens(given: argparse.Namespace) -> int:
+    """Tokens of the chats of all steps but the first, without padding."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(given.base)
+    return sum(len(_tokenised(tokenizer, chat)["input_ids"]) for chat in chats(given.steps * CHATS)[CHATS:])
+
+
 def child(given: argparse.Namespace) -> None:
     """One way in this process: prints its figures as JSON."""
     import torch
@@ -276,7 +284,14 @@ def child(given: argparse.Namespace) -> None:
         found = (train_ours if given.way == "ours" else train_peer)(given, Path(place))
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
         times = found["times"]
-        figures = {"first_step_s": times[0] - began, "step_s": (times[-1] - times[0]) / (len(times) - 1), "peak_mib": peak}
+        seconds = times[-1] - times[0]
+        figures = {
+            "first_step_s": times[0] - began,
+            "all_s": times[-1] - began,
+            "step_s": seconds / (len(times) - 1),
+            "tokens_per_s": count_tokens(given) / seconds,
+            "peak_mib": peak,
+        }
         if adapter := found.get("adapter"):
             figures["adapter_mib"] = sum(file.stat().st_size for file in Path(adapter).glob("*.safetensors")) / 2**20
             figures["val_loss"] = validation_loss(given.base, adapter)
@@ -368,7 +383,9 @@ def main() -> None:
         samples = take_turns(ways, given.rounds, lambda _, figures: json.dumps(figures))
         named = {
             "step_s": (f"seconds a step of {CHATS} chats", "below 1", ".2f"),
+            "tokens_per_s": ("tokens a second, without padding", "above 1", ".0f"),
             "first_step_s": ("seconds from the start of the process to the end of the first step", "", ".1f"),
+            "all_s": (f"seconds from the start of the process to the validation loss after {given.steps} steps", "", ".1f"),
             "peak_mib": ("peak memory, MiB", "below 1", ".0f"),
             "adapter_mib": ("adapter, MiB", "1", ".2f"),
             "val_loss": (f"validation loss after {given.steps} steps", "1", ".3f"),
