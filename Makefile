@@ -19,6 +19,7 @@
 # make sanitize   compute-sanitizer over the kernels, where there is an NVIDIA GPU
 # make lint       ruff, mypy and import-linter, as in continuous integration
 # make settings   docs/settings.md, from the dataclasses of the settings
+# make api        the reference in docs/api.md, from the docstrings of the library
 # make map        the map of docs/architecture.md, from the docstrings of packages and modules
 # make bill       build/raystride.cdx.json: a bill of materials of .venv, in CycloneDX's format
 # make audit      the bill, and every pinned version beside the advisories of PyPI, which it has to reach
@@ -41,7 +42,7 @@ PIP := $(RUN) -m pip install --quiet --disable-pip-version-check -c constraints.
 # As a path that editors and type checkers follow, and not by a hook of Python's import, which they do not.
 EDITABLE := --config-settings editable_mode=compat
 
-.PHONY: help install train test test-all test-changed test-weekly test-map test-table test-of test-processors test-newest test-oldest test-ray-next kernels report-3.6 ui pictures sanitize lint map settings bill audit
+.PHONY: help install train test test-all test-changed test-weekly test-map test-table test-of test-processors test-newest test-oldest test-ray-next kernels report-3.6 ui pictures sanitize lint map settings api bill audit
 .DEFAULT_GOAL := train
 
 help:
@@ -197,6 +198,9 @@ lint: install
 
 settings: install
 	@$(RUN) -m tests.settings_page
+
+api: install
+	@$(RUN) -m tests.api_page
 
 map: install
 	@$(RUN) -m tests.architecture_map

@@ -52,7 +52,21 @@ RegisteredT = TypeVar("RegisteredT", bound=Callable[..., Any])
 
 
 def register_task(name: str) -> Callable[[RegisteredT], RegisteredT]:
-    """Registers a subclass of Task as `task: NAME`. Raises ValueError if another class has that name."""
+    """Registers a subclass of `raystride.Task` as `task: NAME`.
+
+    Args:
+        name: the name in the setting `task`.
+
+    Returns:
+        A decorator, which returns the class as it is.
+
+    Raises:
+        ValueError: another class has that name.
+
+    Example:
+        @raystride.register_task("tagging")
+        class Tagging(raystride.Task): ...
+    """
 
     def register(task: RegisteredT) -> RegisteredT:
         if name in BUILT_IN_TASKS:
@@ -68,8 +82,22 @@ def register_source(name: str, version: str = "") -> Callable[[RegisteredT], Reg
     """Registers a function as `data.source: NAME`. It must yield its documents in the same order each time.
 
     A function with one argument gets the split: `data.split`, or the part of the source's name after a `#`. Its data is
-    prepared again when the function's code changes; give it another `version` when only the data changed. Raises ValueError
-    if another function has that name.
+    prepared again when the function's code changes.
+
+    Args:
+        name: the name in the setting `data.source`.
+        version: any text; another one where only the data has changed, so that it is prepared again.
+
+    Returns:
+        A decorator, which returns the function as it is.
+
+    Raises:
+        ValueError: another function has that name.
+
+    Example:
+        @raystride.register_source("tickets")
+        def tickets():
+            yield {"text": "My invoice is wrong", "label": "billing"}
     """
 
     def register(function: RegisteredT) -> RegisteredT:
@@ -83,9 +111,21 @@ def register_source(name: str, version: str = "") -> Callable[[RegisteredT], Reg
 
 
 def register_observer(factory: RegisteredT) -> RegisteredT:
-    """Registers an Observer subclass, or a function that returns an Observer; each worker creates one and calls its hooks.
+    """Registers an observer of trainings; each worker creates one and calls its hooks.
 
     Values that its `on_log` adds to the metrics are recorded with them.
+
+    Args:
+        factory: a subclass of `raystride.Observer`, or a function that returns an observer.
+
+    Returns:
+        The factory as it is, so that it can be used as a decorator.
+
+    Example:
+        @raystride.register_observer
+        class Loud(raystride.Observer):
+            def on_log(self, step, measured):
+                print(step, measured.get("train_loss"))
     """
     OBSERVERS[f"{factory.__module__}.{factory.__qualname__}"] = factory
     return factory

@@ -26,7 +26,27 @@ if TYPE_CHECKING:
     from raystride.api import check, evaluate, export, generate, predict, prepare, sweep, train
     from raystride.own_model import fit, register_model
     from raystride.pipelines.cluster.cluster import CannotRun
-    from raystride.pipelines.config import Config, SettingError
+    from raystride.pipelines.config import (
+        CheckpointConfig,
+        Config,
+        DataConfig,
+        FitConfig,
+        GuardConfig,
+        LaunchConfig,
+        LoraConfig,
+        ModelConfig,
+        ObjectiveConfig,
+        OptimizerConfig,
+        ProfileConfig,
+        RecordConfig,
+        SampleConfig,
+        ScalingConfig,
+        SettingError,
+        TokenizerConfig,
+        TrainConfig,
+        ValidationConfig,
+    )
+    from raystride.pipelines.config.sweep import SweepConfig, SweepJobConfig
     from raystride.pipelines.console.failure import TrainingFailed
     from raystride.pipelines.observers.observer import Observer
     from raystride.pipelines.plugins import register_observer, register_source, register_task
@@ -34,11 +54,31 @@ if TYPE_CHECKING:
     from raystride.pipelines.tasks.task import Task
     from raystride.run import Run, SweepInterrupted, TrainingInterrupted, TrainingTerminated
 
+_SECTIONS = (
+    "CheckpointConfig",
+    "DataConfig",
+    "FitConfig",
+    "GuardConfig",
+    "LaunchConfig",
+    "LoraConfig",
+    "ModelConfig",
+    "ObjectiveConfig",
+    "OptimizerConfig",
+    "ProfileConfig",
+    "RecordConfig",
+    "SampleConfig",
+    "ScalingConfig",
+    "TokenizerConfig",
+    "TrainConfig",
+    "ValidationConfig",
+)
+"""The dataclasses of the settings' sections, in `pipelines.config`."""
 _HOMES = {
     **dict.fromkeys(("check", "evaluate", "export", "generate", "predict", "prepare", "sweep", "train"), "api"),
     **dict.fromkeys(("fit", "register_model"), "own_model"),
     **dict.fromkeys(("register_observer", "register_source", "register_task"), "pipelines.plugins"),
-    **dict.fromkeys(("Config", "SettingError"), "pipelines.config"),
+    **dict.fromkeys(("Config", "SettingError", *_SECTIONS), "pipelines.config"),
+    **dict.fromkeys(("SweepConfig", "SweepJobConfig"), "pipelines.config.sweep"),
     "CannotRun": "pipelines.cluster.cluster",
     "DataError": "pipelines.sources.faults",
     "Observer": "pipelines.observers.observer",
@@ -50,16 +90,34 @@ _HOMES = {
 
 __all__ = [
     "CannotRun",
+    "CheckpointConfig",
     "Config",
+    "DataConfig",
     "DataError",
+    "FitConfig",
+    "GuardConfig",
+    "LaunchConfig",
+    "LoraConfig",
+    "ModelConfig",
+    "ObjectiveConfig",
     "Observer",
+    "OptimizerConfig",
+    "ProfileConfig",
+    "RecordConfig",
     "Run",
+    "SampleConfig",
+    "ScalingConfig",
     "SettingError",
+    "SweepConfig",
     "SweepInterrupted",
+    "SweepJobConfig",
     "Task",
+    "TokenizerConfig",
+    "TrainConfig",
     "TrainingFailed",
     "TrainingInterrupted",
     "TrainingTerminated",
+    "ValidationConfig",
     "check",
     "evaluate",
     "export",

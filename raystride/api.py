@@ -62,15 +62,24 @@ def train(
         settings: overrides of `config`, by full names or nested.
         run: the run's name; by default it is derived from the settings.
         storage: the folder or filesystem URI that contains the runs.
-        init_from: the setting `model.init_from`, the pretrained model to start from: `train("finetune", {"data.source":
-            "chats.jsonl"}, init_from="/models/SmolLM2")` takes network and tokenizer from its folder.
+        init_from: the setting `model.init_from`, the pretrained model to start from; network and tokenizer are taken from
+            its folder.
         progress: whether to print the job's output.
 
-    Raises SettingError also for a profiler that has to start the process itself, CannotRun if the cluster cannot run it,
-    TrainingFailed (rank, step, cause, remedies) if the training ended with an error; everything up to its newest checkpoint
-    is kept. Ctrl-C raises TrainingInterrupted after the save, a KeyboardInterrupt with the run as `.run`; in IPython, where
-    Stop ends a cell early, the run is returned instead, with a warning. SIGTERM and SIGHUP raise TrainingTerminated, a
-    SystemExit of code 143 or 129 with `.run`.
+    Returns:
+        The run, finished; in IPython also one that Stop ended early, with a warning.
+
+    Raises:
+        SettingError: a setting is invalid, before anything starts.
+        DataError: the data cannot be read as the settings say.
+        CannotRun: the cluster cannot run it.
+        TrainingFailed: the training ended by an error. Everything up to its newest checkpoint is kept.
+        TrainingInterrupted: Ctrl-C, after all workers have saved.
+        TrainingTerminated: SIGTERM or SIGHUP, after all workers have saved.
+
+    Example:
+        run = raystride.train("finetune", {"data.source": "chats.jsonl"}, init_from="/models/SmolLM2", run="tuned")
+        run.summary["val_loss"]
     """
     given = dict(settings or {}) | ({"model.init_from": init_from} if init_from else {})
     return _train_located(*_locate_run(config, given, run, storage), progress=progress)
@@ -90,16 +99,49 @@ def _train_located(located: Config, place: Folder, *, progress: bool) -> Run:
 def prepare(
     config: ConfigLike, settings: Settings | None = None, *, storage: PathOrUri = "runs", progress: bool = False
 ) -> "PreparedData":
-    """Prepares the data alone; returns its folder and manifest. Raises CannotRun if no cluster can be joined or started."""
+    """Prepares the data of a training; a training with the same data settings then starts at once.
+
+    Args:
+        config: a preset's name, a YAML file, a mapping or a `Config`.
+        settings: overrides of `config`, by full names or nested.
+        storage: the folder or filesystem URI that contains the runs, and the prepared data in `.prepared`.
+        progress: whether to print the job's output.
+
+    Returns:
+        The prepared data: its `folder`, its `manifest` and whether it was `reused`.
+
+    Raises:
+        SettingError: a setting is invalid.
+        DataError: the data cannot be read as the settings say.
+        CannotRun: no cluster can be joined or started.
+
+    Example:
+        data = raystride.prepare("lm_python", {"data.source": "texts/*.txt"})
+        data.manifest.vocabulary_size
+    """
     located, place = _locate_run(config, settings, None, storage)
     with cluster(located.launch):
         return prepare_data(located, place, Screen() if progress else SilentScreen())
 
 
 def check(config: ConfigLike, settings: Settings | None = None, *, storage: PathOrUri = "runs") -> "list[Check]":
-    """Runs the preflight checks of a training; returns each check's name, whether it passed, its finding and the remedy.
+    """Runs the preflight checks of a training, without training.
 
-    Raises CannotRun if the cluster cannot be joined or started; failed checks are in the result.
+    Args:
+        config: a preset's name, a YAML file, a mapping or a `Config`.
+        settings: overrides of `config`, by full names or nested.
+        storage: the folder or filesystem URI that contains the runs.
+
+    Returns:
+        The checks, each with `name`, `passed`, `found` (what was asked for, beside what there is) and `remedy`.
+
+    Raises:
+        SettingError: a setting is invalid.
+        DataError: the first rows of the data cannot be read as the settings say.
+        CannotRun: the cluster cannot be joined or started. Checks that fail are in the result.
+
+    Example:
+        failed = [check for check in raystride.check("lm_124m", {"data.source": "texts"}) if not check.passed]
     """
     located, place = _locate_run(config, settings, None, storage)
     with cluster(located.launch):
@@ -115,11 +157,28 @@ def sweep(
     storage: PathOrUri = "runs",
     progress: bool = False,
 ) -> "Answer":
-    """Runs a sweep's missing trials; returns its answer: `results`, `best`, `recommended` (YAML), `text`.
+    """Measures the trials of a sweep that are missing, and answers which settings are best.
 
-    Raises CannotRun if the cluster cannot be joined or started. Failed trials are among the results, with the cause. Ctrl-C
-    raises SweepInterrupted, a KeyboardInterrupt with the answer of the trials so far as `.answer`; in IPython that is
-    returned instead, with a warning.
+    Args:
+        config: a preset's name, a YAML file, a mapping or a `Config`.
+        settings: overrides of `config`, by full names or nested, with those of `sweep`.
+        run: the sweep's name; by default it is derived from the settings.
+        storage: the folder or filesystem URI that contains the runs.
+        progress: whether to print the job's output.
+
+    Returns:
+        The answer: `best` (None if no trial was measured) and `results` by trial, `recommended` (settings as YAML, for
+        `train`), `text`. Failed trials are among the results, with the cause.
+
+    Raises:
+        SettingError: a setting is invalid, or the space is empty.
+        DataError: no trial's data can be read.
+        CannotRun: the cluster cannot be joined or started.
+        SweepInterrupted: Ctrl-C, with the answer of the trials so far. In IPython that is returned instead, with a warning.
+
+    Example:
+        answer = raystride.sweep("lm_python", {"sweep.space": {"optimizer.learning_rate": [1e-3, 3e-3]}})
+        answer.best and answer.best.settings
     """
     from raystride.pipelines.config.sweep import SweepJobConfig
     from raystride.pipelines.sweep.sweep_job import resolve_storage, run_trials
@@ -140,9 +199,26 @@ def sweep(
 def evaluate(
     run: Run | str, split: str = "test", settings: Settings | None = None, *, storage: PathOrUri = "runs"
 ) -> "EvaluationResult":
-    """Scores a run's model on `train`, `validation` or `test` documents; returns metrics with intervals, and the folder.
+    """Scores a run's model on documents.
 
-    Raises SettingError if there is no such run, DataError if there is no such split, CannotRun if there is no cluster.
+    Args:
+        run: the run, or its name.
+        split: `train`, `validation` or `test`; the last needs `data.test_source`.
+        settings: settings of the job `evaluate`.
+        storage: the folder or filesystem URI that contains the runs, if `run` is a name.
+
+    Returns:
+        The result: `metrics` by name, `intervals` (95 %, by bootstrap over documents), `samples`, `skipped`, and the
+        `folder` and `files` with each document's prediction.
+
+    Raises:
+        SettingError: there is no such run or checkpoint, or a setting is invalid.
+        DataError: there is no such split, or it cannot be read.
+        CannotRun: the cluster cannot be joined or started.
+
+    Example:
+        scored = raystride.evaluate("mine", "validation")
+        scored.metrics["loss"], scored.intervals["loss"]
     """
     from raystride.pipelines.launch.finished import evaluate_run
 
@@ -192,19 +268,25 @@ def predict(
         run: the run, or its name.
         questions: texts (or data URIs and paths of images), answered in this process and in order. Without them the settings
             name files, `{"input": "mails.csv", "output": "answers"}`; all workers (with `launch.mode inline` this process)
-            write their predictions to files.
-            With `fn` any dataset that `raystride.fit` takes.
+            write their predictions to files. With `fn` any dataset that `raystride.fit` takes.
         settings: settings of the job `predict`; with `fn` also `output`, a folder for Parquet files.
         fn: called as `fn(model, batch)` without gradients, on all workers; returns a row per sample, a tensor, array, list
             or mapping of these. For models of your own, and for whatever else of a model you want over a dataset.
         collate: makes a batch for `fn` of a list of samples; by default that of the training, or PyTorch's.
         storage: the folder or filesystem URI that contains the runs, if `run` is a name.
 
-    Returns a mapping per question, such as text, label, probability; with `fn` a row per sample, in which what has no name
-    is `prediction`; for files a summary of the predictions.
+    Returns:
+        A mapping per question, such as text, label, probability; with `fn` a row per sample, in which what has no name is
+        `prediction`; for files a summary of the predictions.
 
-    Raises SettingError if there is no such run, a question is invalid, or the folder holds other predictions; DataError for
-    unreadable files, CannotRun if the cluster cannot be joined or started.
+    Raises:
+        SettingError: there is no such run, a question is invalid, or the folder holds other predictions.
+        DataError: a file cannot be read.
+        CannotRun: the cluster cannot be joined or started.
+
+    Example:
+        raystride.predict("tickets", ["My invoice is wrong"])[0]["label"]
+        raystride.predict("tickets", settings={"input": "mails.csv", "output": "answers"})
     """
     from raystride.pipelines.launch.finished import apply_function, predict_files, predict_inputs
 
@@ -218,11 +300,24 @@ def predict(
 
 
 def generate(run: Run | str, prompt: str = "", settings: Settings | None = None, *, storage: PathOrUri = "runs") -> str:
-    """Returns the continuation of a prompt by a run's language model; settings as `{"sample.tokens": 100}`.
+    """Continues a prompt by a run's language model; a chat model answers it.
 
     The model stays in memory for the next call, also of `predict`, until another run is used.
 
-    Raises SettingError if there is no such run or checkpoint, or its model is no decoder.
+    Args:
+        run: the run, or its name.
+        prompt: the text to continue, or the user's question if the model has a chat template.
+        settings: settings of the job `generate`, such as `{"sample.tokens": 100, "sample.temperature": 0}`.
+        storage: the folder or filesystem URI that contains the runs, if `run` is a name.
+
+    Returns:
+        The continuation, without the prompt.
+
+    Raises:
+        SettingError: there is no such run or checkpoint, or its model is no decoder.
+
+    Example:
+        raystride.generate("mine", "def main():", {"sample.tokens": 40})
     """
     from raystride.pipelines.evaluate.load_run import open_cached, select_run
     from raystride.pipelines.evaluate.writing import write_text
@@ -241,7 +336,7 @@ def export(
     *,
     storage: PathOrUri = "runs",
 ) -> str:
-    """Exports a run's model; returns the folder.
+    """Writes a run's model for other programs.
 
     Args:
         run: the run, or its name.
@@ -251,7 +346,15 @@ def export(
         settings: settings of the job `export`; `push` also uploads the folder to the Hugging Face hub.
         storage: the folder or filesystem URI that contains the runs, if `run` is a name.
 
-    Raises SettingError if there is no such run, the layout cannot represent its model, or the hub refuses it.
+    Returns:
+        The folder.
+
+    Raises:
+        SettingError: there is no such run, the layout cannot represent its model, or the hub refuses it.
+
+    Example:
+        folder = raystride.export("mine", "hugging_face")
+        transformers.AutoModelForCausalLM.from_pretrained(folder)
     """
     from raystride.pipelines.launch.finished import export_run, push_run
 

@@ -80,7 +80,10 @@ def fit(
         SettingError: a setting is invalid, or model, loss or metrics do not return what they must, or a resumed run has data
             of another length or a model of other shapes. Before anything starts.
         DataError: data cannot be read.
-        CannotRun, TrainingFailed, TrainingInterrupted, TrainingTerminated: as `raystride.train`.
+        CannotRun: the cluster cannot run it.
+        TrainingFailed: the training ended by an error. Everything up to its newest checkpoint is kept.
+        TrainingInterrupted: Ctrl-C, after all workers have saved.
+        TrainingTerminated: SIGTERM or SIGHUP, after all workers have saved.
 
     Example:
         run = raystride.fit(
@@ -121,10 +124,24 @@ def register_model(
     """Registers a model with its data and loss as `task: NAME`.
 
     In a module that `plugins` names, every job finds it: `raystride train --plugins '["mine.py"]' --task NAME`, sweeps,
-    `raystride.sweep({"task": NAME, ...})`. In a script only that script can open the run again. Arguments as of `fit`.
+    `raystride.sweep({"task": NAME, ...})`. In a script only that script can open the run again.
+
+    Args:
+        name: the task's name.
+        model: as of `fit`; likewise all that follow.
+        data: samples, or a callable that returns them.
+        loss: called as `loss(model, batch)`.
+        validation: held-out samples.
+        metrics: called as `metrics(model, batch)`.
+        collate: makes a batch of a list of samples.
+        optimizer: called as `optimizer(model, learning_rate)`.
+        schedule: called as `schedule(step, total_steps)`.
 
     Raises:
         ValueError: another task has that name.
+
+    Example:
+        raystride.register_model("digits", model=DigitsNetwork, data=load_digits, loss=cross_entropy)
     """
     own_model = OwnModel(model, data, loss, validation, metrics, collate, optimizer, schedule)
     _register(name, own_model, sys._getframe(1).f_globals.get("__name__", SCRIPT))

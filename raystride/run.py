@@ -48,7 +48,18 @@ class Run:
 
     @classmethod
     def open(cls, name: str, storage: str | os.PathLike[str] = "runs") -> "Run":
-        """Opens the run of that name below a folder or filesystem URI. Raises SettingError if there is none."""
+        """Opens a run by its name.
+
+        Args:
+            name: the run's name, as `raystride runs list` shows it.
+            storage: the folder or filesystem URI that contains the runs.
+
+        Returns:
+            The run.
+
+        Raises:
+            SettingError: there is no such run; the message has the nearest name.
+        """
         place = Folder.from_uri(os.fspath(storage))
         if not (place / name).exists("config.yaml"):
             others = [other_name for other_name in place.names() if (place / other_name).exists("config.yaml")]
@@ -72,12 +83,19 @@ class Run:
         return from_yaml(Config, self.folder.read("config.yaml").decode())
 
     def metrics(self, names: str | Sequence[str] | None = None) -> "pa.Table":
-        """Returns the metrics by step, oldest first: columns `step` (int64), `time` (seconds since 1970), a float64 a name.
+        """Returns the metrics by step, oldest first; `.to_pandas()` works.
 
-        One row per step, null where a name was not measured; steps with none of the names are dropped. Without `names`, all
-        metrics. A step that was trained again after a resume has the values of the last time. `.to_pandas()` works.
+        A step that was trained again after a resume has the values of the last time.
 
-        Raises SettingError, with the nearest name, for a name that a run which has ended has not measured.
+        Args:
+            names: names of metrics; by default all.
+
+        Returns:
+            A table with the columns `step` (int64), `time` (seconds since 1970) and a float64 per name. One row per step,
+            null where a name was not measured; steps with none of the names are left out.
+
+        Raises:
+            SettingError: a run that has ended has no metric of that name; the message has the nearest one.
         """
         import pyarrow as pa
 
@@ -115,10 +133,18 @@ class Run:
         ]
 
     def load_model(self, checkpoint: str | int = "best", *, into: "nn.Module | None" = None) -> "nn.Module":
-        """Returns the trained network in evaluation mode, on the CPU, from the checkpoint `best`, `last`, or of a step.
+        """Returns the trained network in evaluation mode, on the CPU.
 
-        `into` is a module of the same shape, which is filled and returned: where the code of the run is not at hand, such as
-        that of a script that called `raystride.fit`. Raises SettingError if there is no such checkpoint, or shapes differ.
+        Args:
+            checkpoint: `best`, `last`, or a step.
+            into: a module of the same shape, which is filled and returned: where the code of the run is not at hand, such as
+                that of a script that called `raystride.fit`.
+
+        Returns:
+            The module.
+
+        Raises:
+            SettingError: there is no such checkpoint, or shapes differ.
         """
         from raystride.pipelines.evaluate.load_run import load_into, open_run
 

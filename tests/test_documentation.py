@@ -21,6 +21,7 @@ import yaml
 
 import raystride
 from raystride.pipelines.config.run import is_argument
+from tests import api_page
 from tests.some import some
 
 ROOT = Path(__file__).parents[1]
@@ -81,6 +82,12 @@ def test_python_compiles_and_what_it_takes_from_raystride_is_there() -> None:
             elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "raystride":
                 missing += [f"{block} {node.attr}"] * (node.attr not in raystride.__all__)
     assert not missing
+
+
+def test_the_reference_of_the_library_is_that_of_its_docstrings() -> None:
+    page = api_page.PAGE.read_text()
+    assert page == api_page.page(), "make api writes it anew"
+    assert not [name for name in raystride.__all__ if f"`{name}`" not in page]
 
 
 def test_data_parses() -> None:

@@ -8,13 +8,15 @@ from pathlib import Path
 
 import pytest
 
+from tests.api_page import HEADING, PAGE
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.mark.weekly
 @pytest.mark.long
 def test_the_page_runs(tmp_path: Path) -> None:
-    page = (ROOT / "docs" / "api.md").read_text()
+    page = PAGE.read_text().split(HEADING)[0]
     code = "\n".join(re.findall(r"```python\n(.*?)```", page, re.DOTALL))
     code += """
 assert run.summary["status"] == "finished" and run.summary["steps"] == 20

@@ -33,9 +33,11 @@ SETTINGS = Path(__file__).with_name("frozen_settings.json")
 """The flags of each command, and the settings of a place."""
 
 LIBRARY = """
-CannotRun Config DataError Observer Run SettingError SweepInterrupted Task TrainingFailed TrainingInterrupted
-TrainingTerminated check evaluate export fit generate predict prepare register_model register_observer register_source
-register_task sweep train
+CannotRun CheckpointConfig Config DataConfig DataError FitConfig GuardConfig LaunchConfig LoraConfig ModelConfig
+ObjectiveConfig Observer OptimizerConfig ProfileConfig RecordConfig Run SampleConfig ScalingConfig SettingError
+SweepConfig SweepInterrupted SweepJobConfig Task TokenizerConfig TrainConfig TrainingFailed TrainingInterrupted
+TrainingTerminated ValidationConfig check evaluate export fit generate predict prepare register_model register_observer
+register_source register_task sweep train
 """
 COMMANDS = """
 certificates check completion deploy evaluate export generate predict prepare presets report runs serve sweep train ui
