@@ -9,31 +9,18 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from raystride.pipelines.report.drawing import MAX_NAMED_LABELS, plot_confusion
 from raystride.pipelines.tasks.labels import BINS
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-MAX_NAMED_LABELS, MAX_COUNTED_LABELS = 60, 25
-"""Maximum of labels with names at the axes, and with counts in the fields."""
-
 
 def draw_confusion(labels: list[str], confusion: np.ndarray) -> bytes:
     """Returns a PNG of the matrix (true, given), coloured by the share of each true label."""
-    shares = confusion / np.maximum(confusion.sum(1, keepdims=True), 1)
     size = 3 + 0.35 * min(len(labels), MAX_NAMED_LABELS)
     figure = _new_figure(size, size)
-    axes = figure.subplots()
-    axes.imshow(shares, cmap="Blues", vmin=0, vmax=1)
-    axes.set(xlabel="given", ylabel="true")
-    if len(labels) <= MAX_NAMED_LABELS:
-        # Labels are arbitrary text: two `$` in one would be parsed as TeX, and invalid TeX raises.
-        axes.set_xticks(range(len(labels)), labels, rotation=90, parse_math=False)
-        axes.set_yticks(range(len(labels)), labels, parse_math=False)
-    if len(labels) <= MAX_COUNTED_LABELS:
-        for (true, given), count in np.ndenumerate(confusion):
-            colour = "white" if shares[true, given] > 0.5 else "black"
-            axes.text(given, true, f"{count:,}", ha="center", va="center", color=colour, fontsize=8)
+    plot_confusion(figure.subplots(), labels, confusion)
     return _render_png(figure)
 
 

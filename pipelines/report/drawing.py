@@ -6,7 +6,10 @@ text = to_svg(figure)
 """
 
 import io
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
+
+import numpy as np
 
 from raystride.pipelines.pages import svg_figure
 
@@ -26,6 +29,8 @@ PART_COLOURS = {
     "rest": "#dddddd",
 }
 """Colours of the parts of a step: Paul Tol's muted scheme, distinguishable for colour-blind readers."""
+MAX_NAMED_LABELS, MAX_COUNTED_LABELS = 60, 25
+"""Maximum of labels with names at a confusion matrix, and with counts in its fields."""
 PART_LABELS = {"reduce": "communication", "update": "optimiser"}
 
 
@@ -50,6 +55,21 @@ def style_axes(axes: "Axes") -> None:
     axes.set_axisbelow(True)
     axes.grid(alpha=0.25, linewidth=0.6)
     axes.spines[["top", "right"]].set_visible(False)
+
+
+def plot_confusion(axes: "Axes", labels: Sequence[str], confusion: np.ndarray) -> None:
+    """Draws a confusion matrix (true, given), coloured by the share of each true label."""
+    shares = confusion / np.maximum(confusion.sum(1, keepdims=True), 1)
+    axes.imshow(shares, cmap="Blues", vmin=0, vmax=1)
+    axes.set(xlabel="predicted", ylabel="true")
+    if len(labels) <= MAX_NAMED_LABELS:
+        # Labels are arbitrary text: two `$` in one would be parsed as TeX, and invalid TeX raises.
+        axes.set_xticks(range(len(labels)), labels, rotation=90, parse_math=False)
+        axes.set_yticks(range(len(labels)), labels, parse_math=False)
+    if len(labels) <= MAX_COUNTED_LABELS:
+        for (true, given), count in np.ndenumerate(confusion):
+            colour = "white" if shares[true, given] > 0.5 else "black"
+            axes.text(given, true, f"{count:,}", ha="center", va="center", color=colour, fontsize=8)
 
 
 def to_svg(figure: "Figure") -> str:

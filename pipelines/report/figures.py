@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
+from raystride.pipelines.config.train import LARGER_IS_BETTER
 from raystride.pipelines.phases import EXCLUSIVE_PHASES
 from raystride.pipelines.record.entry import Entry, Metrics, System
 
@@ -23,6 +24,8 @@ MAX_POINTS = 2000
 """Maximum of points per line: twice the width of a page or picture in pixels."""
 LINE_NAMES = ("train_loss", "val_loss", "tokens_per_second", "mfu", *(f"phase_{part}_share" for part in EXCLUSIVE_PHASES))
 """Names of the measurements that are drawn."""
+MAX_METRICS = 8
+"""Maximum of the task's metrics that are drawn."""
 DEVICE_READINGS = {
     "utilization_percentage": "utilisation, %",
     "power_usage_watts": "power, W",
@@ -83,6 +86,9 @@ class Figures:
     began: float | None = None
     """Time of the first entry in seconds since 1970; None if there is none."""
 
+    metrics: dict[str, Downsampled[float]] = field(default_factory=dict)
+    """Lines of the task's own validation metrics of which more is better, at most MAX_METRICS, by name."""
+
     def points(self, name: str) -> Points:
         """Returns the line of a measurement."""
         return [(int(step), value) for step, value in self.lines[name].items()]
@@ -125,7 +131,8 @@ def _add_metrics(figures: Figures, entry: Metrics) -> None:
     if (step := entry["step"]) is None:
         return
     for name, number in entry["values"].items():
-        if (line := figures.lines.get(name)) is None:
+        line = figures.lines.get(name) or _metric_line(figures, name)
+        if line is None:
             continue
         value = number if type(number) is float else _to_float(number)
         if value is None:
@@ -134,6 +141,15 @@ def _add_metrics(figures: Figures, entry: Metrics) -> None:
         if total := figures.sums.get(name):
             total[0] += value
             total[1] += 1
+
+
+def _metric_line(figures: Figures, name: str) -> Downsampled[float] | None:
+    """Returns the line of a validation metric of all samples, and none of other figures."""
+    if not name.startswith("val_") or "/" in name or not LARGER_IS_BETTER.search(name):
+        return None
+    if name not in figures.metrics and len(figures.metrics) == MAX_METRICS:
+        return None
+    return figures.metrics.setdefault(name, Downsampled())
 
 
 def _add_readings(figures: Figures, entry: System) -> None:

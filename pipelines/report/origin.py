@@ -28,6 +28,8 @@ class Origin:
     config: Config | None = None
     environment: Mapping[str, Any] = field(default_factory=dict)
     sample: str = ""
+    answers: Mapping[str, Any] = field(default_factory=dict)
+    """A classifier's `answers.json`: labels, confusion matrix and some validation documents."""
 
     @property
     def changed_settings(self) -> list[list[str]]:
@@ -68,11 +70,14 @@ class Origin:
 
 def load_origin(folder: Folder) -> Origin:
     """Loads the origin from a run's folder; missing or damaged files are ignored."""
-    config, environment, sample = None, {}, ""
+    config, environment, sample, answers = None, {}, "", {}
     with suppress(OSError, ValueError, TypeError, AttributeError, YAMLError):
         config = from_yaml(Config, folder.read("config.yaml").decode())
     with suppress(OSError, ValueError):
         environment = dict(folder.read_json("environment.json"))
     with suppress(OSError):
         sample = folder.read("sample.txt").decode(errors="replace")[:MAX_SAMPLE_CHARACTERS]
-    return Origin(config, environment, sample)
+    with suppress(OSError, ValueError):
+        found = dict(folder.read_json("answers.json"))
+        answers = found if found.keys() >= {"step", "labels", "confusion", "documents"} else {}
+    return Origin(config, environment, sample, answers)

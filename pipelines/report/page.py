@@ -25,6 +25,8 @@ PAGE_FIGURES = {
 }
 """Label and format of the figures that the page alone has, by their key in the summary."""
 MAX_OPERATIONS = 10
+MAX_CONFUSIONS, MAX_ANSWERS, MAX_TEXT_CHARACTERS = 8, 6, 160
+"""Maximum of pairs of labels, of wrong and of right answers, and of their characters."""
 
 
 def write_page(folder: Folder, figures: Figures, summary: Mapping[str, Any]) -> None:
@@ -45,6 +47,9 @@ def run_page(
     shares = figures.part_shares
     optional = [
         ("Loss", pictures.draw_losses(figures), "loss"),
+        ("Quality", pictures.draw_metrics(figures), ""),
+        ("Confusion of labels", _confusion(origin.answers), ""),
+        ("Answers on validation documents", _answers_table(origin.answers), ""),
         ("Speed", pictures.draw_speed(figures, rate_unit(summary.get("unit"))) + pictures.draw_mfu(figures), "speed"),
         (
             "Time per step by part",
@@ -56,7 +61,7 @@ def run_page(
         ("Most expensive operations", _operations_table(operations), "operations (--profile.tool torch records them)"),
     ]
     body = [part for title, content, _ in optional if content for part in (heading(title), content)]
-    missing = [note for _, content, note in optional if not content]
+    missing = [note for _, content, note in optional if note and not content]
     return html_page(
         f"Run {summary.get('run', '')}",
         paragraph(_headline(figures, summary, origin)),
@@ -95,6 +100,49 @@ def _figure_rows(summary: Mapping[str, Any]) -> list[list[str]]:
     known = {key: summary[key] for key in PAGE_FIGURES if summary.get(key) is not None}
     more = [[PAGE_FIGURES[key][0], PAGE_FIGURES[key][1].format(value)] for key, value in known.items()]
     return [[figure.label, figure.text] for figure in list_run_figures(summary)] + more
+
+
+def _confusion(answers: Mapping[str, Any]) -> str:
+    """Returns a classifier's confusion matrix, and which labels it confuses most often."""
+    if not answers:
+        return ""
+    labels, confusion = answers["labels"], answers["confusion"]
+    wrong = [
+        (count, labels[true], labels[given], count / sum(row))
+        for true, row in enumerate(confusion)
+        for given, count in enumerate(row)
+        if count and true != given
+    ]
+    rows = [
+        [true, given, f"{count:,}", f"{share:.1%}"]
+        for count, true, given, share in sorted(wrong, key=lambda each: -each[0])[:MAX_CONFUSIONS]
+    ]
+    head = ["true", "predicted", "samples", "of this label"]
+    note = paragraph(f"{sum(map(sum, confusion)):,} validation samples at step {answers['step']:,}.")
+    return note + pictures.draw_confusion(labels, confusion) + (html_table(head, rows, texts=2) if rows else "")
+
+
+def _answers_table(answers: Mapping[str, Any]) -> str:
+    """Returns some of a classifier's answers: wrong ones that it was surest of, and right ones that it was least sure of."""
+    documents = [document for document in answers.get("documents", ()) if document["text"]]
+    wrong = [document for document in documents if document["answer"] != document["label"]]
+    right = [document for document in documents if document["answer"] == document["label"]]
+    wrong.sort(key=lambda document: -document["probability"])
+    right.sort(key=lambda document: document["probability"])
+    rows = [
+        [_shortened(document["text"]), document["label"], document["answer"], f"{document['probability']:.0%}"]
+        for document in (*wrong[:MAX_ANSWERS], *right[:MAX_ANSWERS])
+    ]
+    note = paragraph(
+        f"{len(wrong)} of the first {len(documents)} validation documents are answered wrong: the surest of these answers "
+        "first, then the right ones that were least sure."
+    )
+    return note + html_table(["text", "label", "predicted", "probability"], rows, texts=3) if rows else ""
+
+
+def _shortened(text: str) -> str:
+    line = " ".join(text.split())
+    return line if len(line) <= MAX_TEXT_CHARACTERS else f"{line[:MAX_TEXT_CHARACTERS]}..."
 
 
 def _operations_table(operations: Sequence[Mapping[str, Any]]) -> str:

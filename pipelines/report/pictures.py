@@ -8,8 +8,18 @@ The x-axis is the step, except in `draw_step_parts` and `draw_device_strips`.
 import math
 from collections.abc import Sequence
 
+import numpy as np
+
 from raystride.pipelines.phases import EXCLUSIVE_PHASES
-from raystride.pipelines.report.drawing import PART_COLOURS, new_figure, part_label, style_axes, to_svg
+from raystride.pipelines.report.drawing import (
+    MAX_NAMED_LABELS,
+    PART_COLOURS,
+    new_figure,
+    part_label,
+    plot_confusion,
+    style_axes,
+    to_svg,
+)
 from raystride.pipelines.report.figures import DEVICE_READINGS, Figures, Points
 
 
@@ -17,6 +27,24 @@ def draw_losses(figures: Figures) -> str:
     """Draws training and validation loss."""
     lines = {"training": figures.points("train_loss"), "validation": figures.points("val_loss")}
     return _draw_lines(lines, "loss", marks=("validation",))
+
+
+def draw_metrics(figures: Figures) -> str:
+    """Draws the task's validation metrics of which more is better: shares together, others each on its own."""
+    lines = {
+        name.removeprefix("val_"): [(int(step), value) for step, value in line.items()]
+        for name, line in figures.metrics.items()
+    }
+    shares = {name: points for name, points in lines.items() if all(0 <= value <= 1 for _, value in points)}
+    others = [{name: points} for name, points in lines.items() if name not in shares]
+    return "".join(_draw_lines(group, ", ".join(group), marks=tuple(group)) for group in [shares, *others])
+
+
+def draw_confusion(labels: Sequence[str], confusion: Sequence[Sequence[int]]) -> str:
+    """Draws a confusion matrix (true, predicted), in numbers of validation samples."""
+    figure = new_figure(1.6 + 0.35 * min(len(labels), MAX_NAMED_LABELS))
+    plot_confusion(figure.subplots(), labels, np.array(confusion))
+    return to_svg(figure)
 
 
 def draw_speed(figures: Figures, unit: str = "tokens") -> str:

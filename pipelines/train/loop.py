@@ -35,6 +35,7 @@ from raystride.pipelines.train.step import (
     build_step_rules,
     train_step,
 )
+from raystride.pipelines.train.validation import Validation
 
 
 class Ending(StrEnum):
@@ -71,7 +72,7 @@ class Training:
     loader: Loader
     state: TrainState
     rules: StepRules
-    validate: Callable[[], dict[str, float]]
+    validate: Validation
     """Computes metrics over the validation samples; all ranks call it together."""
     checkpoints: Checkpoints | None
     """None: checkpoints are disabled."""

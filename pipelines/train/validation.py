@@ -3,8 +3,8 @@
 Batches do not depend on the workers, each batch's losses come from one of them, and all are added in the batches' order in
 fp64; a task's other counts are integers. So the result does not depend on the assignment of batches to workers.
 
-    sums = validation_sums(strategy, model, precision, task, batches, num_batches)
-    validation_scores(task, {"": sums})                              # {"val_loss": 1.88, "val_perplexity": 6.55}
+    validate = Validation(config, strategy, model, precision, task, {"": samples}, {})
+    validate()                                                       # {"val_loss": 1.88, "val_perplexity": 6.55}
 """
 
 import math
@@ -15,7 +15,9 @@ import numpy as np
 import torch
 from torch import nn
 
-from raystride.pipelines.feed.loader import MicroBatch
+from raystride.pipelines.config import Config
+from raystride.pipelines.feed.loader import MicroBatch, num_validation_samples, validation_batches
+from raystride.pipelines.feed.samples import Samples
 from raystride.pipelines.strategies.recompute import without_recompilation
 from raystride.pipelines.strategies.strategy import Strategy
 from raystride.pipelines.tasks import Task
@@ -30,6 +32,44 @@ class ValidationSums:
     targets: float
     counts: np.ndarray
     """Integers, as many as the task's `counted`."""
+
+
+@dataclass
+class Validation:
+    """Measures the scores of the validation samples; all workers call it together."""
+
+    config: Config
+    strategy: Strategy
+    model: nn.Module
+    precision: Precision
+    task: Task
+    held_out: Mapping[str, Samples]
+    """Validation samples by source; of data that is no mixture under an empty name."""
+    shares: Mapping[str, float]
+    """Share of each source in a mixture."""
+    counts: np.ndarray | None = None
+    """The task's counts in the newest validation, over all sources; None before the first."""
+
+    def __call__(self) -> dict[str, float]:
+        """Returns the metrics of all samples, and for a mixture those of each source, `val_loss/web`."""
+        # Batches of a slot's size fit in memory.
+        size = self.config.train.slot_samples
+        sums: dict[str, ValidationSums] = {}
+        for name, samples in self.held_out.items():
+            num_samples = num_validation_samples(samples, self.config.validation.samples, self.shares.get(name, 0.0))
+            batches = validation_batches(
+                samples,
+                num_samples=num_samples,
+                size=size,
+                rank=self.strategy.rank,
+                world=self.strategy.world,
+                device=self.strategy.device,
+                equal_micro_batches=self.strategy.needs_equal_micro_batches,
+            )
+            num_batches = -(-num_samples // size)
+            sums[name] = validation_sums(self.strategy, self.model, self.precision, samples.task, batches, num_batches)
+        self.counts = np.sum([source_sums.counts for source_sums in sums.values()], axis=0)
+        return validation_scores(self.task, sums, self.counts)
 
 
 def validation_sums(
@@ -59,12 +99,12 @@ def validation_sums(
     return ValidationSums(loss, targets, counts.cpu().numpy())
 
 
-def validation_scores(task: Task, sums: Mapping[str, ValidationSums]) -> dict[str, float]:
-    """Returns the metrics of all samples, and for a mixture those of each source, `val_loss/web`, from sums by source."""
+def validation_scores(task: Task, sums: Mapping[str, ValidationSums], counts: np.ndarray) -> dict[str, float]:
+    """Returns the metrics of all samples, and for a mixture those of each source, from sums by source and all counts."""
     loss, targets = (
         math.fsum(getattr(source_sums, field) for source_sums in sums.values()) for field in ("loss", "targets")
     )
-    found = task.score(loss, targets, np.sum([source_sums.counts for source_sums in sums.values()], axis=0))
+    found = task.score(loss, targets, counts)
     for name, source_sums in sums.items():
         if name:
             found |= {

@@ -21,7 +21,7 @@ from raystride.pipelines.checkpoint.train_state import TrainState
 from raystride.pipelines.checkpoint.updater import Updater
 from raystride.pipelines.config import Config
 from raystride.pipelines.feed.growth import StreamingOrder
-from raystride.pipelines.feed.loader import Loader, Requests, num_validation_samples, validation_batches
+from raystride.pipelines.feed.loader import Loader, Requests
 from raystride.pipelines.feed.open_dataset import Feed, open_feed, open_manifest
 from raystride.pipelines.feed.order import SampleOrder
 from raystride.pipelines.feed.samples import Samples
@@ -40,7 +40,7 @@ from raystride.pipelines.train.loop import Training
 from raystride.pipelines.train.optimizer import build_optimizer
 from raystride.pipelines.train.precision import Precision, resolve_precision
 from raystride.pipelines.train.step import build_step_rules
-from raystride.pipelines.train.validation import ValidationSums, validation_scores, validation_sums
+from raystride.pipelines.train.validation import Validation
 from raystride.pipelines.worker.device import set_up_device
 from raystride.pipelines.worker.job import Job, WorkerInfo
 from raystride.triton_kernels.dispatch import use_kernels
@@ -89,7 +89,7 @@ def build_training(
         loader=loader,
         state=state,
         rules=build_step_rules(config, feed.train, state, device),
-        validate=_make_validation(config, strategy, built.model, built.precision, feed),
+        validate=Validation(config, strategy, built.model, built.precision, feed.train.task, feed.held_out, feed.shares),
         checkpoints=built.checkpoints if config.checkpoint.every else None,
         header=header | ({HEADER: {"base": built.base}} if built.base else {}) | job.facts,
         watchers=observers,
@@ -224,29 +224,3 @@ def _read_held_out_documents(task: Task, feed: Feed) -> Iterator[Document]:
         rows, masks = samples.read_rows(np.arange(min(samples.num_samples, NUM_HELD_OUT_SEEN)))
         kept = masks if masks is not None else [None] * len(rows)
         yield from (task.decode(row, mask) for row, mask in zip(rows, kept, strict=True))
-
-
-def _make_validation(
-    config: Config, strategy: Strategy, model: torch.nn.Module, precision: Precision, feed: Feed
-) -> Callable[[], dict[str, float]]:
-    """Returns a function that measures validation scores, of a mixture by source; batches of a slot's size fit in memory."""
-    size = config.train.slot_samples
-
-    def measure() -> dict[str, float]:
-        sums: dict[str, ValidationSums] = {}
-        for name, samples in feed.held_out.items():
-            batches = validation_batches(
-                samples,
-                num_samples=(
-                    num_samples := num_validation_samples(samples, config.validation.samples, feed.shares.get(name, 0.0))
-                ),
-                size=size,
-                rank=strategy.rank,
-                world=strategy.world,
-                device=strategy.device,
-                equal_micro_batches=strategy.needs_equal_micro_batches,
-            )
-            sums[name] = validation_sums(strategy, model, precision, samples.task, batches, -(-num_samples // size))
-        return validation_scores(feed.train.task, sums)
-
-    return measure

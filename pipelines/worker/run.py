@@ -28,12 +28,11 @@ from raystride.pipelines.record.entry import new_entry
 from raystride.pipelines.record.sender import Post, Sender
 from raystride.pipelines.record.summary import RunSummary
 from raystride.pipelines.strategies.parameter_layout import count_parameters
-from raystride.pipelines.strategies.recompute import without_recompilation
-from raystride.pipelines.tasks.contract import list_missing
 from raystride.pipelines.train.loop import Ending, Training
 from raystride.pipelines.train.optimizer import describe_endless_warmup
 from raystride.pipelines.worker.build import WARNING_PREFIX, build_training
 from raystride.pipelines.worker.job import Job, WorkerInfo
+from raystride.pipelines.worker.samples import write_samples
 
 
 def run_worker(
@@ -70,7 +69,7 @@ def run_worker(
             summary |= {"products": MatmulChoice.from_bits(training.header["bits"]).description}
         summary |= {"parameters": facts.parameters, "flops_per_token": facts.flops_per_token}
         if ending is not Ending.STOPPED and (worker.rank == 0 or training.strategy.is_collective):
-            _write_sample(job, worker, training)
+            write_samples(job, worker, training)
         for observer in observers:
             observer.on_end(summary)
         if owns_group and dist.is_initialized():
@@ -142,20 +141,6 @@ def _build_summary(
         "metric": job.config.validation.metric,
         "complete": state.step >= training.total_steps or ending is Ending.EARLY,
     }
-
-
-def _write_sample(job: Job, worker: WorkerInfo, training: Training) -> None:
-    """Writes a sample generated from the prompt into the run's folder; workers with shards compute it together."""
-    from raystride.pipelines.evaluate.writing import write_text
-
-    settings, model, task = job.config.sample, training.model, training.loader.samples.task
-    if not settings.tokens or not task.continues_text or list_missing(task, model):
-        return
-    with training.rules.precision.autocast(training.strategy.device), without_recompilation():
-        text = "".join(write_text(model, task, settings))  # type: ignore[arg-type]
-    training.strategy.reset_after_eval()
-    if worker.rank == 0:
-        job.folder.put("sample.txt", settings.prompt + text + "\n")
 
 
 def _send_log(sender: Sender, worker: WorkerInfo, text: str) -> None:

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from raystride.pipelines.evaluate import pictures
-from raystride.pipelines.evaluate.pictures import MAX_COUNTED_LABELS, MAX_NAMED_LABELS, draw_confusion, draw_reliability
+from raystride.pipelines.evaluate.pictures import draw_confusion, draw_reliability
+from raystride.pipelines.report.drawing import MAX_COUNTED_LABELS, MAX_NAMED_LABELS
 from raystride.pipelines.tasks.labels import BINS
 
 
@@ -43,7 +44,7 @@ def test_fields_are_shares_of_a_row_with_their_counts(figures: list[Any]) -> Non
     assert len(texts) == 9
     for ticks in (axes.get_xticklabels(), axes.get_yticklabels()):
         assert [text.get_text() for text in ticks] == ["a", "b", "c"]
-    assert (axes.get_xlabel(), axes.get_ylabel()) == ("given", "true")
+    assert (axes.get_xlabel(), axes.get_ylabel()) == ("predicted", "true")
 
 
 @pytest.mark.parametrize(

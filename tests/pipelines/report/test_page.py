@@ -105,6 +105,27 @@ def test_a_run_that_measured_nothing_has_a_page_too() -> None:
     assert "Not recorded: loss, speed, " in found.text
 
 
+def test_a_classifier_has_its_metrics_confusion_and_answers(tmp_path: Path) -> None:
+    folder = Folder.from_uri(str(tmp_path))
+    documents = [
+        {"text": "a <b> text", "label": "spam", "answer": "ham", "probability": 0.9},
+        {"text": "less sure", "label": "spam", "answer": "ham", "probability": 0.6},
+        {"text": "surely right", "label": "ham", "answer": "ham", "probability": 0.99},
+    ]
+    answers = {"step": 1200, "labels": ["ham", "spam"], "confusion": [[90, 2], [30, 3]], "documents": documents}
+    folder.put_json("answers.json", answers)
+    entries = [*ENTRIES, *(_metrics(step, val_accuracy=step / 40, val_macro_f1=0.5, val_bleu=20.0) for step in (26, 30))]
+    write_page(folder, gather_figures(entries), SUMMARY)
+    found = _read(folder.read("report.html").decode())
+    assert found.counts["svg"] == 6 + 2 + 1, "shares in one picture, BLEU in another, and the matrix"
+    for expected in ("125 validation samples at step 1,200", "spamham3090.9%", "2 of the first 3", "accuracy, macro_f1"):
+        assert expected in found.text
+    assert found.text.index("a <b> text") < found.text.index("less sure") < found.text.index("surely right")
+    folder.put("answers.json", '{"step": 1}')
+    write_page(folder, gather_figures(ENTRIES), SUMMARY)
+    assert "Confusion" not in folder.read("report.html").decode()
+
+
 def test_shares_are_means_over_the_intervals() -> None:
     shares = gather_figures(ENTRIES).part_shares
     assert shares["backward"] == pytest.approx(0.4)
