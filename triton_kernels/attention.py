@@ -29,8 +29,8 @@ from raystride.triton_kernels.attention_problem import (
     ensure_readable_rows,
     num_entries,
 )
-from raystride.triton_kernels.configurations import architecture_family
-from raystride.triton_kernels.dispatch import takes_library, takes_triton
+from raystride.triton_kernels.configurations import architecture_family, uncovered_reason
+from raystride.triton_kernels.dispatch import active_transform, takes_library, takes_triton
 from raystride.triton_kernels.launch import architecture
 from raystride.triton_kernels.operation import operation
 
@@ -67,7 +67,7 @@ def attention_reference(
         # PyTorch's kernels disagree on rows without a key, which arise only from lengths or from more queries than keys.
         blind = ~seen.any(-1, keepdim=True) if key_lengths is not None or queries > keys else None
         causal = False
-    if softcap or (dropout and seed is not None):
+    if softcap or (dropout and seed is not None) or active_transform():  # the library's kernels have no tangents
         if causal:
             mask = visible(queries, keys, causal=True, device=q.device)
         kept = None
@@ -216,6 +216,8 @@ def unsupported_reason(
         return "queries, keys and values of several dtypes"
     if softcap and (dropout or lengths):
         return f"capped scores with {'dropout' if dropout else 'key lengths'}, which would spill registers"
+    if reason := uncovered_reason(architecture(q.device)):
+        return reason
     single, near = q.dtype == torch.float32, architecture_family(architecture(q.device))
     older = near in ("sm_80", "sm_86")
     if (dropout or window or softcap) and single and q.shape[-1] > 128 and older:

@@ -377,16 +377,41 @@ def _estimate_cycles(kernel: str, candidate: Tile, head_size: int, width: int, t
     return waves * together * step * _LENGTH / streams
 
 
+COVERED = {
+    "sm_80": "sm_80",
+    "sm_86": "sm_86",
+    "sm_87": "sm_80",
+    "sm_89": "sm_86",
+    "sm_90": "sm_90",
+    "sm_100": "sm_100",
+    "sm_103": "sm_100",
+    "sm_120": "sm_86",
+    "sm_121": "sm_86",
+    "gfx942": "gfx942",
+}
+"""The families whose tiles fit an architecture, by its name. Its blocks have as much shared memory and as many registers,
+and it has their instructions (NVIDIA's CUDA C++ Programming Guide, "Compute Capabilities"). Workstation GPUs have less
+shared memory than data-centre ones."""
+
+
+def uncovered_reason(architecture: str, shared: int = 0) -> str:
+    """Returns the reason why the kernels are not launched on an architecture; empty if they are.
+
+    `shared` are the bytes of shared memory that a block of the device can have, 0 if unknown. Before sm_80 they are 64 KiB,
+    less than attention's gradients need, and there are no products in bf16.
+    """
+    if architecture not in COVERED:
+        return f"{architecture}: kernels have tiles for {', '.join(COVERED)} alone"
+    if 0 < shared < (needed := FAMILIES[COVERED[architecture]].shared):
+        return f"{architecture} with {shared >> 10} KiB of shared memory a block: its tiles take up to {needed >> 10} KiB"
+    return ""
+
+
 def architecture_family(architecture: str) -> str:
-    """Returns the nearest architecture of FAMILIES: workstation GPUs have less shared memory than data-centre ones."""
-    if architecture.startswith("gfx"):
-        return "gfx942"
-    number = int(architecture.removeprefix("sm_"))
-    if number in (80, 87):
-        return "sm_80"
-    if number < 90 or number >= 120:
-        return "sm_86"
-    return "sm_90" if number < 100 else "sm_100"
+    """Returns the architecture of FAMILIES whose tiles this one has. Raises ValueError if there is none."""
+    if reason := uncovered_reason(architecture):
+        raise ValueError(reason)
+    return COVERED[architecture]
 
 
 def num_processors(architecture: str) -> int:

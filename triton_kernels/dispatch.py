@@ -1,20 +1,25 @@
 """Dispatch of an operation to its Triton kernel or its PyTorch reference.
 
-`auto` selects Triton on NVIDIA and AMD GPUs and the reference elsewhere. Calls that the kernel does not support use the
-reference, and the first one of an operation warns with the reason. Plain attention may use PyTorch's own libraries instead
-(`use_library`). `kernels_ran` returns the implementations that ran, for the run's record.
+`auto` selects Triton on the GPUs of `configurations.COVERED` and the reference elsewhere. Calls that the kernel does not
+support, and all under forward-mode AD or a transform of `torch.func`, use the reference; the first one of an operation warns
+with the reason. Plain attention may use PyTorch's own libraries instead (`use_library`). `kernels_ran` returns the
+implementations that ran, for the run's record.
 
     use_kernels("triton")
     if takes_triton("gelu", x, refusal=unsupported(x)): ...
 """
 
 import warnings
-from collections.abc import Container
+from collections.abc import Callable, Container
+from functools import cache
+from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 
+from raystride.triton_kernels.configurations import uncovered_reason
 from raystride.triton_kernels.language import HAS_TRITON
-from raystride.triton_kernels.launch import can_launch
+from raystride.triton_kernels.launch import architecture, can_launch
 
 CHOICES = ("auto", "triton", "torch")
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -48,7 +53,7 @@ def use_library(chosen: bool) -> None:
 
 def takes_library(operation: str, tensor: torch.Tensor) -> bool:
     """Returns whether a call goes to a library: if that was chosen, and the kernel would run otherwise."""
-    if not (_library and _wants_triton(tensor) and tensor.dtype in (torch.float16, torch.bfloat16)):
+    if not (_library and _wants_triton(tensor) and tensor.dtype in (torch.float16, torch.bfloat16)) or active_transform():
         return False
     _record_choice(operation, "library")
     return True
@@ -60,7 +65,7 @@ def triton_unavailable_reason() -> str:
         return "Triton is not installed"
     if not torch.cuda.is_available() and not can_launch(torch.device("cpu")):
         return "no GPU is to be seen, and TRITON_INTERPRET=1, which would run kernels on the CPU, is not set"
-    return ""
+    return _device_refusal(torch.device("cuda", torch.cuda.current_device())) if torch.cuda.is_available() else ""
 
 
 def kernels_ran() -> dict[str, str]:
@@ -76,6 +81,8 @@ def takes_triton(
     With `auto` the interpreter does not count as a device: it is for tests, a thousand times slower than PyTorch.
     """
     wanted = _wants_triton(tensor)
+    if wanted:
+        refusal = _device_refusal(tensor.device) or ("" if refusal else active_transform()) or refusal
     if wanted and not refusal and tensor.dtype not in dtypes:
         refusal = f"dtype {tensor.dtype}"
     if not wanted or refusal:
@@ -90,6 +97,28 @@ def _wants_triton(tensor: torch.Tensor) -> bool:
     return wanted and HAS_TRITON and can_launch(tensor.device)
 
 
+def _device_refusal(device: torch.device) -> str:
+    return _gpu_refusal(device.index or 0) if device.type == "cuda" else ""
+
+
+@cache
+def _gpu_refusal(index: int) -> str:
+    shared = getattr(torch.cuda.get_device_properties(index), "shared_memory_per_block_optin", 0)
+    return uncovered_reason(architecture(torch.device("cuda", index)), shared)
+
+
+def active_transform() -> str:
+    """Returns the name of an active transform of PyTorch's that only references support, as kernels have a backward pass
+    alone; empty if there is none."""
+    if forward_ad._current_level >= 0:
+        return "forward-mode AD"
+    return "a transform of torch.func" if _peek_transform() is not None else ""
+
+
+# Private: without it, torch.func fails with PyTorch's own words.
+_peek_transform: Callable[[], Any] = getattr(torch._C._functorch, "peek_interpreter_stack", lambda: None)
+
+
 def _record_choice(operation: str, implementation: str) -> None:
     if _ran.get(operation) == implementation:
         return
@@ -99,6 +128,7 @@ def _record_choice(operation: str, implementation: str) -> None:
         warnings.warn(f"{operation} runs in PyTorch, not in Triton: {implementation.removeprefix('torch: ')}", stacklevel=3)
 
 
-# torch.compile runs this while it traces and takes the result as a constant. The decorator of that name in torch.compiler
+# torch.compile runs these while it traces and takes the results as constants. The decorator of that name in torch.compiler
 # sets the same mark, but imports the compiler for it, which takes a second of every start.
-_record_choice._dynamo_marked_constant = True  # type: ignore[attr-defined]
+for _function in (_record_choice, _device_refusal, active_transform):
+    _function._dynamo_marked_constant = True  # type: ignore[attr-defined]

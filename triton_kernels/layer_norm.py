@@ -320,7 +320,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor
     ctx.save_for_backward(output[1] if added else streams[0], weight, statistics)
 
 
-def _backward(ctx: Any, grad: torch.Tensor, *others: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+def _backward(ctx: Any, grad: torch.Tensor, *others: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
     x, weight, statistics = ctx.saved_tensors
     grad_total = others[0] if len(ctx.dtypes) == 2 else None
     needs_weight = ctx.needs_input_grad[len(ctx.dtypes)]

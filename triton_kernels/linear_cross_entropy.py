@@ -236,8 +236,6 @@ def _(saved: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
     _, counted, grad_x, grad_weight = output
     ctx.mark_non_differentiable(counted, grad_x, grad_weight)
-    # Else autograd would allocate unused zeros of the size of each saved gradient.
-    ctx.set_materialize_grads(False)
     ctx.save_for_backward(grad_x, grad_weight)
     ctx.wanted = inputs[-2:]
 

@@ -29,18 +29,38 @@ class Operation:
         self._function: Any = None
         self.register_fake = self._operator.register_fake
 
-    def register_autograd(self, backward: Callable[..., Any], *, setup_context: Callable[..., None]) -> None:
-        """Registers the gradient; arguments as in `torch.library.register_autograd`."""
-        self._operator.register_autograd(backward, setup_context=setup_context)
+    def register_autograd(
+        self, backward: Callable[..., Any], *, setup_context: Callable[..., None], gradients: int = 1
+    ) -> None:
+        """Registers the gradient; arguments as in `torch.library.register_autograd`.
+
+        `backward` gets the gradients of the first `gradients` outputs as tensors. Those of further outputs are None where
+        they have none, not zeros that PyTorch would fill in every backward pass.
+        """
+
+        def save(ctx: Any, inputs: Any, output: Any) -> None:
+            ctx.set_materialize_grads(False)
+            outputs = output if isinstance(output, tuple) else (output,)
+            ctx.needed = [(each.shape, each.dtype, each.device) for each in outputs[:gradients]]
+            setup_context(ctx, inputs, output)
+
+        def differentiate(ctx: Any, *grads: torch.Tensor | None) -> Any:
+            needed = [
+                torch.zeros(shape, dtype=dtype, device=device) if grad is None else grad
+                for grad, (shape, dtype, device) in zip(grads, ctx.needed, strict=False)
+            ]
+            return backward(ctx, *needed, *grads[gradients:])
+
+        self._operator.register_autograd(differentiate, setup_context=save)
         body = self._body
 
         def forward(ctx: Any, *arguments: Any) -> Any:
             # One function, not `setup_context`, for which PyTorch would inspect the signature at every call.
             output = body(*arguments)
-            setup_context(ctx, arguments, output)
+            save(ctx, arguments, output)
             return output
 
-        parts = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
+        parts = {"forward": staticmethod(forward), "backward": staticmethod(differentiate)}
         self._function = type(body.__name__, (torch.autograd.Function,), parts)
 
     def __call__(self, *arguments: Any) -> Any:

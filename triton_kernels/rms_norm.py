@@ -270,7 +270,9 @@ def _setup_added_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.
     ctx.save_for_backward(total, weight, inverse)
 
 
-def _backward_added(ctx: Any, grad: torch.Tensor, grad_total: torch.Tensor, _: Any) -> tuple[torch.Tensor | None, ...]:
+def _backward_added(
+    ctx: Any, grad: torch.Tensor, grad_total: torch.Tensor | None, _: Any
+) -> tuple[torch.Tensor | None, ...]:
     needs_weight = ctx.needs_input_grad[2]
     grad_x, grad_weight = _rms_norm_backward(grad, grad_total, *ctx.saved_tensors, needs_weight)
     return *(grad_x.to(dtype) for dtype in ctx.dtypes), grad_weight if needs_weight else None, None, None

@@ -295,7 +295,7 @@ def _backward(ctx: Any, grad_q: torch.Tensor, grad_k: torch.Tensor, *_: Any) -> 
     return dq, dk, None, None, *(weights if norm else (None, None)), None
 
 
-_rope.register_autograd(_backward, setup_context=_setup_context)
+_rope.register_autograd(_backward, setup_context=_setup_context, gradients=2)
 
 
 def rope(

@@ -19,7 +19,7 @@ from raystride.model.shape import head_size
 from raystride.pipelines.checkpoint.manager import ValidCheckpoint
 from raystride.pipelines.config import Config
 from raystride.triton_kernels.attention import attention
-from raystride.triton_kernels.configurations import architecture_family
+from raystride.triton_kernels.configurations import architecture_family, uncovered_reason
 from raystride.triton_kernels.dispatch import use_library
 from raystride.triton_kernels.launch import architecture
 
@@ -45,10 +45,10 @@ def choose_attention(
 ) -> dict[str, Any]:
     """Sets the backend of plain attention calls in this process; returns the entries of a checkpoint's `bits`. Collective.
 
-    `config.train.precision` is resolved. On CPUs there is no choice.
+    `config.train.precision` is resolved. On CPUs, and on GPUs without kernels, there is no choice.
     """
     use_library(False)
-    if device.type != "cuda":
+    if device.type != "cuda" or uncovered_reason(architecture(device)):
         return {}
     gpu_family, gpu = architecture_family(architecture(device)), torch.cuda.get_device_name(device)
     if config.model.attention != "triton":

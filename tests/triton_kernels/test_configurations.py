@@ -163,9 +163,12 @@ def test_dropout_under_a_window_in_fp32_is_refused_where_no_tile_is_small_enough
 
 
 def test_unknown_architectures_take_the_nearest_family() -> None:
-    near = {"sm_75": "sm_86", "sm_80": "sm_80", "sm_86": "sm_86", "sm_89": "sm_86", "sm_90": "sm_90"}
-    near |= {"sm_100": "sm_100", "sm_103": "sm_100", "sm_120": "sm_86", "gfx90a": "gfx942", "gfx950": "gfx942"}
+    near = {"sm_80": "sm_80", "sm_86": "sm_86", "sm_89": "sm_86", "sm_90": "sm_90", "sm_100": "sm_100", "sm_103": "sm_100"}
+    near |= {"sm_120": "sm_86", "gfx942": "gfx942"}
     assert {name: architecture_family(name) for name in near} == near
+    for name in ("sm_70", "sm_75", "gfx90a", "gfx1100"):
+        with pytest.raises(ValueError, match=name):
+            architecture_family(name)
     assert num_processors("sm_89") == FAMILIES["sm_86"].processors
     assert [takes_descriptors(name) for name in ("sm_89", "sm_90", "sm_120", "gfx942")] == [False, True, False, False]
 

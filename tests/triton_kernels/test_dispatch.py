@@ -9,8 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from raystride.triton_kernels.attention import attention
+from raystride.triton_kernels.configurations import uncovered_reason
 from raystride.triton_kernels.dispatch import kernels_ran, takes_triton, use_kernels
 from raystride.triton_kernels.gelu import gelu, gelu_reference
+from raystride.triton_kernels.launch import assumed_architecture
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -36,6 +39,16 @@ def test_a_dtype_that_no_kernel_has_is_a_refusal() -> None:
         assert torch.equal(gelu(x), gelu_reference(x))
 
 
+def test_a_gpu_without_tiles_takes_pytorch_and_says_so() -> None:
+    """Of Turing a block has 64 KiB of shared memory, and attention's gradients need more."""
+    q = torch.randn(1, 1, 4, 16, requires_grad=True)
+    with assumed_architecture("sm_75"), pytest.warns(UserWarning, match="attention runs in PyTorch.*sm_75"):
+        attention(q, q, q).sum().backward()
+    assert "sm_75" in uncovered_reason("sm_75")
+    assert not uncovered_reason("sm_89", 99 << 10)
+    assert "64 KiB" in uncovered_reason("sm_80", 64 << 10)
+
+
 def test_what_ran_is_known_after_compilation_too() -> None:
     torch._dynamo.reset()
     torch.compile(lambda x: gelu(x), fullgraph=True, backend="aot_eager")(torch.randn(4))
@@ -58,6 +71,8 @@ def _run(program: str, interpret: str = "0") -> str:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_triton_is_refused_where_nothing_can_run_it() -> None:
     program = """
+from raystride.triton_kernels.attention import attention
+from raystride.triton_kernels.configurations import uncovered_reason
 from raystride.triton_kernels.dispatch import use_kernels
 try:
     use_kernels("triton")
@@ -76,6 +91,8 @@ sys.modules["triton"] = None
 import torch
 from raystride.model.transformer import Decoder
 from raystride.pipelines.config import ModelConfig
+from raystride.triton_kernels.attention import attention
+from raystride.triton_kernels.configurations import uncovered_reason
 from raystride.triton_kernels.dispatch import use_kernels
 from raystride.triton_kernels.gelu import _gelu_forward_kernel
 ids = torch.zeros(1, 8, dtype=torch.int64)

@@ -6,7 +6,9 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from raystride.triton_kernels.attention import attention
 from raystride.triton_kernels.gelu import gelu
+from raystride.triton_kernels.linear_cross_entropy import linear_cross_entropy
 from raystride.triton_kernels.rms_norm import add_rms_norm, rms_norm
 
 
@@ -53,6 +55,32 @@ def test_a_second_derivative_is_refused() -> None:
     (first,) = torch.autograd.grad(gelu(x).sum(), x, create_graph=True)
     with pytest.raises(RuntimeError, match="no autograd formula was registered"):
         first.sum().backward()
+
+
+@pytest.mark.parametrize("name", ["rms_norm", "add_rms_norm", "attention", "linear_cross_entropy"])
+def test_a_backward_pass_fills_no_gradient_that_nobody_reads(name: str) -> None:
+    """Of statistics, and of the sum where only the norm is used."""
+    x, weight = torch.randn(2, 3, 16, requires_grad=True), torch.randn(16, requires_grad=True)
+    targets = torch.zeros(6, dtype=torch.int64)
+    y = {
+        "rms_norm": lambda: rms_norm(x, weight),
+        "add_rms_norm": lambda: add_rms_norm(x, x, weight)[0],
+        "attention": lambda: attention(x[None], x[None], x[None]),
+        "linear_cross_entropy": lambda: linear_cross_entropy(x.flatten(0, 1), weight.expand(5, 16), targets)[0],
+    }[name]()
+    grad = torch.ones_like(y)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        y.backward(grad)
+    assert not [event.name for event in profile.events() if event.name in ("aten::zeros", "aten::zeros_like", "aten::zero_")]
+
+
+def test_the_gradient_of_an_output_that_alone_is_unused_is_zeros() -> None:
+    """The norm of a fused addition, of which only the sum is used."""
+    x, residual, weight = (torch.randn(*shape, requires_grad=True) for shape in ((3, 16), (3, 16), (16,)))
+    add_rms_norm(x, residual, weight)[1].sum().backward()
+    assert x.grad is not None
+    torch.testing.assert_close(x.grad, torch.ones(3, 16))
+    torch.testing.assert_close(weight.grad, torch.zeros(16))
 
 
 def test_without_gradients_nothing_is_kept() -> None:
