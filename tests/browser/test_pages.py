@@ -167,7 +167,7 @@ def test_the_report_draws_every_picture_and_asks_for_nothing_from_elsewhere(conf
     assert visit.errors == []
 
 
-@pytest.mark.parametrize("width", [1280, 800])
+@pytest.mark.parametrize("width", [pytest.param(1280, marks=pytest.mark.weekly), 800])
 def test_no_table_of_a_page_is_cut_off(config: Config, browser: Browser, tmp_path: Path, width: int) -> None:
     every = [
         replace(

@@ -93,6 +93,7 @@ def test_the_page_says_of_every_port_what_is_heard_there(training: RayHosts) -> 
     assert found == _page(), "\n".join(f"| {' | '.join(row)} | |" for row in sorted(found))
 
 
+@pytest.mark.weekly
 def test_what_asks_nobody_has_a_port_of_the_range_and_of_no_other_interface(training: RayHosts) -> None:
     first, last = map(int, RANGE.split())
     numbers = []
@@ -106,6 +107,7 @@ def test_what_asks_nobody_has_a_port_of_the_range_and_of_no_other_interface(trai
     assert sorted(numbers) == [2, 3], "gloo's two groups, and PyTorch's store beside the first worker"
 
 
+@pytest.mark.weekly
 def test_a_submitted_jobs_workers_do_not_have_its_login(training: RayHosts) -> None:
     """Its driver has it, by the job's `runtime_env`."""
     for host in training.hosts.all[:2]:
@@ -116,6 +118,7 @@ def test_a_submitted_jobs_workers_do_not_have_its_login(training: RayHosts) -> N
     assert PASSWORD.encode() in Path(f"/proc/{driver.pid}/environ").read_bytes()
 
 
+@pytest.mark.weekly
 @pytest.mark.skipif(shutil.which("nft") is None, reason="nftables is not installed")
 def test_the_pages_firewall_closes_all_of_them_and_the_training_goes_on(training: RayHosts) -> None:
     """The last of this file: it stays."""

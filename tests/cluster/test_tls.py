@@ -73,6 +73,7 @@ class _Ear(threading.Thread):
         self._socket.close()
 
 
+@pytest.mark.weekly
 def test_a_cluster_with_tls_trains_and_tells_nobody_else_a_word(tmp_path: Path) -> None:
     write_text(tmp_path)
 

@@ -33,6 +33,7 @@ def _without_raystride(folder: Path) -> Path:
     return python
 
 
+@pytest.mark.weekly
 def test_a_job_brings_raystride_to_nodes_that_have_its_dependencies_alone(tmp_path: Path) -> None:
     write_text(tmp_path)
     (tmp_path / "job").mkdir()

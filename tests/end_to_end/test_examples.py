@@ -61,6 +61,7 @@ def test_figures_go_to_weights_and_biases(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "ended.json").read_text())["steps"] == 6
 
 
+@pytest.mark.weekly
 @pytest.mark.long
 def test_the_notebook_of_the_first_hour_runs(tmp_path: Path) -> None:
     pytest.importorskip("pandas")

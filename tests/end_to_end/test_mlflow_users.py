@@ -221,6 +221,7 @@ def _holding(word: str, *places: Path) -> list[Path]:
     return [path for path in files if word.encode() in path.read_bytes()]
 
 
+@pytest.mark.weekly
 def test_who_has_no_password_gets_nothing(server: Server) -> None:
     with pytest.raises(urllib.error.HTTPError, match="401"):
         server.ask("experiments/search?max_results=5", user="")
@@ -228,6 +229,7 @@ def test_who_has_no_password_gets_nothing(server: Server) -> None:
         server.ask("experiments/get?experiment_id=0", user=USER)
 
 
+@pytest.mark.weekly
 def test_a_wrong_password_is_named_costs_nothing_and_is_made_good_once(
     config: Config, server: Server, tmp_path: Path
 ) -> None:

@@ -93,6 +93,7 @@ def test_ratings_are_guessed(load: Load, tmp_path: Path) -> None:
     assert run.settings.fit.data_args == {"file": str(tmp_path / "ratings.arrow")}
 
 
+@pytest.mark.weekly
 @pytest.mark.long
 def test_a_training_on_ray_that_was_killed_has_the_bits_of_one_in_this_process(load: Load, tmp_path: Path) -> None:
     settings = {"train.exact": True, "train.epochs": 3, "checkpoint.every": 20, "record.mlflow": False}

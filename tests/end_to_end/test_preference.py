@@ -273,6 +273,7 @@ def test_losses_are_those_of_trl(
     assert abs(watched.losses[0] - watched.losses[-1]) > 1e-3, "it learns"
 
 
+@pytest.mark.weekly
 @pytest.mark.long
 def test_ray_data_prepares_the_same_shards(ray_cluster: None, base: Path, tmp_path: Path) -> None:
     config = pair_settings(base, write_pairs(tmp_path))

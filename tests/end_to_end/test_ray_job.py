@@ -304,6 +304,7 @@ sys.exit(run(["train", *sys.argv[2:]]))
 """
 
 
+@pytest.mark.weekly
 def test_a_driver_that_joins_is_shown_and_refused_where_ray_is_another(head: Head, config: Config) -> None:
     flags = ["--config", f"{Path(config.storage).parent}/tiny.yaml", "--train.steps", "2", "--run", "joined"]
 

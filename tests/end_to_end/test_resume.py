@@ -56,6 +56,7 @@ def life(config: Config) -> Life:
     return [stopped, (run_well("train", config, "--run", "run"), summary(config, "run"))]
 
 
+@pytest.mark.weekly
 def test_ctrl_c_saves_and_ends_well(life: Life) -> None:
     outcome, stopped = life[0]
     assert outcome.code == 130, outcome.out + outcome.err

@@ -24,6 +24,7 @@ def yesterday(tmp_path: Path) -> dict[str, str]:
     return wrong_clock(tmp_path, -DAY_S)
 
 
+@pytest.mark.weekly
 @pytest.mark.long
 def test_a_clock_that_was_set_back_changes_nothing(tmp_path: Path, yesterday: dict[str, str]) -> None:
     text, storage = write_text(tmp_path, 6_000), tmp_path / "runs"

@@ -41,6 +41,7 @@ def test_the_checks_tell_right_from_wrong(monkeypatch: pytest.MonkeyPatch) -> No
     assert "RuntimeError" in checks["broken"].problem
 
 
+@pytest.mark.weekly
 @pytest.mark.parametrize("number", [*range(7), pytest.param(7, marks=pytest.mark.long), 8])
 def test_far_calls_look_at_the_same_numbers(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
     """On a GPU there are 2^31 elements in front of these; here a few thousand, which is what the interpreter can do."""

@@ -148,6 +148,7 @@ def _controller() -> Any:
     return import_module(f"{RAY_TRAIN}.execution.controller").TrainController
 
 
+@pytest.mark.weekly
 @pytest.mark.timeout(600)
 @pytest.mark.long
 def test_a_controller_of_other_keywords_trains_all_the_same(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

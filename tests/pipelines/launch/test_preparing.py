@@ -107,6 +107,7 @@ def undisturbed(source: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[
     return dict(json.loads((storage / "mine" / "summary.json").read_text()))
 
 
+@pytest.mark.weekly
 @pytest.mark.long
 def test_a_training_that_is_faster_waits_and_says_so(source: Path, tmp_path: Path, undisturbed: dict[str, Any]) -> None:
     training = Training(source, tmp_path)

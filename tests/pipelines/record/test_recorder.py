@@ -312,6 +312,7 @@ def _record_one(storage: Folder, name: str) -> None:
     print(recorder.state()["warnings"])
 
 
+@pytest.mark.weekly
 @pytest.mark.long
 def test_two_runs_may_open_a_fresh_database_at_once(tmp_path: Path) -> None:
     storage = Folder(str(tmp_path / "fresh"))

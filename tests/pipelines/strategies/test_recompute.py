@@ -56,6 +56,7 @@ def test_in_shards(folder: Path, way: str) -> None:
     assert found.sha256 == kept.sha256
 
 
+@pytest.mark.weekly
 @pytest.mark.parametrize("linear", ["torch", "onednn"])
 @pytest.mark.long
 def test_compiled_it_learns_the_same(folder: Path, linear: str) -> None:

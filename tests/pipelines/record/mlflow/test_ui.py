@@ -18,6 +18,7 @@ from tests.pipelines.record.conftest import MakeRecorder
 from tests.pipelines.record.mlflow.test_follower import port  # noqa: F401
 
 
+@pytest.mark.weekly
 @pytest.mark.long
 def test_the_newest_run_is_linked_and_ctrl_c_leaves_nothing(
     record: MakeRecorder,
