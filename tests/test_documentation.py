@@ -90,6 +90,12 @@ def test_the_reference_of_the_library_is_that_of_its_docstrings() -> None:
     assert not [name for name in raystride.__all__ if f"`{name}`" not in page]
 
 
+def test_the_tour_of_a_kernel_shows_the_code_as_it_is() -> None:
+    code = "".join((ROOT / name).read_text() for name in ("triton_kernels/swiglu.py", "tests/triton_kernels/test_swiglu.py"))
+    for block in some([block for block in of_kind("python") if block.page.name == "kernels-tour.md"]):
+        assert block.text.strip() in code, block
+
+
 def test_data_parses() -> None:
     for block in of_kind("yaml"):
         assert list(yaml.safe_load_all(block.text)), block
