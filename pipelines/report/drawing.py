@@ -58,7 +58,7 @@ def style_axes(axes: "Axes") -> None:
 
 
 def plot_confusion(axes: "Axes", labels: Sequence[str], confusion: np.ndarray) -> None:
-    """Draws a confusion matrix (true, given), coloured by the share of each true label."""
+    """Draws a confusion matrix (true, predicted), coloured by the share of each true label."""
     shares = confusion / np.maximum(confusion.sum(1, keepdims=True), 1)
     axes.imshow(shares, cmap="Blues", vmin=0, vmax=1)
     axes.set(xlabel="predicted", ylabel="true")

@@ -131,7 +131,7 @@ def _add_metrics(figures: Figures, entry: Metrics) -> None:
     if (step := entry["step"]) is None:
         return
     for name, number in entry["values"].items():
-        line = figures.lines.get(name) or _metric_line(figures, name)
+        line = figures.lines[name] if name in figures.lines else _metric_line(figures, name)
         if line is None:
             continue
         value = number if type(number) is float else _to_float(number)
