@@ -1,13 +1,14 @@
-"""AdamW (Loshchilov and Hutter, 2019, algorithm 2) over all tensors of a group in one launch, in place.
+"""AdamW (Loshchilov and Hutter, 2019, algorithm 2) over all tensors of a group in two launches, in place.
 
     p <- p (1 - rate decay)
     m <- m + (1 - b1) (g - m);  v <- b2 v + (1 - b2) g^2
     p <- p - rate / (1 - b1^t) m / (sqrt(v) / sqrt(1 - b2^t) + eps)
 
 The order of the operations, each rounded in fp32, is that of torch.optim.AdamW, and so are the bits unless the compiler
-contracts a product and a sum into one rounding. The kernel computes the powers of the betas in fp64 from each parameter's
-own step count. It finds its tensors through a table of addresses, which is sent to the GPU only when an address has
-changed, and then without the host waiting: a step is one launch, which a CUDA graph can replay.
+contracts a product and a sum into one rounding. A first small launch computes the powers of the betas in fp64, once a tensor
+from its own step count: many GPUs have one fp64 unit for 64 of fp32. The kernels find their tensors through a table of
+addresses, which is sent to the GPU only when an address has changed, and then without the host waiting. A CUDA graph can
+replay the two launches, with the rate that it was captured with.
 
 If `skip` is 1 on the device nothing changes: so a step that overflowed is skipped without a host synchronisation.
 
@@ -23,12 +24,13 @@ import torch
 
 from raystride.triton_kernels.arguments import expect
 from raystride.triton_kernels.dispatch import takes_triton
-from raystride.triton_kernels.language import cdiv, jit, tl
+from raystride.triton_kernels.language import cdiv, jit, jit_varying, tl
 from raystride.triton_kernels.launch import launch
 
-_BLOCK = 1024
-"""Elements of a program: with 8 warps a thread has 16 bytes of each of its four streams, in 46 registers on sm_90; with four
-times as many it needs 201."""
+_BLOCK_BYTES = 4096
+"""Bytes of each of a program's four streams: 16 for each of the threads of 8 warps, one access of the widest kind."""
+_TENSORS = 128
+"""Tensors of a program that computes their corrections."""
 _TABLES_KEPT = 16
 """Groups of tensors with cached address tables."""
 
@@ -74,53 +76,90 @@ def _have_equal_layouts(groups: tuple[Tensors, ...]) -> bool:
 
 
 @jit
-def _one_less_power(BASE: tl.constexpr, exponent):
-    """1 - BASE^exponent in fp64, where it keeps its digits for a base near 1; by squaring."""
-    power, square = tl.full((), 1.0, tl.float64), tl.full((), BASE, tl.float64)
-    while exponent > 0:
+def _one_less_power(BASE: tl.constexpr, exponent, longest):
+    """1 - BASE^exponent in fp64, where it keeps its digits for a base near 1; by squaring, as often as `longest` needs."""
+    power, square = tl.full(exponent.shape, 1.0, tl.float64), tl.full(exponent.shape, BASE, tl.float64)
+    while longest > 0:
         power = tl.where(exponent % 2 == 1, power * square, power)
         square = square * square
         exponent = exponent // 2
+        longest = longest // 2
     return 1.0 - power
 
 
+@jit_varying("tensors")
+def _adamw_corrections_kernel(
+    steps_ptr, corrections_ptr, tensors, rate, rate_rest, BETA1: tl.constexpr, BETA2: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Of each tensor rate / (1 - b1^t) and sqrt(1 - b2^t), in `corrections` (2, tensors); `steps`: the counts' addresses."""
+    tensor = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = tensor < tensors
+    counts_ptr = tl.load(steps_ptr + tensor, mask=inside, other=0).to(tl.pointer_type(tl.float32))
+    steps = tl.load(counts_ptr, mask=inside, other=1.0).to(tl.int32)
+    longest = tl.max(steps, 0)
+    # In fp64, of which the host could give no argument: the rate comes as two numbers in fp32.
+    whole = tl.cast(rate, tl.float64) + tl.cast(rate_rest, tl.float64)
+    size = (whole / _one_less_power(BETA1, steps, longest)).to(tl.float32)
+    root = tl.sqrt(_one_less_power(BETA2, steps, longest)).to(tl.float32)
+    tl.store(corrections_ptr + tensor, size, mask=inside)
+    tl.store(corrections_ptr + tensors + tensor, root, mask=inside)
+
+
 @jit
-def _adamw_kernel(
-    addresses_ptr, sizes_ptr, pieces_ptr, skip_ptr, tensors, rate, rate_rest, keep, beta2, one_less_beta1, one_less_beta2,
-    eps, BETA1: tl.constexpr, BETA2: tl.constexpr, TYPE: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """A block of one tensor. `pieces` (programs, 2): which tensor, which block; `addresses` (5, tensors): p, g, m, v, t."""
-    if tl.load(skip_ptr) != 0.0:
-        return
-    tensor = tl.load(pieces_ptr + 2 * tl.program_id(0))
-    offsets = tl.load(pieces_ptr + 2 * tl.program_id(0) + 1).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = offsets < tl.load(sizes_ptr + tensor)
-    p_address = tl.load(addresses_ptr + tensor)
-    g_address = tl.load(addresses_ptr + tensors + tensor)
-    m_address = tl.load(addresses_ptr + 2 * tensors + tensor)
-    v_address = tl.load(addresses_ptr + 3 * tensors + tensor)
-    steps_ptr = tl.load(addresses_ptr + 4 * tensors + tensor).to(tl.pointer_type(tl.float32))
-    # Addresses come as integers, of which the compiler cannot know that 16 bytes at a time are safe.
+def _typed(address, TYPE: tl.constexpr, ALIGNED: tl.constexpr):
+    """The pointer of an address, which comes as an integer: a hint tells the compiler that 16 bytes at once are safe."""
+    pointer = address.to(tl.pointer_type(TYPE))
     if ALIGNED:
-        p_address, g_address = tl.multiple_of(p_address, 16), tl.multiple_of(g_address, 16)
-        m_address, v_address = tl.multiple_of(m_address, 16), tl.multiple_of(v_address, 16)
-    p_ptr, g_ptr = p_address.to(tl.pointer_type(TYPE)), g_address.to(tl.pointer_type(TYPE))
-    m_ptr, v_ptr = m_address.to(tl.pointer_type(TYPE)), v_address.to(tl.pointer_type(TYPE))
-    p = tl.load(p_ptr + offsets, mask=inside, other=0.0).to(tl.float32)
-    g = tl.load(g_ptr + offsets, mask=inside, other=0.0).to(tl.float32)
-    m = tl.load(m_ptr + offsets, mask=inside, other=0.0).to(tl.float32)
-    v = tl.load(v_ptr + offsets, mask=inside, other=0.0).to(tl.float32)
+        pointer = tl.multiple_of(pointer, 16)
+    return pointer
+
+
+@jit
+def _update(
+    p_ptr, g_ptr, m_ptr, v_ptr, offsets, inside, size, root, keep, beta2, one_less_beta1, one_less_beta2, eps,
+    TYPE: tl.constexpr,
+):  # fmt: skip
+    """Elements of one tensor: those of `offsets` that are `inside`, or all of them if that is None."""
+    other: tl.constexpr = None if inside is None else 0.0
+    p = tl.load(p_ptr + offsets, mask=inside, other=other).to(tl.float32)
+    g = tl.load(g_ptr + offsets, mask=inside, other=other).to(tl.float32)
+    m = tl.load(m_ptr + offsets, mask=inside, other=other).to(tl.float32)
+    v = tl.load(v_ptr + offsets, mask=inside, other=other).to(tl.float32)
     m = m + one_less_beta1 * (g - m)
     v = v * beta2 + one_less_beta2 * g * g
-    # In fp64, of which the host could give no argument: the rate comes as two numbers in fp32.
-    step = tl.load(steps_ptr).to(tl.int32)
-    whole = tl.cast(rate, tl.float64) + tl.cast(rate_rest, tl.float64)
-    size, root = (whole / _one_less_power(BETA1, step)).to(tl.float32), tl.sqrt(_one_less_power(BETA2, step)).to(tl.float32)
     # Rounded to nearest, as PyTorch does; `/` and sqrt of fp32 are approximate in Triton.
     p = p * keep - size * tl.div_rn(m, tl.div_rn(tl.sqrt_rn(v), root) + eps)
     tl.store(p_ptr + offsets, p.to(TYPE), mask=inside)
     tl.store(m_ptr + offsets, m.to(TYPE), mask=inside)
     tl.store(v_ptr + offsets, v.to(TYPE), mask=inside)
+
+
+@jit
+def _adamw_kernel(
+    addresses_ptr, sizes_ptr, pieces_ptr, corrections_ptr, skip_ptr, tensors, keep, beta2, one_less_beta1, one_less_beta2,
+    eps, TYPE: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """A block of one tensor. `pieces` (programs, 2): which tensor, which block; `addresses` (5, tensors): p, g, m, v, t."""
+    if tl.load(skip_ptr) != 0.0:
+        return
+    tensor = tl.load(pieces_ptr + 2 * tl.program_id(0))
+    first = tl.load(pieces_ptr + 2 * tl.program_id(0) + 1).to(tl.int64) * BLOCK
+    offsets, elements = first + tl.arange(0, BLOCK), tl.load(sizes_ptr + tensor)
+    p_ptr = _typed(tl.load(addresses_ptr + tensor), TYPE, ALIGNED)
+    g_ptr = _typed(tl.load(addresses_ptr + tensors + tensor), TYPE, ALIGNED)
+    m_ptr = _typed(tl.load(addresses_ptr + 2 * tensors + tensor), TYPE, ALIGNED)
+    v_ptr = _typed(tl.load(addresses_ptr + 3 * tensors + tensor), TYPE, ALIGNED)
+    size, root = tl.load(corrections_ptr + tensor), tl.load(corrections_ptr + tensors + tensor)
+    # Without a mask, which would allow one element at a time: only a tensor's last block is not whole.
+    if first + BLOCK <= elements:
+        _update(
+            p_ptr, g_ptr, m_ptr, v_ptr, offsets, None, size, root, keep, beta2, one_less_beta1, one_less_beta2, eps, TYPE
+        )  # fmt: skip
+    else:
+        _update(
+            p_ptr, g_ptr, m_ptr, v_ptr, offsets, offsets < elements, size, root, keep, beta2, one_less_beta1,
+            one_less_beta2, eps, TYPE,
+        )  # fmt: skip
 
 
 def _check_shapes(groups: tuple[Tensors, ...], steps: Tensors) -> None:
@@ -139,6 +178,10 @@ class _Tables:
     addresses: torch.Tensor
     sizes: torch.Tensor
     pieces: torch.Tensor
+    corrections: torch.Tensor
+    """Written before each step (2, tensors), in fp32."""
+    block: int
+    """Elements of a block."""
     aligned: bool
 
 
@@ -153,8 +196,8 @@ def _find_tables(groups: tuple[Tensors, ...], steps: Tensors) -> _Tables:
         _check_shapes(groups, steps)
         while len(_tables) >= _TABLES_KEPT:
             del _tables[next(iter(_tables))]
-        device = groups[0][0].device
-        counts = torch.tensor([cdiv(x.numel(), _BLOCK) for x in groups[0]])
+        device, block_size = groups[0][0].device, _BLOCK_BYTES // groups[0][0].itemsize
+        counts = torch.tensor([cdiv(x.numel(), block_size) for x in groups[0]])
         tensor = torch.repeat_interleave(torch.arange(len(counts)), counts)
         block = torch.arange(len(tensor)) - torch.repeat_interleave(counts.cumsum(0) - counts, counts)
         sizes = torch.tensor([x.numel() for x in groups[0]], dtype=torch.int64)
@@ -162,7 +205,12 @@ def _find_tables(groups: tuple[Tensors, ...], steps: Tensors) -> _Tables:
         aligned = not any(address % 16 for group in addresses[:4] for address in group)
         address_table = torch.tensor(addresses, dtype=torch.int64)
         _tables[key] = _Tables(
-            _to_device(address_table, device), _to_device(sizes, device), _to_device(pieces, device), aligned
+            addresses=_to_device(address_table, device),
+            sizes=_to_device(sizes, device),
+            pieces=_to_device(pieces, device),
+            corrections=torch.empty(2, len(counts), device=device),
+            block=block_size,
+            aligned=aligned,
         )
     return _tables[key]
 
@@ -189,11 +237,17 @@ def _adamw(
     tables = _find_tables((parameters, gradients, exp_avgs, exp_avg_sqs), steps)
     rate = float(np.float32(learning_rate))
     kind = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}[parameters[0].dtype]
+    count = len(parameters)
+    launch(
+        _adamw_corrections_kernel, (cdiv(count, _TENSORS),),
+        tables.addresses[4], tables.corrections, count, rate, learning_rate - rate,
+        BETA1=beta1, BETA2=beta2, BLOCK=_TENSORS, num_warps=4,
+    )  # fmt: skip
     launch(
         _adamw_kernel, (len(tables.pieces),),
-        tables.addresses, tables.sizes, tables.pieces, skip, len(parameters), rate, learning_rate - rate,
+        tables.addresses, tables.sizes, tables.pieces, tables.corrections, skip, count,
         1 - learning_rate * decay, beta2, 1 - beta1, 1 - beta2, eps,
-        BETA1=beta1, BETA2=beta2, TYPE=kind, ALIGNED=tables.aligned, BLOCK=_BLOCK, num_warps=8,
+        TYPE=kind, ALIGNED=tables.aligned, BLOCK=tables.block, num_warps=8,
     )  # fmt: skip
 
 

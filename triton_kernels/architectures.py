@@ -42,12 +42,13 @@ class Architecture:
 _KIB = 1024
 _LIST = [
     Architecture("sm_80", "cuda", 32, 64, 65536, 256, 255, 164 * _KIB, 163 * _KIB, "mma.sync"),
+    Architecture("sm_86", "cuda", 32, 48, 65536, 256, 255, 100 * _KIB, 99 * _KIB, "mma.sync"),
     Architecture("sm_90", "cuda", 32, 64, 65536, 256, 255, 228 * _KIB, 227 * _KIB, "wgmma.mma_async"),
     Architecture("sm_100", "cuda", 32, 64, 65536, 256, 255, 228 * _KIB, 227 * _KIB, "tcgen05.mma"),
     Architecture("gfx942", "hip", 64, 32, 4 * 512 * 64, 512, 512, 64 * _KIB, 64 * _KIB, "v_mfma"),
 ]
 ARCHITECTURES = {architecture.name: architecture for architecture in _LIST}
-"""Architectures of the compile report: A100, H100 and H200, B200, MI300."""
+"""Architectures of the compile report: A100, RTX 30, H100 and H200, B200, MI300."""
 
 _BLOCK_OVERHEAD = 1024
 """Bytes of shared memory that CUDA takes for itself in every block."""

@@ -2,7 +2,8 @@
 
 No GPU and no driver is needed: Triton contains the compilers. A recorder replaces the launcher and records the kernels that
 operations launch, with types, alignments and constants; exactly those are compiled. The report has registers a thread, bytes
-spilled to memory, shared memory, estimated occupancy, the number of tensor-core and TMA instructions, and seconds.
+spilled to memory, shared memory, estimated occupancy, the number of tensor-core and TMA instructions, the bytes of each load
+and store, and seconds.
 
     python -m raystride.triton_kernels.compile_report                       # everything, as a table
     python -m raystride.triton_kernels.compile_report --write build/kernels.md --page docs/kernels.md      # make kernels
@@ -62,6 +63,12 @@ class RecordedLaunch:
         return (self.architecture, self.kernel.fn.__name__, self.signature, self.constants, self.attributes, self.options)
 
 
+WIDEST_ACCESS = 16
+"""Bytes of a thread's access to global memory below which a streaming kernel has a fault."""
+SMALL_KERNELS = ("adamw_corrections", "mse_total", "sum_groups")
+"""Kernels that add up what others have left, or have a few numbers a tensor."""
+
+
 @dataclass(frozen=True)
 class CompiledKernel:
     """A row of the report."""
@@ -86,6 +93,10 @@ class CompiledKernel:
     """Instructions of older architectures, which are slower: mma.sync on sm_90."""
     tma: int
     """Copies by the tensor memory accelerator."""
+    load_bytes: int
+    """Width of at least half of what is read from global memory: bytes of a thread's access; 0 if nothing is."""
+    store_bytes: int
+    """The same of what is written."""
     seconds: float
     fits: bool
     """Whether shared memory suffices."""
@@ -93,6 +104,11 @@ class CompiledKernel:
     """Whether the kernel multiplies matrices at all."""
     shipped: bool
     """Whether it is shipped, or an alternative for tuning."""
+
+    @property
+    def streams(self) -> bool:
+        """Whether it walks through arrays that are much larger than a block's shared memory, whose speed bounds its own."""
+        return self.operation not in ("attention", "byte_pack") and self.kernel not in SMALL_KERNELS
 
     @property
     def shared_kib(self) -> int:
@@ -214,11 +230,43 @@ def _read_compiled(kernel: Any, log: str, architecture: Architecture, recorded: 
         matrix_instructions=own,
         other_matrix_instructions=sum(instructions.values()),
         tma=len(re.findall(r"cp\.async\.bulk\.tensor", assembly)),
+        load_bytes=half_width(read_widths(assembly, kernel.asm["ttir"], "load")),
+        store_bytes=half_width(read_widths(assembly, kernel.asm["ttir"], "store")),
         seconds=0.0,
         fits=shared <= architecture.max_block_shared,
         multiplies="tt.dot" in kernel.asm["ttir"],
         shipped=recorded.shipped,
     )
+
+
+def read_widths(assembly: str, triton_ir: str, kind: str) -> list[int]:
+    """Returns the bytes of each access of an array in global memory, a `load` or a `store`, in PTX or AMD's assembly.
+
+    Accesses of single numbers, which `triton_ir` has, are left out.
+    """
+    name, bits = {"load": "ld", "store": "st"}[kind], {"ub": 1, "sb": 1, "us": 2, "ss": 2, "by": 1, "sh": 2, "dw": 4}
+    widths = [
+        int(count or 1) * int(size) // 8
+        for count, size in re.findall(rf"\b{name}\.global(?:\.[A-Za-z_0-9:]+?)*?(?:\.v(\d))?\.[bfsu](\d+)\b", assembly)
+    ]
+    if kind == "load":
+        widths += [int(size, 0) for size in re.findall(r"\bcp\.async\.c[ag]\.shared\.global[^;]*?, (0x\w+|\d+)", assembly)]
+    for size, count in re.findall(rf"\b(?:global|buffer)_{kind}_(ubyte|sbyte|ushort|short|byte|dword)(?:x(\d))?", assembly):
+        widths.append(bits[size[:2]] * int(count or 1))
+    for size in re.findall(rf"tt\.{kind} .*: !tt\.ptr<[a-z]+(\d+)>", triton_ir):
+        if (single := max(1, int(size) // 8)) in widths:
+            widths.remove(single)
+    return widths
+
+
+def half_width(widths: Sequence[int]) -> int:
+    """Returns the largest width such that accesses of it or more carry at least half of the bytes; 0 of none."""
+    carried = 0
+    for width in sorted(widths, reverse=True):
+        carried += width
+        if 2 * carried >= sum(widths):
+            return width
+    return 0
 
 
 def _list_architectures() -> Sequence[Architecture]:
@@ -249,6 +297,9 @@ def find_faults(row: CompiledKernel) -> list[str]:
     found = []
     if row.spilled and ARCHITECTURES[row.architecture].backend == "cuda":
         found.append(f"spills {row.spilled} bytes")
+    if row.streams and ARCHITECTURES[row.architecture].backend == "cuda":
+        accesses = {"reads": row.load_bytes, "writes": row.store_bytes}
+        found += [f"{verb} {width} bytes at a time" for verb, width in accesses.items() if 0 < width < WIDEST_ACCESS]
     if not row.fits:
         found.append(f"needs {row.shared} bytes of shared memory")
     if row.multiplies and not row.matrix_instructions + row.other_matrix_instructions and "fp32" not in row.label:
@@ -293,9 +344,26 @@ PAGE_HEADER = [
     "registers",
     "bytes spilled",
     "shared memory, KiB",
+    "bytes a load",
+    "bytes a store",
     "tensor cores",
 ]
-_HEADER = ["kernel", "for", "tile", "registers", "spilled", "shared", "occupancy", "tensor core", "TMA", "s"]
+_HEADER = [
+    *(
+        "kernel",
+        "for",
+        "tile",
+        "registers",
+        "spilled",
+        "shared",
+        "occupancy",
+        "tensor core",
+        "TMA",
+        "bytes a load",
+        "a store",
+    ),
+    "s",
+]
 
 
 def digest_launches(launches: Sequence[RecordedLaunch]) -> str:
@@ -318,6 +386,7 @@ def _format_cells(row: CompiledKernel) -> list[str]:
     if row.other_matrix_instructions:
         matrix += f" + {row.other_matrix_instructions} older"
     figures = [str(row.registers), str(row.spilled), f"{row.shared:,}", f"{row.occupancy:.0%}", matrix, str(row.tma)]
+    figures += [str(row.load_bytes), str(row.store_bytes)]
     return [row.kernel, row.label, row.tile, *figures, f"{row.seconds:.1f}"]
 
 
@@ -351,7 +420,8 @@ def operations_page(rows: Sequence[CompiledKernel], digest: str) -> str:
         "`make kernels` writes this page and, with a row for each kernel, `build/kernels.md`; no GPU is needed.",
         "",
         f"Figures are the worst of an operation's kernels on {', '.join(ARCHITECTURES)}, in this order: registers of a",
-        "thread, bytes that did not fit into them (stores and loads), KiB of shared memory of a block. Tensor cores:",
+        "thread, bytes that did not fit into them (stores and loads), KiB of shared memory of a block, and, of kernels that",
+        "stream, bytes of a thread's load and store, which carry at least half of what it reads and writes. Tensor cores:",
         "`newest` if all kernels that multiply 16-bit numbers use the newest instructions of their architecture, else the",
         "kernels that use older ones. All rows of an operation are printed by",
         "`python -m raystride.triton_kernels.compile_report --operation gelu`.",
@@ -374,6 +444,11 @@ def _summarize_operation(rows: Sequence[CompiledKernel]) -> list[str]:
         by_architecture = [[getattr(row, figure) for row in rows if row.architecture == name] for name in ARCHITECTURES]
         return ", ".join(str(max(figures)) if figures else "-" for figures in by_architecture)
 
+    def narrowest_accesses(figure: str) -> str:
+        streaming = [row for row in rows if row.streams and getattr(row, figure)]
+        by_architecture = [[getattr(row, figure) for row in streaming if row.architecture == name] for name in ARCHITECTURES]
+        return ", ".join(str(min(figures)) if figures else "-" for figures in by_architecture)
+
     multiplying = [row for row in rows if row.multiplies and "fp32" not in row.label]
     older = sorted({row.kernel for row in multiplying if row.other_matrix_instructions})
     newest = "newest" if multiplying else "-"
@@ -385,6 +460,8 @@ def _summarize_operation(rows: Sequence[CompiledKernel]) -> list[str]:
         worst_values("registers"),
         worst_values("spilled"),
         worst_values("shared_kib"),
+        narrowest_accesses("load_bytes"),
+        narrowest_accesses("store_bytes"),
         f"older in {' '.join(f'`{kernel}`' for kernel in older)}" if older else newest,
     ]
 

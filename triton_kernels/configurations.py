@@ -66,7 +66,7 @@ _HALF: dict[str, dict[str, dict[int, Tile]]] = {
     "sm_86": {
         "attention_forward": {64: Tile(128, 64, 8, 3), 128: Tile(128, 64, 8, 3), 256: Tile(64, 32, 8, 2)},
         "attention_backward_keys": {64: Tile(32, 128, 8, 1), 128: Tile(32, 64, 8, 1), 256: Tile(32, 32, 8, 1)},
-        "attention_backward_queries": {64: Tile(128, 64, 8, 3), 128: Tile(64, 64, 8, 2), 256: Tile(32, 32, 8, 1)},
+        "attention_backward_queries": {64: Tile(128, 64, 8, 3), 128: Tile(64, 64, 8, 2), 256: Tile(32, 32, 8, 1, 255)},
         "attention_decoding": {64: Tile(32, 64, 4, 3), 128: Tile(32, 32, 4, 3), 256: Tile(32, 32, 4, 2)},
     },
     "sm_90": {
@@ -98,7 +98,7 @@ _LEAN: dict[str, dict[str, dict[int, Tile]]] = {
         "sm_100": {64: Tile(32, 128, 8, 2), 128: Tile(32, 64, 8, 1), 256: Tile(32, 16, 8, 1)},
         "gfx942": {64: Tile(16, 128, 4, 2), 128: Tile(16, 64, 4, 2), 256: Tile(16, 32, 8, 1)},
     },
-    "attention_backward_queries": {"sm_80": {256: Tile(32, 32, 8, 1)}},
+    "attention_backward_queries": {"sm_80": {256: Tile(32, 32, 8, 1)}, "sm_86": {256: Tile(32, 16, 8, 1)}},
 }
 """Tiles of lean calls for which half a block is not enough: dK and dV have two accumulators and few registers left."""
 _LEANER: dict[str, dict[str, dict[int, Tile]]] = {
@@ -110,6 +110,7 @@ _CAPPED: dict[int, dict[str, dict[str, dict[int, Tile]]]] = {
     1: {
         "attention_forward": {"sm_100": {64: Tile(64, 32, 4, 3), 128: Tile(128, 32, 8, 2)}},
         "attention_backward_keys": {"sm_80": {128: Tile(16, 64, 8, 1)}},
+        "attention_backward_queries": {"sm_86": {128: Tile(64, 32, 8, 2, 255)}},
     },
     2: {
         "attention_forward": {"sm_100": {128: Tile(128, 32, 8, 2)}},
@@ -124,13 +125,22 @@ _MIXED: dict[str, dict[str, dict[str, dict[int, Tile]]]] = {
     "dropout and window": {
         "attention_forward": {
             "sm_80": {64: Tile(128, 32, 8, 3), 128: Tile(128, 16, 8, 3)},
+            "sm_86": {128: Tile(128, 16, 8, 3)},
             "sm_90": {256: Tile(128, 16, 8, 2)},
         },
         "attention_backward_keys": dict.fromkeys(("sm_80", "sm_86", "sm_90"), _LEANEST)
         | {"sm_100": {64: Tile(16, 128, 8, 1)}},
-        "attention_backward_queries": {"sm_80": {256: Tile(32, 16, 8, 1, 255)}},
+        "attention_backward_queries": {
+            "sm_80": {256: Tile(32, 16, 8, 1, 255)},
+            "sm_86": {256: Tile(32, 16, 8, 1, 255)},
+        },
     },
-    "packed and dropout": {"attention_backward_keys": {"sm_90": {64: Tile(16, 128, 8, 2), 128: Tile(32, 32, 8, 1)}}},
+    "packed and dropout": {
+        "attention_backward_keys": {
+            "sm_86": {64: Tile(16, 64, 8, 1)},
+            "sm_90": {64: Tile(16, 128, 8, 2), 128: Tile(32, 32, 8, 1)},
+        }
+    },
     "packed and window": {"attention_forward": {"sm_90": {256: Tile(128, 16, 8, 2)}}},
     "packed, window and cap": {
         "attention_forward": {"sm_100": {64: Tile(64, 32, 4, 3)}},
@@ -147,6 +157,7 @@ _BOUND = {
     ("full", "attention_backward_queries", "sm_100", 64),
     ("full and packed", "attention_forward", "sm_100", 64),
     ("full and packed", "attention_backward_keys", "sm_80", 128),
+    ("full and packed", "attention_backward_keys", "sm_86", 128),
     ("full and packed", "attention_backward_keys", "sm_100", 128),
     ("packed and dropout", "attention_backward_queries", "sm_100", 128),
     ("dropout and window", "attention_backward_queries", "sm_100", 64),
@@ -161,7 +172,11 @@ _SINGLE: dict[str, dict[int, Tile]] = {
 """fp32."""
 _BEFORE_3_7: dict[tuple[int, int, bool], dict[str, dict[str, dict[int, Tile]]]] = {
     (0, 0, False): {
-        "attention_backward_keys": {"sm_90": {256: Tile(32, 64, 8, 2, 255)}, "sm_100": {64: Tile(32, 128, 8, 2)}}
+        "attention_backward_keys": {
+            "sm_86": {64: Tile(16, 128, 8, 1)},
+            "sm_90": {256: Tile(32, 64, 8, 2, 255)},
+            "sm_100": {64: Tile(32, 128, 8, 2)},
+        }
     },
     (1, 0, False): {"attention_backward_keys": {"sm_90": {128: Tile(16, 128, 8, 2)}, "sm_100": {64: Tile(32, 128, 8, 1)}}},
     (1, 0, True): {"attention_backward_keys": {"sm_100": {64: Tile(32, 128, 8, 1)}}},

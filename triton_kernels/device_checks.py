@@ -22,16 +22,35 @@ import torch
 from raystride.triton_kernels.adamw import adamw, adamw_reference
 from raystride.triton_kernels.attention import attention, attention_reference
 from raystride.triton_kernels.attention_packed import attention_packed, attention_packed_reference
+from raystride.triton_kernels.byte_pack import (
+    byte_pack,
+    byte_pack_reference,
+    byte_pack_sequence,
+    byte_pack_sequence_reference,
+)
 from raystride.triton_kernels.gelu import gelu, gelu_reference
-from raystride.triton_kernels.layer_norm import layer_norm, layer_norm_reference
+from raystride.triton_kernels.layer_norm import (
+    add_layer_norm,
+    add_layer_norm_reference,
+    layer_norm,
+    layer_norm_reference,
+)
 from raystride.triton_kernels.linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_reference
+from raystride.triton_kernels.linear_cross_entropy_sharded import (
+    WordShard,
+    compute_word_losses,
+    measure_words,
+    measure_words_reference,
+    words_gradient,
+    words_gradient_reference,
+)
 from raystride.triton_kernels.linear_log_probabilities import (
     linear_log_probabilities,
     linear_log_probabilities_reference,
 )
 from raystride.triton_kernels.mse import mse, mse_reference
 from raystride.triton_kernels.relu import relu, relu_reference
-from raystride.triton_kernels.rms_norm import rms_norm, rms_norm_reference
+from raystride.triton_kernels.rms_norm import add_rms_norm, add_rms_norm_reference, rms_norm, rms_norm_reference
 from raystride.triton_kernels.rope import rope, rope_reference
 from raystride.triton_kernels.row_errors import row_errors
 from raystride.triton_kernels.swiglu import swiglu, swiglu_reference
@@ -78,25 +97,47 @@ _ELEMENTWISE: list[tuple[Function, Function, int]] = [
 
 def _iterate_calls(device: torch.device) -> Iterator[Call]:
     yield from _iterate_attention_calls(device)
-    for width in (100, 768, 4096, 8192):
+    for width in (100, 768, 4096, 8192, 16_384):
         rows: Shapes = [(1000, width), (width,)]
         yield f"rms_norm {width}", rms_norm, rms_norm_reference, rows
         yield f"layer_norm {width}", layer_norm, layer_norm_reference, [*rows, (width,)]
+    for width in (768, 16_384):
+        both: Shapes = [(1000, width), (1000, width), (width,)]
+        added, plain = _concat_results(add_rms_norm), _concat_results(add_rms_norm_reference)
+        yield f"add_rms_norm {width}", added, plain, both
+        added, plain = _concat_results(add_layer_norm), _concat_results(add_layer_norm_reference)
+        yield f"add_layer_norm {width}", added, plain, [*both, (width,)]
     for ours, reference, count in _ELEMENTWISE:
         yield ours.__name__, ours, reference, [(1001, 999)] * count
+    yield "gelu, tanh", partial(gelu, tanh=True), partial(gelu_reference, tanh=True), [(1001, 999)]
     targets = torch.randint(1000, (3000,), device=device)
-    yield (
-        "linear_cross_entropy",
-        lambda x, w: linear_cross_entropy(x, w, targets)[0],
-        lambda x, w: linear_cross_entropy_reference(x, w, targets)[0],
-        [(3000, 256), (1000, 256)],
-    )
+    targets[::7] = -100
+    for label, tokens, words, rules in (
+        ("", 3000, 1000, {}),
+        (", smoothing and z-loss", 3000, 1000, {"label_smoothing": 0.1, "z_loss": 1e-3}),
+        (", several blocks of words", 300, 9_001, {"label_smoothing": 0.1}),
+    ):
+        yield (
+            f"linear_cross_entropy{label}",
+            partial(_loss_sum, linear_cross_entropy, targets[:tokens], rules),
+            partial(_loss_sum, linear_cross_entropy_reference, targets[:tokens], rules),
+            [(tokens, 256), (words, 256)],
+        )
+    for words in (1000, 18_001):
+        shards = [(WordShard(first, words, label_smoothing=0.1), size) for first, size in ((0, 600), (600, words - 600))]
+        yield (
+            f"linear_cross_entropy_sharded, {words} words",
+            partial(_sharded_loss, shards, targets[:300], True),
+            partial(_sharded_loss, shards, targets[:300], False),
+            [(300, words)],
+        )
     yield (
         "linear_log_probabilities",
         lambda x, w: linear_log_probabilities(x, w, targets),
         lambda x, w: linear_log_probabilities_reference(x, w, targets),
         [(3000, 256), (1000, 256)],
     )
+    yield from _iterate_byte_pack_calls(device)
     angles = torch.rand(1, 1, 333, 32, device=device).repeat(1, 1, 1, 2)
     tables = angles.cos(), angles.sin()
     yield "adamw", partial(_parameters_after_step, adamw), partial(_parameters_after_step, adamw_reference), [(100_001,)] * 4
@@ -106,8 +147,54 @@ def _iterate_calls(device: torch.device) -> Iterator[Call]:
 
 
 def _concat_results(function: Callable[..., tuple[torch.Tensor, torch.Tensor]], *tables: torch.Tensor) -> Function:
-    """Returns a function that concatenates both results of `rope`."""
-    return lambda q, k, *weights: torch.cat(function(q, k, *tables, *weights), 1)
+    """Returns a function that concatenates both results of one, whose third and fourth arguments are `tables`, if any."""
+    return lambda x, other, *weights: torch.cat(function(x, other, *tables, *weights), 1)
+
+
+def _loss_sum(
+    function: Function, targets: torch.Tensor, rules: dict[str, float], x: torch.Tensor, weight: torch.Tensor
+) -> torch.Tensor:
+    found: torch.Tensor = function(x, weight, targets, **rules)[0]
+    return found
+
+
+@torch.no_grad()
+def _sharded_loss(
+    shards: list[tuple[WordShard, int]], targets: torch.Tensor, by_kernels: bool, logits: torch.Tensor
+) -> torch.Tensor:
+    """Returns the gradient of the logits (N, V), whose words are sharded, and the losses as a last column."""
+    parts = [logits[:, shard.first : shard.first + size].clone() for shard, size in shards]
+    if by_kernels:
+        measured = [measure_words(part, targets, *shard) for part, shard in zip(parts, shards, strict=True)]
+    else:
+        parts = [part.to(torch.promote_types(part.dtype, torch.float32)) for part in parts]
+        measured = [measure_words_reference(part, targets, shard) for part, (shard, _) in zip(parts, shards, strict=True)]
+    largest = torch.stack([own for own, _ in measured]).amax(0)
+    total = torch.stack([torch.cat(((own - largest).exp()[None] * sums[:1], sums[1:])) for own, sums in measured]).sum(0)
+    losses, log_sums = compute_word_losses(largest, total, targets, shards[0][0])
+    for part, shard, (own, _) in zip(parts, shards, measured, strict=True):
+        if by_kernels:
+            words_gradient(part, targets, log_sums, *shard)
+        else:
+            words_gradient_reference(part, targets, own, log_sums, shard[0])
+    return torch.cat([*parts, losses[:, None]], 1).to(logits.dtype)
+
+
+def _iterate_byte_pack_calls(device: torch.device) -> Iterator[Call]:
+    """Yields calls whose ids are exact; the drawn input is there for its dtype alone."""
+    data = torch.arange(3000, dtype=torch.uint8, device=device)
+    offsets = torch.tensor([0, 700, 700, 1500, 3000], device=device)
+    padded: list[Function] = [partial(f, data, offsets, length=1024, end_id=256) for f in (byte_pack, byte_pack_reference)]
+    packed: list[Function] = [
+        partial(f, data, offsets, end_id=256) for f in (byte_pack_sequence, byte_pack_sequence_reference)
+    ]
+    for name, (ours, reference) in (("byte_pack", padded), ("byte_pack_sequence", packed)):
+        yield name, partial(_first_result, ours), partial(_first_result, reference), [(1,)]
+
+
+def _first_result(function: Function, like: torch.Tensor) -> torch.Tensor:
+    found: torch.Tensor = function()[0]
+    return found.to(like.dtype)
 
 
 def _iterate_attention_calls(device: torch.device) -> Iterator[Call]:
@@ -125,12 +212,30 @@ def _iterate_attention_calls(device: torch.device) -> Iterator[Call]:
     yield "attention, long", partial(attention, causal=True), partial(attention_reference, causal=True), long
     offsets = torch.tensor([0, 100, 100, 513, 1000], dtype=torch.int32, device=device)
     packed: Shapes = [(1000, 4, 64), *[(1000, 2, 64)] * 2]
-    yield (
-        "packed attention",
-        lambda q, k, v: attention_packed(q, k, v, offsets, offsets, causal=True),
-        lambda q, k, v: attention_packed_reference(q, k, v, offsets, offsets, causal=True),
-        packed,
-    )
+    seed, lengths = torch.zeros(1, dtype=torch.int64, device=device), torch.tensor([300, 1], device=device)
+    for label, rules in (
+        ("causal", {"causal": True}),
+        ("full", {}),
+        ("window", {"causal": True, "window": 100}),
+        ("dropout", {"causal": True, "dropout": 0.2, "seed": seed}),
+        ("dropout and window", {"causal": True, "window": 100, "dropout": 0.2, "seed": seed}),
+        ("cap", {"causal": True, "softcap": 5.0}),
+    ):
+        yield (
+            f"packed attention, {label}",
+            _with_offsets(attention_packed, offsets, rules),
+            _with_offsets(attention_packed_reference, offsets, rules),
+            packed,
+        )
+        alone: Shapes = [(2, 4, 517, 128), *[(2, 2, 517, 128)] * 2]
+        yield f"attention, {label}", partial(attention, **rules), partial(attention_reference, **rules), alone
+        if label != "cap":
+            ours, plain = (partial(function, **rules, key_lengths=lengths) for function in (attention, attention_reference))
+            yield f"attention, {label} and key lengths", ours, plain, alone
+
+
+def _with_offsets(function: Function, offsets: torch.Tensor, rules: dict[str, Any]) -> Function:
+    return lambda q, k, v: function(q, k, v, offsets, offsets, **rules)
 
 
 def _parameters_after_step(update: Function, *tensors: torch.Tensor) -> torch.Tensor:
@@ -218,7 +323,7 @@ def run_checks(
     """Runs all checks, in fp32, fp16 and bf16; quick: one of each operation, in bf16.
 
     `patterns` select checks by name; `part` (i, n) selects every n-th of them from the i-th on, to split them over several
-    processes.
+    processes. Calls with offsets beyond 32 bits are all in part 0.
     """
     numbers = itertools.count()
     for dtype in (torch.bfloat16,) if quick else (torch.float32, torch.float16, torch.bfloat16):
@@ -227,7 +332,10 @@ def run_checks(
             calls += large_offset_calls(device)
         for name, ours, reference, shapes in calls:
             label = f"{name}, {str(dtype).removeprefix('torch.')}"
-            if not any(fnmatchcase(label, pattern) for pattern in patterns) or next(numbers) % part[1] != part[0]:
+            if not any(fnmatchcase(label, pattern) for pattern in patterns):
+                continue
+            # Far calls fill the device's memory: all are in the first part, one after the other.
+            if (0 if name.endswith(", far") else next(numbers) % part[1]) != part[0]:
                 continue
             torch.manual_seed(0)
             inputs = [torch.randn(shape, device=device, dtype=dtype) for shape in shapes]

@@ -131,4 +131,4 @@ def _record_choice(operation: str, implementation: str) -> None:
 # torch.compile runs these while it traces and takes the results as constants. The decorator of that name in torch.compiler
 # sets the same mark, but imports the compiler for it, which takes a second of every start.
 for _function in (_record_choice, _device_refusal, active_transform):
-    _function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    _function._dynamo_marked_constant = True  # type: ignore[attr-defined,union-attr]

@@ -36,7 +36,7 @@ _BLOCK = 4096
 _SCALED = 2048
 """Elements of a gradient scaled by a program: 16 for each of 128 threads."""
 
-_ALIGNMENT = 64
+ALIGNMENT = 64
 """Alignment of rows of logits: libraries use slow paths for unaligned rows, and 50,257 is odd."""
 
 Product = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -65,9 +65,9 @@ def linear_cross_entropy_reference(
 @jit
 def _softmax_gradient_kernel(
     logits_ptr, row_stride, targets_ptr, losses_ptr, columns, ignore_index, smoothing, z_loss,
-    GRADIENT: tl.constexpr, BLOCK: tl.constexpr,
+    GRADIENT: tl.constexpr, UNIT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """A row's loss; its logits are replaced by the gradient of the loss."""
+    """A row's loss; its logits are replaced by the gradient of the loss. Rows are read in units of UNIT columns."""
     row = tl.program_id(0).to(tl.int64)
     logits_ptr += row * row_stride
     target = tl.load(targets_ptr + row)
@@ -78,10 +78,13 @@ def _softmax_gradient_kernel(
     offsets = tl.arange(0, BLOCK)
     largest, total, plain = -float("inf"), 0.0, 0.0
     for start in range(0, columns, BLOCK):
-        z = tl.load(logits_ptr + start + offsets, mask=start + offsets < columns, other=-float("inf")).to(tl.float32)
+        inside = start + offsets < columns
+        readable = (start + offsets) // UNIT < tl.cdiv(columns, UNIT)
+        z = tl.load(logits_ptr + start + offsets, mask=readable, other=-float("inf")).to(tl.float32)
+        z = tl.where(inside, z, -float("inf"))
         higher = tl.maximum(largest, tl.max(z, 0))
         total = total * tl.exp(largest - higher) + tl.sum(tl.exp(z - higher), 0)
-        plain += tl.sum(tl.where(start + offsets < columns, z, 0.0), 0)
+        plain += tl.sum(tl.where(inside, z, 0.0), 0)
         largest = higher
     log_sum = largest + tl.log(total)
     loss = log_sum - (1.0 - smoothing) * z_target - smoothing * (plain / columns) + z_loss * log_sum * log_sum
@@ -91,12 +94,13 @@ def _softmax_gradient_kernel(
         tl.debug_barrier()
         factor = tl.where(is_word, 1.0 + 2.0 * z_loss * log_sum, float("nan"))
         for start in range(0, columns, BLOCK):
-            inside = start + offsets < columns
-            z = tl.load(logits_ptr + start + offsets, mask=inside, other=-float("inf")).to(tl.float32)
+            readable = (start + offsets) // UNIT < tl.cdiv(columns, UNIT)
+            z = tl.load(logits_ptr + start + offsets, mask=readable, other=-float("inf")).to(tl.float32)
             gradient = factor * tl.exp(z - log_sum) - smoothing / columns
             gradient -= tl.where(start + offsets == target, 1.0 - smoothing, 0.0)
-            gradient = tl.where(counts, gradient, 0.0)
-            tl.store(logits_ptr + start + offsets, gradient.to(logits_ptr.dtype.element_ty), mask=inside)
+            # Zeros behind the words: a product on CPUs would carry a NaN from there.
+            gradient = tl.where(counts & (start + offsets < columns), gradient, 0.0)
+            tl.store(logits_ptr + start + offsets, gradient.to(logits_ptr.dtype.element_ty), mask=readable)
 
 
 @jit
@@ -125,7 +129,12 @@ def allocate_logits(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """Allocates a chunk's logits, (n, V rounded up), for x (N, C) and weight (V, C)."""
     rows = len(x)
     # Zeros, since PyTorch's bf16 product on CPUs propagates NaN from the memory it overwrites.
-    return x.new_zeros(min(rows_per_chunk(rows), rows), cdiv(weight.shape[0], _ALIGNMENT) * _ALIGNMENT)
+    return x.new_zeros(min(rows_per_chunk(rows), rows), cdiv(weight.shape[0], ALIGNMENT) * ALIGNMENT)
+
+
+def access_unit(logits: torch.Tensor, words: int) -> int:
+    """Returns the columns that are read and written together, of logits (n, W) whose first `words` columns are words."""
+    return ALIGNMENT if logits.shape[1] == cdiv(words, ALIGNMENT) * ALIGNMENT else 1
 
 
 def write_softmax_losses(
@@ -136,14 +145,18 @@ def write_softmax_losses(
     ignore_index: int,
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
+    words: int,
     gradient: bool,
 ) -> None:
-    """Writes the loss of each row of logits (n, V) into `losses` (n), fp32; with `gradient`, dloss/dz in place of z."""
-    words = logits.shape[1]
+    """Writes the loss of each row of logits (n, W) into `losses` (n), fp32; with `gradient`, dloss/dz in place of z.
+
+    The first `words` columns are words, and the content of the others is lost. Where W is `words` rounded up to a multiple
+    of ALIGNMENT, threads read and write 16 bytes at a time, whatever the number of words.
+    """
     launch(
         _softmax_gradient_kernel, (logits.shape[0],), logits, logits.stride(0), targets, losses, words,
         ignore_index, label_smoothing, z_loss,
-        GRADIENT=gradient, BLOCK=min(_BLOCK, next_power_of_2(words)), num_warps=8,
+        GRADIENT=gradient, UNIT=access_unit(logits, words), BLOCK=min(_BLOCK, next_power_of_2(words)), num_warps=8,
     )  # fmt: skip
 
 
@@ -170,9 +183,10 @@ def _linear_cross_entropy(
     buffer = allocate_logits(x, weight)
     for start in chunks:
         part = slice(start, min(start + size, rows))
-        logits = torch.mm(x[part], weight.t(), out=buffer[: part.stop - start, :words])
+        padded = buffer[: part.stop - start]
+        logits = torch.mm(x[part], weight.t(), out=padded[:, :words])
         write_softmax_losses(
-            logits, targets[part], losses[part],
+            padded, targets[part], losses[part], words=words,
             ignore_index=ignore_index, label_smoothing=label_smoothing, z_loss=z_loss, gradient=for_x or for_weight,
         )  # fmt: skip
         if for_x:

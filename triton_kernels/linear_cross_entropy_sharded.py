@@ -27,13 +27,18 @@ from raystride.triton_kernels.arguments import expect
 from raystride.triton_kernels.dispatch import takes_triton
 from raystride.triton_kernels.language import cdiv, jit, jit_varying, next_power_of_2, tl
 from raystride.triton_kernels.launch import launch
-from raystride.triton_kernels.linear_cross_entropy import Product, contiguous_on_cpu, linear_cross_entropy, rows_per_chunk
+from raystride.triton_kernels.linear_cross_entropy import (
+    ALIGNMENT,
+    Product,
+    access_unit,
+    contiguous_on_cpu,
+    linear_cross_entropy,
+    rows_per_chunk,
+)
 
 _NAME = "linear_cross_entropy_sharded"
 _BLOCK = 4096
 """Logits held at once by a program."""
-_ALIGNMENT = 64
-"""Alignment of rows of logits, as in `linear_cross_entropy`."""
 
 
 class WordShard(NamedTuple):
@@ -121,7 +126,7 @@ def compute_word_losses(largest: torch.Tensor, sums: torch.Tensor, targets: torc
 @jit_varying("rows")
 def _measure_words_kernel(
     logits_ptr, row_stride, targets_ptr, largest_ptr, sums_ptr, rows, columns, first_word, ignore_index,
-    BLOCK: tl.constexpr,
+    UNIT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """A row's largest logit, and of its sums the exponentials relative to it, the target's logit (0 elsewhere), all."""
     row = tl.program_id(0).to(tl.int64)
@@ -133,12 +138,15 @@ def _measure_words_kernel(
     offsets = tl.arange(0, BLOCK)
     largest, total, plain = -float("inf"), 0.0, 0.0
     for start in range(0, columns, BLOCK):
-        z = tl.load(logits_ptr + start + offsets, mask=start + offsets < columns, other=-float("inf")).to(tl.float32)
+        inside = start + offsets < columns
+        readable = (start + offsets) // UNIT < tl.cdiv(columns, UNIT)
+        z = tl.load(logits_ptr + start + offsets, mask=readable, other=-float("inf")).to(tl.float32)
+        z = tl.where(inside, z, -float("inf"))
         higher = tl.maximum(largest, tl.max(z, 0))
         # As the reference: what is -inf throughout has no exponentials, -inf - -inf would be NaN.
         finite = tl.maximum(higher, -3.0e38)
         total = total * tl.exp(largest - finite) + tl.sum(tl.exp(z - finite), 0)
-        plain += tl.sum(tl.where(start + offsets < columns, z, 0.0), 0)
+        plain += tl.sum(tl.where(inside, z, 0.0), 0)
         largest = higher
     tl.store(largest_ptr + row, largest)
     tl.store(sums_ptr + row, total)
@@ -149,7 +157,7 @@ def _measure_words_kernel(
 @jit
 def _words_gradient_kernel(
     logits_ptr, row_stride, targets_ptr, log_sums_ptr, columns, first_word, words, ignore_index, smoothing, z_loss,
-    BLOCK: tl.constexpr,
+    UNIT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """A row's logits are replaced by the gradient of the loss; its log-sum-exp is that over all workers' words."""
     row = tl.program_id(0).to(tl.int64)
@@ -160,35 +168,44 @@ def _words_gradient_kernel(
     factor = tl.where(is_word, 1.0 + 2.0 * z_loss * log_sum, float("nan"))
     offsets = tl.arange(0, BLOCK)
     for start in range(0, columns, BLOCK):
-        inside = start + offsets < columns
-        z = tl.load(logits_ptr + start + offsets, mask=inside, other=-float("inf")).to(tl.float32)
+        readable = (start + offsets) // UNIT < tl.cdiv(columns, UNIT)
+        z = tl.load(logits_ptr + start + offsets, mask=readable, other=-float("inf")).to(tl.float32)
         gradient = factor * tl.exp(z - log_sum) - smoothing / words
         gradient -= tl.where(start + offsets == target - first_word, 1.0 - smoothing, 0.0)
-        gradient = tl.where(counts, gradient, 0.0)
-        tl.store(logits_ptr + start + offsets, gradient.to(logits_ptr.dtype.element_ty), mask=inside)
+        # Zeros behind the words: a product on CPUs would carry a NaN from there.
+        gradient = tl.where(counts & (start + offsets < columns), gradient, 0.0)
+        tl.store(logits_ptr + start + offsets, gradient.to(logits_ptr.dtype.element_ty), mask=readable)
 
 
-def measure_words(logits: torch.Tensor, targets: torch.Tensor, shard: WordShard) -> _Measured:
-    """Computes `measure_words_reference` by a kernel, in fp32; logits (N, V_r), with contiguous rows, are unchanged."""
+def measure_words(logits: torch.Tensor, targets: torch.Tensor, shard: WordShard, columns: int) -> _Measured:
+    """Computes `measure_words_reference` by a kernel, in fp32; logits (N, W), with contiguous rows, are unchanged.
+
+    The first `columns` are this worker's words, as in `write_softmax_losses`.
+    """
     largest, sums = (torch.empty(*n, len(logits), dtype=torch.float32, device=logits.device) for n in ((), (3,)))
     launch(
         _measure_words_kernel, (len(logits),), logits, logits.stride(0), targets, largest, sums, len(logits),
-        logits.shape[1], shard.first, shard.ignore_index, BLOCK=_block_size(logits), num_warps=8,
+        columns, shard.first, shard.ignore_index, UNIT=access_unit(logits, columns), BLOCK=_block_size(columns), num_warps=8,
     )  # fmt: skip
     return largest, sums
 
 
-def words_gradient(logits: torch.Tensor, targets: torch.Tensor, log_sums: torch.Tensor, shard: WordShard) -> None:
-    """Replaces logits (N, V_r) by dloss/dz by a kernel; log_sums (N), fp32: l over all words."""
+def words_gradient(
+    logits: torch.Tensor, targets: torch.Tensor, log_sums: torch.Tensor, shard: WordShard, columns: int
+) -> None:
+    """Replaces logits (N, W) by dloss/dz by a kernel; log_sums (N), fp32: l over all words.
+
+    The first `columns` are this worker's words, as in `write_softmax_losses`.
+    """
     launch(
-        _words_gradient_kernel, (len(logits),), logits, logits.stride(0), targets, log_sums, logits.shape[1],
+        _words_gradient_kernel, (len(logits),), logits, logits.stride(0), targets, log_sums, columns,
         shard.first, shard.words, shard.ignore_index, shard.label_smoothing, shard.z_loss,
-        BLOCK=_block_size(logits), num_warps=8,
+        UNIT=access_unit(logits, columns), BLOCK=_block_size(columns), num_warps=8,
     )  # fmt: skip
 
 
-def _block_size(logits: torch.Tensor) -> int:
-    return min(_BLOCK, next_power_of_2(logits.shape[1]))
+def _block_size(columns: int) -> int:
+    return min(_BLOCK, next_power_of_2(columns))
 
 
 class _Chunk:
@@ -202,8 +219,11 @@ class _Chunk:
         logits = self._multiply() if buffer is None else torch.mm(x, weight.t(), out=buffer[: len(x), : len(weight)])
         self._logits = logits if call.triton else logits.to(_accumulation_dtype(logits))
         if len(weight):
-            measure = measure_words if call.triton else measure_words_reference
-            self._own_largest, self._sums = measure(self._logits, targets, call.shard)
+            if buffer is not None:
+                self._padded = buffer[: len(x)]
+                self._own_largest, self._sums = measure_words(self._padded, targets, call.shard, len(weight))
+            else:
+                self._own_largest, self._sums = measure_words_reference(self._logits, targets, call.shard)
         else:
             self._sums = x.new_zeros(3, len(x), dtype=_accumulation_dtype(x))
             self._own_largest = torch.full_like(self._sums[0], -float("inf"))
@@ -243,7 +263,7 @@ class _Chunk:
         shard, logits, call = self.call.shard, self._logits, self.call
         if call.triton:
             if len(self.weight):
-                words_gradient(logits, self.targets, self._log_sums, shard)
+                words_gradient(self._padded, self.targets, self._log_sums, shard, len(self.weight))
             return logits @ self.weight if call.for_x else None, logits.t() @ self.x if call.for_weight else None
         if len(self.weight):
             words_gradient_reference(logits, self.targets, self._own_largest, self._log_sums, shard)
@@ -288,7 +308,7 @@ def _compute_chunks(x: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor
     rows, size = len(x), rows_per_chunk(len(x))
     result = _Result(x, weight, call, rows <= size)
     # One for each chunk in flight; zeros for the reason in `linear_cross_entropy`.
-    aligned = cdiv(len(weight), _ALIGNMENT) * _ALIGNMENT
+    aligned = cdiv(len(weight), ALIGNMENT) * ALIGNMENT
     buffers = [x.new_zeros(size, aligned) if call.triton and n * size < rows else None for n in range(2)]
     before: tuple[_Chunk, slice] | None = None
     for number, start in enumerate(range(0, rows, size)):

@@ -54,8 +54,9 @@ def _linear_log_probabilities(
     buffer, size = allocate_logits(x, weight), rows_per_chunk(rows)
     for start in range(0, rows, size):
         part = slice(start, min(start + size, rows))
-        logits = torch.mm(x[part], weight.t(), out=buffer[: part.stop - start, :words])
-        write_softmax_losses(logits, targets[part], losses[part], ignore_index=ignore_index, gradient=False)
+        padded = buffer[: part.stop - start]
+        torch.mm(x[part], weight.t(), out=padded[:, :words])
+        write_softmax_losses(padded, targets[part], losses[part], ignore_index=ignore_index, words=words, gradient=False)
     return losses.neg_()
 
 
@@ -83,8 +84,9 @@ def _linear_log_probabilities_backward(
     grad_weight = ChunkSum(weight, one=rows <= size)
     for start in range(0, rows, size):
         part = slice(start, min(start + size, rows))
-        logits = torch.mm(x[part], weight.t(), out=buffer[: part.stop - start, :words])
-        write_softmax_losses(logits, targets[part], losses[part], ignore_index=ignore_index, gradient=True)
+        padded = buffer[: part.stop - start]
+        logits = torch.mm(x[part], weight.t(), out=padded[:, :words])
+        write_softmax_losses(padded, targets[part], losses[part], ignore_index=ignore_index, words=words, gradient=True)
         # With a factor in fp32: the product is rounded to 16 bits once more, but the factor is not.
         logits.mul_(-grad[part, None])
         if for_x:

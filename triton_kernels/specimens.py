@@ -29,7 +29,7 @@ from raystride.triton_kernels.rope import rope
 from raystride.triton_kernels.swiglu import swiglu
 
 _HEAD_SIZES = (64, 128, 256)
-_WIDTHS = (64, 256, 1024, 4096, 16_384)
+_WIDTHS = (64, 256, 768, 1024, 4096, 16_384)
 """Widths of normalised rows."""
 Shape = tuple[int, ...]
 Function = Callable[..., Any]
@@ -58,7 +58,9 @@ def list_specimens(device: torch.device) -> Iterator[Specimen]:
             yield Specimen(name, f"{kind} {label}".strip(), _forward_and_backward(function, shapes, dtype, device))
         yield Specimen("rope", f"{kind} D 128", partial(_call_rope, [], dtype, device))
         yield Specimen("rope", f"{kind} D 128, norms", partial(_call_rope, [(128,), (128,)], dtype, device))
-        yield Specimen("linear_cross_entropy", kind, partial(_call_linear_cross_entropy, dtype, device))
+        for words in (50_257, 50_304):
+            call = partial(_call_linear_cross_entropy, words, dtype, device)
+            yield Specimen("linear_cross_entropy", f"{kind} V {words}", call)
         yield Specimen("linear_cross_entropy_sharded", kind, partial(_call_linear_cross_entropy_sharded, dtype, device))
         yield Specimen("adamw", kind, partial(_call_adamw, dtype, device))
     yield Specimen("byte_pack", "", partial(_call_byte_pack, device))
@@ -83,7 +85,7 @@ def _attention_specimens(device: torch.device) -> Iterator[Specimen]:
             both = _forward_and_backward(partial(attention, causal=True, **rules), _qkv_shapes(size), half, device)
             yield Specimen("attention", f"bf16 D {size} {label}", both)
         for label in ("window", "dropout", "softcap"):
-            if size > 128 and architecture_family(architecture(device)) == "sm_80":
+            if size > 128 and architecture_family(architecture(device)) in ("sm_80", "sm_86"):
                 continue  # refused, as it would spill
             single = _forward_and_backward(
                 partial(attention, causal=True, **_named_rules(device)[label]), _qkv_shapes(size), torch.float32, device
@@ -207,17 +209,17 @@ def _call_rope(norms: list[Shape], dtype: torch.dtype, device: torch.device) -> 
     _forward_and_backward(lambda q, k, *weights: rope(q, k, cos, sin, *weights), heads + norms, dtype, device)()
 
 
-def _call_linear_cross_entropy(dtype: torch.dtype, device: torch.device) -> None:
-    x, weight = (torch.empty(n, 64, dtype=dtype, device=device, requires_grad=True) for n in (64, 50_304))
+def _call_linear_cross_entropy(words: int, dtype: torch.dtype, device: torch.device) -> None:
+    x, weight = (torch.empty(n, 64, dtype=dtype, device=device, requires_grad=True) for n in (64, words))
     linear_cross_entropy(x, weight, torch.zeros(64, dtype=torch.int64, device=device))[0].backward()
 
 
 def _call_linear_cross_entropy_sharded(dtype: torch.dtype, device: torch.device) -> None:
     """Calls the kernels of the second of two workers, without communication."""
     logits, targets = torch.empty(64, 25_152, dtype=dtype, device=device), torch.zeros(64, dtype=torch.int64, device=device)
-    shard = WordShard(25_152, 50_304)
-    largest, _ = measure_words(logits, targets, shard)
-    words_gradient(logits, targets, largest, shard)
+    shard = WordShard(25_129, 50_257)
+    largest, _ = measure_words(logits, targets, shard, 25_128)
+    words_gradient(logits, targets, largest, shard, 25_128)
 
 
 def _call_adamw(dtype: torch.dtype, device: torch.device) -> None:

@@ -80,6 +80,18 @@ def test_a_tensor_that_moved_is_found_again() -> None:
     assert not torch.equal(moved[0], before)
 
 
+def test_counts_that_were_loaded_anew_are_found() -> None:
+    """The tensors are where they were, and their numbers of steps are not: as after a checkpoint's load."""
+    p, g, m, v, steps = _group([300, 1100])
+    adamw(p, g, m, v, [step + 1 for step in steps], **SETTINGS)
+    expected = [[x.clone() for x in group] for group in (p, m, v)]
+    adamw(p, g, m, v, [step + 1000 for step in steps], **SETTINGS)
+    for number, gradient in enumerate(g):
+        _steps_by_torch(*(group[number] for group in expected), gradient, 1000)
+    for found, wanted in zip((p, m, v), expected, strict=True):
+        assert all(torch.equal(a, b) for a, b in some(zip(found, wanted, strict=True)))
+
+
 def test_where_skip_is_one_nothing_changes() -> None:
     p, g, m, v, steps = _group([10, 5000])
     g[0][3] = float("nan")

@@ -25,7 +25,9 @@ from raystride.triton_kernels.compile_report import (
     PAGE_HEADER,
     CompiledKernel,
     find_faults,
+    half_width,
     operations_page,
+    read_widths,
     tables_page,
 )
 from tests.some import some
@@ -129,7 +131,8 @@ def _row(**changes: Any) -> CompiledKernel:
     plain = {
         "operation": "attention", "kernel": "attention_forward", "label": "bf16", "tile": "m 128", "architecture": "sm_90",
         "registers": 128, "spilled": 0, "shared": 1000, "occupancy": 0.5, "matrix_instructions": 16,
-        "other_matrix_instructions": 0, "tma": 4, "seconds": 1.0, "fits": True, "multiplies": True, "shipped": True,
+        "other_matrix_instructions": 0, "tma": 4, "load_bytes": 16, "store_bytes": 16,
+        "seconds": 1.0, "fits": True, "multiplies": True, "shipped": True,
     }  # fmt: skip
     return CompiledKernel(**(plain | changes))
 
@@ -141,6 +144,35 @@ def test_faults_are_found() -> None:
     assert find_faults(_row(fits=False, shared=300_000)) == ["needs 300000 bytes of shared memory"]
     assert find_faults(_row(matrix_instructions=0)) == ["multiplies without tensor cores"]
     assert not find_faults(_row(matrix_instructions=0, multiplies=False))
+
+
+def test_narrow_accesses_are_a_fault_of_streaming_kernels() -> None:
+    narrow = {"operation": "adamw", "kernel": "adamw", "multiplies": False, "matrix_instructions": 0}
+    assert find_faults(_row(**narrow, load_bytes=4, store_bytes=8)) == [
+        "reads 4 bytes at a time",
+        "writes 8 bytes at a time",
+    ]
+    assert not find_faults(_row(**narrow, load_bytes=0))
+    assert not find_faults(_row(**narrow, load_bytes=4, architecture="gfx942"))
+    assert not find_faults(_row(**narrow | {"kernel": "adamw_corrections"}, load_bytes=4))
+    assert not find_faults(_row(load_bytes=4))
+
+
+def test_widths_of_accesses_are_those_of_the_assembly() -> None:
+    ptx = """
+        @%p1 ld.global.v4.b32 { %r1, %r2, %r3, %r4 }, [ %rd1 + 0 ];
+        ld.global.L1::evict_first.v2.b64 { %rd1, %rd2 }, [ %rd3 + 0 ];
+        ld.global.b64 { %rd9 }, [ %rd4 + 0 ];
+        cp.async.cg.shared.global [ %r5 + 0 ], [ %rd6 + 0 ], 0x10, %r7;
+        st.global.b16 [ %rd7 + 0 ], { %rs1 };
+        @%p1 st.global.v8.b32 [ %rd8 + 0 ], { %r1, %r2, %r3, %r4, %r5, %r6, %r7, %r8 };
+    """
+    amd = "global_load_dwordx4 v[2:5], v1, off\nbuffer_load_ushort v3, v4, s[0:3], 0\nglobal_store_dwordx2 v1, v[2:3], off"
+    assert sorted(read_widths(ptx, "", "load")) == [8, 16, 16, 16]
+    assert sorted(read_widths(ptx, "%1 = tt.load %0 : !tt.ptr<i64>", "load")) == [16, 16, 16]
+    assert sorted(read_widths(ptx, "", "store")) == [2, 32]
+    assert (read_widths(amd, "", "load"), read_widths(amd, "", "store")) == ([16, 2], [8])
+    assert [half_width(widths) for widths in ([], [4] * 4 + [16], [4] * 5 + [16], [2, 2, 16, 16])] == [0, 16, 4, 16]
 
 
 def test_older_tensor_cores_are_a_fault_but_for_small_tiles() -> None:
@@ -156,7 +188,7 @@ def test_older_tensor_cores_are_a_fault_but_for_small_tiles() -> None:
 def test_the_full_page_has_a_table_for_each_architecture() -> None:
     text = tables_page([_row(), _row(architecture="sm_80", spilled=24)])
     assert text.count("| kernel |") == 2
-    assert "| attention_forward | bf16 | m 128 | 128 | 24 | 1,000 | 50% | 16 | 4 | 1.0 |" in text
+    assert "| attention_forward | bf16 | m 128 | 128 | 24 | 1,000 | 50% | 16 | 4 | 16 | 16 | 1.0 |" in text
 
 
 def test_the_page_has_the_worst_of_each_operation() -> None:
@@ -168,11 +200,13 @@ def test_the_page_has_the_worst_of_each_operation() -> None:
         _row(operation="gelu", kernel="gelu_forward", multiplies=False),
     ]
     text = operations_page(rows, "0123")
-    assert "7 kernels compiled by Triton" in text
-    assert "launches 0123; of 6 for NVIDIA 1 spills." in text
-    row = "| bf16 fp32 | `attention_forward` `attention_decoding` | 100, 128, 102, 103 | 0, 24, 0, 0 | 1, 3, 1, 1 | "
-    assert f"{row}older in `attention_decoding` |" in text
-    assert "| `gelu_forward` | -, 128, -, - | -, 0, -, - | -, 1, -, - | - |" in text
+    assert "8 kernels compiled by Triton" in text
+    assert "launches 0123; of 7 for NVIDIA 1 spills." in text
+    none = "-, -, -, -, -"
+    row = "| bf16 fp32 | `attention_forward` `attention_decoding` | 100, 101, 128, 103, 104 | 0, 0, 24, 0, 0 | "
+    assert f"{row}1, 1, 3, 1, 1 | {none} | {none} | older in `attention_decoding` |" in text
+    gelu = " | ".join(f"-, -, {figure}, -, -" for figure in (128, 0, 1, 16, 16))
+    assert f"| `gelu_forward` | {gelu} | - |" in text
 
 
 def test_occupancy_is_bounded_by_what_runs_out_first() -> None:

@@ -1,11 +1,15 @@
 """Programs for a GPU name what is missing without one, and the device checks can fail."""
 
+import ast
+from pathlib import Path
+
 import pytest
 import torch
 
 from raystride.triton_kernels import device_checks, sanitize
 from raystride.triton_kernels.device_checks import DeviceCheck, run_checks
 from raystride.triton_kernels.gelu import gelu, gelu_reference
+from raystride.triton_kernels.launch import use_launcher
 
 needs_no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 
@@ -52,6 +56,37 @@ def test_far_calls_look_at_the_same_numbers(monkeypatch: pytest.MonkeyPatch, num
         small = [(2, 4, 333, 64), (2, 2, 333, 64)]
     check = device_checks._run_check(name, ours, reference, [torch.randn(shape) for shape in small], 2)
     assert not check.failed, check
+
+
+def test_every_kernel_is_checked() -> None:
+    """Launched by the list, on this machine's shapes; a kernel that is not there would never run on a device."""
+    launched: set[str] = set()
+    with use_launcher(lambda kernel, grid, arguments, named: launched.add(kernel.fn.__name__)):
+        for _, ours, _, shapes in device_checks._iterate_calls(torch.device("cpu")):
+            device_checks.value_and_gradients(ours, [torch.zeros(shape, dtype=torch.bfloat16) for shape in shapes])
+    kernels = {
+        node.name
+        for path in Path(str(device_checks.__file__)).parent.glob("*.py")
+        for node in ast.parse(path.read_text()).body
+        if isinstance(node, ast.FunctionDef) and node.name.endswith("_kernel") and node.decorator_list
+    }
+    assert launched == kernels
+
+
+@pytest.mark.parametrize("name", ["linear_cross_entropy_sharded, 1000 words", "byte_pack", "byte_pack_sequence"])
+def test_calls_and_references_that_are_put_together_here_agree(name: str) -> None:
+    calls = {call[0]: call[1:] for call in device_checks._iterate_calls(torch.device("cpu"))}
+    ours, reference, shapes = calls[name]
+    check = device_checks._run_check(name, ours, reference, [torch.randn(shape) for shape in shapes], 1)
+    assert not check.failed, check
+
+
+def test_far_calls_are_in_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several at once would not fit the device's memory, and count as wrong."""
+    far = [(f"gelu {size}, far", gelu, gelu_reference, [(size, 8)]) for size in range(1, 4)]
+    monkeypatch.setattr(device_checks, "_iterate_calls", lambda device: far)
+    parts = [[c.name for c in run_checks(torch.device("cpu"), patterns=("*bfloat16",), part=(i, 3))] for i in range(3)]
+    assert [len(part) for part in parts] == [3, 0, 0]
 
 
 def test_not_a_number_is_wrong() -> None:

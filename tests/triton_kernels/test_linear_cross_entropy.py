@@ -69,6 +69,16 @@ def test_the_tokens_are_taken_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None
     )
 
 
+def test_the_chunks_gradients_are_added_in_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each chunk's is rounded to bf16, their sum once: from 32 on bf16 has steps of a quarter."""
+    monkeypatch.setattr(module, "_MIN_CHUNK", 1)
+    monkeypatch.setattr(module, "_CHUNKS", 64)
+    x, weight = torch.ones(64, 1, dtype=torch.bfloat16), torch.zeros(3, 1, dtype=torch.bfloat16, requires_grad=True)
+    linear_cross_entropy(x, weight, torch.zeros(64, dtype=torch.int64))[0].backward()
+    assert weight.grad is not None
+    assert weight.grad[0].item() == 64 * torch.tensor(-2 / 3).bfloat16().item()
+
+
 def test_large_logits_do_not_overflow() -> None:
     x, weight = torch.full((3, 4), 100.0), torch.tensor([[100.0] * 4, [-100.0] * 4, [0.0] * 4])
     loss, _ = linear_cross_entropy(x, weight, torch.tensor([0, 1, 2]))

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from raystride.triton_kernels import linear_cross_entropy as whole_module
 from raystride.triton_kernels import linear_cross_entropy_sharded as module
 from raystride.triton_kernels.dispatch import kernels_ran, use_kernels
-from raystride.triton_kernels.linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_reference
+from raystride.triton_kernels.linear_cross_entropy import ALIGNMENT, linear_cross_entropy, linear_cross_entropy_reference
 from raystride.triton_kernels.linear_cross_entropy_sharded import WordShard, bytes_exchanged, linear_cross_entropy_sharded
 from tests.distributed import run_distributed
 from tests.some import some
@@ -342,19 +342,30 @@ def test_without_processes_it_is_the_plain_loss() -> None:
 def _joined(
     logits: torch.Tensor, targets: torch.Tensor, shards: dict[WordShard, slice], kernels: bool
 ) -> list[torch.Tensor]:
-    """Losses and the gradient of the logits by the parts of the words, with the exchange done here."""
+    """Losses and the gradient of the logits by the parts of the words, with the exchange done here.
+
+    For kernels every second part is followed by columns that are no words, with any numbers in them.
+    """
     parts = [logits[:, own].clone() for own in shards.values()]
-    measure = module.measure_words if kernels else module.measure_words_reference
-    measured = [measure(part, targets, shard) for part, shard in zip(parts, shards, strict=True)]
+    sizes = [part.shape[1] for part in parts]
+    if kernels:
+        padding = [-size % ALIGNMENT * (number % 2 == 0) for number, size in enumerate(sizes)]
+        parts = [F.pad(part, (0, more), value=1e30) for part, more in zip(parts, padding, strict=True)]
+        measured = [module.measure_words(part, targets, *rest) for part, *rest in zip(parts, shards, sizes, strict=True)]
+    else:
+        measured = [module.measure_words_reference(part, targets, shard) for part, shard in zip(parts, shards, strict=True)]
     largest = torch.stack([own for own, _ in measured]).amax(0)
     for own, sums in measured:
         sums[0] *= (own - largest).exp()
     total = torch.stack([sums for _, sums in measured]).sum(0)
     losses, log_sums = module.compute_word_losses(largest, total, targets, next(iter(shards)))
-    for part, shard, (own, _) in zip(parts, shards, measured, strict=True):
-        left = (log_sums,) if kernels else (own, log_sums)
-        (module.words_gradient if kernels else module.words_gradient_reference)(part, targets, *left, shard)
-    return [losses, torch.cat(parts, 1)]
+    for part, shard, size, (own, _) in zip(parts, shards, sizes, measured, strict=True):
+        if kernels:
+            module.words_gradient(part, targets, log_sums, shard, size)
+        else:
+            module.words_gradient_reference(part, targets, own, log_sums, shard)
+        assert not part[:, size:].any()
+    return [losses, torch.cat([part[:, :size] for part, size in zip(parts, sizes, strict=True)], 1)]
 
 
 def _compare(kernels: bool, rows: int, words: int, cuts: list[int], smoothing: float, z_loss: float, seed: int) -> None:
