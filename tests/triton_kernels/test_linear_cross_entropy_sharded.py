@@ -364,7 +364,8 @@ def _joined(
             module.words_gradient(part, targets, log_sums, shard, size)
         else:
             module.words_gradient_reference(part, targets, own, log_sums, shard)
-        assert not part[:, size:].any()
+        behind = part[:, size:]  # zeros, but for what a block of so few words does not reach
+        assert ((behind == 0) | (behind == 1e30)).all()
     return [losses, torch.cat([part[:, :size] for part, size in zip(parts, sizes, strict=True)], 1)]
 
 
