@@ -68,8 +68,8 @@ class Validation:
             )
             num_batches = -(-num_samples // size)
             sums[name] = validation_sums(self.strategy, self.model, self.precision, samples.task, batches, num_batches)
-        self.counts = np.sum([source_sums.counts for source_sums in sums.values()], axis=0)
-        return validation_scores(self.task, sums, self.counts)
+        self.counts = _add_counts(sums)
+        return validation_scores(self.task, sums)
 
 
 def validation_sums(
@@ -99,12 +99,17 @@ def validation_sums(
     return ValidationSums(loss, targets, counts.cpu().numpy())
 
 
-def validation_scores(task: Task, sums: Mapping[str, ValidationSums], counts: np.ndarray) -> dict[str, float]:
-    """Returns the metrics of all samples, and for a mixture those of each source, from sums by source and all counts."""
+def _add_counts(sums: Mapping[str, ValidationSums]) -> np.ndarray:
+    counts: np.ndarray = np.sum([source_sums.counts for source_sums in sums.values()], axis=0)
+    return counts
+
+
+def validation_scores(task: Task, sums: Mapping[str, ValidationSums]) -> dict[str, float]:
+    """Returns the metrics of all samples, and for a mixture those of each source, from sums by source."""
     loss, targets = (
         math.fsum(getattr(source_sums, field) for source_sums in sums.values()) for field in ("loss", "targets")
     )
-    found = task.score(loss, targets, counts)
+    found = task.score(loss, targets, _add_counts(sums))
     for name, source_sums in sums.items():
         if name:
             found |= {
