@@ -54,40 +54,6 @@ if TYPE_CHECKING:
     from raystride.pipelines.tasks.task import Task
     from raystride.run import Run, SweepInterrupted, TrainingInterrupted, TrainingTerminated
 
-_SECTIONS = (
-    "CheckpointConfig",
-    "DataConfig",
-    "FitConfig",
-    "GuardConfig",
-    "LaunchConfig",
-    "LoraConfig",
-    "ModelConfig",
-    "ObjectiveConfig",
-    "OptimizerConfig",
-    "ProfileConfig",
-    "RecordConfig",
-    "SampleConfig",
-    "ScalingConfig",
-    "TokenizerConfig",
-    "TrainConfig",
-    "ValidationConfig",
-)
-"""The dataclasses of the settings' sections, in `pipelines.config`."""
-_HOMES = {
-    **dict.fromkeys(("check", "evaluate", "export", "generate", "predict", "prepare", "sweep", "train"), "api"),
-    **dict.fromkeys(("fit", "register_model"), "own_model"),
-    **dict.fromkeys(("register_observer", "register_source", "register_task"), "pipelines.plugins"),
-    **dict.fromkeys(("Config", "SettingError", *_SECTIONS), "pipelines.config"),
-    **dict.fromkeys(("SweepConfig", "SweepJobConfig"), "pipelines.config.sweep"),
-    "CannotRun": "pipelines.cluster.cluster",
-    "DataError": "pipelines.sources.faults",
-    "Observer": "pipelines.observers.observer",
-    **dict.fromkeys(("Run", "SweepInterrupted", "TrainingInterrupted", "TrainingTerminated"), "run"),
-    "Task": "pipelines.tasks.task",
-    "TrainingFailed": "pipelines.console.failure",
-}
-"""The module of each public name."""
-
 __all__ = [
     "CannotRun",
     "CheckpointConfig",
@@ -132,6 +98,22 @@ __all__ = [
     "sweep",
     "train",
 ]
+
+_HOMES = {
+    **dict.fromkeys(("check", "evaluate", "export", "generate", "predict", "prepare", "sweep", "train"), "api"),
+    **dict.fromkeys(("fit", "register_model"), "own_model"),
+    **dict.fromkeys(("register_observer", "register_source", "register_task"), "pipelines.plugins"),
+    "SettingError": "pipelines.config",
+    **dict.fromkeys((name for name in __all__ if name.endswith("Config")), "pipelines.config"),
+    **dict.fromkeys(("SweepConfig", "SweepJobConfig"), "pipelines.config.sweep"),
+    "CannotRun": "pipelines.cluster.cluster",
+    "DataError": "pipelines.sources.faults",
+    "Observer": "pipelines.observers.observer",
+    **dict.fromkeys(("Run", "SweepInterrupted", "TrainingInterrupted", "TrainingTerminated"), "run"),
+    "Task": "pipelines.tasks.task",
+    "TrainingFailed": "pipelines.console.failure",
+}
+"""The module of each public name."""
 
 
 def __getattr__(name: str) -> Any:

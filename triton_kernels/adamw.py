@@ -91,7 +91,10 @@ def _one_less_power(BASE: tl.constexpr, exponent, longest):
 def _adamw_corrections_kernel(
     steps_ptr, corrections_ptr, tensors, rate, rate_rest, BETA1: tl.constexpr, BETA2: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Of each tensor rate / (1 - b1^t) and sqrt(1 - b2^t), in `corrections` (2, tensors); `steps`: the counts' addresses."""
+    """Writes rate / (1 - b1^t) and sqrt(1 - b2^t) of each tensor into `corrections` (2, tensors).
+
+    `steps` holds the addresses of the step counts t.
+    """
     tensor = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = tensor < tensors
     counts_ptr = tl.load(steps_ptr + tensor, mask=inside, other=0).to(tl.pointer_type(tl.float32))
@@ -106,7 +109,7 @@ def _adamw_corrections_kernel(
 
 
 @jit
-def _typed(address, TYPE: tl.constexpr, ALIGNED: tl.constexpr):
+def _to_pointer(address, TYPE: tl.constexpr, ALIGNED: tl.constexpr):
     """The pointer of an address, which comes as an integer: a hint tells the compiler that 16 bytes at once are safe."""
     pointer = address.to(tl.pointer_type(TYPE))
     if ALIGNED:
@@ -145,10 +148,10 @@ def _adamw_kernel(
     tensor = tl.load(pieces_ptr + 2 * tl.program_id(0))
     first = tl.load(pieces_ptr + 2 * tl.program_id(0) + 1).to(tl.int64) * BLOCK
     offsets, elements = first + tl.arange(0, BLOCK), tl.load(sizes_ptr + tensor)
-    p_ptr = _typed(tl.load(addresses_ptr + tensor), TYPE, ALIGNED)
-    g_ptr = _typed(tl.load(addresses_ptr + tensors + tensor), TYPE, ALIGNED)
-    m_ptr = _typed(tl.load(addresses_ptr + 2 * tensors + tensor), TYPE, ALIGNED)
-    v_ptr = _typed(tl.load(addresses_ptr + 3 * tensors + tensor), TYPE, ALIGNED)
+    p_ptr = _to_pointer(tl.load(addresses_ptr + tensor), TYPE, ALIGNED)
+    g_ptr = _to_pointer(tl.load(addresses_ptr + tensors + tensor), TYPE, ALIGNED)
+    m_ptr = _to_pointer(tl.load(addresses_ptr + 2 * tensors + tensor), TYPE, ALIGNED)
+    v_ptr = _to_pointer(tl.load(addresses_ptr + 3 * tensors + tensor), TYPE, ALIGNED)
     size, root = tl.load(corrections_ptr + tensor), tl.load(corrections_ptr + tensors + tensor)
     # Without a mask, which would allow one element at a time: only a tensor's last block is not whole.
     if first + BLOCK <= elements:

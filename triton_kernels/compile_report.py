@@ -244,15 +244,16 @@ def read_widths(assembly: str, triton_ir: str, kind: str) -> list[int]:
 
     Accesses of single numbers, which `triton_ir` has, are left out.
     """
-    name, bits = {"load": "ld", "store": "st"}[kind], {"ub": 1, "sb": 1, "us": 2, "ss": 2, "by": 1, "sh": 2, "dw": 4}
+    name = {"load": "ld", "store": "st"}[kind]
+    amd_bytes = {"ubyte": 1, "sbyte": 1, "byte": 1, "ushort": 2, "short": 2, "dword": 4}
     widths = [
         int(count or 1) * int(size) // 8
         for count, size in re.findall(rf"\b{name}\.global(?:\.[A-Za-z_0-9:]+?)*?(?:\.v(\d))?\.[bfsu](\d+)\b", assembly)
     ]
     if kind == "load":
         widths += [int(size, 0) for size in re.findall(r"\bcp\.async\.c[ag]\.shared\.global[^;]*?, (0x\w+|\d+)", assembly)]
-    for size, count in re.findall(rf"\b(?:global|buffer)_{kind}_(ubyte|sbyte|ushort|short|byte|dword)(?:x(\d))?", assembly):
-        widths.append(bits[size[:2]] * int(count or 1))
+    for unit, count in re.findall(rf"\b(?:global|buffer)_{kind}_({'|'.join(amd_bytes)})(?:x(\d))?", assembly):
+        widths.append(amd_bytes[unit] * int(count or 1))
     for size in re.findall(rf"tt\.{kind} .*: !tt\.ptr<[a-z]+(\d+)>", triton_ir):
         if (single := max(1, int(size) // 8)) in widths:
             widths.remove(single)

@@ -82,7 +82,7 @@ def takes_triton(
     """
     wanted = _wants_triton(tensor)
     if wanted:
-        refusal = _device_refusal(tensor.device) or ("" if refusal else active_transform()) or refusal
+        refusal = _device_refusal(tensor.device) or refusal or active_transform()
     if wanted and not refusal and tensor.dtype not in dtypes:
         refusal = f"dtype {tensor.dtype}"
     if not wanted or refusal:

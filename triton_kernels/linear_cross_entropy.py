@@ -125,16 +125,21 @@ def contiguous_on_cpu(x: torch.Tensor) -> torch.Tensor:
     return x if x.is_cuda else x.contiguous()
 
 
+def aligned_words(words: int) -> int:
+    """Returns the columns of a row of logits with its padding."""
+    return cdiv(words, ALIGNMENT) * ALIGNMENT
+
+
 def allocate_logits(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """Allocates a chunk's logits, (n, V rounded up), for x (N, C) and weight (V, C)."""
     rows = len(x)
     # Zeros, since PyTorch's bf16 product on CPUs propagates NaN from the memory it overwrites.
-    return x.new_zeros(min(rows_per_chunk(rows), rows), cdiv(weight.shape[0], ALIGNMENT) * ALIGNMENT)
+    return x.new_zeros(min(rows_per_chunk(rows), rows), aligned_words(weight.shape[0]))
 
 
 def access_unit(logits: torch.Tensor, words: int) -> int:
     """Returns the columns that are read and written together, of logits (n, W) whose first `words` columns are words."""
-    return ALIGNMENT if logits.shape[1] == cdiv(words, ALIGNMENT) * ALIGNMENT else 1
+    return ALIGNMENT if logits.shape[1] == aligned_words(words) else 1
 
 
 def write_softmax_losses(

@@ -25,12 +25,12 @@ from torch.autograd.function import once_differentiable
 
 from raystride.triton_kernels.arguments import expect
 from raystride.triton_kernels.dispatch import takes_triton
-from raystride.triton_kernels.language import cdiv, jit, jit_varying, next_power_of_2, tl
+from raystride.triton_kernels.language import jit, jit_varying, next_power_of_2, tl
 from raystride.triton_kernels.launch import launch
 from raystride.triton_kernels.linear_cross_entropy import (
-    ALIGNMENT,
     Product,
     access_unit,
+    aligned_words,
     contiguous_on_cpu,
     linear_cross_entropy,
     rows_per_chunk,
@@ -308,8 +308,8 @@ def _compute_chunks(x: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor
     rows, size = len(x), rows_per_chunk(len(x))
     result = _Result(x, weight, call, rows <= size)
     # One for each chunk in flight; zeros for the reason in `linear_cross_entropy`.
-    aligned = cdiv(len(weight), ALIGNMENT) * ALIGNMENT
-    buffers = [x.new_zeros(size, aligned) if call.triton and n * size < rows else None for n in range(2)]
+    columns = aligned_words(len(weight))
+    buffers = [x.new_zeros(size, columns) if call.triton and n * size < rows else None for n in range(2)]
     before: tuple[_Chunk, slice] | None = None
     for number, start in enumerate(range(0, rows, size)):
         part = slice(start, min(start + size, rows))

@@ -73,14 +73,14 @@ def settings_from_base(settings: Mapping[str, Any], given: Collection[str]) -> d
     return settings_from_description(place, description, settings, given) if isinstance(description, dict) else {}
 
 
-def names_from_base(settings: Mapping[str, Any], defaults: Mapping[str, Any]) -> set[str]:
-    """Returns the names, among all settings of a training, whose values are those that its base gives.
+def defaults_without_base(settings: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the defaults, by full names, of those settings of a training whose values are what its base gives.
 
-    They follow where another base is chosen. A value that was given and is the base's as well counts as the base's.
+    Such values follow where another base is chosen. One that was given and is the base's as well counts as the base's.
     """
     place = settings.get("model.init_from")
     taken = settings_from_base({**defaults, "model.init_from": place}, {"model.init_from"})
-    return {name for name, value in taken.items() if _as_tuple(settings[name]) == _as_tuple(value)}
+    return {name: defaults[name] for name, value in taken.items() if _as_tuple(settings[name]) == _as_tuple(value)}
 
 
 def settings_from_description(

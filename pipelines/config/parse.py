@@ -20,7 +20,7 @@ from typing import Any, Generic, Literal, TypeVar, get_args, get_origin, get_typ
 
 import yaml
 
-from raystride.pipelines.config.base_model import names_from_base, settings_from_base
+from raystride.pipelines.config.base_model import defaults_without_base, settings_from_base
 from raystride.pipelines.config.batch import batch_error, cut_batch_of_content, cut_batch_of_flags, with_slots
 from raystride.pipelines.config.help import Usage, help_text
 from raystride.pipelines.config.presets import find_config, presets
@@ -101,9 +101,9 @@ def load_settings(cls: type[T], given: Any, changes: Mapping[str, Any] | None = 
         content: dict[str, Any] = _to_plain(asdict(given))  # type: ignore[call-overload]
         flat, defaults = dict(_iterate_settings(given)), dict(_iterate_settings(cls()))
         if "model.init_from" in _file_keys(_nest(changes or {}), known):
-            from_base = {name: defaults[name] for name in names_from_base(flat, defaults)}
-            _merge(content, _nest(from_base), known)
-            flat |= from_base
+            without_base = defaults_without_base(flat, defaults)
+            _merge(content, _nest(without_base), known)
+            flat |= without_base
         written = {name for name, value in flat.items() if value != defaults[name]}
     elif isinstance(given, Mapping):
         content = _complete_sections(with_new_names(_nest(given), cls, tell), cls)
@@ -406,10 +406,10 @@ def with_settings(config: T, settings: Mapping[str, Any]) -> T:
 def _with_network_of_base(config: Any, settings: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the settings and, where nobody gave them, those of the network and tokenizer of the base that they name."""
     flat, defaults = dict(_iterate_settings(config)), dict(_iterate_settings(type(config)()))
-    from_base = {name: defaults[name] for name in names_from_base(flat, defaults)}
-    flat |= {**from_base, **settings}
+    without_base = defaults_without_base(flat, defaults)
+    flat |= {**without_base, **settings}
     given = {name for name, value in flat.items() if value != defaults.get(name)} | {*settings}
-    return {**from_base, **settings_from_base(flat, given), **settings}
+    return {**without_base, **settings_from_base(flat, given), **settings}
 
 
 def parse_value(cls: Any, key: str, value: Any) -> Any:

@@ -5,7 +5,7 @@ samples.num_samples                                       # samples in an epoch
 inputs, targets = samples.batch(np.array([5, 17]))        # model inputs and targets, on the host
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Protocol
 
@@ -18,7 +18,7 @@ from raystride.pipelines.feed.mixture import Mixture, split_samples
 from raystride.pipelines.feed.order import uniform
 from raystride.pipelines.feed.remote_shards import Pieces, RemoteShards, order_by_sample
 from raystride.pipelines.feed.stream import TokenStream
-from raystride.pipelines.tasks.task import Inputs, Rows, Task
+from raystride.pipelines.tasks.task import Document, Inputs, Rows, Task
 
 if TYPE_CHECKING:
     import torch
@@ -28,6 +28,12 @@ SOURCE_SHIFT = 40
 """Low bits of a piece number, for its number in the stream; the stream's index is above them."""
 ReadRows = tuple[Rows, Rows | None]
 """Ids of samples and, if there are any, their loss masks."""
+
+
+def decode_rows(task: Task, rows: Rows, masks: Rows | None) -> Iterator[Document]:
+    """Yields the documents of rows as `Samples.read_rows` returns them. Raises as `Task.decode` does."""
+    kept = masks if masks is not None else [None] * len(rows)
+    return (task.decode(row, mask) for row, mask in zip(rows, kept, strict=True))
 
 
 class Samples(Protocol):

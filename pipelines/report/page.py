@@ -130,7 +130,7 @@ def _answers_table(answers: Mapping[str, Any]) -> str:
     wrong.sort(key=lambda document: -document["probability"])
     right.sort(key=lambda document: document["probability"])
     rows = [
-        [_shortened(document["text"]), document["label"], document["answer"], f"{document['probability']:.0%}"]
+        [_shorten(document["text"]), document["label"], document["answer"], f"{document['probability']:.0%}"]
         for document in (*wrong[:MAX_ANSWERS], *right[:MAX_ANSWERS])
     ]
     note = paragraph(
@@ -140,7 +140,7 @@ def _answers_table(answers: Mapping[str, Any]) -> str:
     return note + html_table(["text", "label", "predicted", "probability"], rows, texts=3) if rows else ""
 
 
-def _shortened(text: str) -> str:
+def _shorten(text: str) -> str:
     line = " ".join(text.split())
     return line if len(line) <= MAX_TEXT_CHARACTERS else f"{line[:MAX_TEXT_CHARACTERS]}..."
 

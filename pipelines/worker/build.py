@@ -24,7 +24,7 @@ from raystride.pipelines.feed.growth import StreamingOrder
 from raystride.pipelines.feed.loader import Loader, Requests
 from raystride.pipelines.feed.open_dataset import Feed, open_feed, open_manifest
 from raystride.pipelines.feed.order import SampleOrder
-from raystride.pipelines.feed.samples import Samples
+from raystride.pipelines.feed.samples import Samples, decode_rows
 from raystride.pipelines.lora.base import HEADER, check_base, finalize_base, init_adapters, network_factory
 from raystride.pipelines.lora.init_from_run import init_weights, with_base_ids
 from raystride.pipelines.observers.observer import Observer
@@ -221,6 +221,4 @@ def _build_loader(config: Config, worker: WorkerInfo, strategy: Strategy, feed: 
 def _read_held_out_documents(task: Task, feed: Feed) -> Iterator[Document]:
     """Yields the first validation documents of each source."""
     for samples in feed.held_out.values():
-        rows, masks = samples.read_rows(np.arange(min(samples.num_samples, NUM_HELD_OUT_SEEN)))
-        kept = masks if masks is not None else [None] * len(rows)
-        yield from (task.decode(row, mask) for row, mask in zip(rows, kept, strict=True))
+        yield from decode_rows(task, *samples.read_rows(np.arange(min(samples.num_samples, NUM_HELD_OUT_SEEN))))

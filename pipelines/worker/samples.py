@@ -1,4 +1,4 @@
-"""What a finished training shows of its model: a generated text (`sample.txt`), or a classifier's answers (`answers.json`).
+"""Writes what shows a finished training's model: a generated text (`sample.txt`), or a classifier's `answers.json`.
 
 write_samples(job, worker, training)       # on all workers where they compute together, else on the first
 
@@ -14,6 +14,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from raystride.pipelines.feed.loader import DevicePlacement, MicroBatch
+from raystride.pipelines.feed.samples import decode_rows
 from raystride.pipelines.strategies.recompute import without_recompilation
 from raystride.pipelines.tasks import Task
 from raystride.pipelines.tasks.contract import list_missing
@@ -66,13 +68,13 @@ def _answer_documents(training: Training, task: LabelTask) -> list[dict[str, Any
     if type(task).decode is Task.decode:
         return []
     samples, size = next(iter(training.validate.held_out.values())), training.config.train.slot_samples
+    placement = DevicePlacement(training.strategy.device, task)
     found: list[dict[str, Any]] = []
     for first in range(0, end := min(samples.num_samples, NUM_ANSWERED), size):
         rows, masks = samples.read_rows(np.arange(first, min(first + size, end)))
-        documents = [task.decode(row, None) for row in rows]
-        inputs, _ = task.collate(rows, masks)
-        inputs = task.unpack(tuple(tensor.to(training.strategy.device) for tensor in inputs))
-        for document, answer in zip(documents, task.answer(training.model, inputs), strict=True):
+        batch = placement.place(MicroBatch(0, *task.collate(rows, masks)))
+        answers = task.answer(training.model, batch.inputs)
+        for document, answer in zip(decode_rows(task, rows, masks), answers, strict=True):
             text, label = "\n".join(document[:-1]), document[-1]
             found.append({"text": text, "label": label, "answer": answer["label"], "probability": answer["probability"]})
     return found
