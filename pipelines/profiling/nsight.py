@@ -68,6 +68,9 @@ class SystemsWindow:
             raise ProfileError("this process was not started under nsys: let train.py start it, with profile.tool nsys")
         self._session = session
         self.listener: Listener | None = nvtx_listener()
+        # The first range connects this process to nsys, which on a busy machine takes longer than a window of short steps.
+        with self.listener("connect"):
+            pass
         self._folder = tempfile.TemporaryDirectory(prefix="nsys-")
         self._out = Path(self._folder.name) / "report"
 

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from shutil import which
 
@@ -149,7 +150,7 @@ def test_a_report_that_is_no_report_is_an_error_that_says_why(
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     monkeypatch.setenv("LEAVES", leaves)
     monkeypatch.setenv(NSYS_SESSION_VARIABLE, "s1")
-    monkeypatch.setattr("raystride.pipelines.profiling.nsight.nvtx_listener", lambda: None)
+    monkeypatch.setattr("raystride.pipelines.profiling.nsight.nvtx_listener", lambda: nullcontext)
     window = SystemsWindow()
     window.open()
     with pytest.raises(ProfileError, match=reason):
