@@ -16,7 +16,7 @@ from hypothesis import settings
 
 from tests.signals import restore_default_signals
 
-pytest_plugins = ["tests.schedule", "tests.seconds", "tests.source_map"]
+pytest_plugins = ["tests.fork_server", "tests.schedule", "tests.seconds", "tests.source_map"]
 
 # A session starts some thousand interpreters. Without bytecode each of them compiles our four hundred modules anew, and
 # pytest rewrites the assertions of three hundred files: 5 s of 14 at each collection.

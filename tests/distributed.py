@@ -9,15 +9,15 @@ import tempfile
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
-from multiprocessing import current_process, get_context
+from multiprocessing import current_process
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-CONTEXT = get_context("forkserver")
-CONTEXT.set_forkserver_preload(["tests.warm"])
+from tests.fork_server import CONTEXT
+
 LIMIT_S = 540.0
 
 

@@ -20,7 +20,8 @@ from raystride.pipelines.prepare.prepare import prepare
 from raystride.pipelines.storage.folder import Folder
 from raystride.pipelines.tasks import build_task
 from raystride.pipelines.worker.job import Job, WorkerInfo
-from tests.distributed import CONTEXT, LIMIT_S
+from tests.distributed import LIMIT_S
+from tests.fork_server import CONTEXT
 from tests.receipts import accept
 
 

@@ -2,7 +2,7 @@
 
 Of a tiny job's processor time more than half was imports: of PyTorch, and at its end of what draws its curve and report.
 
-CONTEXT = get_context("forkserver"); CONTEXT.set_forkserver_preload(["tests.warm"])
+CONTEXT.set_forkserver_preload(["tests.warm"])            # tests.fork_server
 """
 
 import gc

@@ -1,13 +1,14 @@
 """The jobs as a user meets them: exit codes, what an error says, and the three lines at the end."""
 
 import json
+import shutil
 import signal
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from raystride.pipelines.config import CheckpointConfig, Config, LaunchConfig, TrainConfig, ValidationConfig
+from raystride.pipelines.config import Config, LaunchConfig, TrainConfig, ValidationConfig
 from raystride.pipelines.record.summary import SUMMARY_KEYS
 from tests.ray_jobs.jobs import (
     Outcome,
@@ -200,8 +201,9 @@ def test_generate_refuses_what_is_not_there(config: Config) -> None:
     _is_refused(_generate(config, "--run", "trained", "--promt", "x"), "promt", "prompt")
 
 
-def test_generate_needs_a_checkpoint(config: Config) -> None:
-    run_well("train", replace(config, checkpoint=CheckpointConfig(every=0)), "--run", "unsaved")
+def test_generate_needs_a_checkpoint(config: Config, trained: Outcome) -> None:
+    unsaved = Path(config.storage) / "unsaved"
+    shutil.copytree(unsaved.with_name("trained"), unsaved, ignore=shutil.ignore_patterns("checkpoints"))
     _is_refused(_generate(config, "--run", "unsaved"), "checkpoint.every")
 
 

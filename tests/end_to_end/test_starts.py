@@ -94,6 +94,7 @@ def test_an_inline_training_imports_no_ray(config: Config, tmp_path: Path) -> No
     assert (code, "torch" in heavy, "ray" in heavy) == (0, True, False), said
 
 
+@pytest.mark.long
 def test_a_resumed_run_says_at_once_from_which_step(config: Config) -> None:
     """In the first line, before Ray is looked for: none can be joined here."""
     nowhere = ("--launch", "ray", "--launch.address", "127.0.0.1:1", "--launch.timeout_s", "0.1")

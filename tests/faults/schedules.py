@@ -29,7 +29,7 @@ from raystride.pipelines.config import (
     ValidationConfig,
 )
 from raystride.pipelines.worker.job import Job, WorkerInfo
-from tests.distributed import CONTEXT
+from tests.fork_server import CONTEXT
 from tests.processes import make_job
 from tests.receipts import accept
 from tests.tiny import tiny

@@ -26,8 +26,8 @@ from raystride.pipelines.record import read_entries
 from raystride.pipelines.record.audit import audit
 from raystride.pipelines.storage.folder import Folder
 from tests.children import find_children, stop
-from tests.distributed import CONTEXT
 from tests.faults.moments import finish, short_job
+from tests.fork_server import CONTEXT
 from tests.ray_jobs.jobs import Process, finish_job, run_folder, run_well, start_job, summary, wait_for
 from tests.tiny import tiny, write_text
 

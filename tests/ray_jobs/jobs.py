@@ -21,7 +21,7 @@ from typing import Any
 from raystride.pipelines.config import Config
 from raystride.pipelines.config.parse import to_yaml
 from raystride.pipelines.storage.folder import Folder
-from tests.distributed import CONTEXT
+from tests.fork_server import CONTEXT
 from tests.waiting import wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -47,7 +47,8 @@ class Forked:
     """A script in a forked process, with what the tests need of `subprocess.Popen`."""
 
     def __init__(self, script: Path, flags: tuple[str, ...]) -> None:
-        self._place = Path(tempfile.mkdtemp(prefix="job-"))
+        self._folder = tempfile.TemporaryDirectory(prefix="job-", ignore_cleanup_errors=True)  # removed with this object
+        self._place = Path(self._folder.name)
         self._process = CONTEXT.Process(target=_run_script, args=(script, flags, self._place, environment()))
         self._process.start()
         self.pid = self._process.pid or 0

@@ -23,7 +23,8 @@ from raystride.pipelines.distributed.process_group import (
     set_rendezvous_file,
     use_interface_with,
 )
-from tests.distributed import CONTEXT, LIMIT_S, run_distributed
+from tests.distributed import LIMIT_S, run_distributed
+from tests.fork_server import CONTEXT
 
 LOOPBACK = "127.0.0.1"
 

@@ -30,8 +30,8 @@ from raystride.pipelines.evaluate.prediction import MANIFEST, PredictionResult, 
 from raystride.pipelines.sources.faults import DataError
 from raystride.pipelines.sources.pieces import Part
 from raystride.pipelines.storage.folder import Folder
-from tests.distributed import CONTEXT
 from tests.errors import unreadable
+from tests.fork_server import CONTEXT
 from tests.pipelines.evaluate.conftest import texts, train, write_rows
 from tests.some import some
 from tests.tiny import tiny

@@ -102,6 +102,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> raystride.Run:
     return raystride.fit(make_mlp, DATA, masked_loss, settings=SETTINGS, run="own", storage=storage)
 
 
+@pytest.mark.long
 def test_workers_of_ray_give_the_same_rows(run: raystride.Run, ray_cluster: None) -> None:
     scale = 3.0
     fn = lambda model, batch: {"y": scale * model(batch["x"])}  # noqa: E731  # by value, with what it refers to

@@ -19,8 +19,9 @@ from raystride.pipelines.record.sender import Entry, Receipt
 from raystride.pipelines.storage.folder import Folder
 from raystride.pipelines.worker.job import Job, WorkerInfo
 from raystride.pipelines.worker.run import run_worker
-from tests.distributed import CONTEXT, LIMIT_S
+from tests.distributed import LIMIT_S
 from tests.errors import refused
+from tests.fork_server import CONTEXT
 from tests.processes import make_job
 from tests.receipts import taken
 from tests.tiny import tiny, write_text

@@ -18,7 +18,8 @@ from raystride.pipelines.record import Sender, read_entries, relay
 from raystride.pipelines.record.entry import new_entry
 from raystride.pipelines.record.relay import Call, Relay
 from raystride.pipelines.storage.folder import Folder
-from tests.distributed import CONTEXT, LIMIT_S
+from tests.distributed import LIMIT_S
+from tests.fork_server import CONTEXT
 from tests.pipelines.record.conftest import RecorderProcess
 from tests.waiting import wait_until
 

@@ -49,11 +49,12 @@ GEMMA: dict[str, Any] = {
 }
 GEMMA |= {"window": 3, "window_layers": (0, 2, 3), "window_rope_theta": 100.0, "nope_layers": (3,), "softcap": 5.0}
 MESHES: list[tuple[int, ScalingConfig, Kind]] = [
-    (2, ScalingConfig(tensor=2), ("llama", "documents", "untied", 0.1)),
+    (2, ScalingConfig(tensor=2), ("gemma", "windows", "tied", 0.0)),
     (2, ScalingConfig(context=2), ("gpt2", "documents", "untied", 0.1)),
 ]
 """With those below each value of an axis meets each of the others, about."""
 MORE: list[tuple[int, ScalingConfig, Kind]] = [
+    (2, ScalingConfig(tensor=2), ("llama", "documents", "untied", 0.1)),
     (2, ScalingConfig(pipeline=2), ("gpt2", "documents", "tied", 0.1)),
     (2, ScalingConfig(pipeline=2, schedule="zbv"), ("original", "windows", "tied", 0.0)),
     (2, ScalingConfig(context=2, context_exchange="keys"), ("llama", "windows", "tied", 0.1)),
@@ -62,7 +63,6 @@ MORE: list[tuple[int, ScalingConfig, Kind]] = [
     (4, ScalingConfig(context=2, tensor=2, context_exchange="heads"), ("original", "windows", "untied", 0.1)),
     (4, ScalingConfig(pipeline=2, tensor=2), ("gpt2", "windows", "untied", 0.1)),
     (4, ScalingConfig(pipeline=2, context=2, schedule="zbv"), ("llama", "documents", "untied", 0.1)),
-    (2, ScalingConfig(tensor=2), ("gemma", "windows", "tied", 0.0)),
     (2, ScalingConfig(pipeline=2), ("gemma", "documents", "tied", 0.0)),
     (2, ScalingConfig(context=2), ("gemma", "documents", "tied", 0.0)),
     (4, ScalingConfig(context=4), ("llama", "documents", "untied", 0.0)),
