@@ -3,7 +3,7 @@
 Each change is a stop with a checkpoint and a start from the same step, so no step is lost. Ray Train handles a node that is
 lost without notice, at the cost of the steps since the newest checkpoint. Ray Train can also grow a group, but it kills the
 workers to do so; and it announces a preemption to workers, but goes on until the node is gone. Here the driver watches the
-nodes and requests a stop as a user does.
+nodes: a `GroupState` is read, `ElasticPolicy` makes a `ResizeDecision` of it, and the stop is requested as a user's is.
 
     summary = train_on_nodes(fit, allocation, recorder, every_s=60.0)    # fit(StartPlan(max_workers=8)) trains one group
 """
@@ -74,8 +74,90 @@ def train_on_nodes(
             refresh_node_view(True, recorder.warn)
 
 
+@dataclass(frozen=True)
+class GroupState:
+    """The training group and its cluster at one poll."""
+
+    workers: int
+    """Number of training workers; 0: no group trains now."""
+    heartbeats: Mapping[int, Heartbeat]
+    """The newest heartbeat of each rank."""
+    draining: Mapping[str, float]
+    """Deadlines of nodes that are about to be preempted, in Unix seconds, by node id; 0: unknown."""
+    count_free_slots: Callable[[Set[str]], int]
+    """Returns how many more workers fit on nodes other than those given."""
+
+    def max_workers_without(self, nodes: Set[str]) -> int:
+        """Returns the number of workers that remain, or fit, on nodes other than these."""
+        return (
+            self.workers
+            - sum(beat.process.node_id in nodes for beat in self.heartbeats.values())
+            + self.count_free_slots(nodes)
+        )
+
+
+@dataclass(frozen=True)
+class ResizeDecision:
+    """The group has to save, stop, and go on with another size or elsewhere."""
+
+    max_workers: int
+    """Upper limit of the next group's workers."""
+    reason: str
+    """Shown to the user."""
+    excluded_nodes: frozenset[str] = frozenset()
+    """Ids of nodes that must not get a worker any more."""
+
+
+class ElasticPolicy:
+    """Decides on a resize by a group's state; each decision is None if the group is to go on as it is."""
+
+    def __init__(self, allocation: Allocation, drop_slower_than: float) -> None:
+        self._allocation = allocation
+        self.slow_nodes = SlowNodeDetector(drop_slower_than)
+
+    def leave_draining_nodes(self, state: GroupState) -> ResizeDecision | None:
+        """Decides to leave nodes of this group that are about to be preempted."""
+        names = {beat.process.node_id: beat.process.node for beat in state.heartbeats.values()}
+        own = {node: deadline for node, deadline in state.draining.items() if node in names}
+        if not own or not state.workers:
+            return None
+        max_workers = self._allocation.workers
+        if self._allocation.min_workers:
+            max_workers = max(self._limit(state.max_workers_without(set(state.draining))), self._allocation.min_workers)
+        deadlines = (f"{names[node]}{f' in {at - time.time():.0f} s' if at else ''}" for node, at in own.items())
+        reason = f"to be taken away: {', '.join(deadlines)}: saving, to go on elsewhere"
+        return ResizeDecision(max_workers, reason, frozenset(state.draining))
+
+    def drop_slow_node(self, state: GroupState) -> ResizeDecision | None:
+        """Decides to leave a node that slows down the others, if enough workers remain without it."""
+        if not state.workers or not (slow := self.slow_nodes.detect(state.heartbeats, time.monotonic())):
+            return None
+        node, times = slow
+        if (max_workers := self._limit(state.max_workers_without({node}))) < self._allocation.min_workers:
+            return None
+        name = next(beat.process.node for beat in state.heartbeats.values() if beat.process.node_id == node)
+        reason = (
+            f"workers on {name} take {times:.1f} times the others' own time for a step: saving, to go on without that node, "
+            f"on {max_workers} workers"
+        )
+        return ResizeDecision(max_workers, reason, frozenset({node}))
+
+    def grow(self, state: GroupState) -> ResizeDecision | None:
+        """Decides to use free slots. Not while no group trains: its own slots seem free then."""
+        if not 0 < state.workers < self._allocation.workers:
+            return None
+        max_workers = self._limit(state.workers + state.count_free_slots(set()))
+        if max_workers <= state.workers:
+            return None
+        reason = f"room for {max_workers} workers instead of {state.workers}: saving, to go on with them"
+        return ResizeDecision(max_workers, reason)
+
+    def _limit(self, workers: int) -> int:
+        return min(self._allocation.workers, workers)
+
+
 class NodeWatcher:
-    """Background thread that polls the nodes while a group trains, and requests a stop if it is to continue elsewhere."""
+    """Background thread that polls the nodes while a group trains, and requests a stop for each decision of the policy."""
 
     def __init__(
         self,
@@ -89,14 +171,9 @@ class NodeWatcher:
         """Starts the thread. `left_nodes`: draining nodes that earlier groups have left; this group adds its own."""
         self.next: StartPlan | None = None
         """Plan of the next group; None if the group was not asked to stop."""
-        self._start, self._allocation, self._recorder, self._every_s, self._left_nodes = (
-            start,
-            allocation,
-            recorder,
-            every_s,
-            left_nodes,
-        )
-        self._slow_nodes = SlowNodeDetector(drop_slower_than)
+        self._start, self._allocation, self._recorder = start, allocation, recorder
+        self._every_s, self._left_nodes = every_s, left_nodes
+        self._policy = ElasticPolicy(allocation, drop_slower_than)
         self._unanswered: Callable[[], None] | None = None
         """The request that the recorder has not acknowledged yet."""
         self._ended = threading.Event()
@@ -115,81 +192,55 @@ class NodeWatcher:
             with suppress(Exception):  # the recorder may be restarting, or Ray be busy: the next poll will do
                 if self._unanswered:
                     self._unanswered()
-                self._leave_draining_nodes()
-                if self._allocation.min_workers and not self._recorder.workers():
+                state = self._read_state()
+                if decision := self._policy.leave_draining_nodes(state):
+                    self._left_nodes |= decision.excluded_nodes & {
+                        beat.process.node_id for beat in state.heartbeats.values()
+                    }
+                    self._request(decision)
+                if not self._allocation.min_workers:
+                    continue  # not elastic
+                if not state.workers:
                     cancel_lost_requests(self._recorder.warn)
-                nodes = list_alive_nodes() if self._allocation.min_workers else known
-                if nodes != known:
-                    refresh_node_view(self._recorder.workers() > 0, self._recorder.warn)
+                if (nodes := list_alive_nodes()) != known:
+                    refresh_node_view(state.workers > 0, self._recorder.warn)
                     known = nodes
-                if not self._allocation.min_workers or self.next:
-                    continue  # not elastic, or the group is stopping already
-                self._drop_slow_node()
-                if not self.next and time.monotonic() - looked >= self._every_s:
+                if self.next:
+                    continue  # the group is stopping already
+                if decision := self._policy.drop_slow_node(state):
+                    self._request(decision)
+                elif time.monotonic() - looked >= self._every_s:
                     looked = time.monotonic()
-                    self._grow_if_room()
+                    if decision := self._policy.grow(state):
+                        self._request(decision)
 
-    def _request_resize(self, max_workers: int, text: str, excluded_nodes: Set[str] = frozenset()) -> None:
+    def _read_state(self) -> GroupState:
+        """Polls Ray and the recorder; the latter only for what a decision needs."""
+        draining = {
+            node: deadline for node, deadline in draining_nodes(self._recorder.warn).items() if node not in self._left_nodes
+        }
+        workers = self._recorder.workers() if draining or self._allocation.min_workers else 0
+        needs_heartbeats = workers and (draining or self._policy.slow_nodes.factor)
+        return GroupState(workers, self._recorder.heartbeats() if needs_heartbeats else {}, draining, self._count_free_slots)
+
+    def _count_free_slots(self, excluded_nodes: Set[str]) -> int:
+        excluded, per_worker = self._start.excluded_nodes | excluded_nodes, self._allocation.per_worker
+        return count_worker_slots(per_worker, free_resources_by_node(per_worker, self._recorder.warn, excluded))
+
+    def _request(self, decision: ResizeDecision) -> None:
         """Requests a stop and sets the plan of the next group; repeats the request at each poll until it is acknowledged."""
 
         def request() -> None:
-            self._recorder.request_resize(text)
+            self._recorder.request_resize(decision.reason)
             self._unanswered = None
-            if excluded_nodes:  # the phase's text is gone when the next phase begins
-                self._recorder.warn(text)
+            if decision.excluded_nodes:  # the phase's text is gone when the next phase begins
+                self._recorder.warn(decision.reason)
 
         # Set before the request is acknowledged: even if the reply is lost, the group stops.
-        self.next = StartPlan(max_workers, self._start.number + 1, self._start.excluded_nodes | excluded_nodes)
+        excluded = self._start.excluded_nodes | decision.excluded_nodes
+        self.next = StartPlan(decision.max_workers, self._start.number + 1, excluded)
         self._unanswered = request
         request()
-
-    def _leave_draining_nodes(self) -> None:
-        """Requests a stop if nodes of this group are about to be preempted."""
-        leaving = {
-            node: deadline for node, deadline in draining_nodes(self._recorder.warn).items() if node not in self._left_nodes
-        }
-        if not leaving or not self._recorder.workers():
-            return
-        beats = self._recorder.heartbeats()
-        names = {beat.process.node_id: beat.process.node for beat in beats.values()}
-        if own_leaving := {node: deadline for node, deadline in leaving.items() if node in names}:
-            descriptions = (
-                f"{names[node]}{f' in {deadline - time.time():.0f} s' if deadline else ''}"
-                for node, deadline in own_leaving.items()
-            )
-            max_workers = (
-                self._max_workers_without(beats, set(leaving)) if self._allocation.min_workers else self._allocation.workers
-            )
-            text = f"to be taken away: {', '.join(descriptions)}: saving, to go on elsewhere"
-            self._left_nodes |= set(own_leaving)
-            self._request_resize(max(max_workers, self._allocation.min_workers), text, set(leaving))
-
-    def _drop_slow_node(self) -> None:
-        """Requests a stop if one node slows down the others and enough workers remain without it."""
-        beats = self._recorder.heartbeats() if self._slow_nodes.factor and self._recorder.workers() else {}
-        if slow := self._slow_nodes.detect(beats, time.monotonic()):
-            node, times = slow
-            (name, *_) = (beat.process.node for beat in beats.values() if beat.process.node_id == node)
-            if (max_workers := self._max_workers_without(beats, {node})) >= self._allocation.min_workers:
-                text = f"workers on {name} take {times:.1f} times the others' own time for a step: saving, to go on"
-                self._request_resize(max_workers, f"{text} without that node, on {max_workers} workers", {node})
-
-    def _max_workers_without(self, beats: Mapping[int, Heartbeat], nodes: Set[str]) -> int:
-        """Returns the number of workers that fit on nodes other than these."""
-        stay = self._recorder.workers() - sum(beat.process.node_id in nodes for beat in beats.values())
-        return min(self._allocation.workers, stay + self._num_free_slots(self._start.excluded_nodes | nodes))
-
-    def _grow_if_room(self) -> None:
-        """Requests a stop if there are free slots. Does nothing while no group trains, as its own slots seem free then."""
-        workers = self._recorder.workers()
-        if workers and workers < self._allocation.workers:
-            more = min(self._allocation.workers, workers + self._num_free_slots(self._start.excluded_nodes))
-            if more > workers:
-                self._request_resize(more, f"room for {more} workers instead of {workers}: saving, to go on with them")
-
-    def _num_free_slots(self, excluded_nodes: Set[str]) -> int:
-        per_worker = self._allocation.per_worker
-        return count_worker_slots(per_worker, free_resources_by_node(per_worker, self._recorder.warn, excluded_nodes))
 
 
 class SlowNodeDetector:

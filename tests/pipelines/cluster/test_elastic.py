@@ -8,7 +8,16 @@ from typing import Any
 import pytest
 
 from raystride.pipelines.cluster import elastic
-from raystride.pipelines.cluster.elastic import COMPARED_S, SlowNodeDetector, StartPlan, count_worker_slots, train_on_nodes
+from raystride.pipelines.cluster.elastic import (
+    COMPARED_S,
+    ElasticPolicy,
+    GroupState,
+    ResizeDecision,
+    SlowNodeDetector,
+    StartPlan,
+    count_worker_slots,
+    train_on_nodes,
+)
 from raystride.pipelines.cluster.resources import Allocation
 
 SHARE = Allocation(workers=4, device="cpu", threads=2, min_workers=1)
@@ -162,6 +171,18 @@ def test_it_leaves_a_node_that_holds_up_the_others_where_enough_remain(
     assert run.starts == starts
     assert run.excluded_nodes == ({"two"} if len(starts) > 1 else set())
     assert all("two take 10.0 times" in told for told in run.told)
+
+
+def test_nodes_that_go_are_left_with_as_many_workers_as_fit_elsewhere_within_the_bounds() -> None:
+    """Two workers on `two`, which goes; by what is free elsewhere, the least and the most workers."""
+    beats = {rank: SimpleNamespace(process=SimpleNamespace(node_id=name, node=name)) for rank, name in enumerate(PLACES * 2)}
+    policy = ElasticPolicy(replace(SHARE, min_workers=3), drop_slower_than=0.0)
+    for free, workers in ((0, 3), (1, 3), (2, 4), (9, 4)):
+        state = GroupState(4, beats, {"two": 0.0}, lambda excluded, free=free: free if excluded == {"two"} else 99)  # type: ignore[misc, arg-type]
+        decision = policy.leave_draining_nodes(state)
+        assert decision == ResizeDecision(workers, "to be taken away: two: saving, to go on elsewhere", frozenset({"two"}))
+    assert policy.leave_draining_nodes(replace(state, workers=0)) is None
+    assert policy.leave_draining_nodes(replace(state, draining={"three": 0.0})) is None
 
 
 def test_own_times_are_compared_over_the_same_processes_alone() -> None:
