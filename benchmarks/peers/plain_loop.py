@@ -40,15 +40,15 @@ class LayerNorm(nn.Module):
 class Attention(nn.Module):
     """Causal self-attention."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int, heads: int) -> None:
         super().__init__()
-        self.qkv = nn.Linear(WIDTH, 3 * WIDTH, bias=False)
-        self.out = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.qkv, self.heads = nn.Linear(width, 3 * width, bias=False), heads
+        self.out = nn.Linear(width, width, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """(B, T, C) -> (B, T, C)."""
         b, t, c = x.shape
-        q, k, v = (part.view(b, t, HEADS, c // HEADS).transpose(1, 2) for part in self.qkv(x).split(c, dim=2))
+        q, k, v = (part.view(b, t, self.heads, c // self.heads).transpose(1, 2) for part in self.qkv(x).split(c, dim=2))
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         y = y.transpose(1, 2).contiguous().view(b, t, c)
         return self.out(y)  # type: ignore[no-any-return]
@@ -57,12 +57,12 @@ class Attention(nn.Module):
 class Block(nn.Module):
     """Attention and feed-forward, each on a normalised input and added to the stream."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int, heads: int) -> None:
         super().__init__()
-        self.norm1, self.norm2 = LayerNorm(WIDTH), LayerNorm(WIDTH)
-        self.attention = Attention()
-        self.up = nn.Linear(WIDTH, 4 * WIDTH, bias=False)
-        self.down = nn.Linear(4 * WIDTH, WIDTH, bias=False)
+        self.norm1, self.norm2 = LayerNorm(width), LayerNorm(width)
+        self.attention = Attention(width, heads)
+        self.up = nn.Linear(width, 4 * width, bias=False)
+        self.down = nn.Linear(4 * width, width, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """(B, T, C) -> (B, T, C)."""
@@ -73,17 +73,19 @@ class Block(nn.Module):
 class GPT(nn.Module):
     """Embeddings, blocks, and a head that shares the embedding's weight."""
 
-    def __init__(self, vocabulary: int) -> None:
+    def __init__(
+        self, vocabulary: int, layers: int = LAYERS, heads: int = HEADS, width: int = WIDTH, block: int = BLOCK
+    ) -> None:
         super().__init__()
-        self.tokens, self.positions = nn.Embedding(vocabulary, WIDTH), nn.Embedding(BLOCK, WIDTH)
-        self.blocks = nn.ModuleList(Block() for _ in range(LAYERS))
-        self.norm = LayerNorm(WIDTH)
-        self.head = nn.Linear(WIDTH, vocabulary, bias=False)
+        self.tokens, self.positions = nn.Embedding(vocabulary, width), nn.Embedding(block, width)
+        self.blocks = nn.ModuleList(Block(width, heads) for _ in range(layers))
+        self.norm = LayerNorm(width)
+        self.head = nn.Linear(width, vocabulary, bias=False)
         self.tokens.weight = self.head.weight
         for name, parameter in self.named_parameters():
             if parameter.dim() == 2:
                 adds_to_stream = name.endswith(("out.weight", "down.weight"))
-                nn.init.normal_(parameter, 0.0, 0.02 / math.sqrt(2 * LAYERS) if adds_to_stream else 0.02)
+                nn.init.normal_(parameter, 0.0, 0.02 / math.sqrt(2 * layers) if adds_to_stream else 0.02)
 
     def forward(self, ids: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """The mean loss in nats."""
