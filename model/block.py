@@ -166,7 +166,7 @@ def initialize_weights(model: nn.Module, shape: DecoderShape, additions: int) ->
     """Initializes all matrices; `additions` is the number of residual additions over all blocks.
 
     N(0, 0.02), and N(0, 0.02 / sqrt(additions)) for a block's output projections (Radford et al., 2019, section 2.3).
-    `original`: uniform after Glorot and Bengio (2010, eq. 16), and embeddings N(0, 1 / sqrt(C)), which the scale in
+    `original`: uniform after Glorot and Bengio (2010, eq. 16), and embeddings N(0, 1 / sqrt(C)): the scale in
     `add_positions` makes 1.
     """
     apply_cut_plan(model)

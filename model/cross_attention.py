@@ -1,7 +1,7 @@
 """Cross-attention: queries from a decoder, keys and values from an encoder's memory.
 
 Shapes: x (R, T, C), memory (B, S, C), of which the first lengths (B,) of each sentence count -> (R, T, C). R is a multiple
-of B: neighbouring rows of x share a sentence, whose keys and values are read once.
+of B: neighbouring rows of x share a sentence, and its keys and values are read once.
 
     layer = CrossAttention(width=128, heads=4, kv_heads=2)
     y = layer(x, memory, lengths)                             # (6, T, 128), (2, S, 128) -> (6, T, 128)

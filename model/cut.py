@@ -1,6 +1,6 @@
 """Sharded parameters: this worker holds rows or columns of a full parameter.
 
-A network is built with full parameters, whose memory is not touched yet. Before they are initialized, `cut_before_init`
+A network is built with full parameters; their memory is not touched yet. Before they are initialized, `cut_before_init`
 lets a plan replace them by parts. Initial values, or those read from a folder, are then made one full tensor at a time, of
 which the part is kept. So the values equal those of one worker, and no worker holds them all.
 
@@ -75,7 +75,7 @@ def get_cut(parameter: torch.Tensor) -> Cut | None:
 
 
 def full_shape(parameter: torch.Tensor) -> Sequence[int]:
-    """Returns the shape of a fresh model's full parameter, which is its own if it is unsharded."""
+    """Returns the shape of a fresh model's full parameter: its own if it is unsharded."""
     cut = get_cut(parameter)
     return tuple(parameter.shape) if cut is None else cut.full_shape
 

@@ -1,6 +1,6 @@
 """Dropout with masks that depend on the position of an element, not on the number of earlier draws.
 
-By default masks are drawn in sequence from the device's generator, which is seeded by (seed, step, slot). Workers that split
+By default masks are drawn in sequence from the device's generator, seeded by (seed, step, slot). Workers that split
 a slot's layers or tokens have not made the earlier draws. Among them each mask has its own seed, made of the generator's and
 of the module's number; it is drawn for the full slot and cut to the local part: the same masks on any mesh.
 

@@ -166,7 +166,7 @@ def trained_context(description: Mapping[str, Any]) -> int:
 
 
 def _canonical_settings(shape: DecoderShape) -> dict[str, Any]:
-    """Returns settings with several spellings in the one in which they are read."""
+    """Returns settings with several spellings in the one that is read."""
     windowed = tuple(layer for layer in range(shape.layers) if layer_window(shape, layer))
     return {
         "window": shape.window if windowed else 0,

@@ -176,7 +176,7 @@ class DecoderFamily:
         return list(named or [_SLIDING if layer >= first else _FULL for layer in range(layers)])
 
     def _read_rope(self, found: Mapping[str, Any], *, windows: bool) -> Read:
-        """Returns the settings of rotary positions; `windows`: windowed layers exist, which may have their own base."""
+        """Returns the settings of rotary positions; `windows`: windowed layers exist; they may have their own base."""
         rope = found.get("rope_parameters") or found.get("rope_scaling") or {}
         own_base = "window_rope_theta" in self.others
         local: Mapping[str, Any] = rope.get(_SLIDING) or {}
@@ -203,7 +203,7 @@ class DecoderFamily:
 
 
 def _non_default_settings(shape: DecoderShape) -> dict[str, Any]:
-    """Returns the settings in which a decoder differs from plain Llama, by name."""
+    """Returns the settings of a decoder that differ from plain Llama's, by name."""
     found = {name: getattr(shape, name) for name, (plain, _) in _LLAMA_DEFAULTS.items() if getattr(shape, name) != plain}
     if is_sandwich_norm(shape):
         found["norm"] = shape.norm

@@ -3,7 +3,7 @@
     tensor_shapes(config.model, 4096, "llama")    # {"model.embed_tokens.weight": (4096, 128), ...}
 
 GPT-2 stores linear weights as (in, out) and always has biases; the others store queries, keys and values separately, except
-Phi-3, which fuses queries, keys and values into one tensor, and gate and up into another.
+Phi-3: queries, keys and values are one tensor, gate and up another.
 """
 
 import re

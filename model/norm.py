@@ -54,7 +54,7 @@ class RMSNorm(nn.Module):
 
 
 def _output_dtype(x: torch.Tensor, narrow: bool) -> torch.dtype | None:
-    """Returns the dtype to which a norm of x is rounded; None: unchanged."""
+    """Returns the dtype that a norm of x is rounded to; None: unchanged."""
     if not narrow or x.device.type not in ("cuda", "cpu") or not torch.is_autocast_enabled(x.device.type):
         return None
     return torch.get_autocast_dtype(x.device.type)

@@ -102,7 +102,7 @@ class PreferenceDecoder(Decoder):
 
 
 def exclude_figures_from_compile() -> None:
-    """Makes torch.compile skip the sums of figures. Not a decorator, which would add a second to every start."""
+    """Makes torch.compile skip the sums of figures. Not a decorator: that would add a second to every start."""
     PreferenceDecoder._add_figures = torch.compiler.disable(PreferenceDecoder._add_figures)  # type: ignore[method-assign]
 
 

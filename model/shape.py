@@ -129,7 +129,7 @@ def is_gated(shape: DecoderShape) -> bool:
 
 
 def has_learned_positions(shape: DecoderShape) -> bool:
-    """Returns whether each position has a learned vector, which is added to the embedding."""
+    """Returns whether each position has a learned vector, added to the embedding."""
     return shape.architecture in ("gpt2", "bert")
 
 

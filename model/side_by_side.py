@@ -101,7 +101,7 @@ def _apply_batched_adapters(layers: Sequence[Any], x: torch.Tensor, y: torch.Ten
 
 
 class SideBySide:
-    """Decoders over one base, computed as one batch. Without dropout, whose masks would differ from a run alone."""
+    """Decoders over one base, computed as one batch. No dropout: its masks would differ from a run's alone."""
 
     def __init__(self, networks: Sequence[nn.Module]) -> None:
         """Raises ValueError if a network is no decoder, or one with its own loss."""

@@ -32,7 +32,7 @@ Loss = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 
 
 class Decoder(nn.Module):
-    """Embedding, blocks, norm and a head, which may be the embedding's weight."""
+    """Embedding, blocks, norm and a head; its weight may be the embedding's."""
 
     def __init__(self, shape: DecoderShape, vocabulary_size: int) -> None:
         super().__init__()

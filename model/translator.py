@@ -168,7 +168,7 @@ class Translator(nn.Module):
     def _decode_hidden(
         self, ids: torch.Tensor, memory: torch.Tensor, lengths: torch.Tensor, decoding: DecodingState | None = None
     ) -> torch.Tensor:
-        """Returns the normalised last hidden states (R, T, C) of targets (R, T), which continue the cached ones."""
+        """Returns the normalised last hidden states (R, T, C) of targets (R, T) that continue the cached ones."""
         positions = None
         if decoding is not None:
             past = decoding.caches[0].length

@@ -218,7 +218,7 @@ def _load_file(file: Path) -> None:
 
 @dataclass(frozen=True)
 class PluginBundle:
-    """What a training or sweep needs of this process's registrations: modules by name, the script's own by value."""
+    """This process's registrations for a training or sweep: modules by name, the script's own by value."""
 
     installed: tuple[str, ...] = ()
     """Plug-in modules of installed packages, all of them."""

@@ -24,7 +24,7 @@ from raystride.model.hugging_face_config import (
     trained_context,
 )
 from raystride.model.hugging_face_layout import NO_WEIGHT, check_tensors, full_names, layout_of
-from raystride.pipelines.config import Config, SettingError
+from raystride.pipelines.config import Config, ModelConfig, SettingError, TokenizerConfig
 from raystride.pipelines.config.base_model import is_run, settings_from_description
 from raystride.pipelines.config.combinations import DECODERS
 from raystride.pipelines.config.parse import from_yaml
@@ -88,7 +88,7 @@ def check_base(config: Config, path_or_name: str) -> BaseInfo:
         tensors = remote_tensors(path_or_name) if is_hub_name(path_or_name) else read_headers(Folder(path_or_name))
         _check_types(tensors)
         tokenizer = parse_tokenizer(read_file(config.tokenizer)) if config.tokenizer.kind == "file" else None
-        same_ids = tokenizer is not None and _is_base_tokenizer(tokenizer, config, path_or_name)
+        same_ids = tokenizer is not None and _is_base_tokenizer(tokenizer, config.tokenizer, path_or_name)
         if tokenizer:
             _check_added_tokens(tokenizer, tensors, same_ids)
         vocabulary_size = embedding_size(tokenizer) if tokenizer else None
@@ -148,20 +148,20 @@ class BaseReference:
     """Full names of its tensors."""
 
 
-def find_base(config: Config) -> BaseReference | None:
+def find_base(model: ModelConfig) -> BaseReference | None:
     """Returns the base of a run, also through a chain of runs; None if it has no base or it cannot be read."""
-    path_or_name = config.model.init_from
+    path_or_name = model.init_from
     try:
         if not path_or_name:
             return None
         if is_run(path_or_name):
-            return find_base(from_yaml(Config, Folder(path_or_name).read("config.yaml").decode()))
+            return find_base(from_yaml(Config, Folder(path_or_name).read("config.yaml").decode()).model)
         description = read_description(path_or_name)
         kind = described_type(description)
         stored = remote_tensors(path_or_name) if is_hub_name(path_or_name) else read_headers(Folder(path_or_name))
     except (OSError, ValueError):
         return None
-    names = full_names(layout_of(config.model, kind), stored)
+    names = full_names(layout_of(model, kind), stored)
     return BaseReference(path_or_name, kind, trained_context(description), description.get("pad_token_id"), frozenset(names))
 
 
@@ -217,10 +217,10 @@ def _check_types(tensors: TensorSizes) -> None:
             )
 
 
-def _is_base_tokenizer(tokenizer: "Tokenizer", config: Config, path_or_name: str) -> bool:
+def _is_base_tokenizer(tokenizer: "Tokenizer", settings: TokenizerConfig, path_or_name: str) -> bool:
     """Returns whether a tokenizer is the base's own; False if the base has none. Raises ValueError for a different one."""
     if is_hub_name(path_or_name):
-        return config.tokenizer.file == path_or_name  # workers fetch the tokenizer and compare others
+        return settings.file == path_or_name  # workers fetch the tokenizer and compare others
     folder = Folder(path_or_name)
     if not folder.exists("tokenizer.json"):
         return False

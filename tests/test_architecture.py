@@ -7,7 +7,7 @@ import ast
 import re
 import subprocess
 import sys
-from dataclasses import is_dataclass
+from dataclasses import fields, is_dataclass
 from pathlib import Path
 
 import pytest
@@ -44,6 +44,28 @@ def test_settings_are_frozen() -> None:
 
     assert is_dataclass(Config)
     assert Config.__dataclass_params__.frozen  # type: ignore[attr-defined]
+
+
+def test_a_function_that_reads_one_section_of_the_settings_takes_that_section() -> None:
+    """Not `config: Config` if nothing but `config.data` is read, but `data: DataConfig`."""
+    from raystride.pipelines.config import Config
+
+    sections = {field.name for field in fields(Config) if is_dataclass(field.default)}
+    functions = [
+        (path, function)
+        for path in MODULES
+        for function in ast.walk(ast.parse(path.read_text()))
+        if isinstance(function, ast.FunctionDef)
+        and any(argument.arg == "config" and "Config" in ast.dump(argument) for argument in function.args.args)
+    ]
+    assert len(functions) > 50
+    for path, function in functions:
+        uses = [node for node in ast.walk(function) if isinstance(node, ast.Name) and node.id == "config"]
+        read = [node for node in ast.walk(function) if isinstance(node, ast.Attribute) and node.value in uses]
+        names = {node.attr for node in read}
+        assert len(read) < len(uses) or len(names) != 1 or not names <= sections, (
+            f"{_id(path)}: {function.name} reads {names}"
+        )
 
 
 FIGURES = ("train/", "val/", "start/", "test_recall/", "val_recall/")

@@ -88,7 +88,7 @@ _reference = attention_packed_reference
 def exclude_packed_from_compile() -> None:
     """Excludes the reference from torch.compile: its groups depend on lengths, so each batch would be recompiled.
 
-    Not a decorator, whose import adds a second to every start.
+    Not a decorator: its import would add a second to every start.
     """
     global _reference
     _reference = torch.compiler.disable(attention_packed_reference)

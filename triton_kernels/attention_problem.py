@@ -94,7 +94,7 @@ def mixed_rules(sequences: Sequences, rules: Rules) -> str:
 def ensure_readable_rows(x: torch.Tensor) -> torch.Tensor:
     """Returns x, copied only if its last dimension is not contiguous, or if rows that could be 16-byte aligned are not.
 
-    Those would be loaded element by element through pointers, whose tiles spill: 2,100 bytes under a window on sm_90.
+    Those would be loaded element by element through pointers, and those tiles spill: 2,100 bytes under a window on sm_90.
     """
     layout = _analyze_layout(x.shape, x.stride(), x.element_size())
     if layout.readable and (layout.short or x.data_ptr() % 16 == 0):

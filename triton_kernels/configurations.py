@@ -423,7 +423,7 @@ def uncovered_reason(architecture: str, shared: int = 0) -> str:
 
 
 def architecture_family(architecture: str) -> str:
-    """Returns the architecture of FAMILIES whose tiles this one has. Raises ValueError if there is none."""
+    """Returns the architecture of FAMILIES with the tiles of this one. Raises ValueError if there is none."""
     if reason := uncovered_reason(architecture):
         raise ValueError(reason)
     return COVERED[architecture]

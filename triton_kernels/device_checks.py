@@ -147,7 +147,7 @@ def _iterate_calls(device: torch.device) -> Iterator[Call]:
 
 
 def _concat_results(function: Callable[..., tuple[torch.Tensor, torch.Tensor]], *tables: torch.Tensor) -> Function:
-    """Returns a function that concatenates both results of one, whose third and fourth arguments are `tables`, if any."""
+    """Returns a function that concatenates both results of one; `tables`, if any, are its third and fourth arguments."""
     return lambda x, other, *weights: torch.cat(function(x, other, *tables, *weights), 1)
 
 
@@ -162,7 +162,7 @@ def _loss_sum(
 def _sharded_loss(
     shards: list[tuple[WordShard, int]], targets: torch.Tensor, by_kernels: bool, logits: torch.Tensor
 ) -> torch.Tensor:
-    """Returns the gradient of the logits (N, V), whose words are sharded, and the losses as a last column."""
+    """Returns the gradient of the logits (N, V), sharded by words, and the losses as a last column."""
     parts = [logits[:, shard.first : shard.first + size].clone() for shard, size in shards]
     if by_kernels:
         measured = [measure_words(part, targets, *shard) for part, shard in zip(parts, shards, strict=True)]
@@ -181,7 +181,7 @@ def _sharded_loss(
 
 
 def _iterate_byte_pack_calls(device: torch.device) -> Iterator[Call]:
-    """Yields calls whose ids are exact; the drawn input is there for its dtype alone."""
+    """Yields calls with exact ids; the drawn input is there for its dtype alone."""
     data = torch.arange(3000, dtype=torch.uint8, device=device)
     offsets = torch.tensor([0, 700, 700, 1500, 3000], device=device)
     padded: list[Function] = [partial(f, data, offsets, length=1024, end_id=256) for f in (byte_pack, byte_pack_reference)]

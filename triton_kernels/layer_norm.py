@@ -315,7 +315,7 @@ def _(
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
-    """Saves tensors for both operators: the normalised input is x, or the sum, which is an output."""
+    """Saves tensors for both operators: the normalised input is x, or the sum, an output."""
     *streams, weight, bias, _, _ = inputs
     added, statistics = len(streams) == 2, output[-1]
     ctx.mark_non_differentiable(statistics)

@@ -362,7 +362,7 @@ def linear_cross_entropy_sharded(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns the sum of losses in nats over targets other than `ignore_index` (fp32 scalar), and their number (int64).
 
-    The result is the same on all workers of the group, which call it at the same time with the same x, targets and settings.
+    The result is the same on all workers of the group. They call it at the same time with the same x, targets and settings.
     A worker's gradient of weight is complete; that of x is partial, to be summed over the workers.
 
     Args:

@@ -56,7 +56,7 @@ class _FreshContext(SpawnContext):
 
 
 def fresh_context() -> SpawnContext:
-    """Returns a `spawn` context whose processes do not run this one's script, which may have no main guard."""
+    """Returns a `spawn` context. Its processes do not run this one's script: it may have no main guard."""
     return _FreshContext()
 
 

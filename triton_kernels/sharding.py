@@ -72,7 +72,7 @@ def _replicated_or_sharded(dimensions: Sequence[int]) -> list[Any]:
 
 
 def _attention_placements(q: Any, k: Any, v: Any, key_lengths: Any, seed: Any, *settings: Any) -> Sequence[Placements]:
-    """Shards batch and heads. Not with dropout, which depends on the head's index; not the batch with key lengths."""
+    """Shards batch and heads. Not with dropout: it depends on the head's index; not the batch with key lengths."""
     optional, rest = (
         [None if x is None else _replicated_or_sharded([])[0] for x in (key_lengths, seed)],
         [None] * len(settings),
@@ -104,7 +104,7 @@ def _shardable_dimensions(key_lengths: Any, seed: Any) -> list[int]:
 
 
 def _rope_placements(q: Any, k: Any, cos: Any, sin: Any, q_weight: Any, k_weight: Any, eps: float) -> Sequence[Placements]:
-    """Shards heads, which share the tables. Replicated with norms, whose saved statistics are a vector over heads."""
+    """Shards heads; they share the tables. Replicated with norms: their saved statistics are a vector over heads."""
     replicated = _replicated_or_sharded([])[0]
     weights = [None if x is None else replicated for x in (q_weight, k_weight)]
     found = [replicated] if q_weight is not None else _replicated_or_sharded([1])

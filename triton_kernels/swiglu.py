@@ -3,7 +3,7 @@
     d up = dy silu(gate)        d gate = dy up s(gate) (1 + gate (1 - s(gate)))
 
 gate and up (..., C) may be column slices of one fused projection, read without a copy. In fp32 inside. The backward pass
-recomputes silu from gate, which costs less than reading it.
+recomputes silu from gate: that costs less than reading it.
 
     y = swiglu(gate, up)                                      # (..., C), (..., C) -> (..., C)
 """

@@ -50,7 +50,7 @@ def main() -> None:
     config, prepared = config_of(job), Folder(job.place)
     task = build_task(config, {"vocabulary_size": 2**16, "end_id": 0})
     feed = open_feed(config, task, prepared, clock="run", log=print if job.rank == 0 else lambda _: None)
-    read_ahead = feed.read_ahead(config, job.rank, job.world)
+    read_ahead = feed.read_ahead(config.data, job.rank, job.world)
     loader = Loader(feed.plan, feed.train, job.rank, job.world, read_ahead=read_ahead)
     read(job, loader.steps(job.first, job.last))
 

@@ -1,4 +1,4 @@
-"""Index of tensor pieces: in the manifest, or for many ranks in a file each, which is read only if needed.
+"""Index of tensor pieces: in the manifest, or for many ranks in a file each, read only if needed.
 
 A thousand parameters, sharded over a thousand ranks, are millions of pieces: half a gigabyte of JSON that each rank would
 read completely. Above `MAX_LISTED_RANKS` ranks each writes the locations of its own pieces, one row of numbers per piece,
@@ -182,7 +182,7 @@ def to_dcp_metadata(tensors: Mapping[str, Any], pieces: Pieces) -> Metadata:
 
 @contextmanager
 def _without_gc() -> Iterator[None]:
-    """Disables the garbage collector, which would scan all pieces repeatedly: 16 s for three million, 6 s without it."""
+    """Disables the garbage collector. It would scan all pieces repeatedly: 16 s for three million, 6 s without it."""
     enabled = gc.isenabled()
     gc.disable()
     try:

@@ -1,6 +1,6 @@
 """Reads full tensors of a local checkpoint in one process, without PyTorch Distributed Checkpoint; checks files.
 
-PyTorch Distributed Checkpoint, which reads sharded tensors and remote stores, takes as long to import as half of PyTorch,
+PyTorch Distributed Checkpoint reads sharded tensors and remote stores, but takes as long to import as half of PyTorch,
 with a computer algebra system below it.
 
     if not read_local(targets, found.folder, found.manifest): # {"model.head.weight": tensor, ...}, filled in place

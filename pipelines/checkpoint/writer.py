@@ -247,7 +247,7 @@ class CheckpointReader(StorageReader):  # type: ignore[misc]
         return future
 
     def _read_request(self, item: ReadItem) -> "_ReadRequest":
-        """Returns the byte range of a read item: its needed rows of a stored piece, which are contiguous."""
+        """Returns the byte range of a read item: its needed rows, contiguous in a stored piece."""
         index = MetadataIndex(item.storage_index.fqn, item.storage_index.offset)
         piece, sizes = self.pieces[index], list(self.sizes[index])
         dtype: torch.dtype = getattr(torch, self.manifest["tensors"][item.storage_index.fqn]["dtype"])

@@ -321,5 +321,5 @@ def has_several_nodes() -> bool:
 
 
 def call_function(function: Callable[[], T]) -> T:
-    """Calls a function and returns its result; wraps callable objects, which Ray does not accept as tasks."""
+    """Calls a function and returns its result; wraps callable objects, since Ray does not accept them as tasks."""
     return function()

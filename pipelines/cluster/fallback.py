@@ -1,4 +1,4 @@
-"""Guarded use of a library's private API, which may change with any version: checked before use, with a fallback.
+"""Guarded use of a library's private API. It may change with any version: it is checked before use, with a fallback.
 
 try:
     with guard_private_api(RayActorError):                # errors of a changed API become PrivateApiMissing

@@ -98,7 +98,7 @@ def make_trainer_settings(job: Job, allocation: Allocation, recorder: RecorderHa
 
 
 def _for_workers(job: Job) -> Job:
-    """Returns the job with data by reference, and without the tracking server's address, which may hold a password."""
+    """Returns the job with data by reference, and without the tracking server's address: it may hold a password."""
     config = replace(job.config, record=replace(job.config.record, mlflow_uri=None))  # only the recorder needs it
     return replace(job, config=config, plugin_bundle=job.plugin_bundle.for_workers())
 

@@ -1,4 +1,4 @@
-"""Every setting of Raystride, one dataclass a section, and `Config`, which holds them all.
+"""Every setting of Raystride, one dataclass a section, and `Config` with them all.
 
 Settings are made in Python, or read from YAML and flags by `raystride.pipelines.config.parse`:
 

@@ -1,4 +1,4 @@
-"""`train.batch`, which is cut into slots before anything is hashed or stored.
+"""`train.batch`, cut into slots before anything is hashed or stored.
 
 cut_batch({"batch": 64})                                  # (16, 4): slots and slot size
 cut_batch_of_flags(["--train.batch", "64"])               # ["--train.slots=16", "--train.slot_size=4"]

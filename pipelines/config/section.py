@@ -126,7 +126,7 @@ class Section:
     def with_secrets(self, *, optional: Collection[str] = ()) -> Self:
         """The settings with the secrets that they were written without.
 
-        Raises SettingError for one that nothing gives, but for those whose full names are in `optional`.
+        Raises SettingError for one that nothing gives, unless its full name is in `optional`.
         """
         changes: dict[str, Any] = {}
         for item in fields(self):

@@ -295,7 +295,7 @@ class ValidationConfig(Section):
 
 
 def cost_of(value: float | None, direction: Literal["min", "max"] = "min") -> float:
-    """Returns a figure as one of which less is better; infinite, and so never the best, if it is none or not finite."""
+    """Returns a figure such that less is better; infinite, and so never the best, if it is none or not finite."""
     if value is None or not math.isfinite(value):
         return math.inf
     return value if direction == "min" else -value

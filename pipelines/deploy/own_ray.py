@@ -66,7 +66,7 @@ class RayNode:
     @classmethod
     @contextmanager
     def join_cluster(cls, address: str, host: str, *, cpus: int, environment: Mapping[str, str]) -> Iterator[Self]:
-        """Joins the cluster whose head is at `address` for the block. Raises CannotRun with Ray's own output."""
+        """Joins the cluster with its head at `address` for the block. Raises CannotRun with Ray's own output."""
         options = [f"--address={address}", f"--node-ip-address={host}"]
         with cls._start_node(address, host, options, cpus, environment) as ray:
             yield ray

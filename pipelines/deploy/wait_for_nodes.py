@@ -2,7 +2,7 @@
 
     python -m raystride.pipelines.deploy.wait_for_nodes --nodes 4 --seconds 1800
 
-The cluster is that of `RAY_ADDRESS`, or the one whose head runs on this machine. A head without CPUs does not count.
+The cluster is that of `RAY_ADDRESS`, or the one with its head on this machine. A head without CPUs does not count.
 """
 
 import argparse

@@ -42,7 +42,7 @@ def export_hugging_face(opened: LoadedModel, folder: Folder) -> Folder:
 
     Raises SettingError if the layout cannot express the model.
     """
-    base = find_base(opened.config)
+    base = find_base(opened.config.model)
     if is_encoder(opened):
         return _export_encoder(opened, folder, base)
     family = base.family if base and opened.config.model.family == "auto" else "auto"
@@ -89,7 +89,7 @@ def export_adapter(opened: LoadedModel, folder: Folder) -> Folder:
     """
     from raystride.pipelines.lora.peft import adapted_layers, write_adapter
 
-    base = find_base(opened.config)
+    base = find_base(opened.config.model)
     if base:
         names = {f"{name}.weight" for name in adapted_layers(opened.model)}
         _check_base_names(base, names, "; export the whole model, --merge true")

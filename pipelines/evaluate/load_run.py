@@ -14,7 +14,7 @@ from pathlib import Path
 from threading import Lock
 from typing import TYPE_CHECKING, Any
 
-from raystride.pipelines.config import Config
+from raystride.pipelines.config import Config, ModelConfig
 from raystride.pipelines.config.parse import from_yaml
 from raystride.pipelines.config.section import SettingError
 from raystride.pipelines.plugins import FIT, RUN_TASKS, SCRIPT, TASKS, load_plugins
@@ -261,7 +261,7 @@ def _load_model(chosen: SelectedRun, task: Task) -> "nn.Module":
     from raystride.pipelines.lora.base import open_base
     from raystride.pipelines.strategies.parameter_layout import saved_parameters
 
-    _use_kernels(chosen.config)
+    _use_kernels(chosen.config.model)
     model = open_base(chosen.config, task, chosen.checkpoints[0]) if chosen.config.lora.rank else task.build_model()
     own_values = [parameter for _, parameter in saved_parameters(model)]
     mean = [torch.zeros_like(parameter) for parameter in own_values] if len(chosen.checkpoints) > 1 else []
@@ -275,19 +275,19 @@ def _load_model(chosen: SelectedRun, task: Task) -> "nn.Module":
     return model.eval()
 
 
-def load_weights(config: Config, task: Task, file: Path) -> "nn.Module":
+def load_weights(settings: ModelConfig, task: Task, file: Path) -> "nn.Module":
     """Returns the model with the parameters of a safetensors file."""
     from safetensors.torch import load_model
 
-    _use_kernels(config)
+    _use_kernels(settings)
     model = task.build_model()
     load_model(model, file)
     return model.eval()
 
 
-def _use_kernels(config: Config) -> None:
+def _use_kernels(model: ModelConfig) -> None:
     from raystride.triton_kernels.dispatch import triton_unavailable_reason, use_kernels
 
     if not triton_unavailable_reason():
         # A run of another machine may have set kernels that this one cannot run; its model runs anywhere.
-        use_kernels(config.model.kernels)
+        use_kernels(model.kernels)

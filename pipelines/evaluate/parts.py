@@ -113,7 +113,7 @@ def write_record(
     skipped: int = 0,
     faults: Sequence[dict[str, str]] = (),
 ) -> dict[str, Any]:
-    """Writes the record of a part whose file is complete, and returns it."""
+    """Writes the record of a part with a complete file, and returns it."""
     record = {
         "part": part.number,
         "rows": rows,

@@ -1,4 +1,4 @@
-"""The examples of a split as a run's preparation has them, for an evaluation whose raw data has changed or is gone.
+"""The examples of a split as a run's preparation has them, for an evaluation after its raw data has changed or is gone.
 
 prepared = find_prepared(chosen, run, "validation")       # None: the preparation is incomplete
 parts = prepared.parts(1 << 20)                           # ranges of shards, numbered
@@ -57,7 +57,7 @@ class PreparedSplit:
     def examples(self, predictor: Predictor, part: Part) -> Iterator[Example]:
         """Yields the samples of a part in order."""
         shards = self._manifest.splits[self.split]
-        stream = TokenStream(self.folder, self._manifest, self.split, node_cache(self.chosen.config))
+        stream = TokenStream(self.folder, self._manifest, self.split, node_cache(self.chosen.config.data))
         rows, documents = shards.column("rows"), shards.column("documents")
         # More rows than beginning documents: the first row continues a document of the previous shard.
         continuations = set((np.cumsum(rows) - rows)[rows > documents].tolist())

@@ -35,7 +35,7 @@ class MlflowModel(PythonModel):  # type: ignore[misc]
         config = from_yaml(Config, place.read(CONFIG).decode())
         task = load_task(config, place)
         assert place.local
-        opened = LoadedModel(config, task, load_weights(config, task, place.local / WEIGHTS), step=0, place=place)
+        opened = LoadedModel(config, task, load_weights(config.model, task, place.local / WEIGHTS), step=0, place=place)
         self._predictor = Predictor(
             opened, PredictorConfig(run=config.run or "served"), SampleConfig(**place.read_json(SAMPLE))
         )

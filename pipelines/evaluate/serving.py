@@ -51,7 +51,7 @@ class TokenRequired:
 class ModelList:
     """An ASGI middleware that answers `/v1/models` and `/v1/models/NAME`, as OpenAI's protocol has them, with one model.
 
-    The list of transformers is that of its cache, whose folder may not exist.
+    The list of transformers is that of its cache; the cache's folder may not exist.
     """
 
     def __init__(self, application: Application, name: str) -> None:

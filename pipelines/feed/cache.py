@@ -26,7 +26,7 @@ from pathlib import Path
 
 import numpy as np
 
-from raystride.pipelines.config import Config
+from raystride.pipelines.config import DataConfig
 from raystride.pipelines.feed.concurrency import ConcurrencyLimit
 from raystride.pipelines.feed.ledger import DATABASE, Ledger, PieceStatus
 from raystride.pipelines.node_folder import CACHE_VARIABLE, ensure_private, node_folder
@@ -259,14 +259,14 @@ def _stop_fetch_threads(fetch_queue: _FetchQueue) -> None:
         fetch_queue.put(None)
 
 
-def cache_bytes(config: Config) -> int:
+def cache_bytes(data: DataConfig) -> int:
     """Returns the cache size of a node in bytes."""
-    return int(config.data.cache_gib * 2**30)
+    return int(data.cache_gib * 2**30)
 
 
-def node_cache(config: Config, clock: str = "", log: Callable[[str], None] = lambda _: None) -> NodeCache:
+def node_cache(data: DataConfig, clock: str = "", log: Callable[[str], None] = lambda _: None) -> NodeCache:
     """Opens the cache of this node, of `data.cache_gib`."""
-    return NodeCache(cache_folder(), cache_bytes(config), clock=clock, log=log)
+    return NodeCache(cache_folder(), cache_bytes(data), clock=clock, log=log)
 
 
 def cache_folder() -> Path:

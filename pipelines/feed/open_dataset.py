@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from raystride.pipelines.config import Config, SettingError
+from raystride.pipelines.config import Config, DataConfig, SettingError
 from raystride.pipelines.config.mixture import mixture_entries, wanted_weights
 from raystride.pipelines.feed.cache import NodeCache, node_cache
 from raystride.pipelines.feed.growth import AppendableOrder, StreamingDataset, StreamingOrder
@@ -40,11 +40,11 @@ class Feed:
     cache: NodeCache
     """Node cache for remote shards."""
 
-    def read_ahead(self, config: Config, rank: int, world: int) -> ReadAhead | None:
+    def read_ahead(self, data: DataConfig, rank: int, world: int) -> ReadAhead | None:
         """Creates the read-ahead of one worker's remote pieces; None if all shards are local."""
         if not self.train.remote_shards:
             return None
-        max_bytes = int(config.data.prefetch_mib * 2**20)
+        max_bytes = int(data.prefetch_mib * 2**20)
         return ReadAhead(self.plan, self.train, self.cache, rank=rank, world=world, max_bytes=max_bytes)
 
 
@@ -65,7 +65,7 @@ def open_feed(
     is still being prepared, and on the cost of remote shards. Raises FileNotFoundError if a source's preparation is
     incomplete, SettingError for impossible weights.
     """
-    cache, manifest = node_cache(config, clock, log), open_manifest(config, prepared, past)
+    cache, manifest = node_cache(config.data, clock, log), open_manifest(config.data, prepared, past)
     if task.reads_dataset:
         own_samples = task.open_samples("train")
         plan = build_plan(config, own_samples.num_samples, step, position)
@@ -84,7 +84,7 @@ def open_feed(
     past_mixture = Mixture.from_json(past) if past else None
     sizes = {name: source_samples.num_samples for name, source_samples in train.items()}
     mixture = build_mixture(config, sizes, past_mixture, position)
-    for note in share_notes(config, sizes, mixture.max_period):
+    for note in share_notes(config.data, sizes, mixture.max_period):
         log(note)
     plan = build_plan(config, 0, step, position, mixture)
     return Feed(plan, MixedSamples(task, train, mixture), held_out, mixture.shares(), cache)
@@ -100,13 +100,13 @@ def _describe_reading(samples_list: Iterable[Samples], cache: NodeCache) -> Remo
     return RemoteReading(size, sum(samples.num_samples for samples in remote_samples), piece, cache.max_bytes)
 
 
-def open_manifest(config: Config, prepared: Folder, past: Mapping[str, Any] | None = None) -> Manifest:
+def open_manifest(data: DataConfig, prepared: Folder, past: Mapping[str, Any] | None = None) -> Manifest:
     """Loads the manifest of prepared data, or of its first generation if training streams generations.
 
     A resumed run keeps the mode that it began with. Raises FileNotFoundError if there is none yet, ValueError for another
     format.
     """
-    in_generations = "generations" in past if past else config.data.start_after_mib > 0
+    in_generations = "generations" in past if past else data.start_after_mib > 0
     first = read_generation(prepared, 0) if in_generations else None
     return replace(first or Manifest.load(prepared), growing=in_generations and bool(first or past))
 
@@ -160,13 +160,13 @@ def build_mixture(config: Config, samples: Mapping[str, int], past: Mixture | No
     return Mixture.from_weights(sources, wanted, past, since)
 
 
-def share_notes(config: Config, samples: Mapping[str, int], max_period: int = MAX_PERIOD) -> list[str]:
+def share_notes(data: DataConfig, samples: Mapping[str, int], max_period: int = MAX_PERIOD) -> list[str]:
     """Returns a note for each set of weights if quantized shares differ from the wanted ones by more than a tenth.
 
     Raises SettingError for impossible weights.
     """
     notes = []
-    for step, weights in wanted_weights(config.data, samples):
+    for step, weights in wanted_weights(data, samples):
         names, values = list(weights), list(weights.values())
         wrong = distorted_shares(values, quantize_shares(values, max_period))
         if wrong:

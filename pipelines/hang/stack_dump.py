@@ -49,7 +49,7 @@ def dump_stacks(processes: Iterable[Process]) -> dict[int, StackDump]:
 
 
 def kill_processes(processes: Iterable[Process]) -> None:
-    """Kills processes on this node, except those whose pid was reused."""
+    """Kills processes on this node, except those with a reused pid."""
     for process in processes:
         if _is_same_process(process):
             with suppress(ProcessLookupError):

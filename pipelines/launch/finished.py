@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from raystride.pipelines.cluster.answering import make_part_runner
-from raystride.pipelines.config import Config, SettingError
+from raystride.pipelines.config import Config, LoraConfig, SettingError
 from raystride.pipelines.config.jobs import ApplyConfig, EvaluateConfig, ExportConfig, PredictConfig, ServeConfig
 from raystride.pipelines.config.parse import from_yaml
 from raystride.pipelines.hub import push
@@ -29,7 +29,7 @@ ASK_BY_FUNCTION = "predictions of a model of your own need a function, raystride
 
 
 def _refuse_own_model(chosen: "SelectedRun", remedy: str) -> None:
-    """Raises SettingError for a run of a user's own model, whose output only they can read."""
+    """Raises SettingError for a run of a user's own model: only they can read its output."""
     task = chosen.config.task
     if getattr(chosen.script_task or TASKS.get(task), "reads_dataset", False):
         raise SettingError(f"task is {task!r}: {remedy}", setting="task", value=task)
@@ -180,7 +180,7 @@ def export_run(settings: ExportConfig) -> "tuple[Folder, LoadedModel]":
     is_own = opened.task.reads_dataset
     if settings.to == "auto":
         settings = replace(settings, to="state_dict" if is_own else "hugging_face")
-    adapter = writes_adapter(settings, opened.config)
+    adapter = writes_adapter(settings, opened.config.lora)
     name = "adapter" if adapter else settings.to
     target = Folder.from_uri(settings.folder) if settings.folder else storage / settings.run / "export" / name
     if is_own or settings.to == "state_dict":
@@ -204,9 +204,9 @@ def export_run(settings: ExportConfig) -> "tuple[Folder, LoadedModel]":
     return export_hugging_face(opened, target), opened
 
 
-def writes_adapter(settings: ExportConfig, config: Config) -> bool:
+def writes_adapter(settings: ExportConfig, lora: LoraConfig) -> bool:
     """Returns whether an export of a run with these settings is an adapter without its base."""
-    return config.lora.rank > 0 and settings.to in ("auto", "hugging_face") and not settings.merge
+    return lora.rank > 0 and settings.to in ("auto", "hugging_face") and not settings.merge
 
 
 def export_for_serving(settings: ServeConfig) -> "tuple[Folder, LoadedModel]":
@@ -238,7 +238,7 @@ def push_run(settings: ExportConfig, folder: Folder, step: int) -> str:
     from raystride.pipelines.evaluate.export import ADAPTER_FILES, MODEL_FILES
 
     name, run = settings.push or "", Folder.from_uri(settings.storage) / settings.run
-    adapter = writes_adapter(settings, from_yaml(Config, run.read("config.yaml").decode()))
+    adapter = writes_adapter(settings, from_yaml(Config, run.read("config.yaml").decode()).lora)
     try:
         return push(folder, ADAPTER_FILES if adapter else MODEL_FILES, name, model_card(run, name, step, adapter=adapter))
     except ValueError as error:

@@ -13,7 +13,7 @@ from concurrent.futures import Future, wait
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
-from raystride.pipelines.config import Config
+from raystride.pipelines.config import LaunchConfig
 from raystride.pipelines.console.failure import TrainingFailed
 from raystride.pipelines.hang.detector import HangDetector, Hung
 from raystride.pipelines.hang.heartbeat import Heartbeat
@@ -97,12 +97,12 @@ def _set_outcome(outcome: Future[RunSummary], train: Callable[[], RunSummary]) -
 
 
 @contextmanager
-def exit_despite_hang(config: Config) -> Iterator[None]:
+def exit_despite_hang(launch: LaunchConfig) -> Iterator[None]:
     """Limits the interpreter's exit to `LEAVE_S` seconds if the training in the block is inline and hangs."""
     try:
         yield
     except TrainingFailed as failed:
-        if isinstance(failed.cause, Hung) and config.launch.mode == "inline":
+        if isinstance(failed.cause, Hung) and launch.mode == "inline":
             # The hung call may block the interpreter's exit too. This watchdog is a native thread, and exits with 1.
             faulthandler.dump_traceback_later(LEAVE_S, exit=True, file=os.open(os.devnull, os.O_WRONLY))
         raise

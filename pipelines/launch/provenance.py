@@ -1,7 +1,7 @@
 """Provenance of a run: the environment and data that it records, its tags, and the links to its pages.
 
-environment = describe_run(config, resources, allocation, attempt, base, prepared, previous)    # environment.json
-tags = run_tags(environment, config, allocation, dashboard)                                     # of its MLflow run
+environment = describe_run(config.launch, resources, allocation, attempt, base, prepared, previous)    # environment.json
+tags = run_tags(environment, config.scaling, allocation, dashboard)                                     # of its MLflow run
 """
 
 import getpass
@@ -16,7 +16,7 @@ from typing import cast
 from raystride.pipelines.cluster.cluster import has_several_nodes, run_on_node
 from raystride.pipelines.cluster.internals import submission_id
 from raystride.pipelines.cluster.resources import Allocation, Resources
-from raystride.pipelines.config import Config
+from raystride.pipelines.config import Config, LaunchConfig, ScalingConfig
 from raystride.pipelines.hang.process import process_start_time
 from raystride.pipelines.prepare.one_source import PreparedData
 from raystride.pipelines.prepare.raw_files import hash_raw_files, read_raw_files
@@ -41,7 +41,7 @@ def driver_start(fallback: float) -> float:
 
 
 def describe_run(
-    config: Config,
+    launch: LaunchConfig,
     resources: Resources,
     allocation: Allocation,
     attempt: str,
@@ -51,18 +51,18 @@ def describe_run(
 ) -> RunEnvironment:
     """Returns the content of a run's `environment.json`: machine, versions, base and data. Needs ray.init unless inline."""
     return {
-        **describe_surroundings(config, resources, allocation),
+        **describe_surroundings(launch, resources, allocation),
         "attempt": attempt,
         "base": asdict(base) if base else {},
         **describe_data(prepared, previous),
     }
 
 
-def describe_surroundings(config: Config, resources: Resources, allocation: Allocation) -> Environment:
+def describe_surroundings(launch: LaunchConfig, resources: Resources, allocation: Allocation) -> Environment:
     """Returns the environment of the run: this process's, with versions and hardware of a node with workers."""
     found = describe_environment()
-    if config.launch.mode == "ray" and has_several_nodes():
-        found.update(cast(Environment, run_on_node(describe_node, config.launch.timeout_s, gpu=allocation.device == "cuda")))
+    if launch.mode == "ray" and has_several_nodes():
+        found.update(cast(Environment, run_on_node(describe_node, launch.timeout_s, gpu=allocation.device == "cuda")))
     if allocation.device == "cuda" and not found["gpus"] and resources.gpu_name:  # no NVML there, or GPUs of another vendor
         found["gpus"] = [{"name": resources.gpu_name, "memory_bytes": int(resources.gpu_memory_bytes or 0), "driver": ""}]
     return found
@@ -103,9 +103,11 @@ def checkpoint_facts(
     return facts
 
 
-def run_tags(environment: RunEnvironment, config: Config, allocation: Allocation, dashboard: str | None) -> dict[str, str]:
+def run_tags(
+    environment: RunEnvironment, scaling: ScalingConfig, allocation: Allocation, dashboard: str | None
+) -> dict[str, str]:
     """Returns the tags of the run in MLflow; with a dashboard also the job's id and page in Ray."""
-    strategy = config.scaling.strategy
+    strategy = scaling.strategy
     tags = {
         "strategy": strategy if strategy != "auto" else "ddp" if allocation.workers > 1 else "single",
         "version": environment["versions"]["raystride"],

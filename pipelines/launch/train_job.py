@@ -48,7 +48,7 @@ def run_training(parsed: Parsed[Config]) -> int:
 def _train(config: Config, storage: Folder) -> int:
     if (code := run_under_profiler(config, storage)) is not None:
         return code
-    with exit_despite_hang(config):
+    with exit_despite_hang(config.launch):
         summary = train(config, storage, Screen(), started_at=driver_start(time.time()))
     return EXIT_CODES[by] if (by := summary.get("interrupted_by")) else DONE
 
@@ -97,7 +97,7 @@ def train(
             # Checked again, as only the prepared data shows whether the same settings still mean the same data.
             refuse_changes(previous, config, prepared.identity)
         milestones["data"] = time.time()
-        environment = describe_run(config, resources, allocation, attempt, admission.base, prepared, previous)
+        environment = describe_run(config.launch, resources, allocation, attempt, admission.base, prepared, previous)
         job = Job(
             config=config,
             run=str(config.run),
@@ -114,7 +114,7 @@ def train(
         )
         job, allocation = finalize_job(job, resources, allocation, environment, None if watcher else screen.log)
         write_settings(folder, attempt, with_absolute_paths(config), environment)
-        all_tags = run_tags(environment, config, allocation, dashboard) | dict(tags or {})
+        all_tags = run_tags(environment, config.scaling, allocation, dashboard) | dict(tags or {})
         show_pages(folder, all_tags, screen.log)
         hooks = SessionHooks(screen, watcher or page, lease.check, lease.give_up)
         summary = train_on_workers(job, allocation, storage, all_tags, hooks)

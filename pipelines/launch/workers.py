@@ -42,7 +42,7 @@ def total_steps(job: Job) -> int | None:
     steps: float = job.config.train.steps or math.inf
     if job.config.train.epochs or job.config.data.sources:
         newest = newest_manifest(job.folder)
-        task = build_task(job.config, open_manifest(job.config, job.prepared).facts)
+        task = build_task(job.config, open_manifest(job.config.data, job.prepared).facts)
         state = newest.get("state", {}) if job.config.data.sources else {}
         since = {key: state.get(key, 0) for key in ("step", "position")}
         steps = min(steps, open_feed(job.config, task, job.prepared, past=newest.get("order"), **since).plan.steps)

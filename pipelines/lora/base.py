@@ -5,7 +5,7 @@ values, in their storage dtype, instead.
 
     network = strategy.build_network(AdaptedModelFactory(task, config, job.prepared / "tokenizer", log))
     init_adapters(network, config, found, checkpoints)
-    check_base(found, digest := finalize_base(network), config)
+    check_base(found, digest := finalize_base(network), config.model)
 """
 
 from collections.abc import Callable
@@ -20,7 +20,7 @@ from raystride.model.lora import attach_adapters, cast_base, start_adapters, sub
 from raystride.model.side_by_side import share_base
 from raystride.pipelines.checkpoint.fingerprint import base_sha256
 from raystride.pipelines.checkpoint.manager import Checkpoints, ValidCheckpoint
-from raystride.pipelines.config import Config, SettingError
+from raystride.pipelines.config import Config, ModelConfig, SettingError
 from raystride.pipelines.lora.init_from_run import init_weights
 from raystride.pipelines.lora.peft import read_adapter
 from raystride.pipelines.storage.folder import Folder
@@ -89,16 +89,16 @@ def finalize_base(model: nn.Module) -> str:
     return digest
 
 
-def check_base(found: ValidCheckpoint | None, digest: str, config: Config) -> None:
+def check_base(found: ValidCheckpoint | None, digest: str, model: ModelConfig) -> None:
     """Raises SettingError if a resumed run's base differs from the one that its adapters were trained on."""
     before: Any = (found.manifest.get(HEADER) or {}).get("base") if found else None
     if before and before != digest:
         raise SettingError(
-            f"model.init_from is {config.model.init_from!r}: its weights are not those that this run's adapters were "
+            f"model.init_from is {model.init_from!r}: its weights are not those that this run's adapters were "
             f"trained on (base {before[:12]} before, {digest[:12]} now). Put the earlier weights there, or start another "
             "run, --run NAME",
             setting="model.init_from",
-            value=config.model.init_from,
+            value=model.init_from,
         )
 
 
@@ -110,5 +110,5 @@ def open_base(config: Config, task: Task, found: ValidCheckpoint) -> nn.Module:
     model = AdaptedModelFactory(task, config, found.data / "tokenizer", lambda _: None)()
     checkpoints = Checkpoints(found.folder, attempt="", keep=1)
     init_adapters(model, config, found, checkpoints)
-    check_base(found, finalize_base(model), config)
+    check_base(found, finalize_base(model), config.model)
     return model

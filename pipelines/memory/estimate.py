@@ -22,7 +22,7 @@ at once (`lora.adapters`) share the base; each has its own tokens in the common 
 
 from dataclasses import dataclass, replace
 
-from raystride.pipelines.config import Config
+from raystride.pipelines.config import Config, OptimizerConfig, ScalingConfig
 from raystride.pipelines.memory.activations import FP32, Arithmetic, Moment, Network, list_moments
 from raystride.pipelines.memory.adapters import count_adapter_parameters, low_rank_activation_bytes
 from raystride.pipelines.memory.cut import NetworkPart, cut_config, cut_facts, network_parts
@@ -136,9 +136,9 @@ def arithmetic_for(config: Config, device: str) -> Arithmetic:
     return Arithmetic(stream=stream, matmul=matmul, kernels=kernels, mask=1 if gpu else matmul)
 
 
-def _num_optimizer_moments(config: Config) -> int:
+def _num_optimizer_moments(optimizer: OptimizerConfig) -> int:
     """Returns the numbers that the optimiser keeps for a parameter."""
-    return 2 if config.optimizer.kind == "adamw" else 1 if config.optimizer.momentum else 0
+    return 2 if optimizer.kind == "adamw" else 1 if optimizer.momentum else 0
 
 
 def _estimate_data_parallel(
@@ -148,7 +148,7 @@ def _estimate_data_parallel(
     num_parameters = network.num_parameters
     is_pure, stochastic = config.train.precision == "pure_bf16", config.train.stochastic_rounding
     parameters = (HALF if is_pure else FP32) * num_parameters
-    optimizer = FP32 * num_parameters * (_num_optimizer_moments(config) + (is_pure and not stochastic))
+    optimizer = FP32 * num_parameters * (_num_optimizer_moments(config.optimizer) + (is_pure and not stochastic))
     gradients = float(FP32 * num_parameters)
     if config.train.exact:
         gradients = _exact_gradients(config, network, workers)
@@ -185,7 +185,7 @@ def _estimate_adapters(config: Config, network: Network, activations: float, tok
     gradients = float(FP32 * trained)
     if config.train.exact:
         gradients = _exact_gradients(config, replace(network, sizes=[trained]), workers)
-    parameters, optimizer = base + FP32 * trained, FP32 * trained * _num_optimizer_moments(config)
+    parameters, optimizer = base + FP32 * trained, FP32 * trained * _num_optimizer_moments(config.optimizer)
     return MemoryEstimate(parameters, gradients, optimizer, activations, parameters + gradients + optimizer + activations)
 
 
@@ -198,14 +198,14 @@ def _exact_gradients(config: Config, network: Network, workers: int) -> float:
     subtrees = [covering_subtrees(range(slots), slots_of_worker) for slots_of_worker in shares]
     rows = max(1 + max(visit.row for visit in plan_visits(subtree).values()) for subtree in subtrees)
     senders = sum(map(len, subtrees)) - min(map(len, subtrees))
-    largest = _largest_bucket(config, network)
+    largest = _largest_bucket(config.scaling, network)
     return FP32 * rows * network.num_parameters + 2 * largest / workers * senders
 
 
-def _largest_bucket(config: Config, network: Network) -> float:
+def _largest_bucket(scaling: ScalingConfig, network: Network) -> float:
     """Returns the bytes of the largest bucket. As in `reduction.Buckets`, it has adjacent parameters, last first, at least
     one."""
-    max_bytes, largest, bucket_bytes = config.scaling.bucket_mib * 2**20, 0.0, 0.0
+    max_bytes, largest, bucket_bytes = scaling.bucket_mib * 2**20, 0.0, 0.0
     for size in reversed(network.sizes):
         bucket_bytes = size * FP32 + (bucket_bytes if bucket_bytes + size * FP32 <= max_bytes else 0)
         largest = max(largest, bucket_bytes)
@@ -217,7 +217,7 @@ def _estimate_fsdp(unsharded: "UnshardedMemory", step_moments: list[Moment], wor
     config, network, blocks = unsharded.config, unsharded.network, unsharded.blocks
     shards = config.scaling.shard_workers or workers
     shard = FP32 * network.num_parameters / shards
-    optimizer = shard * _num_optimizer_moments(config)
+    optimizer = shard * _num_optimizer_moments(config.optimizer)
     activations = max(moment.activations + unsharded.bytes_at(moment) for moment in step_moments)
     peak = max(
         moment.activations + unsharded.bytes_at(moment) + FP32 * sum(blocks[len(blocks) - moment.num_blocks_done :]) / shards
@@ -240,7 +240,7 @@ def _estimate_deepspeed(
     number_bytes = HALF if config.train.precision == "pure_bf16" else FP32
     parameters = number_bytes * num_parameters / (workers if stage == 3 else 1)
     gradients = FP32 * num_parameters / workers
-    optimizer = gradients * (_num_optimizer_moments(config) + 1)
+    optimizer = gradients * (_num_optimizer_moments(config.optimizer) + 1)
     block = max(block_memory.num_parameters for block_memory in network.blocks)
     bucket = config.scaling.bucket_mib * 2**20
     if stage == 3:

@@ -23,7 +23,7 @@ from raystride.model.shape import (
     pooled_width,
     window_sizes,
 )
-from raystride.pipelines.config import Config
+from raystride.pipelines.config import Config, TrainConfig
 from raystride.pipelines.config.model import ModelConfig
 from raystride.pipelines.memory.activations import FP32, Arithmetic, BlockMemory, Moment, Network, PartMemory
 from raystride.pipelines.memory.cut import NetworkPart
@@ -75,15 +75,15 @@ def describe_network(
     With a `part`, settings and facts are those that `cut` gives.
     """
     if "dataset" in facts:
-        return measured_network(config, facts["dataset"], slots)
+        return measured_network(config.train, facts["dataset"], slots)
     build = NETWORKS.get(config.task)
     return build(config, facts, slots, arithmetic, part) if build else None
 
 
-def measured_network(config: Config, description: Facts, slots: int) -> Network:
+def measured_network(train: TrainConfig, description: Facts, slots: int) -> Network:
     """Describes a model of the user's own from `own_model.describe`: all its activations exist until its backward ends."""
     sizes = [math.prod(shape) for shape in description["parameters"].values()]
-    samples = slots * config.train.slot_size
+    samples = slots * train.slot_size
     saved = samples * float(description["activation_bytes"])
     final_moment = Moment(saved, sum(sizes), max(sizes), "embedding")
     return Network(sizes=sizes, blocks=[], embedding_saved=saved, loss=[], final_moment=final_moment)
@@ -236,7 +236,7 @@ def _image_layer_memory(
     *,
     is_first: bool,
 ) -> BlockMemory:
-    """Returns the memory of a convolution or a fully connected layer, whose `num_conv_outputs`, the input of ReLU, are 0.
+    """Returns the memory of a convolution, or of a fully connected layer with 0 `num_conv_outputs` (the input of ReLU).
 
     A layer saves its input. Pooling saves its input, which ReLU saves too, and the index of each maximum.
     """

@@ -140,7 +140,7 @@ class DeviceSampler:
 
 
 def find_devices(run: RunFacts, powercap: Path, log: Log) -> list[Device]:
-    """Returns the devices whose energy counts for this node: its GPUs, or the CPU packages for a run on CPUs."""
+    """Returns the devices that count for the energy of this node: its GPUs, or the CPU packages for a run on CPUs."""
     if run.device == "cpu":
         return list(rapl_packages(powercap))
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")

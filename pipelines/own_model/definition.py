@@ -1,7 +1,7 @@
-"""What a user gives to `raystride.fit`: a model, data and a loss.
+"""A user's model, data and loss for `raystride.fit`.
 
 own_model = OwnModel(model=make_model, data=dataset, loss=loss)
-own_model.open_split("train", config), own_model.make_network(config)
+own_model.open_split("train", config.fit), own_model.make_network(config.fit)
 """
 
 import copy
@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from raystride.pipelines.config import Config, SettingError
+from raystride.pipelines.config import FitConfig, SettingError
 from raystride.pipelines.own_model.dataset import IndexedDataset, open_dataset
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class OwnModel:
-    """What the user gives to `raystride.fit`."""
+    """A user's model, data, loss and validation, as given to `raystride.fit`."""
 
     model: "Callable[..., nn.Module] | nn.Module"
     """Makes the network, or the network, of which each worker trains a copy."""
@@ -45,12 +45,12 @@ class OwnModel:
     def __getstate__(self) -> dict[str, Any]:
         return vars(self) | {"opened": {}}
 
-    def open_split(self, split: str, config: Config) -> "IndexedDataset | None":
+    def open_split(self, split: str, fit: FitConfig) -> "IndexedDataset | None":
         """Returns the dataset of a split, once a process; None for a validation that is cut off data. Raises DataError."""
         given = self.data if split == "train" else self.validation
         if given is None:
             return None
-        arguments = config.fit.data_args
+        arguments = fit.data_args
         key = f"{split} {arguments}"
         if key not in self.opened:
             if split == "validation" and callable(given):
@@ -59,26 +59,24 @@ class OwnModel:
             self.opened[key] = open_dataset(given, arguments)
         return self.opened[key]  # type: ignore[no-any-return]
 
-    def make_network(self, config: Config) -> "nn.Module":
+    def make_network(self, fit: FitConfig) -> "nn.Module":
         """Returns a fresh network. Raises SettingError for arguments that its callable does not take, or another result."""
         from torch import nn
 
         if isinstance(self.model, nn.Module):
-            if config.fit.model_args:
-                raise config.fit.error(
-                    "model_args", "must be empty where `model` is a module: give the callable that makes it"
-                )
+            if fit.model_args:
+                raise fit.error("model_args", "must be empty where `model` is a module: give the callable that makes it")
             try:
                 return copy.deepcopy(self.model)
             except Exception as error:
                 rule = "must be a module that can be copied, or the callable that makes it"
                 raise SettingError(f"model {rule}: {describe_error(error)}", setting="model", allowed=rule) from error
         try:
-            inspect.signature(self.model).bind(**config.fit.model_args)
+            inspect.signature(self.model).bind(**fit.model_args)
         except (TypeError, ValueError) as error:
-            if config.fit.model_args:
-                raise config.fit.error("model_args", f"must be arguments that `model` takes: {error}") from None
-        made = call_users("model", self.model, **config.fit.model_args)
+            if fit.model_args:
+                raise fit.error("model_args", f"must be arguments that `model` takes: {error}") from None
+        made = call_users("model", self.model, **fit.model_args)
         if not isinstance(made, nn.Module):
             rule = f"must return a torch.nn.Module, and returned {type(made).__name__}"
             raise SettingError(f"model {rule}", setting="model", value=type(made).__name__, allowed=rule)

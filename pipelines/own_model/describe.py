@@ -1,4 +1,4 @@
-"""What identifies a user's model and data, from one forward and backward before anything starts.
+"""The identity of a user's model and data, from one forward and backward before anything starts.
 
 describe_own_model(own_model, config)["parameters"]       # {"0.weight": [32, 8], ...}
 split_indices(2000, 0.05, seed=0)["validation"]           # 100 samples
@@ -33,10 +33,10 @@ def describe_own_model(own: OwnModel, config: Config) -> dict[str, Any]:
 
     Raises SettingError for a network or loss that cannot be trained, DataError for data that cannot be read.
     """
-    dataset = own.open_split("train", config)
+    dataset = own.open_split("train", config.fit)
     assert dataset is not None
     num_train, structure = describe_dataset(dataset)
-    held_out = own.open_split("validation", config)
+    held_out = own.open_split("validation", config.fit)
     if held_out is None:
         splits = split_indices(num_train, config.data.validation_fraction, config.seed)
         num_train, num_validation = len(splits["train"]), len(splits["validation"])
@@ -48,7 +48,7 @@ def describe_own_model(own: OwnModel, config: Config) -> dict[str, Any]:
             seed_generators(config.seed)
             samples = [dataset[i] for i in range(min(PROBED, len(dataset)))]
             batch = NestedBatch(collate_samples(samples, own.collate))
-            network = own.make_network(config)
+            network = own.make_network(config.fit)
             logged, measured, saved = _run_once(own, network, batch, len(samples), exact=config.train.exact)
             _check_updates(own, config, network)
         finally:
@@ -138,7 +138,7 @@ def _run_once(
 def _check_updates(own: OwnModel, config: Config, network: nn.Module) -> None:
     """Raises SettingError unless optimizer and schedule of one's own return what they must."""
     if own.optimizer:
-        build_own_optimizer(own, config, network)
+        build_own_optimizer(own, config.optimizer, network)
     if own.schedule:
         returned = call_users("schedule", own.schedule, 0, config.train.steps or 1)
         if not isinstance(returned, int | float):

@@ -99,7 +99,7 @@ def _record_arguments(opened: LoadedModel, module: nn.Module) -> tuple[tuple[Any
     """Returns what the loss calls the module with, for the first samples of the training."""
     task = opened.task
     assert isinstance(task, OwnModelTask)
-    dataset = task.own_model.open_split("train", opened.config)
+    dataset = task.own_model.open_split("train", opened.config.fit)
     assert dataset is not None
     content = read_batch(dataset, task.own_model.collate, np.arange(min(NUM_EXAMPLES, len(dataset))), opened.config.seed)
     calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []

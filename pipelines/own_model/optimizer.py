@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from raystride.pipelines.config import Config, SettingError
+from raystride.pipelines.config import OptimizerConfig, SettingError
 from raystride.pipelines.own_model.definition import OwnModel, call_users
 
 
 class TorchOptimizer:
-    """An optimiser whose groups' rates follow the schedule. A step that changes nothing costs a read of the device."""
+    """An optimiser with the rates of its groups by the schedule. A step that changes nothing costs a read of the device."""
 
     has_masters = False
 
@@ -60,10 +60,10 @@ class TorchOptimizer:
         }
 
 
-def build_own_optimizer(own_model: OwnModel, config: Config, model: nn.Module) -> TorchOptimizer:
+def build_own_optimizer(own_model: OwnModel, settings: OptimizerConfig, model: nn.Module) -> TorchOptimizer:
     """Builds the optimiser that the user's callable returns for a network. Raises SettingError for another result."""
     assert own_model.optimizer is not None
-    rate, module = config.optimizer.learning_rate, getattr(model, "users_module", model)
+    rate, module = settings.learning_rate, getattr(model, "users_module", model)
     made = call_users("optimizer", own_model.optimizer, module, rate)
     if not isinstance(made, torch.optim.Optimizer):
         rule = "must return a torch.optim.Optimizer"

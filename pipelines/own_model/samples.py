@@ -1,4 +1,4 @@
-"""Samples of an indexed dataset, read and collated in other processes whose random generators are seeded by sample.
+"""Samples of an indexed dataset, read and collated in other processes, with random generators seeded by sample.
 
 The same sample is the same in every run, on any number of workers: before `dataset[i]` the generators of Python, NumPy and
 PyTorch are seeded by the run's seed, the epoch and i; before `collate` by the first sample of the batch. Other processes,
@@ -39,7 +39,7 @@ VALIDATION_EPOCH = 2**32 - 1
 
 
 class NestedBatch:
-    """What `collate` returned: tensors in mappings, sequences, dataclasses, or objects that have `to` themselves.
+    """A batch as `collate` returns it: tensors in mappings, sequences, dataclasses, or objects that have `to` themselves.
 
     It is moved to a device as a tensor is.
     """
@@ -129,7 +129,7 @@ class IndexedSamples(Samples):
         return self.request(samples, epochs)()
 
     def empty_batch(self, samples: int) -> "tuple[Inputs, torch.Tensor]":
-        """Returns copies of the first sample, whose loss does not count."""
+        """Returns copies of the first sample; their loss does not count."""
         (batch,), targets = self.batch(np.zeros(samples, np.int64))
         return (NestedBatch(batch.content, empty=True),), torch.full_like(targets, IGNORED)  # type: ignore[return-value, attr-defined]
 

@@ -102,9 +102,9 @@ class OwnModelTask(Task):
         from raystride.pipelines.own_model.samples import IndexedSamples
 
         own, indices = self.own_model, None
-        dataset = own.open_split(split, self.config)
+        dataset = own.open_split(split, self.config.fit)
         if own.validation is None:
-            dataset = own.open_split("train", self.config)
+            dataset = own.open_split("train", self.config.fit)
             assert dataset is not None
             indices = split_indices(len(dataset), self.config.data.validation_fraction, self.config.seed)[split]
         assert dataset is not None
@@ -116,13 +116,15 @@ class OwnModelTask(Task):
 
         random.seed(self.config.seed)
         np.random.seed(self.config.seed % 2**32)
-        return OwnNetwork(self.own_model.make_network(self.config), self.own_model, self.facts, self.config.train.precision)
+        return OwnNetwork(
+            self.own_model.make_network(self.config.fit), self.own_model, self.facts, self.config.train.precision
+        )
 
     def build_optimizer(self, model: "nn.Module") -> "TorchOptimizer | None":
         """Returns the user's optimiser. Raises SettingError if their callable returns none."""
         from raystride.pipelines.own_model.optimizer import build_own_optimizer
 
-        return build_own_optimizer(self.own_model, self.config, model) if self.own_model.optimizer else None
+        return build_own_optimizer(self.own_model, self.config.optimizer, model) if self.own_model.optimizer else None
 
     def learning_rate_factor(self, step: int, total_steps: int) -> float | None:
         """Returns the value of the user's schedule."""

@@ -11,7 +11,7 @@ from raystride.pipelines.cluster.cluster import cluster, uses_running_cluster
 from raystride.pipelines.cluster.nodes import measure_network
 from raystride.pipelines.cluster.resources import Allocation, Resources, resolve_allocation
 from raystride.pipelines.commands import launch_command
-from raystride.pipelines.config import Config, SettingError
+from raystride.pipelines.config import Config, LaunchConfig, SettingError
 from raystride.pipelines.config.parse import Parsed
 from raystride.pipelines.console.exit_codes import CANNOT_RUN, DONE, run_with_exit_code
 from raystride.pipelines.feed.open_dataset import share_notes
@@ -41,7 +41,7 @@ def _run_check(config: Config, storage: Folder) -> int:
     with cluster(config.launch):
         config, resources, allocation = resolve_resources(config, storage, print)
         checks, table = [data, *preflight(config, allocation, resources, storage, config.tokenizer.vocabulary_size)], ""
-        if _runs_on_hosts(config) and all(check.passed for check in checks):
+        if _runs_on_hosts(config.launch) and all(check.passed for check in checks):
             hosts, links = probe_hosts(config, storage), measure_network(config.launch.timeout_s)
             checks += [*hosts.checks(), *hosts.optional_checks(links)]
             table = hosts.table(links)
@@ -123,7 +123,7 @@ def run_preflight(
     Needs ray.init unless the run is inline. Raises SettingError and DataError if the data cannot be read here.
     """
     checks = preflight(config, allocation, resources, storage, config.tokenizer.vocabulary_size)
-    if _runs_on_hosts(config) and all(check.passed for check in checks):
+    if _runs_on_hosts(config.launch) and all(check.passed for check in checks):
         checks += probe_hosts(config, storage, kept).checks()
     return checks
 
@@ -146,8 +146,8 @@ def _mixture_notes(config: Config, storage: Folder) -> list[str]:
                 if task.window
                 else manifest_of_source.documents("train")
             )
-    return share_notes(config, sizes) if sizes else []
+    return share_notes(config.data, sizes) if sizes else []
 
 
-def _runs_on_hosts(config: Config) -> bool:
-    return config.launch.mode == "ray" and uses_running_cluster(config.launch)
+def _runs_on_hosts(launch: LaunchConfig) -> bool:
+    return launch.mode == "ray" and uses_running_cluster(launch)

@@ -12,7 +12,7 @@ from importlib.util import find_spec
 
 from raystride.pipelines.cluster.cluster import CannotRun
 from raystride.pipelines.cluster.resources import Allocation, Resources
-from raystride.pipelines.config import Config
+from raystride.pipelines.config import Config, ModelConfig
 from raystride.pipelines.config.combinations import MESHED_DECODERS, MESHLESS, SHARDED
 from raystride.pipelines.memory.estimate import FRAMEWORK_BYTES, MemoryEstimate, estimate
 from raystride.pipelines.memory.networks import expected_facts
@@ -44,17 +44,17 @@ def preflight(
 def check_settings(config: Config, allocation: Allocation, resources: Resources, vocabulary_size: int) -> list[Check]:
     """Runs the checks that only compute, so that a sweep can check many settings; the memory check comes last."""
     return [
-        _check_kernels(config, allocation),
+        _check_kernels(config.model, allocation),
         _check_slots(config, allocation),
         _check_resources(allocation, resources),
         _check_memory(config, allocation, resources, vocabulary_size),
     ]
 
 
-def _check_kernels(config: Config, allocation: Allocation) -> Check:
+def _check_kernels(model: ModelConfig, allocation: Allocation) -> Check:
     """Checks that the chosen kernels can run; otherwise the first step would fail."""
     # Repeats triton_kernels.interpreting, which cannot be imported here: another package may be in Triton's place.
-    choice = config.model.kernels
+    choice = model.kernels
     interpreting = os.environ.get("TRITON_INTERPRET", "0") in ("1", "true", "on", "yes")
     runs = choice != "triton" or (find_spec("triton") is not None and (allocation.device == "cuda" or interpreting))
     remedy = "set model.kernels auto or torch; or scaling.device cuda; or TRITON_INTERPRET=1 to run kernels on CPUs, slowly"

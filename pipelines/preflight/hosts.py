@@ -21,7 +21,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 from raystride import __version__
 from raystride.pipelines.cluster.nodes import ClusterNode, Links, NoAnswer, run_on_all_nodes
-from raystride.pipelines.config import Config
+from raystride.pipelines.config import Config, TokenizerConfig
 from raystride.pipelines.hub import is_hub_name, read_description
 from raystride.pipelines.node_folder import node_folder
 from raystride.pipelines.plugins import PluginBundle
@@ -106,7 +106,7 @@ class HostProbe:
             if self.data is None:
                 return ""
             self.plugin_bundle.register()
-            found = _hash_inputs(self.config, list(_open_sources_by_name(self.config).values()))
+            found = _hash_inputs(self.config.tokenizer, list(_open_sources_by_name(self.config).values()))
         except Exception as error:  # SettingError, DataError, and errors of plug-ins and file systems
             return str(error).splitlines()[0] if str(error) else type(error).__name__
         return "" if found == self.data else "it has other files under the same names"
@@ -121,7 +121,7 @@ def _open_sources_by_name(config: Config) -> dict[str, SourcePair]:
     return {name: open_sources(own, build_task(own)) for name, own in config.by_source().items()}
 
 
-def _hash_inputs(config: Config, sources: Sequence[SourcePair]) -> str:
+def _hash_inputs(tokenizer: TokenizerConfig, sources: Sequence[SourcePair]) -> str:
     """Returns a hash of the files' names and sizes and the tokenizer's content; not of times, which copies change.
 
     Raises DataError and SettingError if a file is missing.
@@ -129,8 +129,8 @@ def _hash_inputs(config: Config, sources: Sequence[SourcePair]) -> str:
     from raystride.pipelines.tokenizers.training import read_file
 
     files = [[entry.name, entry.size] for pair in sources for source in pair if source for entry in source.files]
-    tokenizer = read_file(config.tokenizer) if config.tokenizer.kind == "file" else ""
-    return hashlib.sha256(json.dumps([files, tokenizer]).encode()).hexdigest()
+    content = read_file(tokenizer) if tokenizer.kind == "file" else ""
+    return hashlib.sha256(json.dumps([files, content]).encode()).hexdigest()
 
 
 def _free_disk_gib() -> float:
@@ -282,7 +282,7 @@ def probe_hosts(config: Config, storage: Folder, kept: KeptPreparations = NO_KEP
     probe = storage / f".probe-{uuid.uuid4().hex[:8]}"
     probe.put("driver", "here")
     try:
-        listed = _hash_inputs(config, list(sources.values())) if needed else None
+        listed = _hash_inputs(config.tokenizer, list(sources.values())) if needed else None
         host_probe, began = HostProbe(config, probe, listed, plugin_bundle if needed else PluginBundle()), time.time()
         reports = run_on_all_nodes(host_probe, config.launch.timeout_s)
         asked, files_left = (began, time.time()), set(probe.names())

@@ -56,7 +56,7 @@ def choose_task(config: Config, storage: Folder | None = None) -> Config:
     # No other setting may be refused before the columns are known.
     model, train = replace(config.model, init_from=config.model.init_from or ""), replace(config.train, slot_tokens=0)
     probe = replace(config, tokenizer=TokenizerConfig(kind="file", file="tokenizer.json"), model=model, train=train)
-    for task, columns in _candidate_tasks(config):
+    for task, columns in _candidate_tasks(config.data):
         data = replace(config.data, **columns)
         if (fault := _missing_column(replace(probe, task=task, data=data))) is None:
             return _with_task(config, task, data)
@@ -70,9 +70,9 @@ def choose_task(config: Config, storage: Folder | None = None) -> Config:
     )
 
 
-def _candidate_tasks(config: Config) -> Iterator[tuple[str, dict[str, Any]]]:
+def _candidate_tasks(data: DataConfig) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yields each candidate task with the columns that it reads unless the settings name others."""
-    given = {name for name in _COLUMNS if getattr(config.data, name) != getattr(DataConfig, name)}
+    given = {name for name in _COLUMNS if getattr(data, name) != getattr(DataConfig, name)}
     for task, columns in _TASK_COLUMNS:
         if "messages_column" not in given or "messages_column" in columns:
             yield task, {name: value for name, value in columns.items() if name not in given}

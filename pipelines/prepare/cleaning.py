@@ -173,12 +173,11 @@ def build_cleaning(config: Config, task: Task) -> Cleaning | None:
     return Cleaning(data, task)
 
 
-def fingerprint_cleaning(config: Config) -> dict[str, Any]:
+def fingerprint_cleaning(data: DataConfig) -> dict[str, Any]:
     """Returns the cleaning's part of the fingerprint: steps by name and source text, filters by their settings.
 
     Raises SettingError if a step is not found.
     """
-    data = config.data
     found: dict[str, Any] = {}
     if data.transforms:
         found["steps"] = [[name, _hash_source(find_step(data, name))] for name in data.transforms]

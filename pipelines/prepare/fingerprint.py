@@ -195,7 +195,7 @@ def compute_fingerprint(
         content["class_names"] = True
     if data.image_root and data.on_error == "skip":  # images outside it are left out
         content["image_root"] = data.image_root
-    if cleaned := fingerprint_cleaning(config):
+    if cleaned := fingerprint_cleaning(config.data):
         content["cleaning"] = cleaned
     if with_code and (code := hash_user_code(config, source, validation)):
         content["code"] = code

@@ -1,6 +1,6 @@
 """Learning before encoding: trains tokenizers and collects the facts of a task, from one source or several.
 
-    make_tokenizers(config, [LearningSource(job, parts)], folder, task, on_ray, log)
+    make_tokenizers(config.tokenizer, [LearningSource(job, parts)], folder, task, on_ray, log)
     facts = learn_facts([LearningSource(job, parts)], folder, on_ray, log)
 
 An interrupted preparation finds its results again.
@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 
-from raystride.pipelines.config import Config, TokenizerConfig
+from raystride.pipelines.config import TokenizerConfig
 from raystride.pipelines.prepare.parts import sample_documents, sample_slices
 from raystride.pipelines.prepare.stages import Preparation, survey_part
 from raystride.pipelines.sources.pieces import Part, Slice
@@ -55,13 +55,19 @@ class LearnedFacts:
 
 
 def learn(
-    config: Config, studied: Sequence[LearningSource], folder: Folder, digest: str, task: Task, on_ray: bool, log: Log
+    settings: TokenizerConfig,
+    studied: Sequence[LearningSource],
+    folder: Folder,
+    digest: str,
+    task: Task,
+    on_ray: bool,
+    log: Log,
 ) -> LearnedFacts:
-    """Learns tokenizers and facts from several sources unless they exist; `config` has the tokenizer's settings.
+    """Learns tokenizers and facts from several sources unless they exist.
 
     Raises DataError, SettingError.
     """
-    make_tokenizers(config, studied, folder, task, on_ray, log)
+    make_tokenizers(settings, studied, folder, task, on_ray, log)
     knowing = task.knowing({}, Tokenizers(folder, task.tokenizers))
     if task.surveyed:
         learn_facts(
@@ -74,21 +80,21 @@ def learn(
 
 
 def make_tokenizers(
-    config: Config, studied: Sequence[LearningSource], folder: Folder, task: Task, on_ray: bool, log: Log
+    settings: TokenizerConfig, studied: Sequence[LearningSource], folder: Folder, task: Task, on_ray: bool, log: Log
 ) -> None:
     """Makes the task's tokenizers in a folder, each in one task, unless they exist. Raises SettingError, DataError."""
     for name in task.tokenizers:
         try:
             load_tokenizer(folder / name)
         except (FileNotFoundError, ValueError):
-            _make_tokenizer(config, studied, folder, name, on_ray, log)
+            _make_tokenizer(settings, studied, folder, name, on_ray, log)
 
 
 def _make_tokenizer(
-    config: Config, studied: Sequence[LearningSource], folder: Folder, name: str, on_ray: bool, log: Log
+    settings: TokenizerConfig, studied: Sequence[LearningSource], folder: Folder, name: str, on_ray: bool, log: Log
 ) -> None:
     # Characters are counted over all texts: one missing in a sample would be unknown for ever.
-    size = 2**63 if config.tokenizer.kind == "characters" else int(config.tokenizer.training_mib * 2**20)
+    size = 2**63 if settings.kind == "characters" else int(settings.training_mib * 2**20)
     slices = [
         [piece for part in source.parts if part.split != "validation" or source.tail for piece in part.slices]
         for source in studied
@@ -96,8 +102,8 @@ def _make_tokenizer(
     total = sum(piece.bytes for some in slices for piece in some) or 1
     sizes = [size * sum(piece.bytes for piece in some) // total if len(slices) > 1 else size for some in slices]
     samples = [(source.job, sample_slices(some, own), own) for source, some, own in zip(studied, slices, sizes, strict=True)]
-    arguments = config.tokenizer, samples, folder, name
-    if on_ray and config.tokenizer.kind in TRAINED_KINDS:  # other kinds take less time than starting a task
+    arguments = settings, samples, folder, name
+    if on_ray and settings.kind in TRAINED_KINDS:  # other kinds take less time than starting a task
         from raystride.pipelines.prepare.ray_data import run_task
 
         lines = run_task(_train_on_samples, *arguments)

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from raystride.pipelines.config import Config
+from raystride.pipelines.config import Config, DataConfig
 from raystride.pipelines.credentials import redact_uris
 from raystride.pipelines.prepare.cleaning import build_cleaning
 from raystride.pipelines.prepare.fingerprint import Identity, find_fingerprint, open_sources
@@ -93,12 +93,12 @@ def prepare_source(
     source, validation = opened or open_sources(config, task)
     if task.reads_dataset:
         manifest = build_manifest(
-            config, fingerprint, source, task.knowing({"dataset": task.describe_dataset(), **NO_TOKENS}, {}), []
+            config.data, fingerprint, source, task.knowing({"dataset": task.describe_dataset(), **NO_TOKENS}, {}), []
         )
         manifest.save(folder)
         log(f"data: {_describe_counts(manifest, task)}, read as they are")
         return PreparedData(folder, manifest, reused=False)
-    check_readable(config, source, validation)
+    check_readable(config.data, source, validation)
     write_raw_files(folder, source, validation)
     for line in _describe_sources(source, validation):
         log(f"data: {line}")
@@ -107,14 +107,14 @@ def prepare_source(
     started, began = time.time(), time.monotonic()
     parts = divide_into_parts(source, validation, config.data)
     job = build_job(config, folder, DividedSource(source, validation, parts), task, learned, on_ray, log)
-    describe = partial(build_manifest, config, fingerprint, source, job.task)
-    publisher = build_publisher(config, job, describe, log) if config.data.start_after_mib else None
+    describe = partial(build_manifest, config.data, fingerprint, source, job.task)
+    publisher = build_publisher(config.data, job, describe, log) if config.data.start_after_mib else None
     with publisher.publishing(parts) if publisher else nullcontext():
         records = prepare_parts(job, parts, on_ray, log)
     if publisher:
         publisher.end()
     manifest = describe(records)
-    _check_splits(config, manifest)
+    _check_splits(config.data, manifest)
     folder.put_json(SPEED_FILE, sum_stages(record.get("stages", {}) for record in records))
     manifest.save(folder)
     # Only an interrupted preparation needs these files; with the manifest this one is finished.
@@ -153,7 +153,7 @@ def build_job(
     if learned:
         learned.copy_tokenizers(folder, task)
     else:
-        make_tokenizers(config, [studied], folder, task, on_ray, log)
+        make_tokenizers(config.tokenizer, [studied], folder, task, on_ray, log)
     if job.finds_duplicates:
         log("data: a first pass over all documents, for those that are near-duplicates of an earlier one")
         run_each, group = (_run_each_on_ray, _group_bands_on_ray) if on_ray else (_run_each_locally, None)
@@ -180,10 +180,10 @@ def _group_bands_on_ray(folder: Folder, signed: SignedParts, bands: Bands) -> Co
     return group_bands(folder, signed, bands)
 
 
-def check_readable(config: Config, source: Source, validation: Source | None) -> None:
+def check_readable(data: DataConfig, source: Source, validation: Source | None) -> None:
     """Raises DataError for a source that is visibly unreadable, unless faults are skipped."""
     for opened in (source, validation):
-        if opened and config.data.on_error == "raise":
+        if opened and data.on_error == "raise":
             check_source(opened)
 
 
@@ -207,14 +207,14 @@ def load_finished_manifest(folder: Folder) -> Manifest | None:
     return manifest if all(sizes.get(shard.file) == shard.bytes for shard in shards) else None
 
 
-def build_publisher(config: Config, job: Preparation, describe: Describe, log: Log = print) -> Publisher:
+def build_publisher(data: DataConfig, job: Preparation, describe: Describe, log: Log = print) -> Publisher:
     """Returns the publisher of finished parts for concurrent trainings."""
 
     def fills_a_window(manifest: Manifest) -> bool:
         least = job.task.window.length if job.task.window else 1
         return all(manifest.tokens(split) >= least for split in SPLITS)
 
-    return Publisher(job.folder, config.data.start_after_mib * 2**20, describe, fills_a_window, log)
+    return Publisher(job.folder, data.start_after_mib * 2**20, describe, fills_a_window, log)
 
 
 def prepare_parts(job: Preparation, parts: Sequence[Part], on_ray: bool, log: Log) -> list[dict[str, Any]]:
@@ -251,12 +251,12 @@ def _load_done_records(folder: Folder, wanted: Set[int]) -> dict[int, dict[str, 
     return records
 
 
-def build_manifest(config: Config, digest: str, source: Source, task: Task, records: Records) -> Manifest:
+def build_manifest(data: DataConfig, digest: str, source: Source, task: Task, records: Records) -> Manifest:
     """Returns the manifest of a preparation from the records of its parts."""
     skipped = [fault for record in records for fault in record["faults"]]
     unnamed = sum(record["skipped"] for record in records) - len(skipped)
     if unnamed:
-        skipped.append({"place": redact_uris(config.data.source), "reason": f"and {unnamed} more documents"})
+        skipped.append({"place": redact_uris(data.source), "reason": f"and {unnamed} more documents"})
     learned = dict(task.facts)
     shards = {
         split: Shards.from_shards(Shard(**shard) for record in records if (shard := record["shards"][split]))
@@ -268,7 +268,7 @@ def build_manifest(config: Config, digest: str, source: Source, task: Task, reco
         vocabulary_size=learned.pop("vocabulary_size", 0),
         end_id=learned.pop("end_id", 0),
         splits=shards,
-        source={"kind": source.kind, "name": redact_uris(config.data.source), "files": len(source.files)}
+        source={"kind": source.kind, "name": redact_uris(data.source), "files": len(source.files)}
         | {"bytes": sum(file.size for file in source.files)}
         | ({"cut": cut} if (cut := sum(record.get("cut", 0) for record in records)) else {})
         | ({"dropped": dropped} if (dropped := _sum_drop_reasons(records)) else {}),
@@ -286,9 +286,8 @@ def _sum_drop_reasons(records: Records) -> dict[str, int]:
     return dict(total)
 
 
-def _check_splits(config: Config, manifest: Manifest) -> None:
+def _check_splits(data: DataConfig, manifest: Manifest) -> None:
     """Raises DataError if a split is empty."""
-    data = config.data
     train, validation = (manifest.tokens(split) for split in SPLITS)
     if not train and not validation:
         message = f"data.source {data.source!r} holds no documents: name one that does"

@@ -92,7 +92,7 @@ def check_data(config: Config, storage: Folder, task: Task, kept: KeptPreparatio
     known = identity(config, task, kept, storage)
     for name, own in config.by_source().items():
         if load_finished_manifest(storage / ".prepared" / known.fingerprint_of_source(name)) is None:
-            check_readable(own, *open_sources(own, task.under(own)))
+            check_readable(own.data, *open_sources(own, task.under(own)))
 
 
 def check_first_rows(config: Config, storage: Folder, task: Task) -> None:
@@ -134,7 +134,7 @@ def _learn_from_sources(
         cleaning = cleaning and replace(cleaning, data=replace(own.data, near_duplicates=0.0))
         job = Preparation(folder, readers, task.under(own), own.data.validation_fraction, skip, cleaning)
         studied.append(LearningSource(job, divide_into_parts(source, validation, own.data), own.data.validation == "tail"))
-    return learn(config, studied, folder, known.learned, task, on_ray, log)
+    return learn(config.tokenizer, studied, folder, known.learned, task, on_ray, log)
 
 
 def _with_source_name(name: str, log: Log) -> Log:

@@ -13,7 +13,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, NoReturn
 
-from raystride.pipelines.config import Config
+from raystride.pipelines.config import Config, DataConfig
 from raystride.pipelines.prepare.fingerprint import find_fingerprint, open_sources
 from raystride.pipelines.prepare.learn_facts import Log
 from raystride.pipelines.prepare.one_source import (
@@ -46,7 +46,7 @@ def follow_source(
     Raises DataError, SettingError.
     """
     source, validation = open_sources(config, task)
-    check_readable(config, source, validation)
+    check_readable(config.data, source, validation)
     logged_lines = [*source.describe()]
     for line in logged_lines:
         log(f"data: {line}")
@@ -59,7 +59,7 @@ def follow_source(
     first = source if is_resumed else replace(source, files=watched.next_batch(0, source.files, must_be_stable=False))
     parts = () if is_resumed else divide_into_parts(first, validation, config.data)
     job = build_job(config, watched.folder, DividedSource(first, validation, parts), task, None, on_ray, log)
-    publisher = build_publisher(config, job, partial(build_manifest, config, digest, source, job.task), log)
+    publisher = build_publisher(config.data, job, partial(build_manifest, config.data, digest, source, job.task), log)
     records = watched.folder / "parts"
     recorded = set(records.names())
     number, before = 0, 0
@@ -73,7 +73,7 @@ def follow_source(
         elif files := watched.next_batch(number, source.files):
             own = replace(source, files=files)
             parts = (
-                _later_parts(divide_into_parts(own, None, config.data), config, before)
+                _later_parts(divide_into_parts(own, None, config.data), config.data, before)
                 if number
                 else divide_into_parts(own, validation, config.data)
             )
@@ -106,9 +106,9 @@ def _remove_records(records: Folder, names: Sequence[str]) -> None:
         records.remove(name)
 
 
-def _later_parts(parts: Sequence[Part], config: Config, before: int) -> tuple[Part, ...]:
+def _later_parts(parts: Sequence[Part], data: DataConfig, before: int) -> tuple[Part, ...]:
     """Returns the parts of a later batch; with a validation source, none of them validates."""
-    split = "train" if config.data.validation == "source" else None
+    split = "train" if data.validation == "source" else None
     return tuple(replace(part, number=part.number + before, split=split) for part in parts)
 
 

@@ -205,7 +205,7 @@ def _is_same_user(connection: Connection) -> bool:
 
 
 def _remove_dead_folders(own_folder: Path) -> None:
-    """Removes folders of killed leaders of other runs, whose locks nobody holds."""
+    """Removes folders of killed leaders of other runs: nobody holds their locks."""
     for folder in own_folder.parent.iterdir():
         with suppress(OSError):
             if folder != own_folder and time.time() - folder.stat().st_mtime > MIN_DEAD_AGE_S:

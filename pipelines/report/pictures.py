@@ -48,7 +48,7 @@ def draw_confusion(labels: Sequence[str], confusion: Sequence[Sequence[int]]) ->
 
 
 def draw_speed(figures: Figures, unit: str = "tokens") -> str:
-    """Draws throughput, whose unit `run_figures.rate_unit` gives."""
+    """Draws throughput, in the unit of `run_figures.rate_unit`."""
     return _draw_lines({f"{unit}/s": figures.points("tokens_per_second")}, f"{unit}/s", from_zero=True)
 
 

@@ -53,7 +53,7 @@ _FIGURES: _Rows = (
 
 
 def rate_unit(unit: str | None) -> str:
-    """Returns what throughput counts in a run whose task has this unit."""
+    """Returns the unit of throughput for a task's unit."""
     return unit if unit in ("images", "samples") else "tokens"
 
 

@@ -71,7 +71,7 @@ def locate_run(parsed: Parsed[Config]) -> tuple[Config, Folder]:
     make_storage(storage)
     exempt_loopback_from_proxies()
     config = with_tracking_variables(config, storage)
-    _check_database(config, storage)
+    _check_database(config.record, storage)
     return config, storage
 
 
@@ -102,9 +102,9 @@ def make_storage(storage: Folder) -> None:
         ) from None
 
 
-def _check_database(config: Config, storage: Folder) -> None:
+def _check_database(record: RecordConfig, storage: Folder) -> None:
     """Raises SettingError if the storage's path is too long for MLflow's database in it."""
-    own = config.record.mlflow and not config.record.mlflow_uri and storage.local
+    own = record.mlflow and not record.mlflow_uri and storage.local
     if own and len(os.fsencode(database_uri(storage))) > MAX_DATABASE_BYTES:
         raise SettingError(
             f"storage is {storage.uri!r}: its path is too long for MLflow's database, at most {MAX_DATABASE_BYTES} bytes: "

@@ -352,15 +352,15 @@ def describe_bit_dependencies(
         "train.precision": "fp32" if config.train.precision == "auto" else config.train.precision,
         "train.stochastic_rounding": config.train.stochastic_rounding,
         "model.linear": config.model.linear,
-        "products": _exact_matmul_backend(config, before) if allocation.device == "cpu" else None,
+        "products": _exact_matmul_backend(config.model, before) if allocation.device == "cpu" else None,
         "model.kernels": config.model.kernels,
         "scaling.bucket_mib": config.scaling.bucket_mib,
     }
 
 
-def _exact_matmul_backend(config: Config, before: Mapping[str, object] | None) -> object:
+def _exact_matmul_backend(model: ModelConfig, before: Mapping[str, object] | None) -> object:
     """Returns the matmul backend of an exact run on CPUs: the named one, the previous one, or PyTorch's for a new run."""
-    named = config.model.linear if config.model.linear != "auto" else os.environ.get("RAYSTRIDE_LINEAR")
+    named = model.linear if model.linear != "auto" else os.environ.get("RAYSTRIDE_LINEAR")
     return named or ("torch" if before is None else before.get("products", BEFORE_PRODUCTS))
 
 

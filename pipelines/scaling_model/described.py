@@ -55,7 +55,7 @@ class ClusterDescription:
     price_per_gpu_hour: float | None = None
     """In any currency; none: no costs are predicted."""
     peak_tflops: float | None = None
-    """Of one worker, for the utilisation; none: no utilisation is predicted."""
+    """Peak rate of one worker, for the utilisation; None: no utilisation is predicted."""
 
     @classmethod
     def load(cls, path: str | Path) -> "ClusterDescription":

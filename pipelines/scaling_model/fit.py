@@ -28,14 +28,14 @@ from raystride.pipelines.scaling_model.terms import Array, Table, build_table, e
 LogDensity = Callable[[Array], Array]
 
 DEGREES_OF_FREEDOM = 4.0
-"""Of the distribution of errors."""
+"""Degrees of freedom of the distribution of errors."""
 NUM_WALKERS = 200
-"""Of the sampler."""
+"""Walkers of the sampler."""
 NUM_CANDIDATES = 2000
 """Points drawn from the priors; the most likely are optimised."""
 NUM_OPTIMIZED = 6
 MAX_EVALUATIONS = 40
-"""Of an optimisation; the sampler continues from its end."""
+"""Evaluations of one optimisation; the sampler continues from its end."""
 JUMP_FRACTION = 0.1
 """Share of moves by a whole difference, which lead from one mode to another."""
 THINNING = 10

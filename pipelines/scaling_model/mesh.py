@@ -79,11 +79,11 @@ class WorkMesh:
     documents: int = 1
     """Samples of a micro-batch; workers that share tokens have whole ones if they can."""
     stream_bytes: int = 4
-    """Of a number of the stream."""
+    """Bytes of a number of the residual stream."""
     product_bytes: int = 4
-    """Of a number that a matrix product makes, such as a key."""
+    """Bytes of a number that a matrix product makes, such as a key."""
     gradient_bytes: int = 4
-    """Of a number of a gradient."""
+    """Bytes of a number of a gradient."""
 
     @property
     def group_workers(self) -> int:

@@ -31,7 +31,7 @@ MAX_FACTOR = 1.5
 MIN_CORRELATION = 0.2
 """Correlation from which on a prediction depends on an unknown."""
 SAMPLER_STEPS = 1000
-"""Of the sampler; eight times as many moved middles of predictions by less than 1 %."""
+"""Steps of the sampler; eight times as many moved middles of predictions by less than 1 %."""
 MIN_SHARE_RANGE = 0.1
 """Trials whose shares of compute differ by less do not separate waiting from computing."""
 NUM_FOLDS = 5
@@ -49,15 +49,15 @@ class Prediction:
     efficiency: Interval
     """Tokens a second and worker, relative to one worker alone with the same share."""
     seconds: Interval
-    """To the target number of tokens, without checkpoints, validation and failures."""
+    """Time to the target number of tokens, without checkpoints, validation and failures."""
     cost: Interval | None
-    """To the target, in the currency of the described price; None: no price is described."""
+    """Cost of the target, in the currency of the described price; None: no price is described."""
     joules: Interval | None
-    """To the target, of the workers; None: no trial measured energy."""
+    """Energy of the workers to the target; None: no trial measured energy."""
     utilisation: Interval | None
-    """Of the described peak rate; None: no peak, or no count of operations."""
+    """Share of the described peak rate; None: no peak, or no count of operations."""
     shares: Mapping[str, float]
-    """Of a step, by part."""
+    """Shares of a step by part."""
     assumed: tuple[str, ...]
     """Unknowns that matter here and that are neither measured nor described: the intervals include their whole prior."""
 
@@ -134,7 +134,7 @@ class ScalingModel:
     observations: tuple[Observation, ...]
     cluster: ClusterDescription | None
     draws: Mapping[str, Array]
-    """Of every unknown, a column each."""
+    """Draws of each unknown by name, a column each."""
 
     @classmethod
     def fit(

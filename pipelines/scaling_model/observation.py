@@ -81,7 +81,7 @@ class Work:
     backend: Literal["nccl", "gloo"] = "nccl"
     """Communication library: NCCL chooses between rings and trees, gloo has rings."""
     flops_per_token: float | None = None
-    """Of forward and backward, for the utilisation."""
+    """Operations of forward and backward, for the utilisation."""
     mesh: WorkMesh | None = None
     """How groups of workers compute a slot together; None: each worker computes its own slots."""
     effort: float = 1.0

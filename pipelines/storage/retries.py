@@ -3,7 +3,7 @@
 Transient errors may be gone a second later: a busy or restarting server, a broken connection, a stale handle of NFS. A
 missing file, a permission, a wrong key or bucket are permanent, and a retry would only delay the error. Below this layer
 object stores' clients resend a single failed request three times; no layer above retries. There are libraries for this, but
-this module belongs to the training loop, whose only imports are PyTorch and NumPy.
+this module belongs to the training loop, which imports PyTorch and NumPy alone.
 
     retry(lambda: system.get_file_info(path))
 """

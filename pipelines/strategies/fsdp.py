@@ -110,7 +110,7 @@ class FullySharded(Sharded):
             parameter.grad = None
 
     def backward(self, loss: torch.Tensor, measured: torch.Tensor, *, slot: int, last: bool) -> None:
-        """Adds gradients; unsharded gradients stay local until the last micro-batch, which reduce-scatters them."""
+        """Adds gradients; unsharded gradients stay local until the last micro-batch reduce-scatters them."""
         self.set_last_micro_batch(last=last)
         if last:
             self._start_measured_sum(measured)

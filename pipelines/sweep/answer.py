@@ -48,7 +48,7 @@ class Answer:
     ties: Sequence[Result]
     """Results within the spread of the best, the best first."""
     price_per_hour: float
-    """Of a worker; 0: unknown."""
+    """Price of a worker; 0: unknown."""
     observations: Mapping[str, Observation]
     """Input of the scaling model, by the trial's key."""
     model: ScalingModel | None

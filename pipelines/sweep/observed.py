@@ -110,7 +110,7 @@ def head_in_blocks(shape: DecoderShape, words: int) -> float:
 
 
 def _model_name(config: Config, parameters: int) -> str:
-    """Returns the network and the length of samples, which fix the time a token."""
+    """Returns the network and the length of samples: they fix the time a token."""
     model = config.model
     if config.task == "images":
         return f"convolutions {model.channels}, layers {model.hidden}, {parameters:,}"

@@ -316,7 +316,7 @@ def _format_brief_interval(value: Interval) -> str:
 
 
 RATE = "throughput"
-"""The row whose label is what throughput counts."""
+"""The row with throughput's unit as its label."""
 PREDICTION_ROWS: list[tuple[str, Callable[[Prediction], str]]] = [
     ("nodes", lambda prediction: f"{prediction.nodes:,}"),
     ("ms a step", lambda prediction: _format_interval(prediction.step_seconds, ",.3g", 1e3)),

@@ -175,7 +175,7 @@ def known_steps(train: TrainConfig) -> int:
 def scale_schedule(
     optimizer: OptimizerConfig, trial_steps: int, training_steps: int, fixed: Container[str] = ()
 ) -> OptimizerConfig:
-    """Returns the schedule of a training in small, whose warm-up and decay end at the same share of its steps.
+    """Returns the schedule of a training in small: warm-up and decay end at the same share of its steps.
 
     `training_steps` 0: unknown, so the schedule is unchanged, as for a trial that is no shorter. `fixed` names settings that
     keep their values. A warm-up that ends within the training ends within a trial of two steps or more.

@@ -46,7 +46,7 @@ class SweepTracking:
         return self._log.link if self._log else None
 
     def log_trial(self, result: Result, number: int) -> Result:
-        """Logs trial `number`, which ended; returns the result with its run's id, or unchanged if MLflow is unreachable."""
+        """Logs trial `number`, now ended; returns the result with its run's id, or unchanged if MLflow is unreachable."""
         folder = self._storage / result.run
         if not folder.exists("journal") or not self._attempt(lambda: self._log_trial(result, folder, number)):
             return result

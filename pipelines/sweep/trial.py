@@ -59,7 +59,7 @@ class SweepPlan:
     base: SweepJobConfig
     storage: Folder
     price_per_hour: float
-    """Of a worker; 0: unknown."""
+    """Price of a worker; 0: unknown."""
     resources: Resources
     """Resources of the cluster."""
     plugins: PluginBundle = field(default_factory=PluginBundle, repr=False)

@@ -58,7 +58,7 @@ class Completion(LanguageModel):
 
     @property
     def writes_chats(self) -> bool:
-        """Whether the tokenizer has a chat template, which renders prompts and completions as turns."""
+        """Whether the tokenizer has a chat template that renders prompts and completions as turns."""
         return self.encoders["tokenizer"].chat is not None
 
     def shaped_by(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What a network of a user's own has for a task of ours: a protocol for each task, and what does not work without a method.
+"""Protocols of users' networks, one for each task of ours, and the jobs that need each method.
 
     class Mine(nn.Module):                       # a TextNetwork
         def forward(self, ids, targets): ...     # the sum of the losses, and how many targets counted
@@ -42,7 +42,7 @@ class TextNetwork(Protocol):
 
 
 class LabelNetwork(Protocol):
-    """A network of `classification`, whose inputs are ids (B, T) and their lengths, and of `images` (B, channels, H, W)."""
+    """A network of `classification` (ids (B, T) and their lengths as inputs) or of `images` ((B, channels, H, W))."""
 
     def forward(self, *inputs_and_labels: "torch.Tensor") -> "tuple[torch.Tensor, torch.Tensor]":
         """Returns the loss sum and the number of labels, scalars."""
@@ -91,7 +91,7 @@ def refuse_missing(task: Task, network: Any, job: str) -> None:
 
 
 def use_loss_of(task: Task, network: Any) -> None:
-    """Has a network compute the loss of a task that has one of its own (`Task.loss`), instead of that of its `forward`."""
+    """Makes a network compute the loss of a task that has one of its own (`Task.loss`), instead of that of its `forward`."""
     if type(task).loss is Task.loss:
         return
     kind = type(network)

@@ -144,7 +144,7 @@ class Images(LabelTask):
         return 1.0
 
     def flops_per_token(self, model: "nn.Module", tokens: float) -> float:
-        """Returns the training operations per image, which is the token here."""
+        """Returns the training operations per image: a token here."""
         shape = self.config.model
         return convnet_flops(self.image, len(self.labels), channels=shape.channels, hidden=shape.hidden)
 

@@ -83,6 +83,6 @@ def _are_messages(value: Any) -> bool:
 
 
 def _has_content(message: Message) -> bool:
-    """Returns whether a message has content, which is optional with tool calls."""
+    """Returns whether a message has content: it is optional with tool calls."""
     content = message.get("content")
     return isinstance(content, str) or (content is None and bool(message.get("tool_calls")))

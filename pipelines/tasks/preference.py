@@ -195,7 +195,7 @@ class Preference(Completion):
         ]
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leaves out the reference, which each process loads for itself."""
+        """Leaves out the reference: each process loads it for itself."""
         return self.__dict__ | {"_reference": None}
 
     def sizes(self, firsts: np.ndarray, lengths: np.ndarray) -> np.ndarray:

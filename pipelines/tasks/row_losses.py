@@ -1,4 +1,4 @@
-"""Loss of each row of a batch, for models whose own loss is the sum over all rows.
+"""Loss of each row of a batch, for models that return the sum over all rows.
 
 sums, counts = row_losses(model.logits, model.hidden(ids), targets)      # (B), (B)
 """

@@ -340,7 +340,7 @@ class Task:
 
     @classmethod
     def for_workers(cls) -> "type[Task]":
-        """Returns the class as it is sent to the workers of a training on Ray, which is running."""
+        """Returns the class as it is sent to the workers of a training on a running Ray."""
         return cls
 
     @classmethod

@@ -1,6 +1,6 @@
 """Translation with the encoder-decoder of "Attention Is All You Need".
 
-An example is the number of the source's ids, these ids, the last of which ends the source, and the target's. The decoder
+An example is the number of the source's ids, these ids (the last ends the source) and the target's. The decoder
 starts from the target's end token and learns to give it at the end. Validation translates greedily and sums the counts of
 BLEU (Papineni et al., 2002) and chrF (Popović, 2015), as counted by sacreBLEU.
 

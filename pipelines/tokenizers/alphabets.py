@@ -1,4 +1,4 @@
-"""Byte and character encoders, which need no training library.
+"""Byte and character encoders. They need no training library.
 
 encoder = ByteEncoder()                                   # 257 ids: the bytes, and 256 ends a document
 encoder = CharacterEncoder("eta onis")                    # id 2 is "e"; 0 ends a document, 1 is any unknown character

@@ -186,7 +186,7 @@ def _with_stand_ins(turns: list[Message]) -> list[Message]:
 
 
 def _has_content(turn: Message) -> bool:
-    """Returns whether a turn has content, which is optional with tool calls."""
+    """Returns whether a turn has content: it is optional with tool calls."""
     return isinstance(turn.get("content"), str)
 
 

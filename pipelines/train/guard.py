@@ -47,7 +47,7 @@ class Rewind(Exception):
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """The layer, slots and samples at which a step went wrong."""
+    """The layer, slots and samples of a step that went wrong."""
 
     layer: str | None
     """The first module with an output that is not finite, in the order of the forward; None: no such output."""

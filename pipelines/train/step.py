@@ -92,7 +92,7 @@ class StepRules:
     clip_norm: float
     """Maximum norm of the gradient; 0: none."""
     check: StepCheck
-    """Decides which steps may change the parameters."""
+    """Decides whether a step may change the parameters."""
     precision: Precision = field(default_factory=Precision)
     """Storage and matmul dtypes."""
     scale: LossScale | None = None

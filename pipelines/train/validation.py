@@ -75,7 +75,7 @@ class Validation:
 def validation_sums(
     strategy: Strategy, model: nn.Module, precision: Precision, task: Task, batches: Iterable[MicroBatch], num_batches: int
 ) -> ValidationSums:
-    """Sums over this worker's `batches` out of `num_batches` over all workers, which must all call it."""
+    """Sums over this worker's `batches` out of `num_batches` over all workers; all must call it."""
     sums = torch.zeros(num_batches, 2, dtype=torch.float64, device=strategy.device)
     counts = torch.zeros(task.counted, dtype=torch.float64, device=strategy.device)
     was_training = model.training

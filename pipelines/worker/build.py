@@ -58,7 +58,7 @@ def build_training(
     device = set_up_device(job, worker)
     config = replace(job.config, train=resolve_precision(job.config.train, device))
     use_kernels(config.model.kernels)
-    manifest = open_manifest(config, job.prepared)
+    manifest = open_manifest(config.data, job.prepared)
     task = build_task(config, manifest.facts, Tokenizers(job.prepared, build_task(config).tokenizers))
     strategy = job.strategy or build_strategy(config, device=device, rank=worker.rank, world=worker.world)
     strategy.device = device
@@ -146,7 +146,7 @@ def _build_model(
     model, optimizer = strategy.prepare_model(recompute(model, config.train), make_optimizer)
     if config.lora.rank:
         base = base or finalize_base(model)  # a split network has its full parameters only after `prepare_model`
-        check_base(found, base, config)
+        check_base(found, base, config.model)
     if found:
         checkpoints.load(found, model, optimizer)
         log(f"resumed from step {found.step}")
@@ -214,7 +214,7 @@ def _build_loader(config: Config, worker: WorkerInfo, strategy: Strategy, feed: 
         prefetch=config.data.prefetch,
         agree_on_requests=_make_agreement(worker, feed.plan.order),
         device=strategy.device,
-        read_ahead=feed.read_ahead(config, strategy.rank, strategy.world),
+        read_ahead=feed.read_ahead(config.data, strategy.rank, strategy.world),
     )
 
 

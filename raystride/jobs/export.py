@@ -38,7 +38,7 @@ def _export_and_print(settings: ExportConfig) -> int:
     storage = Folder.from_uri(settings.storage)
     folder, opened = export_run(settings)
     to_mlflow = settings.to == "mlflow"
-    adapter = writes_adapter(settings, opened.config)
+    adapter = writes_adapter(settings, opened.config.lora)
     named_by_task = to_mlflow or opened.task.reads_dataset
     what = opened.config.task if named_by_task else "adapter" if adapter else opened.config.model.architecture
     print(f"{what} of step {opened.step}: {', '.join(folder.names())}")

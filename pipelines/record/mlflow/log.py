@@ -67,7 +67,7 @@ ARTIFACT_COLUMNS = (
 """Tables and columns in which MLflow 3 stores artifact locations."""
 RUN_TAG = "raystride.opening"
 SECTION_NAMES = "sections"
-"""The `names` in `mlflow.json` of a run whose figures have the names of `section_name`."""
+"""The `names` in `mlflow.json` of a run with the figures' names of `section_name`."""
 DATA_SETTINGS = ("data.source", "data.sources", "data.kind", "data.split")
 """Parameters that describe the data set of a run."""
 MAX_DIGEST_LENGTH = 36

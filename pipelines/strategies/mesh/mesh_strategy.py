@@ -403,7 +403,7 @@ class MeshStrategy(LocalStrategy):
 
 
 def _local_gradient(parameter: nn.Parameter) -> torch.Tensor:
-    """Returns this worker's gradient of a parameter, which must have one."""
+    """Returns this worker's gradient of a parameter that must have one."""
     gradient = parameter.grad
     assert gradient is not None
     return gradient.to_local() if hasattr(gradient, "to_local") else gradient

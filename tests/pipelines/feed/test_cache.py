@@ -149,12 +149,12 @@ def test_the_default_place_is_the_node_s_and_the_user_s_alone(
 ) -> None:
     monkeypatch.delenv("RAYSTRIDE_CACHE", raising=False)
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    cache = node_cache(Config())
+    cache = node_cache(Config().data)
     assert cache.root.parent == tmp_path
     _read(cache, _piece(far, 1))
     assert stat.S_IMODE(cache.root.stat().st_mode) == 0o700
     monkeypatch.setenv("RAYSTRIDE_CACHE", "~/elsewhere")
-    assert node_cache(Config()).root.parent == Path("~/elsewhere").expanduser()
+    assert node_cache(Config().data).root.parent == Path("~/elsewhere").expanduser()
 
 
 def test_a_folder_with_somebody_s_files_becomes_no_cache(far: Path, tmp_path: Path) -> None:
@@ -172,11 +172,11 @@ def test_hosts_that_share_a_disk_have_a_folder_each(far: Path, tmp_path: Path, m
     own: dict[str, NodeCache] = {}
     for host in ("node1", "node2", "gone"):
         monkeypatch.setattr("socket.gethostname", lambda name=host: name)
-        own[host] = node_cache(Config())
+        own[host] = node_cache(Config().data)
         _read(own[host], _piece(far, 1))
     for path in own["gone"].root.glob(f"{DATABASE}*"):
         os.utime(path, (1e9, 1e9))
     monkeypatch.setattr("socket.gethostname", lambda: "node2")
-    assert node_cache(Config()).root == own["node2"].root
+    assert node_cache(Config().data).root == own["node2"].root
     assert [each.root.exists() for each in own.values()] == [True, True, False]
     assert own["node1"].ledger.total_bytes() == own["node2"].ledger.total_bytes() == SIZE

@@ -154,7 +154,7 @@ def background_preparation(
 
 def _loader(background_preparation: BackgroundPreparation, **changes: object) -> Loader:
     task = build_task(
-        background_preparation.config, open_manifest(background_preparation.config, background_preparation.folder).facts
+        background_preparation.config, open_manifest(background_preparation.config.data, background_preparation.folder).facts
     )
     feed = open_feed(background_preparation.config, task, background_preparation.folder, **changes)  # type: ignore[arg-type]
     return Loader(feed.plan, feed.train)
@@ -225,7 +225,7 @@ def test_who_waits_heeds_a_request_to_end(background_preparation: BackgroundPrep
 def _reads_its_own(rank: int, world: int, config: Config, storage: Path, until: int) -> tuple[list[int], Requests]:
     """Runs a worker that reads its own view; rank 0 gets a stop request at step `until`. Returns the steps taken."""
     folder = Folder.from_uri(str(storage / str(rank)))
-    feed = open_feed(config, build_task(config, open_manifest(config, folder).facts), folder)
+    feed = open_feed(config, build_task(config, open_manifest(config.data, folder).facts), folder)
     order, taken = feed.plan.order, list[int]()
     assert isinstance(order, StreamingOrder)
     loader = Loader(feed.plan, feed.train, rank, world, agree_on_requests=order.agree_on_readable)

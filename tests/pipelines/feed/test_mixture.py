@@ -119,14 +119,14 @@ def test_a_run_of_an_older_version_keeps_the_period_it_began_with() -> None:
 
 def test_another_share_than_the_weights_say_is_told_with_both() -> None:
     config = Config(data=DataConfig(sources={"web": {"source": "web"}, "rare": {"source": "rare", "weight": 1e-8}}))
-    (note,) = share_notes(config, {"web": 1, "rare": 1})
+    (note,) = share_notes(config.data, {"web": 1, "rare": 1})
     assert note.startswith("data.sources: 1 of 2 sources have another share")
     assert "rare has 9.54e-07 where 1e-08 is wanted" in note
     by_size = Config(
         data=replace(config.data, weights="temperature 1", curriculum=({"from_step": 7, "weights": {"web": 1}},))
     )
-    assert not share_notes(by_size, {"web": 10**6, "rare": 10})
-    (note,) = share_notes(by_size, {"web": 10**6, "rare": 10}, PERIOD)
+    assert not share_notes(by_size.data, {"web": 10**6, "rare": 10})
+    (note,) = share_notes(by_size.data, {"web": 10**6, "rare": 10}, PERIOD)
     assert "rare has 0.000244 where 1e-05 is wanted" in note
 
 

@@ -92,10 +92,10 @@ def test_what_is_read_of_far_shards_is_all_of_them_by_the_largest_piece(tmp_path
     )
     assert 2 * manifest.tokens("train") <= only.total_bytes <= sum(shard.bytes for shard in shards)
     ahead = replace(config, data=replace(config.data, prefetch_mib=7 * only.largest_piece_bytes / 2**20))
-    reading = far.read_ahead(ahead, 0, 1)
+    reading = far.read_ahead(ahead.data, 0, 1)
     assert reading is not None
     assert reading._max_pieces == 7
-    assert near.read_ahead(ahead, 0, 1) is None
+    assert near.read_ahead(ahead.data, 0, 1) is None
 
 
 @pytest.fixture(scope="module")
@@ -107,7 +107,7 @@ def storage(tmp_path_factory: pytest.TempPathFactory) -> Folder:
 def open_run_feed(config: Config, storage: Folder, **changes: Any) -> Feed:
     """Prepares the data and opens the feed of a run."""
     folder = prepare(config, storage, build_task(config), on_ray=False, log=lambda _: None).folder
-    task = build_task(config, open_manifest(config, folder).facts)
+    task = build_task(config, open_manifest(config.data, folder).facts)
     return open_feed(config, task, folder, **changes)
 
 
@@ -149,11 +149,11 @@ def test_generations_are_read_if_a_run_began_with_them_or_is_to_begin(tmp_path: 
         config, Folder.from_uri(str(tmp_path / "storage")), build_task(config), on_ray=False, log=lambda _: None
     ).folder
     beside = replace(config, data=replace(config.data, start_after_mib=1.0))
-    whole = open_manifest(config, folder)
+    whole = open_manifest(config.data, folder)
     assert not whole.growing
-    assert not open_manifest(beside, folder).growing, "there is no generation, since it was prepared as a whole"
-    open_manifest(config, folder).save(folder / GENERATIONS_FOLDER / "000000")
-    assert open_manifest(beside, folder).growing
-    assert not open_manifest(config, folder).growing
-    assert open_manifest(config, folder, {"generations": []}).growing
-    assert not open_manifest(beside, folder, {"shuffle": "full"}).growing
+    assert not open_manifest(beside.data, folder).growing, "there is no generation, since it was prepared as a whole"
+    open_manifest(config.data, folder).save(folder / GENERATIONS_FOLDER / "000000")
+    assert open_manifest(beside.data, folder).growing
+    assert not open_manifest(config.data, folder).growing
+    assert open_manifest(config.data, folder, {"generations": []}).growing
+    assert not open_manifest(beside.data, folder, {"shuffle": "full"}).growing

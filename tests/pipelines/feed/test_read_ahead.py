@@ -218,11 +218,11 @@ def test_a_feed_of_far_shards_is_fetched_ahead_and_one_of_a_disk_is_not(
     folder, _, task = prepared
     assert folder.local
     config = Config()
-    assert open_feed(config, task, folder).read_ahead(config, 0, 1) is None
+    assert open_feed(config, task, folder).read_ahead(config.data, 0, 1) is None
     data = replace(config.data, shuffle="auto", cache_gib=4 * PIECE / 2**30)
     messages: list[str] = []
     feed = open_feed(replace(config, data=data), task, far_folder(folder.local), log=messages.append)
-    assert feed.read_ahead(config, 0, 1) is not None
+    assert feed.read_ahead(config.data, 0, 1) is not None
     assert isinstance(feed.plan.order, Order)
     assert feed.plan.order.shuffle == "blocks"
     assert len(messages) == 1

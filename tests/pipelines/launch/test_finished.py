@@ -167,7 +167,7 @@ def test_an_adapter_alone_is_written_for_hugging_face_unless_it_is_merged(
     rank: int, to: Any, merge: bool, adapter: bool
 ) -> None:
     config = Config(lora=LoraConfig(rank=rank), model=ModelConfig(init_from="/base" if rank else None))
-    assert writes_adapter(ExportConfig(run="r", to=to, merge=merge, sample=SampleConfig()), config) is adapter
+    assert writes_adapter(ExportConfig(run="r", to=to, merge=merge, sample=SampleConfig()), config.lora) is adapter
 
 
 def test_what_is_served_or_merged_is_one_plain_network(tmp_path: Path) -> None:

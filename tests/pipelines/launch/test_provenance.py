@@ -79,7 +79,7 @@ def test_what_is_kept_of_the_data_is_its_fingerprint_and_those_of_its_sources(tm
 def test_tags_say_what_is_known(strategy: Any, workers: int, named: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["/somewhere/ray_jobs/train.py"])
     config = replace(tiny(PLACE), scaling=ScalingConfig(strategy=strategy))
-    assert run_tags(environment(dirty=None), config, Allocation(workers, "cpu", 1), None) == {
+    assert run_tags(environment(dirty=None), config.scaling, Allocation(workers, "cpu", 1), None) == {
         "raystride.strategy": named,
         "raystride.version": "0.5",
         "raystride.commit": "c" * 40,
@@ -91,7 +91,7 @@ def test_tags_say_what_is_known(strategy: Any, workers: int, named: str, monkeyp
         "mlflow.source.type": "LOCAL",
         "mlflow.source.git.commit": "c" * 40,
     }
-    assert run_tags(environment(), config, Allocation(workers, "cuda", 1), None)["raystride.dirty"] == "True"
+    assert run_tags(environment(), config.scaling, Allocation(workers, "cuda", 1), None)["raystride.dirty"] == "True"
     assert _ray_tags(None) == {}
 
 
@@ -112,6 +112,6 @@ def test_gpus_that_no_driver_names_are_those_that_were_counted() -> None:
     config, there = replace(tiny(PLACE), launch=LaunchConfig(mode="inline")), Resources(1, 1, 1, 7, gpu_name="Other")
     known = describe_environment()["gpus"]
     named = [{"name": "Other", "memory_bytes": 7, "driver": ""}]
-    assert describe_surroundings(config, there, Allocation(1, "cuda", 1))["gpus"] == (known or named)
-    assert describe_surroundings(config, there, Allocation(1, "cpu", 1))["gpus"] == known
-    assert describe_surroundings(config, replace(there, gpu_name=None), Allocation(1, "cuda", 1))["gpus"] == known
+    assert describe_surroundings(config.launch, there, Allocation(1, "cuda", 1))["gpus"] == (known or named)
+    assert describe_surroundings(config.launch, there, Allocation(1, "cpu", 1))["gpus"] == known
+    assert describe_surroundings(config.launch, replace(there, gpu_name=None), Allocation(1, "cuda", 1))["gpus"] == known

@@ -151,7 +151,7 @@ def test_a_checkpoint_of_one_strategy_is_read_by_another(tmp_path: Path) -> None
 def _score_all(job: Job) -> dict[str, float]:
     """The figures of a validation over all samples in one batch, at the values that a checkpoint restores."""
     task: Any = build_task(job.config)
-    model = task.own_model.make_network(job.config)
+    model = task.own_model.make_network(job.config.fit)
     checkpoint = Run.open(job.run, str(job.folder.parent)).load_model("last")
     model.load_state_dict(checkpoint.state_dict())
     batch = {name: torch.from_numpy(values) for name, values in models.DATA.items()}
@@ -198,7 +198,7 @@ def test_the_memory_of_activations_is_estimated_from_two_samples(tmp_path: Path,
     job = own_job(tmp_path, name)
     task: Any = build_task(job.config)
     needed = estimate(job.config, expected_facts(job.config), workers=1, device="cpu")
-    network: nn.Module = task.own_model.make_network(job.config)
+    network: nn.Module = task.own_model.make_network(job.config.fit)
     held = {value.untyped_storage().data_ptr() for value in (*network.parameters(), *network.buffers())}
     saved: dict[int, int] = {}
 

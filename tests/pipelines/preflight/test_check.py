@@ -98,7 +98,7 @@ def test_hosts_are_looked_at_in_a_cluster_that_is_joined(
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     config = config_of(tmp_path)
     launch = replace(config.launch, mode=mode, **({"address": address} if address else {}))
-    assert bool(_runs_on_hosts(replace(config, launch=launch))) is hosts
+    assert bool(_runs_on_hosts(replace(config, launch=launch).launch)) is hosts
 
 
 def test_shares_that_cannot_be_dealt_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -50,7 +50,7 @@ def config_of(text: Path, **data: Any) -> Config:
 def describe_records(config: Config, records: list[dict[str, Any]]) -> Manifest:
     """Returns the manifest of the records of all parts."""
     task = build_task(config).knowing({"vocabulary_size": 257, "end_id": 256, "more": "known"}, {})
-    return build_manifest(config, "digest", open_source(config.data, config.data.source, task.columns), task, records)
+    return build_manifest(config.data, "digest", open_source(config.data, config.data.source, task.columns), task, records)
 
 
 def test_a_manifest_sums_the_records_of_its_parts(tmp_path: Path) -> None:
@@ -115,14 +115,14 @@ def test_an_empty_split_raises_with_a_remedy(
 ) -> None:
     config = config_of(tmp_path / "text.txt", **data)
     with pytest.raises(DataError) as raised:
-        _check_splits(config, manifest_with(train, validation))
+        _check_splits(config.data, manifest_with(train, validation))
     assert not [name for name in names if name not in str(raised.value)], str(raised.value)
     assert set(settings) <= set(raised.value.settings)
     assert ("data.validation" in raised.value.settings) == (data.get("validation") == "hash")
 
 
 def test_splits_with_documents_pass(tmp_path: Path) -> None:
-    _check_splits(config_of(tmp_path / "text.txt"), manifest_with(1, 1))
+    _check_splits(config_of(tmp_path / "text.txt").data, manifest_with(1, 1))
 
 
 def test_a_preparation_is_whole_while_all_shards_have_their_sizes(tmp_path: Path) -> None:
@@ -194,7 +194,7 @@ def test_the_first_generation_has_a_window_of_both_splits(tmp_path: Path) -> Non
     labels = build_task(replace(config, task="classification"))
     for tried, least in ((task, 17), (labels, 1)):
         job: Any = type("Job", (), {"folder": Folder(str(tmp_path)), "task": tried})
-        publisher = build_publisher(config, job, lambda records: manifest_with(1, 1))
+        publisher = build_publisher(config.data, job, lambda records: manifest_with(1, 1))
         assert publisher._min_bytes == 2 * 2**20
         assert publisher._is_sufficient(manifest_with(least, least))
         assert not publisher._is_sufficient(manifest_with(least - 1, least))

@@ -159,7 +159,7 @@ def _job(folder: Path, kind: Kind, scaling: ScalingConfig, world: int) -> Job:
         checkpoint=CheckpointConfig(every=0),
     )
     job = make_job(config, folder, f"{kind} {world} {_name(scaling)}")
-    task = build_task(config, open_manifest(config, job.prepared).facts)
+    task = build_task(config, open_manifest(config.data, job.prepared).facts)
     samples = open_feed(config, task, job.prepared).train.num_samples
     end = 2 * config.train.samples_per_step + (2 if kind.slot_tokens else SLOT_SIZE + 1)
     return replace(job, config=replace(config, train=replace(config.train, epochs=end / samples)))
