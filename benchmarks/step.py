@@ -36,8 +36,10 @@ from raystride.pipelines.worker.job import WorkerInfo
 
 PARTS = ("forward", "backward", "update")
 PEER = "plain PyTorch"
-LEFT_OUT = 5
+LEFT_OUT = 2
 """First steps of a block that are not counted."""
+MIN_STEPS, BLOCK_S = 4, 2.0
+"""A block ends after its steps, or after so many seconds if it has the fewest."""
 RATE = 1e-4
 
 
@@ -128,7 +130,7 @@ _OWN = (*PARTS, "reduce")
 
 
 def time_steps(one: Plain | Ours, steps: int) -> Part:
-    """The median milliseconds of each part over some steps."""
+    """The median milliseconds of each part over up to `steps` steps."""
     seconds: dict[str, list[float]] = {part: [] for part in (*PARTS, "step")}
 
     @contextmanager
@@ -137,7 +139,10 @@ def time_steps(one: Plain | Ours, steps: int) -> Part:
         yield
         current[part] = current.get(part, 0.0) + time.perf_counter() - began
 
+    block_began = time.perf_counter()
     for number in range(steps + LEFT_OUT):
+        if number >= LEFT_OUT + MIN_STEPS and time.perf_counter() - block_began > BLOCK_S:
+            break
         current: dict[str, float] = {}
         began = time.perf_counter()
         one.step(watch)
@@ -180,7 +185,8 @@ def compare(name: str, given: argparse.Namespace, text: Path, scratch: Path) -> 
     (plain, *others) = (_parameters(one) for one in ways.values())
     assert set(others) == {plain}, f"networks of {plain} and {others} parameters"
     print(f"\n{name}: {plain:,} parameters, {setting.batch} x {setting.context} tokens a step", flush=True)
-    times = take_turns({way: partial(time_steps, one, given.steps) for way, one in ways.items()}, given.rounds)
+    blocks = {way: partial(time_steps, one, given.steps) for way, one in ways.items()}
+    times = take_turns(blocks, given.rounds, lambda _, found: f"{found['step']:.1f} ms a step")
     counts = {way: [count_operations(one)] for way, one in ways.items()}
     return [
         *(_comparison(f"{name}: milliseconds, {part}", times, part, ".2f") for part in ("step", *PARTS)),
@@ -200,9 +206,9 @@ def _comparison(what: str, found: Mapping[str, list[Part]], part: str, form: str
 
 def main() -> None:
     """Parses the command line and compares."""
-    parser = command_line("step", __doc__, rounds=9)
+    parser = command_line("step", __doc__, rounds=7)
     parser.add_argument("--settings", nargs="+", choices=SETTINGS, default=list(SETTINGS), help="default: all")
-    parser.add_argument("--steps", type=int, default=30, help="counted steps of a block (default 30)")
+    parser.add_argument("--steps", type=int, default=30, help="counted steps of a block, at most (default 30)")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="default: the cores")
     given = parser.parse_args()
     torch.set_num_threads(given.threads)

@@ -118,8 +118,9 @@ class Attention(nn.Module):
         after another, and end with B T. For training only: without cache, mask and lengths.
         """
         batch, tokens, _ = x.shape
-        heads = self.qkv(x).view(batch, tokens, -1, self.head_size).transpose(1, 2)  # (B, H + 2 G, T, D)
-        q, k, v = heads.split((self.heads, self.kv_heads, self.kv_heads), dim=1)
+        # Split before transposed: the backward concatenates the three gradients as the layer's product reads them.
+        parts = self.qkv(x).view(batch, tokens, -1, self.head_size).split((self.heads, self.kv_heads, self.kv_heads), dim=2)
+        q, k, v = (part.transpose(1, 2) for part in parts)  # (B, H or G, T, D)
         q, k = self._apply_positions(q, k, rotation)
         if cache is not None:
             k, v = cache.extend(k, v)

@@ -60,8 +60,8 @@ class CrossAttention(nn.Module):
         sentences = memory.shape[0]
         q = self.q(x).view(sentences, -1, self.heads, self.head_size).transpose(1, 2)
         if cache is None or cache.keys is None or cache.values is None:
-            kv = self.kv(memory).view(sentences, -1, 2 * self.kv_heads, self.head_size).transpose(1, 2)
-            k, v = kv.chunk(2, dim=1)
+            kv = self.kv(memory).view(sentences, -1, 2 * self.kv_heads, self.head_size)
+            k, v = (part.transpose(1, 2) for part in kv.chunk(2, dim=2))  # split first, as in self-attention
             if cache is not None:
                 cache.keys, cache.values = k, v
         else:
