@@ -177,6 +177,8 @@ def _write_host_certificate(
         .add_extension(_key_usage(authority=False), critical=True)
         .add_extension(client_and_server, critical=False)
         .add_extension(x509.SubjectAlternativeName(subject_names), critical=False)
+        # Asked for by RFC 5280, section 4.2.1.1, and by Python's own contexts since 3.13.
+        .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(signer.public_key()), critical=False)
         .sign(signer, hashes.SHA256())
     )
     # Both files are replaced together, as far as possible: key and certificate are useless without each other.

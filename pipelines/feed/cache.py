@@ -21,7 +21,6 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -70,6 +69,9 @@ class NodeCache:
         self.root, self.max_bytes = root, max_bytes
         self._clock, self.log = clock, log
         self._lock = threading.Lock()
+        self._creation_lock = threading.Lock()
+        self._ledger: Ledger | None = None
+        self._fetch_queue: _FetchQueue | None = None
         self._open_files: OrderedDict[str, RangedFile] = OrderedDict()
         self._pending: dict[bytes, Future[None]] = {}
         self._concurrency = ConcurrencyLimit(MAX_CONCURRENT_FETCHES)
@@ -77,11 +79,16 @@ class NodeCache:
         self.fetched_bytes = 0
         """Bytes fetched by this process."""
 
-    @cached_property
+    @property
     def ledger(self) -> Ledger:
         """The node's ledger. Raises OSError, sqlite3.Error; SettingError if the cache folder belongs to another user."""
-        ensure_private(self.root)
-        return Ledger(self.root, self.max_bytes, self._clock)
+        # No cached_property, which has no lock since Python 3.12: loader and read-ahead ask at the same time, and of two
+        # ledgers the one that is dropped would count as a dead reader's, whose pieces are removed.
+        with self._creation_lock:
+            if self._ledger is None:
+                ensure_private(self.root)
+                self._ledger = Ledger(self.root, self.max_bytes, self._clock)
+            return self._ledger
 
     def map_piece(self, piece: Callable[[], RemotePiece], name: bytes, size: int) -> np.ndarray:
         """Memory-maps a piece, (size) uint8, fetching it first if it is missing; no file stays open.
@@ -147,15 +154,18 @@ class NodeCache:
             self._pending[piece.name] = future
         self._queue.put((piece, future))
 
-    @cached_property
+    @property
     def _queue(self) -> "_FetchQueue":
         """Queue of fetches and its daemon threads; an executor would block the exit of the process."""
-        tasks: _FetchQueue = queue.SimpleQueue()
-        for _ in range(MAX_CONCURRENT_FETCHES):
-            threading.Thread(target=_run_fetch_thread, args=(tasks, weakref.ref(self)), name="fetch", daemon=True).start()
-        # Otherwise a process that opens one run after another would accumulate threads.
-        weakref.finalize(self, _stop_fetch_threads, tasks)
-        return tasks
+        with self._creation_lock:
+            if self._fetch_queue is None:
+                self._fetch_queue = queue.SimpleQueue()
+                arguments = (self._fetch_queue, weakref.ref(self))
+                for _ in range(MAX_CONCURRENT_FETCHES):
+                    threading.Thread(target=_run_fetch_thread, args=arguments, name="fetch", daemon=True).start()
+                # Otherwise a process that opens one run after another would accumulate threads.
+                weakref.finalize(self, _stop_fetch_threads, self._fetch_queue)
+            return self._fetch_queue
 
     def _fetch_or_wait(self, piece: RemotePiece) -> None:
         """Fetches a piece that is needed now, or waits for its pending fetch."""

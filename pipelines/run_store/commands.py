@@ -74,7 +74,8 @@ def list_runs(storage: Folder, args: argparse.Namespace) -> None:
     """Prints a table of all runs, newest last."""
     from rich.table import Table
 
-    runs = sorted((find_run(storage, name) for name in run_names(storage)), key=lambda run: _last_written(run.folder) or "")
+    runs = [_read_run(storage / name, name) for name in run_names(storage)]
+    runs.sort(key=lambda run: _last_written(run.folder) or "")
     if not runs:
         print(f"no runs in {storage}")
         return
@@ -207,17 +208,25 @@ def audit_run(storage: Folder, args: argparse.Namespace) -> int:
 
 def run_names(storage: Folder) -> list[str]:
     """Returns the names of a storage's folders that hold a run."""
+    return [name for name in storage.names() if _has_run(storage, name)]
+
+
+def _has_run(storage: Folder, name: str) -> bool:
+    """Returns whether the storage has a run of this name; it lists only that folder."""
     names_of_a_run = ("config.yaml", "journal", "summary.json", "checkpoints", "owner.json")
-    names = [name for name in storage.names() if not name.startswith(".")]
-    return [name for name in names if set((storage / name).names()) & set(names_of_a_run)]
+    is_name = name and "/" not in name and not name.startswith(".")
+    return bool(is_name) and not set((storage / name).names()).isdisjoint(names_of_a_run)
 
 
 def find_run(storage: Folder, name: str) -> StoredRun:
     """Returns the run of that name. Raises CommandRefused if there is none."""
-    if name not in run_names(storage):
+    if not _has_run(storage, name):
         known = ", ".join(run_names(storage)[-10:]) or "none"
         raise CommandRefused(f"there is no run {name!r} in {storage} (there is: {known})")
-    folder = storage / name
+    return _read_run(storage / name, name)
+
+
+def _read_run(folder: Folder, name: str) -> StoredRun:
     try:
         summary = folder.read_json("summary.json")
     except (FileNotFoundError, ValueError):

@@ -40,7 +40,7 @@ class UpdateRule(Protocol):
         ...
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Partition:
     """The location of this worker's part of a parameter."""
 

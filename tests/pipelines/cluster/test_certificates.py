@@ -22,12 +22,14 @@ from raystride.pipelines.cluster.certificates import (
 def _server(folder: Path) -> ssl.SSLContext:
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH, cafile=str(folder / "ca.pem"))
     context.load_cert_chain(folder / "host.pem", folder / "host.key")
+    context.verify_flags |= ssl.VERIFY_X509_STRICT  # as by default since Python 3.13
     context.verify_mode = ssl.CERT_REQUIRED
     return context
 
 
 def _client(authority: Path, own: Path | None) -> ssl.SSLContext:
     context = ssl.create_default_context(cafile=str(authority / "ca.pem"))
+    context.verify_flags |= ssl.VERIFY_X509_STRICT
     if own is not None:
         context.load_cert_chain(own / "host.pem", own / "host.key")
     return context

@@ -7,6 +7,7 @@ import stat
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -87,6 +88,21 @@ def test_pieces_that_are_fetched_ahead_are_read_without_another_fetch(far: Path,
     assert cache.ledger.total_bytes() == 4 * SIZE
     Path(cache.ledger.piece_path(pieces[9].name)).unlink()  # by somebody who needed the disk
     assert _read(cache, pieces[9]) == b"\x09" * 5
+
+
+def test_threads_that_ask_at_once_have_one_ledger(tmp_path: Path) -> None:
+    """The loader and its read-ahead do. Since Python 3.12 each got one, and the pieces of the dropped one were removed."""
+    for number in range(20):
+        cache = NodeCache(tmp_path / str(number), 1 << 20)
+        at_once = threading.Barrier(4)
+
+        def ask(cache: NodeCache = cache, at_once: threading.Barrier = at_once) -> int:
+            at_once.wait()
+            return cache.ledger.reader
+
+        with ThreadPoolExecutor(4) as pool:
+            assert {asked.result() for asked in [pool.submit(ask) for _ in range(4)]} == {1}
+        cache.ledger.close()
 
 
 def test_its_threads_end_with_a_cache(far: Path, tmp_path: Path) -> None:

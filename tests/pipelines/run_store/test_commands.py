@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from collections import Counter
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 
 from raystride.pipelines.run_store import commands as runs
 from raystride.pipelines.run_store.lease import Owner
+from raystride.pipelines.storage.folder import Folder
 
 
 @pytest.fixture
@@ -119,6 +121,26 @@ def test_a_run_with_a_living_owner_is_not_touched(
 def test_a_dead_owner_is_none(run: Path, changes: dict[str, Any]) -> None:
     own(run, **changes)  # no such process, one that took the number over, a lease that ended
     assert runs.main(["prune", run.name, "--storage", str(run.parent)]) == 0
+
+
+@pytest.mark.parametrize(("command", "times"), [(["show", "small-1f3a"], 0), (["list"], 1)])
+def test_other_runs_are_listed_no_more_than_once(
+    run: Path, monkeypatch: pytest.MonkeyPatch, command: list[str], times: int
+) -> None:
+    """Each run's folder was listed for each run: 1,000 runs took a minute, and behind S3 a million requests."""
+    listed, names = Counter[str](), Folder.names
+    monkeypatch.setattr(Folder, "names", lambda folder: listed.update([folder.uri]) or names(folder))
+    for number in range(3):
+        shutil.copytree(run, run.with_name(f"other{number}"))
+    assert runs.main([*command, "--storage", str(run.parent)]) == 0
+    assert [listed[str(run.with_name(f"other{number}"))] for number in range(3)] == [times] * 3
+
+
+@pytest.mark.parametrize("name", ["small-1f3a/checkpoints", ".", "", "../small-1f3a"])
+def test_a_path_is_no_run(run: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert runs.main(["prune", name, "--all", "--storage", str(run.parent)]) == 2
+    assert "there is no run" in capsys.readouterr().err
+    assert len(data_of(run)) == 3
 
 
 def test_an_unknown_run_is_refused_with_those_that_there_are(run: Path, capsys: pytest.CaptureFixture[str]) -> None:

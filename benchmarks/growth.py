@@ -1,0 +1,228 @@
+"""How the cost of a run grows: seconds by size, and the exponent between sizes. Above 1 it grows faster than its size.
+
+    steps       the journal of a run is read for its page
+    workers     the recorder adds up the times of a step's workers
+    shards      prepared data is opened, and a sample of it is located
+    documents   a text is tokenised and written, in this process
+    runs        `raystride runs list` of a storage
+    trials      a sweep's answer, and its page with pictures
+
+The exponent is log(t2 / t1) / log(n2 / n1) between neighbouring sizes: constant costs make it small where sizes are, so
+the last one counts. `documents` names the hours of 10^8 by its last exponent.
+
+    python -m benchmarks.growth                                # six curves, some three minutes on two cores
+    python -m benchmarks.growth --curves trials runs --rounds 3
+"""
+
+import contextlib
+import io
+import itertools
+import math
+import shutil
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks import longrun
+from benchmarks.pairs import command_line, machine, machine_line, report
+from raystride.pipelines.config import Config, ModelConfig, ScalingConfig, TokenizerConfig, TrainConfig
+from raystride.pipelines.config.parse import load_settings
+from raystride.pipelines.config.sweep import SweepConfig, SweepJobConfig
+from raystride.pipelines.phases import EXCLUSIVE_PHASES
+from raystride.pipelines.prepare.manifest import Manifest
+from raystride.pipelines.prepare.prepare import prepare
+from raystride.pipelines.record import read_entries
+from raystride.pipelines.record.entry import new_entry
+from raystride.pipelines.record.group import Aggregator
+from raystride.pipelines.report import gather_figures
+from raystride.pipelines.run_store import commands
+from raystride.pipelines.storage.folder import Folder
+from raystride.pipelines.sweep.answer import build_answer
+from raystride.pipelines.sweep.report_page import render_page
+from raystride.pipelines.sweep.result import Result
+from raystride.pipelines.tasks import build_task
+
+Size = Callable[[int, Path], contextlib.AbstractContextManager[Callable[[], None]]]
+"""(size, an empty folder) -> within it, the operation that is timed."""
+
+
+@contextmanager
+def steps(size: int, folder: Path) -> Iterator[Callable[[], None]]:
+    """A journal of so many steps of eight workers."""
+    longrun.make_journal(run := Folder(str(folder)), size, workers=8)
+    yield lambda: _use(gather_figures(read_entries(run)))
+
+
+@contextmanager
+def workers(size: int, folder: Path) -> Iterator[Callable[[], None]]:
+    """A hundred steps of so many workers, summed up by step."""
+    times = [
+        new_entry("rank", {"rank": rank, "world": size, "node": f"n{rank // 8}", "steps": 1, "seconds": 0.1, "own_s": 0.09,
+                           "data_s": 0.0}, step)
+        for step in range(1, 101)
+        for rank in range(size)
+    ]  # fmt: skip
+
+    def add_up() -> None:
+        group = Aggregator()
+        for entry in times:
+            group.ingest(entry)
+        _use(group.drain())
+
+    yield add_up
+
+
+@contextmanager
+def shards(size: int, folder: Path) -> Iterator[Callable[[], None]]:
+    """A manifest of so many shards."""
+    longrun.make_data(folder, size)
+    (place,) = (path.parent for path in (folder / ".prepared").glob("*/manifest.json"))
+
+    def open_manifest() -> None:
+        manifest = Manifest.load(Folder(str(place)))
+        _use(manifest.splits["train"][size - 1])
+
+    yield open_manifest
+
+
+@contextmanager
+def documents(size: int, folder: Path) -> Iterator[Callable[[], None]]:
+    """So many documents of some 500 bytes, a line of JSON each."""
+    line = '{"text": "' + "Documents come one by one, and each is written once. " * 10 + '"}\n'
+    with (folder / "text.jsonl").open("w") as file:
+        for number in range(size):
+            file.write(line.replace("one by one", str(number)))
+    config = load_settings(
+        Config, {"data.source": str(folder / "text.jsonl"), "data.kind": "jsonl", "tokenizer.kind": "bytes"}
+    ).settings
+    counts = iter(range(1000))
+
+    def prepare_all() -> None:
+        storage = Folder(str(folder / f"storage{next(counts)}"))
+        prepare(config, storage, build_task(config), on_ray=False, log=lambda _: None)
+
+    yield prepare_all
+
+
+@contextmanager
+def runs(size: int, folder: Path) -> Iterator[Callable[[], None]]:
+    """A storage with so many runs, copies of one without its checkpoints."""
+    longrun.make_data(folder, 1)
+    longrun.train(folder, 2)
+    for number in range(size):
+        shutil.copytree(folder / "long", folder / f"run{number}", ignore=shutil.ignore_patterns("checkpoints"))
+
+    def list_all() -> None:
+        with contextlib.redirect_stdout(io.StringIO()) as printed:
+            commands.main(["list", "--storage", str(folder)])
+        assert f"run{size - 1} " in printed.getvalue()
+
+    yield list_all
+
+
+@contextmanager
+def trials(size: int, folder: Path) -> Iterator[Callable[[], None]]:
+    """A sweep over workers and learning rates with so many measured trials."""
+    counts = (1, 2, 4, 8)
+    rates = [1e-4 * 1.01**number for number in range(math.ceil(size / len(counts)))]
+    base = SweepJobConfig(
+        run="sweep",
+        tokenizer=TokenizerConfig(kind="bytes"),
+        model=ModelConfig(layers=2, heads=2, hidden_size=64, context=64),
+        train=TrainConfig(slots=8, slot_size=4),
+        scaling=ScalingConfig(workers=1),
+        sweep=SweepConfig(space={"scaling.workers": list(counts), "optimizer.learning_rate": rates}),
+    )
+    results = [_trial(number, counts[number % len(counts)], rates[number // len(counts)]) for number in range(size)]
+    yield lambda: _use(render_page(build_answer(base, results, None)))
+
+
+def _trial(number: int, count: int, rate: float) -> Result:
+    label = f"workers {count}, learning_rate {rate:.6g}"
+    speed = 1e4 * count**0.8 * (1 + 0.01 * (number % 7))
+    speeds = tuple(speed * (1 + 0.001 * window) for window in range(4))
+    return Result(
+        key=f"{number:05}", run=f"sweep-{number:05}", label=label, round=0, status="measured", workers=count, device="cpu",
+        settings={"scaling.workers": count, "optimizer.learning_rate": rate}, threads=1, places_per_node=8,
+        tokens_per_step=2048, speeds=speeds, step_seconds=tuple(2048 / each for each in speeds),
+        shares=dict.fromkeys(EXCLUSIVE_PHASES, 0.14), figures={"peak_memory_bytes": 2**30}, seconds=12.5, overhead_s=7.0,
+    )  # fmt: skip
+
+
+def _use(found: object) -> None:
+    """Takes a result, so that an operation has one type."""
+
+
+CURVES: dict[str, tuple[Size, tuple[int, ...]]] = {
+    "steps": (steps, (1_000, 10_000, 100_000)),
+    "workers": (workers, (8, 64, 512)),
+    "shards": (shards, (1_000, 10_000, 100_000)),
+    "documents": (documents, (2_000, 20_000, 200_000)),
+    "runs": (runs, (10, 100, 1_000)),
+    "trials": (trials, (10, 100, 1_000)),
+}
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Seconds of one cost by its size, medians of the rounds."""
+
+    name: str
+    seconds: dict[int, float]
+
+    @property
+    def exponents(self) -> list[float]:
+        """Exponents between neighbouring sizes."""
+        points = list(self.seconds.items())
+        return [
+            math.log(later / before) / math.log(larger / size)
+            for (size, before), (larger, later) in itertools.pairwise(points)
+        ]
+
+    def extrapolate(self, size: int) -> float:
+        """Seconds of a larger size by the last exponent."""
+        largest, seconds = list(self.seconds.items())[-1]
+        return seconds * (size / largest) ** self.exponents[-1]
+
+    def __str__(self) -> str:
+        points = ", ".join(f"{size:,}: {seconds:.3g} s" for size, seconds in self.seconds.items())
+        exponents = ", ".join(f"{exponent:.2f}" for exponent in self.exponents)
+        more = f"; 10^8: {self.extrapolate(10**8) / 3600:.1f} h in one process" if self.name == "documents" else ""
+        return f"{self.name:<10} {points}   exponents {exponents}{more}"
+
+
+def measure(name: str, rounds: int) -> Curve:
+    """Times a cost at each of its sizes."""
+    size_of, sizes = CURVES[name]
+    found = {}
+    for size in sizes:
+        with tempfile.TemporaryDirectory(prefix="growth-") as folder, size_of(size, Path(folder)) as operation:
+            seconds = []
+            for _ in range(rounds + 1):
+                began = time.perf_counter()
+                operation()
+                seconds.append(time.perf_counter() - began)
+            found[size] = statistics.median(seconds[1:])  # the first one imports
+    return Curve(name, found)
+
+
+def main() -> None:
+    """Parses the command line and measures."""
+    parser = command_line("growth", __doc__, rounds=3)
+    parser.add_argument("--curves", nargs="+", choices=CURVES, default=list(CURVES), help="default: all")
+    given = parser.parse_args()
+    found = machine()
+    print(machine_line(found), flush=True)
+    curves = []
+    for name in given.curves:
+        curves.append(measure(name, given.rounds))
+        print(curves[-1], flush=True)
+    report(given, found, [], curves={curve.name: curve.seconds for curve in curves})
+
+
+if __name__ == "__main__":
+    main()
