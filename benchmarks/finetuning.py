@@ -108,9 +108,8 @@ def train_ours(given: argparse.Namespace, folder: Path) -> dict[str, Any]:
     }
     run = raystride.train("finetune", settings, init_from=str(given.base), run="ours", storage=str(folder / "runs"))
     table = run.metrics("train_loss").to_pydict()
-    if given.full:
-        return {"times": table["time"]}
-    return {"times": table["time"], "adapter": raystride.export(run, folder=str(folder / "adapter"))}
+    found: dict[str, Any] = {"times": table["time"], "peak": peak_mib()}  # the export opens the base once more
+    return found if given.full else found | {"adapter": raystride.export(run, folder=str(folder / "adapter"))}
 
 
 def train_peer(given: argparse.Namespace, folder: Path) -> dict[str, Any]:
@@ -274,6 +273,11 @@ def count_tokens(given: argparse.Namespace) -> int:
     return sum(len(_tokenised(tokenizer, chat)["input_ids"]) for chat in chats(given.steps * CHATS)[CHATS:])
 
 
+def peak_mib() -> float:
+    """The most resident memory of this process so far, MiB."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+
+
 def child(given: argparse.Namespace) -> None:
     """One way in this process: prints its figures as JSON."""
     import torch
@@ -282,7 +286,7 @@ def child(given: argparse.Namespace) -> None:
     torch.set_num_threads(given.threads)
     with tempfile.TemporaryDirectory() as place:
         found = (train_ours if given.way == "ours" else train_peer)(given, Path(place))
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+        peak = found.get("peak") or peak_mib()
         times = found["times"]
         seconds = times[-1] - times[0]
         figures = {

@@ -97,7 +97,7 @@ def documents(size: int, folder: Path) -> Iterator[Callable[[], None]]:
         for number in range(size):
             file.write(line.replace("one by one", str(number)))
     config = load_settings(
-        Config, {"data.source": str(folder / "text.jsonl"), "data.kind": "jsonl", "tokenizer.kind": "bytes"}
+        Config, {"data.source": str(folder / "text.jsonl"), "data.kind": "json", "tokenizer.kind": "bytes"}
     ).settings
     counts = iter(range(1000))
 
@@ -160,7 +160,7 @@ def _use(found: object) -> None:
 CURVES: dict[str, tuple[Size, tuple[int, ...]]] = {
     "steps": (steps, (1_000, 10_000, 100_000)),
     "workers": (workers, (8, 64, 512)),
-    "shards": (shards, (1_000, 10_000, 100_000)),
+    "shards": (shards, (500, 5_000, 50_000)),
     "documents": (documents, (2_000, 20_000, 200_000)),
     "runs": (runs, (10, 100, 1_000)),
     "trials": (trials, (10, 100, 1_000)),
