@@ -67,7 +67,7 @@ test: install
 	@RAYSTRIDE_EXAMPLES_SHARE=0.25 $(PYTEST) -m "not long"
 
 test-all: install
-	@echo "running all tests: some thirty minutes on two cores"
+	@echo "running all tests: some twenty-five minutes on two cores"
 	@RAYSTRIDE_TEST_SECONDS=build/test-seconds.json $(PYTEST)
 
 test-changed: install

@@ -1,5 +1,6 @@
 """What the driver refuses before anything expensive starts."""
 
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -32,7 +33,7 @@ def test_what_cannot_work_is_refused_at_once(
     assert message in capsys.readouterr().err
 
 
-def test_a_training_ends_with_0_and_once_more_there_is_nothing_to_do(tmp_path: Path) -> None:
+def test_a_training_ends_with_0_and_goes_on_with_the_same_data_alone(tmp_path: Path) -> None:
     config = tiny(write_text(tmp_path), storage=str(tmp_path / "runs"), launch=LaunchConfig(mode="inline"))
     first = finish_job(start_job("train", config, "--run", "a"))
     assert first.code == DONE, first.err
@@ -41,6 +42,11 @@ def test_a_training_ends_with_0_and_once_more_there_is_nothing_to_do(tmp_path: P
     assert again.code == DONE
     assert "6 steps" in again.out
     assert "step 1 " not in again.out
+    shutil.rmtree(tmp_path / "runs/.prepared")  # with it the run goes on, whatever became of the text
+    Path(config.data.source).write_text("Other text under the same settings. " * 400)
+    other = finish_job(start_job("train", config, "--run", "a", "--train.steps", "9"))
+    assert other.code == WRONG_SETTINGS
+    assert "the prepared data of this run is not whole" in other.err
 
 
 def test_weights_of_another_network_are_refused_before_the_name_is_taken(

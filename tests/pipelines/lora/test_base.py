@@ -63,12 +63,13 @@ def _find_checkpoint(folder: Path, run: str) -> Any:
 def test_ddp_and_a_base_in_shards_have_the_bits_of_one_worker(kind: str, lora: LoraConfig, tmp_path: Path) -> None:
     config = _config(tmp_path, kind, lora=lora)
     alone = _run(config, tmp_path, "alone")
-    for world, strategy in ((2, "ddp"), (3, "fsdp")):
-        spread = replace(config, scaling=ScalingConfig(workers=world, strategy=strategy))
-        found = _run(spread, tmp_path, strategy, world)
-        assert found["parameters_sha256"] == alone["parameters_sha256"], strategy
+    three = ScalingConfig(workers=3, strategy="fsdp")
+    groups = ScalingConfig(workers=4, strategy="fsdp", shard_workers=2)
+    for name, scaling in {"ddp": ScalingConfig(workers=2, strategy="ddp"), "shards": three, "groups": groups}.items():
+        found = _run(replace(config, scaling=scaling), tmp_path, name, int(scaling.workers))
+        assert found["parameters_sha256"] == alone["parameters_sha256"], name
         assert found["val_loss"] == alone["val_loss"]
-        assert _find_checkpoint(tmp_path, strategy).manifest["lora"] == _find_checkpoint(tmp_path, "alone").manifest["lora"]
+        assert _find_checkpoint(tmp_path, name).manifest["lora"] == _find_checkpoint(tmp_path, "alone").manifest["lora"]
 
 
 @pytest.mark.long

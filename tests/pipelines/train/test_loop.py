@@ -314,10 +314,11 @@ class Held:
     def release(self) -> None:
         """Lets the save that is under way commit, and those after it pass."""
         assert not list(self._claim.parent.glob("step-*/MANIFEST.json"))
-        self._claim.write_text(self._text)
         whole = self._claim.with_name("whole")
         whole.write_text(self._text)
-        whole.replace(self._claim)
+        with self._claim.open("w") as pipe:  # once the save reads it
+            whole.replace(self._claim)  # or it could read the pipe twice, and wait there for ever
+            pipe.write(self._text)
 
 
 def test_observers_hear_of_a_checkpoint_when_its_manifest_is_there(folder: Path) -> None:
