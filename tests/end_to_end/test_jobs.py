@@ -72,6 +72,7 @@ def test_a_complete_run_says_so_and_how_to_go_on(config: Config, trained: Outcom
     assert "the first step" not in again.out
 
 
+@pytest.mark.long
 def test_more_steps_go_on_with_it(config: Config) -> None:
     run_well("train", config, "--run", "longer")
     run_well("train", config, "--run", "longer", "--train.steps", "9")

@@ -64,6 +64,7 @@ def test_digits_are_recognised_and_predicted(load: Load, tmp_path: Path) -> None
     assert sum(right) / len(right) == pytest.approx(run.summary["metrics"]["val_accuracy"])
 
 
+@pytest.mark.long
 def test_a_model_of_hugging_face_with_its_tokenizer(load: Load, tmp_path: Path) -> None:
     base = write_encoder(tmp_path / "base", "bert")
     texts = ["the team won the game", "the stock rose", "a market", "the price of a bank fell !"]
@@ -75,6 +76,7 @@ def test_a_model_of_hugging_face_with_its_tokenizer(load: Load, tmp_path: Path) 
     assert {"model.safetensors", "config.json"} <= {file.name for file in Path(run.export("hugging_face")).iterdir()}
 
 
+@pytest.mark.long
 def test_noise_becomes_a_spiral(load: Load) -> None:
     diffusion = load("diffusion")
     run = diffusion.train(**INLINE)

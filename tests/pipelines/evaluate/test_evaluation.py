@@ -36,6 +36,7 @@ def _evaluate(
     return evaluate(chosen, PredictorConfig(run=run, batch=16), split, trained / run, predict_locally, log=log)
 
 
+@pytest.mark.long
 def test_a_classifier_is_scored_with_intervals_pictures_and_its_worst(trained: Folder) -> None:
     scored = _evaluate(trained, "labels", "test")
     table = read_table(scored.folder)

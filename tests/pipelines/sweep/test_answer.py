@@ -19,6 +19,7 @@ def answer_to(*results: Result, **settings: Any) -> Answer:
     return build_answer(sweep(**settings), results, None)
 
 
+@pytest.mark.long
 def test_a_model_takes_four_measured_trials() -> None:
     workers = [(n, word) for word in ("fp32", "bf16") for n in (1, 2)]
     every = [trial(1e4 * n**0.8, n, word) for n, word in workers]

@@ -118,6 +118,7 @@ def test_a_network_with_its_forward_alone_says_what_will_not_work(tmp_path: Path
             ask()
 
 
+@pytest.mark.long
 def test_a_loss_of_ones_own_is_trained_and_validated(tmp_path: Path) -> None:
     run, plain = _train(tmp_path, "smoothed"), _train(tmp_path, "gru")
     model: Any = run.load_model()
