@@ -29,6 +29,7 @@ from pathlib import Path
 
 from benchmarks import longrun
 from benchmarks.pairs import command_line, machine, machine_line, report
+from benchmarks.scale_recorder import times
 from raystride.pipelines.config import Config, ModelConfig, ScalingConfig, TokenizerConfig, TrainConfig
 from raystride.pipelines.config.parse import load_settings
 from raystride.pipelines.config.sweep import SweepConfig, SweepJobConfig
@@ -36,7 +37,7 @@ from raystride.pipelines.phases import EXCLUSIVE_PHASES
 from raystride.pipelines.prepare.manifest import Manifest
 from raystride.pipelines.prepare.prepare import prepare
 from raystride.pipelines.record import read_entries
-from raystride.pipelines.record.entry import new_entry
+from raystride.pipelines.record.entry import Entry
 from raystride.pipelines.record.group import Aggregator
 from raystride.pipelines.report import gather_figures
 from raystride.pipelines.run_store import commands
@@ -46,51 +47,43 @@ from raystride.pipelines.sweep.report_page import render_page
 from raystride.pipelines.sweep.result import Result
 from raystride.pipelines.tasks import build_task
 
-Size = Callable[[int, Path], contextlib.AbstractContextManager[Callable[[], None]]]
+Operation = Callable[[], object]
+Size = Callable[[int, Path], contextlib.AbstractContextManager[Operation]]
 """(size, an empty folder) -> within it, the operation that is timed."""
 
 
 @contextmanager
-def steps(size: int, folder: Path) -> Iterator[Callable[[], None]]:
+def steps(size: int, folder: Path) -> Iterator[Operation]:
     """A journal of so many steps of eight workers."""
     longrun.make_journal(run := Folder(str(folder)), size, workers=8)
-    yield lambda: _use(gather_figures(read_entries(run)))
+    yield lambda: gather_figures(read_entries(run))
 
 
 @contextmanager
-def workers(size: int, folder: Path) -> Iterator[Callable[[], None]]:
+def workers(size: int, folder: Path) -> Iterator[Operation]:
     """A hundred steps of so many workers, summed up by step."""
-    times = [
-        new_entry("rank", {"rank": rank, "world": size, "node": f"n{rank // 8}", "steps": 1, "seconds": 0.1, "own_s": 0.09,
-                           "data_s": 0.0}, step)
-        for step in range(1, 101)
-        for rank in range(size)
-    ]  # fmt: skip
+    entries = [times(rank, size, step, step) for step in range(1, 101) for rank in range(size)]
 
-    def add_up() -> None:
+    def add_up() -> list[Entry]:
         group = Aggregator()
-        for entry in times:
+        for entry in entries:
             group.ingest(entry)
-        _use(group.drain())
+        return group.drain()
 
     yield add_up
 
 
 @contextmanager
-def shards(size: int, folder: Path) -> Iterator[Callable[[], None]]:
+def shards(size: int, folder: Path) -> Iterator[Operation]:
     """A manifest of so many shards."""
     longrun.make_data(folder, size)
     (place,) = (path.parent for path in (folder / ".prepared").glob("*/manifest.json"))
 
-    def open_manifest() -> None:
-        manifest = Manifest.load(Folder(str(place)))
-        _use(manifest.splits["train"][size - 1])
-
-    yield open_manifest
+    yield lambda: Manifest.load(Folder(str(place))).splits["train"][size - 1]
 
 
 @contextmanager
-def documents(size: int, folder: Path) -> Iterator[Callable[[], None]]:
+def documents(size: int, folder: Path) -> Iterator[Operation]:
     """So many documents of some 500 bytes, a line of JSON each."""
     line = '{"text": "' + "Documents come one by one, and each is written once. " * 10 + '"}\n'
     with (folder / "text.jsonl").open("w") as file:
@@ -109,7 +102,7 @@ def documents(size: int, folder: Path) -> Iterator[Callable[[], None]]:
 
 
 @contextmanager
-def runs(size: int, folder: Path) -> Iterator[Callable[[], None]]:
+def runs(size: int, folder: Path) -> Iterator[Operation]:
     """A storage with so many runs, copies of one without its checkpoints."""
     longrun.make_data(folder, 1)
     longrun.train(folder, 2)
@@ -125,7 +118,7 @@ def runs(size: int, folder: Path) -> Iterator[Callable[[], None]]:
 
 
 @contextmanager
-def trials(size: int, folder: Path) -> Iterator[Callable[[], None]]:
+def trials(size: int, folder: Path) -> Iterator[Operation]:
     """A sweep over workers and learning rates with so many measured trials."""
     counts = (1, 2, 4, 8)
     rates = [1e-4 * 1.01**number for number in range(math.ceil(size / len(counts)))]
@@ -138,7 +131,7 @@ def trials(size: int, folder: Path) -> Iterator[Callable[[], None]]:
         sweep=SweepConfig(space={"scaling.workers": list(counts), "optimizer.learning_rate": rates}),
     )
     results = [_trial(number, counts[number % len(counts)], rates[number // len(counts)]) for number in range(size)]
-    yield lambda: _use(render_page(build_answer(base, results, None)))
+    yield lambda: render_page(build_answer(base, results, None))
 
 
 def _trial(number: int, count: int, rate: float) -> Result:
@@ -151,10 +144,6 @@ def _trial(number: int, count: int, rate: float) -> Result:
         tokens_per_step=2048, speeds=speeds, step_seconds=tuple(2048 / each for each in speeds),
         shares=dict.fromkeys(EXCLUSIVE_PHASES, 0.14), figures={"peak_memory_bytes": 2**30}, seconds=12.5, overhead_s=7.0,
     )  # fmt: skip
-
-
-def _use(found: object) -> None:
-    """Takes a result, so that an operation has one type."""
 
 
 CURVES: dict[str, tuple[Size, tuple[int, ...]]] = {

@@ -87,6 +87,11 @@ class GroupState:
     count_free_slots: Callable[[Set[str]], int]
     """Returns how many more workers fit on nodes other than those given."""
 
+    @property
+    def node_names(self) -> dict[str, str]:
+        """Names of the nodes with workers of the group, by node id."""
+        return {beat.process.node_id: beat.process.node for beat in self.heartbeats.values()}
+
     def max_workers_without(self, nodes: Set[str]) -> int:
         """Returns the number of workers that remain, or fit, on nodes other than these."""
         return (
@@ -117,7 +122,7 @@ class ElasticPolicy:
 
     def leave_draining_nodes(self, state: GroupState) -> ResizeDecision | None:
         """Decides to leave nodes of this group that are about to be preempted."""
-        names = {beat.process.node_id: beat.process.node for beat in state.heartbeats.values()}
+        names = state.node_names
         own = {node: deadline for node, deadline in state.draining.items() if node in names}
         if not own or not state.workers:
             return None
@@ -135,10 +140,9 @@ class ElasticPolicy:
         node, times = slow
         if (max_workers := self._limit(state.max_workers_without({node}))) < self._allocation.min_workers:
             return None
-        name = next(beat.process.node for beat in state.heartbeats.values() if beat.process.node_id == node)
         reason = (
-            f"workers on {name} take {times:.1f} times the others' own time for a step: saving, to go on without that node, "
-            f"on {max_workers} workers"
+            f"workers on {state.node_names[node]} take {times:.1f} times the others' own time for a step: saving, to go on "
+            f"without that node, on {max_workers} workers"
         )
         return ResizeDecision(max_workers, reason, frozenset({node}))
 
@@ -194,9 +198,7 @@ class NodeWatcher:
                     self._unanswered()
                 state = self._read_state()
                 if decision := self._policy.leave_draining_nodes(state):
-                    self._left_nodes |= decision.excluded_nodes & {
-                        beat.process.node_id for beat in state.heartbeats.values()
-                    }
+                    self._left_nodes |= decision.excluded_nodes & state.node_names.keys()
                     self._request(decision)
                 if not self._allocation.min_workers:
                     continue  # not elastic

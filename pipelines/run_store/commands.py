@@ -213,9 +213,10 @@ def run_names(storage: Folder) -> list[str]:
 
 def _has_run(storage: Folder, name: str) -> bool:
     """Returns whether the storage has a run of this name; it lists only that folder."""
+    if not name or "/" in name or name.startswith("."):
+        return False
     names_of_a_run = ("config.yaml", "journal", "summary.json", "checkpoints", "owner.json")
-    is_name = name and "/" not in name and not name.startswith(".")
-    return bool(is_name) and not set((storage / name).names()).isdisjoint(names_of_a_run)
+    return not set((storage / name).names()).isdisjoint(names_of_a_run)
 
 
 def find_run(storage: Folder, name: str) -> StoredRun:

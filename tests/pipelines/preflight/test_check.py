@@ -96,9 +96,8 @@ def test_hosts_are_looked_at_in_a_cluster_that_is_joined(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str, address: str | None, hosts: bool
 ) -> None:
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    config = config_of(tmp_path)
-    launch = replace(config.launch, mode=mode, **({"address": address} if address else {}))
-    assert bool(_runs_on_hosts(replace(config, launch=launch).launch)) is hosts
+    launch = replace(config_of(tmp_path).launch, mode=mode, **({"address": address} if address else {}))
+    assert bool(_runs_on_hosts(launch)) is hosts
 
 
 def test_shares_that_cannot_be_dealt_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
