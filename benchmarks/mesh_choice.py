@@ -52,7 +52,7 @@ def row(name: str, shape: ModelConfig, cluster: str, given: dict[str, int]) -> s
     config = Config(model=shape, train=train, scaling=scaling, tokenizer=TokenizerConfig(vocabulary_size=WORDS))
     config = choose_mesh(config, there, None, lambda _: None)
     share, scaling = resolve_allocation(config, there), config.scaling
-    if not all(check.passed for check in check_settings(config, share, there, WORDS)):
+    if not all(check.passed for check in check_settings(config, share, there)):
         return f"| {name} | {cluster} | none fits | | | | |"
     result = Result(
         key="",
@@ -67,7 +67,7 @@ def row(name: str, shape: ModelConfig, cluster: str, given: dict[str, int]) -> s
         tokens_per_step=train.slots * shape.context,
     )
     work = build_work(replace(config, scaling=replace(scaling, strategy=_strategy(scaling))), result)
-    traffic, need = step_traffic(work), estimate_memory(config, share, WORDS)
+    traffic, need = step_traffic(work), estimate_memory(config, share)
     assert need
     ways = (traffic.gathers, traffic.ring, traffic.blocking, traffic.passing)
     inside, between = (sum(getattr(way, f"{part}_bytes") for way in ways) / GIB for part in ("intra", "inter"))

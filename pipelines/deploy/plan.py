@@ -130,7 +130,7 @@ def plan_deployment(kind: Kind, request: DeployConfig, place: TargetConfig, pars
     allocation = resolve_allocation(config, resources)
     grace_s = _estimate_grace_s(config, allocation, request.nodes)
     checks = list(_check_place(kind, request, place, config, grace_s))
-    checks += check_settings(config, allocation, resources, config.tokenizer.vocabulary_size)
+    checks += check_settings(config, allocation, resources)
     raise_for_failures(checks, "place")
     workers_known = request.gpus_per_node or isinstance(config.scaling.workers, int)
     # A sweep varies the workers itself.
@@ -162,7 +162,7 @@ def plan_deployment(kind: Kind, request: DeployConfig, place: TargetConfig, pars
 
 def _estimate_grace_s(config: Config, allocation: Allocation, nodes: int) -> int:
     """Returns the seconds, in whole minutes, to save and to close the record; every node writes its part of a checkpoint."""
-    memory_estimate = estimate_memory(config, allocation, config.tokenizer.vocabulary_size)
+    memory_estimate = estimate_memory(config, allocation)
     copies = allocation.workers if config.scaling.strategy in SHARDED else 1
     checkpoint_bytes = (memory_estimate.parameters + memory_estimate.optimizer) * copies if memory_estimate else GIB
     return max(MIN_GRACE_S, 60 + math.ceil(checkpoint_bytes / nodes / (MIN_SAVE_MIB_PER_S << 20) / 60) * 60)

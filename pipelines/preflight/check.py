@@ -40,7 +40,7 @@ def _run_check(config: Config, storage: Folder) -> int:
         return _report([data], [], "", storage)
     with cluster(config.launch):
         config, resources, allocation = resolve_resources(config, storage, print)
-        checks, table = [data, *preflight(config, allocation, resources, storage, config.tokenizer.vocabulary_size)], ""
+        checks, table = [data, *preflight(config, allocation, resources, storage)], ""
         if _runs_on_hosts(config.launch) and all(check.passed for check in checks):
             hosts, links = probe_hosts(config, storage), measure_network(config.launch.timeout_s)
             checks += [*hosts.checks(), *hosts.optional_checks(links)]
@@ -122,7 +122,7 @@ def run_preflight(
 
     Needs ray.init unless the run is inline. Raises SettingError and DataError if the data cannot be read here.
     """
-    checks = preflight(config, allocation, resources, storage, config.tokenizer.vocabulary_size)
+    checks = preflight(config, allocation, resources, storage)
     if _runs_on_hosts(config.launch) and all(check.passed for check in checks):
         checks += probe_hosts(config, storage, kept).checks()
     return checks

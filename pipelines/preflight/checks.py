@@ -1,6 +1,6 @@
 """Preflight checks of kernels, slots, resources, memory and storage, before anything expensive starts.
 
-checks = preflight(config, allocation, resources, storage, vocabulary_size=4096)
+checks = preflight(config, allocation, resources, storage)
 failed = [check for check in checks if not check.passed]  # non-empty: exit code 3, each with its remedy
 """
 
@@ -34,20 +34,18 @@ class Check:
     """The fix, if it did not pass."""
 
 
-def preflight(
-    config: Config, allocation: Allocation, resources: Resources, storage: Folder, vocabulary_size: int
-) -> list[Check]:
+def preflight(config: Config, allocation: Allocation, resources: Resources, storage: Folder) -> list[Check]:
     """Runs all checks of the settings and of this machine, in the order of display; see `hosts` for other hosts."""
-    return [*check_settings(config, allocation, resources, vocabulary_size), _check_storage(storage)]
+    return [*check_settings(config, allocation, resources), _check_storage(storage)]
 
 
-def check_settings(config: Config, allocation: Allocation, resources: Resources, vocabulary_size: int) -> list[Check]:
+def check_settings(config: Config, allocation: Allocation, resources: Resources) -> list[Check]:
     """Runs the checks that only compute, so that a sweep can check many settings; the memory check comes last."""
     return [
         _check_kernels(config.model, allocation),
         _check_slots(config, allocation),
         _check_resources(allocation, resources),
-        _check_memory(config, allocation, resources, vocabulary_size),
+        _check_memory(config, allocation, resources),
     ]
 
 
@@ -89,8 +87,8 @@ def _check_resources(allocation: Allocation, resources: Resources) -> Check:
     return Check("resources", not missing, found, remedy)
 
 
-def _check_memory(config: Config, allocation: Allocation, resources: Resources, vocabulary_size: int) -> Check:
-    name, need = "memory", estimate_memory(config, allocation, vocabulary_size)
+def _check_memory(config: Config, allocation: Allocation, resources: Resources) -> Check:
+    name, need = "memory", estimate_memory(config, allocation)
     if need is None:
         missing = "data.image_size, without which only preparation tells it," if config.task == "images" else "the network"
         return Check(name, True, f"not looked at: {missing} of task {config.task} is not known here")
@@ -146,10 +144,9 @@ def _suggest_less_memory(config: Config, allocation: Allocation, need: MemoryEst
     return "; or ".join(ordered)
 
 
-def estimate_memory(config: Config, allocation: Allocation, vocabulary_size: int) -> MemoryEstimate | None:
+def estimate_memory(config: Config, allocation: Allocation) -> MemoryEstimate | None:
     """Returns the memory estimate of a worker of this run, None if it is unknown before preparation."""
-    facts = {**expected_facts(config), "vocabulary_size": vocabulary_size}
-    return estimate(config, facts, workers=allocation.workers, device=allocation.device)
+    return estimate(config, expected_facts(config), workers=allocation.workers, device=allocation.device)
 
 
 def _check_storage(storage: Folder) -> Check:

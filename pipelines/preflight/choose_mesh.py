@@ -77,7 +77,7 @@ def _config_if_passing(config: Config, resources: Resources, scaling: ScalingCon
         allocation = resolve_allocation(candidate, resources)
     except SettingError:
         return None
-    checks = check_settings(candidate, allocation, resources, candidate.tokenizer.vocabulary_size)
+    checks = check_settings(candidate, allocation, resources)
     return candidate if all(check.passed for check in checks) else None
 
 
@@ -123,7 +123,7 @@ def _describe_mesh(config: Config, resources: Resources) -> str:
         f"{_with_count(groups, 'group')} of {_with_count(scaling.group, 'worker')} ({sizes})" if sizes else description
     )
     strategy = f", {'ddp' if scaling.strategy == 'auto' else scaling.strategy}" if groups > 1 else ""
-    need = estimate_memory(config, allocation, config.tokenizer.vocabulary_size)
+    need = estimate_memory(config, allocation)
     return description + strategy + (f", about {need.total / GIB:.2f} GiB a worker" if need else "")
 
 

@@ -127,7 +127,7 @@ def refuse_candidate(candidate: Candidate, resources: Resources) -> Result | Non
         share = resolve_allocation(candidate.config, resources)
     except SettingError as error:
         return result_without_figures(candidate, "refused", str(error))
-    *others, memory = check_settings(candidate.config, share, resources, candidate.config.tokenizer.vocabulary_size)
+    *others, memory = check_settings(candidate.config, share, resources)
     for check in others:
         if not check.passed:
             return result_without_figures(candidate, "refused", f"{check.name}: {check.found}")

@@ -24,7 +24,7 @@ def _checks(
     share: Allocation = TWO_WORKERS,
     there: Resources = THERE,
 ) -> dict[str, Check]:
-    checks = preflight(CONFIG, share, there, storage, vocabulary_size=257)
+    checks = preflight(CONFIG, share, there, storage)
     return {check.name: check for check in checks}
 
 
@@ -51,7 +51,7 @@ def test_kernels_without_a_gpu_to_run_on(storage: Folder, monkeypatch: pytest.Mo
     wanting = replace(CONFIG, model=replace(CONFIG.model, kernels="triton"))
 
     def failures() -> list[str]:
-        return list(describe_failures(preflight(wanting, TWO_WORKERS, THERE, storage, vocabulary_size=257)))
+        return list(describe_failures(preflight(wanting, TWO_WORKERS, THERE, storage)))
 
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     assert not failures()
@@ -112,14 +112,14 @@ def test_the_memory_of_a_gpu_that_is_not_known_is_no_failure(storage: Folder) ->
 
 
 def test_the_memory_of_a_network_that_is_not_known_is_no_failure() -> None:
-    own = check_settings(replace(CONFIG, task="my_own"), Allocation(1, "cpu", 1), THERE, 257)[-1]
+    own = check_settings(replace(CONFIG, task="my_own"), Allocation(1, "cpu", 1), THERE)[-1]
     assert own.passed
     assert "not looked at" in own.found
     assert "my_own" in own.found
 
 
 def _need(config: Config, share: Allocation) -> MemoryEstimate:
-    need = estimate_memory(config, share, 257)
+    need = estimate_memory(config, share)
     assert need
     return need
 
@@ -154,8 +154,8 @@ def test_offloaded_states_and_pytorch_itself_must_fit_into_main_memory() -> None
     host = 2 * (found.host + FRAMEWORK_BYTES)
     for memory, passed in ((host, True), (host - 1, False)):
         there = Resources(4, 2, memory, 2**40)
-        check = check_settings(config, share, there, 257)[-1]
+        check = check_settings(config, share, there)[-1]
         assert check.passed is passed
         assert ("scaling.offload false" in check.remedy) is not passed
     spread = Resources(4, 2, host / 2, 2**40, nodes=2)
-    assert check_settings(config, share, spread, 257)[-1].passed, "each node has one of the workers"
+    assert check_settings(config, share, spread)[-1].passed, "each node has one of the workers"

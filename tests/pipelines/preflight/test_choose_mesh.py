@@ -37,7 +37,7 @@ def _passes(config: Config, there: Resources) -> bool:
         share = resolve_allocation(config, there)
     except SettingError:
         return False
-    return all(check.passed for check in check_settings(config, share, there, config.tokenizer.vocabulary_size))
+    return all(check.passed for check in check_settings(config, share, there))
 
 
 def test_what_fits_takes_no_mesh_and_what_does_not_the_smallest() -> None:
