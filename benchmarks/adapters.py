@@ -40,6 +40,7 @@ from raystride.pipelines.launch.adapters_job import expand_adapters
 from raystride.pipelines.launch.train_job import train
 from raystride.pipelines.lora.peft import write_adapter
 from raystride.pipelines.prepare.prepare import prepare
+from raystride.pipelines.prepare.run_context import RunContext
 from raystride.pipelines.storage.folder import Folder
 from raystride.pipelines.tasks import build_task
 from raystride.pipelines.worker.build import build_training
@@ -100,7 +101,7 @@ def ours_beside_peft(given: argparse.Namespace, folder: Path) -> list[Comparison
     """Seconds of the steps alone, and the validation loss afterwards."""
     config = settings(given, folder)
     task = build_task(config)
-    prepared = prepare(config, Folder(str(folder)), task, on_ray=False, log=lambda _: None)
+    prepared = prepare(RunContext(config, Folder(str(folder)), log=lambda _: None), task, on_ray=False)
     rounds = iter(range(10**6))
 
     def built() -> Any:

@@ -36,6 +36,7 @@ from raystride.pipelines.config.sweep import SweepConfig, SweepJobConfig
 from raystride.pipelines.phases import EXCLUSIVE_PHASES
 from raystride.pipelines.prepare.manifest import Manifest
 from raystride.pipelines.prepare.prepare import prepare
+from raystride.pipelines.prepare.run_context import RunContext
 from raystride.pipelines.record import read_entries
 from raystride.pipelines.record.entry import Entry
 from raystride.pipelines.record.group import Aggregator
@@ -96,7 +97,7 @@ def documents(size: int, folder: Path) -> Iterator[Operation]:
 
     def prepare_all() -> None:
         storage = Folder(str(folder / f"storage{next(counts)}"))
-        prepare(config, storage, build_task(config), on_ray=False, log=lambda _: None)
+        prepare(RunContext(config, storage, log=lambda _: None), build_task(config), on_ray=False)
 
     yield prepare_all
 

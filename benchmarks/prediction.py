@@ -32,6 +32,7 @@ from raystride.pipelines.evaluate.answering import Predictor
 from raystride.pipelines.evaluate.export import export_hugging_face
 from raystride.pipelines.evaluate.load_run import LoadedModel
 from raystride.pipelines.prepare.prepare import prepare
+from raystride.pipelines.prepare.run_context import RunContext
 from raystride.pipelines.storage.folder import Folder
 from raystride.pipelines.tasks import build_task
 from raystride.pipelines.tokenizers import Tokenizers
@@ -52,7 +53,7 @@ def build(folder: Path) -> LoadedModel:
         tokenizer=TokenizerConfig(kind="bpe", vocabulary_size=4096),
         model=ModelConfig(architecture="llama", layers=6, heads=6, hidden_size=384, context=512),
     )
-    prepared = prepare(config, Folder(str(folder)), build_task(config), on_ray=False, log=lambda _: None)
+    prepared = prepare(RunContext(config, Folder(str(folder)), log=lambda _: None), build_task(config), on_ray=False)
     torch.manual_seed(0)
     task = build_task(config, prepared.manifest.facts, Tokenizers(prepared.folder, ["tokenizer"]))
     return LoadedModel(config, task, task.build_model().eval(), 0, prepared.folder)

@@ -65,12 +65,13 @@ def run_ours(text: Path, tokenizer: Path, out: Path) -> int:
 
     from raystride.pipelines.config import Config, DataConfig, TokenizerConfig
     from raystride.pipelines.prepare.prepare import prepare
+    from raystride.pipelines.prepare.run_context import RunContext
     from raystride.pipelines.storage.folder import Folder
     from raystride.pipelines.tasks.language_model import LanguageModel
 
     ray.init(num_cpus=_CORES, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
     config = Config(data=DataConfig(source=str(text)), tokenizer=TokenizerConfig(kind="file", file=str(tokenizer)))
-    manifest = prepare(config, Folder(str(out)), LanguageModel(config)).manifest
+    manifest = prepare(RunContext(config, Folder(str(out))), LanguageModel(config)).manifest
     ray.shutdown()
     return manifest.tokens("train") + manifest.tokens("validation")
 

@@ -19,6 +19,7 @@ from benchmarks import runs
 from raystride.pipelines.config import Config
 from raystride.pipelines.config.parse import parse
 from raystride.pipelines.prepare.prepare import prepare
+from raystride.pipelines.prepare.run_context import RunContext
 from raystride.pipelines.storage.folder import Folder
 from raystride.pipelines.tasks import build_task
 from raystride.pipelines.worker.job import Job, WorkerInfo
@@ -33,7 +34,7 @@ def settings(*flags: str) -> Config:
 def make_job(config: Config, storage: Path, threads: int) -> Job:
     """A job on prepared data, as the driver makes it."""
     folder = Folder.from_uri(str(storage))
-    prepared = prepare(config, folder, build_task(config), on_ray=False, log=lambda _: None)
+    prepared = prepare(RunContext(config, folder, log=lambda _: None), build_task(config), on_ray=False)
     run = folder / "job"
     return Job(config=config, run="job", attempt="a1", folder=run, prepared=prepared.folder, device="cpu", threads=threads)
 

@@ -23,6 +23,7 @@ from raystride.pipelines.console.screen import Screen, SilentScreen
 from raystride.pipelines.launch import train_job as driver
 from raystride.pipelines.launch.preparing import prepare_data
 from raystride.pipelines.preflight.check import resolve_resources, run_preflight
+from raystride.pipelines.prepare.run_context import RunContext
 from raystride.pipelines.run_store.location import locate_run
 from raystride.pipelines.signals import EXIT_CODES
 from raystride.pipelines.storage.folder import Folder
@@ -121,7 +122,7 @@ def prepare(
     """
     located, place = _locate_run(config, settings, None, storage)
     with cluster(located.launch):
-        return prepare_data(located, place, Screen() if progress else SilentScreen())
+        return prepare_data(RunContext(located, place, (Screen() if progress else SilentScreen()).log))
 
 
 def check(config: ConfigLike, settings: Settings | None = None, *, storage: PathOrUri = "runs") -> "list[Check]":
@@ -145,8 +146,7 @@ def check(config: ConfigLike, settings: Settings | None = None, *, storage: Path
     """
     located, place = _locate_run(config, settings, None, storage)
     with cluster(located.launch):
-        complete_config, resources, share = resolve_resources(located, place, SilentScreen().log)
-        return run_preflight(complete_config, place, resources, share)
+        return run_preflight(resolve_resources(RunContext(located, place, SilentScreen().log)))
 
 
 def sweep(

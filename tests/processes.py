@@ -17,6 +17,7 @@ from typing import Any
 
 from raystride.pipelines.config import Config
 from raystride.pipelines.prepare.prepare import prepare
+from raystride.pipelines.prepare.run_context import RunContext
 from raystride.pipelines.storage.folder import Folder
 from raystride.pipelines.tasks import build_task
 from raystride.pipelines.worker.job import Job, WorkerInfo
@@ -36,7 +37,7 @@ class Workers:
 def make_job(config: Config, storage: Path, run: str, attempt: str = "a1") -> Job:
     """A job on prepared data, as the driver would make it."""
     folder = Folder.from_uri(str(storage))
-    prepared = prepare(config, folder, build_task(config), on_ray=False, log=lambda _: None)
+    prepared = prepare(RunContext(config, folder, log=lambda _: None), build_task(config), on_ray=False)
     return Job(
         config=config, run=run, attempt=attempt, folder=folder / run, prepared=prepared.folder, device="cpu", threads=1
     )

@@ -1,6 +1,6 @@
 """Runs batch inference of a finished run in this process or on a Ray cluster's workers.
 
-predict(chosen, settings, "mails.csv", folder, make_part_runner(settings, launch))    # ray.init ... ray.shutdown if needed
+predict(chosen, settings, InputData(source="mails.csv"), folder, make_part_runner(settings, launch))  # starts Ray if needed
 """
 
 import os

@@ -4,7 +4,7 @@ Each row of the data has its row there, one without a prediction with the reason
 the predictions, and is complete once every part has its file. A killed prediction is resumed with its missing parts; one
 with another model or other settings is refused the folder. pandas, Arrow and Spark read the folder as it is.
 
-    result = predict(chosen, settings, "mails.csv", Folder.from_uri("answers"), predict_locally)
+    result = predict(chosen, settings, InputData(source="mails.csv"), Folder.from_uri("answers"), predict_locally)
     result.rows, result.files                                 # 10_000, ["00000.parquet", ...]
 """
 
@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any, Literal, Protocol
 
@@ -100,36 +100,42 @@ class PredictionResult:
     """Step of the checkpoint."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class InputData:
+    """Data to predict, and how it is read."""
+
+    source: str
+    """File, folder, URI or name of a hub, as of the setting `data.source`."""
+    kind: SourceKind = "auto"
+    encoding: str = "utf-8"
+    column: str | None = None
+    """Name of the column with the task's first input; by default that of the run."""
+    table: Mapping[str, Any] = field(default_factory=dict)
+    """Settings of `data` in which its CSV differs from the run's."""
+
+
 def predict(
     chosen: SelectedRun,
     settings: PredictorConfig,
-    name: str,
+    given: InputData,
     folder: Folder,
     run_parts: RunParts,
     *,
-    kind: SourceKind = "auto",
-    encoding: str = "utf-8",
-    column: str | None = None,
-    table: Mapping[str, Any] | None = None,
     form: Form = "parquet",
     sample: SampleConfig | None = None,
     log: Log = print,
 ) -> PredictionResult:
-    """Predicts the data of `name`; `table` are settings of `data` in which its CSV differs from the run's.
-
-    Raises DataError, SettingError.
-    """
-    table = table or {}
-    data = replace(chosen.config.data, source=name, kind=kind, encoding=encoding, target_source=None, **table)
-    data = replace(data, on_error=settings.on_error, follow=False)
-    if column:
-        named: dict[str, Any] = {chosen.task.asked[0].setting.removeprefix("data."): column}
+    """Predicts the given data into a folder. Raises DataError, SettingError."""
+    data = replace(chosen.config.data, source=given.source, kind=given.kind, encoding=given.encoding, **given.table)
+    data = replace(data, target_source=None, on_error=settings.on_error, follow=False)
+    if given.column:
+        named: dict[str, Any] = {chosen.task.asked[0].setting.removeprefix("data."): given.column}
         chosen = replace(chosen, config=replace(chosen.config, data=replace(data, **named)))
     columns = chosen.task.asked
-    source = open_source(data, name, columns, whole=True)
+    source = open_source(data, given.source, columns, whole=True)
     # Here every line is an input, while a training takes the whole file as one document.
     if source.kind == "text":
-        source = open_source(replace(data, kind="lines"), name, columns)
+        source = open_source(replace(data, kind="lines"), given.source, columns)
     source = source.keeping_rows()
     if data.on_error == "raise":
         check_source(source)
@@ -152,11 +158,11 @@ def predict(
         "columns": [column.name for column in columns],
         **describe_origin(job),
     }
-    origin |= {f"data.{key}": list(value) if isinstance(value, tuple) else value for key, value in table.items()}
+    origin |= {f"data.{key}": list(value) if isinstance(value, tuple) else value for key, value in given.table.items()}
     parts = list(divide_without_validation(source, with_part_size(data, source)))
     result = predict_all(job, parts, origin, run_parts, log)
     if not result.rows + result.skipped:
-        raise DataError(f"{name!r} holds no rows: name another --input", file=name, settings=("input",))
+        raise DataError(f"{given.source!r} holds no rows: name another --input", file=given.source, settings=("input",))
     return result
 
 

@@ -20,6 +20,7 @@ from raystride.pipelines.console.session import stop_signals
 from raystride.pipelines.launch.inline import process_settings_kept
 from raystride.pipelines.launch.preparing import prepare_data
 from raystride.pipelines.preflight.check import resolve_and_check
+from raystride.pipelines.prepare.run_context import RunContext
 from raystride.pipelines.record.summary import RunSummary
 from raystride.pipelines.storage.folder import Folder
 
@@ -71,7 +72,7 @@ def train_adapters(config: Config, storage: Folder, screen: Screen, train: Train
     """
     if config.launch.mode == "inline":  # other modes are rejected below
         # Checks the memory of one training, though all need theirs at once.
-        resolve_and_check(config, storage, screen.log, screen.warn)
+        resolve_and_check(RunContext(config, storage, screen.log), screen.warn)
     configs = expand_adapters(config)
     with stop_signals(lambda: None) as received_signals:  # the trainings' own listeners, in their threads, ask them to stop
         outcomes = train_concurrently(configs, storage, screen, train)
@@ -98,7 +99,7 @@ def train_concurrently(
 
     configs = check_sharing(configs)
     for config in configs:
-        prepare_data(config, storage, screen)
+        prepare_data(RunContext(config, storage, screen.log))
     lockstep_group = LockstepGroup(len(configs))
     outcomes: list[RunSummary | BaseException] = [RuntimeError("it has not begun") for _ in configs]
 

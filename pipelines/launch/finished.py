@@ -79,22 +79,23 @@ def predict_files(settings: PredictConfig, log: Log = print) -> "PredictionResul
 
     chosen = select_run(Folder.from_uri(settings.storage), settings.run, settings.checkpoint, settings.average)
     _refuse_own_model(chosen, ASK_BY_FUNCTION)
-    from raystride.pipelines.evaluate.prediction import predict
+    from raystride.pipelines.evaluate.prediction import InputData, predict
 
+    table = {
+        key: value for key in ("header", "delimiter", "quote", "columns") if (value := getattr(settings, key)) is not None
+    }
     predicted = predict(
         chosen,
         settings,
-        settings.input or "",
+        InputData(
+            source=settings.input or "",
+            kind=settings.kind,
+            encoding=settings.encoding,
+            column=settings.column,
+            table=table,
+        ),
         Folder.from_uri(settings.output or ""),
         make_part_runner(settings, settings.launch),
-        kind=settings.kind,
-        encoding=settings.encoding,
-        column=settings.column,
-        table={
-            key: value
-            for key in ("header", "delimiter", "quote", "columns")
-            if (value := getattr(settings, key)) is not None
-        },
         form=settings.format,
         sample=settings.sample,
         log=log,

@@ -1,6 +1,6 @@
 """Prepares a training's data before it, or in another process during it (`data.start_after_mib`).
 
-    with open_prepared_data(config, storage, screen, plugin_bundle, kept, 2.0) as prepared:
+    with open_prepared_data(context, plugin_bundle, 2.0) as prepared:
         ...                                               # trains, while the rest may still be prepared
 
 One process at a time prepares a folder: another one, of another training or `raystride prepare`, waits for its end, and
@@ -12,6 +12,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import replace
 from functools import partial
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
@@ -27,17 +28,17 @@ from raystride.pipelines.console.screen import Screen
 from raystride.pipelines.feed.samples import count_windows
 from raystride.pipelines.plugins import PluginBundle
 from raystride.pipelines.preflight.check import resolve_resources
-from raystride.pipelines.prepare.fingerprint import NO_KEPT_PREPARATIONS, KeptPreparations, identity
+from raystride.pipelines.prepare.fingerprint import KeptPreparations
 from raystride.pipelines.prepare.generations import clear_failure, publish_failure, read_failure, read_generation
-from raystride.pipelines.prepare.one_source import PreparedData, load_finished_manifest
+from raystride.pipelines.prepare.manifest import load_finished_manifest
+from raystride.pipelines.prepare.one_source import PreparedData
 from raystride.pipelines.prepare.prepare import check_data, prepare
-from raystride.pipelines.prepare.prepared_folder import is_prepared, prepared_folder
+from raystride.pipelines.prepare.run_context import RunContext
 from raystride.pipelines.run_store.lease import RunLease, RunLocked, new_attempt
 from raystride.pipelines.run_store.location import locate_run
 from raystride.pipelines.service_thread import ServiceThread
 from raystride.pipelines.sources.faults import DataError
 from raystride.pipelines.storage.folder import Folder
-from raystride.pipelines.tasks import build_task
 from raystride.triton_kernels.processes import end_with_parent, fresh_context
 
 POLL_S = 0.5
@@ -48,59 +49,46 @@ OTHER_PROCESS_POLL_S = 5.0
 
 def run_preparation(parsed: Parsed[Config]) -> int:
     """Prepares the data of a configuration; returns the exit code."""
-    return run_with_exit_code(lambda: _prepare(*locate_run(parsed)))
+    return run_with_exit_code(lambda: _prepare(RunContext(*locate_run(parsed), log=Screen().log)))
 
 
-def _prepare(config: Config, storage: Folder) -> int:
-    check_data(config, storage, build_task(config))
-    with cluster(config.launch):
-        if config.data.start_after_mib and config.launch.mode != "inline":
+def _prepare(context: RunContext) -> int:
+    check_data(context)
+    with cluster(context.config.launch):
+        if context.config.data.start_after_mib and not context.is_inline:
             with suppress(SettingError):  # a training that does not fit here runs elsewhere
-                _, resources, allocation = resolve_resources(config, storage, Screen().log)
-                limit_ray_data_cpus(resources.cpus - allocation.cpus)
-        prepared = prepare_data(config, storage, Screen(), exclusive=True)
+                resolved = resolve_resources(context)
+                limit_ray_data_cpus(resolved.resources.cpus - resolved.allocation.cpus)
+        prepared = prepare_data(context, exclusive=True)
     print(f"results  {prepared.folder}")
     print("mlflow   not logged")
-    print(f"next     {launch_command()} train with the same settings {storage_flag(str(storage))}".rstrip())
+    print(f"next     {launch_command()} train with the same settings {storage_flag(str(context.storage))}".rstrip())
     return DONE
 
 
-def prepare_data(
-    config: Config,
-    storage: Folder,
-    screen: Screen,
-    kept: KeptPreparations = NO_KEPT_PREPARATIONS,
-    *,
-    exclusive: bool = False,
-) -> PreparedData:
-    """Prepares the data if it is not prepared yet; `kept` as in `prepare`; `exclusive`: waits for other preparing processes.
+def prepare_data(context: RunContext, *, exclusive: bool = False) -> PreparedData:
+    """Prepares the data if it is not prepared yet; `exclusive`: waits for other preparing processes.
 
     Raises SettingError, DataError.
     """
-    on_ray = config.launch.mode != "inline"
-    if exclusive:
-        prepared = prepare_exclusively(config, storage, screen.log, kept)
-    else:
-        prepared = prepare(config, storage, build_task(config), kept=kept, on_ray=on_ray, log=screen.log)
-    _check_samples(config, prepared)
+    prepared = prepare_exclusively(context) if exclusive else prepare(context, context.task, on_ray=not context.is_inline)
+    _check_samples(context, prepared)
     return prepared
 
 
 @contextmanager
-def open_prepared_data(
-    config: Config, storage: Folder, screen: Screen, plugin_bundle: PluginBundle, kept: KeptPreparations, cpus: float
-) -> Iterator[PreparedData]:
+def open_prepared_data(context: RunContext, plugin_bundle: PluginBundle, cpus: float) -> Iterator[PreparedData]:
     """Yields the prepared data of a training; with `data.start_after_mib` its first part, while another process continues.
 
     That process uses at most `cpus` of the cluster's CPUs at a time, and at least one. Raises SettingError, DataError.
     """
-    if not config.data.start_after_mib or is_prepared(config, storage, kept):
-        yield prepare_data(config, storage, screen, kept)
+    if not context.config.data.start_after_mib or context.is_prepared:
+        yield prepare_data(context)
         return
-    with prepare_in_background(config, storage, screen, plugin_bundle, kept, cpus) as preparation:
+    with prepare_in_background(context, plugin_bundle, cpus) as preparation:
         prepared = preparation.wait_for_first()
-        _check_samples(config, prepared)
-        screen.log(f"data: {prepared.manifest.tokens('train'):,} tokens are prepared to begin with, the rest follows")
+        _check_samples(context, prepared)
+        context.log(f"data: {prepared.manifest.tokens('train'):,} tokens are prepared to begin with, the rest follows")
         yield prepared
 
 
@@ -123,53 +111,52 @@ class PreparationProcess:
             time.sleep(POLL_S)
 
 
-def _check_samples(config: Config, prepared: PreparedData) -> None:
+def _check_samples(context: RunContext, prepared: PreparedData) -> None:
     """Raises SettingError if the data does not fill one window."""
-    task = build_task(config)
+    task, length = context.task, context.config.model.context
     for name, (_, manifest) in prepared.manifest.by_source(prepared.folder).items():
         label = f"of data.sources.{name} " if name else ""
         for split in ("train", "validation") if task.window else ():
             tokens = manifest.tokens(split)
             if not count_windows(task, tokens):
                 raise SettingError(
-                    f"model.context is {config.model.context}: the {split} data {label}has {tokens} tokens, which is not "
-                    f"one sample of {config.model.context + 1}. Lower model.context, give more data, or set "
+                    f"model.context is {length}: the {split} data {label}has {tokens} tokens, which is not "
+                    f"one sample of {length + 1}. Lower model.context, give more data, or set "
                     "data.validation_fraction",
                     setting="model.context",
-                    value=config.model.context,
+                    value=length,
                 )
 
 
 @contextmanager
-def prepare_in_background(
-    config: Config, storage: Folder, screen: Screen, plugin_bundle: PluginBundle, kept: KeptPreparations, cpus: float
-) -> Iterator[PreparationProcess]:
+def prepare_in_background(context: RunContext, plugin_bundle: PluginBundle, cpus: float) -> Iterator[PreparationProcess]:
     """Prepares in another process until the block ends. With Ray, this process has joined the cluster.
 
     At most `cpus` tasks run at a time; otherwise the workers would wait for their slots until all is prepared.
     """
     from ray import cloudpickle  # another process cannot import plug-ins that the user's script has registered
 
-    if not config.data.sources:  # fixed here, as the other process could see another version of the script
-        kept = KeptPreparations(fingerprints={"": identity(config, build_task(config), kept, storage).data})
-    folder, address = prepared_folder(config, storage, kept), None
-    if config.launch.mode != "inline":
+    if not context.config.data.sources:  # fixed here, as the other process could see another version of the script
+        context = replace(context, kept=KeptPreparations(fingerprints={"": context.identity().data}))
+    folder, address = context.prepared_folder, None
+    if not context.is_inline:
         import ray
 
         address = ray.get_runtime_context().gcs_address
-    context = fresh_context()
-    receiver, sender = context.Pipe(duplex=False)
+    processes = fresh_context()
+    receiver, sender = processes.Pipe(duplex=False)
     clear_failure(folder)
-    process = context.Process(
+    process = processes.Process(
         target=_preparation_main,
-        args=(cloudpickle.dumps((config, storage, plugin_bundle, kept)), address, cpus, sender),
+        # The log stays here: the lines of the other process come through the pipe.
+        args=(cloudpickle.dumps((replace(context, log=print), plugin_bundle)), address, cpus, sender),
         daemon=True,
     )
     process.start()
     sender.close()
     ended = Event()
-    watch = partial(_relay_messages, process, receiver, ended, folder, screen.log)
-    ServiceThread("preparation", watch, every_s=0.0, log=screen.log).start()
+    watch = partial(_relay_messages, process, receiver, ended, folder, context.log)
+    ServiceThread("preparation", watch, every_s=0.0, log=context.log).start()
     try:
         yield PreparationProcess(folder, process)
     finally:
@@ -178,21 +165,19 @@ def prepare_in_background(
         process.join()
 
 
-def prepare_exclusively(
-    config: Config, storage: Folder, log: Callable[[str], None], kept: KeptPreparations = NO_KEPT_PREPARATIONS
-) -> PreparedData:
+def prepare_exclusively(context: RunContext) -> PreparedData:
     """Prepares the data as the only process, and waits if another one is at it. Raises DataError, SettingError."""
-    task, folder, is_announced = build_task(config), prepared_folder(config, storage, kept), False
+    task, folder, is_announced = context.task, context.prepared_folder, False
     while load_finished_manifest(folder) is None:
         try:
             with RunLease.acquire(folder, new_attempt()):
-                return prepare(config, storage, task, kept=kept, on_ray=config.launch.mode != "inline", log=log)
+                return prepare(context, task, on_ray=not context.is_inline)
         except RunLocked:
             if not is_announced:
-                log(f"data: another process prepares {folder}, and this one waits for it")
+                context.log(f"data: another process prepares {folder}, and this one waits for it")
             is_announced = True
             time.sleep(OTHER_PROCESS_POLL_S)
-    return prepare(config, storage, task, kept=kept, on_ray=False, log=log)
+    return prepare(context, task, on_ray=False)
 
 
 def _preparation_main(pickled: bytes, address: str | None, cpus: float, sender: Connection) -> None:
@@ -205,17 +190,18 @@ def _preparation_main(pickled: bytes, address: str | None, cpus: float, sender: 
     end_with_parent()
     from ray import cloudpickle
 
-    config, storage, plugin_bundle, kept = cloudpickle.loads(pickled)
+    context, plugin_bundle = cloudpickle.loads(pickled)
+    context = replace(context, log=sender.send)
     plugin_bundle.register()
-    own = address and not (config.launch.address or os.environ.get("RAY_ADDRESS"))
+    own = address and not (context.config.launch.address or os.environ.get("RAY_ADDRESS"))
     if address:
         os.environ["RAY_ADDRESS"] = address
         limit_ray_data_cpus(cpus)
     try:
-        with listen_on_loopback() if own else nullcontext(), cluster(config.launch):
-            prepare_exclusively(config, storage, sender.send, kept)
+        with listen_on_loopback() if own else nullcontext(), cluster(context.config.launch):
+            prepare_exclusively(context)
     except (DataError, SettingError) as error:
-        publish_failure(prepared_folder(config, storage, kept), str(error))
+        publish_failure(context.prepared_folder, str(error))
 
 
 def limit_ray_data_cpus(cpus: float) -> None:

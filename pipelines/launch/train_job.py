@@ -27,6 +27,7 @@ from raystride.pipelines.launch.provenance import describe_run, driver_start, ru
 from raystride.pipelines.launch.workers import finalize_job, train_on_workers
 from raystride.pipelines.plugins import PluginBundle
 from raystride.pipelines.preflight.check import resolve_and_check
+from raystride.pipelines.prepare.run_context import RunContext
 from raystride.pipelines.record.summary import RunSummary
 from raystride.pipelines.run_store.admission import admit_run
 from raystride.pipelines.run_store.lease import RunLease, new_attempt
@@ -76,8 +77,8 @@ def train(
     config, plugin_bundle = _register_plugins(config, plugin_bundle or PluginBundle.collect(config))
     if config.launch.mode == "ray":
         plugin_bundle.refuse_unpicklable(config)
-    admission = admit_run(config, storage, screen.log)
-    config, previous, folder = admission.config, admission.previous, storage / str(config.run)
+    admission = admit_run(RunContext(config, storage, screen.log))
+    previous, folder = admission.previous, admission.context.run_folder
     if admission.is_complete:
         return (previous and previous.summary) or {}
     attempt, metadata = new_attempt(), job_metadata(str(config.run), str(storage), config.record.mlflow)
@@ -89,9 +90,10 @@ def train(
     ):
         milestones["cluster"] = time.time()
         arrange_resubmission(config.launch, dashboard, screen.warn)
-        config, resources, allocation = resolve_and_check(config, storage, screen.log, screen.warn, admission.kept)
+        resolved = resolve_and_check(admission.context, screen.warn)
+        config, resources, allocation = resolved.context.config, resolved.resources, resolved.allocation
         prepared = until_end.enter_context(
-            open_prepared_data(config, storage, screen, plugin_bundle, admission.kept, resources.cpus - allocation.cpus)
+            open_prepared_data(resolved.context, plugin_bundle, resources.cpus - allocation.cpus)
         )
         if previous:
             # Checked again, as only the prepared data shows whether the same settings still mean the same data.

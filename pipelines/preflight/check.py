@@ -1,11 +1,12 @@
 """Checks whether a configuration will run on the given resources; also the command `raystride check`.
 
-config, resources, allocation = resolve_resources(config, storage, print)
-run_preflight(config, storage, resources, allocation)     # a training's preflight
+resolved = resolve_resources(RunContext(config, storage))
+resolved.context.config, resolved.allocation.workers      # the settings with their mesh, and the run's workers
+run_preflight(resolved)                                   # a training's preflight
 """
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from raystride.pipelines.cluster.cluster import cluster, uses_running_cluster
 from raystride.pipelines.cluster.nodes import measure_network
@@ -19,39 +20,37 @@ from raystride.pipelines.feed.samples import count_windows
 from raystride.pipelines.preflight.checks import Check, preflight, raise_for_failures
 from raystride.pipelines.preflight.choose_mesh import choose_mesh
 from raystride.pipelines.preflight.hosts import probe_hosts
-from raystride.pipelines.prepare.fingerprint import NO_KEPT_PREPARATIONS, KeptPreparations, identity
-from raystride.pipelines.prepare.one_source import load_finished_manifest
+from raystride.pipelines.prepare.manifest import load_finished_manifest
 from raystride.pipelines.prepare.prepare import check_first_rows
-from raystride.pipelines.prepare.prepared_folder import is_prepared
+from raystride.pipelines.prepare.run_context import RunContext
 from raystride.pipelines.run_store.location import locate_run
 from raystride.pipelines.sources.faults import DataError
 from raystride.pipelines.storage.folder import Folder
-from raystride.pipelines.tasks import build_task
 
 
 def run_check(parsed: Parsed[Config]) -> int:
     """Prints the checks and whether the configuration will run; returns the exit code."""
-    return run_with_exit_code(lambda: _run_check(*locate_run(parsed)))
+    return run_with_exit_code(lambda: _run_check(RunContext(*locate_run(parsed))))
 
 
-def _run_check(config: Config, storage: Folder) -> int:
-    data = _check_first_rows(config, storage)  # no cluster is started for data that cannot be read
+def _run_check(context: RunContext) -> int:
+    data, launch = _check_first_rows(context), context.config.launch  # no cluster is started for data that cannot be read
     if not data.passed:
-        return _report([data], [], "", storage)
-    with cluster(config.launch):
-        config, resources, allocation = resolve_resources(config, storage, print)
-        checks, table = [data, *preflight(config, allocation, resources, storage)], ""
-        if _runs_on_hosts(config.launch) and all(check.passed for check in checks):
-            hosts, links = probe_hosts(config, storage), measure_network(config.launch.timeout_s)
+        return _report([data], [], "", context.storage)
+    with cluster(launch):
+        resolved = resolve_resources(context)
+        checks, table = [data, *_check_resolved(resolved)], ""
+        if _runs_on_hosts(launch) and all(check.passed for check in checks):
+            hosts, links = probe_hosts(resolved.context), measure_network(launch.timeout_s)
             checks += [*hosts.checks(), *hosts.optional_checks(links)]
             table = hosts.table(links)
-    return _report(checks, _mixture_notes(config, storage), table, storage)
+    return _report(checks, _mixture_notes(resolved.context), table, context.storage)
 
 
-def _check_first_rows(config: Config, storage: Folder) -> Check:
+def _check_first_rows(context: RunContext) -> Check:
     """Reads the first rows of data that is not prepared, as the preparation would."""
     try:
-        check_first_rows(config, storage, build_task(config))
+        check_first_rows(context)
     except DataError as error:
         return Check("data", False, str(error), "mend the data, or the settings of data that the line names")
     return Check("data", True, "its first rows can be read")
@@ -77,65 +76,68 @@ def _report(checks: list[Check], notes: list[str], table: str, storage: Folder) 
     return DONE if passed else CANNOT_RUN
 
 
-def resolve_resources(
-    config: Config, storage: Folder, log: Callable[[str], None], kept: KeptPreparations = NO_KEPT_PREPARATIONS
-) -> tuple[Config, Resources, Allocation]:
-    """Returns the settings with their mesh, the resources of this machine or the cluster, and the run's allocation.
+@dataclass(frozen=True)
+class ResolvedRun:
+    """A run, and the share of this machine or cluster that it gets."""
 
-    `kept` as in `prepare`. Raises SettingError if the settings contradict each other or the device.
+    context: RunContext
+    """The run; its settings have their mesh."""
+    resources: Resources
+    """All resources of this machine or the cluster."""
+    allocation: Allocation
+    """Those of the run's workers."""
+
+
+def resolve_resources(context: RunContext) -> ResolvedRun:
+    """Returns the run with the resources of this machine or the cluster, its mesh and its allocation.
+
+    Raises SettingError if the settings contradict each other or the device.
     """
+    config = context.config
     uses_gpus = config.scaling.device != "cpu"
-    inline = config.launch.mode == "inline"
-    resources = Resources.of_this_machine(gpus=uses_gpus) if inline else Resources.of_cluster(gpus=uses_gpus)
+    resources = Resources.of_this_machine(gpus=uses_gpus) if context.is_inline else Resources.of_cluster(gpus=uses_gpus)
     # If the data is prepared already, no CPU is needed besides those of the workers.
-    is_ready = is_prepared(config, storage, kept)
     without_preparation = (
-        replace(config, data=replace(config.data, start_after_mib=0.0, follow=False)) if is_ready else config
+        replace(config, data=replace(config.data, start_after_mib=0.0, follow=False)) if context.is_prepared else config
     )
-    chosen = choose_mesh(without_preparation, resources, storage, log)
-    return replace(chosen, data=config.data), resources, resolve_allocation(chosen, resources)
+    chosen = choose_mesh(without_preparation, resources, context.storage, context.log)
+    with_mesh = context.with_config(replace(chosen, data=config.data))
+    return ResolvedRun(with_mesh, resources, resolve_allocation(chosen, resources))
 
 
-def resolve_and_check(
-    config: Config,
-    storage: Folder,
-    log: Callable[[str], None],
-    warn: Callable[[str], None],
-    kept: KeptPreparations = NO_KEPT_PREPARATIONS,
-) -> tuple[Config, Resources, Allocation]:
+def resolve_and_check(context: RunContext, warn: Callable[[str], None]) -> ResolvedRun:
     """Returns the result of `resolve_resources` after all checks of the preflight. Raises CannotRun if one fails."""
-    config, resources, allocation = resolve_resources(config, storage, log, kept)
-    if resources.gpu_problem and config.scaling.device == "auto":
-        warn(f"training on CPUs: {resources.gpu_problem}")
-    raise_for_failures(run_preflight(config, storage, resources, allocation, kept), "cluster")
-    return config, resources, allocation
+    resolved = resolve_resources(context)
+    if resolved.resources.gpu_problem and context.config.scaling.device == "auto":
+        warn(f"training on CPUs: {resolved.resources.gpu_problem}")
+    raise_for_failures(run_preflight(resolved), "cluster")
+    return resolved
 
 
-def run_preflight(
-    config: Config,
-    storage: Folder,
-    resources: Resources,
-    allocation: Allocation,
-    kept: KeptPreparations = NO_KEPT_PREPARATIONS,
-) -> list[Check]:
+def run_preflight(resolved: ResolvedRun) -> list[Check]:
     """Runs all checks of a training's preflight, on every host if the run joins a cluster.
 
     Needs ray.init unless the run is inline. Raises SettingError and DataError if the data cannot be read here.
     """
-    checks = preflight(config, allocation, resources, storage)
-    if _runs_on_hosts(config.launch) and all(check.passed for check in checks):
-        checks += probe_hosts(config, storage, kept).checks()
+    checks = _check_resolved(resolved)
+    if _runs_on_hosts(resolved.context.config.launch) and all(check.passed for check in checks):
+        checks += probe_hosts(resolved.context).checks()
     return checks
 
 
-def _mixture_notes(config: Config, storage: Folder) -> list[str]:
+def _check_resolved(resolved: ResolvedRun) -> list[Check]:
+    return preflight(resolved.context.config, resolved.allocation, resolved.resources, resolved.context.storage)
+
+
+def _mixture_notes(context: RunContext) -> list[str]:
     """Returns notes if a mixture's actual shares differ from its weights, as far as known before its data is prepared."""
+    config = context.config
     sizes = dict.fromkeys(config.data.sources, 1)
     requested_weights = [config.data.weights, *(item.get("weights") for item in config.data.curriculum)]
     if sizes and any(isinstance(weights, str) and weights != "given" for weights in requested_weights):
-        task = build_task(config)
+        task = context.task
         try:
-            folder = storage / ".prepared" / identity(config, task, storage=storage).data
+            folder = context.prepared_folder
         except (DataError, SettingError):  # a check of resources does not need the data
             return []
         if (manifest := load_finished_manifest(folder)) is None:

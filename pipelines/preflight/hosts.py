@@ -1,6 +1,6 @@
 """Checks every host of a cluster before a training: storage, data, clock, disk, network.
 
-    hosts = probe_hosts(config, storage)
+    hosts = probe_hosts(RunContext(config, storage))
     hosts.checks()                                            # required: part of a training's preflight
     links = measure_network(60)                               # takes seconds, so for `raystride check` only
     [*hosts.optional_checks(links)], hosts.table(links)       # clocks, disks, network; and a line a host
@@ -26,8 +26,9 @@ from raystride.pipelines.hub import is_hub_name, read_description
 from raystride.pipelines.node_folder import node_folder
 from raystride.pipelines.plugins import PluginBundle
 from raystride.pipelines.preflight.checks import GIB, Check
-from raystride.pipelines.prepare.fingerprint import NO_KEPT_PREPARATIONS, KeptPreparations, identity, open_sources
-from raystride.pipelines.prepare.one_source import load_finished_manifest
+from raystride.pipelines.prepare.fingerprint import open_sources
+from raystride.pipelines.prepare.manifest import load_finished_manifest
+from raystride.pipelines.prepare.run_context import RunContext
 from raystride.pipelines.sources.source import Source
 from raystride.pipelines.storage.folder import Folder
 from raystride.pipelines.tasks import build_task
@@ -261,15 +262,15 @@ class HostReports:
         return "\n".join(line.rstrip() for line in lines)
 
 
-def probe_hosts(config: Config, storage: Folder, kept: KeptPreparations = NO_KEPT_PREPARATIONS) -> HostReports:
+def probe_hosts(context: RunContext) -> HostReports:
     """Probes every host of the cluster that this process has joined.
 
     Raises SettingError and DataError if this process cannot read the data itself.
     """
+    config, storage = context.config, context.storage
     plugin_bundle = PluginBundle.collect(config)
     plugin_bundle.register()
-    task = build_task(config)
-    data_identity = identity(config, task, kept, storage)
+    task, data_identity = context.task, context.identity()
     missing = [
         name
         for name in config.by_source()

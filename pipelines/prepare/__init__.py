@@ -3,6 +3,6 @@
 Reading order: prepare (the whole), parts (division of a source), stages (processing of a part), ray_data (the same on Ray
 Data), shards and manifest (files that are written), fingerprint (inputs of a preparation).
 
-    prepared = prepare(config, Folder.from_uri("runs"), task)       # raystride.pipelines.prepare.prepare
+    prepared = prepare(RunContext(config, Folder.from_uri("runs")), task)   # raystride.pipelines.prepare.prepare
     prepared.manifest.splits["train"][0].ids_offset           # raystride.pipelines.prepare.manifest, which needs no pyarrow
 """

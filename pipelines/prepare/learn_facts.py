@@ -6,20 +6,19 @@
 An interrupted preparation finds its results again.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 
 from raystride.pipelines.config import TokenizerConfig
 from raystride.pipelines.prepare.parts import sample_documents, sample_slices
+from raystride.pipelines.prepare.run_context import Log
 from raystride.pipelines.prepare.stages import Preparation, survey_part
 from raystride.pipelines.sources.pieces import Part, Slice
 from raystride.pipelines.storage.folder import Folder
 from raystride.pipelines.tasks.task import Facts, Task
 from raystride.pipelines.tokenizers import Tokenizers, load_tokenizer, train_tokenizer
 from raystride.pipelines.tokenizers.training import TRAINED_KINDS
-
-Log = Callable[[str], None]
 
 FACTS = "facts.json"
 

@@ -311,3 +311,14 @@ def _read_columns(folder: Folder, counts: Mapping[str, int], columns: Mapping[st
         found[name] = Shards({column: values[first : first + count] for column, values in whole.items()})
         first += count
     return found
+
+
+def load_finished_manifest(folder: Folder) -> Manifest | None:
+    """Returns the manifest of a finished preparation, with all shards present in their sizes; None if it is not finished."""
+    try:
+        manifest = Manifest.load(folder)
+    except (FileNotFoundError, ValueError):
+        return None
+    shards = [shard for some in manifest.splits.values() for shard in some]
+    sizes = folder.sizes()  # one listing: for thousands of shards a request each would take minutes at every start
+    return manifest if all(sizes.get(shard.file) == shard.bytes for shard in shards) else None

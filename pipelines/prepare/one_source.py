@@ -2,7 +2,7 @@
 
 A finished preparation is reused at once. An interrupted one continues at its next part, and gives the same bytes.
 
-    prepared = prepare_source(config, Folder.from_uri("runs"), task)    # on_ray=False: in this process, without Ray
+    prepared = prepare_source(RunContext(config, storage), task)    # on_ray=False: in this process, without Ray
     prepared.manifest.tokens("train"), prepared.reused        # 3_217_004, False
     encoder = load_tokenizer(prepared.folder / "tokenizer")
 """
@@ -15,13 +15,13 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from raystride.pipelines.config import Config, DataConfig
+from raystride.pipelines.config import DataConfig
 from raystride.pipelines.credentials import redact_uris
 from raystride.pipelines.prepare.cleaning import build_cleaning
 from raystride.pipelines.prepare.fingerprint import Identity, find_fingerprint, open_sources
 from raystride.pipelines.prepare.generations import Describe, Publisher, Records, validation_first
-from raystride.pipelines.prepare.learn_facts import FACTS, LearnedFacts, LearningSource, Log, learn_facts, make_tokenizers
-from raystride.pipelines.prepare.manifest import FILE, Manifest, Shard, Shards
+from raystride.pipelines.prepare.learn_facts import FACTS, LearnedFacts, LearningSource, learn_facts, make_tokenizers
+from raystride.pipelines.prepare.manifest import FILE, Manifest, Shard, Shards, load_finished_manifest
 from raystride.pipelines.prepare.near_duplicates import (
     DUPLICATES_FILE,
     SIGNATURES_FOLDER,
@@ -33,6 +33,7 @@ from raystride.pipelines.prepare.near_duplicates import (
 from raystride.pipelines.prepare.parts import divide_into_parts
 from raystride.pipelines.prepare.progress import ProgressMeter, show_progress
 from raystride.pipelines.prepare.raw_files import write_raw_files
+from raystride.pipelines.prepare.run_context import Log, RunContext
 from raystride.pipelines.prepare.shards import is_intact
 from raystride.pipelines.prepare.stage_speed import SPEED_FILE, describe_speeds, load_stages, sum_stages
 from raystride.pipelines.prepare.stages import SPLITS, Preparation, id_type, read_part, tokenise_table, write_part
@@ -64,22 +65,21 @@ class PreparedData:
 
 
 def prepare_source(
-    config: Config,
-    storage: Folder,
+    context: RunContext,
     task: Task,
     *,
     learned: LearnedFacts | None = None,
     fingerprint: str | None = None,
     on_ray: bool = True,
-    log: Log = print,
 ) -> PreparedData:
-    """Prepares `config.data` under `storage`, or finds it prepared. With `on_ray`, ray.init must have been called.
+    """Prepares the data of a context with one source, or finds it prepared. With `on_ray`, ray.init must have been called.
 
     `learned` are facts learned from several sources, including this one. If `fingerprint` names a finished preparation, the
     source is not opened. With `data.start_after_mib`, other processes train on finished parts meanwhile
     (`prepare.generations`). Raises DataError if the data cannot be used, and SettingError if the tokenizer's settings
     cannot.
     """
+    config, storage, log = context.config, context.storage, context.log
     opened = None
     if fingerprint is None:
         opened = open_sources(config, task)
@@ -106,7 +106,7 @@ def prepare_source(
         _log_if_cluster_full(log)
     started, began = time.time(), time.monotonic()
     parts = divide_into_parts(source, validation, config.data)
-    job = build_job(config, folder, DividedSource(source, validation, parts), task, learned, on_ray, log)
+    job = build_job(context, folder, DividedSource(source, validation, parts), task, learned, on_ray)
     describe = partial(build_manifest, config.data, fingerprint, source, job.task)
     publisher = build_publisher(config.data, job, describe, log) if config.data.start_after_mib else None
     with publisher.publishing(parts) if publisher else nullcontext():
@@ -142,9 +142,10 @@ class DividedSource:
 
 
 def build_job(
-    config: Config, folder: Folder, divided: DividedSource, task: Task, learned: LearnedFacts | None, on_ray: bool, log: Log
+    context: RunContext, folder: Folder, divided: DividedSource, task: Task, learned: LearnedFacts | None, on_ray: bool
 ) -> Preparation:
     """Returns the data that all parts share, after making tokenizers and learning facts. Raises DataError, SettingError."""
+    config, log = context.config, context.log
     source, data = divided.source, config.data
     readers = {"train": source.reader, "validation": (divided.validation or source).reader}
     cleaning = build_cleaning(config, task)
@@ -194,17 +195,6 @@ def _log_if_cluster_full(log: Log) -> None:
     free, total = (found.get("CPU", 0) for found in (ray.available_resources(), ray.cluster_resources()))
     if free < 1:
         log(f"data: waiting for a processor, {free:g} of {total:g} CPUs are free (see `ray status`)")
-
-
-def load_finished_manifest(folder: Folder) -> Manifest | None:
-    """Returns the manifest of a finished preparation, with all shards present in their sizes; None if it is not finished."""
-    try:
-        manifest = Manifest.load(folder)
-    except (FileNotFoundError, ValueError):
-        return None
-    shards = [shard for some in manifest.splits.values() for shard in some]
-    sizes = folder.sizes()  # one listing: for thousands of shards a request each would take minutes at every start
-    return manifest if all(sizes.get(shard.file) == shard.bytes for shard in shards) else None
 
 
 def build_publisher(data: DataConfig, job: Preparation, describe: Describe, log: Log = print) -> Publisher:

@@ -4,7 +4,7 @@ Files that are present and have not changed between two polls form a batch. It i
 interrupted preparation cuts the same parts from the same files. Published files are not read again, and may be deleted. Data
 that is appended to a file after its batch has begun is not read.
 
-    follow_source(config, storage, task, on_ray=False, log=print)      # until the process ends
+    follow_source(RunContext(config, storage), task, on_ray=False)    # until the process ends
 """
 
 import time
@@ -13,9 +13,8 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, NoReturn
 
-from raystride.pipelines.config import Config, DataConfig
+from raystride.pipelines.config import DataConfig
 from raystride.pipelines.prepare.fingerprint import find_fingerprint, open_sources
-from raystride.pipelines.prepare.learn_facts import Log
 from raystride.pipelines.prepare.one_source import (
     DividedSource,
     build_job,
@@ -25,6 +24,7 @@ from raystride.pipelines.prepare.one_source import (
     prepare_parts,
 )
 from raystride.pipelines.prepare.parts import divide_into_parts
+from raystride.pipelines.prepare.run_context import RunContext
 from raystride.pipelines.sources.faults import DataError, NoFiles
 from raystride.pipelines.sources.pieces import File, Part
 from raystride.pipelines.storage.folder import Folder
@@ -38,19 +38,15 @@ POLL_INTERVAL_S = 2.0
 """Seconds between two listings of the source."""
 
 
-def follow_source(
-    config: Config, storage: Folder, task: Task, *, fingerprint: str | None = None, on_ray: bool, log: Log
-) -> NoReturn:
-    """Prepares the source and files added to it, forever; `fingerprint` is that of the preparation, if known.
-
-    Raises DataError, SettingError.
-    """
+def follow_source(context: RunContext, task: Task, *, on_ray: bool) -> NoReturn:
+    """Prepares the source and files added to it, forever. Raises DataError, SettingError."""
+    config, storage, log = context.config, context.storage, context.log
     source, validation = open_sources(config, task)
     check_readable(config.data, source, validation)
     logged_lines = [*source.describe()]
     for line in logged_lines:
         log(f"data: {line}")
-    digest = fingerprint or find_fingerprint(config, task, source, validation, storage=storage)
+    digest = context.kept.fingerprints.get("") or find_fingerprint(config, task, source, validation, storage=storage)
     watched = WatchedSource(storage / ".prepared" / digest)
     if not watched.has_batches and not source.files:
         message = f"data.source {config.data.source!r} has no files to begin with: put some there"
@@ -58,7 +54,7 @@ def follow_source(
     is_resumed = watched.parts(0) is not None  # then its tokenizers exist, and its files may be gone
     first = source if is_resumed else replace(source, files=watched.next_batch(0, source.files, must_be_stable=False))
     parts = () if is_resumed else divide_into_parts(first, validation, config.data)
-    job = build_job(config, watched.folder, DividedSource(first, validation, parts), task, None, on_ray, log)
+    job = build_job(context, watched.folder, DividedSource(first, validation, parts), task, None, on_ray)
     publisher = build_publisher(config.data, job, partial(build_manifest, config.data, digest, source, job.task), log)
     records = watched.folder / "parts"
     recorded = set(records.names())

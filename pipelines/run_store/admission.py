@@ -1,18 +1,17 @@
 """Admits a run before anything expensive starts: compares it with its previous attempt, and checks settings, base and data.
 
-admission = admit_run(config, storage, screen.line)       # raises SettingError, DataError
-admission.is_complete, admission.previous, admission.kept
+admission = admit_run(RunContext(config, storage, screen.log))    # raises SettingError, DataError
+admission.is_complete, admission.previous, admission.context.kept
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from raystride.pipelines.commands import shell_command
 from raystride.pipelines.config import Config
 from raystride.pipelines.config.base_model import is_run
 from raystride.pipelines.lora.init_from_run import check_run
-from raystride.pipelines.prepare.fingerprint import NO_KEPT_PREPARATIONS, KeptPreparations, identity
 from raystride.pipelines.prepare.prepare import check_data
+from raystride.pipelines.prepare.run_context import Log, RunContext
 from raystride.pipelines.pretrained import BaseInfo, check_base
 from raystride.pipelines.record.tensorboard_log import check_tensorboard
 from raystride.pipelines.report import closing_screen
@@ -30,64 +29,62 @@ from raystride.pipelines.run_store.resume import (
 from raystride.pipelines.storage.folder import Folder
 from raystride.pipelines.tasks import build_task
 
-Log = Callable[[str], None]
-
 
 @dataclass(frozen=True)
 class Admission:
-    """An admitted run: its settings, its previous attempt, and the base and preparations that it uses."""
+    """An admitted run, its previous attempt and its base."""
 
-    config: Config
+    context: RunContext
+    """The run: a resumed one has the base of its previous attempt in its settings, and the preparations that it keeps."""
     previous: PreviousAttempt | None
     is_complete: bool = False
     """Whether nothing is left to do; base and data are not checked then."""
     base: BaseInfo | None = None
     """Description of a new run's base, if that is a folder or model of the hub."""
-    kept: KeptPreparations = NO_KEPT_PREPARATIONS
-    """Preparations with which a resumed run goes on."""
 
 
-def admit_run(config: Config, storage: Folder, log: Log) -> Admission:
+def admit_run(context: RunContext) -> Admission:
     """Shows the run and whether it resumes, and checks it; the settings have a name and absolute paths.
 
     Raises SettingError and DataError if it cannot run, before the run's name is taken.
     """
-    folder = storage / str(config.run)
-    previous = read_previous_attempt(folder)
+    previous = read_previous_attempt(context.run_folder)
     if previous:
-        config = with_previous_base(previous, config)
-    if _has_nothing_left(config, storage, folder, previous, log):
-        return Admission(config, previous, is_complete=True)
-    base = _check_base(config, previous, log)
-    kept = _keep_preparations(config, storage, previous, log)
-    check_data(config, storage, build_task(config), kept)
-    return Admission(config, previous, base=base, kept=kept)
+        context = context.with_config(with_previous_base(previous, context.config))
+    if _has_nothing_left(context, previous):
+        return Admission(context, previous, is_complete=True)
+    base = _check_base(context.config, previous, context.log)
+    if previous:
+        context = _with_kept_preparations(context, previous)
+    check_data(context)
+    return Admission(context, previous, base=base)
 
 
-def _has_nothing_left(config: Config, storage: Folder, folder: Folder, previous: PreviousAttempt | None, log: Log) -> bool:
+def _has_nothing_left(context: RunContext, previous: PreviousAttempt | None) -> bool:
     """Shows the run and whether it resumes; returns whether nothing is left to do. Raises SettingError."""
+    config, folder, log = context.config, context.run_folder, context.log
     reached, step = (describe_completion(previous, config), newest_step(folder)) if previous else (None, None)
     goes_on = f", going on from step {step}" if step and not reached else ""
-    log(f"run {config.run} in {storage}{goes_on}")
-    _check_settings(config, storage, previous)
+    log(f"run {config.run} in {context.storage}{goes_on}")
+    _check_settings(context, previous)
     if config.validation.metric != "val_loss":
         highest = config.validation.better == "max"
         log(f"best checkpoint: the {'highest' if highest else 'lowest'} {config.validation.metric} (validation.direction)")
     if previous and reached:
-        if build_task(config).reads_dataset:  # the settings do not tell one dataset or model from another
-            keep_preparations(previous, config, storage, log)
+        if context.task.reads_dataset:  # the settings do not tell one dataset or model from another
+            keep_preparations(previous, context)
         log(_describe_completed_run(folder, config, reached, previous))
         return True
     refuse_fewer_steps(config, step)
     return False
 
 
-def _check_settings(config: Config, storage: Folder, previous: PreviousAttempt | None) -> None:
+def _check_settings(context: RunContext, previous: PreviousAttempt | None) -> None:
     """Raises SettingError for settings that can be rejected before anything starts."""
-    check_metric(config)
-    check_tensorboard(config.record)
+    check_metric(context.config)
+    check_tensorboard(context.config.record)
     if previous:
-        refuse_changes(previous, config, has_same_data=lambda: has_same_data(previous, config, storage))
+        refuse_changes(previous, context.config, has_same_data=lambda: has_same_data(previous, context))
 
 
 def check_metric(config: Config) -> None:
@@ -127,11 +124,9 @@ def _check_base(config: Config, previous: PreviousAttempt | None, log: Log) -> B
     return base
 
 
-def _keep_preparations(config: Config, storage: Folder, previous: PreviousAttempt | None, log: Log) -> KeptPreparations:
-    """Returns the preparations with which the run resumes. Raises DataError or SettingError if it cannot."""
-    if not previous:
-        return NO_KEPT_PREPARATIONS
-    kept = keep_preparations(previous, config, storage, log)
-    if previous.sources and config.data.sources:  # a source that comes back is not in the previous settings
-        refuse_changes(previous, config, identity(config, build_task(config), kept, storage))
-    return kept
+def _with_kept_preparations(context: RunContext, previous: PreviousAttempt) -> RunContext:
+    """Returns the context with the preparations with which the run resumes. Raises DataError, SettingError if it cannot."""
+    context = replace(context, kept=keep_preparations(previous, context))
+    if previous.sources and context.config.data.sources:  # a source that comes back is not in the previous settings
+        refuse_changes(previous, context.config, context.identity())
+    return context

@@ -2,7 +2,7 @@
 
 previous = read_previous_attempt(folder)                  # None for a new run
 refuse_changes(previous, config)                          # raises SettingError, showing each difference
-kept = keep_preparations(previous, config, storage, log)  # its prepared data, even if the raw files have changed
+kept = keep_preparations(previous, context)               # its prepared data, even if the raw files have changed
 describe_completion(previous, config)                     # "500 steps", or None if there is something left to do
 refuse_different_bits(folder / "checkpoints", bits)       # train.exact: raises SettingError if the machine differs
 """
@@ -27,7 +27,7 @@ from raystride.pipelines.config.parse import from_yaml, to_yaml
 from raystride.pipelines.credentials import redact_all_uris
 from raystride.pipelines.prepare.fingerprint import Identity, KeptPreparations, compute_fingerprint, open_sources
 from raystride.pipelines.prepare.manifest import FILE as PREPARED_MANIFEST
-from raystride.pipelines.prepare.one_source import load_finished_manifest
+from raystride.pipelines.prepare.manifest import load_finished_manifest
 from raystride.pipelines.prepare.raw_files import (
     MAX_HASHED,
     describe_changes,
@@ -37,6 +37,7 @@ from raystride.pipelines.prepare.raw_files import (
     read_raw_files,
     with_stamps,
 )
+from raystride.pipelines.prepare.run_context import RunContext
 from raystride.pipelines.record.environment import Environment
 from raystride.pipelines.record.summary import RunSummary
 from raystride.pipelines.sources.faults import DataError
@@ -161,21 +162,19 @@ def refuse_changes(
         )
 
 
-def keep_preparations(
-    previous: PreviousAttempt, config: Config, storage: Folder, log: Callable[[str], None]
-) -> KeptPreparations:
+def keep_preparations(previous: PreviousAttempt, context: RunContext) -> KeptPreparations:
     """Returns the preparations with which a run resumes: all complete ones, whatever their raw files are now.
 
     Logs one line if raw files can be read and differ from those of a complete preparation. An incomplete preparation is kept
     if its raw files are the same. Raises DataError if they are not, or are gone.
     """
     kept: dict[str, str] = {}
-    task = build_task(config)
-    for name, own in config.by_source().items():
+    task, log = context.task, context.log
+    for name, own in context.config.by_source().items():
         before, came_back = previous.fingerprints.get(name), name not in previous.config.by_source()
         if before is None or came_back or own.data.follow:
             continue
-        folder, label = storage / ".prepared" / before, f" of data.sources.{name}" if name else ""
+        folder, label = context.storage / ".prepared" / before, f" of data.sources.{name}" if name else ""
         if task.reads_dataset:
             _compare_dataset(folder, task, log)
             continue
@@ -242,15 +241,17 @@ def describe_difference(before: Any, now: Any) -> tuple[str, str]:
     return str(before), str(now)
 
 
-def has_same_data(previous: PreviousAttempt, config: Config, storage: Folder) -> bool:
+def has_same_data(previous: PreviousAttempt, context: RunContext) -> bool:
     """Returns whether the paths of these settings hold the run's raw data, compared by content.
 
     Raises DataError, SettingError if a path cannot be read.
     """
-    task = build_task(config)
+    task = context.task
     return not any(
-        _find_data_changes(own, task.under(own), storage / ".prepared" / before, before, previous, name, check_all=True)
-        for name, own in config.by_source().items()
+        _find_data_changes(
+            own, task.under(own), context.storage / ".prepared" / before, before, previous, name, check_all=True
+        )
+        for name, own in context.config.by_source().items()
         if (before := previous.fingerprints.get(name)) is not None
     )
 

@@ -26,6 +26,7 @@ from raystride.pipelines.console.screen import Screen
 from raystride.pipelines.plugins import PluginBundle
 from raystride.pipelines.preflight.choose_mesh import store_mesh
 from raystride.pipelines.prepare.prepare import check_data, prepare
+from raystride.pipelines.prepare.run_context import RunContext
 from raystride.pipelines.run_store.admission import check_metric
 from raystride.pipelines.run_store.lease import RunLease, new_attempt
 from raystride.pipelines.run_store.location import locate_run
@@ -52,7 +53,6 @@ from raystride.pipelines.sweep.space import (
 )
 from raystride.pipelines.sweep.tracking import SweepTracking
 from raystride.pipelines.sweep.trial import SweepPlan
-from raystride.pipelines.tasks import build_task
 
 PER_TOKEN_TASKS = ("language_model", "completion", "translation")
 PER_TOKEN_METRICS = ("loss", "val_loss", "val_perplexity")
@@ -179,7 +179,7 @@ def _measure_missing(
     is_answering = tracking is not None
     if num_left <= 0 and not (is_answering and needs_more_seeds(list(known.values()), base)):
         return
-    _for_each_data_kind(base, missing, lambda config: check_data(config, storage, build_task(config)))
+    _for_each_data_kind(base, missing, lambda config: check_data(RunContext(config, storage)))
     metadata = job_metadata(str(base.run), str(storage), base.record.mlflow)
     from raystride.pipelines.sweep.tuning import measure_with_tune  # Ray Tune takes a second to import
 
@@ -233,9 +233,12 @@ def _prepare_all(base: SweepJobConfig, storage: Folder, candidates: Sequence[Can
     nothing can be prepared; if only some cannot, their trials report it.
     """
     on_ray = uses_running_cluster(base.launch)
-    _for_each_data_kind(
-        base, candidates, lambda config: prepare(config, storage, build_task(config), on_ray=on_ray, log=screen.log)
-    )
+
+    def prepare_for(config: Config) -> None:
+        context = RunContext(config, storage, screen.log)
+        prepare(context, context.task, on_ray=on_ray)
+
+    _for_each_data_kind(base, candidates, prepare_for)
 
 
 def _for_each_data_kind(base: SweepJobConfig, candidates: Sequence[Candidate], job: Callable[[Config], object]) -> None:

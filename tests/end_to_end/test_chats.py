@@ -21,6 +21,7 @@ from raystride.pipelines.config import (
 from raystride.pipelines.evaluate.answering import Predictor
 from raystride.pipelines.evaluate.load_run import open_run
 from raystride.pipelines.prepare.prepare import prepare
+from raystride.pipelines.prepare.run_context import RunContext
 from raystride.pipelines.sources.faults import DataError
 from raystride.pipelines.storage.folder import Folder
 from raystride.pipelines.tasks import build_task
@@ -89,7 +90,9 @@ def test_every_form_of_data_gives_the_same_samples(base: Path, tmp_path: Path) -
     found = []
     for form in ("jsonl", "parquet", "huggingface", "csv"):
         config = _config(base, _write(_rows(30), tmp_path, form))
-        result = prepare(config, Folder.from_uri(str(tmp_path / form)), build_task(config), on_ray=False, log=lambda _: None)
+        result = prepare(
+            RunContext(config, Folder.from_uri(str(tmp_path / form)), log=lambda _: None), build_task(config), on_ray=False
+        )
         found.append([(row["ids"], row["loss_mask"]) for split in ("train", "validation") for row in rows_of(result, split)])
     assert len(found[0]) == 30
     assert all(sum(mask) > 0 for _, mask in found[0])
@@ -105,12 +108,14 @@ def test_a_bad_chat_is_named_by_its_row_and_a_long_one_is_counted(base: Path, tm
     rows[6]["talk"] = rows[6]["talk"] * 20
     source = _write(rows, tmp_path, "jsonl")
     with pytest.raises(DataError, match=r"chats.jsonl, line 4: has no turn of the assistant"):
-        prepare(config := _config(base, source), Folder.from_uri(str(tmp_path)), build_task(config), on_ray=False)
+        prepare(
+            RunContext(config := _config(base, source), Folder.from_uri(str(tmp_path))), build_task(config), on_ray=False
+        )
     rows[5]["talk"] = ["no message"]
     source = _write(rows, tmp_path, "jsonl")
     said: list[str] = []
     config = _config(base, source, on_error="skip")
-    result = prepare(config, Folder.from_uri(str(tmp_path)), build_task(config), on_ray=False, log=said.append)
+    result = prepare(RunContext(config, Folder.from_uri(str(tmp_path)), log=said.append), build_task(config), on_ray=False)
     reasons = {each["place"].rpartition(" ")[2]: each["reason"] for each in result.manifest.skipped}
     assert set(reasons) == {"4", "5", "6"}
     assert "the role 'robot' in message 1" in reasons["5"]

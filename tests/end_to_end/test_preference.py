@@ -25,6 +25,7 @@ from raystride.pipelines.evaluate.answering import Predictor
 from raystride.pipelines.evaluate.load_run import open_run
 from raystride.pipelines.observers.observer import Observer
 from raystride.pipelines.prepare.prepare import prepare
+from raystride.pipelines.prepare.run_context import RunContext
 from raystride.pipelines.pretrained import load_base_weights
 from raystride.pipelines.sources.pieces import Piece
 from raystride.pipelines.storage.folder import Folder
@@ -124,7 +125,7 @@ def test_a_bad_pair_is_named_and_what_is_cut_is_counted(base: Path, tmp_path: Pa
     said: list[str] = []
     config = pair_settings(base, pairs)
     config = replace(config, data=replace(config.data, on_error="skip"))
-    result = prepare(config, Folder.from_uri(str(tmp_path)), build_task(config), on_ray=False, log=said.append)
+    result = prepare(RunContext(config, Folder.from_uri(str(tmp_path)), log=said.append), build_task(config), on_ray=False)
     assert [each["reason"] for each in result.manifest.skipped] == [
         "has two answers that are the same, of which none can be preferred",
         "column 'chosen' holds a list in which not everything is a message with a `role` and a `content` that are texts",
@@ -149,7 +150,9 @@ def test_tables_hold_pairs_as_json_lines_do(base: Path, tmp_path: Path, form: st
     found = []
     for source in (pairs, other):
         one = replace(config, data=replace(config.data, source=str(source), validation="tail"))
-        found.append(prepare(one, Folder.from_uri(str(tmp_path)), build_task(one), on_ray=False, log=lambda _: None))
+        found.append(
+            prepare(RunContext(one, Folder.from_uri(str(tmp_path)), log=lambda _: None), build_task(one), on_ray=False)
+        )
     ids = [sorted(str(row["ids"]) for split in ("train", "validation") for row in rows_of(each, split)) for each in found]
     assert ids[0] == ids[1]
 
@@ -280,7 +283,7 @@ def test_ray_data_prepares_the_same_shards(ray_cluster: None, base: Path, tmp_pa
     found = []
     for place, on_ray in (("here", False), ("ray", True)):
         storage = Folder.from_uri(str(tmp_path / place))
-        found.append(prepare(config, storage, build_task(config), on_ray=on_ray, log=lambda _: None))
+        found.append(prepare(RunContext(config, storage, log=lambda _: None), build_task(config), on_ray=on_ray))
     for split in ("train", "validation"):
         one, other = (rows_of(each, split) for each in found)
         assert [row["ids"][:-REFERENCE_LENGTH] for row in one] == [row["ids"][:-REFERENCE_LENGTH] for row in other]

@@ -12,6 +12,7 @@ import pytest
 from raystride.pipelines.config import Config, DataConfig, TokenizerConfig
 from raystride.pipelines.prepare.one_source import PreparedData
 from raystride.pipelines.prepare.prepare import prepare
+from raystride.pipelines.prepare.run_context import RunContext
 from raystride.pipelines.storage.folder import Folder
 from raystride.pipelines.tasks.language_model import LanguageModel
 from raystride.pipelines.tokenizers import load_tokenizer
@@ -29,7 +30,7 @@ def prepared(
     config: Config, storage: Path | str, *, on_ray: bool = False, log: Callable[[str], None] = print
 ) -> PreparedData:
     """Prepares for a language model."""
-    return prepare(config, Folder.from_uri(str(storage)), LanguageModel(config), on_ray=on_ray, log=log)
+    return prepare(RunContext(config, Folder.from_uri(str(storage)), log=log), LanguageModel(config), on_ray=on_ray)
 
 
 @pytest.fixture

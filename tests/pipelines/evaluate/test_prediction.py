@@ -26,7 +26,7 @@ from raystride.pipelines.config import (
 )
 from raystride.pipelines.evaluate.load_run import select_run
 from raystride.pipelines.evaluate.parts import PredictJob, predict_part
-from raystride.pipelines.evaluate.prediction import MANIFEST, PredictionResult, predict, predict_locally
+from raystride.pipelines.evaluate.prediction import MANIFEST, InputData, PredictionResult, predict, predict_locally
 from raystride.pipelines.sources.faults import DataError
 from raystride.pipelines.sources.pieces import Part
 from raystride.pipelines.storage.folder import Folder
@@ -50,7 +50,8 @@ def _predict(storage: Folder, source: object, output: Path, run: str = "labels",
     answering = PredictorConfig(run=run, **settings)
     chosen = select_run(storage, run, "last", answering.average)
     run_parts = changes.pop("run_parts", predict_locally)
-    return predict(chosen, answering, str(source), Folder(str(output)), run_parts, **{"log": lambda _: None} | changes)
+    given = InputData(source=str(source), **{key: changes.pop(key) for key in ("kind", "column") if key in changes})
+    return predict(chosen, answering, given, Folder(str(output)), run_parts, **{"log": lambda _: None} | changes)
 
 
 def _rows(output: Path) -> list[dict[str, Any]]:

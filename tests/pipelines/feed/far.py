@@ -17,6 +17,7 @@ from fsspec.spec import AbstractFileSystem
 from raystride.pipelines.config import DataConfig, ModelConfig, TrainConfig
 from raystride.pipelines.prepare.manifest import Manifest
 from raystride.pipelines.prepare.prepare import prepare
+from raystride.pipelines.prepare.run_context import RunContext
 from raystride.pipelines.storage.folder import Folder
 from raystride.pipelines.tasks import Task, build_task
 from tests.tiny import tiny
@@ -91,6 +92,6 @@ def prepared_text(folder: Path, size: int, context: int = 16) -> tuple[Folder, M
     data = DataConfig(source=str(text), kind="lines", validation="tail", validation_fraction=0.1, shard_mib=size / 4 / 2**20)
     config = tiny(text, data=data, model=ModelConfig(context=context), train=TrainConfig())
     task = build_task(config)
-    done = prepare(config, Folder.from_uri(str(folder)), task, on_ray=False, log=lambda _: None)
+    done = prepare(RunContext(config, Folder.from_uri(str(folder)), log=lambda _: None), task, on_ray=False)
     assert len(done.manifest.splits["train"]) > 1
     return done.folder, done.manifest, task

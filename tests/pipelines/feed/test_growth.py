@@ -26,6 +26,7 @@ from raystride.pipelines.prepare import one_source
 from raystride.pipelines.prepare.generations import GENERATIONS_FOLDER, generations, publish_failure, read_generation
 from raystride.pipelines.prepare.manifest import Manifest, Shard, Shards
 from raystride.pipelines.prepare.one_source import prepare_source
+from raystride.pipelines.prepare.run_context import RunContext
 from raystride.pipelines.prepare.stages import write_part
 from raystride.pipelines.sources.faults import DataError
 from raystride.pipelines.storage.folder import Folder
@@ -119,7 +120,7 @@ class BackgroundPreparation:
         self.thread.start()
 
     def _prepare(self) -> None:
-        prepare_source(self.config, self.storage, build_task(self.config), on_ray=False, log=lambda _: None)
+        prepare_source(RunContext(self.config, self.storage, log=lambda _: None), build_task(self.config), on_ray=False)
 
     @property
     def folder(self) -> Folder:

@@ -22,6 +22,7 @@ from raystride.pipelines.feed.stream import TokenStream
 from raystride.pipelines.prepare.manifest import Manifest
 from raystride.pipelines.prepare.one_source import PreparedData
 from raystride.pipelines.prepare.prepare import prepare
+from raystride.pipelines.prepare.run_context import RunContext
 from raystride.pipelines.storage.folder import Folder
 from raystride.pipelines.tasks import Task, build_task
 from tests.pipelines.feed.far import far_folder
@@ -48,7 +49,7 @@ def _prepare(folder: Path, size: int, shard_mib: float) -> tuple[PreparedData, T
     data = DataConfig(source=str(text), kind="text", validation="tail", validation_fraction=0.1, shard_mib=shard_mib)
     config = tiny(text, data=data, model=ModelConfig(context=CONTEXT))
     task = build_task(config)
-    result = prepare(config, Folder.from_uri(str(folder)), task, on_ray=False, log=lambda _: None)
+    result = prepare(RunContext(config, Folder.from_uri(str(folder)), log=lambda _: None), task, on_ray=False)
     assert len(result.manifest.splits["train"]) > 1
     content = text.read_bytes()
     return result, task, content[: int(len(content) * 0.9)]

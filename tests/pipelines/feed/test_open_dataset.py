@@ -21,6 +21,7 @@ from raystride.pipelines.feed.samples import MixedSamples
 from raystride.pipelines.feed.shuffling import RemoteReading
 from raystride.pipelines.prepare.generations import GENERATIONS_FOLDER
 from raystride.pipelines.prepare.prepare import prepare
+from raystride.pipelines.prepare.run_context import RunContext
 from raystride.pipelines.storage.folder import Folder
 from raystride.pipelines.tasks import build_task
 from tests.errors import refused
@@ -106,7 +107,7 @@ def storage(tmp_path_factory: pytest.TempPathFactory) -> Folder:
 
 def open_run_feed(config: Config, storage: Folder, **changes: Any) -> Feed:
     """Prepares the data and opens the feed of a run."""
-    folder = prepare(config, storage, build_task(config), on_ray=False, log=lambda _: None).folder
+    folder = prepare(RunContext(config, storage, log=lambda _: None), build_task(config), on_ray=False).folder
     task = build_task(config, open_manifest(config.data, folder).facts)
     return open_feed(config, task, folder, **changes)
 
@@ -146,7 +147,7 @@ def test_a_mixture_has_what_validates_and_its_share_by_source(tmp_path: Path, st
 def test_generations_are_read_if_a_run_began_with_them_or_is_to_begin(tmp_path: Path) -> None:
     config = tiny(write_text(tmp_path))
     folder = prepare(
-        config, Folder.from_uri(str(tmp_path / "storage")), build_task(config), on_ray=False, log=lambda _: None
+        RunContext(config, Folder.from_uri(str(tmp_path / "storage")), log=lambda _: None), build_task(config), on_ray=False
     ).folder
     beside = replace(config, data=replace(config.data, start_after_mib=1.0))
     whole = open_manifest(config.data, folder)

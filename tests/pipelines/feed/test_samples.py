@@ -18,6 +18,7 @@ from raystride.pipelines.feed.samples import BundledExamples, Examples, MixedSam
 from raystride.pipelines.feed.stream import TokenStream
 from raystride.pipelines.prepare.one_source import PreparedData
 from raystride.pipelines.prepare.prepare import prepare
+from raystride.pipelines.prepare.run_context import RunContext
 from raystride.pipelines.storage.folder import Folder
 from raystride.pipelines.tasks.language_model import LanguageModel
 from raystride.pipelines.tasks.task import Inputs, Rows
@@ -44,7 +45,9 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> PreparedData:
     folder = tmp_path_factory.mktemp("samples")
     (folder / "lines.jsonl").write_text("".join(f'{{"text": "{line}"}}\n' for line in LINES))
     config = _config(folder / "lines.jsonl")
-    result = prepare(config, Folder.from_uri(str(folder)), LanguageModel(config), on_ray=False, log=lambda _: None)
+    result = prepare(
+        RunContext(config, Folder.from_uri(str(folder)), log=lambda _: None), LanguageModel(config), on_ray=False
+    )
     assert len(result.manifest.splits["train"]) > 1
     return result
 

@@ -30,6 +30,7 @@ from raystride.pipelines.evaluate.prediction import predict_locally
 from raystride.pipelines.launch.train_job import train
 from raystride.pipelines.prepare.fingerprint import compute_fingerprint, open_sources
 from raystride.pipelines.prepare.one_source import prepare_source
+from raystride.pipelines.prepare.run_context import RunContext
 from raystride.pipelines.run_store.resume import keep_preparations, read_previous_attempt
 from raystride.pipelines.sources.faults import DataError
 from raystride.pipelines.storage.folder import Folder
@@ -237,7 +238,7 @@ def test_a_mixture_keeps_the_sources_that_it_had(tmp_path: Path) -> None:
     assert not screen.saying("have changed")
     earlier = read_previous_attempt(storage / "mixed")
     assert earlier
-    kept = keep_preparations(earlier, settings("a", "c", steps=8), storage, screen.log)
+    kept = keep_preparations(earlier, RunContext(settings("a", "c", steps=8), storage, screen.log))
     assert set(kept.fingerprints) == {"a", "c"}
 
 
@@ -279,7 +280,7 @@ def test_what_an_earlier_version_prepared_is_found_by_its_rule(stepped: Config, 
     """Which looked at the step's own lines alone."""
     storage, task, prepared = Folder(stepped.storage), build_task(stepped), Folder(stepped.storage) / ".prepared"
     earlier = compute_fingerprint(stepped, task, *open_sources(stepped, task), with_code=False)
-    prepare_source(stepped, storage, task, fingerprint=earlier, on_ray=False, log=lambda _: None)
+    prepare_source(RunContext(stepped, storage, log=lambda _: None), task, fingerprint=earlier, on_ray=False)
     train(stepped, storage, SilentScreen())
     _write_words(tmp_path, "return table.slice(1)")
     summary, screen = _go_on(stepped)

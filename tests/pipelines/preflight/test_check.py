@@ -9,8 +9,9 @@ from raystride.pipelines.cluster.resources import Allocation, Resources
 from raystride.pipelines.config import Config, DataConfig, LaunchConfig, ScalingConfig, TrainConfig
 from raystride.pipelines.config.parse import Parsed
 from raystride.pipelines.console.exit_codes import CANNOT_RUN, DONE
-from raystride.pipelines.preflight.check import _runs_on_hosts, resolve_resources, run_check, run_preflight
+from raystride.pipelines.preflight.check import ResolvedRun, _runs_on_hosts, resolve_resources, run_check, run_preflight
 from raystride.pipelines.prepare.prepare import prepare
+from raystride.pipelines.prepare.run_context import RunContext
 from raystride.pipelines.storage.folder import Folder
 from raystride.pipelines.tasks import build_task
 from tests.tiny import tiny, write_text
@@ -70,22 +71,21 @@ def test_data_that_is_prepared_takes_no_processor_beside_the_workers(tmp_path: P
     beside = replace(
         config, data=replace(config.data, start_after_mib=1.0, follow=False), scaling=replace(config.scaling, workers="auto")
     )
-    chosen, there, share = resolve_resources(beside, storage, print)
-    assert (chosen.data, share) == (beside.data, Allocation(1, "cpu", 1))
-    assert there == Resources.of_this_machine(gpus=False)
-    prepare(config, storage, build_task(config), on_ray=False, log=lambda _: None)
-    chosen, _, share = resolve_resources(beside, storage, print)
-    assert chosen.data == beside.data, "the settings of a run are what they were"
-    assert share == Allocation(1, "cpu", 1)
+    resolved = resolve_resources(RunContext(beside, storage))
+    assert (resolved.context.config.data, resolved.allocation) == (beside.data, Allocation(1, "cpu", 1))
+    assert resolved.resources == Resources.of_this_machine(gpus=False)
+    prepare(RunContext(config, storage, log=lambda _: None), build_task(config), on_ray=False)
+    resolved = resolve_resources(RunContext(beside, storage))
+    assert resolved.context.config.data == beside.data, "the settings of a run are what they were"
+    assert resolved.allocation == Allocation(1, "cpu", 1)
 
 
 def test_checks_of_a_training_are_those_of_its_preflight_without_hosts(tmp_path: Path) -> None:
     config, there = config_of(tmp_path), Resources(4, 0, 2**36, None)
-    checks = run_preflight(config, Folder(str(tmp_path / "runs")), there, Allocation(1, "cpu", 1))
-    assert [check.passed for check in checks] == [True] * 5
-    many = run_preflight(
-        replace(config, train=TrainConfig(slots=2, steps=1)), Folder(str(tmp_path / "runs")), there, Allocation(3, "cpu", 1)
-    )
+    run = ResolvedRun(RunContext(config, Folder(str(tmp_path / "runs"))), there, Allocation(1, "cpu", 1))
+    assert [check.passed for check in run_preflight(run)] == [True] * 5
+    few_slots = run.context.with_config(replace(config, train=TrainConfig(slots=2, steps=1)))
+    many = run_preflight(replace(run, context=few_slots, allocation=Allocation(3, "cpu", 1)))
     assert [check.name for check in many if not check.passed] == ["slots"]
 
 

@@ -14,6 +14,7 @@ from raystride.pipelines.preflight.checks import describe_failures
 from raystride.pipelines.preflight.hosts import HostProbe, HostReport, HostReports, probe_hosts
 from raystride.pipelines.prepare.fingerprint import identity
 from raystride.pipelines.prepare.prepare import prepare
+from raystride.pipelines.prepare.run_context import RunContext
 from raystride.pipelines.storage.folder import Folder
 from raystride.pipelines.tasks import build_task
 from tests.tiny import tiny, write_text
@@ -90,7 +91,7 @@ def test_a_copy_is_as_good_as_what_it_is_of(tmp_path: Path, monkeypatch: pytest.
         return {ONE: look()}
 
     monkeypatch.setattr("raystride.pipelines.preflight.hosts.run_on_all_nodes", ask)
-    assert not list(describe_failures(probe_hosts(tiny(text), storage).checks()))
+    assert not list(describe_failures(probe_hosts(RunContext(tiny(text), storage)).checks()))
     os.utime(text, (1, 1))
     assert not looks[0]().inputs
     text.write_text(text.read_text() + "more")
@@ -101,7 +102,7 @@ def test_a_copy_is_as_good_as_what_it_is_of(tmp_path: Path, monkeypatch: pytest.
 @pytest.mark.long
 def test_a_real_cluster_of_one_host_is_looked_at_and_nothing_is_left(tmp_path: Path) -> None:
     storage = Folder(str(tmp_path / "runs"))
-    hosts = probe_hosts(tiny(write_text(tmp_path)), storage)
+    hosts = probe_hosts(RunContext(tiny(write_text(tmp_path)), storage))
     assert not list(describe_failures(hosts.checks()))
     assert storage.names() == []
     assert measure_network(60) == {}
@@ -126,8 +127,8 @@ def test_sources_are_listed_unless_all_of_them_are_prepared(tmp_path: Path, monk
         sources[name] = {"source": str(write_text(tmp_path / name)), "kind": "text"}
     config = replace(tiny(tmp_path), data=DataConfig(sources=sources, validation="tail", validation_fraction=0.1))
     task = build_task(config)
-    prepare(config, storage, task, on_ray=False, log=lambda _: None)
-    probe_hosts(config, storage)
+    prepare(RunContext(config, storage, log=lambda _: None), task, on_ray=False)
+    probe_hosts(RunContext(config, storage))
     (storage / ".prepared" / identity(config, task).fingerprint_of_source("b")).remove("manifest.json")
-    probe_hosts(config, storage)
+    probe_hosts(RunContext(config, storage))
     assert [look.data is None for look in looks] == [True, False]

@@ -18,6 +18,7 @@ import pyarrow.parquet as pq
 from raystride.pipelines.config import Config
 from raystride.pipelines.prepare.one_source import PreparedData
 from raystride.pipelines.prepare.prepare import prepare
+from raystride.pipelines.prepare.run_context import RunContext
 from raystride.pipelines.storage.folder import Folder
 from raystride.pipelines.tasks.task import Column, Document, Facts, Task
 from raystride.pipelines.tokenizers import load_tokenizer
@@ -96,7 +97,7 @@ class Pairs(Task):
 
 
 def made(kind: type[Task], config: Config, storage: Path, *, on_ray: bool = False) -> PreparedData:
-    return prepare(config, Folder.from_uri(str(storage)), kind(config), on_ray=on_ray, log=lambda line: None)
+    return prepare(RunContext(config, Folder.from_uri(str(storage)), log=lambda line: None), kind(config), on_ray=on_ray)
 
 
 def pairs(result: PreparedData) -> list[tuple[str, str]]:

@@ -12,6 +12,7 @@ from raystride.pipelines.launch.train_job import train
 from raystride.pipelines.prepare.fingerprint import KeptPreparations
 from raystride.pipelines.prepare.one_source import PreparedData
 from raystride.pipelines.prepare.prepare import prepare
+from raystride.pipelines.prepare.run_context import RunContext
 from raystride.pipelines.sources.faults import DataError
 from raystride.pipelines.storage.folder import Folder
 from raystride.pipelines.tasks import build_task
@@ -37,7 +38,9 @@ def _config(sources: dict[str, Any], **tokenizer: Any) -> Config:
 def _prepared(config: Config, folder: Path, lines: list[str] | None = None, learned: str = "") -> PreparedData:
     log = (lambda _: None) if lines is None else lines.append
     return prepare(
-        config, Folder.from_uri(str(folder)), build_task(config), kept=KeptPreparations(learned), on_ray=False, log=log
+        RunContext(config, Folder.from_uri(str(folder)), log=log, kept=KeptPreparations(learned)),
+        build_task(config),
+        on_ray=False,
     )
 
 

@@ -21,6 +21,7 @@ from raystride.pipelines.prepare.one_source import (
     load_finished_manifest,
     prepare_source,
 )
+from raystride.pipelines.prepare.run_context import RunContext
 from raystride.pipelines.sources.faults import DataError
 from raystride.pipelines.sources.source import open_source
 from raystride.pipelines.storage.folder import Folder
@@ -205,7 +206,7 @@ def test_a_preparation_keeps_only_its_results_and_reuses_them(tmp_path: Path) ->
     config = config_of(write_text(tmp_path), start_after_mib=1e-3, shard_mib=0.003, kind="lines")
     lines: list[str] = []
     storage, task = Folder.from_uri(str(tmp_path / "storage")), build_task(config)
-    first = prepare_source(config, storage, task, on_ray=False, log=lines.append)
+    first = prepare_source(RunContext(config, storage, log=lines.append), task, on_ray=False)
     assert first.folder == storage / ".prepared" / first.manifest.fingerprint
     assert first.folder.names() == [
         "files.parquet",
@@ -216,7 +217,7 @@ def test_a_preparation_keeps_only_its_results_and_reuses_them(tmp_path: Path) ->
         "train",
         "validation",
     ]
-    again = prepare_source(config, storage, task, on_ray=False, log=lines.append)
+    again = prepare_source(RunContext(config, storage, log=lines.append), task, on_ray=False)
     assert (first.reused, again.reused, again.manifest) == (False, True, first.manifest)
     assert len([line for line in lines if "prepared before" in line]) == 1
     assert PreparedData(first.folder, first.manifest, True, "l").identity.learned == "l"
@@ -231,9 +232,9 @@ def test_a_file_that_cannot_be_read_ends_a_preparation_unless_it_is_skipped(tmp_
     config = replace(tiny(tmp_path / "data"), data=DataConfig(source=str(tmp_path / "data"), validation_fraction=0.4))
     storage = Folder.from_uri(str(tmp_path / "storage"))
     with unreadable("9.txt"):
-        prepare_source(config, storage, build_task(config), on_ray=False, log=lambda _: None)
+        prepare_source(RunContext(config, storage, log=lambda _: None), build_task(config), on_ray=False)
     skipping = replace(config, data=replace(config.data, on_error="skip"))
-    found = prepare_source(skipping, storage, build_task(skipping), on_ray=False, log=lambda _: None)
+    found = prepare_source(RunContext(skipping, storage, log=lambda _: None), build_task(skipping), on_ray=False)
     assert [each["place"].endswith("9.txt") for each in found.manifest.skipped] == [True]
 
 
@@ -244,7 +245,7 @@ def test_repeated_documents_are_found_in_this_process_and_counted(tmp_path: Path
     data = DataConfig(source=str(tmp_path / "rows.jsonl"), kind="json", near_duplicates=1.0, validation_fraction=0.3)
     config = replace(tiny(tmp_path / "rows.jsonl"), data=data)
     found = prepare_source(
-        config, Folder.from_uri(str(tmp_path / "storage")), build_task(config), on_ray=False, log=lambda _: None
+        RunContext(config, Folder.from_uri(str(tmp_path / "storage")), log=lambda _: None), build_task(config), on_ray=False
     )
     assert sum(found.manifest.documents(split) for split in ("train", "validation")) == len(texts)
     assert sum(found.manifest.source["dropped"].values()) == 2

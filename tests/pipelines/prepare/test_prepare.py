@@ -21,6 +21,7 @@ from raystride.pipelines.config import Config, TokenizerConfig, TrainConfig
 from raystride.pipelines.prepare.fingerprint import fingerprint as fingerprint_for
 from raystride.pipelines.prepare.hash_list import SUFFIX, hash_list_name, parse_hash_list
 from raystride.pipelines.prepare.prepare import prepare
+from raystride.pipelines.prepare.run_context import RunContext
 from raystride.pipelines.prepare.stage_speed import SPEED_FILE
 from raystride.pipelines.prepare.stages import is_validation
 from raystride.pipelines.storage.folder import Folder
@@ -223,7 +224,7 @@ class Chat(LanguageModel):
 def test_a_loss_mask_is_kept_and_found(tmp_path: Path) -> None:
     (tmp_path / "chat.jsonl").write_text("".join(f'{{"text": "ask {"x" * i}: answer"}}\n' for i in range(50)))
     config = settings(tmp_path / "chat.jsonl", validation="tail", validation_fraction=0.2)
-    result = prepare(config, Folder.from_uri(str(tmp_path / "runs")), Chat(config), on_ray=False)
+    result = prepare(RunContext(config, Folder.from_uri(str(tmp_path / "runs"))), Chat(config), on_ray=False)
     assert result.folder.local
     for split in ("train", "validation"):
         (shard,) = result.manifest.splits[split]

@@ -14,6 +14,7 @@ from raystride.pipelines.prepare import watch_source as following
 from raystride.pipelines.prepare.fingerprint import open_sources
 from raystride.pipelines.prepare.generations import read_generation
 from raystride.pipelines.prepare.manifest import Manifest
+from raystride.pipelines.prepare.run_context import RunContext
 from raystride.pipelines.prepare.watch_source import WatchedSource, follow_source
 from raystride.pipelines.sources.faults import DataError
 from raystride.pipelines.sources.pieces import File
@@ -41,7 +42,7 @@ def _follow(config: Config, storage: str, steering: Steering | None = None) -> N
                 looks.release()
 
         following.open_sources, following.POLL_INTERVAL_S = look, 0.0  # type: ignore[assignment]
-    follow_source(config, Folder.from_uri(storage), build_task(config), on_ray=False, log=lambda _: None)
+    follow_source(RunContext(config, Folder.from_uri(storage), log=lambda _: None), build_task(config), on_ray=False)
 
 
 class Following:

@@ -8,6 +8,7 @@ import pytest
 
 from raystride.pipelines.config import Config
 from raystride.pipelines.console.screen import Screen
+from raystride.pipelines.prepare.run_context import RunContext
 from raystride.pipelines.run_store.admission import _describe_completed_run, _has_nothing_left
 from raystride.pipelines.run_store.resume import PreviousAttempt
 from raystride.pipelines.storage.folder import Folder
@@ -34,7 +35,7 @@ def left(folder: Path, config: Config, steps: int | None = None, saved: int | No
     if saved:
         (Folder(str(folder)) / "a" / "checkpoints" / f"step-{saved:08d}").put_json("MANIFEST.json", {})
     earlier = PreviousAttempt(config, None, summary) if saved or steps else None
-    return _has_nothing_left(replace(config, run="a"), Folder(str(folder)), Folder(str(folder)) / "a", earlier, Screen().log)
+    return _has_nothing_left(RunContext(replace(config, run="a"), Folder(str(folder)), Screen().log), earlier)
 
 
 def test_it_is_said_from_which_step_a_run_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -24,6 +24,7 @@ from raystride.pipelines.feed.plan import Plan
 from raystride.pipelines.feed.samples import open_samples
 from raystride.pipelines.feed.stream import TokenStream
 from raystride.pipelines.prepare.prepare import prepare
+from raystride.pipelines.prepare.run_context import RunContext
 from raystride.pipelines.sources.fields import data_uri
 from raystride.pipelines.storage.folder import Folder
 from raystride.pipelines.tasks import build_task
@@ -154,7 +155,7 @@ def _load_pictures(folder: Path, **data: object) -> "tuple[Callable[..., dict[in
         Image.fromarray(pixels).save(folder / "data" / str(number % 2) / f"{number}.png")
     own = DataConfig(source=str(folder / "data"), image_size=(1, 8, 8), **data)  # type: ignore[arg-type]
     config = replace(tiny(folder, data=own), task="images", model=ModelConfig(channels=(4,), hidden=(8,)))
-    made = prepare(config, Folder.from_uri(str(folder)), build_task(config), on_ray=False, log=lambda _: None)
+    made = prepare(RunContext(config, Folder.from_uri(str(folder)), log=lambda _: None), build_task(config), on_ray=False)
     task = build_task(config, made.manifest.facts)
     samples = open_samples(config, task, TokenStream(made.folder, made.manifest, "train", NodeCache(folder, 1 << 30)))
     plan = Plan(Order(samples.num_samples, 5), slots=6, slot_size=3, epochs=2)

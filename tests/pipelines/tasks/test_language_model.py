@@ -20,6 +20,7 @@ from raystride.pipelines.evaluate.load_run import LoadedModel
 from raystride.pipelines.feed.samples import count_windows
 from raystride.pipelines.prepare.fingerprint import fingerprint
 from raystride.pipelines.prepare.prepare import prepare
+from raystride.pipelines.prepare.run_context import RunContext
 from raystride.pipelines.sources.pieces import Piece
 from raystride.pipelines.storage.folder import Folder
 from raystride.pipelines.tasks import Task, build_task
@@ -183,7 +184,7 @@ def test_a_beginning_is_prepared_once_a_document_and_changes_no_other_fingerprin
     write_tokenizer(tmp_path / "base", {"<bos>": True, "<eos>": True}, {"eos_token": "<eos>"}, "<bos>")
     asked = TokenizerConfig(kind="file", file=f"{tmp_path}/base/tokenizer.json")
     config = tiny(text, tokenizer=asked)
-    prepared = prepare(config, Folder(f"{tmp_path}/runs"), build_task(config), on_ray=False, log=lambda _: None)
+    prepared = prepare(RunContext(config, Folder(f"{tmp_path}/runs"), log=lambda _: None), build_task(config), on_ray=False)
     found = [row for split in ("train", "validation") for row in rows_of(prepared, split)]
     assert len(found) > 2
     begin, end = prepared.manifest.facts["begin_ids"][0], prepared.manifest.facts["end_id"]
