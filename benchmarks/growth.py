@@ -112,7 +112,7 @@ def runs(size: int, folder: Path) -> Iterator[Operation]:
 
     def list_all() -> None:
         with contextlib.redirect_stdout(io.StringIO()) as printed:
-            commands.main(["list", "--storage", str(folder)])
+            commands.list_runs(Folder(str(folder)))
         assert f"run{size - 1} " in printed.getvalue()
 
     yield list_all

@@ -26,10 +26,10 @@ JOBS = {
     "export": ("jobs.export", "export a model (Hugging Face, MLflow)"),
     "serve": ("jobs.serve", "serve a model (OpenAI API)"),
     "deploy": ("pipelines.deploy.driver", "generate deployment files (Compose, Slurm, KubeRay, cloud)"),
-    "runs": ("pipelines.run_store.commands", "list, show, compare, prune and audit runs"),
+    "runs": ("jobs.runs", "list, show, compare, prune and audit runs"),
     "report": ("jobs.report", "rebuild a run's HTML report"),
     "ui": ("pipelines.record.mlflow.ui", "show all runs in MLflow"),
-    "certificates": ("pipelines.cluster.certificates", "make TLS certificates for a cluster's hosts"),
+    "certificates": ("jobs.certificates", "make TLS certificates for a cluster's hosts"),
     "presets": ("jobs.presets", "list the configurations that come along, or print one"),
     "completion": ("jobs.completion", "print a shell's completion script"),
 }

@@ -1,9 +1,7 @@
 """Compiles every kernel ahead of time for several GPU architectures, and reports registers, spills and instructions.
 
-No GPU and no driver is needed: Triton contains the compilers. A recorder replaces the launcher and records the kernels that
-operations launch, with types, alignments and constants; exactly those are compiled. The report has registers a thread, bytes
-spilled to memory, shared memory, estimated occupancy, the number of tensor-core and TMA instructions, the bytes of each load
-and store, and seconds.
+No GPU and no driver is needed (see `compilation`). The report has registers a thread, bytes spilled, shared memory,
+estimated occupancy, the number of tensor-core and TMA instructions, the bytes of each load and store, and seconds.
 
     python -m raystride.triton_kernels.compile_report                       # everything, as a table
     python -m raystride.triton_kernels.compile_report --write build/kernels.md --page docs/kernels.md      # make kernels
@@ -11,286 +9,21 @@ and store, and seconds.
 """
 
 import argparse
-import contextlib
-import hashlib
-import io
 import json
 import os
-import re
 import sys
-import time
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, dataclass, replace
-from functools import cache
-from multiprocessing import get_context
+from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 if __name__ == "__main__":
     os.environ["TRITON_INTERPRET"] = "0"  # read when Triton is imported: interpreted kernels cannot be compiled
 
-import torch
-
-from raystride.triton_kernels.architectures import ARCHITECTURES, Architecture, occupancy
-from raystride.triton_kernels.dispatch import use_kernels
-from raystride.triton_kernels.launch import Grid, assumed_architecture, use_launcher
-from raystride.triton_kernels.processes import end_with_parent
-from raystride.triton_kernels.specimens import Specimen, list_specimens
-
-
-@dataclass(frozen=True)
-class RecordedLaunch:
-    """A launch recorded from an operation, and its purpose."""
-
-    operation: str
-    label: str
-    architecture: str
-    kernel: Any
-    signature: tuple[tuple[str, str], ...]
-    """Name and type of each argument; `constexpr` for constants."""
-    constants: tuple[tuple[str, Any], ...]
-    attributes: tuple[tuple[int, str], ...]
-    """Argument index and Triton's key of its alignment."""
-    options: tuple[tuple[str, int], ...]
-    """num_warps, num_stages."""
-    shipped: bool
-    """As in the specimen."""
-
-    @property
-    def identity(self) -> tuple[Any, ...]:
-        """Equal for launches that share one compiled kernel."""
-        return (self.architecture, self.kernel.fn.__name__, self.signature, self.constants, self.attributes, self.options)
-
+from raystride.triton_kernels.architectures import ARCHITECTURES
+from raystride.triton_kernels.compilation import CompiledKernel, compile_all, digest_launches, record_launches
 
 WIDEST_ACCESS = 16
 """Bytes of a thread's access to global memory below which a streaming kernel has a fault."""
-SMALL_KERNELS = ("adamw_corrections", "mse_total", "sum_groups")
-"""Kernels that add up what others have left, or have a few numbers a tensor."""
-
-
-@dataclass(frozen=True)
-class CompiledKernel:
-    """A row of the report."""
-
-    operation: str
-    kernel: str
-    label: str
-    tile: str
-    """Block sizes, warps and stages."""
-    architecture: str
-    registers: int
-    """Registers of a thread; on AMD vector registers."""
-    spilled: int
-    """Bytes spilled by a thread."""
-    shared: int
-    """Bytes of shared memory."""
-    occupancy: float
-    """Estimated; 0 to 1."""
-    matrix_instructions: int
-    """Instructions for tensor cores."""
-    other_matrix_instructions: int
-    """Instructions of older architectures, which are slower: mma.sync on sm_90."""
-    tma: int
-    """Copies by the tensor memory accelerator."""
-    load_bytes: int
-    """Width of at least half of what is read from global memory: bytes of a thread's access; 0 if nothing is."""
-    store_bytes: int
-    """The same of what is written."""
-    seconds: float
-    fits: bool
-    """Whether shared memory suffices."""
-    multiplies: bool
-    """Whether the kernel multiplies matrices at all."""
-    shipped: bool
-    """Whether it is shipped, or an alternative for tuning."""
-
-    @property
-    def streams(self) -> bool:
-        """Whether it walks through arrays that are much larger than a block's shared memory, whose speed bounds its own."""
-        return self.operation not in ("attention", "byte_pack") and self.kernel not in SMALL_KERNELS
-
-    @property
-    def shared_kib(self) -> int:
-        """KiB of shared memory, rounded up."""
-        return -(-self.shared // 1024)
-
-
-def record_launches(architecture: str, operation: str | None = None, only_shipped: bool = False) -> list[RecordedLaunch]:
-    """Returns every launch of the specimens on an architecture, each compiled kernel once."""
-    found: dict[tuple[Any, ...], RecordedLaunch] = {}
-    current: list[Specimen] = []
-
-    def record_launch(kernel: Any, grid: Grid, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
-        recorded = _describe_launch(kernel, arguments, named, current[-1], architecture)
-        found.setdefault(recorded.identity, recorded)
-
-    with use_launcher(record_launch), assumed_architecture(architecture):
-        use_kernels("triton")
-        for specimen in list_specimens(torch.device("cpu")):
-            if operation in (None, specimen.operation) and (specimen.shipped or not only_shipped):
-                current.append(specimen)
-                specimen.call()
-        use_kernels("auto")
-    return list(found.values())
-
-
-def _describe_launch(
-    kernel: Any, arguments: tuple[Any, ...], named: dict[str, Any], specimen: Specimen, architecture: str
-) -> RecordedLaunch:
-    """Describes a launch for the compiler: Triton's own rules give types and alignments, and make 1 and None constants."""
-    from triton.compiler.compiler import make_backend
-    from triton.runtime.jit import native_specialize_impl
-
-    backend = make_backend(_gpu_target(ARCHITECTURES[architecture]))
-    values = dict(zip(kernel.arg_names, arguments, strict=False)) | {k: v for k, v in named.items() if k in kernel.arg_names}
-    signature, constants, attributes = [], [], []
-    for number, parameter in enumerate(kernel.params):
-        value = values[parameter.name]
-        one, aligned = not parameter.do_not_specialize, not parameter.do_not_specialize_on_alignment
-        kind, key = (
-            ("constexpr", None) if parameter.is_constexpr else native_specialize_impl(backend, value, False, one, aligned)
-        )
-        signature.append((parameter.name, kind))
-        if kind == "constexpr":
-            constants.append((parameter.name, value))
-        elif key:
-            attributes.append((number, key))
-    options = tuple(sorted((k, v) for k, v in named.items() if k not in kernel.arg_names))
-    return RecordedLaunch(
-        operation=specimen.operation,
-        label=specimen.label,
-        architecture=architecture,
-        kernel=kernel,
-        signature=tuple(signature),
-        constants=tuple(constants),
-        attributes=tuple(attributes),
-        options=options,
-        shipped=specimen.shipped,
-    )
-
-
-def compile_launch(recorded: RecordedLaunch) -> CompiledKernel:
-    """Compiles one kernel and reads its resource usage."""
-    import triton
-    from triton.compiler import ASTSource
-    from triton.compiler.compiler import make_backend
-
-    architecture = ARCHITECTURES[recorded.architecture]
-    target = _gpu_target(architecture)
-    parse = make_backend(target).parse_attr
-    numbers = {name: number for number, (name, _) in enumerate(recorded.signature)}
-    source = ASTSource(
-        recorded.kernel,
-        dict(recorded.signature),
-        constexprs={(numbers[name],): value for name, value in recorded.constants},
-        attrs={(number,): parse(key) for number, key in recorded.attributes},
-    )
-    triton.knobs.compilation.always_compile = True  # a cached kernel would come without the assembler's log
-    triton.knobs.nvidia.dump_ptxas_log = True
-    log, started = io.StringIO(), time.perf_counter()
-    with contextlib.redirect_stdout(log):
-        kernel = triton.compile(source, target=target, options=dict(recorded.options))
-    row = _read_compiled(kernel, log.getvalue(), architecture, recorded)
-    return replace(row, seconds=time.perf_counter() - started)
-
-
-def _gpu_target(architecture: Architecture) -> Any:
-    from triton.backends.compiler import GPUTarget
-
-    return GPUTarget(architecture.backend, architecture.capability, architecture.warp_size)
-
-
-def _read_compiled(kernel: Any, log: str, architecture: Architecture, recorded: RecordedLaunch) -> CompiledKernel:
-    assembly = kernel.asm["ptx" if architecture.backend == "cuda" else "amdgcn"]
-    if architecture.backend == "cuda":
-        registers = int(re.findall(r"Used (\d+) registers", log)[-1])
-        spilled = sum(int(n) for n in re.findall(r"(\d+) bytes spill (?:stores|loads)", log))
-    else:
-        registers = int(re.findall(r"\.vgpr_count:\s*(\d+)", assembly)[-1])
-        spilled = 4 * int(re.findall(r"\.vgpr_spill_count:\s*(\d+)", assembly)[-1])
-    warps, shared = kernel.metadata.num_warps, kernel.metadata.shared
-    instructions = {
-        a.matrix_instruction: len(re.findall(rf"\b{re.escape(a.matrix_instruction)}", assembly))
-        for a in _list_architectures()
-    }
-    own = instructions.pop(architecture.matrix_instruction)
-    blocks = [f"{name.removeprefix('BLOCK_').lower()} {value}" for name, value in recorded.constants if "BLOCK" in name]
-    bound = [f"{value} registers at most" for name, value in recorded.options if name == "maxnreg"]
-    return CompiledKernel(
-        operation=recorded.operation,
-        kernel=recorded.kernel.fn.__name__.strip("_").removesuffix("_kernel"),
-        label=recorded.label,
-        tile=", ".join([*blocks, f"{warps} warps", f"{kernel.metadata.num_stages} stages", *bound]),
-        architecture=architecture.name,
-        registers=registers,
-        spilled=spilled,
-        shared=shared,
-        occupancy=occupancy(architecture, registers=registers, shared=shared, warps=warps),
-        matrix_instructions=own,
-        other_matrix_instructions=sum(instructions.values()),
-        tma=len(re.findall(r"cp\.async\.bulk\.tensor", assembly)),
-        load_bytes=half_width(read_widths(assembly, kernel.asm["ttir"], "load")),
-        store_bytes=half_width(read_widths(assembly, kernel.asm["ttir"], "store")),
-        seconds=0.0,
-        fits=shared <= architecture.max_block_shared,
-        multiplies="tt.dot" in kernel.asm["ttir"],
-        shipped=recorded.shipped,
-    )
-
-
-def read_widths(assembly: str, triton_ir: str, kind: str) -> list[int]:
-    """Returns the bytes of each access of an array in global memory, a `load` or a `store`, in PTX or AMD's assembly.
-
-    Accesses of single numbers, which `triton_ir` has, are left out.
-    """
-    name = {"load": "ld", "store": "st"}[kind]
-    amd_bytes = {"ubyte": 1, "sbyte": 1, "byte": 1, "ushort": 2, "short": 2, "dword": 4}
-    widths = [
-        int(count or 1) * int(size) // 8
-        for count, size in re.findall(rf"\b{name}\.global(?:\.[A-Za-z_0-9:]+?)*?(?:\.v(\d))?\.[bfsu](\d+)\b", assembly)
-    ]
-    if kind == "load":
-        widths += [int(size, 0) for size in re.findall(r"\bcp\.async\.c[ag]\.shared\.global[^;]*?, (0x\w+|\d+)", assembly)]
-    for unit, count in re.findall(rf"\b(?:global|buffer)_{kind}_({'|'.join(amd_bytes)})(?:x(\d))?", assembly):
-        widths.append(amd_bytes[unit] * int(count or 1))
-    for size in re.findall(rf"tt\.{kind} .*: !tt\.ptr<[a-z]+(\d+)>", triton_ir):
-        if (single := max(1, int(size) // 8)) in widths:
-            widths.remove(single)
-    return widths
-
-
-def half_width(widths: Sequence[int]) -> int:
-    """Returns the largest width such that accesses of it or more carry at least half of the bytes; 0 of none."""
-    carried = 0
-    for width in sorted(widths, reverse=True):
-        carried += width
-        if 2 * carried >= sum(widths):
-            return width
-    return 0
-
-
-def _list_architectures() -> Sequence[Architecture]:
-    return list(ARCHITECTURES.values())
-
-
-@cache
-def _cached_launches(architecture: str, operation: str | None, only_shipped: bool) -> list[RecordedLaunch]:
-    return record_launches(architecture, operation, only_shipped)
-
-
-def _compile_number(architecture: str, operation: str | None, only_shipped: bool, number: int) -> CompiledKernel:
-    return compile_launch(_cached_launches(architecture, operation, only_shipped)[number])
-
-
-def compile_all(
-    architectures: Sequence[str], operation: str | None = None, only_shipped: bool = False, processes: int | None = None
-) -> Iterator[CompiledKernel]:
-    """Compiles in several processes (by default one a processor) and yields rows in order."""
-    what = (operation, only_shipped)
-    work = [(name, *what, n) for name in architectures for n in range(len(_cached_launches(name, *what)))]
-    with ProcessPoolExecutor(processes or os.cpu_count(), get_context("spawn"), initializer=end_with_parent) as pool:
-        yield from pool.map(_compile_number, *zip(*work, strict=True))
 
 
 def find_faults(row: CompiledKernel) -> list[str]:
@@ -367,21 +100,6 @@ _HEADER = [
 ]
 
 
-def digest_launches(launches: Sequence[RecordedLaunch]) -> str:
-    """Returns 16 hexadecimal digits of the launches: architectures, kernels, labels, block sizes, warps and stages."""
-    lines = [
-        [
-            launch.architecture,
-            launch.kernel.fn.__name__,
-            launch.label,
-            *(f"{name} {value}" for name, value in launch.constants if "BLOCK" in name),
-            *(f"{name} {value}" for name, value in launch.options),
-        ]
-        for launch in launches
-    ]
-    return hashlib.sha256(json.dumps(lines).encode()).hexdigest()[:16]
-
-
 def _format_cells(row: CompiledKernel) -> list[str]:
     matrix = str(row.matrix_instructions) if row.multiplies else "-"
     if row.other_matrix_instructions:
@@ -399,7 +117,7 @@ def tables_page(rows: Sequence[CompiledKernel]) -> str:
         f"# Kernels, as compiled by Triton {triton.__version__}",
         "",
         "Registers of a thread, bytes spilled (stores and loads), bytes of shared memory, estimated occupancy, tensor-core "
-        f"instructions ({', '.join(f'{a.matrix_instruction} on {a.name}' for a in _list_architectures())}), bulk copies by "
+        f"instructions ({', '.join(f'{a.matrix_instruction} on {a.name}' for a in ARCHITECTURES.values())}), bulk copies by "
         "TMA, seconds to compile.",
     ]
     for name in dict.fromkeys(row.architecture for row in rows):

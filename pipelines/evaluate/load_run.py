@@ -21,7 +21,7 @@ from raystride.pipelines.plugins import FIT, RUN_TASKS, SCRIPT, TASKS, load_plug
 from raystride.pipelines.storage.folder import Folder
 from raystride.pipelines.tasks import Task, build_task
 from raystride.pipelines.tasks.contract import refuse_missing
-from raystride.pipelines.tasks.task import Encoder
+from raystride.pipelines.tasks.encoder import Encoder
 from raystride.pipelines.tokenizers import Tokenizers
 
 if TYPE_CHECKING:

@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 from raystride.model.generate import CausalNetwork, generate
 from raystride.model.transformer import Decoder
 from raystride.pipelines.config import SampleConfig
-from raystride.pipelines.tasks.task import Encoder, Task
+from raystride.pipelines.tasks.encoder import Encoder
+from raystride.pipelines.tasks.task import Task
 
 INCOMPLETE = "\ufffd"
 CONTEXT_IDS = 8

@@ -18,7 +18,8 @@ import numpy as np
 from raystride.pipelines.config import Config
 from raystride.pipelines.own_model.definition import OwnModel
 from raystride.pipelines.own_model.shared import is_in_memory, share_data
-from raystride.pipelines.tasks.task import Encoders, Facts, Inputs, Task, mean
+from raystride.pipelines.tasks.encoder import Encoders
+from raystride.pipelines.tasks.task import Facts, Inputs, Task, mean
 
 if TYPE_CHECKING:
     import torch

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from raystride.pipelines.cluster.cluster import cluster, uses_running_cluster
-from raystride.pipelines.cluster.nodes import measure_network
+from raystride.pipelines.cluster.network import measure_network
 from raystride.pipelines.cluster.resources import Allocation, Resources, resolve_allocation
 from raystride.pipelines.commands import launch_command
 from raystride.pipelines.config import Config, LaunchConfig, SettingError

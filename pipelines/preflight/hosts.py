@@ -20,7 +20,8 @@ from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 
 from raystride import __version__
-from raystride.pipelines.cluster.nodes import ClusterNode, Links, NoAnswer, run_on_all_nodes
+from raystride.pipelines.cluster.network import Links
+from raystride.pipelines.cluster.nodes import ClusterNode, NoAnswer, run_on_all_nodes
 from raystride.pipelines.config import Config, TokenizerConfig
 from raystride.pipelines.hub import is_hub_name, read_description
 from raystride.pipelines.node_folder import node_folder

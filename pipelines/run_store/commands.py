@@ -1,15 +1,11 @@
-"""Lists, shows, compares, prunes and audits runs, and replays a run's journal to MLflow.
+"""Verbs of the command `raystride runs`: list, show, compare, prune, replay and audit the runs of a storage.
 
-    raystride runs list --storage runs
-    raystride runs compare one two three            # side by side here, and the link to MLflow's comparison
-    raystride runs prune my-run --keep 1            # shows what it frees; --all removes the whole run
-    raystride runs replay my-run                    # after MLflow was unreachable
-    raystride runs audit my-run                     # verifies that every sample was used once an epoch
-
-Exit codes: 0 done, 1 MLflow still cannot be reached or the audit fails, 2 no such run or it must not be changed.
+storage = Folder.from_uri("runs")
+list_runs(storage)
+compare_runs(storage, ["one", "two"])           # side by side here, and the link to MLflow's comparison
+prune_run(storage, "my-run", keep=1)            # prints what it frees
 """
 
-import argparse
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,12 +15,12 @@ from typing import Any
 from raystride.pipelines.checkpoint.layout import checkpoint_names
 from raystride.pipelines.commands import shell_command
 from raystride.pipelines.config.run import RecordConfig
-from raystride.pipelines.config.section import SettingError
-from raystride.pipelines.credentials import MissingSecret, redact
+from raystride.pipelines.credentials import redact
 from raystride.pipelines.record.journal import join_segments, stream_entries
+from raystride.pipelines.record.mlflow.database import stored_uri
 from raystride.pipelines.record.mlflow.follower import Follower
 from raystride.pipelines.record.mlflow.links import UI_PORT, comparison_link, is_on_server, runs_link
-from raystride.pipelines.record.mlflow.log import MLFLOW_REFERENCE, MlflowLog, stored_uri
+from raystride.pipelines.record.mlflow.log import MLFLOW_REFERENCE, MlflowLog
 from raystride.pipelines.record.summary import RunSummary
 from raystride.pipelines.report import closing_screen, gather_figures, text_curve
 from raystride.pipelines.report.closing import format_figures
@@ -59,18 +55,7 @@ class StoredRun:
         return dict(self.folder.read_json(MLFLOW_REFERENCE)) if self.folder.exists(MLFLOW_REFERENCE) else {}
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command; returns the exit code."""
-    args = _build_parser().parse_args(arguments)
-    storage = Folder.from_uri(args.storage)
-    try:
-        return int(args.action(storage, args) or 0)
-    except (CommandRefused, SettingError, MissingSecret) as refusal:
-        print(redact(str(refusal)), file=sys.stderr)
-        return 2
-
-
-def list_runs(storage: Folder, args: argparse.Namespace) -> None:
+def list_runs(storage: Folder) -> None:
     """Prints a table of all runs, newest last."""
     from rich.table import Table
 
@@ -92,14 +77,14 @@ def list_runs(storage: Folder, args: argparse.Namespace) -> None:
     _print_table(table)
 
 
-def compare_runs(storage: Folder, args: argparse.Namespace) -> None:
+def compare_runs(storage: Folder, names: Sequence[str], port: int = UI_PORT) -> None:
     """Prints figures and differing settings of several runs side by side, with a link to MLflow's comparison.
 
     Raises CommandRefused if fewer than two are named, or one does not exist.
     """
     from rich.table import Table
 
-    runs = [find_run(storage, name) for name in dict.fromkeys(args.runs)]
+    runs = [find_run(storage, name) for name in dict.fromkeys(names)]
     if len(runs) < 2:
         raise CommandRefused(f"compare is given one run, {runs[0].name}: name at least two")
     settings = [_flat_settings(run) for run in runs]
@@ -113,43 +98,43 @@ def compare_runs(storage: Folder, args: argparse.Namespace) -> None:
             table.add_row(label, *cells)
     _print_table(table)
     references = [run.mlflow_reference for run in runs]
-    link = comparison_link(references, args.port)
+    link = comparison_link(references, port)
     if link is None:
         print("mlflow   has no page that compares them: it lacks one of them, or they are on different servers")
         return
     print(f"mlflow   {link}")
-    print(f"         {runs_link(references[0], args.port)}   (all runs)")
+    print(f"         {runs_link(references[0], port)}   (all runs)")
     if not is_on_server(references[0]):
-        port = "" if args.port == UI_PORT else f" --port {args.port}"
-        print(f"         while this runs: {shell_command('ui', storage=str(storage))}{port}")
+        port_flag = "" if port == UI_PORT else f" --port {port}"
+        print(f"         while this runs: {shell_command('ui', storage=str(storage))}{port_flag}")
 
 
-def show_run(storage: Folder, args: argparse.Namespace) -> None:
+def show_run(storage: Folder, name: str) -> None:
     """Prints a run's curve, sample, figures and path. Raises CommandRefused if there is no such run."""
-    run = find_run(storage, args.run)
+    run = find_run(storage, name)
     curve = text_curve(*gather_figures(stream_entries(run.folder)).losses)
     sample = run.folder.read("sample.txt").decode(errors="replace") if run.folder.exists("sample.txt") else ""
     summary = run.summary | {"status": run.status, "mlflow_run_id": run.mlflow_reference.get("run_id")}
     print(closing_screen(summary, run.folder, curve, sample))
 
 
-def prune_run(storage: Folder, args: argparse.Namespace) -> None:
-    """Removes old checkpoints' data but keeps their manifests; with `--all` removes the run's folder.
+def prune_run(storage: Folder, name: str, *, keep: int = 1, whole: bool = False) -> None:
+    """Removes the data of all but the newest `keep` checkpoints, `best` and `last`; or the `whole` folder of the run.
 
-    Raises CommandRefused if there is no such run, or a driver still owns it.
+    Manifests stay. Raises CommandRefused if there is no such run, or a driver still owns it.
     """
-    run = find_run(storage, args.run)
+    run = find_run(storage, name)
     if run.owner:
         raise CommandRefused(f"{run.name} is owned by process {run.owner.pid} on {run.owner.host}: stop it first")
-    if args.all:
+    if whole:
         freed = folder_size_bytes(run.folder)
         run.folder.remove()
         print(f"removed {run.folder}: {_format_bytes(freed)} freed")
         return
     checkpoints = run.folder / "checkpoints"
     with_data = [step for step in checkpoint_names(checkpoints.names()) if _data_folders(checkpoints / step)]
-    hinted = {_read_hint(checkpoints, name) for name in ("best", "last")}
-    kept = set(with_data[-args.keep :]) | hinted
+    hinted = {_read_hint(checkpoints, hint) for hint in ("best", "last")}
+    kept = set(with_data[-keep:]) | hinted
     freed = 0
     for step in with_data:
         if step in kept:
@@ -163,20 +148,20 @@ def prune_run(storage: Folder, args: argparse.Namespace) -> None:
     )
 
 
-def replay_run(storage: Folder, args: argparse.Namespace) -> int:
+def replay_run(storage: Folder, name: str, *, mlflow_uri: str | None = None, experiment: str | None = None) -> int:
     """Logs the missing entries of a run's journal and its final status to MLflow; returns the exit code.
 
     Raises CommandRefused if there is no such run, it is running, it has no journal, or no MLflow server is known.
     """
-    run = find_run(storage, args.run)
+    run = find_run(storage, name)
     if run.owner:
         raise CommandRefused(f"{run.name} is running, and replays by itself as soon as MLflow answers")
     previous = read_previous_attempt(run.folder)
     stored_record = (
         previous.config.record if previous else RecordConfig()
     )  # if a server has never answered, there is no reference to it
-    uri = args.mlflow_uri or stored_uri(run.mlflow_reference) or stored_record.mlflow_uri
-    settings = RecordConfig(mlflow_uri=uri, experiment=args.experiment or stored_record.experiment)
+    uri = mlflow_uri or stored_uri(run.mlflow_reference) or stored_record.mlflow_uri
+    settings = RecordConfig(mlflow_uri=uri, experiment=experiment or stored_record.experiment)
     log = MlflowLog.for_run(run.folder, run.name, settings, storage)
     if log is None:
         raise CommandRefused(f"--mlflow-uri is not given, and {storage} holds no database: name the tracking server")
@@ -195,15 +180,15 @@ def replay_run(storage: Folder, args: argparse.Namespace) -> int:
     return 0
 
 
-def audit_run(storage: Folder, args: argparse.Namespace) -> int:
+def audit_run(storage: Folder, name: str) -> int:
     """Verifies from the checkpoints alone that every sample was used exactly once an epoch; returns the exit code.
 
     Raises CommandRefused if there is no such run.
     """
     from raystride.pipelines.record.audit import main as audit
 
-    find_run(storage, args.run)
-    return audit([args.run, "--storage", storage.uri])
+    find_run(storage, name)
+    return audit([name, "--storage", storage.uri])
 
 
 def run_names(storage: Folder) -> list[str]:
@@ -288,40 +273,3 @@ def _format_figure(value: Any, form: str) -> str:
 
 def _format_bytes(count: int) -> str:
     return f"{count / 2**20:,.1f} MiB"
-
-
-def _at_least_one(text: str) -> int:
-    if int(text) < 1:
-        raise ValueError(text)
-    return int(text)
-
-
-def _build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="raystride runs", description="Lists, shows, compares, prunes and replays runs.")
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
-
-    def add_command(name: str, action: Any, text: str) -> argparse.ArgumentParser:
-        subparser = commands.add_parser(name, help=text, description=text)
-        if name == "compare":
-            subparser.add_argument("runs", metavar="RUN", nargs="+", help="the runs' names")
-        elif name != "list":
-            subparser.add_argument("run", metavar="RUN", help="the run's name")
-        subparser.add_argument("--storage", default="runs", help="folder or URI that the runs lie in")
-        subparser.set_defaults(action=action)
-        return subparser
-
-    add_command("list", list_runs, "a table of all runs")
-    add_command("show", show_run, "a run's curve, figures and place")
-    compare = add_command("compare", compare_runs, "several runs side by side, and the link to MLflow's comparison of them")
-    compare.add_argument("--port", type=int, default=UI_PORT, help="port of MLflow's UI on this machine")
-    add_command("audit", audit_run, "prove that a run used every sample exactly once an epoch")
-    prune = add_command("prune", prune_run, "remove old checkpoints' data; their manifests stay")
-    choice = prune.add_mutually_exclusive_group()
-    choice.add_argument(
-        "--keep", type=_at_least_one, default=1, help="newest checkpoints to keep, besides `best` and `last`"
-    )
-    choice.add_argument("--all", action="store_true", help="remove the run with all that it holds")
-    replay = add_command("replay", replay_run, "log to MLflow what it lacks of a run's journal")
-    replay.add_argument("--mlflow-uri", help="tracking server; when not given, the one that the run was logged to")
-    replay.add_argument("--experiment", help="experiment, where the run is not in MLflow yet; when not given, the run's own")
-    return parser

@@ -15,7 +15,7 @@ from raystride.pipelines.config import Config, RecordConfig, SettingError
 from raystride.pipelines.config.parse import Parsed
 from raystride.pipelines.plugins import TASKS, load_plugins
 from raystride.pipelines.prepare.choose_task import choose_task
-from raystride.pipelines.record.mlflow.log import MAX_DATABASE_BYTES, database_uri
+from raystride.pipelines.record.mlflow.database import MAX_DATABASE_BYTES, database_uri
 from raystride.pipelines.sources.registry import registered_sources
 from raystride.pipelines.storage.folder import UNWRITABLE_ERRNOS, Folder, absolute_uri
 from raystride.pipelines.variables import exempt_loopback_from_proxies

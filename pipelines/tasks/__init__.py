@@ -4,7 +4,8 @@ from importlib import import_module
 
 from raystride.pipelines import plugins
 from raystride.pipelines.config import Config, SettingError
-from raystride.pipelines.tasks.task import Encoders, Facts, Task
+from raystride.pipelines.tasks.encoder import Encoders
+from raystride.pipelines.tasks.task import Facts, Task
 
 TASKS = {
     "language_model": "LanguageModel",

@@ -12,8 +12,9 @@ from typing import Any
 
 import numpy as np
 
+from raystride.pipelines.tasks.encoder import ChatTemplate
 from raystride.pipelines.tasks.messages import Message, unpack_messages
-from raystride.pipelines.tasks.task import ChatTemplate, Document, Encoded
+from raystride.pipelines.tasks.task import Document, Encoded
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 """Roles of messages."""

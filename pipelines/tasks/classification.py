@@ -14,9 +14,10 @@ import numpy as np
 
 from raystride.model.shape import ENCODERS, classifier_flops_per_token
 from raystride.pipelines.config import Config
+from raystride.pipelines.tasks.encoder import Encoders
 from raystride.pipelines.tasks.labels import LabelTask
 from raystride.pipelines.tasks.padding import pad_sequences
-from raystride.pipelines.tasks.task import Column, Document, Encoders, Facts, Inputs, Rows, Task
+from raystride.pipelines.tasks.task import Column, Document, Facts, Inputs, Rows, Task
 from raystride.pipelines.tokenizers.training import read_surrounding
 
 if TYPE_CHECKING:

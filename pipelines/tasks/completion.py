@@ -15,11 +15,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from raystride.pipelines.tasks.chats import encode_chat, read_conversation
+from raystride.pipelines.tasks.encoder import ChatTemplate
 from raystride.pipelines.tasks.language_model import LanguageModel, prepend_begin_ids
 from raystride.pipelines.tasks.messages import message_texts, pack_messages, unpack_messages
 from raystride.pipelines.tasks.padding import pad_sequences
 from raystride.pipelines.tasks.row_losses import row_losses
-from raystride.pipelines.tasks.task import IGNORED, ChatTemplate, Column, Document, Encoded, Inputs, Rows
+from raystride.pipelines.tasks.task import IGNORED, Column, Document, Encoded, Inputs, Rows
 from raystride.pipelines.tokenizers.chat import check_conversations
 from raystride.pipelines.tokenizers.training import read_begin_ids, read_chat
 

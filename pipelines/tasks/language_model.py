@@ -18,11 +18,11 @@ import numpy as np
 from raystride.model.shape import flops_per_token
 from raystride.pipelines.config import Config
 from raystride.pipelines.tasks.contract import list_missing
+from raystride.pipelines.tasks.encoder import Encoders
 from raystride.pipelines.tasks.row_losses import losses_row_by_row, row_losses
 from raystride.pipelines.tasks.task import (
     IGNORED,
     Document,
-    Encoders,
     Facts,
     Inputs,
     NetworkMethods,

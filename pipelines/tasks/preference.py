@@ -16,17 +16,16 @@ import numpy as np
 
 from raystride.pipelines.config import Config
 from raystride.pipelines.tasks.completion import Completion
+from raystride.pipelines.tasks.encoder import ChatTemplate, Encoders
 from raystride.pipelines.tasks.messages import Turns, message_texts, split_shared_prompt, unpack_messages
 from raystride.pipelines.tasks.padding import pad_sequences
 from raystride.pipelines.tasks.reference import Reference, floats_to_ids, ids_to_floats, weights_sha256
 from raystride.pipelines.tasks.task import (
     IGNORED,
     TRAINING,
-    ChatTemplate,
     Column,
     Document,
     Encoded,
-    Encoders,
     Facts,
     Inputs,
     NetworkMethods,

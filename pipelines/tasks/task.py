@@ -13,13 +13,13 @@ PyTorch is imported lazily: the driver and the workers that prepare data never n
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Protocol, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Self
 
 import numpy as np
 
 from raystride.model.shape import IGNORED as IGNORED
 from raystride.pipelines.config import Config
-from raystride.pipelines.tasks.messages import Message, Turns
+from raystride.pipelines.tasks.encoder import Encoders as Encoders
 
 if TYPE_CHECKING:
     import torch
@@ -38,26 +38,6 @@ Inputs = tuple["torch.Tensor", ...]
 """The model's inputs without the targets."""
 
 
-class ChatTemplate(Protocol):
-    """Renders and encodes turns of a chat for a tokenizer; see `raystride.pipelines.tokenizers.chat`."""
-
-    def question(self, prompt: Turns) -> np.ndarray:
-        """Returns ids up to the beginning of the answer."""
-        ...
-
-    def answer(self, prompt: Turns, completion: Turns) -> np.ndarray:
-        """Returns ids of the answer and of the tokens that end it."""
-        ...
-
-    def conversation(self, messages: Sequence[Message], tools: Sequence[Any] = ()) -> tuple[np.ndarray, np.ndarray]:
-        """Returns ids of a whole chat, and a mask of the assistant's turns."""
-        ...
-
-    def opening(self, messages: Sequence[Message], tools: Sequence[Any] = ()) -> np.ndarray:
-        """Returns ids of a chat up to the beginning of the next answer."""
-        ...
-
-
 class Encoded(NamedTuple):
     """An example as it is prepared."""
 
@@ -69,42 +49,10 @@ class Encoded(NamedTuple):
     """Whether the document was truncated."""
 
 
-class Encoder(Protocol):
-    """A tokenizer for preparation and generation; see `raystride.pipelines.tokenizers`."""
-
-    vocabulary_size: int
-    end_id: int
-
-    @property
-    def end_ids(self) -> tuple[int, ...]:
-        """Ids that end an answer: the end of a turn by the chat template, and the end of a document."""
-        ...
-
-    @property
-    def chat(self) -> ChatTemplate | None:
-        """The chat template of the tokenizer, if it has one."""
-        ...
-
-    @property
-    def begin_ids(self) -> tuple[int, ...]:
-        """Ids at the beginning of a text that no template writes."""
-        ...
-
-    def encode(self, text: str) -> np.ndarray:
-        """Returns the ids (uint32) of a text, without an end token."""
-        ...
-
-    def decode(self, ids: list[int]) -> str:
-        """Returns the text of some ids; bytes that form no character become U+FFFD."""
-        ...
-
-
 NetworkMethods = Mapping[str, tuple[str, ...]]
 """Jobs that need a method of a task's network, by its name."""
 TRAINING = "training"
 """The job without whose methods a network is refused, in `Task.network_methods`."""
-Encoders = Mapping[str, Encoder]
-"""A task's tokenizers by name."""
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ import numpy as np
 
 from raystride.model.shape import translator_flops_per_token
 from raystride.pipelines.config import Config
+from raystride.pipelines.tasks.encoder import Encoders
 from raystride.pipelines.tasks.overlap import Overlap, choose_tokenizer, missing_package
 from raystride.pipelines.tasks.padding import pad_sequences
 from raystride.pipelines.tasks.row_losses import row_losses
@@ -23,7 +24,6 @@ from raystride.pipelines.tasks.task import (
     TRAINING,
     Column,
     Document,
-    Encoders,
     Facts,
     Inputs,
     NetworkMethods,

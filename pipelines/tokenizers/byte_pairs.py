@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from raystride.pipelines.tokenizers.chat import Chat, answer_end_ids
-from raystride.pipelines.tokenizers.runs import split_long_runs
+from raystride.pipelines.tokenizers.long_runs import split_long_runs
 
 PATTERN = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"""
 """GPT-2's pattern for cutting a text before merging (Radford et al., 2019)."""

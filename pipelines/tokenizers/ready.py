@@ -13,7 +13,7 @@ import numpy as np
 
 from raystride.pipelines.config import SettingError
 from raystride.pipelines.tokenizers.chat import Chat, answer_end_ids, parse_tokenizer
-from raystride.pipelines.tokenizers.runs import split_long_runs
+from raystride.pipelines.tokenizers.long_runs import split_long_runs
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

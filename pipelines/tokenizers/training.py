@@ -23,8 +23,8 @@ from raystride.pipelines.tokenizers.byte_pairs import NotByteLevelBpe, byte_pair
 from raystride.pipelines.tokenizers.chat import FILE as CHAT_FILE
 from raystride.pipelines.tokenizers.chat import find_chat, find_markers, parse_tokenizer
 from raystride.pipelines.tokenizers.loading import AnyEncoder, build_encoder, load_tokenizer, save_tokenizer
+from raystride.pipelines.tokenizers.long_runs import split_long_runs
 from raystride.pipelines.tokenizers.ready import end_token, find_begin_ids, find_surrounding
-from raystride.pipelines.tokenizers.runs import split_long_runs
 
 TRAINED_KINDS = ("characters", "bpe")
 """Kinds that are trained on texts of the data."""

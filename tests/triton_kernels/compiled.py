@@ -39,7 +39,7 @@ def state() -> str:
 def _launches() -> list[Any]:
     """Returns the launches of all specimens that are shipped."""
     from raystride.triton_kernels.architectures import ARCHITECTURES
-    from raystride.triton_kernels.compile_report import record_launches
+    from raystride.triton_kernels.compilation import record_launches
 
     return [recorded for architecture in ARCHITECTURES for recorded in record_launches(architecture, only_shipped=True)]
 
@@ -47,7 +47,7 @@ def _launches() -> list[Any]:
 def _launches_before_3_7() -> list[Any]:
     """Returns the launches that a Triton older than 3.7 would get: with its tiles, warps and stages."""
     from raystride.triton_kernels.architectures import ARCHITECTURES
-    from raystride.triton_kernels.compile_report import record_launches
+    from raystride.triton_kernels.compilation import record_launches
 
     with mock.patch("raystride.triton_kernels.configurations._before_3_7", return_value=True):
         return [recorded for architecture in ARCHITECTURES for recorded in record_launches(architecture, only_shipped=True)]
@@ -75,7 +75,7 @@ def _tile_size(recorded: Any) -> int:
 
 
 def _compile(number: int) -> dict[str, Any]:
-    from raystride.triton_kernels.compile_report import compile_launch
+    from raystride.triton_kernels.compilation import compile_launch
 
     return asdict(compile_launch(_launches()[number]))
 
@@ -83,7 +83,7 @@ def _compile(number: int) -> dict[str, Any]:
 def main() -> None:
     """Prints digests of all launches, and the sample as compiled now."""
     from raystride.triton_kernels.architectures import ARCHITECTURES
-    from raystride.triton_kernels.compile_report import digest_launches
+    from raystride.triton_kernels.compilation import digest_launches
 
     before = _launches_before_3_7()
     nvidia = [one for one in before if ARCHITECTURES[one.architecture].backend == "cuda"]

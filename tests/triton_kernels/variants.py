@@ -16,7 +16,7 @@ import torch
 from raystride.triton_kernels.attention import attention
 from raystride.triton_kernels.attention_packed import attention_packed
 from raystride.triton_kernels.byte_pack import byte_pack, byte_pack_sequence
-from raystride.triton_kernels.compile_report import _describe_launch
+from raystride.triton_kernels.compilation import _describe_launch
 from raystride.triton_kernels.dispatch import use_kernels
 from raystride.triton_kernels.gelu import gelu
 from raystride.triton_kernels.launch import assumed_architecture, use_launcher

@@ -11,13 +11,10 @@ step, time and value, so it drops those sent twice after a crash between logging
 import json
 import logging
 import os
-import re
 import secrets
-import sqlite3
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +22,14 @@ from raystride.pipelines.config.run import RecordConfig
 from raystride.pipelines.credentials import public_uri
 from raystride.pipelines.record.entry import Entry, Metrics, System
 from raystride.pipelines.record.journal import Segment, stream_entries
+from raystride.pipelines.record.mlflow.database import (
+    OWN_DATABASE,
+    artifact_root,
+    database_uri,
+    relocate_artifacts,
+    schema_lock,
+    stored_uri,
+)
 from raystride.pipelines.record.mlflow.links import (
     NOTE_TAG,
     VIEW_TAG,
@@ -34,37 +39,21 @@ from raystride.pipelines.record.mlflow.links import (
     run_link,
     runs_table_view,
 )
-from raystride.pipelines.record.mlflow.names import is_measured_once, section_name
+from raystride.pipelines.record.mlflow.names import MAX_NAME_LENGTH, is_measured_once, metric_name, section_name
 from raystride.pipelines.record.summary import STATUSES
 from raystride.pipelines.storage.folder import Folder
-from raystride.pipelines.storage.locks import file_lock
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
     from mlflow.entities import DatasetInput, Metric, Run
 
 MLFLOW_REFERENCE = "mlflow.json"
-OWN_DATABASE, DATABASE_FILE, ARTIFACT_FOLDER = "storage:", "mlflow.db", "mlartifacts"
-"""The `uri` in `mlflow.json` of a run in the storage's own database, independent of the storage's path; the names of that
-database and of the folder of its artifacts."""
 ARTIFACTS = ("config.yaml", "environment.json", "summary.json", "curve.png", "report.html", "sample.txt", "log.txt")
 """Files of a run's folder that are logged at its end, if they exist."""
 METRICS_PER_CALL = 1000  # MLflow's own limits: metrics, parameters and tags of one call, and the length of their texts
 PARAMETERS_PER_CALL = 100
 MAX_PARAMETER_LENGTH = 6000
 MAX_TAG_LENGTH = 5000
-MAX_NAME_LENGTH = 250
-SCHEMA_TIMEOUT_S = 120.0
-MAX_DATABASE_BYTES = 500
-"""SQLite opens paths of at most 512 bytes, suffixes of its own included."""
-ARTIFACT_COLUMNS = (
-    ("experiments", "artifact_location"),
-    ("runs", "artifact_uri"),
-    ("logged_models", "artifact_location"),
-    ("model_versions", "source"),
-    ("model_versions", "storage_location"),
-)
-"""Tables and columns in which MLflow 3 stores artifact locations."""
 RUN_TAG = "raystride.opening"
 SECTION_NAMES = "sections"
 """The `names` in `mlflow.json` of a run with the figures' names of `section_name`."""
@@ -351,56 +340,6 @@ def load_mlflow() -> None:
         logging.getLogger(name).setLevel(logging.ERROR)
 
 
-def database_uri(storage: Folder) -> str:
-    """Returns the URI of a local storage's own database."""
-    return f"sqlite:///{storage.local}/{DATABASE_FILE}"
-
-
-def stored_uri(reference: Mapping[str, Any]) -> str | None:
-    """Returns the tracking URI of a reference; None for the own database of the run's storage.
-
-    Earlier versions stored the path of that database, which is wrong if the storage was copied.
-    """
-    uri = reference.get("uri")
-    own = uri is None or uri == OWN_DATABASE or (uri.startswith("sqlite:///") and Path(uri).name == DATABASE_FILE)
-    return None if own else uri
-
-
-def artifact_root(uri: str) -> str | None:
-    """Returns the artifact root of a database: `mlartifacts` beside it; None for a server, which has its own."""
-    return str(Path(uri.removeprefix("sqlite:///")).parent / ARTIFACT_FOLDER) if uri.startswith("sqlite:///") else None
-
-
-def relocate_artifacts(uri: str) -> None:
-    """Updates the artifact locations in a storage's own database if the storage was copied or moved.
-
-    MLflow stores absolute artifact locations in experiments, runs and logged models. Call it under `schema_lock`.
-    """
-    place, path = artifact_root(uri), Path(uri.removeprefix("sqlite:///"))
-    assert place is not None
-    if not path.exists():
-        return
-    with closing(sqlite3.connect(path, timeout=SCHEMA_TIMEOUT_S)) as connection, connection:
-        tables = {name for (name,) in connection.execute("select name from sqlite_master where type = 'table'")}
-        columns = [(table, column) for table, column in ARTIFACT_COLUMNS if table in tables]
-        for table, column in columns:
-            found_places = f"select distinct {column} from {table} where {column} is not null"  # noqa: S608, constants
-            for (old,) in connection.execute(found_places).fetchall():
-                base, marker, subpath = old.rpartition(f"/{ARTIFACT_FOLDER}")
-                old_root = f"{base}{marker}".removeprefix("file://")
-                if not marker or subpath[:1] not in ("", "/") or old_root == place or _is_same_folder(old_root, place):
-                    continue
-                update = f"update {table} set {column} = ? where {column} = ?"  # noqa: S608, constants
-                connection.execute(update, (f"{place}{subpath}", old))
-
-
-def _is_same_folder(first: str, second: str) -> bool:
-    try:
-        return os.path.samefile(first, second)
-    except OSError:
-        return False
-
-
 def _drop_cached_artifact_location(run_id: str) -> None:
     """Drops the run's artifact location from MLflow's cache in this process: it may be that of another copy."""
     from mlflow.tracking._tracking_service import utils
@@ -411,24 +350,6 @@ def _drop_cached_artifact_location(run_id: str) -> None:
 def _restore_experiment(client: "MlflowClient", experiment: str) -> None:
     if client.get_experiment(experiment).lifecycle_stage == "deleted":
         client.restore_experiment(experiment)
-
-
-def metric_name(key: str) -> str:
-    """Returns the key as a clean relative path in characters that every MLflow store accepts."""
-    parts = [re.sub(r"[^\w.\-: ]", "_", part, flags=re.ASCII).replace(":", "_") for part in key.split("/")]
-    return "/".join(part for part in parts if part.strip(". "))[:MAX_NAME_LENGTH] or "unnamed"
-
-
-@contextmanager
-def schema_lock(uri: str) -> "Iterator[None]":
-    """Locks a SQLite file while its tables are created: two processes at once would make one fail. Raises TimeoutError."""
-    if not uri.startswith("sqlite:///"):
-        yield
-        return
-    path = Path(uri.removeprefix("sqlite:///") + ".lock")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with file_lock(path, SCHEMA_TIMEOUT_S, TimeoutError(f"another process holds {path} for {SCHEMA_TIMEOUT_S:.0f} s")):
-        yield
 
 
 def _datasets(run: "Run") -> "list[DatasetInput]":

@@ -10,12 +10,16 @@ keeps the names of the journal.
     is_measured_once("start/build_s")                                 # True
 """
 
+import re
+
 SECTIONS = ("train", "val")
 IN_TRAIN_SECTION = frozenset(
     {"dropped_steps", "epoch", "gradient_norm", "learning_rate", "left_out_slots", "loss_scale", "tokens_seen"}
 )
 SYSTEM_PREFIX = "system/"
 START_PREFIX = "start/"
+MAX_NAME_LENGTH = 250
+"""MLflow's limit."""
 
 
 def section_name(figure: str) -> str:
@@ -33,3 +37,9 @@ def section_name(figure: str) -> str:
 def is_measured_once(figure: str) -> bool:
     """Returns whether a figure is measured once in an attempt, at its start, and is a parameter in MLflow."""
     return figure.startswith(START_PREFIX) or figure == "seconds_to_first_step"
+
+
+def metric_name(key: str) -> str:
+    """Returns the key as a clean relative path in characters that every MLflow store accepts."""
+    parts = [re.sub(r"[^\w.\-: ]", "_", part, flags=re.ASCII).replace(":", "_") for part in key.split("/")]
+    return "/".join(part for part in parts if part.strip(". "))[:MAX_NAME_LENGTH] or "unnamed"

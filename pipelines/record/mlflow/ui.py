@@ -16,15 +16,9 @@ import time
 import urllib.error
 import urllib.request
 
+from raystride.pipelines.record.mlflow.database import artifact_root, database_uri, relocate_artifacts, schema_lock
 from raystride.pipelines.record.mlflow.links import UI_PORT, run_link, runs_link
-from raystride.pipelines.record.mlflow.log import (
-    ENVIRONMENT,
-    MLFLOW_REFERENCE,
-    artifact_root,
-    database_uri,
-    relocate_artifacts,
-    schema_lock,
-)
+from raystride.pipelines.record.mlflow.log import ENVIRONMENT, MLFLOW_REFERENCE
 from raystride.pipelines.storage.folder import Folder
 
 START_TIMEOUT_S = 120.0

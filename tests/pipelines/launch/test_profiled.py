@@ -8,7 +8,7 @@ import pytest
 from raystride.pipelines.config import Config, RecordConfig
 from raystride.pipelines.launch.profiled import _store_report
 from raystride.pipelines.profiling.profile import PROFILES_FOLDER
-from raystride.pipelines.record.mlflow.log import database_uri
+from raystride.pipelines.record.mlflow.database import database_uri
 from raystride.pipelines.storage.folder import Folder
 
 

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from raystride.pipelines.cluster.nodes import ClusterNode, Links, NoAnswer, measure_network, run_on_all_nodes
+from raystride.pipelines.cluster.network import Links, measure_network
+from raystride.pipelines.cluster.nodes import ClusterNode, NoAnswer, run_on_all_nodes
 from raystride.pipelines.config import DataConfig
 from raystride.pipelines.plugins import PluginBundle
 from raystride.pipelines.preflight.checks import describe_failures

@@ -12,7 +12,7 @@ import pytest
 
 from raystride.pipelines.config.run import RecordConfig
 from raystride.pipelines.record import Recorder
-from raystride.pipelines.record.mlflow.log import database_uri
+from raystride.pipelines.record.mlflow.database import database_uri
 from raystride.pipelines.record.sender import Entry
 from raystride.pipelines.storage.folder import Folder
 

@@ -12,7 +12,8 @@ import pytest
 from raystride.pipelines.config import Config, RecordConfig
 from raystride.pipelines.config.parse import Parsed
 from raystride.pipelines.record.entry import new_entry
-from raystride.pipelines.record.mlflow.log import MAX_DATABASE_BYTES, MlflowLog, database_uri, relocate_artifacts, stored_uri
+from raystride.pipelines.record.mlflow.database import MAX_DATABASE_BYTES, database_uri, relocate_artifacts, stored_uri
+from raystride.pipelines.record.mlflow.log import MlflowLog
 from raystride.pipelines.run_store.location import locate_run, with_tracking_variables
 from raystride.pipelines.storage.folder import Folder
 from tests.errors import refused

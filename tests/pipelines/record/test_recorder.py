@@ -16,7 +16,8 @@ from raystride.pipelines.record import SUMMARY_KEYS, Recorder, Sender, read_entr
 from raystride.pipelines.record import recorder as recorder_module
 from raystride.pipelines.record.entry import WorkerTime, new_entry
 from raystride.pipelines.record.mlflow.follower import Follower
-from raystride.pipelines.record.mlflow.log import MlflowLog, metric_name, public_uri
+from raystride.pipelines.record.mlflow.log import MlflowLog, public_uri
+from raystride.pipelines.record.mlflow.names import metric_name
 from raystride.pipelines.storage.folder import Folder
 from tests.children import find_children
 from tests.pipelines.record.conftest import MakeRecorder, RecorderProcess, history, only_run, sent

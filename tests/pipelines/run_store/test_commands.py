@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from raystride.pipelines.run_store import commands as runs
+from raystride.jobs import runs
 from raystride.pipelines.run_store.lease import Owner
 from raystride.pipelines.storage.folder import Folder
 
@@ -60,7 +60,7 @@ def test_a_storage_without_runs_says_so(tmp_path: Path, capsys: pytest.CaptureFi
 
 def test_a_replay_is_told_where_to(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     given = runs._build_parser().parse_args(["replay", run.name, "--mlflow-uri", "http://there", "--experiment", "words"])
-    assert (given.mlflow_uri, given.experiment, given.storage, given.run) == ("http://there", "words", "runs", run.name)
+    assert (given.mlflow_uri, given.experiment, given.storage, given.name) == ("http://there", "words", "runs", run.name)
     given = runs._build_parser().parse_args(["replay", run.name])
     assert (given.mlflow_uri, given.experiment) == (None, None)
 

@@ -10,7 +10,7 @@ import pytest
 from raystride.pipelines.config import RecordConfig
 from raystride.pipelines.config.sweep import SweepJobConfig
 from raystride.pipelines.record.journal import Journal
-from raystride.pipelines.record.mlflow.log import database_uri
+from raystride.pipelines.record.mlflow.database import database_uri
 from raystride.pipelines.storage.folder import Folder
 from raystride.pipelines.sweep.result import Result, load_results
 from raystride.pipelines.sweep.sweep_job import _log_to_mlflow

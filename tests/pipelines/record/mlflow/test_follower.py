@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from raystride.jobs import runs
 from raystride.pipelines.config.run import RecordConfig
 from raystride.pipelines.record import Sender, read_entries
 from raystride.pipelines.record import recorder as recorder_module
@@ -17,10 +18,10 @@ from raystride.pipelines.record.entry import new_entry
 from raystride.pipelines.record.journal import SEGMENTS_PER_FILE, Journal
 from raystride.pipelines.record.mlflow import follower as mlflow_follower
 from raystride.pipelines.record.mlflow import process as mlflow_process
+from raystride.pipelines.record.mlflow.database import database_uri
 from raystride.pipelines.record.mlflow.follower import Follower
-from raystride.pipelines.record.mlflow.log import MlflowLog, database_uri
+from raystride.pipelines.record.mlflow.log import MlflowLog
 from raystride.pipelines.record.mlflow.ui import await_server, start_server, stop_server
-from raystride.pipelines.run_store import commands as runs
 from raystride.pipelines.storage.folder import Folder
 from tests.pipelines.record.conftest import MakeRecorder, history, only_run
 from tests.ports import hold_port

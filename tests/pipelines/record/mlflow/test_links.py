@@ -5,11 +5,13 @@ from pathlib import Path
 
 import pytest
 
+from raystride.jobs import runs
 from raystride.pipelines.config import Config, OptimizerConfig
 from raystride.pipelines.config.parse import to_yaml
 from raystride.pipelines.config.run import RecordConfig
 from raystride.pipelines.record import Recorder, Sender
 from raystride.pipelines.record.entry import new_entry
+from raystride.pipelines.record.mlflow.database import database_uri
 from raystride.pipelines.record.mlflow.links import (
     NOTE_TAG,
     VIEW_KEY,
@@ -19,8 +21,6 @@ from raystride.pipelines.record.mlflow.links import (
     run_link,
     runs_link,
 )
-from raystride.pipelines.record.mlflow.log import database_uri
-from raystride.pipelines.run_store import commands as runs
 from raystride.pipelines.storage.folder import Folder
 from tests.pipelines.record.conftest import only_run
 

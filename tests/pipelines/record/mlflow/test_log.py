@@ -12,20 +12,17 @@ from hypothesis import strategies as st
 from raystride.pipelines.config.run import RecordConfig
 from raystride.pipelines.record.entry import new_entry
 from raystride.pipelines.record.journal import Segment
+from raystride.pipelines.record.mlflow.database import artifact_root, database_uri, schema_lock
 from raystride.pipelines.record.mlflow.links import NOTE_HEADER, NOTE_TAG, VIEW_TAG, runs_table_view
 from raystride.pipelines.record.mlflow.log import (
-    MAX_NAME_LENGTH,
     MAX_PARAMETER_LENGTH,
     MAX_TAG_LENGTH,
     MLFLOW_REFERENCE,
     RUN_TAG,
     MlflowLog,
     _tags_of_entry,
-    artifact_root,
-    database_uri,
-    metric_name,
-    schema_lock,
 )
+from raystride.pipelines.record.mlflow.names import MAX_NAME_LENGTH, metric_name
 from raystride.pipelines.storage.folder import Folder
 from tests.pipelines.record.conftest import history, only_run
 

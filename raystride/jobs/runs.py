@@ -1,0 +1,77 @@
+"""Lists, shows, compares, prunes and audits runs, and replays a run's journal to MLflow.
+
+    raystride runs list --storage runs
+    raystride runs compare one two three            # side by side here, and the link to MLflow's comparison
+    raystride runs prune my-run --keep 1            # shows what it frees; --all removes the whole run
+    raystride runs replay my-run                    # after MLflow was unreachable
+    raystride runs audit my-run                     # verifies that every sample was used once an epoch
+
+Exit codes: 0 done, 1 MLflow still cannot be reached or the audit fails, 2 no such run or it must not be changed.
+"""
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+
+from raystride.pipelines.config.section import SettingError
+from raystride.pipelines.credentials import MissingSecret, redact
+from raystride.pipelines.record.mlflow.links import UI_PORT
+from raystride.pipelines.run_store.commands import (
+    CommandRefused,
+    audit_run,
+    compare_runs,
+    list_runs,
+    prune_run,
+    replay_run,
+    show_run,
+)
+from raystride.pipelines.storage.folder import Folder
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command; returns the exit code."""
+    given = vars(_build_parser().parse_args(arguments))
+    verb, storage = given.pop("verb"), Folder.from_uri(given.pop("storage"))
+    try:
+        return int(verb(storage, **given) or 0)
+    except (CommandRefused, SettingError, MissingSecret) as refusal:
+        print(redact(str(refusal)), file=sys.stderr)
+        return 2
+
+
+def _at_least_one(text: str) -> int:
+    if int(text) < 1:
+        raise ValueError(text)
+    return int(text)
+
+
+def _build_parser() -> argparse.ArgumentParser:
+    """Returns a parser whose arguments are those of the verb, `storage` and `verb` itself."""
+    parser = argparse.ArgumentParser(prog="raystride runs", description="Lists, shows, compares, prunes and replays runs.")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    def add_command(command: str, verb: Callable[..., int | None], text: str) -> argparse.ArgumentParser:
+        subparser = commands.add_parser(command, help=text, description=text)
+        if command == "compare":
+            subparser.add_argument("names", metavar="RUN", nargs="+", help="the runs' names")
+        elif command != "list":
+            subparser.add_argument("name", metavar="RUN", help="the run's name")
+        subparser.add_argument("--storage", default="runs", help="folder or URI that the runs lie in")
+        subparser.set_defaults(verb=verb)
+        return subparser
+
+    add_command("list", list_runs, "a table of all runs")
+    add_command("show", show_run, "a run's curve, figures and place")
+    compare = add_command("compare", compare_runs, "several runs side by side, and the link to MLflow's comparison of them")
+    compare.add_argument("--port", type=int, default=UI_PORT, help="port of MLflow's UI on this machine")
+    add_command("audit", audit_run, "prove that a run used every sample exactly once an epoch")
+    prune = add_command("prune", prune_run, "remove old checkpoints' data; their manifests stay")
+    choice = prune.add_mutually_exclusive_group()
+    choice.add_argument(
+        "--keep", type=_at_least_one, default=1, help="newest checkpoints to keep, besides `best` and `last`"
+    )
+    choice.add_argument("--all", dest="whole", action="store_true", help="remove the run with all that it holds")
+    replay = add_command("replay", replay_run, "log to MLflow what it lacks of a run's journal")
+    replay.add_argument("--mlflow-uri", help="tracking server; when not given, the one that the run was logged to")
+    replay.add_argument("--experiment", help="experiment, where the run is not in MLflow yet; when not given, the run's own")
+    return parser
