@@ -9,11 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from raystride.jobs.certificates import copy_command, main
 from raystride.pipelines.cluster.certificates import (
     BadCertificates,
-    copy_command,
     days_left,
-    main,
     make_certificates,
     ray_environment,
 )
