@@ -27,13 +27,14 @@ from raystride.pipelines.evaluate.rows import Form, infer_schema, unify
 from raystride.pipelines.prepare import progress
 from raystride.pipelines.prepare.parts import divide_without_validation
 from raystride.pipelines.sources.checking import check_source
+from raystride.pipelines.sources.csv_reader import CsvReader
 from raystride.pipelines.sources.faults import DataError, FaultError
 from raystride.pipelines.sources.fields import Columns
 from raystride.pipelines.sources.hub import HuggingFaceReader
 from raystride.pipelines.sources.lines import JsonReader
+from raystride.pipelines.sources.parquet_reader import ParquetReader
 from raystride.pipelines.sources.pieces import File, Part
 from raystride.pipelines.sources.registry import RegisteredReader
-from raystride.pipelines.sources.rows import CsvReader, ParquetReader
 from raystride.pipelines.sources.source import Source, first_items, open_source
 from raystride.pipelines.storage.folder import Folder
 from raystride.pipelines.tasks.language_model import LanguageModel

@@ -18,7 +18,7 @@ from itertools import islice
 from typing import IO, Any, Literal, Protocol
 
 from raystride.pipelines.sources.faults import DataError, escape_surrogates
-from raystride.pipelines.sources.rows import BATCH_BYTES, BatchRow
+from raystride.pipelines.sources.parquet_reader import BATCH_BYTES, BatchRow
 from raystride.pipelines.storage.folder import Folder, strict_json
 
 Form = Literal["parquet", "jsonl"]

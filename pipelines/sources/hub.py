@@ -18,8 +18,8 @@ from typing import Any
 from raystride.pipelines.sources.faults import DataError, Fault
 from raystride.pipelines.sources.fields import Columns, attach_row, build_document, find_columns, nested_value
 from raystride.pipelines.sources.image_files import ImageAccess
+from raystride.pipelines.sources.parquet_reader import BATCH_BYTES, BatchRow
 from raystride.pipelines.sources.pieces import File, Piece, Slice
-from raystride.pipelines.sources.rows import BATCH_BYTES, BatchRow
 from raystride.pipelines.storage.folder import Folder
 
 _BATCH_ROWS = 256

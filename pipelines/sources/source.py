@@ -20,6 +20,7 @@ from typing import Any
 
 from raystride.pipelines.config import DataConfig
 from raystride.pipelines.sources.archives import ARCHIVE_ENDINGS, is_archive
+from raystride.pipelines.sources.csv_reader import CsvReader
 from raystride.pipelines.sources.dialects import CsvSettings
 from raystride.pipelines.sources.faults import DataError, Fault, FaultError, NoFiles, escape_surrogates
 from raystride.pipelines.sources.fields import Columns
@@ -33,9 +34,9 @@ from raystride.pipelines.sources.listing import (
     path_exists,
     remove_duplicates,
 )
+from raystride.pipelines.sources.parquet_reader import ParquetReader
 from raystride.pipelines.sources.pieces import COMPRESSIONS, File, Piece, Reader, Slice
 from raystride.pipelines.sources.registry import open_registered_source, registered_sources
-from raystride.pipelines.sources.rows import CsvReader, ParquetReader
 from raystride.pipelines.sources.text import IMAGE_ENDINGS, FolderReader, TextReader
 from raystride.pipelines.sources.webdataset import WebDatasetReader, holds_documents, is_shard
 from raystride.pipelines.storage.folder import Folder, absolute_uri

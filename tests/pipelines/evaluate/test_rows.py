@@ -26,7 +26,7 @@ from raystride.pipelines.evaluate.rows import (
     unify,
     unpack_schema,
 )
-from raystride.pipelines.sources.rows import BATCH_BYTES, BatchRow
+from raystride.pipelines.sources.parquet_reader import BATCH_BYTES, BatchRow
 from tests.errors import unreadable
 
 ROWS: list[dict[str, Any]] = [

@@ -162,7 +162,7 @@ def test_what_a_writer_of_csv_writes_is_read_back(
     path.write_bytes(stream.getvalue().encode())
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("raystride.pipelines.sources.dialects.HEAD_BYTES", head)
-        patch.setattr("raystride.pipelines.sources.rows.HEAD_BYTES", head)
+        patch.setattr("raystride.pipelines.sources.csv_reader.HEAD_BYTES", head)
         found = read(path, on_error="skip", delimiter=delimiter)
     assert found == [(text, label.strip()) for label, _, text in rows if text and label.strip()]
 

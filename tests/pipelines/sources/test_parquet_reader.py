@@ -12,8 +12,8 @@ from pyarrow import parquet
 from raystride.pipelines.config import DataConfig
 from raystride.pipelines.sources.checking import check_source
 from raystride.pipelines.sources.faults import FaultError, raise_as_faults
+from raystride.pipelines.sources.parquet_reader import read_batches
 from raystride.pipelines.sources.pieces import Piece, Slice
-from raystride.pipelines.sources.rows import read_batches
 from raystride.pipelines.sources.source import open_source
 from raystride.pipelines.tasks.task import Column
 from tests.errors import unreadable
@@ -89,7 +89,7 @@ def test_only_names_that_are_wanted_ask_for_another_preparation(classes: Path) -
 @pytest.mark.parametrize("keep", [False, True])
 def test_rows_are_read_by_their_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, same: bool, keep: bool) -> None:
     """Also where the file's own figures are too small: those of equal rows, which it has but once."""
-    monkeypatch.setattr("raystride.pipelines.sources.rows.BATCH_BYTES", 100_000)
+    monkeypatch.setattr("raystride.pipelines.sources.parquet_reader.BATCH_BYTES", 100_000)
     texts = [f"{0 if same else number:04d}" + "x" * 10_000 for number in range(100)]
     parquet.write_table(pa.table({"text": texts, "n": range(100)}), tmp_path / "a.parquet", row_group_size=64)
     with parquet.ParquetFile(tmp_path / "a.parquet") as table:
