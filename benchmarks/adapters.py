@@ -104,7 +104,7 @@ def ours_beside_peft(given: argparse.Namespace, folder: Path) -> list[Comparison
     prepared = prepare(RunContext(config, Folder(str(folder)), log=lambda _: None), task, on_ray=False)
     rounds = iter(range(10**6))
 
-    def built() -> Any:
+    def build_training_of_round() -> Any:
         place = Folder(str(folder)) / f"beside-{next(rounds)}"
         job = Job(
             config=config,
@@ -118,17 +118,17 @@ def ours_beside_peft(given: argparse.Namespace, folder: Path) -> list[Comparison
         return build_training(job, WorkerInfo(), [], lambda: False, lambda _: None)
 
     def ours() -> tuple[float, float]:
-        training = built()
+        training = build_training_of_round()
         validate, training.validate = training.validate, lambda: {"val_loss": 0.0}
         began = time.perf_counter()
         training.run()
         return time.perf_counter() - began, validate()["val_loss"]
 
-    def theirs() -> tuple[float, float]:
-        return _with_trainer(config, built(), folder)
+    def time_peer() -> tuple[float, float]:
+        return _with_trainer(config, build_training_of_round(), folder)
 
     found = take_turns(
-        {"PEFT and Trainer": theirs, "ours": ours}, given.rounds, lambda _, one: f"{one[0]:.1f} s, {one[1]:.4f}"
+        {"PEFT and Trainer": time_peer, "ours": ours}, given.rounds, lambda _, one: f"{one[0]:.1f} s, {one[1]:.4f}"
     )
     seconds, losses = ({way: [one[index] for one in values] for way, values in found.items()} for index in (0, 1))
     return [

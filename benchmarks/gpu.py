@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu_record import Record, Row, run_rows, watch
-from benchmarks.gpu_rows import ROOT, rehearsed, rows
+from benchmarks.gpu_rows import ROOT, rows, with_stand_in
 
 RESULTS = ROOT / "benchmarks" / "results"
 
@@ -58,13 +58,13 @@ def device() -> dict[str, Any]:
 
 def measure(given: argparse.Namespace) -> int:
     """What the process does that measures: the rows that have no result yet. The exit code."""
-    every = chosen(given, given.output)
+    every = select_rows(given, given.output)
     if given.rehearse:
-        every = [rehearsed(row, given.rehearse, faults(given.fault)) for row in every]
+        every = [with_stand_in(row, given.rehearse, faults(given.fault)) for row in every]
     return run_rows(every, Record(given.output), given.measure)
 
 
-def chosen(given: argparse.Namespace, output: Path) -> list[Row]:
+def select_rows(given: argparse.Namespace, output: Path) -> list[Row]:
     """The rows that were asked for."""
     return [row for row in rows(output.parent, given.rounds) if fnmatch(row.name, given.only)]
 
@@ -75,12 +75,12 @@ def faults(given: list[str]) -> dict[str, Callable[[], Any]]:
     def raises() -> None:
         raise RuntimeError("out of memory, as rehearsed")
 
-    def loses() -> None:
+    def lose_device() -> None:
         raise RuntimeError("CUDA error: an illegal memory access was encountered, as rehearsed")
 
     ways: dict[str, Callable[[], Any]] = {
         "raises": raises,
-        "loses": loses,
+        "loses": lose_device,
         "hangs": lambda: time.sleep(3600),
         "dies": lambda: os._exit(139),
     }
@@ -128,7 +128,7 @@ def main(arguments: list[str] | None = None) -> int:
     record = Record(place(given, there["gpu"]))
     if record.content and not given.resume:
         record.content = {}
-    record.note(device=there, planned=[row.name for row in chosen(given, record.file)], rows=record.rows)
+    record.note(device=there, planned=[row.name for row in select_rows(given, record.file)], rows=record.rows)
     again = ["--rounds", str(given.rounds), "--only", given.only, "--output", str(record.file), "--measure", str(deadline)]
     again += ["--rehearse", str(given.rehearse)] if given.rehearse else []
     again += [word for fault in given.fault for word in ("--fault", fault)]

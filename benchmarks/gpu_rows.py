@@ -53,7 +53,7 @@ def rows(results: Path, rounds: int) -> Iterator[Row]:
     yield from _kernel_rows(rounds)
     yield from _training_rows()
     for slots in (1, 2, 4):
-        yield Row(f"the same bits twice, {slots} slots", 15.0, partial(twice, slots))
+        yield Row(f"the same bits twice, {slots} slots", 15.0, partial(train_twice, slots))
     yield Row("check everything else", 240.0, partial(check, ()))
     yield Row("compute-sanitizer", 120.0, sanitize)
     yield Row("Nsight Systems", 40.0, partial(trace, results))
@@ -173,7 +173,7 @@ def train(config: Config, model: Mapping[str, str], device: str = "cuda", **chan
     return {key: summary.get(key) for key in (*KEPT, "kernels", "parameters_sha256")}
 
 
-def twice(slots: int, device: str = "cuda") -> dict[str, Any]:
+def train_twice(slots: int, device: str = "cuda") -> dict[str, Any]:
     """A short exact training, twice. Raises AssertionError where the bits differ."""
     config = gpt2_small()
     config = replace(
@@ -250,7 +250,7 @@ def try_tiles(kernel: str, head_size: int, rounds: int) -> dict[str, Any]:
     return compare(kernel, head_size, length=4096, rounds=rounds).figures()
 
 
-def rehearsed(row: Row, speed: float, faults: dict[str, Callable[[], Any]]) -> Row:
+def with_stand_in(row: Row, speed: float, faults: dict[str, Callable[[], Any]]) -> Row:
     """The row with a stand-in for the GPU: it sleeps as long as was predicted, by so much faster, or fails as told."""
 
     def stand_in() -> dict[str, float]:

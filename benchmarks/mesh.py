@@ -106,10 +106,10 @@ def cases(everything: bool, wanted: str = "") -> Iterator[Case]:
         for number, variant in enumerate(VARIANTS):
             turn += 1
             if everything or number == place * 5 % len(VARIANTS):
-                yield Case(workers, mesh + _turns(mesh, turn), variant, dropout=0.1 * (turn % 4 == 0))
+                yield Case(workers, mesh + _rotated_mesh(mesh, turn), variant, dropout=0.1 * (turn % 4 == 0))
 
 
-def _turns(mesh: str, turn: int) -> str:
+def _rotated_mesh(mesh: str, turn: int) -> str:
     found = ""
     if "pipeline" in mesh:
         schedule = SCHEDULES[turn % 3]
@@ -236,8 +236,10 @@ def run_all(chosen: Sequence[Case], folder: Path) -> Iterator[tuple[Case, Differ
         for case in batch:
             like = (case.variant, case.dropout)
             if like not in alone:
-                alone[like] = _on(1, [make_case(replace(case, workers=1, mesh=""), text, folder)], folder)[0]
-        for case, course in zip(batch, _on(workers, [make_case(each, text, folder) for each in batch], folder), strict=True):
+                alone[like] = _run_on_workers(1, [make_case(replace(case, workers=1, mesh=""), text, folder)], folder)[0]
+        for case, course in zip(
+            batch, _run_on_workers(workers, [make_case(each, text, folder) for each in batch], folder), strict=True
+        ):
             yield (
                 case,
                 difference(course, alone[case.variant, case.dropout], smooth=case.variant[2] != "original"),
@@ -245,7 +247,7 @@ def run_all(chosen: Sequence[Case], folder: Path) -> Iterator[tuple[Case, Differ
             )
 
 
-def _on(workers: int, jobs: Sequence[Job], folder: Path) -> list[Course]:
+def _run_on_workers(workers: int, jobs: Sequence[Job], folder: Path) -> list[Course]:
     """The courses of jobs, one after another in the same processes."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))

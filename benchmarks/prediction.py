@@ -86,7 +86,7 @@ def _continue(texts: list[str], precision: str = "fp32") -> list[str]:
     return [row["continuation"] for row in _predictors[precision].predict((text,) for text in texts)]
 
 
-def _pipe(texts: list[str]) -> list[str]:
+def _run_pipeline(texts: list[str]) -> list[str]:
     """What the pipeline does with them."""
     rows = _pipeline(texts, max_new_tokens=NEW, do_sample=False, return_full_text=False)
     return [row[0]["generated_text"] for row in rows]
@@ -104,7 +104,7 @@ def in_workers(
     return len(texts) / seconds
 
 
-def piped(pipeline: Any, texts: list[str]) -> float:
+def pipeline_rate(pipeline: Any, texts: list[str]) -> float:
     """Rows a second of the pipeline in this process."""
     began = time.perf_counter()
     pipeline(texts, max_new_tokens=NEW, do_sample=False, return_full_text=False)
@@ -125,14 +125,14 @@ def open_pipeline(opened: LoadedModel, folder: Path, batch: int) -> Any:
     return transformers.pipeline("text-generation", model=model, tokenizer=tokenizer, device="cpu", batch_size=batch)
 
 
-def cached(model: Decoder, row: list[int]) -> float:
+def cached_rate(model: Decoder, row: list[int]) -> float:
     """Tokens a second with the key-value cache."""
     began = time.perf_counter()
     made = sum(1 for _ in generate(model, [row], tokens=LONG, temperature=0.0))
     return made / (time.perf_counter() - began)
 
 
-def uncached(model: Decoder, row: list[int]) -> float:
+def uncached_rate(model: Decoder, row: list[int]) -> float:
     """Tokens a second where each is computed from all before it."""
     ids = torch.tensor([row])
     began = time.perf_counter()
@@ -159,8 +159,8 @@ def main(given: argparse.Namespace) -> None:
         size = sum(parameter.numel() for parameter in opened.model.parameters())
         print(f"{size / 1e6:.1f} M parameters, {given.rows} prompts, {NEW} tokens each, batches of {given.batch}")
         ways = {
-            "transformers": partial(piped, pipeline, texts),
-            "transformers, workers": partial(in_workers, _pipe, pool, given.threads, texts, theirs),
+            "transformers": partial(pipeline_rate, pipeline, texts),
+            "transformers, workers": partial(in_workers, _run_pipeline, pool, given.threads, texts, theirs),
             "ours, workers": partial(in_workers, _continue, pool, given.threads, texts, ours),
             "ours, bf16": partial(in_workers, partial(_continue, precision="bf16"), pool, given.threads, texts, []),
         }
@@ -171,7 +171,10 @@ def main(given: argparse.Namespace) -> None:
         print(f"{alike} of {given.rows} continuations are the same")
         torch.set_num_threads(1)
         row = opened.encoder.encode(texts[0]).tolist()
-        steps = {"without cache": partial(uncached, opened.decoder, row), "with cache": partial(cached, opened.decoder, row)}
+        steps = {
+            "without cache": partial(uncached_rate, opened.decoder, row),
+            "with cache": partial(cached_rate, opened.decoder, row),
+        }
         tokens = take_turns(steps, given.rounds, lambda _, rate: f"{rate:.0f} tokens/s")
     compared = [
         Comparison("rows a second", rates, peer="transformers", aims={"ours, workers": "at least 2"}),

@@ -77,7 +77,7 @@ class Run:
 
 
 @contextmanager
-def running(storage: Path, *flags: str, **environment: str) -> Iterator[Run]:
+def start_run(storage: Path, *flags: str, **environment: str) -> Iterator[Run]:
     """A run that has made its steps, and ends with the block."""
     name = f"run-{secrets.token_hex(4)}"
     process = subprocess.Popen(
@@ -103,7 +103,7 @@ def steps(group: Sequence[dict[str, Any]]) -> list[float]:
     return [entry["time"] for entry in group if entry["kind"] == "metrics" and "train_loss" in entry["values"]]
 
 
-def recovered(run: Run, lost_at: float) -> Recovery:
+def time_recovery(run: Run, lost_at: float) -> Recovery:
     """Waits for the first step of the group that follows; where the seconds since the loss went."""
     before, after, *_ = run.wait(lambda groups: len(groups) > 1 and bool(steps(groups[1])))
     values = next(entry["values"] for entry in after if "start/first_step_s" in entry.get("values", {}))
@@ -114,12 +114,12 @@ def recovered(run: Run, lost_at: float) -> Recovery:
 
 def lose_a_worker(storage: Path, flags: Sequence[str]) -> Recovery:
     """A run on a cluster of its own, one of whose workers gets a SIGKILL."""
-    with running(storage, *flags, "--launch.max_restarts=3") as run:
+    with start_run(storage, *flags, "--launch.max_restarts=3") as run:
         children = psutil.Process(run.process.pid).children(recursive=True)
         victim = [child for child in children if "RayTrainWorker" in " ".join(child.cmdline())][1]
         lost_at = time.time()
         victim.kill()
-        return recovered(run, lost_at)
+        return time_recovery(run, lost_at)
 
 
 def lose_a_node(storage: Path, flags: Sequence[str], system: dict[str, int]) -> Recovery:
@@ -132,10 +132,10 @@ def lose_a_node(storage: Path, flags: Sequence[str], system: dict[str, int]) -> 
         node = cluster.add_node(num_cpus=1)
         address = (f"--launch.address={cluster.address}", "--launch.max_restarts=3", "--scaling.min_workers=1")
         # Without a word a driver sends this machine's token, where there is one, and this cluster has none.
-        with running(storage, *flags, *address, RAY_AUTH_MODE="disabled") as run:
+        with start_run(storage, *flags, *address, RAY_AUTH_MODE="disabled") as run:
             lost_at = time.time()
             cluster.remove_node(node, allow_graceful=False)
-            return recovered(run, lost_at)
+            return time_recovery(run, lost_at)
     finally:
         cluster.shutdown()
 

@@ -46,7 +46,7 @@ def times(rank: int, ranks: int, step: int, sequence: int) -> Entry:
     return new_entry("rank", values, step) | {"sequence": sequence}  # type: ignore[return-value,operator]
 
 
-def beat(rank: int, ranks: int, number: int) -> Heartbeat:
+def make_heartbeat(rank: int, ranks: int, number: int) -> Heartbeat:
     """A worker's sign of life."""
     node = rank // A_NODE
     process = Process(rank=rank, world=ranks, node=f"10.0.0.{node}", node_id=f"{node:056x}", pid=1000 + rank, started=1)
@@ -54,20 +54,20 @@ def beat(rank: int, ranks: int, number: int) -> Heartbeat:
     return Heartbeat(process=process, number=number, current_phase="step", progress_mark=mark, step_s=mark, own_s=0.9 * mark)
 
 
-def said(kind: str, rank: int, world: int, number: int) -> Call:
+def actor_call(kind: str, rank: int, world: int, number: int) -> Call:
     """What a rank says: `log`, `poll` or `heartbeat`."""
     if kind == "heartbeat":
-        return "heartbeat", (beat(rank, world, number),)
+        return "heartbeat", (make_heartbeat(rank, world, number),)
     return "receive", (f"rank{rank}.0", [times(rank, world, 10 * number, number)] if kind == "log" else [], "")
 
 
-def speak(actor: Any, kind: str, groups: list[list[int]], world: int, number: int) -> None:
+def send_calls(actor: Any, kind: str, groups: list[list[int]], world: int, number: int) -> None:
     """Says for groups of ranks what each says once, a call for a group; as a Ray task."""
     import ray
 
     open_calls: list[Any] = []
     for ranks in groups:
-        calls = [said(kind, rank, world, number) for rank in ranks]
+        calls = [actor_call(kind, rank, world, number) for rank in ranks]
         if len(calls) > 1:
             open_calls.append(actor.answer_all.remote(calls))
         else:
@@ -78,7 +78,7 @@ def speak(actor: Any, kind: str, groups: list[list[int]], world: int, number: in
     ray.get(open_calls)
 
 
-class Spoken:
+class RecorderLoad:
     """A recorder in an actor, and what its process has computed."""
 
     def __init__(self, place: str) -> None:
@@ -100,7 +100,7 @@ class Spoken:
         """Processor seconds of a round of one kind, the mean of some, where so many ranks make one call."""
         import ray
 
-        task, before = ray.remote(num_cpus=0)(speak), self.seconds()
+        task, before = ray.remote(num_cpus=0)(send_calls), self.seconds()
         groups = [list(range(first, min(first + together, world))) for first in range(0, world, together)]
         for number in numbers:
             ray.get([task.remote(self.handle.actor, kind, groups[half::2], world, number) for half in range(2)])
@@ -114,7 +114,7 @@ def recorder_rows(ranks: int) -> Iterator[Row]:
     ray.init("local", num_cpus=2, include_dashboard=False, logging_level="ERROR", log_to_driver=False)
     try:
         with tempfile.TemporaryDirectory() as place:
-            spoken, rounds = Spoken(place), ROUNDS.get(ranks, 2)
+            spoken, rounds = RecorderLoad(place), ROUNDS.get(ranks, 2)
             spoken.cost("poll", ranks, 1, range(1))  # the speakers' own start
             alone = {kind: spoken.cost(kind, ranks, 1, range(1, rounds + 1)) for kind in KINDS}
             by_node = {kind: spoken.cost(kind, ranks, A_NODE, range(rounds + 1, 2 * rounds + 1)) for kind in KINDS}
@@ -139,8 +139,8 @@ def _recorder_row(what: str, ranks: int, together: int, costs: Mapping[str, floa
 def heartbeat_rows(ranks: int) -> Iterator[Row]:
     """The driver's look at the heartbeats of all workers, once in `HEARTBEAT_S`, with the pickling on their way to it."""
     detector = HangDetector("auto", HEARTBEAT_S)
-    detector.check({rank: beat(rank, ranks, 1) for rank in range(ranks)}, 0.0)
-    beats = {rank: beat(rank, ranks, 2) for rank in range(ranks)}
+    detector.check({rank: make_heartbeat(rank, ranks, 1) for rank in range(ranks)}, 0.0)
+    beats = {rank: make_heartbeat(rank, ranks, 2) for rank in range(ranks)}
     began = time.perf_counter()
     size = len(pickle.dumps(beats))
     detector.check(beats, HEARTBEAT_S)

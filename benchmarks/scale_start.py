@@ -19,7 +19,7 @@ SPEAKERS = 64
 """Threads of a process that connect."""
 
 
-def come(port: int, ranks: list[int], world: int, peers: int, told: Any, begin: Any, end: Any) -> None:
+def join_store(port: int, ranks: list[int], world: int, peers: int, told: Any, begin: Any, end: Any) -> None:
     """Connects for some ranks, tells each one's address, waits for all, and reads those of its `peers`."""
     import torch.distributed as dist
 
@@ -55,7 +55,9 @@ def rendezvous_rows(ranks: int) -> Iterator[Row]:
     context = multiprocessing.get_context("spawn")
     told, begin, end = context.Queue(), context.Event(), context.Event()
     arguments = ranks, peers, told, begin, end
-    speakers = [context.Process(target=come, args=(port, list(range(half, ranks, 2)), *arguments)) for half in range(2)]
+    speakers = [
+        context.Process(target=join_store, args=(port, list(range(half, ranks, 2)), *arguments)) for half in range(2)
+    ]
     for each in speakers:
         each.start()
     this, before = psutil.Process(), 0.0

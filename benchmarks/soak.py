@@ -84,15 +84,15 @@ def lose_worker(cluster: RayHosts, draw: random.Random) -> None:
 
 def lose_host(cluster: RayHosts, draw: random.Random) -> None:
     """A host loses its power, and comes back after a while with nothing on its disk."""
-    _lose(cluster, [draw.randrange(1, NODES)], draw)
+    _end_hosts(cluster, [draw.randrange(1, NODES)], draw)
 
 
 def lose_two_hosts(cluster: RayHosts, draw: random.Random) -> None:
     """All but the head at once."""
-    _lose(cluster, list(range(1, NODES)), draw)
+    _end_hosts(cluster, list(range(1, NODES)), draw)
 
 
-def _lose(cluster: RayHosts, numbers: list[int], draw: random.Random, **variables: str) -> None:
+def _end_hosts(cluster: RayHosts, numbers: list[int], draw: random.Random, **variables: str) -> None:
     for number in numbers:
         cluster.hosts[number].end()
     time.sleep(draw.uniform(2, 20))
@@ -126,7 +126,7 @@ def announce(cluster: RayHosts, draw: random.Random) -> None:
     number = draw.randrange(1, NODES)
     cluster.drain(cluster.hosts[number].address, seconds=30)
     time.sleep(30)
-    _lose(cluster, [number], draw)
+    _end_hosts(cluster, [number], draw)
 
 
 def slow(cluster: RayHosts, draw: random.Random) -> None:
@@ -145,12 +145,12 @@ def shift_clock(cluster: RayHosts, draw: random.Random) -> None:
     """A host is lost, and comes back with a clock that is an hour off."""
     number = draw.randrange(1, NODES)
     clock = wrong_clock(cluster.folder, draw.choice([-3600, 3600]))
-    _lose(cluster, [number], draw, **clock)
+    _end_hosts(cluster, [number], draw, **clock)
 
 
 def lose_driver(cluster: RayHosts, draw: random.Random) -> None:
     """The host with the job's driver loses its power, and comes back after a while."""
-    _lose(cluster, [DRIVER], draw)
+    _end_hosts(cluster, [DRIVER], draw)
 
 
 def part_driver(cluster: RayHosts, draw: random.Random) -> None:
@@ -212,13 +212,15 @@ class Soak:
         KINDS[kind](cluster, draw)
         ended = _wait(lambda: self._summary(run).get("status") == "finished")
         summary = self._summary(run)
-        lasted, audited = time.time() - began, _audited(checkpoints)
+        lasted, audited = time.time() - began, _audit_problem(checkpoints)
         if not ended or kind == "clock":  # a host goes on with the wrong one
             self.close()
         job.kill()
         (self.folder / f"{run}.log").write_text(job.communicate()[0] or "")
         same = summary.get("parameters_sha256") == self.bits
-        return Row(number, kind, steps, ended, same, audited, round(standstill(self.storage / run), 1), round(lasted, 1))
+        return Row(
+            number, kind, steps, ended, same, audited, round(longest_standstill_s(self.storage / run), 1), round(lasted, 1)
+        )
 
     def _whole_cluster(self) -> RayHosts:
         """The cluster with all of its nodes; a new one where they do not come back."""
@@ -250,7 +252,7 @@ def _wait(true: Callable[[], object], otherwise: str = "", limit_s: float = LIMI
     return True
 
 
-def _audited(checkpoints: Path) -> str:
+def _audit_problem(checkpoints: Path) -> str:
     """What is wrong with the samples that a run was fed; empty where nothing is."""
     try:
         audit(Folder.from_uri(str(checkpoints)))
@@ -259,7 +261,7 @@ def _audited(checkpoints: Path) -> str:
     return ""
 
 
-def standstill(run: Path) -> float:
+def longest_standstill_s(run: Path) -> float:
     """The longest time between two steps that were made for the first time, in seconds."""
     newest, at, longest = 0, 0.0, 0.0
     for entry in sorted(read_entries(Folder.from_uri(str(run))), key=lambda each: each["time"]):
@@ -289,7 +291,7 @@ def table(rows: list[Row]) -> str:
 
 
 @contextmanager
-def soaking(folder: str | None) -> Iterator[Soak]:
+def open_soak(folder: str | None) -> Iterator[Soak]:
     """A soak in a folder, or in one that goes with it."""
     with tempfile.TemporaryDirectory() as scratch:
         soak = Soak(Path(folder or scratch))
@@ -316,7 +318,7 @@ def main() -> None:
     if not given.resume:
         given.rows.write_text("")
     print(machine_line(found := machine()), flush=True)
-    with soaking(given.folder) as soak:
+    with open_soak(given.folder) as soak:
         for number in range(len(rows), given.faults):
             # A round of all kinds in an order of its own, and then the next.
             order = random.Random(given.seed + number // len(given.kinds)).sample(given.kinds, len(given.kinds))

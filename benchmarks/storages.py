@@ -30,9 +30,9 @@ class Storages(TorchDispatchMode):  # type: ignore[misc]
         """By a storage's identity, itself and its number; -1: not counted."""
         self._sizes: dict[int, int] = {}
         for tensor in ignoring:
-            self._know(tensor, -1)
+            self._remember(tensor, -1)
         for tensor in before:
-            self._note(tensor)
+            self._record_storage(tensor)
         self._before = len(self._sizes)
 
     def __enter__(self) -> "Storages":
@@ -57,7 +57,7 @@ class Storages(TorchDispatchMode):  # type: ignore[misc]
         result = function(*args, **(kwargs or {}))
         for leaf in tree_leaves(result):
             if isinstance(leaf, torch.Tensor):
-                self._note(leaf)
+                self._record_storage(leaf)
         return result
 
     def most(self, besides: Iterable[torch.Tensor] = ()) -> int:
@@ -74,17 +74,17 @@ class Storages(TorchDispatchMode):  # type: ignore[misc]
             most = max(most, now)
         return most
 
-    def _note(self, tensor: torch.Tensor) -> None:
+    def _record_storage(self, tensor: torch.Tensor) -> None:
         tensor = plain(tensor)
         if self._number(tensor.untyped_storage()) is None:
             number = len(self._sizes)
-            self._know(tensor, number)
+            self._remember(tensor, number)
             self._sizes[number] = tensor.untyped_storage().nbytes()
             self._events.append((number, self._sizes[number]))
 
-    def _know(self, tensor: torch.Tensor, number: int) -> None:
+    def _remember(self, tensor: torch.Tensor, number: int) -> None:
         storage = plain(tensor).untyped_storage()
-        self._known[id(storage)] = weakref.ref(storage, lambda _: self._gone(number)), number
+        self._known[id(storage)] = weakref.ref(storage, lambda _: self._record_freed(number)), number
 
     def _number(self, storage: torch.UntypedStorage) -> int | None:
         reference, number = self._known.get(id(storage), (None, None))
@@ -96,7 +96,7 @@ class Storages(TorchDispatchMode):  # type: ignore[misc]
             self._events.append((number, storage.nbytes() - self._sizes[number]))
             self._sizes[number] = storage.nbytes()
 
-    def _gone(self, number: int) -> None:
+    def _record_freed(self, number: int) -> None:
         if number >= 0:
             self._events.append((number, -self._sizes[number]))
             self._sizes[number] = 0

@@ -1,4 +1,4 @@
-"""What a task asks of a tokenizer and its chat template; `raystride.pipelines.tokenizers` has them.
+"""Interfaces of tokenizers and chat templates to tasks; `raystride.pipelines.tokenizers` implements them.
 
 ids = encoders["tokenizer"].encode("a text")               # uint32, without an end token
 """
