@@ -1,5 +1,7 @@
 """Every form of the package holds each module once, runs its own code, and says in one sentence if its links are missing."""
 
+import json
+import re
 import shutil
 import subprocess
 import sys
@@ -9,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.api_page import PAGE
 from tests.some import some
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -106,3 +109,18 @@ def test_editors_find_the_installed_package() -> None:
     if "NoneType" in done.stderr:
         pytest.fail("raystride is installed without editable_mode=compat: run `make install` again")
     assert Path(done.stdout.strip()).parts[-2:] == ("raystride", "__init__.py")
+
+
+def test_pyright_takes_the_code_of_the_api_page_and_knows_its_types(tmp_path: Path) -> None:
+    """Whoever installs the package has its types in the editor; Pylance is built on pyright."""
+    blocks = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.MULTILINE | re.DOTALL)
+    (tmp_path / "page.py").write_text("\n".join([*blocks, "reveal_type(raystride.train('lm_python'))"]))
+    # Examples of the reference go on from names that the reader has.
+    settings = {"typeCheckingMode": "standard", "reportUndefinedVariable": False, "pythonPlatform": "Linux"}
+    (tmp_path / "pyrightconfig.json").write_text(json.dumps(settings))
+    command = [sys.executable, "-m", "basedpyright", "--outputjson", "--pythonpath", sys.executable, "page.py"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    found = json.loads(done.stdout)["generalDiagnostics"]
+    assert [each["message"] for each in found if each["severity"] == "error"] == []
+    (revealed,) = (each["message"] for each in found if each["severity"] == "information")
+    assert revealed.endswith('is "Run"')

@@ -171,14 +171,14 @@ class PlacementWatcher:
     """Reports why a group of workers does not start: the placement group of its workers is pending on a busy cluster.
 
     Ray Train requests all workers of a group at once, as a placement group, and waits for it silently and without limit;
-    `wait_s` above 0 limits the wait in seconds.
+    `timeout_s` above 0 limits the wait in seconds.
 
-        watcher = PlacementWatcher(allocation, wait_s=600)
+        watcher = PlacementWatcher(allocation, timeout_s=600)
         watcher.describe_wait()                               # "waiting for 2 workers with GPU 1 each: 0 of 8 GPUs free"
     """
 
-    def __init__(self, allocation: Allocation, wait_s: float, clock: Callable[[], float] = time.monotonic) -> None:
-        self._allocation, self._wait_s, self._clock = allocation, wait_s, clock
+    def __init__(self, allocation: Allocation, timeout_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self._allocation, self._timeout_s, self._clock = allocation, timeout_s, clock
         self._since: float | None = None
 
     def describe_wait(self) -> str | None:
@@ -188,12 +188,13 @@ class PlacementWatcher:
             return None
         self._since = self._since or self._clock()
         text = f"waiting for {self._describe_workers()}: {self._describe_free()}"
-        if self._wait_s and self._clock() - self._since > self._wait_s:
+        limit_s = self._timeout_s
+        if limit_s and self._clock() - self._since > limit_s:
             raise CannotRun(
-                f"no places for the workers in {self._wait_s:g} s (launch.placement_timeout_s), {text}. Ask for fewer with "
+                f"no places for the workers in {limit_s:g} s (launch.placement_timeout_s), {text}. Ask for fewer with "
                 "--scaling.workers, wait longer with --launch.placement_timeout_s, or see `ray status` for who has them",
                 setting="launch.placement_timeout_s",
-                value=self._wait_s,
+                value=self._timeout_s,
             )
         return text
 

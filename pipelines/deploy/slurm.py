@@ -120,7 +120,9 @@ class StopRequest:
             self._forward()
 
 
-def run_job(command: Sequence[str], *, wait_s: float, min_nodes: int, requeues: int, run_folder: str, tls: bool) -> int:
+def run_job(
+    command: Sequence[str], *, join_timeout_s: float, min_nodes: int, requeues: int, run_folder: str, tls: bool
+) -> int:
     """Runs a Raystride command on the job's nodes. Returns the command's exit code, or CANNOT_RUN if it was not started."""
     stop = StopRequest()
     with stop.catch_signals():
@@ -128,7 +130,7 @@ def run_job(command: Sequence[str], *, wait_s: float, min_nodes: int, requeues: 
             allocation = Allocation.from_environment(os.environ)
             _log(f"job {allocation.job} on {', '.join(allocation.nodes)}, start {allocation.restarts + 1}")
             first_step = _newest_saved_step(run_folder)
-            code = _run_on_ray(allocation, command, stop, wait_s, min_nodes or len(allocation.nodes), tls)
+            code = _run_on_ray(allocation, command, stop, join_timeout_s, min_nodes or len(allocation.nodes), tls)
         except CannotRun as error:
             _log(f"error: {error}")
             return CANNOT_RUN
@@ -163,7 +165,7 @@ def _newest_saved_step(run_folder: str) -> int | None:
 
 
 def _run_on_ray(
-    allocation: Allocation, command: Sequence[str], stop: StopRequest, wait_s: float, min_nodes: int, tls: bool
+    allocation: Allocation, command: Sequence[str], stop: StopRequest, join_timeout_s: float, min_nodes: int, tls: bool
 ) -> int:
     others = allocation.nodes[1:]
     host = address_towards(allocation.peer_address)
@@ -174,7 +176,7 @@ def _run_on_ray(
         _log(f"Ray's head is {ray.address}")
         if others:
             nodes = stack.enter_context(_join_nodes(others, ray.address, environment | authority))
-            nodes.wait_until_joined(wait_s, min_nodes - 1, stop)
+            nodes.wait_until_joined(join_timeout_s, min_nodes - 1, stop)
         return TERMINATED if stop.reason else _run_command(command, ray.address, environment | ray.tls, stop)
 
 
@@ -319,7 +321,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return join_head(options.join)
     return run_job(
         options.command,
-        wait_s=options.wait_s,
+        join_timeout_s=options.wait_s,
         min_nodes=options.least_nodes,
         requeues=options.requeues,
         run_folder=options.run_folder,

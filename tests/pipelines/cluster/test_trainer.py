@@ -83,10 +83,10 @@ def _share() -> Allocation:
 def test_what_waits_says_for_what_and_ends_when_told(taken: Any, asked: Any) -> None:
     import ray
 
-    places = PlacementWatcher(_share(), wait_s=0)
+    places = PlacementWatcher(_share(), timeout_s=0)
     assert places.describe_wait() == "waiting for 2 workers with CPU 1 each: 0 of 2 CPUs free"
     now = [1.0]
-    short = PlacementWatcher(_share(), wait_s=60, clock=lambda: now[0])
+    short = PlacementWatcher(_share(), timeout_s=60, clock=lambda: now[0])
     short.describe_wait()
     now[0] += 60
     short.describe_wait()
