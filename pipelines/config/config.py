@@ -19,7 +19,7 @@ from raystride.pipelines.config.lora import LoraConfig, refuse_with_lora
 from raystride.pipelines.config.mixture import defines_source, mixture_entries, refuse_mixture
 from raystride.pipelines.config.model import ModelConfig
 from raystride.pipelines.config.profile import ProfileConfig
-from raystride.pipelines.config.renamed import first_names, old_names, with_current_names
+from raystride.pipelines.config.renamed import oldest_names, old_names, with_current_names
 from raystride.pipelines.config.run import (
     DecodingConfig,
     FitConfig,
@@ -169,7 +169,7 @@ class Config(Section):
 
         Settings that were added later (`since`) are among them only if they differ from their defaults.
         """
-        later, first = _later_defaults(type(self)), first_names(type(self))
+        later, first = _later_defaults(type(self)), oldest_names(type(self))
         flat = self.flat() | {"validation.direction": self.validation.better}  # earlier versions had no `auto`
         kept = {key: value for key, value in flat.items() if key not in later or value != later[key]}
         return {first.get(key, key): strip_credentials(value) for key, value in kept.items()}

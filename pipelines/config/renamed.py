@@ -32,7 +32,7 @@ def old_names(cls: Any, prefix: str = "") -> Mapping[str, tuple[str, str]]:
     return found
 
 
-def first_names(cls: Any) -> Mapping[str, str]:
+def oldest_names(cls: Any) -> Mapping[str, str]:
     """Returns the oldest full name of each renamed setting; names of runs and keys of trials are made of these."""
     return {new: old for old, (new, _) in old_names(cls).items()}
 

@@ -21,7 +21,7 @@ from typing import Any
 from raystride.pipelines.config import Config, OptimizerConfig, ScalingConfig, SettingError, TrainConfig
 from raystride.pipelines.config.condition import Condition
 from raystride.pipelines.config.parse import with_settings
-from raystride.pipelines.config.renamed import first_names
+from raystride.pipelines.config.renamed import oldest_names
 from raystride.pipelines.config.sweep import SweepConfig, SweepJobConfig
 from raystride.pipelines.plugins import PluginBundle
 from raystride.pipelines.report.run_figures import rate_unit
@@ -85,7 +85,7 @@ class Candidate:
             if not name.startswith(IGNORED_SETTINGS)
         }
         sweep = {name: getattr(self.base.sweep, name) for name in KEY_SWEEP_SETTINGS}
-        first = first_names(Config)
+        first = oldest_names(Config)
         own = {first.get(name, name): value for name, value in self.settings.items()}
         # Earlier versions gave every trial the whole training's warm-up: those figures are not comparable with these.
         parts = [training | own, sweep, self.round, *["schedule in small"] * self._has_short_schedule()]
