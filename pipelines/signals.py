@@ -58,8 +58,10 @@ def termination_signals() -> list[signal.Signals]:
 @contextmanager
 def raise_on_signals() -> Iterator[None]:
     """Raises exceptions in the block for SIGTERM and SIGHUP, as Python does for Ctrl-C. No effect off the main thread."""
+    received: list[int] = []
 
     def raise_signal_exception(number: int, frame: object) -> None:
+        received.append(number)
         raise signal_exception(number)
 
     if threading.current_thread() is not threading.main_thread():
@@ -70,6 +72,11 @@ def raise_on_signals() -> Iterator[None]:
     }
     try:
         yield
+    except KeyboardInterrupt as interrupted:
+        # Ray's waiting calls drop the handler's exception and raise a plain KeyboardInterrupt for every signal.
+        if received and type(interrupted) is KeyboardInterrupt:
+            raise signal_exception(received[0]) from interrupted
+        raise
     finally:
         for number, handler in previous_handlers.items():
             signal.signal(number, handler)

@@ -52,7 +52,7 @@ if TYPE_CHECKING:
     from raystride.pipelines.plugins import register_observer, register_source, register_task
     from raystride.pipelines.sources.faults import DataError
     from raystride.pipelines.tasks.task import Task
-    from raystride.run import Run, SweepInterrupted, TrainingInterrupted, TrainingTerminated
+    from raystride.run import Run, SweepInterrupted, SweepTerminated, TrainingInterrupted, TrainingTerminated
 
 __all__ = [
     "CannotRun",
@@ -77,6 +77,7 @@ __all__ = [
     "SweepConfig",
     "SweepInterrupted",
     "SweepJobConfig",
+    "SweepTerminated",
     "Task",
     "TokenizerConfig",
     "TrainConfig",
@@ -109,7 +110,7 @@ _HOMES = {
     "CannotRun": "pipelines.cluster.cluster",
     "DataError": "pipelines.sources.faults",
     "Observer": "pipelines.observers.observer",
-    **dict.fromkeys(("Run", "SweepInterrupted", "TrainingInterrupted", "TrainingTerminated"), "run"),
+    **dict.fromkeys(("Run", "SweepInterrupted", "SweepTerminated", "TrainingInterrupted", "TrainingTerminated"), "run"),
     "Task": "pipelines.tasks.task",
     "TrainingFailed": "pipelines.console.failure",
 }

@@ -25,9 +25,9 @@ from raystride.pipelines.launch.preparing import prepare_data
 from raystride.pipelines.preflight.check import resolve_resources, run_preflight
 from raystride.pipelines.prepare.run_context import RunContext
 from raystride.pipelines.run_store.location import locate_run
-from raystride.pipelines.signals import EXIT_CODES
+from raystride.pipelines.signals import EXIT_CODES, HungUp, Terminated, exit_code_of, raise_on_signals
 from raystride.pipelines.storage.folder import Folder
-from raystride.run import Run, SweepInterrupted, TrainingInterrupted, TrainingTerminated
+from raystride.run import Run, SweepInterrupted, SweepTerminated, TrainingInterrupted, TrainingTerminated
 
 if TYPE_CHECKING:
     from torch import nn
@@ -175,17 +175,22 @@ def sweep(
         DataError: no trial's data can be read.
         CannotRun: the cluster cannot be joined or started.
         SweepInterrupted: Ctrl-C, with the answer of the trials so far. In IPython that is returned instead, with a warning.
+        SweepTerminated: SIGTERM or SIGHUP, likewise.
 
     Example:
         answer = raystride.sweep("lm_python", {"sweep.space": {"optimizer.learning_rate": [1e-3, 3e-3]}})
         answer.best and answer.best.settings
     """
     from raystride.pipelines.config.sweep import SweepJobConfig
-    from raystride.pipelines.sweep.sweep_job import resolve_storage, run_trials
+    from raystride.pipelines.sweep.sweep_job import answer_so_far, resolve_storage, run_trials
 
     parsed = load_settings(SweepJobConfig, config, _with_run_and_storage(settings, run, storage))
     base, place = resolve_storage(parsed)
-    answer = run_trials(_for_shared_ray(base), place, Screen() if progress else SilentScreen())
+    try:
+        with raise_on_signals():
+            answer = run_trials(_for_shared_ray(base), place, Screen() if progress else SilentScreen())
+    except (Terminated, HungUp) as signalled:
+        raise SweepTerminated(answer_so_far(base, place), exit_code_of(signalled)) from None
     # Ray Tune handles Ctrl-C itself: it ends the trial and returns. A trial that failed is no missing one.
     missing = (place / str(base.run)).read_json("summary.json").get("unfinished", 0) if not base.sweep.shard else 0
     if missing:

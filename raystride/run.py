@@ -268,6 +268,17 @@ class TrainingTerminated(SystemExit):
         self.run = run
 
 
+class SweepTerminated(SystemExit):
+    """SIGTERM or SIGHUP ended a sweep before all its trials had. A SystemExit with the exit code of a shell, 143 or 129.
+
+    `answer` is that of the trials that have ended, as `raystride.sweep` returns it.
+    """
+
+    def __init__(self, answer: "Answer", code: int) -> None:
+        super().__init__(code)
+        self.answer = answer
+
+
 def _suggest(name: str, known: Sequence[str]) -> str:
     similar = difflib.get_close_matches(name, known, 1)
     meant = f"; did you mean {similar[0]}?" if similar else ""

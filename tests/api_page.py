@@ -27,7 +27,7 @@ PLUG_INS = ("register_model", "register_task", "register_source", "register_obse
 PROTOCOLS = ("Task", "Observer")
 ERRORS = (
     *("SettingError", "DataError", "CannotRun", "TrainingFailed"),
-    *("TrainingInterrupted", "TrainingTerminated", "SweepInterrupted"),
+    *("TrainingInterrupted", "TrainingTerminated", "SweepInterrupted", "SweepTerminated"),
 )
 
 

@@ -19,7 +19,7 @@ from raystride.pipelines.config.lora import LoraConfig, refuse_with_lora
 from raystride.pipelines.config.mixture import defines_source, mixture_entries, refuse_mixture
 from raystride.pipelines.config.model import ModelConfig
 from raystride.pipelines.config.profile import ProfileConfig
-from raystride.pipelines.config.renamed import oldest_names, old_names, with_current_names
+from raystride.pipelines.config.renamed import old_names, oldest_names, with_current_names
 from raystride.pipelines.config.run import (
     DecodingConfig,
     FitConfig,

@@ -119,6 +119,12 @@ def run_trials(base: SweepJobConfig, storage: Folder, screen: Screen) -> Answer:
             raise
 
 
+def answer_so_far(base: SweepJobConfig, storage: Folder) -> Answer:
+    """Returns the answer of the trials that have ended, without measuring or writing anything."""
+    known = _load_known(base, storage / str(base.run), list_candidates(base))
+    return build_answer(base, list(known.values()), _load_cluster_description(base))
+
+
 def _check_quality(base: SweepJobConfig) -> None:
     """Raises SettingError if trials cannot be compared by the objective, before any of them starts."""
     training = base.training()

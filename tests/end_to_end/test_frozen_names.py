@@ -35,9 +35,9 @@ SETTINGS = Path(__file__).with_name("frozen_settings.json")
 LIBRARY = """
 CannotRun CheckpointConfig Config DataConfig DataError FitConfig GuardConfig LaunchConfig LoraConfig ModelConfig
 ObjectiveConfig Observer OptimizerConfig ProfileConfig RecordConfig Run SampleConfig ScalingConfig SettingError
-SweepConfig SweepInterrupted SweepJobConfig Task TokenizerConfig TrainConfig TrainingFailed TrainingInterrupted
-TrainingTerminated ValidationConfig check evaluate export fit generate predict prepare register_model register_observer
-register_source register_task sweep train
+SweepConfig SweepInterrupted SweepJobConfig SweepTerminated Task TokenizerConfig TrainConfig TrainingFailed
+TrainingInterrupted TrainingTerminated ValidationConfig check evaluate export fit generate predict prepare
+register_model register_observer register_source register_task sweep train
 """
 COMMANDS = """
 certificates check completion deploy evaluate export generate predict prepare presets report runs serve sweep train ui

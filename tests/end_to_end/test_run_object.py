@@ -134,30 +134,39 @@ place = sys.argv[1]
 def interrupt():
     while not list(Path(place, "runs", "first", "trials").glob("*.json")):
         time.sleep(0.05)
-    os.kill(os.getpid(), signal.SIGINT)
+    os.kill(os.getpid(), int(sys.argv[2]))
 
 threading.Thread(target=interrupt, daemon=True).start()
 for run in ("first", "second"):
     try:
         raystride.sweep(place + "/settings.yaml", run=run, storage=place + "/runs")
-    except KeyboardInterrupt as interrupted:
-        print(type(interrupted).__name__, interrupted, len(interrupted.answer.results))
-        sys.exit(5)
+    except (KeyboardInterrupt, SystemExit) as ended:
+        print(type(ended).__name__, ended, len(ended.answer.results))
+        raise SystemExit(5) if isinstance(ended, KeyboardInterrupt) else ended
 """
 
 
 @pytest.mark.long
-def test_ctrl_c_ends_a_script_with_what_its_sweep_has_measured(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("number", "code", "kind"), [(signal.SIGINT, 5, "SweepInterrupted"), (signal.SIGTERM, 143, "SweepTerminated")]
+)
+def test_a_signal_ends_a_script_with_what_its_sweep_has_measured(
+    tmp_path: Path, number: signal.Signals, code: int, kind: str
+) -> None:
     settings = replace(_inline(tmp_path), launch=LaunchConfig())
     space = {"optimizer.learning_rate": [1e-3, 2e-3, 3e-3, 4e-3]}
     sweep = SweepConfig(space=space, objective="throughput", warmup_steps=2, window_steps=2, windows=3)
     write_text(tmp_path)
     (tmp_path / "settings.yaml").write_text(to_yaml(SweepJobConfig(**vars(settings), sweep=sweep)))
     (tmp_path / "script.py").write_text(SWEEP_SCRIPT)
-    ended = finish_job(Forked(tmp_path / "script.py", (str(tmp_path),)))
-    assert ended.code == 5, ended.out + ended.err
-    (line,) = [line for line in ended.lines if line.startswith("SweepInterrupted")]
-    missing = int(line.split()[1])
-    assert 0 < missing < 4
-    assert line.endswith(f" trials of the sweep first are missing: the same call again measures them {4 - missing}")
+    ended = finish_job(Forked(tmp_path / "script.py", (str(tmp_path), str(int(number)))))
+    assert ended.code == code, ended.out + ended.err
+    (line,) = [line for line in ended.lines if line.startswith(kind)]
+    measured = int(line.split()[-1])
+    assert 0 < measured < 4
+    if number == signal.SIGINT:
+        text = f"{4 - measured} trials of the sweep first are missing: the same call again measures them {measured}"
+    else:
+        text = f"{code} {measured}"
+    assert line == f"{kind} {text}"
     assert not (tmp_path / "runs" / "second").exists()
