@@ -98,15 +98,21 @@ class Progress:
 def progress_line(state: TrainingState) -> str:
     """Returns the state as one line: a bar and figures after the first step, the phase before it."""
     step, steps = state.get("step"), state.get("steps")
-    if not step:
-        return str(state.get("phase") or "starting ...")
-    parts = []
-    if steps:
+    parts = [f"{label} {text}".strip() for label, text in progress_figures(state)]
+    if step and steps:
         done = min(1.0, step / steps)
-        parts.append("━" * round(done * BAR_WIDTH) + "╌" * (BAR_WIDTH - round(done * BAR_WIDTH)))
-    parts.append(f"step {step:,}" + (f"/{steps:,}" if steps else ""))
-    parts += [
-        f"{label} {format_value(value)}".strip()
+        parts.insert(0, "━" * round(done * BAR_WIDTH) + "╌" * (BAR_WIDTH - round(done * BAR_WIDTH)))
+    return "  ".join(parts)
+
+
+def progress_figures(state: TrainingState) -> list[tuple[str, str]]:
+    """Returns the labels and texts of a state's figures; before the first step its phase alone, which has no label."""
+    step, steps = state.get("step"), state.get("steps")
+    if not step:
+        return [("", str(state.get("phase") or "starting ..."))]
+    figures = [("step", f"{step:,}" + (f"/{steps:,}" if steps else ""))]
+    figures += [
+        (label, format_value(value))
         for key, label, format_value in (
             ("loss", "loss", _format_loss),
             ("val_loss", "val_loss", _format_loss),
@@ -116,9 +122,7 @@ def progress_line(state: TrainingState) -> str:
         )
         if (value := cast(Any, state.get(key))) not in (None, {})
     ]
-    if state.get("phase"):
-        parts.append(str(state["phase"]))
-    return "  ".join(parts)
+    return [*figures, ("", str(state["phase"]))] if state.get("phase") else figures
 
 
 def format_time_left(seconds: float, steps_left: int, steps: int) -> str:

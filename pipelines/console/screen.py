@@ -10,6 +10,7 @@ import sys
 from types import TracebackType
 from typing import Protocol, Self
 
+from raystride.pipelines.console.notebook import NotebookProgress, in_notebook
 from raystride.pipelines.console.progress import Progress
 from raystride.pipelines.credentials import redact
 from raystride.pipelines.record.state import TrainingState
@@ -56,8 +57,8 @@ class Screen:
         print(redact(text), file=sys.stderr)
 
     def start_progress(self) -> LiveLine:
-        """Starts the live line of a training."""
-        return Progress()
+        """Starts the live line of a training, in a notebook as a display below the cell."""
+        return NotebookProgress() if in_notebook() else Progress()
 
 
 class SilentScreen(Screen):
