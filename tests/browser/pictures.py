@@ -66,7 +66,7 @@ def train(storage: Path) -> bool:
 def of_mlflow(browser: Browser, storage: Path, runs: list[str], links: pages.Links) -> None:
     """The table of runs, the curves of the first one, and the comparison of all."""
     marks = [pages.mark(storage, run) for run in runs]
-    visit = Visit(browser, width=1720, height=330 + 32 * len(runs))
+    visit = Visit(browser, width=2000, height=330 + 32 * len(runs))
     pages.open_runs(visit.page, links.runs)
     visit.page.get_by_role("button", name="Hide banner").click()
     visit.page.get_by_role("button", name="Toggle sidebar").click()

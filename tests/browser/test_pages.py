@@ -38,7 +38,7 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Config:
         write_text(path),
         storage=str(path / "runs"),
         launch=LaunchConfig(mode="inline"),
-        record=RecordConfig(system_every_s=0.1),
+        record=RecordConfig(system_every_s=0.01),  # several readings: MLflow draws one alone as a bar
         train=TrainConfig(steps=20, slots=4, slot_size=2, log_every=2),
     )
     changed = {run: replace(settings, optimizer=OptimizerConfig(learning_rate=rate)) for run, rate in RATES.items()}
