@@ -20,7 +20,7 @@ if not isdir(f"{dirname(__file__)}/pipelines"):
         "core.symlinks=true` (on Windows inside WSL), or install a wheel of Raystride"
     )
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"
 
 if TYPE_CHECKING:
     from raystride.api import check, evaluate, export, generate, predict, prepare, sweep, train
