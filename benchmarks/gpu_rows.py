@@ -12,6 +12,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, replace
+from fnmatch import fnmatch
 from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
@@ -38,6 +39,11 @@ TRAINING_S = 35.0
 """Of a training's steps; loading, compiling and the first step come on top."""
 SHIPPED = ("attention D 64", "attention D 128", "linear_cross_entropy", "rms_norm", "layer_norm", "adamw", "rope")
 """Checks that come first, of bf16; the others, and fp32 and fp16, come last."""
+FIRST_CASES = (
+    *("attention: D 128, T 4096, causal*", "attention: D 128, T 16384, causal*", "linear_cross_entropy:*", "adamw:*"),
+    *("rms_norm:*", "layer_norm:*"),
+)
+"""Patterns of kernels' cases that come before the others, in this order."""
 KEPT = ("steps", "tokens_per_second", "mfu", "train_loss", "step_seconds_p50", "peak_memory_bytes", "data_wait_share")
 EXACT_STEPS = 20
 TRITON = {"kernels": "triton", "attention": "triton"}
@@ -48,43 +54,63 @@ PYTORCH = {"kernels": "torch"}
 
 def rows(results: Path, rounds: int) -> Iterator[Row]:
     """Every row, the most telling first; `results` is where traces go."""
-    for name in SHIPPED:
-        yield Row(f"check {name}, bfloat16", 20.0, partial(check, (f"{name}*, bfloat16",)))
+    yield Row("one launch", 20.0, launch_once)
+    yield Row("check what ships, bfloat16", 90.0, partial(check, tuple(f"{name}*, bfloat16" for name in SHIPPED)))
+    first_trainings, *trainings = _training_rows()
+    yield from first_trainings
     yield from _kernel_rows(rounds)
-    yield from _training_rows()
+    for some in trainings:
+        yield from some
     for slots in (1, 2, 4):
         yield Row(f"the same bits twice, {slots} slots", 15.0, partial(train_twice, slots))
     yield Row("check everything else", 240.0, partial(check, ()))
-    yield Row("compute-sanitizer", 120.0, sanitize)
-    yield Row("Nsight Systems", 40.0, partial(trace, results))
+    yield Row("compute-sanitizer", 300.0, sanitize)
+    yield Row("Nsight Systems", 60.0, partial(trace, results))
     for kernel in KERNELS:
         for head_size in (64, 128):
             yield Row(f"tiles of {kernel}, D {head_size}", 30.0, partial(try_tiles, kernel, head_size, rounds))
 
 
-def _kernel_rows(rounds: int) -> Iterator[Row]:
+def _kernel_rows(rounds: int) -> list[Row]:
     from benchmarks.kernels import cases
 
-    for case in cases("all"):
-        yield Row(
-            f"{case.operation}: {case.label}", 4.0 if case.operation == "attention" else 6.0, partial(figure, case, rounds)
-        )
+    named = {f"{case.operation}: {case.label}": case for case in cases("all")}
+    first = [name for pattern in FIRST_CASES for name in named if fnmatch(name, pattern)]
+    return [
+        Row(name, 4.0 if named[name].operation == "attention" else 6.0, partial(figure, named[name], rounds))
+        for name in dict.fromkeys((*first, *named))
+    ]
 
 
-def _training_rows() -> Iterator[Row]:
+def _training_rows() -> tuple[list[Row], list[Row], list[Row]]:
+    """Rows of GPT-2 small with each backend, with further settings that change its speed, and of a larger model."""
     loose = {"deterministic": False}
-    for what, model, changes in (
-        ("Triton", TRITON, {}),
-        ("attention auto", AUTO, {}),
-        ("PyTorch", PYTORCH, {}),
-        ("Triton, not deterministic", TRITON, loose),
-        ("attention auto, not deterministic", AUTO, loose),
-        ("PyTorch, not deterministic", PYTORCH, loose),
-        ("Triton, compiled", TRITON, {"compile": "block"}),
-    ):
-        yield Row(f"lm_124m: {what}", TRAINING_S + 25, partial(train, gpt2_small(), model, **changes))
-    for what, model in (("Triton", TRITON), ("attention auto", AUTO), ("PyTorch", PYTORCH)):
-        yield Row(f"lm_1b: {what}", TRAINING_S + 40, partial(train, one_billion(), model))
+
+    def small(what: str, model: dict[str, str], **changes: Any) -> Row:
+        return Row(f"lm_124m: {what}", TRAINING_S + 25, partial(train, gpt2_small(), model, **changes))
+
+    backends = {"Triton": TRITON, "PyTorch": PYTORCH, "attention auto": AUTO}
+    return (
+        [small(what, model) for what, model in backends.items()],
+        [
+            *(small(f"{what}, not deterministic", model, **loose) for what, model in backends.items()),
+            small("Triton, compiled", TRITON, compile="block"),
+        ],
+        [Row(f"lm_1b: {what}", TRAINING_S + 40, partial(train, one_billion(), model)) for what, model in backends.items()],
+    )
+
+
+def launch_once() -> dict[str, Any]:
+    """Compiles and launches one small kernel, which needs a C compiler and Python's headers, as Triton says if they lack."""
+    import torch
+
+    from raystride.triton_kernels.gelu import gelu, gelu_reference
+
+    x = torch.linspace(-4, 4, 4096, device="cuda")
+    began = time.perf_counter()
+    error = float((gelu(x) - gelu_reference(x)).abs().max())
+    assert error < 1e-5, f"GELU is off by {error}"
+    return {"seconds": time.perf_counter() - began, "error": error}
 
 
 def check(names: tuple[str, ...], processes: int = 0) -> dict[str, Any]:
@@ -221,12 +247,12 @@ def _acknowledge(sender: str, entries: list[Entry], recorder: str) -> Receipt:
 
 
 def sanitize() -> dict[str, Any]:
-    """compute-sanitizer's memcheck over a small call of each kernel. Raises RuntimeError with what it said."""
+    """compute-sanitizer's memcheck over small calls of each kernel and rule. Raises RuntimeError with what it said."""
     return _run([sys.executable, "-m", "raystride.triton_kernels.sanitize", "--tool", "memcheck"])
 
 
 def trace(results: Path) -> dict[str, Any]:
-    """An Nsight Systems trace of a small call of each kernel, beside the figures. Raises RuntimeError where nsys cannot."""
+    """An Nsight Systems trace of small calls of each kernel, beside the figures. Raises RuntimeError where nsys cannot."""
     if which("nsys") is None:
         return {"absent": "nsys is not on PATH"}
     output = results / "gpu-trace"

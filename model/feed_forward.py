@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from raystride.model.linear import Linear, Products
+from raystride.triton_kernels.geglu import geglu
 from raystride.triton_kernels.gelu import gelu
 from raystride.triton_kernels.relu import relu
 from raystride.triton_kernels.swiglu import swiglu
@@ -67,4 +68,4 @@ class GeGLU(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """(B, T, C) -> (B, T, C)."""
-        return self.down(gelu(self.gate(x), tanh=self.tanh) * self.up(x))  # type: ignore[no-any-return]
+        return self.down(geglu(self.gate(x), self.up(x), tanh=self.tanh))  # type: ignore[no-any-return]

@@ -60,6 +60,7 @@ COMPUTES = {
     "gelu": "GELU, exact and by tanh",
     "relu": "max(x, 0)",
     "swiglu": "silu(gate) * up",
+    "geglu": "gelu(gate) * up, exact and by tanh",
     "mse": "mean squared error",
     "rms_norm": "RMSNorm, alone or after the residual addition",
     "layer_norm": "LayerNorm, alone or after the residual addition",

@@ -4,6 +4,9 @@ A tile is chosen once, here, from its compilation (`compile_report`): no registe
 cores used. There is no autotuning at run time, since another tile sums in another order and so gives other bits.
 `list_tiles` lists candidates for timing on a real device, best guess first.
 
+The speed of no tile is measured: no GPU was at hand when they were chosen. Each table names the property of the compilation, by
+Triton 3.7 or an earlier one, for which it departs from the table before.
+
     tile("attention_forward", "sm_90", 128, torch.bfloat16)              # Tile(block_m=128, block_n=128, warps=8, stages=2)
     with forced_tile("attention_forward", Tile(16, 16, 4, 1)): ...
 """
@@ -88,7 +91,8 @@ _HALF: dict[str, dict[str, dict[int, Tile]]] = {
         "attention_decoding": {64: Tile(32, 64, 4, 2), 128: Tile(32, 64, 4, 1), 256: Tile(32, 32, 4, 1)},
     },
 }
-"""fp16 and bf16, by the power of two that the head size is padded to; a smaller one takes the next larger one's."""
+"""fp16 and bf16, by the power of two that the head size is padded to; a smaller one takes the next larger one's.
+Compiled without spills; speed not measured."""
 _LEAN: dict[str, dict[str, dict[int, Tile]]] = {
     "attention_forward": {"sm_100": {64: Tile(64, 64, 4, 3)}},
     "attention_backward_keys": {
@@ -100,12 +104,13 @@ _LEAN: dict[str, dict[str, dict[int, Tile]]] = {
     },
     "attention_backward_queries": {"sm_80": {256: Tile(32, 32, 8, 1)}, "sm_86": {256: Tile(32, 16, 8, 1)}},
 }
-"""Tiles of lean calls for which half a block is not enough: dK and dV have two accumulators and few registers left."""
+"""Tiles of lean calls for which half a block is not enough: dK and dV have two accumulators and few registers left.
+Compiled without spills; speed not measured."""
 _LEANER: dict[str, dict[str, dict[int, Tile]]] = {
     "attention_backward_keys": {"sm_90": {128: Tile(16, 64, 8, 2)}},
     "attention_backward_queries": {"sm_90": {256: Tile(64, 16, 8, 2)}, "sm_100": {64: Tile(128, 32, 8, 2)}},
 }
-"""Tiles of calls that are lean for two reasons, if those of `_LEAN` are not enough."""
+"""Tiles of calls that are lean for two reasons, if those of `_LEAN` spill. Speed not measured."""
 _CAPPED: dict[int, dict[str, dict[str, dict[int, Tile]]]] = {
     1: {
         "attention_forward": {"sm_100": {64: Tile(64, 32, 4, 3), 128: Tile(128, 32, 8, 2)}},
@@ -118,9 +123,10 @@ _CAPPED: dict[int, dict[str, dict[str, dict[int, Tile]]]] = {
         "attention_backward_queries": {"sm_100": {128: Tile(64, 32, 8, 2)}},
     },
 }
-"""Tiles of capped scores, alone (1) or with another reason to be lean (2), if the others spill a few bytes."""
+"""Tiles of capped scores, alone (1) or with another reason to be lean (2), if the others spill a few bytes.
+Speed not measured."""
 _LEANEST = {size: Tile(16, 4096 // size, 8, 1) for size in (64, 128, 256)}
-"""Tiles with dK and dV of 4096 numbers each, and the fewest queries of a product."""
+"""Tiles with dK and dV of 4096 numbers each, and the fewest queries of a product: the others spill. Speed not measured."""
 _MIXED: dict[str, dict[str, dict[str, dict[int, Tile]]]] = {
     "dropout and window": {
         "attention_forward": {
@@ -147,7 +153,8 @@ _MIXED: dict[str, dict[str, dict[str, dict[int, Tile]]]] = {
         "attention_backward_keys": {"sm_80": {128: Tile(16, 32, 8, 1)}},
     },
 }
-"""Tiles for `attention_problem.mixed_rules`, fp16 and bf16 with any Triton, if the tables before and after this spill."""
+"""Tiles for `attention_problem.mixed_rules`, fp16 and bf16 with any Triton, if the tables before and after this spill.
+Speed not measured."""
 _BOUND = {
     ("full", "attention_backward_keys", "sm_80", 128),
     ("full", "attention_backward_keys", "sm_90", 256),
@@ -162,14 +169,15 @@ _BOUND = {
     ("packed and dropout", "attention_backward_queries", "sm_100", 128),
     ("dropout and window", "attention_backward_queries", "sm_100", 64),
 }
-"""Cases that spill a few bytes at 128 registers, ptxas's limit unless 255 is given. Same blocks, same bits."""
+"""Cases that spill a few bytes at 128 registers, ptxas's limit unless 255 is given. Same blocks, same bits.
+The cost of fewer programs a processor is not measured."""
 _SINGLE: dict[str, dict[int, Tile]] = {
     "attention_forward": {64: Tile(64, 16, 4, 1), 128: Tile(64, 16, 4, 1), 256: Tile(32, 16, 8, 1)},
     "attention_backward_keys": {64: Tile(16, 32, 8, 1), 128: Tile(16, 32, 8, 1), 256: Tile(16, 16, 8, 1)},
     "attention_backward_queries": {64: Tile(64, 16, 4, 1), 128: Tile(64, 16, 8, 1), 256: Tile(32, 16, 8, 1)},
     "attention_decoding": {64: Tile(16, 32, 4, 2), 128: Tile(16, 32, 4, 1), 256: Tile(16, 16, 8, 1)},
 }
-"""fp32."""
+"""fp32: compiled without spills; speed not measured."""
 _BEFORE_3_7: dict[tuple[int, int, bool], dict[str, dict[str, dict[int, Tile]]]] = {
     (0, 0, False): {
         "attention_backward_keys": {

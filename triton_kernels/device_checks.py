@@ -28,6 +28,7 @@ from raystride.triton_kernels.byte_pack import (
     byte_pack_sequence,
     byte_pack_sequence_reference,
 )
+from raystride.triton_kernels.geglu import geglu, geglu_reference
 from raystride.triton_kernels.gelu import gelu, gelu_reference
 from raystride.triton_kernels.layer_norm import (
     add_layer_norm,
@@ -58,6 +59,8 @@ from raystride.triton_kernels.swiglu import swiglu, swiglu_reference
 REPEATS = 50
 """Number of runs compared bitwise."""
 _QUICK_REPEATS = 3
+_FURTHER_SIZES = (" D 80,", " D 128,", " D 256,", "norm 768,", "norm 4096,", "norm 8192,")
+"""Parts of names of calls that differ from others by a size alone."""
 """Runs for sanitizers, which detect races themselves."""
 FAR = 1 << 31
 """Elements before the checked ones, or between two heads: beyond 32-bit offsets."""
@@ -91,6 +94,7 @@ _ELEMENTWISE: list[tuple[Function, Function, int]] = [
     (gelu, gelu_reference, 1),
     (relu, relu_reference, 1),
     (swiglu, swiglu_reference, 2),
+    (geglu, geglu_reference, 2),
     (mse, mse_reference, 2),
 ]
 
@@ -110,6 +114,7 @@ def _iterate_calls(device: torch.device) -> Iterator[Call]:
     for ours, reference, count in _ELEMENTWISE:
         yield ours.__name__, ours, reference, [(1001, 999)] * count
     yield "gelu, tanh", partial(gelu, tanh=True), partial(gelu_reference, tanh=True), [(1001, 999)]
+    yield "geglu, tanh", partial(geglu, tanh=True), partial(geglu_reference, tanh=True), [(1001, 999)] * 2
     targets = torch.randint(1000, (3000,), device=device)
     targets[::7] = -100
     for label, tokens, words, rules in (
@@ -308,19 +313,16 @@ def _has_memory(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 def _iterate_quick_calls(device: torch.device) -> Iterator[Call]:
-    """Yields the first call of each operation: a sanitizer slows a kernel down a hundredfold."""
-    seen = set()
-    for name, ours, reference, shapes in _iterate_calls(device):
-        operation = name.split()[0]
-        if operation not in seen:
-            seen.add(operation)
-            yield name, ours, reference, shapes
+    """Yields every kernel and rule at one size of heads or rows: a sanitizer slows a kernel down a hundredfold."""
+    for call in _iterate_calls(device):
+        if not any(size in f"{call[0]}," for size in _FURTHER_SIZES):
+            yield call
 
 
 def run_checks(
     device: torch.device, quick: bool = False, patterns: Sequence[str] = ("*",), part: tuple[int, int] = (0, 1)
 ) -> Iterator[DeviceCheck]:
-    """Runs all checks, in fp32, fp16 and bf16; quick: one of each operation, in bf16.
+    """Runs all checks, in fp32, fp16 and bf16; quick: each kernel and rule at one size, in bf16.
 
     `patterns` select checks by name; `part` (i, n) selects every n-th of them from the i-th on, to split them over several
     processes. Calls with offsets beyond 32 bits are all in part 0.

@@ -28,8 +28,8 @@ def gelu_reference(x: torch.Tensor, *, tanh: bool = False) -> torch.Tensor:
 
 
 @jit
-def _phi(x, TANH: tl.constexpr):
-    """Phi(x) and its derivative, in fp32."""
+def normal_cdf(x, TANH: tl.constexpr):
+    """Phi(x), exactly or by tanh, and its derivative, in fp32."""
     if TANH:
         u = 0.7978845608028654 * (x + 0.044715 * x * x * x)
         # (1 + tanh u) / 2 and 1 - tanh^2 u by e^(-2 |u|), which neither overflows nor cancels.
@@ -46,7 +46,7 @@ def _phi(x, TANH: tl.constexpr):
 def _gelu_forward_kernel(x_ptr, y_ptr, n, TANH: tl.constexpr, BLOCK: tl.constexpr):
     offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(x_ptr + offsets, mask=offsets < n, other=0.0).to(tl.float32)
-    phi, _ = _phi(x, TANH)
+    phi, _ = normal_cdf(x, TANH)
     tl.store(y_ptr + offsets, x * phi, mask=offsets < n)
 
 
@@ -55,7 +55,7 @@ def _gelu_backward_kernel(grad_ptr, x_ptr, grad_x_ptr, n, TANH: tl.constexpr, BL
     offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(x_ptr + offsets, mask=offsets < n, other=0.0).to(tl.float32)
     grad = tl.load(grad_ptr + offsets, mask=offsets < n, other=0.0).to(tl.float32)
-    phi, slope = _phi(x, TANH)
+    phi, slope = normal_cdf(x, TANH)
     tl.store(grad_x_ptr + offsets, grad * (phi + x * slope), mask=offsets < n)
 
 

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 import raystride.triton_kernels.attention
+import raystride.triton_kernels.geglu
 import raystride.triton_kernels.gelu
 import raystride.triton_kernels.relu
 import raystride.triton_kernels.rms_norm
@@ -40,8 +41,9 @@ def register_shardings() -> None:
     operations: Any = torch.ops.raystride
     for name, outputs, inputs in (("gelu", 1, 1), ("gelu_backward", 1, 2), ("relu", 1, 1), ("relu_backward", 1, 2)):
         register_sharding(getattr(operations, name).default)(_Elementwise(outputs, inputs))
-    register_sharding(operations.swiglu.default)(_Elementwise(1, 2))
-    register_sharding(operations.swiglu_backward.default)(_Elementwise(2, 3))
+    for name in ("swiglu", "geglu"):
+        register_sharding(getattr(operations, name).default)(_Elementwise(1, 2))
+        register_sharding(getattr(operations, f"{name}_backward").default)(_Elementwise(2, 3))
     register_sharding(operations.attention.default)(_attention_placements)
     register_sharding(operations.attention_backward.default)(_attention_backward_placements)
     register_sharding(operations.rope.default)(_rope_placements)

@@ -17,6 +17,7 @@ from raystride.triton_kernels.attention import attention
 from raystride.triton_kernels.attention_packed import attention_packed
 from raystride.triton_kernels.byte_pack import byte_pack, byte_pack_sequence
 from raystride.triton_kernels.configurations import KERNELS, architecture_family, forced_tile, list_tiles
+from raystride.triton_kernels.geglu import geglu
 from raystride.triton_kernels.gelu import gelu
 from raystride.triton_kernels.launch import architecture
 from raystride.triton_kernels.layer_norm import add_layer_norm, layer_norm
@@ -190,6 +191,8 @@ def _streaming_calls(widths: tuple[int, ...]) -> list[tuple[str, str, Function, 
         ("gelu", "tanh", lambda x: gelu(x, tanh=True), [(4096, 4096)]),
         ("relu", "", relu, [(4096, 4096)]),
         ("swiglu", "", swiglu, [(4096, 4096)] * 2),
+        ("geglu", "exact", geglu, [(4096, 4096)] * 2),
+        ("geglu", "tanh", lambda gate, up: geglu(gate, up, tanh=True), [(4096, 4096)] * 2),
         ("mse", "", mse, [(4096, 4096)] * 2),
     ]
     for width in widths:

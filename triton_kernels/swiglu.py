@@ -15,15 +15,10 @@ import torch.nn.functional as F
 
 from raystride.triton_kernels.arguments import expect
 from raystride.triton_kernels.dispatch import takes_triton
-from raystride.triton_kernels.language import cdiv, jit, jit_varying, next_power_of_2, tl
+from raystride.triton_kernels.gated import as_rows, gated_block, grid_and_blocks, unsupported_reason
+from raystride.triton_kernels.language import jit_varying, tl
 from raystride.triton_kernels.launch import launch
 from raystride.triton_kernels.operation import operation
-
-_ELEMENTS = 2048
-"""Elements of a program: 16 for each of 128 threads, two 16-byte loads of each input in bf16 and four in fp32."""
-
-_COLUMNS = 1024
-"""Maximum of columns of a block; the hidden widths of published models waste little of such blocks."""
 
 
 def swiglu_reference(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
@@ -31,21 +26,11 @@ def swiglu_reference(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     return F.silu(gate) * up
 
 
-@jit
-def _block(rows, columns, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr):
-    """Row (BLOCK_R, 1) and column (1, BLOCK_C) of the program's block; blocks of one row neighbour each other."""
-    across = tl.cdiv(columns, BLOCK_C)
-    block = tl.program_id(0)
-    row = (block // across).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)[:, None]
-    column = block % across * BLOCK_C + tl.arange(0, BLOCK_C)[None, :]
-    return row, column, (row < rows) & (column < columns)
-
-
 @jit_varying("rows")
 def _swiglu_forward_kernel(
     gate_ptr, up_ptr, y_ptr, rows, columns, gate_stride, up_stride, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr
 ):
-    row, column, mask = _block(rows, columns, BLOCK_R, BLOCK_C)
+    row, column, mask = gated_block(rows, columns, BLOCK_R, BLOCK_C)
     gate = tl.load(gate_ptr + row * gate_stride + column, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(up_ptr + row * up_stride + column, mask=mask, other=0.0).to(tl.float32)
     tl.store(y_ptr + row * columns + column, gate / (1.0 + tl.exp(-gate)) * up, mask=mask)
@@ -66,7 +51,7 @@ def _swiglu_backward_kernel(
     BLOCK_R: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
-    row, column, mask = _block(rows, columns, BLOCK_R, BLOCK_C)
+    row, column, mask = gated_block(rows, columns, BLOCK_R, BLOCK_C)
     grad = tl.load(grad_ptr + row * grad_stride + column, mask=mask, other=0.0).to(tl.float32)
     gate = tl.load(gate_ptr + row * gate_stride + column, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(up_ptr + row * up_stride + column, mask=mask, other=0.0).to(tl.float32)
@@ -76,25 +61,11 @@ def _swiglu_backward_kernel(
     tl.store(grad_up_ptr + offsets, grad * gate * logistic, mask=mask)
 
 
-def _as_rows(x: torch.Tensor) -> torch.Tensor:
-    """Returns x as (rows, C): a view if rows have a constant stride, as in a slice of columns."""
-    columns = x.shape[-1]
-    rows = x.numel() // max(1, columns)
-    return x.reshape(rows, columns) if x.stride(-1) == 1 else x.contiguous().view(rows, columns)
-
-
-def _grid_and_blocks(rows: int, columns: int) -> tuple[tuple[int], dict[str, int]]:
-    block_columns = min(_COLUMNS, next_power_of_2(columns))
-    block_rows = _ELEMENTS // block_columns
-    grid = (cdiv(rows, block_rows) * cdiv(columns, block_columns),)
-    return grid, {"BLOCK_R": block_rows, "BLOCK_C": block_columns, "num_warps": 4}
-
-
 @operation("raystride::swiglu")
 def _swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     y = torch.empty_like(gate, memory_format=torch.contiguous_format)
-    gate, up = _as_rows(gate), _as_rows(up)
-    grid, blocks = _grid_and_blocks(*gate.shape)
+    gate, up = as_rows(gate), as_rows(up)
+    grid, blocks = grid_and_blocks(*gate.shape)
     launch(_swiglu_forward_kernel, grid, gate, up, y, *gate.shape, gate.stride(0), up.stride(0), **blocks)
     return y
 
@@ -108,8 +79,8 @@ def _(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
 def _swiglu_backward(grad: torch.Tensor, gate: torch.Tensor, up: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     grad_gate = torch.empty_like(gate, memory_format=torch.contiguous_format)
     grad_up = torch.empty_like(grad_gate)
-    grad, gate, up = _as_rows(grad), _as_rows(gate), _as_rows(up)
-    grid, blocks = _grid_and_blocks(*gate.shape)
+    grad, gate, up = as_rows(grad), as_rows(gate), as_rows(up)
+    grid, blocks = grid_and_blocks(*gate.shape)
     strides = (grad.stride(0), gate.stride(0), up.stride(0))
     launch(_swiglu_backward_kernel, grid, grad, gate, up, grad_gate, grad_up, *gate.shape, *strides, **blocks)
     return grad_gate, grad_up
@@ -133,13 +104,7 @@ def _backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]
 _swiglu.register_autograd(_backward, setup_context=_setup_context)
 
 
-def _unsupported_reason(gate: torch.Tensor, up: torch.Tensor) -> str:
-    if not gate.dim() or gate.shape != up.shape:
-        return f"gate {tuple(gate.shape)} and up {tuple(up.shape)}"
-    return f"gate in {gate.dtype} and up in {up.dtype}" if gate.dtype != up.dtype else ""
-
-
 def swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     """Computes silu(gate) * up, both (..., C); the result is contiguous. Raises ValueError for two devices."""
     expect("swiglu", "up", up, beside=gate)
-    return _swiglu(gate, up) if takes_triton("swiglu", gate, _unsupported_reason(gate, up)) else swiglu_reference(gate, up)
+    return _swiglu(gate, up) if takes_triton("swiglu", gate, unsupported_reason(gate, up)) else swiglu_reference(gate, up)

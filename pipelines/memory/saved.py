@@ -10,10 +10,10 @@ T the context; p are the bytes of a number that products read and write, s those
                   kernels (Q + K) p of normal rows; with the plain formula also q k v, which it would free otherwise
     padding       without our kernels a mask, T p, and the output with fully masked rows cleared, Q p; the plain formula: T
     to a memory   q a token of the target, k and v one of the memory; autocast keeps a copy of it for each block
-    feed-forward  input C p; ReLU: out F p; GELU: in and out 2 F p; SwiGLU: gate, up and out 3 F p, without our kernels
-                  silu(gate) as well
+    feed-forward  input C p; ReLU: out F p; GELU: in and out 2 F p; SwiGLU and GeGLU: gate, up and out 3 F p, without our
+                  kernels the activation of gate as well
     two ways      a bidirectional window uses a mask, as padding without our kernels
-    sandwich      a norm after attention and after feed-forward: input and statistics as above; GeGLU: also gelu(gate)
+    sandwich      a norm after attention and after feed-forward: input and statistics as above
     dropout       a mask of C numbers: a byte each on GPUs, p on CPUs
     tensor        norms, masks and the stream of a worker's own tokens alone; attention and feed-forward read all, and the
                   gradients of their outputs and inputs exist for all tokens, twice while they are laid out
@@ -121,7 +121,7 @@ class TransformerActivations:
         shape, arithmetic = self.shape, self.arithmetic
         num_copies = 2 if shape.architecture in ("gpt2", "bert") else 1
         if self._gated:
-            num_copies = 3 if arithmetic.kernels and self._rms and shape.gate == "silu" else 4
+            num_copies = 3 if arithmetic.kernels else 4
         saved = self._read + self._post_norm + self._masks + self.tokens * num_copies * self._hidden
         extra = self.tokens * (2 if self._gated else 1) * self._hidden
         extra += self.tokens * shape.hidden_size * arithmetic.matmul - self._masks if shape.dropout else 0

@@ -10,6 +10,7 @@ from raystride.triton_kernels.adamw import adamw
 from raystride.triton_kernels.attention import attention
 from raystride.triton_kernels.attention_packed import attention_packed
 from raystride.triton_kernels.byte_pack import byte_pack
+from raystride.triton_kernels.geglu import geglu
 from raystride.triton_kernels.launch import use_launcher
 from raystride.triton_kernels.layer_norm import add_layer_norm, layer_norm
 from raystride.triton_kernels.linear_cross_entropy import linear_cross_entropy
@@ -64,6 +65,7 @@ WRONG: list[tuple[str, Callable[[], Any]]] = [
     (r"bias must be on cpu", lambda: layer_norm(X, W[0], W[0].to(FAR))),
     (r"residual must be on cpu", lambda: add_layer_norm(X, X.to(FAR), W[0])),
     (r"up must be on cpu", lambda: swiglu(X, X.to(FAR))),
+    (r"up must be on cpu", lambda: geglu(X, X.to(FAR))),
     (r"target must be on cpu", lambda: mse(X, X.to(FAR))),
     (r"rope: q_weight must be of shape \(16,\)", lambda: rope(Q, Q, Q[:1, :1], Q[:1, :1], W[0], W[0])),
     (r"rope: q_weight and k_weight must both be given", lambda: rope(Q, Q, Q[:1, :1], Q[:1, :1], Q[0, 0, 0])),

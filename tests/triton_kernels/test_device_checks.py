@@ -1,6 +1,7 @@
 """Programs for a GPU name what is missing without one, and the device checks can fail."""
 
 import ast
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -58,11 +59,14 @@ def test_far_calls_look_at_the_same_numbers(monkeypatch: pytest.MonkeyPatch, num
     assert not check.failed, check
 
 
-def test_every_kernel_is_checked() -> None:
+@pytest.mark.parametrize("calls", [device_checks._iterate_calls, device_checks._iterate_quick_calls])
+def test_every_kernel_is_checked_and_looked_at_by_the_sanitizer(
+    calls: Callable[[torch.device], Iterator[device_checks.Call]],
+) -> None:
     """Launched by the list, on this machine's shapes; a kernel that is not there would never run on a device."""
     launched: set[str] = set()
     with use_launcher(lambda kernel, grid, arguments, named: launched.add(kernel.fn.__name__)):
-        for _, ours, _, shapes in device_checks._iterate_calls(torch.device("cpu")):
+        for _, ours, _, shapes in calls(torch.device("cpu")):
             device_checks.value_and_gradients(ours, [torch.zeros(shape, dtype=torch.bfloat16) for shape in shapes])
     kernels = {
         node.name

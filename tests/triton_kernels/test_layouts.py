@@ -17,6 +17,7 @@ from raystride.triton_kernels.byte_pack import (
     byte_pack_sequence,
     byte_pack_sequence_reference,
 )
+from raystride.triton_kernels.geglu import geglu, geglu_reference
 from raystride.triton_kernels.gelu import gelu, gelu_reference
 from raystride.triton_kernels.layer_norm import (
     add_layer_norm,
@@ -151,6 +152,7 @@ OPERATIONS = {
     "gelu": Operation(gelu, gelu_reference, _some(1)),
     "relu": Operation(relu, relu_reference, _some(1)),
     "swiglu": Operation(swiglu, swiglu_reference, _some(2)),
+    "geglu": Operation(geglu, geglu_reference, _some(2)),
     "mse": Operation(mse, mse_reference, _some(2)),
     "adamw": Operation(_updated(adamw), _updated(adamw_reference), _moments, fixed=(0, 2, 3)),
     "byte_pack": Operation(_padded(byte_pack), _padded(byte_pack_reference), _bytes, fixed=(1,)),

@@ -16,6 +16,7 @@ from raystride.triton_kernels.attention import attention, attention_reference
 from raystride.triton_kernels.attention_packed import attention_packed, attention_packed_reference
 from raystride.triton_kernels.configurations import FAMILIES, KERNELS, takes_descriptors, tile
 from raystride.triton_kernels.device_checks import _parameters_after_step, value_and_gradients
+from raystride.triton_kernels.geglu import geglu, geglu_reference
 from raystride.triton_kernels.gelu import gelu, gelu_reference
 from raystride.triton_kernels.launch import assumed_architecture
 from raystride.triton_kernels.layer_norm import layer_norm, layer_norm_reference
@@ -85,6 +86,7 @@ OPERATIONS: dict[str, tuple[Function, Function, list[tuple[int, ...]]]] = {
     "gelu": (gelu, gelu_reference, [(30, 48)]),
     "relu": (relu, relu_reference, [(30, 48)]),
     "swiglu": (swiglu, swiglu_reference, [(30, 48)] * 2),
+    "geglu": (geglu, geglu_reference, [(30, 48)] * 2),
     "mse": (mse, mse_reference, [(30, 48)] * 2),
     "adamw": (partial(_parameters_after_step, adamw), partial(_parameters_after_step, adamw_reference), [(30, 48)] * 4),
 }  # fmt: skip

@@ -5,6 +5,7 @@ import torch
 
 from raystride.triton_kernels.attention import attention
 from raystride.triton_kernels.dispatch import kernels_ran, use_kernels
+from raystride.triton_kernels.geglu import geglu
 from raystride.triton_kernels.gelu import gelu
 from raystride.triton_kernels.rms_norm import add_rms_norm, rms_norm
 from raystride.triton_kernels.rope import rope
@@ -22,6 +23,7 @@ def _rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor
 CASES = {
     "gelu": (gelu, [(4, 6)], [1]),
     "swiglu": (swiglu, [(4, 3, 8), (4, 3, 8)], [2, 2]),
+    "geglu": (geglu, [(4, 3, 8), (4, 3, 8)], [2, 2]),
     "attention over heads": (lambda q, k, v: attention(q, k, v, causal=True), HEADS, [1, 1, 1]),
     "attention over the batch": (lambda q, k, v: attention(q, k, v, causal=True), HEADS, [0, 0, 0]),
     "rope over heads": (_rope, [(2, 4, 5, 16), (1, 1, 5, 16), (1, 1, 5, 16)], [1, None, None]),

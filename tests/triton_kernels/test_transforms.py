@@ -9,6 +9,7 @@ from torch.autograd import forward_ad
 
 from raystride.triton_kernels.attention import attention, attention_reference
 from raystride.triton_kernels.dispatch import kernels_ran
+from raystride.triton_kernels.geglu import geglu, geglu_reference
 from raystride.triton_kernels.gelu import gelu, gelu_reference
 from raystride.triton_kernels.layer_norm import add_layer_norm, add_layer_norm_reference, layer_norm, layer_norm_reference
 from raystride.triton_kernels.linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_reference
@@ -37,6 +38,7 @@ def _calls() -> dict[str, tuple[Call, Call]]:
         "gelu": (gelu, gelu_reference),
         "relu": (relu, relu_reference),
         "swiglu": (lambda x: swiglu(x, x + 1), lambda x: swiglu_reference(x, x + 1)),
+        "geglu": (lambda x: geglu(x, x + 1), lambda x: geglu_reference(x, x + 1)),
         "mse": (lambda x: mse(x, x.detach() * 2), lambda x: mse_reference(x, x.detach() * 2)),
         "rms_norm": (lambda x: rms_norm(x, weight), lambda x: rms_norm_reference(x, weight)),
         "add_rms_norm": (
