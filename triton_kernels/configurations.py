@@ -4,8 +4,8 @@ A tile is chosen once, here, from its compilation (`compile_report`): no registe
 cores used. There is no autotuning at run time, since another tile sums in another order and so gives other bits.
 `list_tiles` lists candidates for timing on a real device, best guess first.
 
-The speed of no tile is measured: no GPU was at hand when they were chosen. Each table names the property of the compilation, by
-Triton 3.7 or an earlier one, for which it departs from the table before.
+The speed of no tile is measured: no GPU was at hand. Each table names the property of the compilation for
+which it departs from the table before.
 
     tile("attention_forward", "sm_90", 128, torch.bfloat16)              # Tile(block_m=128, block_n=128, warps=8, stages=2)
     with forced_tile("attention_forward", Tile(16, 16, 4, 1)): ...
