@@ -30,7 +30,7 @@ VARIABLES = {
     "CUDA_VISIBLE_DEVICES": "limits the GPUs that are counted and used",
     "OMP_NUM_THREADS": "is replaced in workers by their share of threads (`scaling.threads`)",
     "NO_COLOR": "has the live line without colours",
-    "RAYSTRIDE_STORAGE": "is what a relative `--storage` is relative to",
+    "RAYSTRIDE_STORAGE": "is the base of a relative `--storage`",
 }
 """The effect of each variable; related ones share a key."""
 LOOPBACK = ("127.0.0.1", "localhost", "::1")

@@ -13,9 +13,9 @@ from collections.abc import Callable, Sequence, Set
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
-from raystride.pipelines.config import DataConfig
+from raystride.pipelines.config import Config, DataConfig
 from raystride.pipelines.credentials import redact_uris
 from raystride.pipelines.prepare.cleaning import build_cleaning
 from raystride.pipelines.prepare.fingerprint import Identity, find_fingerprint, open_sources
@@ -45,6 +45,13 @@ from raystride.pipelines.storage.folder import Folder
 from raystride.pipelines.tasks.task import NO_TOKENS, Task
 from raystride.pipelines.tokenizers import Tokenizers
 
+OnRay = bool | Literal["large"]
+"""Whether Ray Data prepares: always, never, or only data that is worth its start; see `is_worth_ray`."""
+MAX_LOCAL_BYTES = 64 << 20
+"""Bytes that one process prepares in about the time in which Ray Data starts on two cores: some five seconds."""
+UNSIZED_KINDS = ("registered", "huggingface")
+"""Kinds of sources with an unknown number of bytes."""
+
 
 @dataclass(frozen=True)
 class PreparedData:
@@ -70,7 +77,7 @@ def prepare_source(
     *,
     learned: LearnedFacts | None = None,
     fingerprint: str | None = None,
-    on_ray: bool = True,
+    on_ray: OnRay = True,
 ) -> PreparedData:
     """Prepares the data of a context with one source, or finds it prepared. With `on_ray`, ray.init must have been called.
 
@@ -102,10 +109,12 @@ def prepare_source(
     write_raw_files(folder, source, validation)
     for line in _describe_sources(source, validation):
         log(f"data: {line}")
-    if on_ray:
-        _log_if_cluster_full(log)
     started, began = time.time(), time.monotonic()
     parts = divide_into_parts(source, validation, config.data)
+    if on_ray == "large":
+        on_ray = is_worth_ray(config, task, source, parts)
+    if on_ray:
+        _log_if_cluster_full(log)
     job = build_job(context, folder, DividedSource(source, validation, parts), task, learned, on_ray)
     describe = partial(build_manifest, config.data, fingerprint, source, job.task)
     publisher = build_publisher(config.data, job, describe, log) if config.data.start_after_mib else None
@@ -126,6 +135,13 @@ def prepare_source(
         log(f"warning: what an interrupted preparation would need is left in {folder}: {error}")
     _log_report(manifest, task, records, folder, time.monotonic() - began, log)
     return PreparedData(folder, manifest, reused=False)
+
+
+def is_worth_ray(config: Config, task: Task, source: Source, parts: Sequence[Part]) -> bool:
+    """Returns whether data is worth starting Ray Data: it is large, of unknown size, or expensive for its size."""
+    has_images = any(column.kind == "image" for column in task.columns)
+    is_expensive = has_images or task.wants_gpu or build_cleaning(config, task) is not None
+    return is_expensive or source.kind in UNSIZED_KINDS or sum(part.bytes for part in parts) > MAX_LOCAL_BYTES
 
 
 def _describe_sources(source: Source, validation: Source | None) -> list[str]:

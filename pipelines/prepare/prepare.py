@@ -15,7 +15,7 @@ from raystride.pipelines.prepare.cleaning import build_cleaning
 from raystride.pipelines.prepare.fingerprint import Identity, learning_sources, open_sources
 from raystride.pipelines.prepare.learn_facts import LearnedFacts, LearningSource, learn
 from raystride.pipelines.prepare.manifest import Manifest, Shards, load_finished_manifest
-from raystride.pipelines.prepare.one_source import PreparedData, check_readable, prepare_source
+from raystride.pipelines.prepare.one_source import OnRay, PreparedData, check_readable, is_worth_ray, prepare_source
 from raystride.pipelines.prepare.parts import divide_into_parts, first_fault
 from raystride.pipelines.prepare.run_context import Log, RunContext
 from raystride.pipelines.prepare.stage_speed import SPEED_FILE, load_stages, sum_stages
@@ -29,14 +29,14 @@ FIRST_FILES, FIRST_ROWS = 8, 100
 """Files of a source, and rows of each, that a check reads."""
 
 
-def prepare(context: RunContext, task: Task, *, on_ray: bool = True) -> PreparedData:
+def prepare(context: RunContext, task: Task, *, on_ray: OnRay = True) -> PreparedData:
     """Prepares the data of a run, or finds it prepared. With `on_ray`, ray.init must have been called.
 
     With `data.follow` it never returns. Raises DataError if the data cannot be used, and SettingError if the tokenizer's
     settings cannot.
     """
     if context.config.data.follow:
-        follow_source(context, task, on_ray=on_ray)
+        follow_source(context, task, on_ray=bool(on_ray))
     if not context.config.data.sources:
         return prepare_source(context, task, fingerprint=context.kept.fingerprints.get(""), on_ray=on_ray)
     known = context.identity(task)
@@ -47,7 +47,7 @@ def prepare(context: RunContext, task: Task, *, on_ray: bool = True) -> Prepared
     return PreparedData(folder, manifest, all(data.reused for data in prepared.values()), known.learned)
 
 
-def _prepare_mixture(context: RunContext, task: Task, known: Identity, on_ray: bool) -> dict[str, PreparedData]:
+def _prepare_mixture(context: RunContext, task: Task, known: Identity, on_ray: OnRay) -> dict[str, PreparedData]:
     configs, prepared = context.config.by_source(), context.storage / ".prepared"
     # Shared facts are needed to prepare a source, but not to use a prepared one.
     all_whole = all(load_finished_manifest(prepared / known.fingerprint_of_source(name)) for name in configs)
@@ -89,7 +89,7 @@ def check_first_rows(context: RunContext) -> None:
                     raise fault.error()
 
 
-def _learn_from_sources(context: RunContext, task: Task, known: Identity, on_ray: bool) -> LearnedFacts | None:
+def _learn_from_sources(context: RunContext, task: Task, known: Identity, on_ray: OnRay) -> LearnedFacts | None:
     """Learns the facts that the sources need in common, unless they exist; returns None if they need none."""
     if not known.learned:
         return None
@@ -108,8 +108,11 @@ def _learn_from_sources(context: RunContext, task: Task, known: Identity, on_ray
         # Facts of several sources include near-duplicates, which are searched for later.
         cleaning = cleaning and replace(cleaning, data=replace(own.data, near_duplicates=0.0))
         job = Preparation(folder, readers, task.under(own), own.data.validation_fraction, skip, cleaning)
-        studied.append(LearningSource(job, divide_into_parts(source, validation, own.data), own.data.validation == "tail"))
-    return learn(context.config.tokenizer, studied, folder, known.learned, task, on_ray, context.log)
+        parts = divide_into_parts(source, validation, own.data)
+        studied.append(LearningSource(job, parts, own.data.validation == "tail"))
+        if on_ray == "large":
+            on_ray = is_worth_ray(own, job.task, source, parts) or "large"
+    return learn(context.config.tokenizer, studied, folder, known.learned, task, on_ray is True, context.log)
 
 
 def _with_source_name(name: str, log: Log) -> Log:

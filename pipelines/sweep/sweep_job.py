@@ -25,6 +25,7 @@ from raystride.pipelines.console.ray_job_status import job_metadata
 from raystride.pipelines.console.screen import Screen
 from raystride.pipelines.plugins import PluginBundle
 from raystride.pipelines.preflight.choose_mesh import store_mesh
+from raystride.pipelines.prepare.one_source import OnRay
 from raystride.pipelines.prepare.prepare import check_data, prepare
 from raystride.pipelines.prepare.run_context import RunContext
 from raystride.pipelines.run_store.admission import check_metric
@@ -238,7 +239,7 @@ def _prepare_all(base: SweepJobConfig, storage: Folder, candidates: Sequence[Can
     that Optuna's candidates will need besides the configured one is unknown yet; they prepare it. Raises DataError if
     nothing can be prepared; if only some cannot, their trials report it.
     """
-    on_ray = uses_running_cluster(base.launch)
+    on_ray: OnRay = "large" if uses_running_cluster(base.launch) else False
 
     def prepare_for(config: Config) -> None:
         context = RunContext(config, storage, screen.log)

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import ray
 
 from raystride.pipelines.config import Config, DataConfig
 from raystride.pipelines.prepare.generations import GENERATIONS_FOLDER
@@ -18,9 +19,11 @@ from raystride.pipelines.prepare.one_source import (
     _log_report,
     build_manifest,
     build_publisher,
+    is_worth_ray,
     load_finished_manifest,
     prepare_source,
 )
+from raystride.pipelines.prepare.parts import divide_into_parts
 from raystride.pipelines.prepare.run_context import RunContext
 from raystride.pipelines.sources.faults import DataError
 from raystride.pipelines.sources.source import open_source
@@ -249,3 +252,35 @@ def test_repeated_documents_are_found_in_this_process_and_counted(tmp_path: Path
     )
     assert sum(found.manifest.documents(split) for split in ("train", "validation")) == len(texts)
     assert sum(found.manifest.source["dropped"].values()) == 2
+
+
+def test_small_data_does_not_wait_for_ray_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = write_text(tmp_path)
+    config, lines = config_of(text), list[str]()
+    context = RunContext(config, Folder.from_uri(str(tmp_path / "storage")), log=lines.append)
+    found = prepare_source(context, build_task(config), on_ray="large")
+    assert not ray.is_initialized()
+    assert found.manifest.tokens("train")
+    monkeypatch.setattr("raystride.pipelines.prepare.one_source.MAX_LOCAL_BYTES", text.stat().st_size - 1)
+    other = replace(context, storage=Folder.from_uri(str(tmp_path / "other")))
+    monkeypatch.setattr("raystride.pipelines.prepare.one_source._log_if_cluster_full", _refuse)
+    with pytest.raises(RuntimeError, match="asked for a cluster"):
+        prepare_source(other, build_task(config), on_ray="large")
+
+
+def _refuse(log: object) -> None:
+    raise RuntimeError("asked for a cluster")
+
+
+def _is_worth_ray(config: Config, **source: Any) -> bool:
+    task = build_task(config)
+    opened = open_source(config.data, config.data.source, task.columns)
+    return is_worth_ray(config, task, replace(opened, **source), divide_into_parts(opened, None, config.data))
+
+
+def test_data_of_unknown_size_and_expensive_data_are_prepared_on_the_cluster(tmp_path: Path) -> None:
+    config = config_of(write_text(tmp_path))
+    assert not _is_worth_ray(config)
+    assert _is_worth_ray(config, kind="registered")
+    assert _is_worth_ray(config, kind="huggingface")
+    assert _is_worth_ray(replace(config, data=replace(config.data, min_characters=10)))
