@@ -91,7 +91,8 @@ def test_the_reference_of_the_library_is_that_of_its_docstrings() -> None:
 
 
 def test_the_tour_of_a_kernel_shows_the_code_as_it_is() -> None:
-    code = "".join((ROOT / name).read_text() for name in ("triton_kernels/swiglu.py", "tests/triton_kernels/test_swiglu.py"))
+    files = ("triton_kernels/swiglu.py", "triton_kernels/gated.py", "tests/triton_kernels/test_swiglu.py")
+    code = "".join((ROOT / name).read_text() for name in files)
     for block in some([block for block in of_kind("python") if block.page.name == "kernels-tour.md"]):
         assert block.text.strip() in code, block
 

@@ -5,6 +5,7 @@ predict(chosen, settings, InputData(source="mails.csv"), folder, make_part_runne
 
 import os
 import pickle
+import time
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
@@ -21,9 +22,12 @@ if TYPE_CHECKING:
     from raystride.pipelines.sources.pieces import Part
 
 
-MAX_INLINE_BYTES = 2 << 20
-"""Data up to this size is processed in this process unless Ray is requested, as Ray's start takes as long as thousands of
-texts."""
+MAX_TRIAL_BYTES = 8 << 20
+"""Data up to this size is begun in this process unless Ray is requested; its parts are small, so a slow model is noticed."""
+TRIAL_S = 5.0
+"""Seconds after which the rest is estimated, about as long as Ray and its workers take to start."""
+MAX_LOCAL_S = 30.0
+"""Estimated seconds up to which the rest stays in this process."""
 
 
 def make_part_runner(settings: PredictorConfig, launch: LaunchConfig) -> "RunParts":
@@ -40,16 +44,34 @@ def _run_parts(settings: PredictorConfig, launch: LaunchConfig, job: "PartJob", 
     """Runs the parts of a job; returns their results by number. Raises as the function of `make_part_runner`."""
     from raystride.pipelines.evaluate.prediction import predict_locally
 
-    # Parts that are split by a hash are read whole, but only this fraction of their rows is answered.
-    share = job.chosen.config.data.validation_fraction if job.split == "validation" else 1.0
-    size = sum(part.bytes * (1.0 if part.split else share) for part in parts)
-    small = size <= MAX_INLINE_BYTES and settings.workers in ("auto", 1) and not uses_running_cluster(launch)
-    if launch.mode == "inline" or (launch.mode != "ray" and small):
+    if launch.mode == "inline":
         return predict_locally(job, parts)
+    done: dict[int, Any] = {}
+    if launch.mode != "ray" and settings.workers in ("auto", 1) and not uses_running_cluster(launch):
+        done = _try_locally(job, parts)
+    if not (left := [part for part in parts if part.number not in done]):
+        return done
     # Otherwise Ray's core logs a spurious error for each Ray Data actor.
     os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")
     with cluster(launch):
-        return _run_on_cluster(job, parts)
+        return done | _run_on_cluster(job, left)
+
+
+def _try_locally(job: "PartJob", parts: "list[Part]") -> dict[int, Any]:
+    """Runs parts of small data in this process while that is faster than starting Ray; returns their results by number."""
+    # Parts that are split by a hash are read whole, but only this fraction of their rows is answered.
+    share = job.chosen.config.data.validation_fraction if job.split == "validation" else 1.0
+    sizes = [part.bytes * (1.0 if part.split else share) for part in parts]
+    if sum(sizes) > MAX_TRIAL_BYTES:
+        return {}
+    done: dict[int, Any] = {}
+    predictor, began = job.load_predictor(), time.monotonic()
+    for number, part in enumerate(parts):
+        seconds, finished = time.monotonic() - began, sum(sizes[:number])
+        if finished and seconds > TRIAL_S and seconds / finished * sum(sizes[number:]) > MAX_LOCAL_S:
+            break
+        done[part.number] = job.run_part(predictor, part)
+    return done
 
 
 def _run_on_cluster(job: "PartJob", parts: "list[Part]") -> dict[int, Any]:

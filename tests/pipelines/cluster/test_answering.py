@@ -3,12 +3,14 @@
 import json
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
+from typing import Any, ClassVar
 
 import pytest
 
 from raystride.pipelines.cluster import answering
-from raystride.pipelines.cluster.answering import MAX_INLINE_BYTES, make_part_runner
+from raystride.pipelines.cluster.answering import MAX_TRIAL_BYTES, make_part_runner
 from raystride.pipelines.config import PredictorConfig
 from raystride.pipelines.config.jobs import EvaluateConfig, PredictConfig
 from raystride.pipelines.config.run import PredictorLaunchConfig
@@ -45,12 +47,12 @@ def test_thousands_of_short_texts_start_no_ray(trained: Folder, tmp_path: Path) 
 @pytest.mark.parametrize(
     ("size", "settings", "mode", "address", "here"),
     [
-        (MAX_INLINE_BYTES, {}, "auto", None, True),
-        (MAX_INLINE_BYTES + 1, {}, "auto", None, False),
+        (MAX_TRIAL_BYTES, {}, "auto", None, True),
+        (MAX_TRIAL_BYTES + 1, {}, "auto", None, False),
         (1, {}, "ray", None, False),
         (1, {}, "auto", "127.0.0.1:6379", False),
         (1, {"workers": 2}, "auto", None, False),
-        (MAX_INLINE_BYTES + 1, {}, "inline", None, True),
+        (MAX_TRIAL_BYTES + 1, {}, "inline", None, True),
     ],
 )
 def test_where_it_is_answered(
@@ -76,6 +78,37 @@ def test_where_it_is_answered(
 
 def _no_cluster(_: object) -> None:
     raise ConnectionError
+
+
+class _Counted(PredictJob):
+    """Answers a part by its number, and knows how many it has answered."""
+
+    answered: ClassVar[list[int]] = []
+
+    def load_predictor(self) -> Any:
+        return None
+
+    def run_part(self, predictor: Any, part: Part) -> Any:
+        self.answered.append(part.number)
+        return part.number
+
+
+@pytest.mark.parametrize(("max_local_s", "answered"), [(3600.0, [0, 1, 2]), (0.0, [0])])
+def test_a_slow_model_is_noticed_and_the_rest_goes_to_the_cluster(
+    trained: Folder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, max_local_s: float, answered: list[int]
+) -> None:
+    monkeypatch.setattr(answering, "cluster", lambda _: nullcontext())
+    monkeypatch.setattr(answering, "_run_on_cluster", lambda job, parts: {part.number: "cluster" for part in parts})
+    monkeypatch.setattr(answering, "TRIAL_S", 0.0)
+    monkeypatch.setattr(answering, "MAX_LOCAL_S", max_local_s)
+    monkeypatch.setattr(_Counted, "answered", [])
+    asked = PredictorConfig(run="labels")
+    job = _Counted(chosen=select_run(trained, "labels", "last", 1), settings=asked, folder=Folder(str(tmp_path)), readers={})
+    file = standard_library_files()[0]
+    parts = [Part(number, (Slice(file, 0, 0, 100),), None) for number in range(3)]
+    results = make_part_runner(asked, PredictorLaunchConfig(mode="auto"))(job, parts)
+    assert results == {number: number if number in answered else "cluster" for number in range(3)}
+    assert _Counted.answered == answered
 
 
 def test_jobs_on_trained_models_choose_by_themselves() -> None:
