@@ -164,9 +164,9 @@ class PredictorLaunchConfig(LaunchConfig):
     """Start of the processes that run inference with a trained model."""
 
     mode: Literal["auto", "ray", "inline"] = setting("auto")  # type: ignore[assignment]
-    """Backend that starts the workers. `auto`: the current process for up to 8 MiB of data, and Ray for the rest if that takes
-    more than half a minute; Ray for more data, or if `launch.address` or `workers` is set. `ray`, `inline`: always this one
-    (also `--launch inline`)."""
+    """Backend that starts the workers. `auto`: the current process for up to 8 MiB of data, and Ray for the rest if that
+    takes over half a minute; Ray for more data, or if `launch.address` or `workers` is set. `ray`, `inline`: always this
+    one (also `--launch inline`)."""
 
 
 @dataclass(frozen=True, kw_only=True)
