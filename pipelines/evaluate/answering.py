@@ -167,11 +167,10 @@ class Predictor:
             rows: Any = self.task.complete([example.ids for example in examples])
             inputs, targets = self.task.collate(np.stack(rows) if self.task.window else rows, masks if has_masks else None)
             inputs = self.task.unpack(tuple(tensor.to(self.device) for tensor in inputs))
-            answers = self.task.answer(self.model, inputs) or [{} for _ in examples]
             if not self.graded:
-                return answers
-            losses, counts = self.task.losses(self.model, inputs, targets.to(self.device))
-            graded = zip(answers, losses.tolist(), counts.tolist(), strict=True)
+                return self.task.answer(self.model, inputs) or [{} for _ in examples]
+            answers, losses, counts = self.task.answer_with_losses(self.model, inputs, targets.to(self.device))
+            graded = zip(answers or [{} for _ in examples], losses.tolist(), counts.tolist(), strict=True)
             return [answer | {"loss": loss, "targets": int(count)} for answer, loss, count in graded]
 
     def _generate_batch(self, examples: list[Example], sample: SampleConfig) -> list[dict[str, Any]]:

@@ -127,8 +127,10 @@ class LabelTask(Task):
 
     def answer(self, model: "nn.Module", inputs: Inputs) -> list[dict[str, Any]]:
         """Returns the most probable label, its probability, and those of all labels."""
-        probabilities = _compute_logits(model, inputs).float().softmax(-1).cpu().numpy()
-        names = self.labels
+        return self._describe_logits(_compute_logits(model, inputs).float())
+
+    def _describe_logits(self, logits: "torch.Tensor") -> list[dict[str, Any]]:
+        probabilities, names = logits.softmax(-1).cpu().numpy(), self.labels
         return [
             {"label": names[row.argmax()], "probability": float(row.max()), "probabilities": row.tolist()}
             for row in probabilities
@@ -139,6 +141,17 @@ class LabelTask(Task):
         from torch.nn.functional import cross_entropy
 
         return cross_entropy(_compute_logits(model, inputs).float(), targets, reduction="none"), targets != IGNORED
+
+    def answer_with_losses(
+        self, model: "nn.Module", inputs: Inputs, targets: "torch.Tensor"
+    ) -> "tuple[list[dict[str, Any]], torch.Tensor, torch.Tensor]":
+        """Returns the results of `answer` and of `losses` from one forward, unless a plug-in has methods of its own."""
+        from torch.nn.functional import cross_entropy
+
+        if not self._inherits(LabelTask, "answer", "losses"):
+            return super().answer_with_losses(model, inputs, targets)
+        logits = _compute_logits(model, inputs).float()
+        return self._describe_logits(logits), cross_entropy(logits, targets, reduction="none"), targets != IGNORED
 
     def grade(self, table: Mapping[str, Any]) -> dict[str, float]:
         """Returns loss, accuracy, macro F1, calibration error, and each label's precision and recall, by torchmetrics."""

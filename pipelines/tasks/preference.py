@@ -264,11 +264,20 @@ class Preference(Completion):
 
     def answer(self, model: "nn.Module", inputs: Inputs) -> list[dict[str, Any]]:
         """Returns the rewards of both answers, beta times their log-ratios."""
-        import torch
+        return self._rewards(self._losses_and_figures(model, inputs, _all_true(inputs[2]))[1])
 
-        _, figures = self._losses_and_figures(
-            model, inputs, torch.ones(len(inputs[2]), dtype=torch.bool, device=inputs[2].device)
-        )
+    def answer_with_losses(
+        self, model: "nn.Module", inputs: Inputs, targets: "torch.Tensor"
+    ) -> "tuple[list[dict[str, Any]], torch.Tensor, torch.Tensor]":
+        """Returns the results of `answer` and of `losses` from one forward, unless a plug-in has methods of its own."""
+        if not self._inherits(Preference, "answer", "losses"):
+            return super().answer_with_losses(model, inputs, targets)
+        losses, figures = self._losses_and_figures(model, inputs, _all_true(inputs[2]))
+        counts = targets != IGNORED
+        return self._rewards(figures), losses.where(counts, 0.0), counts
+
+    @staticmethod
+    def _rewards(figures: "torch.Tensor") -> list[dict[str, Any]]:
         return [{"chosen_reward": chosen, "rejected_reward": rejected} for chosen, rejected in figures[:, 3:5].tolist()]
 
     def _losses_and_figures(
@@ -316,3 +325,10 @@ class Preference(Completion):
             return grades(weights) | {name: mean(float(weights @ values), total) for name, values in figures.items()}
 
         return grade_with_weights
+
+
+def _all_true(like: "torch.Tensor") -> "torch.Tensor":
+    """Returns a mask of all pairs, (B) bool."""
+    import torch
+
+    return torch.ones(len(like), dtype=torch.bool, device=like.device)

@@ -349,6 +349,17 @@ class Task:
         sums, counts = zip(*alone, strict=True)
         return torch.stack(sums), torch.stack(counts)
 
+    def answer_with_losses(
+        self, model: "nn.Module", inputs: Inputs, targets: "torch.Tensor"
+    ) -> "tuple[list[dict[str, Any]], torch.Tensor, torch.Tensor]":
+        """Returns the results of `answer` and of `losses`; a task that has both from one forward overrides it."""
+        return self.answer(model, inputs), *self.losses(model, inputs, targets)
+
+    @classmethod
+    def _inherits(cls, base: "type[Task]", *methods: str) -> bool:
+        """Whether these methods are those of `base`, not a plug-in's own."""
+        return all(getattr(cls, name) is getattr(base, name) for name in methods)
+
     def given(self, name: str) -> str:
         """Returns the column name of a prediction's part in a table of predictions: `_given` is appended if a data column
         has it."""

@@ -92,6 +92,27 @@ def test_an_answer_is_the_likeliest_label_with_its_probability() -> None:
         assert sum(answer["probabilities"]) == pytest.approx(1, abs=1e-6)
 
 
+class OwnAnswer(Classification):
+    """A plug-in's task that answers otherwise."""
+
+    def answer(self, model: nn.Module, inputs: tuple[torch.Tensor, ...]) -> list[dict[str, Any]]:
+        return [{"label": "mine"} for _ in inputs[0]]
+
+
+def test_answers_and_losses_come_from_one_forward_unless_a_plugin_has_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    forwards: list[int] = []
+    monkeypatch.setattr(Fixed, "logits", lambda self, logits: forwards.append(1) or logits)
+    task, logits, targets = task_of("a", "b"), torch.tensor([[1.0, 2.0], [0.5, 0.0]]), torch.tensor([0, IGNORED])
+    answers, losses, counts = task.answer_with_losses(Fixed(), (logits,), targets)
+    assert len(forwards) == 1
+    assert answers == task.answer(Fixed(), (logits,))
+    expected = task.losses(Fixed(), (logits,), targets)
+    assert torch.equal(losses, expected[0])
+    assert torch.equal(counts, expected[1])
+    own = OwnAnswer(task.config, task.facts)
+    assert own.answer_with_losses(Fixed(), (logits,), targets)[0] == [{"label": "mine"}] * 2
+
+
 def test_losses_and_the_confusion_matrix_are_of_the_samples_that_count() -> None:
     task, model = task_of("a", "b", "c"), Fixed()
     logits = torch.tensor([[1.0, 2.0, 0.0], [3.0, 0.0, 0.0], [0.0, 0.5, 0.0], [0.0, 0.0, 4.0]])

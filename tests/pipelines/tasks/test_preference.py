@@ -206,6 +206,10 @@ def test_validation_and_training_have_the_same_figures() -> None:
     losses, counts = task.losses(model, inputs, targets)
     assert float(losses.sum()) == pytest.approx(float(loss))
     answers = task.answer(model, inputs)
+    both = task.answer_with_losses(model, inputs, targets)
+    assert both[0] == answers
+    assert torch.equal(both[1], losses)
+    assert torch.equal(both[2], counts)
     table = {"loss": losses.tolist(), "targets": counts.tolist()}
     table |= {name: [each[name] for each in answers] for name in ("chosen_reward", "rejected_reward")}
     graded = task.grade(table)
