@@ -19,6 +19,7 @@ from raystride.pipelines.cluster.cluster import CannotRun, cluster
 from raystride.pipelines.config import Config, SampleConfig, SettingError
 from raystride.pipelines.config.jobs import ApplyConfig, EvaluateConfig, ExportConfig, GenerateConfig, PredictConfig
 from raystride.pipelines.config.parse import load_settings
+from raystride.pipelines.console.notebook import ipython_shell
 from raystride.pipelines.console.screen import Screen, SilentScreen
 from raystride.pipelines.launch import train_job as driver
 from raystride.pipelines.launch.preparing import prepare_data
@@ -195,7 +196,7 @@ def sweep(
     missing = (place / str(base.run)).read_json("summary.json").get("unfinished", 0) if not base.sweep.shard else 0
     if missing:
         interrupted = SweepInterrupted(answer, missing)
-        if not _in_ipython():
+        if ipython_shell() is None:
             raise interrupted
         logging.getLogger("raystride").warning("stopped by Ctrl-C: %s", interrupted)
     return answer
@@ -378,14 +379,9 @@ def _raise_interruption(run: Run, received: str | None) -> None:
     if received != "SIGINT":
         raise TrainingTerminated(run, EXIT_CODES[received])
     interrupted = TrainingInterrupted(run)
-    if not _in_ipython():
+    if ipython_shell() is None:
         raise interrupted
     logging.getLogger("raystride").warning("stopped by Ctrl-C and saved; it is returned, and this opens it: %s", interrupted)
-
-
-def _in_ipython() -> bool:
-    shell = getattr(sys.modules.get("IPython"), "get_ipython", None)
-    return shell is not None and shell() is not None
 
 
 def _locate_run(config: ConfigLike, settings: Settings | None, run: str | None, storage: PathOrUri) -> tuple[Config, Folder]:

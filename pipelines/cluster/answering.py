@@ -62,15 +62,16 @@ def _try_locally(job: "PartJob", parts: "list[Part]") -> dict[int, Any]:
     # Parts that are split by a hash are read whole, but only this fraction of their rows is answered.
     share = job.chosen.config.data.validation_fraction if job.split == "validation" else 1.0
     sizes = [part.bytes * (1.0 if part.split else share) for part in parts]
-    if sum(sizes) > MAX_TRIAL_BYTES:
+    if (total := sum(sizes)) > MAX_TRIAL_BYTES:
         return {}
-    done: dict[int, Any] = {}
+    done, finished = dict[int, Any](), 0.0
     predictor, began = job.load_predictor(), time.monotonic()
-    for number, part in enumerate(parts):
-        seconds, finished = time.monotonic() - began, sum(sizes[:number])
-        if finished and seconds > TRIAL_S and seconds / finished * sum(sizes[number:]) > MAX_LOCAL_S:
+    for part, size in zip(parts, sizes, strict=True):
+        seconds = time.monotonic() - began
+        if finished and seconds > TRIAL_S and seconds / finished * (total - finished) > MAX_LOCAL_S:
             break
         done[part.number] = job.run_part(predictor, part)
+        finished += size
     return done
 
 

@@ -28,8 +28,13 @@ Point = tuple[int, float]
 
 def in_notebook() -> bool:
     """Returns whether this process is the kernel of a notebook, which shows HTML; a terminal's IPython does not."""
+    return getattr(ipython_shell(), "kernel", None) is not None
+
+
+def ipython_shell() -> Any:
+    """Returns the shell of IPython, in a terminal or a notebook; None outside it."""
     get_shell = getattr(sys.modules.get("IPython"), "get_ipython", None)
-    return getattr(get_shell() if get_shell else None, "kernel", None) is not None
+    return get_shell() if get_shell else None
 
 
 class NotebookProgress:

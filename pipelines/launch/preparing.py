@@ -31,7 +31,7 @@ from raystride.pipelines.preflight.check import resolve_resources
 from raystride.pipelines.prepare.fingerprint import KeptPreparations
 from raystride.pipelines.prepare.generations import clear_failure, publish_failure, read_failure, read_generation
 from raystride.pipelines.prepare.manifest import load_finished_manifest
-from raystride.pipelines.prepare.one_source import OnRay, PreparedData
+from raystride.pipelines.prepare.one_source import PreparedData
 from raystride.pipelines.prepare.prepare import check_data, prepare
 from raystride.pipelines.prepare.run_context import RunContext
 from raystride.pipelines.run_store.lease import RunLease, RunLocked, new_attempt
@@ -71,8 +71,7 @@ def prepare_data(context: RunContext, *, exclusive: bool = False) -> PreparedDat
 
     Raises SettingError, DataError.
     """
-    on_ray: OnRay = False if context.is_inline else "large"
-    prepared = prepare_exclusively(context) if exclusive else prepare(context, context.task, on_ray=on_ray)
+    prepared = prepare_exclusively(context) if exclusive else prepare(context, context.task, on_ray=context.on_ray)
     _check_samples(context, prepared)
     return prepared
 
@@ -172,7 +171,7 @@ def prepare_exclusively(context: RunContext) -> PreparedData:
     while load_finished_manifest(folder) is None:
         try:
             with RunLease.acquire(folder, new_attempt()):
-                return prepare(context, task, on_ray=False if context.is_inline else "large")
+                return prepare(context, task, on_ray=context.on_ray)
         except RunLocked:
             if not is_announced:
                 context.log(f"data: another process prepares {folder}, and this one waits for it")

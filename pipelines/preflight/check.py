@@ -39,7 +39,7 @@ def _run_check(context: RunContext) -> int:
         return _report([data], [], "", context.storage)
     with cluster(launch):
         resolved = resolve_resources(context)
-        checks, table = [data, *_check_resolved(resolved)], ""
+        checks, table = [data, *_local_checks(resolved)], ""
         if _runs_on_hosts(launch) and all(check.passed for check in checks):
             hosts, links = probe_hosts(resolved.context), measure_network(launch.timeout_s)
             checks += [*hosts.checks(), *hosts.optional_checks(links)]
@@ -119,13 +119,13 @@ def run_preflight(resolved: ResolvedRun) -> list[Check]:
 
     Needs ray.init unless the run is inline. Raises SettingError and DataError if the data cannot be read here.
     """
-    checks = _check_resolved(resolved)
+    checks = _local_checks(resolved)
     if _runs_on_hosts(resolved.context.config.launch) and all(check.passed for check in checks):
         checks += probe_hosts(resolved.context).checks()
     return checks
 
 
-def _check_resolved(resolved: ResolvedRun) -> list[Check]:
+def _local_checks(resolved: ResolvedRun) -> list[Check]:
     return preflight(resolved.context.config, resolved.allocation, resolved.resources, resolved.context.storage)
 
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence, Set
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 from raystride.pipelines.config import Config, DataConfig
 from raystride.pipelines.credentials import redact_uris
@@ -33,7 +33,7 @@ from raystride.pipelines.prepare.near_duplicates import (
 from raystride.pipelines.prepare.parts import divide_into_parts
 from raystride.pipelines.prepare.progress import ProgressMeter, show_progress
 from raystride.pipelines.prepare.raw_files import write_raw_files
-from raystride.pipelines.prepare.run_context import Log, RunContext
+from raystride.pipelines.prepare.run_context import Log, OnRay, RunContext
 from raystride.pipelines.prepare.shards import is_intact
 from raystride.pipelines.prepare.stage_speed import SPEED_FILE, describe_speeds, load_stages, sum_stages
 from raystride.pipelines.prepare.stages import SPLITS, Preparation, id_type, read_part, tokenise_table, write_part
@@ -45,8 +45,6 @@ from raystride.pipelines.storage.folder import Folder
 from raystride.pipelines.tasks.task import NO_TOKENS, Task
 from raystride.pipelines.tokenizers import Tokenizers
 
-OnRay = bool | Literal["large"]
-"""Whether Ray Data prepares: always, never, or only data that is worth its start; see `is_worth_ray`."""
 MAX_LOCAL_BYTES = 64 << 20
 """Bytes that one process prepares in about the time in which Ray Data starts on two cores: some five seconds."""
 UNSIZED_KINDS = ("registered", "huggingface")

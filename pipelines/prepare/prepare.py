@@ -8,16 +8,17 @@ first.
     for name, (folder, manifest) in prepared.manifest.by_source(prepared.folder).items(): ...
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+from raystride.pipelines.config import Config
 from raystride.pipelines.prepare.cleaning import build_cleaning
 from raystride.pipelines.prepare.fingerprint import Identity, learning_sources, open_sources
 from raystride.pipelines.prepare.learn_facts import LearnedFacts, LearningSource, learn
 from raystride.pipelines.prepare.manifest import Manifest, Shards, load_finished_manifest
-from raystride.pipelines.prepare.one_source import OnRay, PreparedData, check_readable, is_worth_ray, prepare_source
+from raystride.pipelines.prepare.one_source import PreparedData, check_readable, is_worth_ray, prepare_source
 from raystride.pipelines.prepare.parts import divide_into_parts, first_fault
-from raystride.pipelines.prepare.run_context import Log, RunContext
+from raystride.pipelines.prepare.run_context import Log, OnRay, RunContext
 from raystride.pipelines.prepare.stage_speed import SPEED_FILE, load_stages, sum_stages
 from raystride.pipelines.prepare.stages import SPLITS, Preparation
 from raystride.pipelines.prepare.watch_source import follow_source
@@ -66,10 +67,22 @@ def _prepare_mixture(context: RunContext, task: Task, known: Identity, on_ray: O
 
 def check_data(context: RunContext) -> None:
     """Checks data that is not prepared yet, before any long work. Raises DataError, SettingError."""
-    task, known = context.task, context.identity()
-    for name, own in context.config.by_source().items():
-        if load_finished_manifest(context.storage / ".prepared" / known.fingerprint_of_source(name)) is None:
-            check_readable(own.data, *open_sources(own, task.under(own)))
+    _check_all_readable(context.task, _unprepared_sources(context))
+
+
+def _unprepared_sources(context: RunContext) -> list[Config]:
+    """Returns the settings of each source that is not prepared yet. Raises DataError, SettingError."""
+    known, prepared = context.identity(), context.storage / ".prepared"
+    return [
+        own
+        for name, own in context.config.by_source().items()
+        if load_finished_manifest(prepared / known.fingerprint_of_source(name)) is None
+    ]
+
+
+def _check_all_readable(task: Task, configs: Sequence[Config]) -> None:
+    for own in configs:
+        check_readable(own.data, *open_sources(own, task.under(own)))
 
 
 def check_first_rows(context: RunContext) -> None:
@@ -77,11 +90,9 @@ def check_first_rows(context: RunContext) -> None:
 
     A registered source is not run. Raises DataError, SettingError.
     """
-    check_data(context)
-    task, known = context.task, context.identity()
-    for name, own in context.config.by_source().items():
-        if load_finished_manifest(context.storage / ".prepared" / known.fingerprint_of_source(name)) is not None:
-            continue
+    task, unprepared = context.task, _unprepared_sources(context)
+    _check_all_readable(task, unprepared)
+    for own in unprepared:
         for source in open_sources(own, task.under(own)):
             if source and source.kind != "registered" and own.data.on_error == "raise":
                 fault = first_fault(source, FIRST_FILES, FIRST_ROWS)

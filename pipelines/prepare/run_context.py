@@ -7,6 +7,7 @@ context = context.with_config(chosen)                     # a later step has cho
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from raystride.pipelines.config import Config
 from raystride.pipelines.prepare.fingerprint import NO_KEPT_PREPARATIONS, Identity, KeptPreparations, identity
@@ -16,6 +17,8 @@ from raystride.pipelines.tasks import build_task
 from raystride.pipelines.tasks.task import Task
 
 Log = Callable[[str], None]
+OnRay = bool | Literal["large"]
+"""Whether Ray Data prepares: always, never, or only data that is worth its start; see `one_source.is_worth_ray`."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +52,11 @@ class RunContext:
     def is_inline(self) -> bool:
         """Whether everything runs in this process, without Ray."""
         return self.config.launch.mode == "inline"
+
+    @property
+    def on_ray(self) -> OnRay:
+        """Whether Ray Data prepares the run's data: never inline, else large data."""
+        return False if self.is_inline else "large"
 
     def identity(self, task: Task | None = None) -> Identity:
         """Returns the fingerprints of the run's data, for another task than that of the settings if one is given.

@@ -25,9 +25,8 @@ from raystride.pipelines.console.ray_job_status import job_metadata
 from raystride.pipelines.console.screen import Screen
 from raystride.pipelines.plugins import PluginBundle
 from raystride.pipelines.preflight.choose_mesh import store_mesh
-from raystride.pipelines.prepare.one_source import OnRay
 from raystride.pipelines.prepare.prepare import check_data, prepare
-from raystride.pipelines.prepare.run_context import RunContext
+from raystride.pipelines.prepare.run_context import OnRay, RunContext
 from raystride.pipelines.run_store.admission import check_metric
 from raystride.pipelines.run_store.lease import RunLease, new_attempt
 from raystride.pipelines.run_store.location import locate_run
