@@ -30,7 +30,6 @@ VENV := .venv
 STORAGE ?= runs
 RUN := $(VENV)/bin/python
 NEXT := .venv-ray-next
-TRITON_36 := .venv-triton-3.6
 AUDIT := .venv-audit
 TRACED := .venv-3.12
 # Two processes more than there are cores, six at most: tests wait for a third of their time. A file's tests stay in one process,
@@ -42,7 +41,7 @@ PIP := $(RUN) -m pip install --quiet --disable-pip-version-check -c constraints.
 # As a path that editors and type checkers follow, and not by a hook of Python's import, which they do not.
 EDITABLE := --config-settings editable_mode=compat
 
-.PHONY: help install train test test-all test-changed test-weekly test-map test-table test-of test-processors test-newest test-oldest test-ray-next kernels report-3.6 ui pictures sanitize lint map settings api bill audit
+.PHONY: help install train test test-all test-changed test-weekly test-map test-table test-of test-processors test-newest test-oldest test-ray-next kernels ui pictures sanitize lint map settings api bill audit
 .DEFAULT_GOAL := train
 
 help:
@@ -153,16 +152,18 @@ $(NEXT)/.installed: pyproject.toml constraints.txt
 kernels: install
 	@$(RUN) -m raystride.triton_kernels.compile_report --write build/kernels.md --page docs/kernels.md
 
-report-3.6: $(TRITON_36)/.installed
-	@$(TRITON_36)/bin/python -m raystride.triton_kernels.compile_report --shipped --write build/kernels-3.6.md
+# By other Tritons than that of constraints.txt: make report-3.6, the oldest that is admitted, report-3.8, report-3.9.
+report-%: .venv-triton-%/.installed
+	@.venv-triton-$*/bin/python -m raystride.triton_kernels.compile_report --shipped --write build/kernels-$*.md
 
 # The kernels need no more than these two.
-$(TRITON_36)/.installed: constraints.txt
-	@echo "installing PyTorch and Triton 3.6 into $(TRITON_36)"
-	@$(PYTHON) -m venv $(TRITON_36)
-	@grep -v '^triton==' constraints.txt > $(TRITON_36)/constraints.txt
-	@$(TRITON_36)/bin/python -m pip install --quiet --disable-pip-version-check -c $(TRITON_36)/constraints.txt torch numpy
-	@$(TRITON_36)/bin/python -m pip install --quiet --disable-pip-version-check "triton==3.6.*"
+.PRECIOUS: .venv-triton-%/.installed
+.venv-triton-%/.installed: constraints.txt
+	@echo "installing PyTorch and Triton $* into .venv-triton-$*"
+	@$(PYTHON) -m venv .venv-triton-$*
+	@grep -v '^triton==' constraints.txt > .venv-triton-$*/constraints.txt
+	@.venv-triton-$*/bin/python -m pip install --quiet --disable-pip-version-check -c .venv-triton-$*/constraints.txt torch numpy
+	@.venv-triton-$*/bin/python -m pip install --quiet --disable-pip-version-check "triton==$*.*"
 	@touch $@
 
 ui: $(VENV)/.installed

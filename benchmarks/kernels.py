@@ -211,15 +211,23 @@ def _loss_case(tokens: int, width: int, words: int) -> Case:
 def _adamw() -> Iterator[Case]:
     sizes = [768 * 768 * 4] * 100 + [768] * 100
 
-    def make() -> dict[str, Way]:
+    def make(rounding: str = "") -> dict[str, Way]:
         def way(function: Callable[..., None]) -> Way:
             p, g, m, v = ([torch.randn(n, device="cuda").abs() for n in sizes] for _ in range(4))
-            steps = [torch.ones((), device="cuda") for _ in sizes]
-            return lambda: function(p, g, m, v, steps, learning_rate=1e-3, betas=(0.9, 0.95), eps=1e-8, decay=0.1)
+            steps, halves = [torch.ones((), device="cuda") for _ in sizes], [x.bfloat16() for x in p] if rounding else []
+            stochastic = rounding == "stochastic"
+            return lambda: function(
+                halves if stochastic else p, g, m, v, steps, learning_rate=1e-3, betas=(0.9, 0.95), eps=1e-8, decay=0.1,
+                copies=() if stochastic else halves, stochastic=stochastic,
+            )  # fmt: skip
 
         return {"PyTorch, fused": way(adamw_reference), "ours": way(adamw)}
 
-    yield Case("adamw", f"{sum(sizes):,} parameters", make, bytes=7.0 * 4 * sum(sizes))
+    count = sum(sizes)
+    yield Case("adamw", f"{count:,} parameters", make, bytes=7.0 * 4 * count)
+    # Of bf16 parameters: masters, gradient and moments are read, and all but the gradient written.
+    yield Case("adamw", f"{count:,} in bf16, masters", partial(make, "masters"), bytes=(7.0 * 4 + 2) * count)
+    yield Case("adamw", f"{count:,} in bf16, stochastic", partial(make, "stochastic"), bytes=(5.0 * 4 + 2 * 2) * count)
 
 
 def _decoding() -> Iterator[Case]:

@@ -70,16 +70,24 @@ def kept_weights_at(
 ) -> torch.Tensor:
     """Returns `kept_weights`, (B, H, T, S), for these indices of batch (B,) and heads (H,), and these positions of queries
     and keys, (B, T) and (B, S), or (1, T) and (1, S) if they are the same for the batch."""
-    low, high = 0xFFFFFFFF, 32
     keys = keys[:, None, None, :]
-    c0, c1, c2, c3 = keys // 4, queries[:, None, :, None], heads[None, :, None, None], numbers[:, None, None, None]
+    counter = (keys // 4, queries[:, None, :, None], heads[None, :, None, None], numbers[:, None, None, None])
+    c0, c1, c2, c3 = philox(seed, *counter)
+    word = torch.where(keys % 4 < 2, torch.where(keys % 4 == 0, c0, c1), torch.where(keys % 4 == 2, c2, c3))
+    return (word >> (32 - DRAW_BITS)) >= dropout_threshold(dropout)
+
+
+def philox(
+    seed: torch.Tensor, c0: torch.Tensor, c1: torch.Tensor, c2: torch.Tensor, c3: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Returns the four 32-bit words of Philox4x32-10, in int64, for counters that broadcast; as `tl.philox` in kernels."""
+    low, high = 0xFFFFFFFF, 32
     k0, k1 = seed.reshape(()) & low, (seed.reshape(()) >> high) & low
     for _ in range(_ROUNDS):
         a, b = c0 * 0xD2511F53, c2 * 0xCD9E8D57
         c0, c1, c2, c3 = ((b >> high) & low) ^ c1 ^ k0, b & low, ((a >> high) & low) ^ c3 ^ k1, a & low
         k0, k1 = (k0 + 0x9E3779B9) & low, (k1 + 0xBB67AE85) & low
-    word = torch.where(keys % 4 < 2, torch.where(keys % 4 == 0, c0, c1), torch.where(keys % 4 == 2, c2, c3))
-    return (word >> (32 - DRAW_BITS)) >= dropout_threshold(dropout)
+    return c0, c1, c2, c3
 
 
 def derive_seed(seed: torch.Tensor, salt: int, first_head: int) -> torch.Tensor:

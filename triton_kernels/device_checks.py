@@ -146,6 +146,8 @@ def _iterate_calls(device: torch.device) -> Iterator[Call]:
     angles = torch.rand(1, 1, 333, 32, device=device).repeat(1, 1, 1, 2)
     tables = angles.cos(), angles.sin()
     yield "adamw", partial(_parameters_after_step, adamw), partial(_parameters_after_step, adamw_reference), [(100_001,)] * 4
+    for label, step in ((", masters", _copies_after_step), (", stochastic", _rounded_after_step)):
+        yield f"adamw{label}", partial(step, adamw), partial(step, adamw_reference), [(100_001,)] * 4
     heads: Shapes = [(2, 4, 333, 64), (2, 2, 333, 64)]
     yield "rope", _concat_results(rope, *tables), _concat_results(rope_reference, *tables), heads
     yield "rope, norms", _concat_results(rope, *tables), _concat_results(rope_reference, *tables), [*heads, (64,), (64,)]
@@ -246,9 +248,30 @@ def _with_offsets(function: Function, offsets: torch.Tensor, rules: dict[str, An
 def _parameters_after_step(update: Function, *tensors: torch.Tensor) -> torch.Tensor:
     """Returns the parameters after a step of AdamW."""
     p, g, m, v = (x.detach().clone() for x in tensors)
-    step = torch.ones((), device=p.device)
-    update([p], [g], [m], [v.abs()], [step], learning_rate=1e-2, betas=(0.9, 0.95), eps=1e-8, decay=0.1)
+    update([p], [g], [m], [v.abs()], [torch.ones((), device=p.device)], **_STEP)
     return p
+
+
+def _copies_after_step(update: Function, *tensors: torch.Tensor) -> torch.Tensor:
+    """Returns the parameters after a step of AdamW on their fp32 masters."""
+    copy = tensors[0].detach().clone()
+    p, g, m, v = (x.detach().to(torch.promote_types(x.dtype, torch.float32), copy=True) for x in tensors)
+    update([p], [g], [m], [v.abs()], [torch.ones((), device=p.device)], **_STEP, copies=[copy])
+    return copy
+
+
+def _rounded_after_step(update: Function, *tensors: torch.Tensor) -> torch.Tensor:
+    """Returns parameters in bfloat16 after a step, rounded to nearest; NaN where `update` rounded to no neighbour."""
+    p, g, m, v = (x.detach().float() for x in tensors)
+    rounded, p = p.bfloat16(), p.bfloat16().float()
+    moments = [m.clone()], [v.abs()], [torch.ones((), device=p.device)]
+    update([rounded], [g], *moments, **_STEP, stochastic=True)
+    adamw_reference([p], [g], [m], [v.abs()], [torch.ones((), device=p.device)], **_STEP)
+    gap = torch.finfo(torch.bfloat16).eps * p.abs()
+    return torch.where((rounded.float() - p).abs() <= gap, p.bfloat16().to(tensors[0].dtype), float("nan"))
+
+
+_STEP: Any = {"learning_rate": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "decay": 0.1}
 
 
 def _at_large_offset(function: Function, *fills: int) -> Function:

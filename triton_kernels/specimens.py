@@ -64,6 +64,8 @@ def list_specimens(device: torch.device) -> Iterator[Specimen]:
             yield Specimen("linear_cross_entropy", f"{kind} V {words}", call)
         yield Specimen("linear_cross_entropy_sharded", kind, partial(_call_linear_cross_entropy_sharded, dtype, device))
         yield Specimen("adamw", kind, partial(_call_adamw, dtype, device))
+    for label, rounding in (("bf16, masters", "masters"), ("bf16, stochastic", "stochastic")):
+        yield Specimen("adamw", label, partial(_call_adamw, torch.bfloat16, device, rounding))
     yield Specimen("byte_pack", "", partial(_call_byte_pack, device))
 
 
@@ -225,9 +227,17 @@ def _call_linear_cross_entropy_sharded(dtype: torch.dtype, device: torch.device)
     words_gradient(logits, targets, largest, shard, 25_128)
 
 
-def _call_adamw(dtype: torch.dtype, device: torch.device) -> None:
+def _call_adamw(dtype: torch.dtype, device: torch.device, rounding: str = "") -> None:
+    """Calls an update of parameters of a dtype, with `rounding` one of mixed precision, gradients and moments in fp32."""
     p, g, m, v = ([torch.zeros(n, dtype=dtype, device=device) for n in (100, 10_000)] for _ in range(4))
-    adamw(p, g, m, v, [torch.ones((), device=device)] * 2, learning_rate=1e-3, betas=(0.9, 0.95), eps=1e-8, decay=0.1)
+    copies = p if rounding == "masters" else []
+    if rounding:
+        g, m, v = ([x.float() for x in tensors] for tensors in (g, m, v))
+    updated = [x.float() for x in p] if copies else p
+    adamw(
+        updated, g, m, v, [torch.ones((), device=device)] * 2,
+        learning_rate=1e-3, betas=(0.9, 0.95), eps=1e-8, decay=0.1, copies=copies, stochastic=rounding == "stochastic",
+    )  # fmt: skip
 
 
 def _call_byte_pack(device: torch.device) -> None:

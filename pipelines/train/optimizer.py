@@ -15,7 +15,7 @@ from torch import nn
 
 from raystride.pipelines.checkpoint.updater import Group, State, Updater, local_shard
 from raystride.pipelines.config import OptimizerConfig
-from raystride.triton_kernels.adamw import adamw
+from raystride.triton_kernels.adamw import adamw, write_rounded
 
 
 @dataclass(frozen=True)
@@ -23,16 +23,20 @@ class _GroupUpdate:
     """A group's tensors in one update, this worker's shards of them."""
 
     values: list[torch.Tensor]
+    """The master copies if there are any, else the parameters."""
+    copies: list[torch.Tensor]
+    """The parameters of master copies, else none."""
+    stochastic: bool
+    """Whether the values are bfloat16, rounded stochastically."""
     gradients: list[torch.Tensor]
     states: list[dict[str, torch.Tensor]]
     decay: float
 
 
 class FusedUpdater:
-    """Fused updates of fp32 values: the parameters, or for bfloat16 parameters their master copies or fp32 copies.
+    """Fused updates, computed in fp32: of fp32 parameters, or for bfloat16 parameters of their master copies.
 
-    Without masters the new value is rounded to bfloat16 stochastically (Zamirai et al., 2020): up with a probability of the
-    distance to the lower neighbour over the gap, from PyTorch's generator of the device.
+    Without masters the new value is rounded to bfloat16 stochastically, see `round_stochastically`.
     """
 
     def __init__(self, groups: list[Group], *, stochastic: bool = False) -> None:
@@ -55,21 +59,15 @@ class FusedUpdater:
         states = [self._state[p] if p in self._completed else self._complete_state(p) for p in trained]
         parameters = [local_shard(p) for p in trained]
         low_precision = parameters[0].dtype != torch.float32
-        values = parameters
-        if low_precision and self._stochastic:
-            values = [p.float() for p in parameters]
-        elif low_precision:
-            values = [local_shard(state["master"]) for state in states]
+        values, copies = parameters, []
+        if low_precision and not self._stochastic:
+            values, copies = [local_shard(state["master"]) for state in states], parameters
         if skip is not None:
             # Offloaded values are in main memory, the verdict on the GPU.
             skip = skip.to(values[0].device)
         gradients = [local_shard(p.grad) for p in trained if p.grad is not None]
-        self._apply_update(_GroupUpdate(values, gradients, states, decay), learning_rate, skip)
-        if low_precision and self._stochastic:
-            for parameter, value in zip(parameters, values, strict=True):
-                parameter.copy_(round_stochastically(value))
-        elif low_precision:
-            torch._foreach_copy_(parameters, values)
+        stochastic = low_precision and self._stochastic
+        self._apply_update(_GroupUpdate(values, copies, stochastic, gradients, states, decay), learning_rate, skip)
 
     def _complete_state(self, parameter: nn.Parameter) -> dict[str, torch.Tensor]:
         """Initialises the missing state of a parameter."""
@@ -137,6 +135,8 @@ class AdamW(FusedUpdater):
             eps=self._eps,
             decay=group_update.decay,
             skip=skip,
+            copies=group_update.copies,
+            stochastic=group_update.stochastic,
         )
 
 
@@ -154,8 +154,10 @@ class SGD(FusedUpdater):
 
     def _apply_update(self, group_update: _GroupUpdate, learning_rate: float, skip: torch.Tensor | None) -> None:
         """p <- p - rate b, with b <- momentum b + g + decay p."""
+        values, stochastic = group_update.values, group_update.stochastic
+        updated = [value.float() for value in values] if stochastic else values
         torch.ops.aten._fused_sgd_(
-            group_update.values,
+            updated,
             group_update.gradients,
             [local_shard(state["momentum_buffer"]) for state in group_update.states] if self._momentum else [],
             weight_decay=group_update.decay,
@@ -168,13 +170,7 @@ class SGD(FusedUpdater):
             is_first_step=False,
             found_inf=skip,
         )
-
-
-def round_stochastically(values: torch.Tensor) -> torch.Tensor:
-    """Rounds fp32 to bfloat16 stochastically and without bias; exact bfloat16 values stay. Finite values only."""
-    # bfloat16 is the upper half of fp32: noise below its last bit carries over as often as the lower half is large.
-    noise = torch.randint(0, 2**16, values.shape, dtype=torch.int32, device=values.device)
-    return ((values.view(torch.int32) + noise) & -(2**16)).view(torch.float32).bfloat16()
+        write_rounded(updated, values if stochastic else group_update.copies, stochastic=stochastic)
 
 
 def build_optimizer(settings: OptimizerConfig, model: nn.Module, *, stochastic: bool = False) -> Updater:

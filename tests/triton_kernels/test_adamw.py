@@ -6,6 +6,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from raystride.triton_kernels.adamw import adamw
+from raystride.triton_kernels.attention_masks import philox
 from raystride.triton_kernels.dispatch import kernels_ran, use_kernels
 from tests.some import some
 
@@ -70,6 +71,62 @@ def test_half_precision_is_computed_in_fp32_and_rounded_once() -> None:
         assert torch.equal(found[0], wanted.bfloat16())
 
 
+@settings(max_examples=10)
+@given(sizes=st.lists(st.one_of(st.sampled_from([0, 1, 2047, 2048, 2049]), st.integers(0, 5000)), min_size=1, max_size=4))
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_copies_are_the_masters_rounded_once(dtype: torch.dtype, sizes: list[int]) -> None:
+    use_kernels("triton")
+    p, g, m, v, steps = _group(sizes)
+    alone, copies = [[x.clone() for x in group] for group in (p, m, v)], [x.to(dtype) for x in p]
+    for _ in range(2):
+        torch._foreach_add_(steps, 1)
+        adamw(p, g, m, v, steps, **SETTINGS, copies=copies)
+        adamw(alone[0], g, *alone[1:], steps, **SETTINGS)
+    assert kernels_ran()["adamw"] == "triton"
+    for found, wanted in some(zip([*p, *m, *v], [*alone[0], *alone[1], *alone[2]], strict=True)):
+        assert torch.equal(found, wanted)
+    assert all(torch.equal(copy, x.to(dtype)) for copy, x in zip(copies, p, strict=True))
+    before = [copy.clone() for copy in copies]
+    adamw(p, g, m, v, steps, **SETTINGS, copies=copies, skip=torch.ones(()))
+    assert all(torch.equal(copy, x) for copy, x in zip(copies, before, strict=True))
+
+
+@settings(max_examples=10)
+@given(sizes=st.lists(st.one_of(st.sampled_from([0, 1, 2048, 2049]), st.integers(0, 5000)), min_size=1, max_size=4))
+def test_stochastic_rounding_adds_philox_below_the_last_bit(sizes: list[int]) -> None:
+    """Word 0 of Philox at (element, its upper half, tensor, 0), drawn from PyTorch's generator: to the bit."""
+    use_kernels("triton")
+    p, g, m, v, steps = _group(sizes)
+    p, wide = [x.bfloat16() for x in p], [x.bfloat16().float() for x in p]
+    moments = [[x.clone() for x in group] for group in (m, v)]
+    torch._foreach_add_(steps, 1)
+    torch.manual_seed(5)
+    adamw(p, g, m, v, steps, **SETTINGS, stochastic=True)
+    assert kernels_ran()["adamw"] == "triton"
+    torch.manual_seed(5)
+    seed, zero = torch.randint(0, 1 << 62, (1,), dtype=torch.int64), torch.zeros((), dtype=torch.int64)
+    adamw(wide, g, *moments, steps, **SETTINGS)
+    for number, (found, value) in enumerate(zip(p, wide, strict=True)):
+        noise = philox(seed, torch.arange(len(value)), zero, zero + number, zero)[0] >> 16
+        bits = (value.view(torch.int32) + noise.int()) & -(2**16)
+        assert torch.equal(found.float(), bits.view(torch.float32))
+    assert all(torch.equal(a, b) for a, b in zip([*m, *v], [*moments[0], *moments[1]], strict=True))
+
+
+def test_stochastic_rounding_is_right_on_average_and_keeps_what_is_not_finite() -> None:
+    """Of a value 0.3 of a gap above its lower neighbour, 30 % are rounded up."""
+    use_kernels("triton")
+    count, value = 40_000, 1.0 + 0.3 * 2**-7
+    p, zeros = [torch.full((count,), 1.0).bfloat16()], [torch.zeros(count)]
+    p[0][:2] = torch.tensor([float("inf"), float("nan")])
+    rest = {"learning_rate": 1.0, "betas": (0.9, 0.95), "eps": 1e-8, "decay": 1.0 - value}
+    adamw(p, zeros, [torch.zeros(count)], [torch.zeros(count)], [torch.ones(())], **rest, stochastic=True)
+    assert p[0][0] == float("inf")
+    assert p[0][1].isnan()
+    mean = float(p[0][2:].double().mean())
+    assert abs(mean - value) < 5 * 2**-7 * (0.3 * 0.7 / count) ** 0.5
+
+
 def test_a_tensor_that_moved_is_found_again() -> None:
     p, g, m, v, steps = _group([100])
     torch._foreach_add_(steps, 1)
@@ -113,7 +170,7 @@ def test_gradients_of_another_dtype_go_to_torch_and_it_says_so() -> None:
     p, g, m, v, steps = _group([10])
     torch._foreach_add_(steps, 1)
     with (
-        pytest.warns(UserWarning, match="adamw runs in PyTorch, not in Triton: tensors of different dtypes"),
+        pytest.warns(UserWarning, match="adamw runs in PyTorch, not in Triton: gradients in torch.float64"),
         pytest.raises(RuntimeError),
     ):
         adamw(p, [g[0].double()], m, v, steps, **SETTINGS)
@@ -123,6 +180,8 @@ def test_gradients_of_another_dtype_go_to_torch_and_it_says_so() -> None:
 def test_opcheck() -> None:
     p, g, m, v, steps = _group([10, 20])
     torch._foreach_add_(steps, 1)
-    torch.library.opcheck(
-        torch.ops.raystride.adamw.default, (p, g, m, v, steps, 1e-3, 0.9, 0.95, 1e-8, 0.1, torch.zeros(()))
-    )
+    rest = (1e-3, 0.9, 0.95, 1e-8, 0.1, torch.zeros(()))
+    copies = [x.bfloat16() for x in p]
+    torch.library.opcheck(torch.ops.raystride.adamw.default, (p, g, m, v, steps, copies, *rest, None))
+    seed = torch.zeros(1, dtype=torch.int64)
+    torch.library.opcheck(torch.ops.raystride.adamw.default, (copies, g, m, v, steps, [], *rest, seed))

@@ -74,6 +74,10 @@ WRONG: list[tuple[str, Callable[[], Any]]] = [
     (r"must be as many, but are \[1, 1, 1, 1, 2\]", lambda: _adamw(steps=[torch.ones(())] * 2)),
     (r"gradients\[0\] must be of shape \(4, 8\), but is of shape \(3, 8\)", lambda: _adamw(gradients=[X[:3]])),
     (r"exp_avgs\[0\] must be of shape \(4, 8\)", lambda: _adamw(exp_avgs=[X[:3]])),
+    ("copies must be as many as the 1 parameters or none, but are 2", lambda: _adamw(copies=[X, X])),
+    (r"copies\[0\] must be of shape \(4, 8\)", lambda: _adamw(copies=[X[:3]])),
+    ("stochastic rounding is for bfloat16 .* but they are torch.float32", lambda: _adamw(stochastic=True)),
+    ("but they have copies", lambda: _adamw(copies=[X], stochastic=True)),
     (r"skip must be of shape \(\)", lambda: _adamw(skip=torch.zeros(2))),
 ]  # fmt: skip
 

@@ -14,8 +14,9 @@ from raystride.model.linear import has_bf16
 from raystride.model.transformer import Decoder
 from raystride.pipelines.config import CheckpointConfig, ModelConfig, OptimizerConfig, ScalingConfig, TrainConfig
 from raystride.pipelines.train.loop import Training
-from raystride.pipelines.train.optimizer import build_optimizer, round_stochastically
+from raystride.pipelines.train.optimizer import build_optimizer
 from raystride.pipelines.train.precision import LossScale, Precision
+from raystride.triton_kernels.adamw import round_stochastically
 from tests.pipelines.strategies.course import Course, course_job, next_attempt, run_course
 from tests.some import some
 
