@@ -24,6 +24,7 @@ from benchmarks.pairs import Spread, command_line, machine, machine_line, ratio,
 from raystride.triton_kernels.adamw import adamw, adamw_reference
 from raystride.triton_kernels.attention import attention
 from raystride.triton_kernels.byte_pack import byte_pack, byte_pack_reference
+from raystride.triton_kernels.convolution import convolution, convolution_reference
 from raystride.triton_kernels.geglu import geglu, geglu_reference
 from raystride.triton_kernels.gelu import gelu, gelu_reference
 from raystride.triton_kernels.layer_norm import layer_norm, layer_norm_reference
@@ -165,6 +166,26 @@ def _elementwise() -> Iterator[Case]:
     yield from _streaming("mse", mse, mse_reference, [shape, shape], (2, 4))
 
 
+def _convolution() -> Iterator[Case]:
+    """The stages of a small network on images of 32 x 32, as PyTorch computes them: three passes each."""
+    batch = 1024
+    for channels, side in ((3, 32), (64, 16)):
+
+        def make(channels: int = channels, side: int = side) -> dict[str, Way]:
+            shapes = [(batch, channels, side, side), (64, channels, 3, 3), (64,)]
+
+            inputs = [torch.randn(shape, device="cuda", dtype=torch.bfloat16, requires_grad=True) for shape in shapes]
+            grad = torch.randn(batch, 64, side // 2, side // 2, device="cuda", dtype=torch.bfloat16)
+
+            def way(function: Callable[..., torch.Tensor]) -> Way:
+                return lambda: torch.autograd.grad(function(*inputs, pool=True), inputs, grad)
+
+            return {"PyTorch": way(convolution_reference), "ours": way(convolution)}
+
+        flops = 6.0 * batch * side**2 * channels * 9 * 64
+        yield Case("convolution", f"{channels} to 64 channels, {side} x {side}, pooled", make, flops=flops)
+
+
 def _rope() -> Iterator[Case]:
     batch, length, size = 8, 4096, 128
     shapes = [(batch, heads, length, size) for heads in (24, 8)]
@@ -260,10 +281,10 @@ def _byte_pack() -> Iterator[Case]:
     yield Case("byte_pack", f"{documents:,} documents to {length}", make, bytes=documents * (900.0 + 9 * length))
 
 
-_CASES = (_attention, _decoding, _norms, _elementwise, _rope, _linear_cross_entropy, _adamw, _byte_pack)
+_CASES = (_attention, _decoding, _norms, _elementwise, _convolution, _rope, _linear_cross_entropy, _adamw, _byte_pack)
 OPERATIONS = (
-    "attention", "rms_norm", "layer_norm", "gelu", "relu", "swiglu", "geglu", "mse", "rope", "linear_cross_entropy", "adamw",
-    "byte_pack",
+    "attention", "rms_norm", "layer_norm", "gelu", "relu", "swiglu", "geglu", "mse", "convolution", "rope",
+    "linear_cross_entropy", "adamw", "byte_pack",
 )  # fmt: skip
 
 

@@ -142,7 +142,7 @@ class Attention(nn.Module):
             rules |= {"seed": module_seed_tensor(x.device, self.number), "first_head": self.first_head}
         if documents is not None:
             q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))  # (B T, H or G, D)
-            y = self.packed(q, k, v, documents, documents, **rules)
+            y = self.packed(q, k, v, documents, documents, longest=tokens, **rules)
             return self.out(y.view(batch, tokens, -1))  # type: ignore[no-any-return]
         y = attention(q, k, v, mask=mask, key_lengths=key_lengths, **rules)
         return self.out(y.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]

@@ -18,6 +18,7 @@ from torch import nn
 from raystride.model.linear import Linear, Products
 from raystride.model.loss import cross_entropy
 from raystride.model.shape import IGNORED, convnet_flops
+from raystride.triton_kernels.convolution import convolution
 from raystride.triton_kernels.mse import mse
 from raystride.triton_kernels.relu import relu
 
@@ -32,11 +33,12 @@ class Stage(nn.Module):
     def __init__(self, inputs: int, outputs: int, *, pool: bool) -> None:
         super().__init__()
         self.convolution = nn.Conv2d(inputs, outputs, kernel_size=3, padding=1)
-        self.pool = nn.MaxPool2d(2) if pool else nn.Identity()
+        self.pool = pool
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Maps x (B, inputs, H, W) to (B, outputs, H / 2, W / 2), rounded down; without pooling H and W stay."""
-        return self.pool(relu(self.convolution(x)))  # type: ignore[no-any-return]
+        layer = self.convolution
+        return convolution(x, layer.weight, layer.bias, pool=self.pool)  # type: ignore[arg-type]
 
 
 class ConvNet(nn.Module):

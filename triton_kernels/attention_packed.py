@@ -4,9 +4,12 @@ Shapes: B sequences, N queries and M keys of all of them; q (N, H, D); k and v (
 start of each sequence and the end of the last; the result (N, H, D). Within a sequence it is `attention`.
 
     o = attention_packed(q, k, v, offsets, offsets, causal=True)
+
+If a library was chosen (`use_library`), plain calls in 16 bits go to PyTorch's `varlen_attn`, which has FlashAttention.
 """
 
-from functools import lru_cache
+import inspect
+from functools import cache, lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,7 +21,7 @@ from raystride.triton_kernels.attention_backward import launch_backward
 from raystride.triton_kernels.attention_forward import launch_forward
 from raystride.triton_kernels.attention_masks import derive_seed
 from raystride.triton_kernels.attention_problem import Rules, Sequences, ensure_readable_rows
-from raystride.triton_kernels.dispatch import takes_triton
+from raystride.triton_kernels.dispatch import takes_library, takes_triton
 from raystride.triton_kernels.operation import operation
 
 
@@ -212,6 +215,46 @@ def _backward(ctx: Any, grad: torch.Tensor, _: Any) -> tuple[torch.Tensor | None
 _attention_packed.register_autograd(_backward, setup_context=_setup_context)
 
 
+@cache
+def packed_library_reason(device: torch.device) -> str:
+    """Returns the reason why PyTorch has no library for packed sequences on a device; empty if it has one.
+
+    On CPUs it is the reference, which tests take.
+    """
+    if device.type == "cpu":
+        return ""
+    try:
+        from torch.nn.attention.varlen import varlen_attn
+    except ImportError:
+        return f"PyTorch {torch.__version__} has no torch.nn.attention.varlen"
+    missing = {"window_size", "enable_gqa", "scale"} - set(inspect.signature(varlen_attn).parameters)
+    return f"varlen_attn of PyTorch {torch.__version__} lacks {', '.join(sorted(missing))}" if missing else ""
+
+
+# torch.compile takes the result as a constant.
+packed_library_reason._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def _attention_by_library(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    query_offsets: torch.Tensor,
+    key_offsets: torch.Tensor,
+    causal: bool,
+    scale: float | None,
+    longest: int,
+) -> torch.Tensor:
+    if q.device.type == "cpu":
+        return _reference(q, k, v, query_offsets, key_offsets, causal=causal, scale=scale)
+    from torch.nn.attention.varlen import varlen_attn
+
+    return varlen_attn(  # type: ignore[return-value]  # without return_aux it is a tensor
+        q, k, v, query_offsets.int(), key_offsets.int(), longest or len(q), longest or len(k),
+        scale=scale, window_size=(-1, 0) if causal else (-1, -1), enable_gqa=q.shape[1] != k.shape[1],
+    )  # fmt: skip
+
+
 def attention_packed(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -226,10 +269,12 @@ def attention_packed(
     softcap: float = 0.0,
     seed: torch.Tensor | None = None,
     first_head: int = 0,
+    longest: int = 0,
 ) -> torch.Tensor:
     """Computes `attention` of each sequence over its own keys. Offsets start with 0 and end with N and M; empty is allowed.
 
-    Lengths stay on the device: the host does not wait for them. Wrong offsets are an error there.
+    Lengths stay on the device: the host does not wait for them. Wrong offsets are an error there. `longest` is an upper
+    bound of the lengths, for a library's grid; 0: N and M.
 
     Raises ValueError for inconsistent shapes, offsets that are no vectors of one length, tensors on several devices, dropout
     outside 0 to 1, a window without causal, and a negative window or cap.
@@ -240,6 +285,9 @@ def attention_packed(
     count = max(1, query_offsets.numel())
     expect("attention_packed", "query_offsets", query_offsets, shape=(count,), dtypes=INTEGERS, beside=q)
     expect("attention_packed", "key_offsets", key_offsets, shape=(count,), dtypes=INTEGERS, beside=q)
+    plain = not (window or dropout or softcap)
+    if plain and packed_library_reason(q.device) == "" and takes_library("attention_packed", q):
+        return _attention_by_library(q, k, v, query_offsets, key_offsets, causal, scale, longest)
     why = unsupported_reason(q, k, v, scale=scale, window=window, dropout=dropout, softcap=softcap)
     if not takes_triton("attention_packed", q, refusal=why):
         rules: dict[str, Any] = {"causal": causal, "window": window, "scale": scale, "dropout": dropout, "softcap": softcap}

@@ -62,6 +62,7 @@ COMPUTES = {
     "swiglu": "silu(gate) * up",
     "geglu": "gelu(gate) * up, exact and by tanh",
     "mse": "mean squared error",
+    "convolution": "convolution, bias, ReLU and 2 x 2 max-pooling in one pass",
     "rms_norm": "RMSNorm, alone or after the residual addition",
     "layer_norm": "LayerNorm, alone or after the residual addition",
     "rope": "rotary positions of queries and keys, with or without their norms",

@@ -28,6 +28,7 @@ from raystride.triton_kernels.byte_pack import (
     byte_pack_sequence,
     byte_pack_sequence_reference,
 )
+from raystride.triton_kernels.convolution import convolution, convolution_reference
 from raystride.triton_kernels.geglu import geglu, geglu_reference
 from raystride.triton_kernels.gelu import gelu, gelu_reference
 from raystride.triton_kernels.layer_norm import (
@@ -142,6 +143,9 @@ def _iterate_calls(device: torch.device) -> Iterator[Call]:
         lambda x, w: linear_log_probabilities_reference(x, w, targets),
         [(3000, 256), (1000, 256)],
     )
+    image: Shapes = [(37, 20, 31, 33), (70, 20, 3, 3), (70,)]
+    for label, pool in ((", pooled", True), ("", False)):
+        yield f"convolution{label}", partial(convolution, pool=pool), partial(convolution_reference, pool=pool), image
     yield from _iterate_byte_pack_calls(device)
     angles = torch.rand(1, 1, 333, 32, device=device).repeat(1, 1, 1, 2)
     tables = angles.cos(), angles.sin()

@@ -197,25 +197,37 @@ def _linear_cross_entropy(
         if for_x:
             torch.mm(logits, weight, out=grad_x[part])
         if for_weight:
-            grad_weight.add(logits.t() @ x[part])
+            grad_weight.add_product(logits.t(), x[part])
     counted = (targets != ignore_index).sum()
     return losses.sum(), counted, grad_x, grad_weight.result() if for_weight else weight.new_empty(0)
 
 
+def _adds_products(x: torch.Tensor) -> bool:
+    """Returns whether the library adds products of x's dtype to a sum in fp32 on its device."""
+    return x.is_cuda and not torch.version.hip and x.dtype in (torch.float16, torch.bfloat16)
+
+
 class ChunkSum:
-    """A sum over chunks of tensors like `like`, in fp32; a single chunk is kept unchanged."""
+    """A sum over chunks of products of the shape and dtype of `like`, in fp32; a single one is rounded at once.
+
+    On NVIDIA the library adds a product of 16 bits to the sum itself: none is rounded, written and read again.
+    """
 
     def __init__(self, like: torch.Tensor, one: bool) -> None:
-        self._like, self._one = like, one
+        self._like, self._one, self._fused = like, one, not one and _adds_products(like)
         self._total: torch.Tensor | None = None
 
-    def add(self, part: torch.Tensor) -> None:
-        """Adds a chunk's tensor."""
-        if self._total is None:
+    def add_product(self, a: torch.Tensor, b: torch.Tensor) -> None:
+        """Adds a b, (V, n) by (n, C)."""
+        if self._total is None and self._fused:
+            self._total = torch.mm(a, b, out_dtype=torch.float32)  # type: ignore[call-overload]
+        elif self._total is None:
             # A single chunk's product is rounded already, so fp32 would hold the same numbers.
-            self._total = part if self._one else part.float()
+            self._total = a @ b if self._one else (a @ b).float()
+        elif self._fused:
+            torch.ops.aten.addmm.dtype_out(self._total, a, b, torch.float32, out=self._total)
         else:
-            self._total += part
+            self._total += a @ b
 
     def result(self) -> torch.Tensor:
         """Returns the sum in the dtype of `like`; zeros if nothing was added."""

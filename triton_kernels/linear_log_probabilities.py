@@ -92,7 +92,7 @@ def _linear_log_probabilities_backward(
         if for_x:
             torch.mm(logits, weight, out=grad_x[part])
         if for_weight:
-            grad_weight.add(logits.t() @ x[part])
+            grad_weight.add_product(logits.t(), x[part])
     return grad_x, grad_weight.result() if for_weight else weight.new_empty(0)
 
 

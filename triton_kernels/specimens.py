@@ -17,6 +17,7 @@ from raystride.triton_kernels.attention import attention
 from raystride.triton_kernels.attention_packed import attention_packed
 from raystride.triton_kernels.byte_pack import byte_pack, byte_pack_sequence
 from raystride.triton_kernels.configurations import KERNELS, architecture_family, forced_tile, list_tiles
+from raystride.triton_kernels.convolution import convolution
 from raystride.triton_kernels.geglu import geglu
 from raystride.triton_kernels.gelu import gelu
 from raystride.triton_kernels.launch import architecture
@@ -57,6 +58,12 @@ def list_specimens(device: torch.device) -> Iterator[Specimen]:
         kind = _dtype_name(dtype)
         for name, label, function, shapes in _streaming_calls((1024,) if dtype == torch.float16 else _WIDTHS):
             yield Specimen(name, f"{kind} {label}".strip(), _forward_and_backward(function, shapes, dtype, device))
+        for size in (16, 64):
+            for pool in (True, False):
+                function = partial(convolution, pool=pool)
+                image: list[Shape] = [(16, size, 32, 32), (2 * size, size, 3, 3), (2 * size,)]
+                label = f"{kind} C {size}{', pooled' if pool else ''}"
+                yield Specimen("convolution", label, _forward_and_backward(function, image, dtype, device))
         yield Specimen("rope", f"{kind} D 128", partial(_call_rope, [], dtype, device))
         yield Specimen("rope", f"{kind} D 128, norms", partial(_call_rope, [(128,), (128,)], dtype, device))
         for words in (50_257, 50_304):

@@ -3,7 +3,7 @@
     bits |= choose_attention(config, device=device, found=found, rank=rank, world=world, log=log)
     # {"attention": "library", "gpu": "NVIDIA H100 80GB HBM3", "attention_gain": 1.31}; {} if there is no choice
 
-Plain calls are causal and full attention over whole batches, without windows, lengths, packed documents, caps or dropout;
+Plain calls are causal and full attention over whole batches or packed documents, without windows, lengths, caps or dropout;
 others use our kernel, which also gives the same bits each time. If `model.attention` is `auto`, the first worker times both
 on the run's own shape when the run begins, and decides for all; a run resumed on the same GPU keeps the choice.
 """
@@ -19,6 +19,7 @@ from raystride.model.shape import head_size
 from raystride.pipelines.checkpoint.manager import ValidCheckpoint
 from raystride.pipelines.config import Config
 from raystride.triton_kernels.attention import attention
+from raystride.triton_kernels.attention_packed import attention_packed, packed_library_reason
 from raystride.triton_kernels.configurations import architecture_family, uncovered_reason
 from raystride.triton_kernels.dispatch import use_library
 from raystride.triton_kernels.launch import architecture
@@ -55,6 +56,10 @@ def choose_attention(
         activate_flash_attention(gpu_family, log)
     if reason_for_own_kernel(config, gpu_family):
         return {}
+    packed = config.train.packing != "none"
+    if packed and (reason := packed_library_reason(device)):
+        log(f"packed attention by our kernel: {reason}")
+        return {}
     chosen: list[Any] = [None]
     if config.model.attention == "library":
         chosen = [{"attention": "library"}]
@@ -78,7 +83,7 @@ def reason_for_own_kernel(config: Config, gpu_family: str) -> str:
     if train.exact:
         return "exact bits"
     windows = model.window and not model.window_layers
-    if model.dropout or model.softcap or windows or train.packing != "none":
+    if model.dropout or model.softcap or windows:
         return "no call is plain"
     if model.attention == "auto" and (
         train.precision not in ("bf16", "pure_bf16", "fp16") or gpu_family not in TIMED_FAMILIES
@@ -103,7 +108,7 @@ def choose_faster(seconds: Mapping[str, float]) -> dict[str, Any]:
 
 def time_attention(config: Config, device: torch.device, clock: Callable[[], float] = time.perf_counter) -> dict[str, float]:
     """Returns the seconds of forward and backward of each backend on the run's batch shape, the best of alternating
-    rounds."""
+    rounds; packed documents are as long as the context. A library that refuses a call takes infinitely long."""
     model = config.model
     # Ones: random draws here would shift the training's random numbers, on the first worker only.
     rows = max(1, min(config.train.slot_samples, MAX_ROWS // model.context))
@@ -111,15 +116,28 @@ def time_attention(config: Config, device: torch.device, clock: Callable[[], flo
     shapes = [
         (rows, model.context, heads, head_size(model)) for heads in (model.heads, *[model.kv_heads or model.heads] * 2)
     ]
-    q, k, v = (torch.ones(s, dtype=dtype, device=device).transpose(1, 2).requires_grad_() for s in shapes)
-    grad = torch.ones(shapes[0], dtype=dtype, device=device).transpose(1, 2)
+    q, k, v = (torch.ones(s, dtype=dtype, device=device).requires_grad_() for s in shapes)
+    grad = torch.ones(shapes[0], dtype=dtype, device=device)
+    offsets = torch.arange(0, rows + 1, dtype=torch.int32, device=device) * model.context
+
+    def attend() -> torch.Tensor:
+        if config.train.packing == "none":
+            return attention(*(x.transpose(1, 2) for x in (q, k, v)), causal=True).transpose(1, 2)
+        tokens = (q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1))
+        return attention_packed(*tokens, offsets, offsets, causal=True, longest=model.context).view_as(grad)
+
     seconds = dict.fromkeys(("triton", "library"), float("inf"))
     for turn in range(ROUNDS + 2):
         for name in seconds:
             use_library(name == "library")
             _synchronize(device)
             began = clock()
-            torch.autograd.grad(attention(q, k, v, causal=True), (q, k, v), grad)
+            try:
+                torch.autograd.grad(attend(), (q, k, v), grad)
+            except RuntimeError:
+                if name == "triton":
+                    raise
+                continue
             _synchronize(device)
             if turn > 1:  # the first rounds compile and allocate memory
                 seconds[name] = min(seconds[name], clock() - began)

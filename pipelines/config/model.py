@@ -197,8 +197,8 @@ class ModelConfig(Section):
     )
     """Attention backend on GPUs. `triton`: our kernel. `library`: cuDNN, FlashAttention-2, or FlashAttention 3 or 4 if
     installed. `auto`: on Hopper and Blackwell, in 16 bits, the faster of the two in a short timing at the start of the run.
-    Applies to plain causal or full attention; windows, sequence lengths, packed documents, dropout and train.exact always
-    use our kernel."""
+    Applies to plain causal or full attention, and to packed documents (`torch.nn.attention.varlen`); windows, sequence
+    lengths, dropout and train.exact always use our kernel."""
     linear: Literal["auto", "torch", "onednn"] = setting("auto")
     """Backend of fp32 matrix products on CPUs. `torch`: PyTorch's own. `onednn`: oneDNN. `auto`: the faster for each shape
     and direction, measured at the first start on a machine; with train.exact PyTorch's own."""

@@ -10,6 +10,7 @@ from raystride.triton_kernels.adamw import adamw
 from raystride.triton_kernels.attention import attention
 from raystride.triton_kernels.attention_packed import attention_packed
 from raystride.triton_kernels.byte_pack import byte_pack
+from raystride.triton_kernels.convolution import convolution
 from raystride.triton_kernels.geglu import geglu
 from raystride.triton_kernels.launch import use_launcher
 from raystride.triton_kernels.layer_norm import add_layer_norm, layer_norm
@@ -24,6 +25,7 @@ Q, K = torch.randn(2, 6, 5, 16), torch.randn(2, 3, 7, 16)
 FOUR = torch.ones(2, 4, 7, 16)
 """Heads of which six are no multiple."""
 X, W, T = torch.randn(4, 8), torch.randn(9, 8), torch.zeros(4, dtype=torch.int64)
+IMAGES = torch.randn(2, 3, 4, 4), torch.randn(5, 3, 3, 3), torch.randn(5)
 OFFSETS = torch.tensor([0, 4], dtype=torch.int32)
 
 
@@ -74,6 +76,10 @@ WRONG: list[tuple[str, Callable[[], Any]]] = [
     (r"must be as many, but are \[1, 1, 1, 1, 2\]", lambda: _adamw(steps=[torch.ones(())] * 2)),
     (r"gradients\[0\] must be of shape \(4, 8\), but is of shape \(3, 8\)", lambda: _adamw(gradients=[X[:3]])),
     (r"exp_avgs\[0\] must be of shape \(4, 8\)", lambda: _adamw(exp_avgs=[X[:3]])),
+    (r"x must be \(B, C, H, W\), but is of shape \(4, 8\)", lambda: convolution(X, IMAGES[1], IMAGES[2])),
+    (r"weight must be \(O, C, S, S\), S odd, but", lambda: convolution(IMAGES[0], IMAGES[1][..., :2], IMAGES[2])),
+    (r"weight must be of shape \(5, 3, 3, 3\)", lambda: convolution(IMAGES[0], IMAGES[1][:, :2], IMAGES[2])),
+    (r"bias must be of shape \(5,\)", lambda: convolution(*IMAGES[:2], torch.ones(4))),
     ("copies must be as many as the 1 parameters or none, but are 2", lambda: _adamw(copies=[X, X])),
     (r"copies\[0\] must be of shape \(4, 8\)", lambda: _adamw(copies=[X[:3]])),
     ("stochastic rounding is for bfloat16 .* but they are torch.float32", lambda: _adamw(stochastic=True)),

@@ -1,6 +1,7 @@
 """Every public operation on slices, transpositions and expansions of every argument: as on copies without gaps."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import pytest
@@ -17,6 +18,7 @@ from raystride.triton_kernels.byte_pack import (
     byte_pack_sequence,
     byte_pack_sequence_reference,
 )
+from raystride.triton_kernels.convolution import convolution, convolution_reference
 from raystride.triton_kernels.geglu import geglu, geglu_reference
 from raystride.triton_kernels.gelu import gelu, gelu_reference
 from raystride.triton_kernels.layer_norm import (
@@ -119,6 +121,10 @@ def _some(count: int) -> Callable[[], list[torch.Tensor]]:
     return lambda: [torch.randn(3, 5, 8) for _ in range(count)]
 
 
+def _image() -> list[torch.Tensor]:
+    return [torch.randn(2, 3, 6, 7), torch.randn(4, 3, 3, 3), torch.randn(4)]
+
+
 def _both(ours: Any, reference: Any, **rules: Any) -> tuple[Callable[..., Any], Callable[..., Any]]:
     return _attended(ours, **rules), _attended(reference, **rules)
 
@@ -154,6 +160,7 @@ OPERATIONS = {
     "swiglu": Operation(swiglu, swiglu_reference, _some(2)),
     "geglu": Operation(geglu, geglu_reference, _some(2)),
     "mse": Operation(mse, mse_reference, _some(2)),
+    "convolution": Operation(partial(convolution, pool=True), partial(convolution_reference, pool=True), _image),
     "adamw": Operation(_updated(adamw), _updated(adamw_reference), _moments, fixed=(0, 2, 3)),
     "byte_pack": Operation(_padded(byte_pack), _padded(byte_pack_reference), _bytes, fixed=(1,)),
     "byte_pack_sequence": Operation(byte_pack_sequence, byte_pack_sequence_reference, _bytes, fixed=(1,)),

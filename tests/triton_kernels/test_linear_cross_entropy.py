@@ -1,5 +1,7 @@
 """linear_cross_entropy: values, gradients, chunks, what does not count, registration."""
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 from hypothesis import given
@@ -67,6 +69,40 @@ def test_the_tokens_are_taken_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None
         terms=100,
         magnitude=100.0,
     )
+
+
+@pytest.fixture
+def products_added_on_cpus(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """PyTorch's products of 16 bits in fp32, which it has on GPUs alone."""
+    library = torch.library.Library("aten", "IMPL")
+    library.impl("mm.dtype", lambda a, b, dtype: a.to(dtype) @ b.to(dtype), "CPU")
+    library.impl("addmm.dtype_out", lambda total, a, b, dtype, *, out: out.copy_(total + a.to(dtype) @ b.to(dtype)), "CPU")
+    monkeypatch.setattr(module, "_adds_products", lambda x: x.dtype == torch.bfloat16)
+    monkeypatch.setattr(module, "_MIN_CHUNK", 8)
+    yield
+    library._destroy()
+
+
+@pytest.mark.usefixtures("products_added_on_cpus")
+def test_where_the_library_adds_products_only_their_sum_is_rounded() -> None:
+    """The products cancel: 20 that were rounded by themselves would leave errors of the size of the sum."""
+    a, b = torch.randn(20, 6, 8).bfloat16(), torch.randn(20, 8, 5).bfloat16()
+    a = torch.cat((a, -a)) + 2**-6 * torch.rand(40, 6, 8).bfloat16()
+    b = torch.cat((b, b))
+    like = torch.empty(6, 5, dtype=torch.bfloat16)
+    chunks = module.ChunkSum(like, one=False)
+    for one, other in zip(a, b, strict=True):
+        chunks.add_product(one, other)
+    found, exact = chunks.result(), (a.double() @ b.double()).sum(0)
+    assert found.dtype == torch.bfloat16
+    assert ((found.double() - exact).abs() <= 0.51 * torch.finfo(torch.bfloat16).eps * exact.abs() + 1e-4).all()
+    x, weight = torch.randn(40, 16).bfloat16(), torch.randn(50, 16).bfloat16().requires_grad_()
+    targets = torch.randint(50, (40,))
+    gradients = [
+        torch.autograd.grad(f(x, weight, targets)[0], weight)[0]
+        for f in (linear_cross_entropy, linear_cross_entropy_reference)
+    ]
+    torch.testing.assert_close(*gradients, rtol=0.02, atol=0.05)
 
 
 def test_the_chunks_gradients_are_added_in_fp32(monkeypatch: pytest.MonkeyPatch) -> None:

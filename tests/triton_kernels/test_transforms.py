@@ -8,6 +8,7 @@ import torch
 from torch.autograd import forward_ad
 
 from raystride.triton_kernels.attention import attention, attention_reference
+from raystride.triton_kernels.convolution import convolution, convolution_reference
 from raystride.triton_kernels.dispatch import kernels_ran
 from raystride.triton_kernels.geglu import geglu, geglu_reference
 from raystride.triton_kernels.gelu import gelu, gelu_reference
@@ -40,6 +41,10 @@ def _calls() -> dict[str, tuple[Call, Call]]:
         "swiglu": (lambda x: swiglu(x, x + 1), lambda x: swiglu_reference(x, x + 1)),
         "geglu": (lambda x: geglu(x, x + 1), lambda x: geglu_reference(x, x + 1)),
         "mse": (lambda x: mse(x, x.detach() * 2), lambda x: mse_reference(x, x.detach() * 2)),
+        "convolution": (
+            lambda x: convolution(heads(x), torch.ones(2, 1, 3, 3), torch.zeros(2)),
+            lambda x: convolution_reference(heads(x), torch.ones(2, 1, 3, 3), torch.zeros(2)),
+        ),
         "rms_norm": (lambda x: rms_norm(x, weight), lambda x: rms_norm_reference(x, weight)),
         "add_rms_norm": (
             lambda x: torch.stack(add_rms_norm(x, x.sin(), weight)),

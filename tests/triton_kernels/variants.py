@@ -17,6 +17,7 @@ from raystride.triton_kernels.attention import attention
 from raystride.triton_kernels.attention_packed import attention_packed
 from raystride.triton_kernels.byte_pack import byte_pack, byte_pack_sequence
 from raystride.triton_kernels.compilation import _describe_launch
+from raystride.triton_kernels.convolution import convolution
 from raystride.triton_kernels.dispatch import use_kernels
 from raystride.triton_kernels.geglu import geglu
 from raystride.triton_kernels.gelu import gelu
@@ -80,6 +81,7 @@ def train(operation: str, batch: int, queries: int, keys: int) -> None:
         "swiglu": lambda: swiglu(x, x),
         "geglu": lambda: geglu(x, x),
         "mse": lambda: mse(x, x),
+        "convolution": lambda: convolution(_rows(batch, 3, 8, 8), torch.ones(16, 3, 3, 3), torch.ones(16), pool=True),
         "linear_cross_entropy": lambda: linear_cross_entropy(
             x[:, :9], _rows(1, WORDS, WIDTH)[0], torch.ones(batch, min(9, queries), dtype=torch.int64)
         ),
@@ -91,7 +93,8 @@ def train(operation: str, batch: int, queries: int, keys: int) -> None:
 
 OPERATIONS = (
     "causal", "cross", "packed", "decoding", "rms_norm", "add_rms_norm", "layer_norm", "add_layer_norm", "rope",
-    "rope, norms", "gelu", "relu", "swiglu", "geglu", "mse", "linear_cross_entropy", "byte_pack", "byte_pack_sequence",
+    "rope, norms", "gelu", "relu", "swiglu", "geglu", "mse", "convolution", "linear_cross_entropy", "byte_pack",
+    "byte_pack_sequence",
 )  # fmt: skip
 
 

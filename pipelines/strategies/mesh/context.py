@@ -78,11 +78,11 @@ class ContextSharder:
         return whole, lambda mask: cut(F.pad(mask, (0, 0, 0, padding))[:, rows.to(mask.device)])
 
     def _attention(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, documents: Any, _: Any, **rules: Any
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, documents: Any, _: Any, longest: int = 0, **rules: Any
     ) -> torch.Tensor:
         """(n, H, D), (n, G, D), (n, G, D) -> (n, H, D)."""
         if not isinstance(documents, ShardedDocuments):  # each worker generates text and computes row losses alone
-            return attention_packed(q, k, v, documents, documents, **rules)
+            return attention_packed(q, k, v, documents, documents, longest=longest, **rules)
         found: torch.Tensor = attention_context(q, k, v, documents.plan, form=self.form, group=self.group, **rules)
         return found
 

@@ -17,6 +17,11 @@ from raystride.pipelines.autotune.attention_backend import (
 )
 from raystride.pipelines.config import Config, ModelConfig, TrainConfig
 from raystride.triton_kernels.attention import attention, attention_reference
+from raystride.triton_kernels.attention_packed import (
+    attention_packed,
+    attention_packed_reference,
+    packed_library_reason,
+)
 from raystride.triton_kernels.dispatch import kernels_ran, use_kernels, use_library
 
 SMALL = ModelConfig(layers=1, heads=4, kv_heads=2, hidden_size=64, context=16, attention="auto")
@@ -47,7 +52,8 @@ def test_on_cpus_there_is_nothing_to_choose() -> None:
         ({"model": replace(SMALL, kernels="torch")}, "the settings say so"),
         ({"train": replace(CONFIG.train, exact=True, precision="fp32")}, "exact bits"),
         ({"model": replace(SMALL, dropout=0.1)}, "no call is plain"),
-        ({"train": replace(CONFIG.train, packing="documents")}, "no call is plain"),
+        ({"model": replace(SMALL, softcap=30.0)}, "no call is plain"),
+        ({"train": replace(CONFIG.train, packing="documents")}, ""),
         ({"train": replace(CONFIG.train, precision="fp32")}, "no library is faster here"),
         ({}, ""),
         ({"model": replace(SMALL, attention="library"), "train": replace(CONFIG.train, precision="fp32")}, ""),
@@ -84,10 +90,41 @@ class CountLibraryCalls(TorchFunctionMode):
 
 
 @pytest.mark.long
-def test_both_are_timed() -> None:
+@pytest.mark.parametrize("packing", ["none", "documents"])
+def test_both_are_timed(packing: Any) -> None:
+    config = replace(CONFIG, train=replace(CONFIG.train, packing=packing))
     with CountLibraryCalls() as calls:  # on a clock on which nothing but a call of PyTorch's takes time
-        assert time_attention(CONFIG, torch.device("cpu"), lambda: float(calls.count)) == {"triton": 0, "library": 1}
-    assert all(0 < each < float("inf") for each in time_attention(CONFIG, torch.device("cpu")).values())
+        assert time_attention(config, torch.device("cpu"), lambda: float(calls.count)) == {"triton": 0, "library": 1}
+    assert all(0 < each < float("inf") for each in time_attention(config, torch.device("cpu")).values())
+
+
+def test_a_library_that_refuses_a_call_is_not_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise RuntimeError("no kernel for this head size")
+
+    monkeypatch.setattr("raystride.triton_kernels.attention.attention_reference", refuse)
+    seconds = time_attention(CONFIG, torch.device("cpu"))
+    assert seconds["library"] == float("inf")
+    assert choose_faster(seconds)["attention"] == "triton"
+
+
+def test_plain_packed_calls_go_to_the_library() -> None:
+    use_library(True)
+    q, k, v = torch.randn(12, 4, 16).half(), *torch.randn(2, 12, 2, 16).half()
+    offsets = torch.tensor([0, 5, 5, 12])
+    for rules in ({}, {"causal": True}, {"causal": True, "scale": 0.3, "longest": 7}):
+        found = attention_packed(q, k, v, offsets, offsets, **rules)  # type: ignore[arg-type]
+        rules.pop("longest", None)
+        assert torch.equal(found, attention_packed_reference(q, k, v, offsets, offsets, **rules))  # type: ignore[arg-type]
+        assert kernels_ran()["attention_packed"] == "library"
+    for rules in ({"causal": True, "window": 4}, {"causal": True, "dropout": 0.5}, {"softcap": 9.0}):
+        attention_packed(q, k, v, offsets, offsets, **rules)  # type: ignore[arg-type]
+        assert kernels_ran()["attention_packed"] == "triton"
+
+
+def test_pytorchs_packed_attention_has_what_ours_asks_of_it() -> None:
+    """By the installed PyTorch; on a GPU it is called, on CPUs it has no kernel."""
+    assert packed_library_reason(torch.device("cuda")) == ""
 
 
 def test_plain_calls_alone_go_to_the_library() -> None:
