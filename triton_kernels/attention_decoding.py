@@ -12,16 +12,19 @@ All query heads of a group are rows of one block, so keys and values are read on
 
 import torch
 
-from raystride.triton_kernels.attention_masks import capped, is_visible, load_rows
+from raystride.triton_kernels.attention_masks import capped, is_visible, sequence_of
 from raystride.triton_kernels.attention_problem import (
-    LOG2_E,
+    Bounds,
+    Rules,
     contiguous_lengths,
     dot_precision,
     empty_like_rows,
     ensure_readable_rows,
+    launch_options,
+    make_form,
     padded_head_size,
-    row_strides,
 )
+from raystride.triton_kernels.attention_rows import Rows, load_rows, row_strides
 from raystride.triton_kernels.configurations import num_processors, tile
 from raystride.triton_kernels.language import cdiv, jit_varying, next_power_of_2, tl
 from raystride.triton_kernels.launch import architecture, launch
@@ -41,63 +44,56 @@ _PROGRAMS_A_PROCESSOR = 2
 
 @jit_varying("lse_c", "lse_b", "T", "S", "row_blocks", "share")
 def _attention_decoding_kernel(
-    q, k, v, o, lse, key_lengths, scale_log2, window, cap, q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, o_c, o_b, o_h, o_t,
-    lse_c, lse_b, G, group, T, S, row_blocks, share, CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, CAPPED: tl.constexpr,
-    D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
+    q, k, v, o, lse, q_strides, k_strides, v_strides, o_strides, o_c, lse_c, lse_b, bounds, rules, G, group, T, S,
+    row_blocks, share, form,
 ):  # fmt: skip
     """The rows (head in its group, query) of a block over the keys of share c."""
     part, c = tl.program_id(0), tl.program_id(1)
-    row = part % row_blocks * BLOCK_M + tl.arange(0, BLOCK_M)
+    row = part % row_blocks * form.block_m + tl.arange(0, form.block_m)
     b, g = part // row_blocks // G, part // row_blocks % G
-    h, i, columns = g * group + row // T, row % T, tl.arange(0, BLOCK_D)
+    h, i, columns = g * group + row // T, row % T, tl.arange(0, form.block_d)
     # Heads may lie further apart than 32 bits count, in a slice of a cache.
     far_h, far_i = h.to(tl.int64), i.to(tl.int64)
     real, shift = row < group * T, S - T
-    inside = real[:, None] & (columns < D)[None, :]
-    length = S
-    if key_lengths is not None:
-        length = tl.maximum(0, tl.minimum(S, tl.load(key_lengths + b).to(tl.int32)))
-    rows = tl.load(
-        q + b.to(tl.int64) * q_b + (far_h * q_h + far_i * q_t)[:, None] + columns[None, :], mask=inside, other=0.0
-    )
-    m = tl.full([BLOCK_M], -float("inf"), tl.float32)
-    total = tl.zeros([BLOCK_M], tl.float32)
-    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    inside = real[:, None] & (columns < form.size)[None, :]
+    LENGTHS: tl.constexpr = bounds.key_lengths is not None
+    _, _, _, _, length = sequence_of(b, bounds, T, S)
+    k_rows, v_rows = Rows(k, k_strides, b, g, 0, length), Rows(v, v_strides, b, g, 0, length)
+    q += b.to(tl.int64) * q_strides.batch + (far_h * q_strides.head + far_i * q_strides.row)[:, None]
+    rows = tl.load(q + columns[None, :], mask=inside, other=0.0)
+    m = tl.full([form.block_m], -float("inf"), tl.float32)
+    total = tl.zeros([form.block_m], tl.float32)
+    acc = tl.zeros([form.block_m, form.block_d], tl.float32)
     start = c * share
-    if WINDOWED:
-        start = tl.maximum(start, tl.maximum(0, shift - window + 1) // BLOCK_N * BLOCK_N)
-    for key in tl.range(start, tl.minimum(length, c * share + share), BLOCK_N):
-        block = load_rows(k, b, g, 0, key, length, k_b, k_h, k_t, D, BLOCK_N, BLOCK_D, False)
-        s = tl.dot(rows, tl.trans(block), input_precision=PRECISION)
-        if CAPPED:
-            s = capped(s, cap)
-        keys = (key + tl.arange(0, BLOCK_N))[None, :]
-        seen = is_visible(i[:, None], keys, shift, length, window, key_lengths is not None, CAUSAL, WINDOWED)
-        s = tl.where(seen, s, -float("inf"))
+    if form.windowed:
+        start = tl.maximum(start, tl.maximum(0, shift - rules.window + 1) // form.block_n * form.block_n)
+    for key in tl.range(start, tl.minimum(length, c * share + share), form.block_n):
+        s = tl.dot(rows, tl.trans(load_rows(k_rows, key, form.block_n, form)), input_precision=form.precision)
+        if form.capped:
+            s = capped(s, rules.cap)
+        keys = (key + tl.arange(0, form.block_n))[None, :]
+        s = tl.where(is_visible(i[:, None], keys, shift, length, rules.window, LENGTHS, form), s, -float("inf"))
         m_new = tl.maximum(m, tl.max(s, 1))
         origin = tl.where(m_new == -float("inf"), 0.0, m_new)
-        p = tl.exp2(s * scale_log2 - (origin * scale_log2)[:, None])
-        alpha = tl.exp2((m - origin) * scale_log2)
+        p = tl.exp2(s * rules.scale_log2 - (origin * rules.scale_log2)[:, None])
+        alpha = tl.exp2((m - origin) * rules.scale_log2)
         total = total * alpha + tl.sum(p, 1)
-        block = load_rows(v, b, g, 0, key, length, v_b, v_h, v_t, D, BLOCK_N, BLOCK_D, False)
-        acc = tl.dot(p.to(block.dtype), block, acc * alpha[:, None], input_precision=PRECISION)
+        block = load_rows(v_rows, key, form.block_n, form)
+        acc = tl.dot(p.to(block.dtype), block, acc * alpha[:, None], input_precision=form.precision)
         m = m_new
     blind = total == 0.0
     total = tl.where(blind, 1.0, total)
-    o += c.to(tl.int64) * o_c + b.to(tl.int64) * o_b
-    tl.store(
-        o + (far_h * o_h + far_i * o_t)[:, None] + columns[None, :],
-        (acc / total[:, None]).to(o.dtype.element_ty),
-        mask=inside,
-    )
+    o += c.to(tl.int64) * o_c + b.to(tl.int64) * o_strides.batch
+    place = o + (far_h * o_strides.head + far_i * o_strides.row)[:, None] + columns[None, :]
+    tl.store(place, (acc / total[:, None]).to(o.dtype.element_ty), mask=inside)
     # A share of which a row sees no key weighs nothing when shares are joined.
-    weights = tl.where(blind, -float("inf"), m * scale_log2 + tl.log2(total))
+    weights = tl.where(blind, -float("inf"), m * rules.scale_log2 + tl.log2(total))
     tl.store(lse + c.to(tl.int64) * lse_c + b.to(tl.int64) * lse_b + h * T + i, weights, mask=real)
 
 
 @jit_varying("lse_c", "T", "shares")
 def _attention_joining_kernel(
-    parts, lse, o, parts_c, lse_c, o_b, o_h, o_t, H, T, shares,
+    parts, lse, o, parts_c, lse_c, o_strides, H, T, shares,
     D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_C: tl.constexpr, MOST: tl.constexpr,
 ):  # fmt: skip
     """One row; parts (C, B, T, H, D) and lse (C, B, H, T). One kernel for any number of shares: a cache grows."""
@@ -116,7 +112,8 @@ def _attention_joining_kernel(
         inside = (some < shares)[:, None] & (columns < D)[None, :]
         part = parts + ((b * T + i) * H + h) * D + some.to(tl.int64)[:, None] * parts_c + columns[None, :]
         joined += tl.sum(tl.load(part, mask=inside, other=0.0) * weight[:, None], 0)
-    tl.store(o + b * o_b + h * o_h + i * o_t + columns, joined.to(o.dtype.element_ty), mask=columns < D)
+    o += b * o_strides.batch + h * o_strides.head + i * o_strides.row
+    tl.store(o + columns, joined.to(o.dtype.element_ty), mask=columns < D)
 
 
 @operation("raystride::attention_decoding")
@@ -153,17 +150,20 @@ def decode(
     parts = (
         q.new_empty((shares, batch, queries, heads, size), dtype=torch.float32).transpose(2, 3) if shares > 1 else o[None]
     )
+    form = make_form(
+        block_m, chosen.block_n, size, causal=causal, windowed=window > 0, capped=softcap > 0, precision=dot_precision(q),
+        descriptors=False,
+    )  # fmt: skip
     launch(
-        _attention_decoding_kernel, (programs, shares), q, k, v, parts, lse, key_lengths, scale * LOG2_E, window, softcap /
-        scale, *row_strides(q), *row_strides(k), *row_strides(v), *parts.stride()[:4], *lse.stride()[:2], groups,
-        heads // groups, queries, keys, row_blocks, share, CAUSAL=causal, WINDOWED=window > 0, CAPPED=softcap > 0, D=size,
-        BLOCK_D=padded_head_size(size), BLOCK_M=block_m, BLOCK_N=chosen.block_n, PRECISION=dot_precision(q),
-        num_warps=chosen.warps, num_stages=chosen.stages,
+        _attention_decoding_kernel, (programs, shares), q, k, v, parts, lse, row_strides(q), row_strides(k), row_strides(v),
+        row_strides(parts[0]), parts.stride(0), *lse.stride()[:2], Bounds(key_lengths, None, None),
+        Rules(scale, causal, window, softcap=softcap).for_kernels(), groups, heads // groups, queries, keys, row_blocks,
+        share, form, **launch_options(chosen),
     )  # fmt: skip
     if shares > 1:
         launch(
             _attention_joining_kernel, (batch * heads * queries,), parts, lse, o, parts.stride(0), lse.stride(0),
-            *row_strides(o), heads, queries, shares,
+            row_strides(o), heads, queries, shares,
             D=size, BLOCK_D=padded_head_size(size), BLOCK_C=_JOINED, MOST=_MAX_SHARES, num_warps=4,
         )  # fmt: skip
     return o

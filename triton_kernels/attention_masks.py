@@ -100,21 +100,28 @@ def derive_seed(seed: torch.Tensor, salt: int, first_head: int) -> torch.Tensor:
 
 
 @jit
-def masked_work(blocks, heads, section, HEAVIEST_LAST: tl.constexpr):
-    """The block and the head (of all batches) of this program.
+def assigned_work(rows, heads, batch, section, offsets, BLOCK: tl.constexpr, HEAVIEST_LAST: tl.constexpr):
+    """The sequence, the head and the block of its `rows` that this program works on, as in `Sequences.num_programs`.
 
     The first block of every head of a section comes first, then the second of each: heads that share keys run side by side,
-    and a section is as many heads as have their keys and values in the L2 cache together.
+    and a section is as many heads as have their keys and values in the L2 cache together. Packed sequences share `rows`;
+    there may be no such block.
     """
+    blocks, all_heads = tl.cdiv(rows, BLOCK), batch * heads
+    if offsets is not None:
+        blocks, all_heads = rows // BLOCK + batch, heads
     program = tl.program_id(0)
     first = program // (section * blocks) * section
     place = program % (section * blocks)
-    width = tl.minimum(section, heads - first)
-    block = place // width
+    width = tl.minimum(section, all_heads - first)
+    block, head = place // width, first + place % width
     # Under a causal mask the last rows see most keys: they begin first, so that none of them is left over at the end.
     if HEAVIEST_LAST:
         block = blocks - 1 - block
-    return block, first + place % width
+    b, h = head // heads, head % heads
+    if offsets is not None:
+        b, block = packed_block(block, offsets, batch, BLOCK)
+    return b, h, block
 
 
 @jit
@@ -134,17 +141,17 @@ def packed_block(place, offsets, batch, BLOCK: tl.constexpr):
 
 
 @jit
-def sequence_of(b, key_lengths, query_offsets, key_offsets, T, S):
+def sequence_of(b, bounds, T, S):
     """Where the queries of sequence b begin and how many they are, the same of its keys, and how many keys may be seen."""
     query_start, key_start = 0, 0
-    if query_offsets is not None:
-        query_start = tl.load(query_offsets + b)
-        key_start = tl.load(key_offsets + b)
-        T = tl.load(query_offsets + b + 1) - query_start
-        S = tl.load(key_offsets + b + 1) - key_start
+    if bounds.query_offsets is not None:
+        query_start = tl.load(bounds.query_offsets + b)
+        key_start = tl.load(bounds.key_offsets + b)
+        T = tl.load(bounds.query_offsets + b + 1) - query_start
+        S = tl.load(bounds.key_offsets + b + 1) - key_start
     length = S
-    if key_lengths is not None:
-        length = tl.maximum(0, tl.minimum(S, tl.load(key_lengths + b).to(tl.int32)))
+    if bounds.key_lengths is not None:
+        length = tl.maximum(0, tl.minimum(S, tl.load(bounds.key_lengths + b).to(tl.int32)))
     return query_start, T, key_start, S, length
 
 
@@ -161,51 +168,31 @@ def entries_of(T, query_offsets):
 
 
 @jit
-def key_range(
-    first,
-    T,
-    shift,
-    length,
-    window,
-    CAUSAL: tl.constexpr,
-    WINDOWED: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
-    """Keys that the rows first to first + BLOCK_M see: [start, a) in part, [a, b) whole, [b, stop) in part."""
-    start, stop, b = 0, length, length // BLOCK_N * BLOCK_N
-    last = tl.minimum(first + BLOCK_M, T) - 1 + shift
-    if CAUSAL:
+def key_range(first, T, shift, length, window, form):
+    """Keys that the rows first to first + block_m see: [start, a) in part, [a, b) whole, [b, stop) in part."""
+    start, stop, b = 0, length, length // form.block_n * form.block_n
+    last = tl.minimum(first + form.block_m, T) - 1 + shift
+    if form.causal:
         stop = tl.maximum(0, tl.minimum(length, last + 1))
-        b = tl.maximum(0, tl.minimum(length, first + shift + 1)) // BLOCK_N * BLOCK_N
+        b = tl.maximum(0, tl.minimum(length, first + shift + 1)) // form.block_n * form.block_n
     a = 0
-    if WINDOWED:
-        start = tl.maximum(0, first + shift - window + 1) // BLOCK_N * BLOCK_N
-        a = (tl.maximum(0, last - window + 1) + BLOCK_N - 1) // BLOCK_N * BLOCK_N
+    if form.windowed:
+        start = tl.maximum(0, first + shift - window + 1) // form.block_n * form.block_n
+        a = (tl.maximum(0, last - window + 1) + form.block_n - 1) // form.block_n * form.block_n
         a = tl.minimum(a, tl.maximum(start, stop))
     return start, a, tl.maximum(a, b), stop
 
 
 @jit
-def query_range(
-    first,
-    T,
-    shift,
-    length,
-    window,
-    CAUSAL: tl.constexpr,
-    WINDOWED: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
-    """Queries that see the keys first to first + BLOCK_N: [start, a) in part, [a, b) whole, [b, stop) in part."""
+def query_range(first, T, shift, length, window, form):
+    """Queries that see the keys first to first + block_n: [start, a) in part, [a, b) whole, [b, stop) in part."""
     start, a, b, stop = 0, 0, T, T
-    if CAUSAL:
-        start = tl.minimum(T, tl.maximum(0, first - shift)) // BLOCK_M * BLOCK_M
-        a = (tl.maximum(0, first + BLOCK_N - 1 - shift) + BLOCK_M - 1) // BLOCK_M * BLOCK_M
-    if WINDOWED:
-        stop = tl.maximum(0, tl.minimum(T, first + BLOCK_N - 1 + window - shift))
-        b = tl.maximum(0, tl.minimum(T, first + window - shift)) // BLOCK_M * BLOCK_M
+    if form.causal:
+        start = tl.minimum(T, tl.maximum(0, first - shift)) // form.block_m * form.block_m
+        a = (tl.maximum(0, first + form.block_n - 1 - shift) + form.block_m - 1) // form.block_m * form.block_m
+    if form.windowed:
+        stop = tl.maximum(0, tl.minimum(T, first + form.block_n - 1 + window - shift))
+        b = tl.maximum(0, tl.minimum(T, first + window - shift)) // form.block_m * form.block_m
     if first >= length:
         stop = start
     a = tl.minimum(a, tl.maximum(start, stop))
@@ -214,18 +201,18 @@ def query_range(
 
 
 @jit
-def is_visible(query, key, shift, length, window, LENGTHS: tl.constexpr, CAUSAL: tl.constexpr, WINDOWED: tl.constexpr):
+def is_visible(query, key, shift, length, window, LENGTHS: tl.constexpr, form):
     """`visible` for a block; query and key broadcast against each other. LENGTHS: there are key lengths.
 
     Without them a causal query sees no key from S on anyway, and a comparison less is 116 bytes less spilled on sm_100.
     """
-    if CAUSAL:
+    if form.causal:
         seen = key <= query + shift
         if LENGTHS:
             seen = seen & (key < length)
     else:
         seen = key < length
-    if WINDOWED:
+    if form.windowed:
         seen = seen & (key > query + shift - window)
     return seen
 
@@ -237,74 +224,16 @@ def capped(s, cap):
 
 
 @jit
-def is_kept(seed, b, h, query, key, threshold, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """`kept_weights` for the block (BLOCK_M, BLOCK_N) that begins at (query, key); key is a multiple of 4.
+def is_kept(rules, b, h, query, key, form):
+    """`kept_weights` for the block (block_m, block_n) that begins at (query, key); key is a multiple of 4.
 
     One Philox gives four words, of four neighbouring keys: ten rounds for each weight would cost more than its product.
     """
-    c0 = (key // 4 + tl.arange(0, BLOCK_N // 4))[None, :] + tl.zeros([BLOCK_M, 1], tl.int32)
-    c1 = (query + tl.arange(0, BLOCK_M))[:, None] + tl.zeros([1, BLOCK_N // 4], tl.int32)
-    zero = tl.zeros([BLOCK_M, BLOCK_N // 4], tl.int32)
-    w0, w1, w2, w3 = tl.philox(tl.load(seed), c0, c1, zero + h, zero + b)
+    c0 = (key // 4 + tl.arange(0, form.block_n // 4))[None, :] + tl.zeros([form.block_m, 1], tl.int32)
+    c1 = (query + tl.arange(0, form.block_m))[:, None] + tl.zeros([1, form.block_n // 4], tl.int32)
+    zero = tl.zeros([form.block_m, form.block_n // 4], tl.int32)
+    w0, w1, w2, w3 = tl.philox(tl.load(rules.seed), c0, c1, zero + h, zero + b)
     # In this order the four words lie side by side once the two new dimensions are the last.
-    words = tl.join(tl.join(w0, w2), tl.join(w1, w3)).reshape(BLOCK_M, BLOCK_N)
+    words = tl.join(tl.join(w0, w2), tl.join(w1, w3)).reshape(form.block_m, form.block_n)
     # The upper 24 of 32 bits, which are positive as int32.
-    return (words >> 8).to(tl.int32) >= threshold
-
-
-@jit
-def load_rows(
-    x, b, h, start, first, length, stride_b, stride_h, stride_t,
-    D: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr, DESCRIPTORS: tl.constexpr,
-):  # fmt: skip
-    """Rows first to first + BLOCK of the sequence that begins at row start of (b, h); zeros beyond its length and D."""
-    if DESCRIPTORS:
-        block = x.load([b, h, first, 0]).reshape(BLOCK, BLOCK_D)
-    else:
-        # 64 bits up to the block, 32 within it.
-        rows, columns = tl.arange(0, BLOCK), tl.arange(0, BLOCK_D)
-        x += tl.cast(b, tl.int64) * stride_b + tl.cast(h, tl.int64) * stride_h + tl.cast(start + first, tl.int64) * stride_t
-        inside = (first + rows < length)[:, None]
-        if D < BLOCK_D:
-            inside = inside & (columns < D)[None, :]
-        block = tl.load(x + rows[:, None] * stride_t + columns[None, :], mask=inside, other=0.0)
-    return block
-
-
-@jit
-def store_rows(
-    x, block, b, h, start, first, length, stride_b, stride_h, stride_t,
-    D: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr, DESCRIPTORS: tl.constexpr,
-):  # fmt: skip
-    """Stores what `load_rows` would load."""
-    if DESCRIPTORS:
-        x.store([b, h, first, 0], block.to(x.dtype).reshape(1, 1, BLOCK, BLOCK_D))
-    else:
-        rows, columns = tl.arange(0, BLOCK), tl.arange(0, BLOCK_D)
-        x += tl.cast(b, tl.int64) * stride_b + tl.cast(h, tl.int64) * stride_h + tl.cast(start + first, tl.int64) * stride_t
-        inside = (first + rows < length)[:, None]
-        if D < BLOCK_D:
-            inside = inside & (columns < D)[None, :]
-        tl.store(x + rows[:, None] * stride_t + columns[None, :], block.to(x.dtype.element_ty), mask=inside)
-
-
-@jit
-def product_of_rows(
-    x, x_start, x_first, x_length, x_h, x_stride_b, x_stride_h, x_stride_t,
-    y, y_start, y_first, y_length, y_h, y_stride_b, y_stride_h, y_stride_t,
-    b, D: tl.constexpr, CHUNK: tl.constexpr, BLOCK_X: tl.constexpr, BLOCK_Y: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """X Y^T of rows of (b, x_h) and (b, y_h), loaded so many columns at a time: fp32 that fits the registers."""
-    x_rows, y_rows, columns = tl.arange(0, BLOCK_X), tl.arange(0, BLOCK_Y), tl.arange(0, CHUNK)
-    x += tl.cast(b, tl.int64) * x_stride_b + tl.cast(x_h, tl.int64) * x_stride_h
-    x += tl.cast(x_start + x_first, tl.int64) * x_stride_t
-    y += tl.cast(b, tl.int64) * y_stride_b + tl.cast(y_h, tl.int64) * y_stride_h
-    y += tl.cast(y_start + y_first, tl.int64) * y_stride_t
-    product = tl.zeros([BLOCK_X, BLOCK_Y], tl.float32)
-    for d in tl.range(0, D, CHUNK, num_stages=1):
-        inside = (d + columns < D)[None, :]
-        x_mask, y_mask = (x_first + x_rows < x_length)[:, None] & inside, (y_first + y_rows < y_length)[:, None] & inside
-        x_block = tl.load(x + d + x_rows[:, None] * x_stride_t + columns[None, :], mask=x_mask, other=0.0)
-        y_block = tl.load(y + d + y_rows[:, None] * y_stride_t + columns[None, :], mask=y_mask, other=0.0)
-        product = tl.dot(x_block, tl.trans(y_block), product, input_precision=PRECISION)
-    return product
+    return (words >> 8).to(tl.int32) >= rules.threshold

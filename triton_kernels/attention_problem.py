@@ -9,14 +9,26 @@ from typing import Any, NamedTuple
 import torch
 
 from raystride.triton_kernels.attention_masks import dropout_threshold
+from raystride.triton_kernels.attention_rows import Form
 from raystride.triton_kernels.configurations import Tile, takes_descriptors
-from raystride.triton_kernels.language import cdiv, next_power_of_2
+from raystride.triton_kernels.language import cdiv, next_power_of_2, tl
 from raystride.triton_kernels.launch import architecture
 
 LOG2_E = 1.4426950408889634
 _CACHE_SHARE = 16 << 20
 """Bytes of keys and values shared by concurrent programs: a third of the L2 cache of an H100, less than half of an A100's,
 which leaves room for streamed data."""
+
+
+class Bounds(NamedTuple):
+    """Where sequences begin and end, as kernels read it."""
+
+    key_lengths: torch.Tensor | None
+    """(B,)"""
+    query_offsets: torch.Tensor | None
+    """(B + 1,), of packed sequences."""
+    key_offsets: torch.Tensor | None
+    """(B + 1,), likewise."""
 
 
 class Sequences(NamedTuple):
@@ -32,21 +44,21 @@ class Sequences(NamedTuple):
     key_offsets: torch.Tensor | None = None
 
     @property
-    def tensors(self) -> tuple[torch.Tensor | None, ...]:
-        """Key lengths (B,), and offsets of packed queries and keys (B + 1,), in the order of the kernels' arguments."""
-        return self.key_lengths, self.query_offsets, self.key_offsets
+    def bounds(self) -> Bounds:
+        """Key lengths, and offsets of packed queries and keys."""
+        return Bounds(self.key_lengths, self.query_offsets, self.key_offsets)
 
     @property
     def packed(self) -> bool:
         """Whether sequences are packed, without a batch dimension."""
         return self.query_offsets is not None
 
-    def grid_blocks(self, rows: int, block: int, heads: int) -> tuple[int, int]:
-        """Returns the number of blocks of a head's rows, and the number of heads, over all sequences.
+    def num_programs(self, rows: int, block: int, heads: int) -> int:
+        """Returns the number of blocks of all heads' rows.
 
-        Packed sequences share heads; each may need one more block than its rows fill, see `packed_block`.
+        Packed sequences share rows; each may need one more block than its rows fill, see `packed_block`.
         """
-        return (rows // block + self.batch, heads) if self.packed else (cdiv(rows, block), self.batch * heads)
+        return heads * (rows // block + self.batch if self.packed else cdiv(rows, block) * self.batch)
 
 
 class Rules(NamedTuple):
@@ -59,17 +71,35 @@ class Rules(NamedTuple):
     softcap: float = 0.0
     seed: torch.Tensor | None = None
 
-    @property
-    def kernel_arguments(self) -> tuple[torch.Tensor | None, float, int, float, int, float]:
-        """Seed, scale_log2, threshold, rescale, window, and the cap of unscaled scores, in the order of the kernels."""
+    def for_kernels(self) -> "KernelRules":
+        """Returns the rules as kernels read them."""
         rescale = 1.0 / (1.0 - self.dropout) if self.dropout < 1 else 0.0
-        cap = self.softcap / self.scale
-        return self.seed, self.scale * LOG2_E, dropout_threshold(self.dropout), rescale, self.window, cap
+        return KernelRules(
+            self.seed, self.scale, self.scale * LOG2_E, dropout_threshold(self.dropout), rescale, self.window,
+            self.softcap / self.scale,
+        )  # fmt: skip
+
+
+class KernelRules(NamedTuple):
+    """Mask, scale, cap and dropout as kernels read them."""
+
+    seed: torch.Tensor | None
+    """None without dropout."""
+    scale: float
+    scale_log2: float
+    """The scale of exponents to base 2."""
+    threshold: int
+    """See `dropout_threshold`."""
+    rescale: float
+    """Factor of the weights that dropout keeps."""
+    window: int
+    cap: float
+    """Cap of unscaled scores."""
 
 
 def lean_level(sequences: Sequences, rules: Rules) -> int:
     """Returns the number of reasons for which a call needs more registers than a causal one, and so a smaller tile."""
-    return bool(rules.dropout or rules.window or rules.softcap) + any(x is not None for x in sequences.tensors)
+    return bool(rules.dropout or rules.window or rules.softcap) + any(x is not None for x in sequences.bounds)
 
 
 def capped_level(sequences: Sequences, rules: Rules) -> int:
@@ -139,36 +169,25 @@ def empty_like_rows(x: torch.Tensor) -> torch.Tensor:
     return x.new_empty_strided(x.shape, (rows * heads * size, size, heads * size, 1))
 
 
-def row_strides(x: torch.Tensor) -> tuple[int, int, int]:
-    """Returns the strides of batch, head and row in (B, H, T, D), or in packed (N, H, D), with 0 for the batch."""
-    return (x.stride(0), x.stride(1), x.stride(2)) if x.dim() == 4 else (0, x.stride(1), x.stride(0))
-
-
-def kernel_constants(tile: Tile, q: torch.Tensor, rules: Rules, descriptors: bool) -> dict[str, Any]:
-    """Returns the compile-time constants of any tiled kernel; not to be mutated."""
-    return _cached_constants(
-        tile, q.shape[-1], rules.causal, rules.window > 0, rules.softcap > 0, dot_precision(q), chunk_size(q), descriptors
-    )
+def kernel_form(tile: Tile, q: torch.Tensor, rules: Rules, descriptors: bool) -> Form:
+    """Returns the compile-time constants of a kernel with these blocks."""
+    return make_form(
+        tile.block_m, tile.block_n, q.shape[-1], causal=rules.causal, windowed=rules.window > 0, capped=rules.softcap > 0,
+        precision=dot_precision(q), descriptors=descriptors, chunk=chunk_size(q),
+    )  # fmt: skip
 
 
 @lru_cache(maxsize=256)
-def _cached_constants(
-    tile: Tile, size: int, causal: bool, windowed: bool, capped: bool, precision: str, chunk: int, descriptors: bool
-) -> dict[str, Any]:
-    return {
-        "CAUSAL": causal,
-        "WINDOWED": windowed,
-        "CAPPED": capped,
-        "D": size,
-        "BLOCK_D": padded_head_size(size),
-        "BLOCK_M": tile.block_m,
-        "BLOCK_N": tile.block_n,
-        "PRECISION": precision,
-        "DESCRIPTORS": descriptors,
-        "CHUNK": chunk,
-        "num_warps": tile.warps,
-        "num_stages": tile.stages,
-    } | ({"maxnreg": tile.registers} if tile.registers else {})
+def make_form(block_m: int, block_n: int, size: int, **rest: Any) -> Form:
+    """Returns compile-time constants; those that are not given are None, and so are unused ones."""
+    fields = {"size": size, "block_d": padded_head_size(size), "block_m": block_m, "block_n": block_n} | rest
+    return Form(*(tl.constexpr(fields.get(name)) for name in Form._fields))
+
+
+def launch_options(tile: Tile) -> dict[str, int]:
+    """Returns the compiler's options of a tile."""
+    options = {"num_warps": tile.warps, "num_stages": tile.stages}
+    return options | {"maxnreg": tile.registers} if tile.registers else options
 
 
 def padded_head_size(head_size: int) -> int:
@@ -205,7 +224,7 @@ def can_use_descriptors(sequences: Sequences, *tensors: torch.Tensor) -> bool:
 
     Keys beyond a sequence's length may be uninitialized, and 0 times that can be NaN: those are not read.
     """
-    if any(x is not None for x in sequences.tensors) or chunk_size(tensors[0]):
+    if any(x is not None for x in sequences.bounds) or chunk_size(tensors[0]):
         return False
     if not takes_descriptors(architecture(tensors[0].device)):
         return False

@@ -38,15 +38,21 @@ class RecordedLaunch:
     label: str
     architecture: str
     kernel: Any
-    signature: tuple[tuple[str, str], ...]
-    """Name and type of each argument; `constexpr` for constants."""
-    constants: tuple[tuple[str, Any], ...]
-    attributes: tuple[tuple[int, str], ...]
-    """Argument index and Triton's key of its alignment."""
+    signature: tuple[tuple[str, Any], ...]
+    """Name and type of each argument, a tuple of types if it is a tuple; `constexpr` for constants."""
+    constants: tuple[tuple[tuple[int, ...], str, Any], ...]
+    """Path of indices, name, and value."""
+    attributes: tuple[tuple[tuple[int, ...], str], ...]
+    """Path and Triton's key of an alignment."""
     options: tuple[tuple[str, int], ...]
     """num_warps, num_stages."""
     shipped: bool
     """As in the specimen."""
+
+    @property
+    def blocks(self) -> list[str]:
+        """Names and values of the block sizes, as "BLOCK_M 128"."""
+        return [f"{name.upper()} {value}" for _, name, value in self.constants if "BLOCK" in name.upper() and value]
 
     @property
     def identity(self) -> tuple[Any, ...]:
@@ -133,7 +139,20 @@ def _describe_launch(
 
     backend = make_backend(_gpu_target(ARCHITECTURES[architecture]))
     values = dict(zip(kernel.arg_names, arguments, strict=False)) | {k: v for k, v in named.items() if k in kernel.arg_names}
-    signature, constants, attributes = [], [], []
+    signature: list[tuple[str, Any]] = []
+    constants: list[tuple[tuple[int, ...], str, Any]] = []
+    attributes: list[tuple[tuple[int, ...], str]] = []
+
+    def describe(path: tuple[int, ...], name: str, value: Any, kind: Any, key: Any) -> None:
+        if isinstance(kind, tuple):
+            names = getattr(value, "_fields", [name] * len(kind))
+            for number, parts in enumerate(zip(names, value, kind, key, strict=True)):
+                describe((*path, number), *parts)
+        elif kind == "constexpr":
+            constants.append((path, name, getattr(value, "value", value)))
+        elif key:
+            attributes.append((path, key))
+
     for number, parameter in enumerate(kernel.params):
         value = values[parameter.name]
         one, aligned = not parameter.do_not_specialize, not parameter.do_not_specialize_on_alignment
@@ -141,10 +160,7 @@ def _describe_launch(
             ("constexpr", None) if parameter.is_constexpr else native_specialize_impl(backend, value, False, one, aligned)
         )
         signature.append((parameter.name, kind))
-        if kind == "constexpr":
-            constants.append((parameter.name, value))
-        elif key:
-            attributes.append((number, key))
+        describe((number,), parameter.name, value, kind, key)
     options = tuple(sorted((k, v) for k, v in named.items() if k not in kernel.arg_names))
     return RecordedLaunch(
         operation=specimen.operation,
@@ -168,12 +184,11 @@ def compile_launch(recorded: RecordedLaunch) -> CompiledKernel:
     architecture = ARCHITECTURES[recorded.architecture]
     target = _gpu_target(architecture)
     parse = make_backend(target).parse_attr
-    numbers = {name: number for number, (name, _) in enumerate(recorded.signature)}
     source = ASTSource(
         recorded.kernel,
         dict(recorded.signature),
-        constexprs={(numbers[name],): value for name, value in recorded.constants},
-        attrs={(number,): parse(key) for number, key in recorded.attributes},
+        constexprs={path: value for path, _, value in recorded.constants},
+        attrs={path: parse(key) for path, key in recorded.attributes},
     )
     triton.knobs.compilation.always_compile = True  # a cached kernel would come without the assembler's log
     triton.knobs.nvidia.dump_ptxas_log = True
@@ -204,7 +219,7 @@ def _read_compiled(kernel: Any, log: str, architecture: Architecture, recorded: 
         for a in ARCHITECTURES.values()
     }
     own = instructions.pop(architecture.matrix_instruction)
-    blocks = [f"{name.removeprefix('BLOCK_').lower()} {value}" for name, value in recorded.constants if "BLOCK" in name]
+    blocks = [block.removeprefix("BLOCK_").lower() for block in recorded.blocks]
     bound = [f"{value} registers at most" for name, value in recorded.options if name == "maxnreg"]
     return CompiledKernel(
         operation=recorded.operation,
@@ -285,7 +300,7 @@ def digest_launches(launches: Sequence[RecordedLaunch]) -> str:
             launch.architecture,
             launch.kernel.fn.__name__,
             launch.label,
-            *(f"{name} {value}" for name, value in launch.constants if "BLOCK" in name),
+            *launch.blocks,
             *(f"{name} {value}" for name, value in launch.options),
         ]
         for launch in launches

@@ -220,7 +220,10 @@ def _iterate_attention_calls(device: torch.device) -> Iterator[Call]:
         cache: Shapes = [(3, 8, 1, head_size), *[(3, 2, 3000, head_size)] * 2]
         yield f"decoding D {head_size}", torch.no_grad()(attention), torch.no_grad()(attention_reference), cache
     long: Shapes = [(1, 4, 4096, 128)] * 3
-    yield "attention, long", partial(attention, causal=True), partial(attention_reference, causal=True), long
+    # As many blocks of keys as processors: a program for dK and dV has all heads of a group, else each has its own.
+    grouped: Shapes = [(2, 8, 4096, 128), *[(2, 4, 4096, 128)] * 2]
+    for label, shapes in (("long", long), ("long, grouped", grouped)):
+        yield f"attention, {label}", partial(attention, causal=True), partial(attention_reference, causal=True), shapes
     offsets = torch.tensor([0, 100, 100, 513, 1000], dtype=torch.int32, device=device)
     packed: Shapes = [(1000, 4, 64), *[(1000, 2, 64)] * 2]
     seed, lengths = torch.zeros(1, dtype=torch.int64, device=device), torch.tensor([300, 1], device=device)

@@ -6,7 +6,7 @@ those for other architectures. The tests replace it to put guard bands around ev
     launch(_gelu_forward_kernel, (cdiv(n, 1024),), x, y, n, BLOCK=1024, num_warps=4)
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from typing import Any
@@ -26,8 +26,17 @@ def launch(kernel: Any, grid: Grid, *arguments: Any, **named: Any) -> None:
         _launcher(kernel, grid, arguments, named)
 
 
+def flatten(arguments: Iterable[Any]) -> Iterator[Any]:
+    """Yields arguments, and the fields of those that are tuples."""
+    for argument in arguments:
+        if isinstance(argument, tuple):
+            yield from flatten(argument)
+        else:
+            yield argument
+
+
 def _launch_on_device(kernel: Any, grid: Grid, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
-    device = next((a.device for a in arguments if isinstance(a, torch.Tensor)), None)
+    device = next((a.device for a in flatten(arguments) if isinstance(a, torch.Tensor)), None)
     if device is None or device.type != "cuda" or device.index == torch.cuda.current_device():
         kernel[grid](*arguments, **named)
     else:

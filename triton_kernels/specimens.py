@@ -83,6 +83,9 @@ def _attention_specimens(device: torch.device) -> Iterator[Specimen]:
             kind = f"{_dtype_name(dtype)} D {size}"
             causal = partial(attention, causal=True)
             yield Specimen("attention", f"{kind} causal", _forward_and_backward(causal, _qkv_shapes(size), dtype, device))
+        # Fewer blocks of keys than processors: each query head has programs of its own for dK and dV.
+        few: list[Shape] = [(1, 8, 1024, size), *[(1, 1, 1024, size)] * 2]
+        yield Specimen("attention", f"bf16 D {size} causal, one group", _forward_and_backward(causal, few, half, device))
         yield Specimen("attention", f"bf16 D {size} decoding", partial(_call_decoding, size, half, device))
     yield Specimen("attention", "bf16 D 128 full", _forward_and_backward(attention, _qkv_shapes(128), half, device))
     yield Specimen(

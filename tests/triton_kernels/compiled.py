@@ -71,7 +71,7 @@ def sample(launches: list[Any]) -> list[int]:
 
 
 def _tile_size(recorded: Any) -> int:
-    return math.prod(value for name, value in recorded.constants if "BLOCK" in name)
+    return math.prod(int(block.split()[1]) for block in recorded.blocks)
 
 
 def _compile(number: int) -> dict[str, Any]:

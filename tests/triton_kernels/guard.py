@@ -79,6 +79,9 @@ def guarded() -> Iterator[list[str]]:
                 # Arguments that are the same tensor must stay the same tensor: a kernel may work in place.
                 key = (argument.data_ptr(), argument.shape, argument.stride(), argument.dtype)
                 return copies.setdefault(key, _Guarded(argument, len(copies))).view
+            if isinstance(argument, tuple):
+                fields = map(guard, argument)
+                return type(argument)(*fields) if hasattr(argument, "_fields") else tuple(fields)
             if type(argument).__name__ == "TensorDescriptor":
                 return replace(argument, base=guard(argument.base))
             return argument

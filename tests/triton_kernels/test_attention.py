@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.checkpoint import checkpoint
 
+from raystride.triton_kernels import attention_backward
 from raystride.triton_kernels.attention import attention, attention_reference
 from raystride.triton_kernels.attention_masks import kept_weights, visible
 from raystride.triton_kernels.configurations import KERNELS, Tile, forced_tile
@@ -16,6 +17,7 @@ from raystride.triton_kernels.dispatch import kernels_ran, use_kernels
 from raystride.triton_kernels.launch import assumed_architecture
 from tests.some import some
 from tests.triton_kernels.compare import check
+from tests.triton_kernels.guard import guarded
 from tests.triton_kernels.registration import check_registration
 from tests.triton_kernels.strategies import DTYPES
 
@@ -24,6 +26,9 @@ HEADS = st.sampled_from([(1, 1), (2, 2), (4, 2), (3, 1)])
 """H and G."""
 LENGTHS = st.sampled_from([0, 1, 2, 15, 16, 17, 31, 33])
 SIZES = st.sampled_from([1, 7, 16, 24, 32, 48])
+PROCESSORS = st.sampled_from([1, 132])
+"""One processor: dK and dV are summed over a group's heads by one program; many: head by head, and then added up."""
+NUM_PROCESSORS = (attention_backward, "num_processors")
 
 
 def _formula(
@@ -92,16 +97,29 @@ def _cases(draw: st.DrawFn) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, C
 
 
 @settings(max_examples=14)
-@given(case=_cases(), tall=st.booleans(), architecture=st.sampled_from(["sm_80", "sm_90"]))
+@given(case=_cases(), tall=st.booleans(), architecture=st.sampled_from(["sm_80", "sm_90"]), processors=PROCESSORS)
 def test_values_and_gradients(
-    case: tuple[torch.Tensor, torch.Tensor, torch.Tensor, Case], tall: bool, architecture: str
+    case: tuple[torch.Tensor, torch.Tensor, torch.Tensor, Case], tall: bool, architecture: str, processors: int
 ) -> None:
     q, k, v, rules = case
     with ExitStack() as stack:
+        stack.enter_context(pytest.MonkeyPatch.context()).setattr(*NUM_PROCESSORS, lambda _: processors)
         stack.enter_context(assumed_architecture(architecture))
         for kernel in KERNELS:
             stack.enter_context(forced_tile(kernel, Tile(32, 16, 4, 1) if tall else Tile(16, 32, 4, 1)))
         _compare(q, k, v, **rules)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_heads_have_programs_of_their_own_where_blocks_of_keys_are_few(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inputs = [_rows(2, heads, 70, 24, dtype, "slice") for heads in (6, 2, 2)]
+    for processors, kernels in ((9, 2), (1, 0)):
+        monkeypatch.setattr(*NUM_PROCESSORS, lambda _, number=processors: number)
+        with guarded() as launched, forced_tile("attention_backward_keys", Tile(16, 64, 4, 1)):
+            _compare(*inputs, causal=True)  # type: ignore[misc]
+        assert launched.count("_attention_sum_heads_kernel") == kernels
 
 
 @pytest.mark.parametrize(

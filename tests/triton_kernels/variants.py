@@ -48,6 +48,10 @@ def _rows(batch: int, tokens: int, *shape: int) -> torch.Tensor:
     return torch.empty(batch, tokens, *shape, dtype=torch.bfloat16, requires_grad=True)
 
 
+def _kernel_of(channels: int, outputs: int) -> tuple[torch.Tensor, torch.Tensor]:
+    return _rows(outputs, channels, 3, 3), _rows(outputs)
+
+
 def _heads(batch: int, tokens: int, heads: int) -> torch.Tensor:
     return _rows(batch, tokens, heads, SIZE).transpose(1, 2)
 
@@ -81,7 +85,7 @@ def train(operation: str, batch: int, queries: int, keys: int) -> None:
         "swiglu": lambda: swiglu(x, x),
         "geglu": lambda: geglu(x, x),
         "mse": lambda: mse(x, x),
-        "convolution": lambda: convolution(_rows(batch, 3, 8, 8), torch.ones(16, 3, 3, 3), torch.ones(16), pool=True),
+        "convolution": lambda: convolution(_rows(batch, 3, 8, 8), *_kernel_of(3, 16), pool=True),
         "linear_cross_entropy": lambda: linear_cross_entropy(
             x[:, :9], _rows(1, WORDS, WIDTH)[0], torch.ones(batch, min(9, queries), dtype=torch.int64)
         ),

@@ -1,0 +1,116 @@
+"""Rows of the tensors of attention in a kernel: where they lie, their loads, stores and products.
+
+A kernel gets each tensor, or a descriptor of its blocks, beside its `Strides`; what belongs to one head of one sequence is
+`Rows`, so that no stride can be taken for another's.
+
+    rows = Rows(k, k_strides, b, g, key_start, length)        # in a kernel
+    block = load_rows(rows, key, form.block_n, form)          # rows key to key + block_n: (block_n, block_d)
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+
+from raystride.triton_kernels.language import jit, tl
+
+
+class Strides(NamedTuple):
+    """Elements from one index to the next; the last dimension is contiguous."""
+
+    batch: int
+    head: int
+    row: int
+
+
+def row_strides(x: torch.Tensor) -> Strides:
+    """Returns the strides of (B, H, T, D), or of packed (N, H, D), with 0 for the batch."""
+    return Strides(*x.stride()[:3]) if x.dim() == 4 else Strides(0, x.stride(1), x.stride(0))
+
+
+class Rows(NamedTuple):
+    """One head of one sequence, in a kernel."""
+
+    x: Any
+    """The tensor, or a descriptor of its blocks."""
+    strides: Any
+    b: Any
+    h: Any
+    start: Any
+    """The sequence's first row in a packed tensor, else 0."""
+    length: Any
+    """Rows of the sequence that may be read."""
+
+
+class Form(NamedTuple):
+    """Compile-time constants of a tiled kernel, each in `tl.constexpr`."""
+
+    causal: Any
+    windowed: Any
+    """Whether there is a window."""
+    capped: Any
+    """Whether scores are capped."""
+    size: Any
+    """The head size D."""
+    block_d: Any
+    """Columns of a block: D, padded to a power of two."""
+    block_m: Any
+    """Queries of a block."""
+    block_n: Any
+    """Keys of a block."""
+    precision: Any
+    """`input_precision` of the products."""
+    descriptors: Any
+    """Whether tensors come as descriptors."""
+    chunk: Any
+    """Columns of a score's product that are loaded at a time; 0: all of them."""
+
+
+@jit
+def find_row(rows, first):
+    """A pointer to a row of the sequence: 64 bits up to the block, 32 within it."""
+    x = rows.x + tl.cast(rows.b, tl.int64) * rows.strides.batch + tl.cast(rows.h, tl.int64) * rows.strides.head
+    return x + tl.cast(rows.start + first, tl.int64) * rows.strides.row
+
+
+@jit
+def load_rows(rows, first, BLOCK: tl.constexpr, form):
+    """Rows first to first + BLOCK, (BLOCK, block_d); zeros beyond the sequence's length and D."""
+    if form.descriptors:
+        block = rows.x.load([rows.b, rows.h, first, 0]).reshape(BLOCK, form.block_d)
+    else:
+        i, columns = tl.arange(0, BLOCK), tl.arange(0, form.block_d)
+        inside = (first + i < rows.length)[:, None]
+        if form.size < form.block_d:
+            inside = inside & (columns < form.size)[None, :]
+        place = find_row(rows, first) + i[:, None] * rows.strides.row + columns[None, :]
+        block = tl.load(place, mask=inside, other=0.0)
+    return block
+
+
+@jit
+def store_rows(rows, first, block, BLOCK: tl.constexpr, form):
+    """Stores what `load_rows` would load."""
+    if form.descriptors:
+        rows.x.store([rows.b, rows.h, first, 0], block.to(rows.x.dtype).reshape(1, 1, BLOCK, form.block_d))
+    else:
+        i, columns = tl.arange(0, BLOCK), tl.arange(0, form.block_d)
+        inside = (first + i < rows.length)[:, None]
+        if form.size < form.block_d:
+            inside = inside & (columns < form.size)[None, :]
+        place = find_row(rows, first) + i[:, None] * rows.strides.row + columns[None, :]
+        tl.store(place, block.to(rows.x.dtype.element_ty), mask=inside)
+
+
+@jit
+def product_of_rows(x, x_first, X: tl.constexpr, y, y_first, Y: tl.constexpr, form):
+    """X Y^T of blocks of X and of Y rows, `chunk` columns loaded at a time: fp32 that fits the registers."""
+    i, j, columns = tl.arange(0, X), tl.arange(0, Y), tl.arange(0, form.chunk)
+    x_ptr = find_row(x, x_first) + i[:, None] * x.strides.row
+    y_ptr = find_row(y, y_first) + j[:, None] * y.strides.row
+    product = tl.zeros([X, Y], tl.float32)
+    for d in tl.range(0, form.size, form.chunk, num_stages=1):
+        inside = (d + columns < form.size)[None, :]
+        x_block = tl.load(x_ptr + (d + columns)[None, :], mask=(x_first + i < x.length)[:, None] & inside, other=0.0)
+        y_block = tl.load(y_ptr + (d + columns)[None, :], mask=(y_first + j < y.length)[:, None] & inside, other=0.0)
+        product = tl.dot(x_block, tl.trans(y_block), product, input_precision=form.precision)
+    return product
