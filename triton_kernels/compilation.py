@@ -14,16 +14,18 @@ import json
 import os
 import re
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cache
 from multiprocessing import get_context
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from raystride.triton_kernels.architectures import ARCHITECTURES, Architecture, occupancy
+from raystride.triton_kernels.configurations import TileCase, listening
 from raystride.triton_kernels.dispatch import use_kernels
 from raystride.triton_kernels.launch import Grid, assumed_architecture, use_launcher
 from raystride.triton_kernels.processes import end_with_parent
@@ -48,6 +50,8 @@ class RecordedLaunch:
     """num_warps, num_stages."""
     shipped: bool
     """As in the specimen."""
+    case: TileCase | None = None
+    """What the tile was chosen by; None of kernels without a table of tiles, and of alternatives."""
 
     @property
     def blocks(self) -> list[str]:
@@ -113,21 +117,39 @@ class CompiledKernel:
 
 def record_launches(architecture: str, operation: str | None = None, only_shipped: bool = False) -> list[RecordedLaunch]:
     """Returns every launch of the specimens on an architecture, each compiled kernel once."""
+    return record_specimens(
+        architecture,
+        lambda specimen: operation in (None, specimen.operation) and (specimen.shipped or not only_shipped),
+    )
+
+
+def record_specimens(architecture: str, selects: Callable[[Specimen], bool]) -> list[RecordedLaunch]:
+    """Returns the launches of the selected specimens on an architecture, each compiled kernel once."""
     found: dict[tuple[Any, ...], RecordedLaunch] = {}
     current: list[Specimen] = []
+    cases: dict[str, TileCase] = {}
 
     def record_launch(kernel: Any, grid: Grid, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
         recorded = _describe_launch(kernel, arguments, named, current[-1], architecture)
+        recorded = replace(recorded, case=cases.get(short_name(kernel)))
         found.setdefault(recorded.identity, recorded)
 
-    with use_launcher(record_launch), assumed_architecture(architecture):
+    def note_case(case: TileCase) -> None:
+        cases[case.kernel] = case
+
+    with use_launcher(record_launch), assumed_architecture(architecture), listening(note_case):
         use_kernels("triton")
-        for specimen in list_specimens(torch.device("cpu")):
-            if operation in (None, specimen.operation) and (specimen.shipped or not only_shipped):
-                current.append(specimen)
-                specimen.call()
+        for specimen in filter(selects, list_specimens(torch.device("cpu"))):
+            current.append(specimen)
+            cases.clear()
+            specimen.call()
         use_kernels("auto")
     return list(found.values())
+
+
+def short_name(kernel: Any) -> str:
+    """Returns a kernel's name as in reports, such as "attention_forward"."""
+    return str(kernel.fn.__name__).strip("_").removesuffix("_kernel")
 
 
 def _describe_launch(
@@ -175,8 +197,26 @@ def _describe_launch(
     )
 
 
-def compile_launch(recorded: RecordedLaunch) -> CompiledKernel:
-    """Compiles one kernel and reads its resource usage."""
+def compile_launch(recorded: RecordedLaunch, kept: Path | None = None) -> CompiledKernel:
+    """Compiles one kernel and reads its resource usage.
+
+    `kept` is a folder of earlier results, by kernels and compiler, to which new ones are added.
+    """
+    if kept is None:
+        return _compile(recorded)
+    import triton
+
+    causes = (triton.__version__, recorded.kernel.cache_key, recorded.identity, recorded.label, recorded.shipped)
+    path = kept / f"{hashlib.sha256(repr(causes).encode()).hexdigest()}.json"
+    with contextlib.suppress(OSError, ValueError):
+        return CompiledKernel(**json.loads(path.read_bytes()))
+    row = _compile(recorded)
+    kept.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(asdict(row)))
+    return row
+
+
+def _compile(recorded: RecordedLaunch) -> CompiledKernel:
     import triton
     from triton.compiler import ASTSource
     from triton.compiler.compiler import make_backend
@@ -223,7 +263,7 @@ def _read_compiled(kernel: Any, log: str, architecture: Architecture, recorded: 
     bound = [f"{value} registers at most" for name, value in recorded.options if name == "maxnreg"]
     return CompiledKernel(
         operation=recorded.operation,
-        kernel=recorded.kernel.fn.__name__.strip("_").removesuffix("_kernel"),
+        kernel=short_name(recorded.kernel),
         label=recorded.label,
         tile=", ".join([*blocks, f"{warps} warps", f"{kernel.metadata.num_stages} stages", *bound]),
         architecture=architecture.name,
@@ -279,16 +319,22 @@ def _cached_launches(architecture: str, operation: str | None, only_shipped: boo
     return record_launches(architecture, operation, only_shipped)
 
 
-def _compile_number(architecture: str, operation: str | None, only_shipped: bool, number: int) -> CompiledKernel:
-    return compile_launch(_cached_launches(architecture, operation, only_shipped)[number])
+def _compile_number(
+    architecture: str, operation: str | None, only_shipped: bool, kept: Path | None, number: int
+) -> CompiledKernel:
+    return compile_launch(_cached_launches(architecture, operation, only_shipped)[number], kept)
 
 
 def compile_all(
-    architectures: Sequence[str], operation: str | None = None, only_shipped: bool = False, processes: int | None = None
+    architectures: Sequence[str],
+    operation: str | None = None,
+    only_shipped: bool = False,
+    processes: int | None = None,
+    kept: Path | None = None,
 ) -> Iterator[CompiledKernel]:
-    """Compiles in several processes (by default one a processor) and yields rows in order."""
+    """Compiles in several processes (by default one a processor) and yields rows in order; `kept` as in `compile_launch`."""
     what = (operation, only_shipped)
-    work = [(name, *what, n) for name in architectures for n in range(len(_cached_launches(name, *what)))]
+    work = [(name, *what, kept, n) for name in architectures for n in range(len(_cached_launches(name, *what)))]
     with ProcessPoolExecutor(processes or os.cpu_count(), get_context("spawn"), initializer=end_with_parent) as pool:
         yield from pool.map(_compile_number, *zip(*work, strict=True))
 

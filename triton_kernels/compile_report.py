@@ -213,11 +213,14 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--write", type=Path, help="write a Markdown page with a row for each kernel")
     parser.add_argument("--page", type=Path, help="write a Markdown page with a row for each operation")
     parser.add_argument("--json", action="store_true", help="one JSON object a line instead of a table")
+    parser.add_argument(
+        "--kept", type=Path, help="folder of earlier results: kernels that have not changed are not compiled"
+    )
     parser.add_argument("--processes", type=int, help="compilers side by side; default: as many as processors")
     options = parser.parse_args(arguments)
     rows, wrong = [], 0
     for row in compile_all(
-        options.architecture or list(ARCHITECTURES), options.operation, options.shipped, options.processes
+        options.architecture or list(ARCHITECTURES), options.operation, options.shipped, options.processes, options.kept
     ):
         rows.append(row)
         wrong += bool(find_faults(row)) and row.shipped

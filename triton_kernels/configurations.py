@@ -11,11 +11,13 @@ which it departs from the table before.
     with forced_tile("attention_forward", Tile(16, 16, 4, 1)): ...
 """
 
-from collections.abc import Iterable, Iterator
+import json
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import cache, lru_cache
 from itertools import product
-from typing import NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 
@@ -178,39 +180,6 @@ _SINGLE: dict[str, dict[int, Tile]] = {
     "attention_decoding": {64: Tile(16, 32, 4, 2), 128: Tile(16, 32, 4, 1), 256: Tile(16, 16, 8, 1)},
 }
 """fp32: compiled without spills; speed not measured."""
-_BEFORE_3_7: dict[tuple[int, int, bool], dict[str, dict[str, dict[int, Tile]]]] = {
-    (0, 0, False): {
-        "attention_backward_keys": {
-            "sm_86": {64: Tile(16, 128, 8, 1)},
-            "sm_90": {256: Tile(32, 64, 8, 2, 255)},
-            "sm_100": {64: Tile(32, 128, 8, 2)},
-        }
-    },
-    (1, 0, False): {"attention_backward_keys": {"sm_90": {128: Tile(16, 128, 8, 2)}, "sm_100": {64: Tile(32, 128, 8, 1)}}},
-    (1, 0, True): {"attention_backward_keys": {"sm_100": {64: Tile(32, 128, 8, 1)}}},
-    (1, 1, False): {"attention_backward_keys": {"sm_100": {64: Tile(16, 128, 8, 2)}}},
-    (1, 2, False): {"attention_backward_keys": {"sm_100": {64: Tile(16, 128, 8, 1)}}},
-    (2, 0, False): {"attention_backward_keys": {"sm_90": {128: Tile(16, 64, 8, 1)}, "sm_100": {64: Tile(16, 128, 8, 1)}}},
-    (2, 0, True): {
-        "attention_backward_keys": {
-            "sm_80": {128: Tile(32, 32, 8, 2)},
-            "sm_90": {64: Tile(16, 128, 8, 2)},
-            "sm_100": {64: Tile(16, 128, 8, 1)},
-        },
-    },
-    (2, 2, False): {
-        "attention_forward": {"sm_90": {256: Tile(128, 16, 8, 2)}},
-        "attention_backward_keys": {"sm_90": {128: Tile(16, 64, 8, 1)}, "sm_100": {64: Tile(16, 128, 8, 1)}},
-        "attention_backward_queries": {"sm_100": {128: Tile(64, 32, 8, 2, 255)}},
-    },
-}
-"""Tiles of fp16 and bf16 with Triton before 3.7, whose compilers need more registers and spill with the tiles above: by the
-arguments of `tile` (lean, capped, dropped). 255 is the hardware limit; given explicitly, ptxas does not spill."""
-_SINGLE_BEFORE_3_7: dict[str, dict[str, dict[int, Tile]]] = {
-    "attention_backward_queries": {"sm_100": {64: Tile(64, 32, 8, 1)}}
-}
-"""Tiles of fp32 with Triton before 3.7, for any call."""
-
 _SIZES = (16, 32, 64, 128)
 _CANDIDATES = tuple(Tile(*four) for four in product(_SIZES, _SIZES, (4, 8), (1, 2, 3)))
 _TWO_PROGRAMS = tuple(Tile(*four, 128) for four in product(_SIZES, _SIZES, (8,), (1, 2, 3)))
@@ -233,6 +202,25 @@ _BYTES = 64
 _forced: dict[str, Tile] = {}
 
 
+class TileCase(NamedTuple):
+    """What a tile is chosen by, besides Triton's version."""
+
+    kernel: str
+    family: str
+    head_size: int
+    """64, 128 or 256, which cover the smaller ones."""
+    single: bool
+    """Whether in fp32."""
+    lean: int
+    capped: int
+    dropped: bool
+    mixed: str
+
+
+CORRECTIONS = Path(__file__).with_name("tile_corrections.json")
+"""By Triton's version, tiles of cases that spill with those of the tables; written by `tile_search`."""
+
+
 def tile(
     kernel: str,
     architecture: str,
@@ -252,51 +240,75 @@ def tile(
     """
     if kernel in _forced:
         return _forced[kernel]
-    chosen = _shipped_tile(kernel, architecture, head_size, dtype, lean, capped, dropped, mixed, _before_3_7())
-    bound = (
-        mixed,
-        kernel,
-        architecture_family(architecture),
-        _table_head_size(head_size),
-    ) in _BOUND and dtype != torch.float32
-    return chosen._replace(registers=255) if bound else chosen
+    case = _find_case(kernel, architecture, head_size, dtype, lean, capped, dropped, mixed)
+    for listener in _listeners:
+        listener(case)
+    return _corrections(triton_version()).get(case) or shipped_tile(case)
 
 
-def _table_head_size(head_size: int) -> int:
-    """Returns the head size of the tables that covers this one."""
-    return next(size for size in (64, 128, 256) if head_size <= size)
-
-
-@cache
-def _before_3_7() -> bool:
-    """Returns whether kernels are compiled by a Triton before 3.7; False without Triton."""
-    try:
-        from triton import __version__ as version
-    except ImportError:
-        return False
-    return tuple(int(part) for part in version.split(".")[:2]) < (3, 7)
+_listeners: list[Callable[[TileCase], None]] = []
 
 
 @lru_cache(maxsize=256)
-def _shipped_tile(
-    kernel: str,
-    architecture: str,
-    head_size: int,
-    dtype: torch.dtype,
-    lean: int,
-    capped: int,
-    dropped: bool,
-    mixed: str,
-    before_3_7: bool,
-) -> Tile:
-    size, family, single = _table_head_size(head_size), architecture_family(architecture), dtype == torch.float32
+def _find_case(
+    kernel: str, architecture: str, head_size: int, dtype: torch.dtype, lean: int, capped: int, dropped: bool, mixed: str
+) -> TileCase:
+    size = next(size for size in (64, 128, 256) if head_size <= size)
+    return TileCase(kernel, architecture_family(architecture), size, dtype == torch.float32, lean, capped, dropped, mixed)
+
+
+@cache
+def triton_version() -> str:
+    """Returns Triton's version, such as "3.7"; "" without Triton."""
+    try:
+        from triton import __version__ as version
+    except ImportError:
+        return ""
+    return ".".join(version.split(".")[:2])
+
+
+@cache
+def _corrections(version: str) -> dict[TileCase, Tile]:
+    """Returns the corrections for a Triton; for one that is newer than all known, those for the newest."""
+    by_version = read_corrections()
+    newest = max(by_version, key=_version_key, default="")
+    newer = version and newest and _version_key(version) > _version_key(newest)
+    return by_version.get(newest if newer else version, {})
+
+
+def _version_key(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in version.split("."))
+
+
+def read_corrections() -> dict[str, dict[TileCase, Tile]]:
+    """Returns all corrections, by Triton's version."""
+    stored: dict[str, list[list[list[Any]]]] = json.loads(CORRECTIONS.read_text())
+    return {version: {TileCase(*case): Tile(*chosen) for case, chosen in rows} for version, rows in stored.items()}
+
+
+def write_corrections(corrections: dict[str, dict[TileCase, Tile]]) -> None:
+    """Writes the corrections, one a line."""
+    versions = []
+    for version in sorted(corrections, key=_version_key):
+        rows = [json.dumps([case, chosen]) for case, chosen in sorted(corrections[version].items())]
+        versions.append(f"{json.dumps(version)}: [" + ",".join(f"\n  {row}" for row in rows) + "\n]")
+    CORRECTIONS.write_text("{\n" + ",\n".join(versions) + "\n}\n")
+    _corrections.cache_clear()
+
+
+@lru_cache(maxsize=256)
+def shipped_tile(case: TileCase) -> Tile:
+    """Returns the tile of the tables, whatever Triton compiles it."""
+    chosen = _table_tile(case)
+    bound = not case.single and (case.mixed, case.kernel, case.family, case.head_size) in _BOUND
+    return chosen._replace(registers=255) if bound else chosen
+
+
+def _table_tile(case: TileCase) -> Tile:
+    kernel, family, size, single, lean, capped, _, mixed = case
     together = {} if single else _MIXED.get(mixed, {}).get(kernel, {}).get(family, {})
     if size in together:
         return together[size]
-    if before_3_7:
-        corrected = _SINGLE_BEFORE_3_7 if single else _BEFORE_3_7.get((lean, capped, dropped), {})
-        if size in corrected.get(kernel, {}).get(family, {}):
-            return corrected[kernel][family][size]
     chosen = (_SINGLE if single else _HALF[family])[kernel][size]
     if not lean:
         return chosen
@@ -314,6 +326,21 @@ def _shipped_tile(
         fewer = family == "sm_100" or mixed == "dropout and window"
         return Tile(32, 16, 8, 1) if fewer and size == 128 else half._replace(warps=8)
     return known.get(size) or half
+
+
+def list_corrections(case: TileCase) -> list[Tile]:
+    """Returns tiles of at most the shipped one's blocks, best guess first, to be tried where that one spills."""
+    shipped, width = shipped_tile(case), 4 if case.single else 2
+    family, size = FAMILIES[case.family], case.head_size
+    fewer = [[n for n in _SIZES if n <= most] for most in shipped[:2]]
+    tiles = {Tile(*five) for five in product(*fewer, (4, 8), range(1, shipped.stages + 1), (shipped.registers, 255))}
+    fitting = [one for one in tiles if estimate_shared_bytes(case.kernel, one, size, width) <= family.shared]
+
+    def cost(candidate: Tile) -> tuple[float, int, int]:
+        cycles = _estimate_cycles(case.kernel, candidate, size, width, family)
+        return cycles, -candidate.stages, candidate.registers
+
+    return sorted(set(fitting) - {shipped}, key=cost)
 
 
 def list_tiles(kernel: str, architecture: str, head_size: int, dtype: torch.dtype) -> list[Tile]:
@@ -448,6 +475,29 @@ def takes_descriptors(architecture: str) -> bool:
     Workstation GPUs (sm_120) have TMA, but tensor cores that read registers, and spill.
     """
     return architecture.startswith("sm_") and 90 <= int(architecture.removeprefix("sm_")) < 120
+
+
+@contextmanager
+def listening(listener: Callable[[TileCase], None]) -> Iterator[None]:
+    """Calls `listener` with the case of each tile that is chosen inside the block."""
+    _listeners.append(listener)
+    try:
+        yield
+    finally:
+        _listeners.remove(listener)
+
+
+@contextmanager
+def corrected(case: TileCase, chosen: Tile) -> Iterator[None]:
+    """Corrects the tile of a case inside the block."""
+    corrections = _corrections(triton_version())
+    before = dict(corrections)
+    corrections[case] = chosen
+    try:
+        yield
+    finally:
+        corrections.clear()
+        corrections.update(before)
 
 
 @contextmanager

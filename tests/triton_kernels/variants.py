@@ -49,7 +49,7 @@ def _rows(batch: int, tokens: int, *shape: int) -> torch.Tensor:
 
 
 def _kernel_of(channels: int, outputs: int) -> tuple[torch.Tensor, torch.Tensor]:
-    return _rows(outputs, channels, 3, 3), _rows(outputs)
+    return _rows(outputs, channels, 3, 3), _rows(1, outputs)[0]
 
 
 def _heads(batch: int, tokens: int, heads: int) -> torch.Tensor:
