@@ -12,7 +12,8 @@
 # make test-3.12, make test-3.13  make test on another Python, in an environment of its own
 # make test-ray-next  what touches Ray, with the newest Ray that pyproject.toml admits, in an environment of its own
 # make kernels    docs/kernels.md, and build/kernels.md with a row for each kernel: all of them compiled; some ten minutes
-# make report-3.6  build/kernels-3.6.md: what ships, compiled by the oldest Triton, in an environment of its own; ten minutes
+# make tiles      tiles for what spills with the installed Triton, triton_kernels/tile_corrections.json; ten minutes
+# make report-3.6, make tiles-3.6  the same by another Triton, in an environment of its own: 3.6 is the oldest that is admitted
 # make install    make .venv and install Raystride and what its developers need into it
 # make ui         the MLflow UI over the runs in runs/
 # make pictures   the pictures of docs/, from two trainings and a browser: some five minutes
@@ -30,6 +31,8 @@ VENV := .venv
 STORAGE ?= runs
 RUN := $(VENV)/bin/python
 NEXT := .venv-ray-next
+# Results of the compilers, by kernel and Triton: what has not changed is not compiled again.
+KEPT := --kept build/compiled
 AUDIT := .venv-audit
 TRACED := .venv-3.12
 # Two processes more than there are cores, six at most: tests wait for a third of their time. A file's tests stay in one process,
@@ -41,7 +44,7 @@ PIP := $(RUN) -m pip install --quiet --disable-pip-version-check -c constraints.
 # As a path that editors and type checkers follow, and not by a hook of Python's import, which they do not.
 EDITABLE := --config-settings editable_mode=compat
 
-.PHONY: help install train test test-all test-changed test-weekly test-map test-table test-of test-processors test-newest test-oldest test-ray-next kernels ui pictures sanitize lint map settings api bill audit
+.PHONY: help install train test test-all test-changed test-weekly test-map test-table test-of test-processors test-newest test-oldest test-ray-next kernels tiles ui pictures sanitize lint map settings api bill audit
 .DEFAULT_GOAL := train
 
 help:
@@ -150,11 +153,16 @@ $(NEXT)/.installed: pyproject.toml constraints.txt
 	@touch $@
 
 kernels: install
-	@$(RUN) -m raystride.triton_kernels.compile_report --write build/kernels.md --page docs/kernels.md
+	@$(RUN) -m raystride.triton_kernels.compile_report $(KEPT) --write build/kernels.md --page docs/kernels.md
 
-# By other Tritons than that of constraints.txt: make report-3.6, the oldest that is admitted, report-3.8, report-3.9.
+tiles: install
+	@$(RUN) -m raystride.triton_kernels.tile_search $(KEPT)
+
 report-%: .venv-triton-%/.installed
-	@.venv-triton-$*/bin/python -m raystride.triton_kernels.compile_report --shipped --write build/kernels-$*.md
+	@.venv-triton-$*/bin/python -m raystride.triton_kernels.compile_report $(KEPT) --shipped --write build/kernels-$*.md
+
+tiles-%: .venv-triton-%/.installed
+	@.venv-triton-$*/bin/python -m raystride.triton_kernels.tile_search $(KEPT)
 
 # The kernels need no more than these two.
 .PRECIOUS: .venv-triton-%/.installed

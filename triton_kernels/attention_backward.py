@@ -270,15 +270,18 @@ def _launch_keys(
     dk: torch.Tensor, dv: torch.Tensor, sequences: Sequences, rules: Rules, tile_rules: dict[str, Any], fit: bool,
 ) -> None:  # fmt: skip
     name, size, (heads, groups) = architecture(q.device), q.shape[-1], (q.shape[1], k.shape[1])
-    chosen = tile("attention_backward_keys", name, size, q.dtype, dropped=rules.dropout > 0, **tile_rules)
-    m, n, group = chosen.block_m, chosen.block_n, heads // groups
-    # Lean tiles of larger heads may have too few rows for the instructions that read descriptor loads.
-    by = fit and not (tile_rules["lean"] and size > 64 and n < FAMILIES[architecture_family(name)].min_rows)
-    shared, sums = 1, (dk, dv)
-    if group > 1 and sequences.num_programs(sequences.keys, n, groups) < num_processors(name):
-        # Stored by pointers: a block of fp32 beside those of the inputs may not fit a processor's shared memory.
-        shared, group, groups, by = group, 1, heads, False
+    case = ("attention_backward_keys", name, size, q.dtype)
+    tile_rules = tile_rules | {"dropped": rules.dropout > 0}
+    chosen, group, shared, sums = tile(*case, **tile_rules), heads // groups, 1, (dk, dv)
+    by_head = group > 1 and sequences.num_programs(sequences.keys, chosen.block_n, groups) < num_processors(name)
+    if by_head:
+        chosen, group, groups, shared = tile(*case, **tile_rules, by_head=True), 1, heads, group
         sums = _allocate_parts(dk, heads), _allocate_parts(dv, heads)
+    m, n = chosen.block_m, chosen.block_n
+    # Lean tiles of larger heads may have too few rows for the instructions that read descriptor loads; by head, a block in
+    # fp32 would be stored beside those of the inputs, and may not fit a processor's shared memory.
+    narrow = tile_rules["lean"] and size > 64 and n < FAMILIES[architecture_family(name)].min_rows
+    by = fit and not narrow and not by_head
     launch(
         _attention_backward_keys_kernel, (sequences.num_programs(sequences.keys, n, groups),),
         kernel_tensor(q, m, by), kernel_tensor(k, n, by), kernel_tensor(v, n, by), kernel_tensor(grad, m, by), lse, delta,
@@ -287,7 +290,7 @@ def _launch_keys(
         rules.for_kernels(), groups, group, shared, sequences.queries, sequences.keys, sequences.batch,
         heads_per_section(sequences, k, shared), kernel_form(chosen, q, rules, by), **launch_options(chosen),
     )  # fmt: skip
-    if shared > 1:
+    if by_head:
         for part, total in zip(sums, (dk, dv), strict=True):
             _launch_sum(part, total, shared)
 

@@ -215,6 +215,7 @@ class TileCase(NamedTuple):
     capped: int
     dropped: bool
     mixed: str
+    by_head: bool
 
 
 CORRECTIONS = Path(__file__).with_name("tile_corrections.json")
@@ -231,16 +232,18 @@ def tile(
     capped: int = 0,
     dropped: bool = False,
     mixed: str = "",
+    by_head: bool = False,
 ) -> Tile:
     """Returns the shipped tile, or the forced one.
 
     `lean` counts reasons for more registers (dropout, a window or a cap; pointers to variable-length sequences), which need
     smaller streamed blocks. `capped`: 1 for capped scores, 2 with another reason. `dropped`: whether there is dropout, for
     whose random numbers dK and dV have the fewest registers. `mixed`: the combination of rules, as in `_MIXED` and `_BOUND`.
+    `by_head`: whether dK and dV are of one query head, in fp32.
     """
     if kernel in _forced:
         return _forced[kernel]
-    case = _find_case(kernel, architecture, head_size, dtype, lean, capped, dropped, mixed)
+    case = _find_case(kernel, architecture, head_size, dtype, lean, capped, dropped, mixed, by_head)
     for listener in _listeners:
         listener(case)
     return _corrections(triton_version()).get(case) or shipped_tile(case)
@@ -250,11 +253,9 @@ _listeners: list[Callable[[TileCase], None]] = []
 
 
 @lru_cache(maxsize=256)
-def _find_case(
-    kernel: str, architecture: str, head_size: int, dtype: torch.dtype, lean: int, capped: int, dropped: bool, mixed: str
-) -> TileCase:
+def _find_case(kernel: str, architecture: str, head_size: int, dtype: torch.dtype, *rest: Any) -> TileCase:
     size = next(size for size in (64, 128, 256) if head_size <= size)
-    return TileCase(kernel, architecture_family(architecture), size, dtype == torch.float32, lean, capped, dropped, mixed)
+    return TileCase(kernel, architecture_family(architecture), size, dtype == torch.float32, *rest)
 
 
 @cache
@@ -305,7 +306,7 @@ def shipped_tile(case: TileCase) -> Tile:
 
 
 def _table_tile(case: TileCase) -> Tile:
-    kernel, family, size, single, lean, capped, _, mixed = case
+    kernel, family, size, single, lean, capped, _, mixed, _ = case
     together = {} if single else _MIXED.get(mixed, {}).get(kernel, {}).get(family, {})
     if size in together:
         return together[size]

@@ -13,11 +13,12 @@ equal halves; weights (D,). In fp32 inside, rounded once; the results have the m
     q, k = rope(q, k, cos, sin, q_norm.weight, k_norm.weight, eps=1e-6)
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from raystride.triton_kernels.arguments import expect
+from raystride.triton_kernels.attention_rows import Strides, row_strides
 from raystride.triton_kernels.dispatch import DTYPES, takes_triton
 from raystride.triton_kernels.language import cdiv, jit, jit_varying, next_power_of_2, tl
 from raystride.triton_kernels.launch import launch
@@ -53,117 +54,146 @@ def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tens
     return (wide * cos + torch.cat((-second, first), dim=-1) * sin).to(x.dtype)
 
 
+class _Strided(NamedTuple):
+    """A tensor (B, H, T, D) in a kernel, and its strides."""
+
+    x: Any
+    strides: Strides
+
+
+class _Tables(NamedTuple):
+    """cos and sin, and the strides of batch and token."""
+
+    cos: Any
+    sin: Any
+    batch: int
+    row: int
+
+
+class _Turned(NamedTuple):
+    """Queries, or keys, of a forward."""
+
+    x: _Strided
+    y: _Strided
+    inverse: Any
+    """1 / rms of each head; unused without a norm."""
+    weight: Any
+    heads: int
+
+
+class _Differentiated(NamedTuple):
+    """Queries, or keys, of a backward."""
+
+    grad: _Strided
+    x: _Strided
+    """Unused without a norm, as are the next three."""
+    inverse: Any
+    weight: Any
+    partial: Any
+    """The weight's gradient of each group of rows."""
+    grad_x: _Strided
+    heads: int
+
+
 @jit
-def _places(row, rows, heads, tokens, half, pair, stride_b, stride_h, stride_t, table_b, table_t):
-    """Where the first half of each row lies, and its angles in a table; rows are all heads of a token, then of the next."""
+def _point_to(tensor, row, heads, tokens, pair):
+    """The first half of each row; rows are all heads of a token, then of the next."""
     head, token = (row % heads).to(tl.int64), (row // heads % tokens).to(tl.int64)
     batch = (row // heads // tokens).to(tl.int64)
-    inside = (row < rows) & (pair < half)
-    return batch * stride_b + head * stride_h + token * stride_t + pair, batch * table_b + token * table_t + pair, inside
+    return tensor.x + batch * tensor.strides.batch + head * tensor.strides.head + token * tensor.strides.row + pair
+
+
+@jit
+def _load_angles(tables, row, heads, tokens, pair, inside):
+    """The cosines and sines of rows."""
+    token, batch = (row // heads % tokens).to(tl.int64), (row // heads // tokens).to(tl.int64)
+    place = batch * tables.batch + token * tables.row + pair
+    cos = tl.load(tables.cos + place, mask=inside, other=0.0).to(tl.float32)
+    return cos, tl.load(tables.sin + place, mask=inside, other=0.0).to(tl.float32)
 
 
 @jit
 def _turn_rows(
-    x_ptr, y_ptr, inverse_ptr, weight_ptr, cos_ptr, sin_ptr, block, rows, heads, tokens, half, eps, x_b, x_h, x_t, y_b, y_h,
-    y_t, table_b, table_t, NORM: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_P: tl.constexpr,
-):  # fmt: skip
+    turned, tables, block, rows, tokens, half, eps, NORM: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_P: tl.constexpr
+):
     row = block * BLOCK_R + tl.arange(0, BLOCK_R)[:, None]
     pair = tl.arange(0, BLOCK_P)[None, :]
-    place, table, inside = _places(row, rows, heads, tokens, half, pair, x_b, x_h, x_t, table_b, table_t)
-    first = tl.load(x_ptr + place, mask=inside, other=0.0).to(tl.float32)
-    second = tl.load(x_ptr + place + half, mask=inside, other=0.0).to(tl.float32)
+    inside = (row < rows) & (pair < half)
+    x = _point_to(turned.x, row, turned.heads, tokens, pair)
+    first = tl.load(x, mask=inside, other=0.0).to(tl.float32)
+    second = tl.load(x + half, mask=inside, other=0.0).to(tl.float32)
     if NORM:
         square = tl.sum(first * first + second * second, axis=1)[:, None]
         inverse = tl.rsqrt(square / (2 * half) + eps)
-        tl.store(inverse_ptr + row, inverse, mask=row < rows)
-        first *= inverse * tl.load(weight_ptr + pair, mask=pair < half, other=0.0).to(tl.float32)
-        second *= inverse * tl.load(weight_ptr + half + pair, mask=pair < half, other=0.0).to(tl.float32)
-    cos = tl.load(cos_ptr + table, mask=inside, other=0.0).to(tl.float32)
-    sin = tl.load(sin_ptr + table, mask=inside, other=0.0).to(tl.float32)
-    place, _, _ = _places(row, rows, heads, tokens, half, pair, y_b, y_h, y_t, table_b, table_t)
-    tl.store(y_ptr + place, first * cos - second * sin, mask=inside)
-    tl.store(y_ptr + place + half, second * cos + first * sin, mask=inside)
+        tl.store(turned.inverse + row, inverse, mask=row < rows)
+        first *= inverse * tl.load(turned.weight + pair, mask=pair < half, other=0.0).to(tl.float32)
+        second *= inverse * tl.load(turned.weight + half + pair, mask=pair < half, other=0.0).to(tl.float32)
+    cos, sin = _load_angles(tables, row, turned.heads, tokens, pair, inside)
+    y = _point_to(turned.y, row, turned.heads, tokens, pair)
+    tl.store(y, first * cos - second * sin, mask=inside)
+    tl.store(y + half, second * cos + first * sin, mask=inside)
 
 
 @jit_varying("q_rows", "k_rows", "tokens", "q_blocks")
 def _rope_forward_kernel(
-    q_ptr, q_y_ptr, q_inverse_ptr, q_weight_ptr, k_ptr, k_y_ptr, k_inverse_ptr, k_weight_ptr, cos_ptr, sin_ptr, q_blocks,
-    q_rows, k_rows, q_heads, k_heads, tokens, half, eps, q_b, q_h, q_t, q_y_b, q_y_h, q_y_t, k_b, k_h, k_t, k_y_b, k_y_h,
-    k_y_t, table_b, table_t, NORM: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_P: tl.constexpr,
+    q, k, tables, q_blocks, q_rows, k_rows, tokens, half, eps,
+    NORM: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_P: tl.constexpr,
 ):  # fmt: skip
     """A block of heads: those of the queries first, then those of the keys."""
     block = tl.program_id(0)
     if block < q_blocks:
-        _turn_rows(
-            q_ptr, q_y_ptr, q_inverse_ptr, q_weight_ptr, cos_ptr, sin_ptr, block, q_rows, q_heads, tokens, half, eps, q_b,
-            q_h, q_t, q_y_b, q_y_h, q_y_t, table_b, table_t, NORM, BLOCK_R, BLOCK_P,
-        )  # fmt: skip
+        _turn_rows(q, tables, block, q_rows, tokens, half, eps, NORM, BLOCK_R, BLOCK_P)
     else:
-        _turn_rows(
-            k_ptr, k_y_ptr, k_inverse_ptr, k_weight_ptr, cos_ptr, sin_ptr, block - q_blocks, k_rows, k_heads, tokens, half,
-            eps, k_b, k_h, k_t, k_y_b, k_y_h, k_y_t, table_b, table_t, NORM, BLOCK_R, BLOCK_P,
-        )  # fmt: skip
+        _turn_rows(k, tables, block - q_blocks, k_rows, tokens, half, eps, NORM, BLOCK_R, BLOCK_P)
 
 
 @jit
 def _differentiate_rows(
-    grad_ptr, x_ptr, inverse_ptr, weight_ptr, grad_x_ptr, partial_ptr, cos_ptr, sin_ptr, group, per_group, rows, heads,
-    tokens, half, g_b, g_h, g_t, x_b, x_h, x_t, d_b, d_h, d_t, table_b, table_t,
-    NORM: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_P: tl.constexpr,
-):  # fmt: skip
+    side, tables, group, per_group, rows, tokens, half, NORM: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_P: tl.constexpr
+):
     """A group of rows, block after block, and with NORM the group's share of the weight's gradient."""
     pair = tl.arange(0, BLOCK_P)[None, :]
     first_share = tl.zeros((BLOCK_R, BLOCK_P), tl.float32)
     second_share = tl.zeros((BLOCK_R, BLOCK_P), tl.float32)
     for start in tl.range(0, tl.minimum(per_group, rows - group * per_group), BLOCK_R):
         row = group * per_group + start + tl.arange(0, BLOCK_R)[:, None]
-        place, table, inside = _places(row, rows, heads, tokens, half, pair, g_b, g_h, g_t, table_b, table_t)
-        first = tl.load(grad_ptr + place, mask=inside, other=0.0).to(tl.float32)
-        second = tl.load(grad_ptr + place + half, mask=inside, other=0.0).to(tl.float32)
-        cos = tl.load(cos_ptr + table, mask=inside, other=0.0).to(tl.float32)
-        sin = tl.load(sin_ptr + table, mask=inside, other=0.0).to(tl.float32)
+        inside = (row < rows) & (pair < half)
+        grad = _point_to(side.grad, row, side.heads, tokens, pair)
+        first = tl.load(grad, mask=inside, other=0.0).to(tl.float32)
+        second = tl.load(grad + half, mask=inside, other=0.0).to(tl.float32)
+        cos, sin = _load_angles(tables, row, side.heads, tokens, pair, inside)
         turned, second = first * cos + second * sin, second * cos - first * sin
         first = turned
         if NORM:
-            inverse = tl.load(inverse_ptr + row, mask=row < rows, other=0.0)
-            place, _, _ = _places(row, rows, heads, tokens, half, pair, x_b, x_h, x_t, table_b, table_t)
-            normal = tl.load(x_ptr + place, mask=inside, other=0.0).to(tl.float32) * inverse
-            other = tl.load(x_ptr + place + half, mask=inside, other=0.0).to(tl.float32) * inverse
+            inverse = tl.load(side.inverse + row, mask=row < rows, other=0.0)
+            x = _point_to(side.x, row, side.heads, tokens, pair)
+            normal = tl.load(x, mask=inside, other=0.0).to(tl.float32) * inverse
+            other = tl.load(x + half, mask=inside, other=0.0).to(tl.float32) * inverse
             first_share += first * normal
             second_share += second * other
-            first *= tl.load(weight_ptr + pair, mask=pair < half, other=0.0).to(tl.float32)
-            second *= tl.load(weight_ptr + half + pair, mask=pair < half, other=0.0).to(tl.float32)
+            first *= tl.load(side.weight + pair, mask=pair < half, other=0.0).to(tl.float32)
+            second *= tl.load(side.weight + half + pair, mask=pair < half, other=0.0).to(tl.float32)
             mean = tl.sum(first * normal + second * other, axis=1)[:, None] / (2 * half)
             first, second = inverse * (first - normal * mean), inverse * (second - other * mean)
-        place, _, _ = _places(row, rows, heads, tokens, half, pair, d_b, d_h, d_t, table_b, table_t)
-        tl.store(grad_x_ptr + place, first, mask=inside)
-        tl.store(grad_x_ptr + place + half, second, mask=inside)
+        grad_x = _point_to(side.grad_x, row, side.heads, tokens, pair)
+        tl.store(grad_x, first, mask=inside)
+        tl.store(grad_x + half, second, mask=inside)
     if NORM:
-        partial_ptr += group.to(tl.int64) * 2 * half + pair
-        tl.store(partial_ptr, tl.sum(first_share, axis=0)[None, :], mask=pair < half)
-        tl.store(partial_ptr + half, tl.sum(second_share, axis=0)[None, :], mask=pair < half)
+        partial = side.partial + group.to(tl.int64) * 2 * half + pair
+        tl.store(partial, tl.sum(first_share, axis=0)[None, :], mask=pair < half)
+        tl.store(partial + half, tl.sum(second_share, axis=0)[None, :], mask=pair < half)
 
 
 @jit_varying("q_rows", "k_rows", "tokens", "q_groups", "q_per_group", "k_per_group")
 def _rope_backward_kernel(
-    grad_q_ptr, q_ptr, q_inverse_ptr, q_weight_ptr, dq_ptr, q_partial_ptr, grad_k_ptr, k_ptr, k_inverse_ptr, k_weight_ptr,
-    dk_ptr, k_partial_ptr, cos_ptr, sin_ptr, q_groups, q_per_group, k_per_group, q_rows, k_rows, q_heads, k_heads, tokens,
-    half, gq_b, gq_h, gq_t, q_b, q_h, q_t, dq_b, dq_h, dq_t, gk_b, gk_h, gk_t, k_b, k_h, k_t, dk_b, dk_h, dk_t, table_b,
-    table_t, NORM: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_P: tl.constexpr,
+    q, k, tables, q_groups, q_per_group, k_per_group, q_rows, k_rows, tokens, half,
+    NORM: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_P: tl.constexpr,
 ):  # fmt: skip
     group = tl.program_id(0)
     if group < q_groups:
-        _differentiate_rows(
-            grad_q_ptr, q_ptr, q_inverse_ptr, q_weight_ptr, dq_ptr, q_partial_ptr, cos_ptr, sin_ptr, group, q_per_group,
-            q_rows, q_heads, tokens, half, gq_b, gq_h, gq_t, q_b, q_h, q_t, dq_b, dq_h, dq_t, table_b, table_t, NORM,
-            BLOCK_R, BLOCK_P,
-        )  # fmt: skip
+        _differentiate_rows(q, tables, group, q_per_group, q_rows, tokens, half, NORM, BLOCK_R, BLOCK_P)
     else:
-        _differentiate_rows(
-            grad_k_ptr, k_ptr, k_inverse_ptr, k_weight_ptr, dk_ptr, k_partial_ptr, cos_ptr, sin_ptr, group - q_groups,
-            k_per_group, k_rows, k_heads, tokens, half, gk_b, gk_h, gk_t, k_b, k_h, k_t, dk_b, dk_h, dk_t, table_b, table_t,
-            NORM, BLOCK_R, BLOCK_P,
-        )  # fmt: skip
+        _differentiate_rows(k, tables, group - q_groups, k_per_group, k_rows, tokens, half, NORM, BLOCK_R, BLOCK_P)
 
 
 def _with_contiguous_rows(x: torch.Tensor) -> torch.Tensor:
@@ -179,8 +209,12 @@ def _block_constants(half: int) -> dict[str, int]:
     return {"BLOCK_R": max(1, _PAIRS // block_pairs), "BLOCK_P": block_pairs, "num_warps": 4}
 
 
-def _table_strides(cos: torch.Tensor) -> tuple[int, int]:
-    return cos.stride(0) if cos.shape[0] > 1 else 0, cos.shape[-1]
+def _stride(x: torch.Tensor) -> _Strided:
+    return _Strided(x, row_strides(x))
+
+
+def _tables(cos: torch.Tensor, sin: torch.Tensor) -> _Tables:
+    return _Tables(cos, sin, cos.stride(0) if cos.shape[0] > 1 else 0, cos.shape[-1])
 
 
 @operation("raystride::rope")
@@ -201,9 +235,10 @@ def _rope(
     inverse_q, inverse_k = (q.new_empty(_count_rows(x) if norm else 0, dtype=torch.float32) for x in (q, k))
     q_blocks, k_blocks = (cdiv(_count_rows(x), blocks["BLOCK_R"]) if half else 0 for x in (q, k))
     launch(
-        _rope_forward_kernel, (q_blocks + k_blocks,), q, y_q, inverse_q, weights[0], k, y_k, inverse_k, weights[1], cos,
-        sin, q_blocks, _count_rows(q), _count_rows(k), q.shape[1], k.shape[1], q.shape[2], half, eps, *q.stride()[:3],
-        *y_q.stride()[:3], *k.stride()[:3], *y_k.stride()[:3], *_table_strides(cos), NORM=norm, **blocks,
+        _rope_forward_kernel, (q_blocks + k_blocks,),
+        _Turned(_stride(q), _stride(y_q), inverse_q, weights[0], q.shape[1]),
+        _Turned(_stride(k), _stride(y_k), inverse_k, weights[1], k.shape[1]),
+        _tables(cos, sin), q_blocks, _count_rows(q), _count_rows(k), q.shape[2], half, eps, NORM=norm, **blocks,
     )  # fmt: skip
     return y_q, y_k, inverse_q, inverse_k
 
@@ -249,12 +284,15 @@ def _rope_backward(
     dq, dk = torch.empty_like(grad_q), torch.empty_like(grad_k)
     groups, per_group = zip(*(group_rows(_count_rows(x) if half else 0, blocks["BLOCK_R"]) for x in xs), strict=True)
     partials = [cos.new_empty((count if norm else 0, 2 * half), dtype=torch.float32) for count in groups]
+    sides = (
+        _Differentiated(_stride(grad), _stride(x), inverse, weight, partial, _stride(grad_x), grad_x.shape[1])
+        for grad, x, inverse, weight, partial, grad_x in zip(
+            (grad_q, grad_k), xs, (inverse_q, inverse_k), weights, partials, (dq, dk), strict=True
+        )
+    )
     launch(
-        _rope_backward_kernel, (sum(groups),), grad_q, xs[0], inverse_q, weights[0], dq, partials[0], grad_k, xs[1],
-        inverse_k, weights[1], dk, partials[1], cos, sin, groups[0], *per_group, _count_rows(dq), _count_rows(dk),
-        dq.shape[1], dk.shape[1], dq.shape[2], half, *grad_q.stride()[:3], *xs[0].stride()[:3],
-        *dq.stride()[:3], *grad_k.stride()[:3],
-        *xs[1].stride()[:3], *dk.stride()[:3], *_table_strides(cos), NORM=norm, **blocks,
+        _rope_backward_kernel, (sum(groups),), *sides, _tables(cos, sin), groups[0], *per_group, _count_rows(dq),
+        _count_rows(dk), dq.shape[2], half, NORM=norm, **blocks,
     )  # fmt: skip
     found = [
         cos.new_empty(0) if weight is None else sum_groups(partial, weight.dtype)

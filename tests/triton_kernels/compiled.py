@@ -2,7 +2,7 @@
 
 It runs as a process of its own, since a test's own process has kernels that belong to the interpreter:
 
-    python -m tests.triton_kernels.compiled     # {"digest": "e5...", ..., "nvidia_3_6": 1068, "rows": [...]}
+    python -m tests.triton_kernels.compiled     # {"digest": "e5...", "others": {"3.6": ["8b...", 1482], ...}, "rows": [...]}
 """
 
 import hashlib
@@ -30,7 +30,7 @@ def state() -> str:
     import triton
 
     causes = hashlib.sha256(f"{triton.__version__} {sys.version} {platform.machine()}".encode())
-    for path in (Path(__file__), *sorted(KERNELS.rglob("*.py"))):
+    for path in (Path(__file__), *sorted(KERNELS.rglob("*.py")), *sorted(KERNELS.rglob("*.json"))):
         causes.update(path.name.encode() + path.read_bytes())
     return causes.hexdigest()[:16]
 
@@ -44,13 +44,14 @@ def _launches() -> list[Any]:
     return [recorded for architecture in ARCHITECTURES for recorded in record_launches(architecture, only_shipped=True)]
 
 
-def _launches_before_3_7() -> list[Any]:
-    """Returns the launches that a Triton older than 3.7 would get: with its tiles, warps and stages."""
+def _describe_launches_of(version: str) -> tuple[str, int]:
+    """Returns the digest of the launches that another Triton would get, with its tiles, and their number for NVIDIA."""
     from raystride.triton_kernels.architectures import ARCHITECTURES
-    from raystride.triton_kernels.compilation import record_launches
+    from raystride.triton_kernels.compilation import digest_launches, record_launches
 
-    with mock.patch("raystride.triton_kernels.configurations._before_3_7", return_value=True):
-        return [recorded for architecture in ARCHITECTURES for recorded in record_launches(architecture, only_shipped=True)]
+    with mock.patch("raystride.triton_kernels.configurations.triton_version", return_value=version):
+        launches = [one for architecture in ARCHITECTURES for one in record_launches(architecture, only_shipped=True)]
+    return digest_launches(launches), sum(ARCHITECTURES[one.architecture].backend == "cuda" for one in launches)
 
 
 def sample(launches: list[Any]) -> list[int]:
@@ -82,12 +83,11 @@ def _compile(number: int) -> dict[str, Any]:
 
 def main() -> None:
     """Prints digests of all launches, and the sample as compiled now."""
-    from raystride.triton_kernels.architectures import ARCHITECTURES
     from raystride.triton_kernels.compilation import digest_launches
+    from raystride.triton_kernels.configurations import read_corrections, triton_version
 
-    before = _launches_before_3_7()
-    nvidia = [one for one in before if ARCHITECTURES[one.architecture].backend == "cuda"]
-    digests = {"digest": digest_launches(_launches()), "digest_3_6": digest_launches(before), "nvidia_3_6": len(nvidia)}
+    others = {name: _describe_launches_of(name) for name in read_corrections() if name != triton_version()}
+    digests = {"digest": digest_launches(_launches()), "others": others}
     # Forked, they have the launches already.
     with ProcessPoolExecutor(os.cpu_count(), get_context("fork"), initializer=end_with_parent) as pool:
         rows = list(pool.map(_compile, sample(_launches())))

@@ -1,7 +1,10 @@
 """The table of tiles: every architecture and head size has one that can run, and alternatives that fit."""
 
+import os
+import subprocess
 import sys
-from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +16,7 @@ from raystride.triton_kernels.configurations import (
     FAMILIES,
     KERNELS,
     Tile,
+    TileCase,
     architecture_family,
     estimate_shared_bytes,
     forced_tile,
@@ -24,6 +28,7 @@ from raystride.triton_kernels.configurations import (
 from raystride.triton_kernels.launch import assumed_architecture
 from tests.some import some
 
+ROOT = Path(__file__).resolve().parents[2]
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 
 
@@ -63,52 +68,80 @@ def test_a_lean_tile_streams_less() -> None:
                 assert lean.block_m * lean.block_n < plain.block_m * plain.block_n or 16 in lean
 
 
-@pytest.fixture
-def forgotten() -> Iterator[None]:
-    """Clears the cache of Triton's version for the test, and after it."""
-    configurations._before_3_7.cache_clear()
-    yield
-    configurations._before_3_7.cache_clear()
-
-
-@pytest.mark.parametrize("version", ["3.6.0", "3.6.1+git1234", "3.7.0", "3.7.1", "3.10.0", "4.0.0", None])
-def test_tiles_of_their_own_are_for_a_triton_before_3_7(
-    version: str | None, monkeypatch: pytest.MonkeyPatch, forgotten: None
+@pytest.mark.parametrize(
+    ("version", "corrections_of"),
+    [("3.6.0", "3.6"), ("3.8.1+git1234", "3.8"), ("3.10.0", "3.9"), ("4.0.0", "3.9"), ("3.5.1", None), (None, None)],
+)
+def test_a_triton_has_the_corrections_of_its_version_and_a_newer_one_those_of_the_newest(
+    version: str | None, corrections_of: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if version:
         monkeypatch.setattr("triton.__version__", version)
     else:
         monkeypatch.setitem(sys.modules, "triton", None)
-    older = version is not None and version.startswith("3.6")
-    half, single, plain = torch.bfloat16, torch.float32, Tile(32, 64, 8, 2)
-    keys, queries = "attention_backward_keys", "attention_backward_queries"
-    assert tile(keys, "sm_90", 256, half) == (plain._replace(registers=255) if older else plain)
-    assert tile(keys, "sm_90", 128, half, lean=1) == (Tile(16, 128, 8, 2) if older else plain)
-    assert tile(keys, "sm_90", 128, half, lean=1, dropped=True) == plain
-    assert tile(queries, "sm_100", 64, single, lean=1) == (Tile(64, 32, 8, 1) if older else Tile(64, 16, 4, 1))
+    found = configurations._corrections(configurations.triton_version.__wrapped__())
+    assert found == (configurations.read_corrections()[corrections_of] if corrections_of else {})
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_each_of_them_is_another_tile(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    tables = configurations._BEFORE_3_7
-    if dtype == torch.float32:
-        tables = dict.fromkeys(tables, configurations._SINGLE_BEFORE_3_7)
-    for (lean, capped, dropped), table in tables.items():
-        for kernel, architectures in table.items():
-            for architecture, sizes in architectures.items():
-                for size, chosen in sizes.items():
-                    found = []
-                    for older in (True, False):
-                        monkeypatch.setattr(configurations, "_before_3_7", lambda older=older: older)
-                        found.append(tile(kernel, architecture, size, dtype, lean=lean, capped=capped, dropped=dropped))
-                    assert found[0] == chosen != found[1]
+CORRECTIONS = [
+    (version, case, chosen)
+    for version, corrections in configurations.read_corrections().items()
+    for case, chosen in corrections.items()
+]
 
 
-@pytest.mark.parametrize("older", [True, False], ids=["3.6", "3.7"])
-def test_what_comes_together_has_tiles_of_its_own(older: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(configurations, "_before_3_7", lambda: older)
+def test_each_correction_is_another_tile_that_fits() -> None:
+    for _, case, chosen in some(CORRECTIONS):
+        shipped, width = configurations.shipped_tile(case), 4 if case.single else 2
+        assert chosen != shipped
+        assert chosen.block_m <= shipped.block_m
+        assert chosen.block_n <= shipped.block_n
+        assert chosen in configurations.list_corrections(case)
+        shared = configurations.estimate_shared_bytes(case.kernel, chosen, case.head_size, width)
+        assert shared <= configurations.FAMILIES[case.family].shared
+
+
+def test_a_correction_is_taken_and_written_as_it_is_read(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    stored = configurations.read_corrections()
+    version, case, chosen = CORRECTIONS[0]
+    monkeypatch.setattr(configurations, "triton_version", lambda: version)
+    dtype = torch.float32 if case.single else torch.bfloat16
+    rules = {"lean": case.lean, "capped": case.capped, "dropped": case.dropped, "mixed": case.mixed, "by_head": case.by_head}
+    assert tile(case.kernel, case.family, case.head_size, dtype, **rules) == chosen  # type: ignore[arg-type]
+    with configurations.corrected(case, Tile(16, 16, 4, 1)):
+        assert tile(case.kernel, case.family, case.head_size, dtype, **rules) == Tile(16, 16, 4, 1)  # type: ignore[arg-type]
+    assert tile(case.kernel, case.family, case.head_size, dtype, **rules) == chosen  # type: ignore[arg-type]
+    monkeypatch.setattr(configurations, "CORRECTIONS", tmp_path / "corrections.json")
+    configurations.write_corrections(stored)
+    assert configurations.read_corrections() == stored
+
+
+@pytest.mark.long
+def test_a_tile_that_spills_is_corrected(tmp_path: Path) -> None:
+    """By compiling in a process of its own: here kernels belong to the interpreter."""
+    program = """
+from pathlib import Path
+from raystride.triton_kernels import configurations, tile_search
+from raystride.triton_kernels.configurations import Tile
+
+cases = tile_search.list_cases("sm_90")
+case = next(case for case in cases if case[:3] == ("attention_forward", "sm_90", 64) and not case.single and not case.lean)
+arguments = ("sm_90", case, cases[case], Path("kept"))
+assert tile_search.find_correction(*arguments) is None
+configurations.shipped_tile = lambda _: Tile(128, 128, 4, 2)
+print(tile_search.find_correction(*arguments), len(list(Path("kept").iterdir())))
+"""
+    environment = os.environ | {"TRITON_INTERPRET": "0", "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", program]
+    found = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert found.returncode == 0, found.stderr
+    assert found.stdout.startswith("128 x "), found.stdout
+    assert "128 x 128, 4 warps" not in found.stdout
+
+
+def test_what_comes_together_has_tiles_of_its_own() -> None:
     for name, table in some(configurations._MIXED.items()):
-        known = {
+        known: dict[str, Any] = {
             "lean": 1 if name == "dropout and window" else 2,
             "capped": 2 if "cap" in name else 0,
             "dropped": "dropout" in name,
@@ -116,11 +149,15 @@ def test_what_comes_together_has_tiles_of_its_own(older: bool, monkeypatch: pyte
         for kernel, architectures in table.items():
             for architecture, sizes in architectures.items():
                 for size, chosen in sizes.items():
-                    assert tile(kernel, architecture, size, torch.bfloat16, **known, mixed=name) == chosen
-                    before = tile(kernel, architecture, size, torch.bfloat16, **known)
-                    # The older Triton's table, and that of sm_86, may have the same.
-                    assert chosen.block_m * chosen.block_n <= before.block_m * before.block_n
-                    assert older or chosen != before or architecture == "sm_86"
+                    alone, together = (
+                        configurations.shipped_tile(
+                            TileCase(kernel, architecture, size, False, **known, mixed=mixed, by_head=False)
+                        )
+                        for mixed in ("", name)
+                    )
+                    assert together == chosen
+                    assert chosen.block_m * chosen.block_n <= alone.block_m * alone.block_n
+                    assert chosen != alone or architecture == "sm_86"  # whose table may have the same
 
 
 def test_some_calls_are_told_of_the_registers_there_are_and_keep_their_blocks() -> None:
