@@ -11,8 +11,6 @@ fewer than the GPU's processors, each query head has programs of its own, and a 
     launch_backward(grad, q, k, v, o, lse, dq, dk, dv, Sequences(4, 1024, 1024), Rules(scale=0.125, causal=True))
 """
 
-from typing import Any
-
 import torch
 
 from raystride.triton_kernels.attention_forward import lse_strides
@@ -29,17 +27,15 @@ from raystride.triton_kernels.attention_masks import (
 from raystride.triton_kernels.attention_problem import (
     Rules,
     Sequences,
-    can_use_descriptors,
-    capped_level,
+    descriptor_rank,
     heads_per_section,
     kernel_form,
     kernel_tensor,
     launch_options,
-    lean_level,
     make_form,
-    mixed_rules,
     num_entries,
     padded_head_size,
+    tile_rules,
 )
 from raystride.triton_kernels.attention_rows import Rows, load_rows, product_of_rows, row_strides, store_rows
 from raystride.triton_kernels.configurations import FAMILIES, architecture_family, num_processors, tile
@@ -162,13 +158,14 @@ def _walk_keys(
 ):  # fmt: skip
     """The block of queries over the keys start to stop."""
     for key in tl.range(start, stop, form.block_n):
-        k_block = load_rows(k, key, form.block_n, form)
+        k_block = load_rows(k, key, form.block_n, form, not MASKED)
         if form.chunk:
             s = product_of_rows(q, query, form.block_m, k, key, form.block_n, form)
             dp = product_of_rows(grad, query, form.block_m, v, key, form.block_n, form)
         else:
             s = tl.dot(q_block, tl.trans(k_block), input_precision=form.precision)
-            dp = tl.dot(grad_block, tl.trans(load_rows(v, key, form.block_n, form)), input_precision=form.precision)
+            v_block = load_rows(v, key, form.block_n, form, not MASKED)
+            dp = tl.dot(grad_block, tl.trans(v_block), input_precision=form.precision)
         if form.capped:
             s = capped(s, rules.cap)
         p = tl.exp2(s * rules.scale_log2 - base[:, None])
@@ -244,44 +241,41 @@ def launch_backward(
     """Fills the requested ones of dq, dk and dv, with the layouts of q, k and v."""
     delta = torch.empty_like(lse)
     _launch_delta(grad, o, delta, sequences)
-    tile_rules: Any = {
-        "lean": lean_level(sequences, rules),
-        "capped": capped_level(sequences, rules),
-        "mixed": mixed_rules(sequences, rules),
-    }
-    fit = can_use_descriptors(sequences, *(x for x in (q, k, v, grad, dq, dk, dv) if x is not None))
     if dk is not None and dv is not None:
-        _launch_keys(grad, q, k, v, lse, delta, dk, dv, sequences, rules, tile_rules, fit)
+        _launch_keys(grad, q, k, v, lse, delta, dk, dv, sequences, rules)
     if dq is not None:
-        chosen = tile("attention_backward_queries", architecture(q.device), q.shape[-1], q.dtype, **tile_rules)
+        by = descriptor_rank(sequences, (q, k, v, grad), (dq,))
+        chosen = tile(
+            "attention_backward_queries", architecture(q.device), q.shape[-1], q.dtype, **tile_rules(sequences, rules, by)
+        )
         m, n, heads, group = chosen.block_m, chosen.block_n, q.shape[1], q.shape[1] // k.shape[1]
         launch(
             _attention_backward_queries_kernel, (sequences.num_programs(sequences.queries, m, heads),),
-            kernel_tensor(q, m, fit), kernel_tensor(k, n, fit), kernel_tensor(v, n, fit), kernel_tensor(grad, m, fit), lse,
-            delta, kernel_tensor(dq, m, fit), row_strides(q), row_strides(k), row_strides(v), row_strides(grad),
+            kernel_tensor(q, m, by), kernel_tensor(k, n, by), kernel_tensor(v, n, by), kernel_tensor(grad, m, by), lse,
+            delta, kernel_tensor(dq, m, by == 4), row_strides(q), row_strides(k), row_strides(v), row_strides(grad),
             row_strides(dq), *lse_strides(lse), sequences.bounds, rules.for_kernels(), heads, group, sequences.queries,
-            sequences.keys, sequences.batch, heads_per_section(sequences, k, group), kernel_form(chosen, q, rules, fit),
+            sequences.keys, sequences.batch, heads_per_section(sequences, k, group), kernel_form(chosen, q, rules, by),
             **launch_options(chosen),
         )  # fmt: skip
 
 
 def _launch_keys(
     grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lse: torch.Tensor, delta: torch.Tensor,
-    dk: torch.Tensor, dv: torch.Tensor, sequences: Sequences, rules: Rules, tile_rules: dict[str, Any], fit: bool,
+    dk: torch.Tensor, dv: torch.Tensor, sequences: Sequences, rules: Rules,
 ) -> None:  # fmt: skip
     name, size, (heads, groups) = architecture(q.device), q.shape[-1], (q.shape[1], k.shape[1])
     case = ("attention_backward_keys", name, size, q.dtype)
-    tile_rules = tile_rules | {"dropped": rules.dropout > 0}
-    chosen, group, shared, sums = tile(*case, **tile_rules), heads // groups, 1, (dk, dv)
+    known = tile_rules(sequences, rules) | {"dropped": rules.dropout > 0}
+    chosen, group, shared, sums = tile(*case, **known), heads // groups, 1, (dk, dv)
     by_head = group > 1 and sequences.num_programs(sequences.keys, chosen.block_n, groups) < num_processors(name)
     if by_head:
-        chosen, group, groups, shared = tile(*case, **tile_rules, by_head=True), 1, heads, group
+        chosen, group, groups, shared = tile(*case, **known | {"variant": "by head"}), 1, heads, group
         sums = _allocate_parts(dk, heads), _allocate_parts(dv, heads)
     m, n = chosen.block_m, chosen.block_n
     # Lean tiles of larger heads may have too few rows for the instructions that read descriptor loads; by head, a block in
     # fp32 would be stored beside those of the inputs, and may not fit a processor's shared memory.
-    narrow = tile_rules["lean"] and size > 64 and n < FAMILIES[architecture_family(name)].min_rows
-    by = fit and not narrow and not by_head
+    narrow = known["lean"] and size > 64 and n < FAMILIES[architecture_family(name)].min_rows
+    by = 0 if narrow or by_head or sequences.packed else descriptor_rank(sequences, (q, k, v, grad), (dk, dv))
     launch(
         _attention_backward_keys_kernel, (sequences.num_programs(sequences.keys, n, groups),),
         kernel_tensor(q, m, by), kernel_tensor(k, n, by), kernel_tensor(v, n, by), kernel_tensor(grad, m, by), lse, delta,
@@ -320,5 +314,5 @@ def _launch_delta(grad: torch.Tensor, o: torch.Tensor, delta: torch.Tensor, sequ
     launch(
         _attention_delta_kernel, (sequences.num_programs(numbers, rows, heads),), o, grad, delta, row_strides(o),
         row_strides(grad), *lse_strides(delta), sequences.bounds._replace(key_lengths=None), heads, sequences.queries,
-        numbers, sequences.batch, make_form(rows, 0, size, descriptors=False), num_warps=4,
+        numbers, sequences.batch, make_form(rows, 0, size, descriptors=0), num_warps=4,
     )  # fmt: skip

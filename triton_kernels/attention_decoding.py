@@ -152,7 +152,7 @@ def decode(
     )
     form = make_form(
         block_m, chosen.block_n, size, causal=causal, windowed=window > 0, capped=softcap > 0, precision=dot_precision(q),
-        descriptors=False,
+        descriptors=0,
     )  # fmt: skip
     launch(
         _attention_decoding_kernel, (programs, shares), q, k, v, parts, lse, row_strides(q), row_strides(k), row_strides(v),

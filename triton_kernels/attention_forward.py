@@ -22,14 +22,12 @@ from raystride.triton_kernels.attention_masks import (
 from raystride.triton_kernels.attention_problem import (
     Rules,
     Sequences,
-    can_use_descriptors,
-    capped_level,
+    descriptor_rank,
     heads_per_section,
     kernel_form,
     kernel_tensor,
     launch_options,
-    lean_level,
-    mixed_rules,
+    tile_rules,
 )
 from raystride.triton_kernels.attention_rows import Rows, load_rows, product_of_rows, row_strides, store_rows
 from raystride.triton_kernels.configurations import tile
@@ -61,7 +59,8 @@ def _walk(
         total = total * alpha + tl.sum(p, 1)
         if rules.seed is not None:
             p = tl.where(is_kept(rules, q.b, q.h, query, key, form), p, 0.0)
-        v_block = load_rows(v, key, form.block_n, form)
+        # Weights of keys beyond the sequence are 0, but 0 times what lies there may be NaN.
+        v_block = load_rows(v, key, form.block_n, form, not MASKED)
         acc = tl.dot(p.to(v_block.dtype), v_block, acc * alpha[:, None], input_precision=form.precision)
         m = m_new
     return acc, m, total
@@ -112,20 +111,12 @@ def launch_forward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor, lse: torch.Tensor, sequences: Sequences, rules: Rules
 ) -> None:
     """Fills o, with the layout of q, and lse (B, H, num_entries(T)), or (H, N) for packed sequences."""
-    chosen = tile(
-        "attention_forward",
-        architecture(q.device),
-        q.shape[-1],
-        q.dtype,
-        lean=lean_level(sequences, rules),
-        capped=capped_level(sequences, rules),
-        mixed=mixed_rules(sequences, rules),
-    )
+    by = descriptor_rank(sequences, (q, k, v), (o,))
+    chosen = tile("attention_forward", architecture(q.device), q.shape[-1], q.dtype, **tile_rules(sequences, rules, by))
     m, n, heads, group = chosen.block_m, chosen.block_n, q.shape[1], q.shape[1] // k.shape[1]
-    by = can_use_descriptors(sequences, q, k, v, o)
     launch(
         _attention_forward_kernel, (sequences.num_programs(sequences.queries, m, heads),),
-        kernel_tensor(q, m, by), kernel_tensor(k, n, by), kernel_tensor(v, n, by), kernel_tensor(o, m, by), lse,
+        kernel_tensor(q, m, by), kernel_tensor(k, n, by), kernel_tensor(v, n, by), kernel_tensor(o, m, by == 4), lse,
         row_strides(q), row_strides(k), row_strides(v), row_strides(o), *lse_strides(lse), sequences.bounds,
         rules.for_kernels(), heads, group, sequences.queries, sequences.keys, sequences.batch,
         heads_per_section(sequences, k, group), kernel_form(chosen, q, rules, by), **launch_options(chosen),

@@ -97,6 +97,19 @@ class KernelRules(NamedTuple):
     """Cap of unscaled scores."""
 
 
+def tile_rules(sequences: Sequences, rules: Rules, descriptors: int = 0) -> dict[str, Any]:
+    """Returns the arguments of `tile` that a call and its descriptors determine."""
+    if sequences.packed and descriptors:
+        # As few registers as of a batch: no row has a mask of its own.
+        whole = sequences._replace(query_offsets=None, key_offsets=None)
+        return tile_rules(whole, rules) | {"variant": "packed by descriptors"}
+    return {
+        "lean": lean_level(sequences, rules),
+        "capped": capped_level(sequences, rules),
+        "mixed": mixed_rules(sequences, rules),
+    }
+
+
 def lean_level(sequences: Sequences, rules: Rules) -> int:
     """Returns the number of reasons for which a call needs more registers than a causal one, and so a smaller tile."""
     return bool(rules.dropout or rules.window or rules.softcap) + any(x is not None for x in sequences.bounds)
@@ -149,7 +162,7 @@ def _analyze_layout(shape: torch.Size, strides: tuple[int, ...], width: int) -> 
     in_order, short = shape[-1] == 1 or strides[-1] == 1, shape[-1] * width % 16 != 0
     steps = [step for step, size in zip(strides[:-1], shape[:-1], strict=True) if size > 1]
     aligned = all(step * width % 16 == 0 for step in steps)
-    describable = shape.numel() > 0 and strides[-1] == 1 and all(n > 0 and n * width % 16 == 0 for n in strides[:3])
+    describable = shape.numel() > 0 and strides[-1] == 1 and all(n > 0 and n * width % 16 == 0 for n in strides[:-1])
     return _Layout(in_order and (short or aligned), short, describable)
 
 
@@ -169,7 +182,7 @@ def empty_like_rows(x: torch.Tensor) -> torch.Tensor:
     return x.new_empty_strided(x.shape, (rows * heads * size, size, heads * size, 1))
 
 
-def kernel_form(tile: Tile, q: torch.Tensor, rules: Rules, descriptors: bool) -> Form:
+def kernel_form(tile: Tile, q: torch.Tensor, rules: Rules, descriptors: int) -> Form:
     """Returns the compile-time constants of a kernel with these blocks."""
     return make_form(
         tile.block_m, tile.block_n, q.shape[-1], causal=rules.causal, windowed=rules.window > 0, capped=rules.softcap > 0,
@@ -219,21 +232,24 @@ def heads_per_section(sequences: Sequences, k: torch.Tensor, group: int) -> int:
     return max(1, _CACHE_SHARE // one) * group
 
 
-def can_use_descriptors(sequences: Sequences, *tensors: torch.Tensor) -> bool:
-    """Returns whether tensor descriptors can read these: aligned to 16 bytes, no rows of another sequence in a block.
+def descriptor_rank(sequences: Sequences, loaded: tuple[torch.Tensor, ...], stored: tuple[torch.Tensor, ...]) -> int:
+    """Returns how a kernel gets its tensors, as in `Form.descriptors`: descriptors need an alignment to 16 bytes.
 
-    Keys beyond a sequence's length may be uninitialized, and 0 times that can be NaN: those are not read.
+    Keys beyond a sequence's length may be uninitialized, and 0 times that can be NaN: those are not read. Rows of another
+    packed sequence are: they are numbers of the same call, and a block at a sequence's end is stored row by row.
     """
-    if any(x is not None for x in sequences.bounds) or chunk_size(tensors[0]):
-        return False
-    if not takes_descriptors(architecture(tensors[0].device)):
-        return False
-    return all(
-        _analyze_layout(x.shape, x.stride(), x.element_size()).describable and x.data_ptr() % 16 == 0 for x in tensors
+    if sequences.key_lengths is not None or chunk_size(loaded[0]):
+        return 0
+    if not takes_descriptors(architecture(loaded[0].device)):
+        return 0
+    described = loaded if sequences.packed else (*loaded, *stored)
+    fitting = all(
+        _analyze_layout(x.shape, x.stride(), x.element_size()).describable and x.data_ptr() % 16 == 0 for x in described
     )
+    return loaded[0].dim() if fitting else 0
 
 
-def kernel_tensor(x: torch.Tensor, rows: int, descriptors: bool) -> Any:
+def kernel_tensor(x: torch.Tensor, rows: int, descriptors: int | bool) -> Any:
     """Returns the tensor itself, or a descriptor of its blocks of so many rows."""
     if not descriptors:
         return x
@@ -243,7 +259,8 @@ def kernel_tensor(x: torch.Tensor, rows: int, descriptors: bool) -> Any:
             _described.clear()
         from triton.tools.tensor_descriptor import TensorDescriptor
 
-        made = TensorDescriptor(x, list(x.shape), list(x.stride()), [1, 1, rows, padded_head_size(x.shape[-1])])
+        before = [1, 1, rows] if x.dim() == 4 else [rows, 1]
+        made = TensorDescriptor(x, list(x.shape), list(x.stride()), [*before, padded_head_size(x.shape[-1])])
         _described[key] = type(made), {name: value for name, value in vars(made).items() if name != "base"}
     kind, fields = _described[key]
     # A tensor of the same layout with a checked address: its descriptor need not be validated again.

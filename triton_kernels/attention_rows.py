@@ -60,7 +60,8 @@ class Form(NamedTuple):
     precision: Any
     """`input_precision` of the products."""
     descriptors: Any
-    """Whether tensors come as descriptors."""
+    """How tensors come: 0 as pointers, 4 as descriptors of (B, H, T, D); 3: those that are loaded as descriptors of packed
+    (N, H, D), the others as pointers."""
     chunk: Any
     """Columns of a score's product that are loaded at a time; 0: all of them."""
 
@@ -73,10 +74,17 @@ def find_row(rows, first):
 
 
 @jit
-def load_rows(rows, first, BLOCK: tl.constexpr, form):
-    """Rows first to first + BLOCK, (BLOCK, block_d); zeros beyond the sequence's length and D."""
-    if form.descriptors:
+def load_rows(rows, first, BLOCK: tl.constexpr, form, WHOLE: tl.constexpr = True):
+    """Rows first to first + BLOCK, (BLOCK, block_d); zeros beyond the sequence's length and D.
+
+    By packed descriptors the rows beyond are another sequence's, and zeros only if the block is said not to be WHOLE.
+    """
+    if form.descriptors == 4:
         block = rows.x.load([rows.b, rows.h, first, 0]).reshape(BLOCK, form.block_d)
+    elif form.descriptors == 3:
+        block = rows.x.load([rows.start + first, rows.h, 0]).reshape(BLOCK, form.block_d)
+        if not WHOLE:
+            block = tl.where((first + tl.arange(0, BLOCK) < rows.length)[:, None], block, 0.0)
     else:
         i, columns = tl.arange(0, BLOCK), tl.arange(0, form.block_d)
         inside = (first + i < rows.length)[:, None]
@@ -90,7 +98,7 @@ def load_rows(rows, first, BLOCK: tl.constexpr, form):
 @jit
 def store_rows(rows, first, block, BLOCK: tl.constexpr, form):
     """Stores what `load_rows` would load."""
-    if form.descriptors:
+    if form.descriptors == 4:
         rows.x.store([rows.b, rows.h, first, 0], block.to(rows.x.dtype).reshape(1, 1, BLOCK, form.block_d))
     else:
         i, columns = tl.arange(0, BLOCK), tl.arange(0, form.block_d)

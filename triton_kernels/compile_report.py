@@ -46,13 +46,12 @@ def find_faults(row: CompiledKernel) -> list[str]:
 def _may_use_older_tensor_cores(row: CompiledKernel) -> bool:
     """Returns True if a tile has fewer than the 64 rows that the newest instructions work on.
 
-    Decoding has 16 rows. dK and dV of large heads with a window, dropout or lengths, or by head, and of heads of 128 with
-    dropout and another rule, have few since 64 overflow the registers.
+    Decoding has 16 rows. dK and dV of large heads, and of heads of 128 with dropout and another rule, have few where 64
+    overflow the registers.
     """
-    wide = "D 256" in row.label and ("causal" not in row.label or "one group" in row.label)
-    both = "D 128" in row.label and any(rules in row.label for rules in ("dropout and window", "dropout, window"))
-    both |= "D 128 packed and dropout" in row.label
-    return "decoding" in row.kernel or (row.kernel == "attention_backward_keys" and (wide or both))
+    rules = ("dropout and window", "dropout, window", "dropout and key lengths", "packed and dropout")
+    both = "D 128" in row.label and any(one in row.label for one in rules)
+    return "decoding" in row.kernel or (row.kernel == "attention_backward_keys" and ("D 256" in row.label or both))
 
 
 COMPUTES = {

@@ -215,7 +215,8 @@ class TileCase(NamedTuple):
     capped: int
     dropped: bool
     mixed: str
-    by_head: bool
+    variant: str
+    """"by head": dK and dV of one query head, in fp32; "packed by descriptors"; else ""."""
 
 
 CORRECTIONS = Path(__file__).with_name("tile_corrections.json")
@@ -232,18 +233,18 @@ def tile(
     capped: int = 0,
     dropped: bool = False,
     mixed: str = "",
-    by_head: bool = False,
+    variant: str = "",
 ) -> Tile:
     """Returns the shipped tile, or the forced one.
 
     `lean` counts reasons for more registers (dropout, a window or a cap; pointers to variable-length sequences), which need
     smaller streamed blocks. `capped`: 1 for capped scores, 2 with another reason. `dropped`: whether there is dropout, for
     whose random numbers dK and dV have the fewest registers. `mixed`: the combination of rules, as in `_MIXED` and `_BOUND`.
-    `by_head`: whether dK and dV are of one query head, in fp32.
+    `variant`: as in `TileCase`.
     """
     if kernel in _forced:
         return _forced[kernel]
-    case = _find_case(kernel, architecture, head_size, dtype, lean, capped, dropped, mixed, by_head)
+    case = _find_case(kernel, architecture, head_size, dtype, lean, capped, dropped, mixed, variant)
     for listener in _listeners:
         listener(case)
     return _corrections(triton_version()).get(case) or shipped_tile(case)

@@ -13,10 +13,10 @@ from typing import Any
 import torch
 
 from raystride.triton_kernels.adamw import adamw
-from raystride.triton_kernels.attention import attention
+from raystride.triton_kernels.attention import attention, unsupported_reason
 from raystride.triton_kernels.attention_packed import attention_packed
 from raystride.triton_kernels.byte_pack import byte_pack, byte_pack_sequence
-from raystride.triton_kernels.configurations import KERNELS, architecture_family, forced_tile, list_tiles
+from raystride.triton_kernels.configurations import KERNELS, forced_tile, list_tiles
 from raystride.triton_kernels.convolution import convolution
 from raystride.triton_kernels.geglu import geglu
 from raystride.triton_kernels.gelu import gelu
@@ -98,8 +98,8 @@ def _attention_specimens(device: torch.device) -> Iterator[Specimen]:
             both = _forward_and_backward(partial(attention, causal=True, **rules), _qkv_shapes(size), half, device)
             yield Specimen("attention", f"bf16 D {size} {label}", both)
         for label in ("window", "dropout", "softcap"):
-            if size > 128 and architecture_family(architecture(device)) in ("sm_80", "sm_86"):
-                continue  # refused, as it would spill
+            if _is_refused(size, torch.float32, _named_rules(device)[label], device):
+                continue
             single = _forward_and_backward(
                 partial(attention, causal=True, **_named_rules(device)[label]), _qkv_shapes(size), torch.float32, device
             )
@@ -160,6 +160,8 @@ def _mixed_specimens(device: torch.device) -> Iterator[Specimen]:
         ("full, dropout", rules["dropout"], True, few),
     ):
         for size in sizes:
+            if _is_refused(size, half, together, device):
+                continue
             call = partial(attention, causal=not full, **together)
             yield Specimen(
                 "attention", f"bf16 D {size} {label}", _forward_and_backward(call, _qkv_shapes(size), half, device)
@@ -172,8 +174,17 @@ def _mixed_specimens(device: torch.device) -> Iterator[Specimen]:
         ("full, packed", {}, True, few),
     ):
         for size in sizes:
+            if _is_refused(size, half, together, device, packed=True):
+                continue
             packed = partial(_call_packed, size, {"causal": not full, **together}, device)
             yield Specimen("attention", f"bf16 D {size} {label}", packed)
+
+
+def _is_refused(size: int, dtype: torch.dtype, rules: dict[str, Any], device: torch.device, *, packed: bool = False) -> bool:
+    """Returns whether attention computes such a call in PyTorch, since its kernels would spill."""
+    x = torch.empty(1, 1, 1, size, dtype=dtype, device=device)
+    known = {name: value for name, value in rules.items() if name in ("window", "dropout", "softcap")}
+    return bool(unsupported_reason(x, x, x, **known, lengths="key_lengths" in rules, packed=packed))
 
 
 def _make_seed(device: torch.device) -> torch.Tensor:

@@ -106,7 +106,7 @@ def test_a_correction_is_taken_and_written_as_it_is_read(monkeypatch: pytest.Mon
     version, case, chosen = CORRECTIONS[0]
     monkeypatch.setattr(configurations, "triton_version", lambda: version)
     dtype = torch.float32 if case.single else torch.bfloat16
-    rules = {"lean": case.lean, "capped": case.capped, "dropped": case.dropped, "mixed": case.mixed, "by_head": case.by_head}
+    rules = {"lean": case.lean, "capped": case.capped, "dropped": case.dropped, "mixed": case.mixed, "variant": case.variant}
     assert tile(case.kernel, case.family, case.head_size, dtype, **rules) == chosen  # type: ignore[arg-type]
     with configurations.corrected(case, Tile(16, 16, 4, 1)):
         assert tile(case.kernel, case.family, case.head_size, dtype, **rules) == Tile(16, 16, 4, 1)  # type: ignore[arg-type]
@@ -151,7 +151,7 @@ def test_what_comes_together_has_tiles_of_its_own() -> None:
                 for size, chosen in sizes.items():
                     alone, together = (
                         configurations.shipped_tile(
-                            TileCase(kernel, architecture, size, False, **known, mixed=mixed, by_head=False)
+                            TileCase(kernel, architecture, size, False, **known, mixed=mixed, variant="")
                         )
                         for mixed in ("", name)
                     )
@@ -197,6 +197,21 @@ def test_dropout_under_a_window_in_fp32_is_refused_where_no_tile_is_small_enough
             q = torch.empty(1, 1, 1, size, dtype=dtype)
             why = unsupported_reason(q, q, q, window=4, dropout=0.1)
             assert bool(why) == (dtype == torch.float32 and size > largest)
+
+
+@pytest.mark.parametrize(("architecture", "refuses"), [("sm_80", True), ("sm_86", True), ("sm_90", False)])
+def test_what_spills_on_older_gpus_by_some_triton_is_refused_there(architecture: str, refuses: bool) -> None:
+    def reason(size: int, dtype: torch.dtype, **rules: Any) -> bool:
+        q = torch.empty(1, 1, 1, size, dtype=dtype)
+        return bool(unsupported_reason(q, q, q, dropout=0.1, **rules))
+
+    with assumed_architecture(architecture):
+        assert reason(65, torch.float32) == refuses
+        assert not reason(64, torch.float32)
+        assert not reason(256, torch.bfloat16, window=4)
+        for several in ({"lengths": True}, {"packed": True}):
+            assert reason(256, torch.bfloat16, window=4, **several) == refuses
+            assert not reason(128, torch.bfloat16, window=4, **several)
 
 
 def test_unknown_architectures_take_the_nearest_family() -> None:
