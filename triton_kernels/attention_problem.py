@@ -259,8 +259,10 @@ def kernel_tensor(x: torch.Tensor, rows: int, descriptors: int | bool) -> Any:
             _described.clear()
         from triton.tools.tensor_descriptor import TensorDescriptor
 
-        before = [1, 1, rows] if x.dim() == 4 else [rows, 1]
-        made = TensorDescriptor(x, list(x.shape), list(x.stride()), [*before, padded_head_size(x.shape[-1])])
+        # Packed (N, H, D) is described as (H, N, D): of a block whose rows come last, tensor cores read the shared memory.
+        ordered = x if x.dim() == 4 else x.transpose(0, 1)
+        block = [1] * (x.dim() - 2) + [rows, padded_head_size(x.shape[-1])]
+        made = TensorDescriptor(x, list(ordered.shape), list(ordered.stride()), block)
         _described[key] = type(made), {name: value for name, value in vars(made).items() if name != "base"}
     kind, fields = _described[key]
     # A tensor of the same layout with a checked address: its descriptor need not be validated again.

@@ -82,7 +82,7 @@ def load_rows(rows, first, BLOCK: tl.constexpr, form, WHOLE: tl.constexpr = True
     if form.descriptors == 4:
         block = rows.x.load([rows.b, rows.h, first, 0]).reshape(BLOCK, form.block_d)
     elif form.descriptors == 3:
-        block = rows.x.load([rows.start + first, rows.h, 0]).reshape(BLOCK, form.block_d)
+        block = rows.x.load([rows.h, rows.start + first, 0]).reshape(BLOCK, form.block_d)
         if not WHOLE:
             block = tl.where((first + tl.arange(0, BLOCK) < rows.length)[:, None], block, 0.0)
     else:
