@@ -14,6 +14,7 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from functools import cache, partial
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -22,9 +23,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks.pairs import Spread, command_line, machine, machine_line, ratio, report, take_turns
 from raystride.triton_kernels.adamw import adamw, adamw_reference
-from raystride.triton_kernels.attention import attention
+from raystride.triton_kernels.attention import attention, attention_reference
+from raystride.triton_kernels.attention_packed import attention_packed
 from raystride.triton_kernels.byte_pack import byte_pack, byte_pack_reference
 from raystride.triton_kernels.convolution import convolution, convolution_reference
+from raystride.triton_kernels.dispatch import use_library
 from raystride.triton_kernels.geglu import geglu, geglu_reference
 from raystride.triton_kernels.gelu import gelu, gelu_reference
 from raystride.triton_kernels.layer_norm import layer_norm, layer_norm_reference
@@ -251,6 +254,51 @@ def _adamw() -> Iterator[Case]:
     yield Case("adamw", f"{count:,} in bf16, stochastic", partial(make, "stochastic"), bytes=(5.0 * 4 + 2 * 2) * count)
 
 
+def _packed() -> Iterator[Case]:
+    """Documents of 256 to 4,096 tokens, one after another: beside PyTorch's FlashAttention for them."""
+    heads, size, lengths = 16, 128, [256, 512, 1024, 4096, 2048, 256, 4096, 1024, 512, 512, 2048]
+
+    def make(backward: bool) -> dict[str, Way]:
+        offsets = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device="cuda")
+        shape = (sum(lengths), heads, size)
+        q, k, v = (torch.randn(shape, device="cuda", dtype=torch.bfloat16, requires_grad=backward) for _ in range(3))
+        grad = torch.randn_like(q)
+
+        def way(library: bool) -> Way:
+            def run() -> None:
+                use_library(library)
+                o = attention_packed(q, k, v, offsets, offsets, causal=True, longest=max(lengths))
+                use_library(False)
+                if backward:
+                    torch.autograd.grad(o, (q, k, v), grad)
+
+            return run
+
+        return {"PyTorch, varlen": way(True), "ours": way(False)}
+
+    for backward in (False, True):
+        flops = 4.0 * heads * size * sum(n * n for n in lengths) * 0.5 * (3.5 if backward else 1.0)
+        label = f"packed, {sum(lengths):,} tokens, {'forward + backward' if backward else 'forward'}"
+        yield Case("attention", label, partial(make, backward), {"PyTorch, varlen": "0.9"}, flops=flops)
+
+
+def _few_groups() -> Iterator[Case]:
+    """One sequence and one head of keys, whose blocks are fewer than the processors."""
+    shapes = [(1, 32, 4096, 128), (1, 1, 4096, 128)]
+
+    def make() -> dict[str, Way]:
+        q, k, v = (torch.randn(s, device="cuda", dtype=torch.bfloat16, requires_grad=True) for s in (*shapes, shapes[1]))
+        grad = torch.randn_like(q)
+
+        def way(function: Callable[..., torch.Tensor]) -> Way:
+            return lambda: torch.autograd.grad(function(q, k, v, causal=True), (q, k, v), grad)
+
+        return {"PyTorch": way(attention_reference), "ours": way(attention)}
+
+    flops = 4.0 * 32 * 128 * 4096**2 * 0.5 * 3.5
+    yield Case("attention", "32 heads and one of keys, T 4096, forward + backward", make, flops=flops)
+
+
 def _decoding() -> Iterator[Case]:
     """One query for each of 8 sequences against 16,384 cached keys: how fast the cache is read."""
     batch, heads, groups, length, size = 8, 32, 8, 16_384, 128
@@ -281,7 +329,19 @@ def _byte_pack() -> Iterator[Case]:
     yield Case("byte_pack", f"{documents:,} documents to {length}", make, bytes=documents * (900.0 + 9 * length))
 
 
-_CASES = (_attention, _decoding, _norms, _elementwise, _convolution, _rope, _linear_cross_entropy, _adamw, _byte_pack)
+_CASES = (
+    _attention,
+    _packed,
+    _few_groups,
+    _decoding,
+    _norms,
+    _elementwise,
+    _convolution,
+    _rope,
+    _linear_cross_entropy,
+    _adamw,
+    _byte_pack,
+)
 OPERATIONS = (
     "attention", "rms_norm", "layer_norm", "gelu", "relu", "swiglu", "geglu", "mse", "convolution", "rope",
     "linear_cross_entropy", "adamw", "byte_pack",

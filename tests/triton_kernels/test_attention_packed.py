@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from raystride.triton_kernels.attention import attention, attention_reference
 from raystride.triton_kernels.attention_packed import attention_packed, attention_packed_reference
 from raystride.triton_kernels.configurations import KERNELS, Tile, forced_tile
-from raystride.triton_kernels.dispatch import kernels_ran
+from raystride.triton_kernels.dispatch import kernels_ran, use_kernels
+from raystride.triton_kernels.launch import Grid, assumed_architecture, use_launcher
 from tests.triton_kernels.compare import check
 from tests.triton_kernels.registration import check_registration
 from tests.triton_kernels.strategies import DTYPES
@@ -57,6 +58,39 @@ def test_values_and_gradients(
             q, k, v, terms=4 * size + 64, inner=3, magnitude=largest / (1 - dropout),
             gradient_magnitude=largest**2 / (1 - dropout) * (17 * heads[0] // heads[1]) ** 0.5,
         )  # fmt: skip
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(("architecture", "described"), [("sm_80", False), ("sm_90", True)])
+def test_what_is_no_number_stays_in_its_sequence(architecture: str, described: bool, causal: bool) -> None:
+    """By pointers, and by descriptors, whose blocks have rows of the next sequence at the end of each."""
+    lengths, seen = [21, 13, 30], []
+    torch.manual_seed(0)
+    inputs = [torch.randn(sum(lengths), heads, 16).bfloat16() for heads in (4, 2, 2)]
+    grad = torch.randn_like(inputs[0])
+
+    def note(kernel: Any, grid: Grid, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
+        seen.append(type(arguments[0]).__name__ == "TensorDescriptor")
+        real(kernel, grid, arguments, named)
+
+    def attend(rows: slice, lengths: list[int]) -> list[torch.Tensor]:
+        leaves = [x[rows].clone().requires_grad_() for x in inputs]
+        offsets = _offsets(lengths)
+        o = attention_packed(*leaves, offsets, offsets, causal=causal)  # type: ignore[misc]
+        return [o.detach(), *torch.autograd.grad(o, leaves, grad[rows])]
+
+    with assumed_architecture(architecture), use_launcher(note) as real:
+        use_kernels("triton")
+        parts = [slice(0, 21), slice(21, 34), slice(34, 64)]
+        alone = [attend(rows, [length]) for rows, length in zip(parts, lengths, strict=True)]
+        for x in inputs:
+            x[parts[1]] = torch.tensor([float("nan"), float("inf"), -float("inf"), 1.0] * 4).bfloat16()
+        together = attend(slice(None), lengths)
+    assert any(seen) == described
+    for rows, expected in ((parts[0], alone[0]), (parts[2], alone[2])):
+        for found, right in zip(together, expected, strict=True):
+            assert torch.equal(found[rows], right)
+    assert together[0][parts[1]].isnan().any()
 
 
 def test_a_batch_without_padding_is_itself_packed() -> None:
