@@ -23,6 +23,7 @@ from raystride.triton_kernels.attention_masks import (
     key_range,
     query_range,
     sequence_of,
+    work_of_turn,
 )
 from raystride.triton_kernels.attention_problem import (
     Rules,
@@ -34,6 +35,7 @@ from raystride.triton_kernels.attention_problem import (
     launch_options,
     make_form,
     num_entries,
+    num_programs,
     padded_head_size,
     tile_rules,
 )
@@ -53,7 +55,7 @@ def _attention_delta_kernel(
     o, grad, delta, o_strides, grad_strides, lse_b, lse_h, bounds, H, T, rows, batch, form
 ):  # fmt: skip
     """`rows` are T, rounded up to `num_entries` unless packed."""
-    b, h, block = assigned_work(rows, H, batch, batch * H, bounds.query_offsets, form.block_m, False)
+    b, h, block = assigned_work(tl.program_id(0), rows, H, batch, batch * H, bounds.query_offsets, form.block_m, False)
     query_start, T, _, _, _ = sequence_of(b, bounds, T, T)
     query, entries = block * form.block_m, entries_of(T, bounds.query_offsets)
     if query >= entries:
@@ -112,7 +114,7 @@ def _attention_backward_keys_kernel(
     bounds, rules, G, group, shared, T, S, batch, section, form,
 ):  # fmt: skip
     """A block of keys over `group` query heads: those of a head of k and v, which `shared` heads of dk and dv share."""
-    b, g, block = assigned_work(S, G, batch, section, bounds.key_offsets, form.block_n, False)
+    b, g, block = assigned_work(tl.program_id(0), S, G, batch, section, bounds.key_offsets, form.block_n, False)
     LENGTHS: tl.constexpr = bounds.key_lengths is not None
     query_start, T, key_start, S, length = sequence_of(b, bounds, T, S)
     key = block * form.block_n
@@ -181,22 +183,17 @@ def _walk_keys(
     return dq
 
 
-@jit_varying("lse_b", "lse_h", "T", "S", "batch", "section")
-def _attention_backward_queries_kernel(
-    q, k, v, grad, lse, delta, dq, q_strides, k_strides, v_strides, grad_strides, dq_strides, lse_b, lse_h, bounds, rules, H,
-    group, T, S, batch, section, form,
+@jit
+def _differentiate_queries(
+    q, k, v, grad, lse, delta, dq, q_strides, k_strides, v_strides, grad_strides, dq_strides, lse_b, lse_h, bounds, rules, b,
+    h, g, query, query_start, T, key_start, S, length, form,
 ):  # fmt: skip
-    b, h, block = assigned_work(T, H, batch, section, bounds.query_offsets, form.block_m, form.causal)
+    """One block of queries, which begins at a row of its sequence."""
     LENGTHS: tl.constexpr = bounds.key_lengths is not None
-    query_start, T, key_start, S, length = sequence_of(b, bounds, T, S)
-    query = block * form.block_m
-    if query >= T:
-        return
     shift = S - T
     start, whole, partial, stop = key_range(query, T, shift, length, rules.window, form)
     q_rows, grad_rows = Rows(q, q_strides, b, h, query_start, T), Rows(grad, grad_strides, b, h, query_start, T)
-    k_rows = Rows(k, k_strides, b, h // group, key_start, length)
-    v_rows = Rows(v, v_strides, b, h // group, key_start, length)
+    k_rows, v_rows = Rows(k, k_strides, b, g, key_start, length), Rows(v, v_strides, b, g, key_start, length)
     q_block, grad_block = load_rows(q_rows, query, form.block_m, form), load_rows(grad_rows, query, form.block_m, form)
     i = query + tl.arange(0, form.block_m)
     row = b.to(tl.int64) * lse_b + h.to(tl.int64) * lse_h + query_start
@@ -218,6 +215,36 @@ def _attention_backward_queries_kernel(
         True, LENGTHS, form,
     )  # fmt: skip
     store_rows(Rows(dq, dq_strides, b, h, query_start, T), query, acc * rules.scale, form.block_m, form)
+
+
+@jit_varying("lse_b", "lse_h", "T", "S", "batch", "section")
+def _attention_backward_queries_kernel(
+    q, k, v, grad, lse, delta, dq, q_strides, k_strides, v_strides, grad_strides, dq_strides, lse_b, lse_h, bounds, rules, H,
+    group, T, S, batch, section, form,
+):  # fmt: skip
+    if form.persistent:
+        works = tl.cdiv(T, form.block_m) * batch * H
+        for turn in tl.range(0, tl.cdiv(works, tl.num_programs(0)), num_stages=1):
+            work = work_of_turn(turn)
+            if work < works:
+                b, h, block = assigned_work(work, T, H, batch, section, None, form.block_m, form.causal)
+                query_start, _, key_start, _, length = sequence_of(b, bounds, T, S)
+                _differentiate_queries(
+                    q, k, v, grad, lse, delta, dq, q_strides, k_strides, v_strides, grad_strides, dq_strides, lse_b, lse_h,
+                    bounds, rules, b, h, h // group, block * form.block_m, query_start, T, key_start, S, length, form,
+                )  # fmt: skip
+    else:
+        b, h, block = assigned_work(
+            tl.program_id(0), T, H, batch, section, bounds.query_offsets, form.block_m, form.causal
+        )  # fmt: skip
+        query_start, T, key_start, S, length = sequence_of(b, bounds, T, S)
+        query = block * form.block_m
+        if query >= T:
+            return
+        _differentiate_queries(
+            q, k, v, grad, lse, delta, dq, q_strides, k_strides, v_strides, grad_strides, dq_strides, lse_b, lse_h, bounds,
+            rules, b, h, h // group, query, query_start, T, key_start, S, length, form,
+        )  # fmt: skip
 
 
 @jit_varying("rows")
@@ -250,7 +277,7 @@ def launch_backward(
         )
         m, n, heads, group = chosen.block_m, chosen.block_n, q.shape[1], q.shape[1] // k.shape[1]
         launch(
-            _attention_backward_queries_kernel, (sequences.num_programs(sequences.queries, m, heads),),
+            _attention_backward_queries_kernel, (num_programs(chosen, sequences, q),),
             kernel_tensor(q, m, by), kernel_tensor(k, n, by), kernel_tensor(v, n, by), kernel_tensor(grad, m, by), lse,
             delta, kernel_tensor(dq, m, by == 4), row_strides(q), row_strides(k), row_strides(v), row_strides(grad),
             row_strides(dq), *lse_strides(lse), sequences.bounds, rules.for_kernels(), heads, group, sequences.queries,

@@ -18,6 +18,7 @@ from raystride.triton_kernels.attention_masks import (
     is_visible,
     key_range,
     sequence_of,
+    work_of_turn,
 )
 from raystride.triton_kernels.attention_problem import (
     Rules,
@@ -27,6 +28,7 @@ from raystride.triton_kernels.attention_problem import (
     kernel_form,
     kernel_tensor,
     launch_options,
+    num_programs,
     tile_rules,
 )
 from raystride.triton_kernels.attention_rows import Rows, load_rows, product_of_rows, row_strides, store_rows
@@ -66,22 +68,17 @@ def _walk(
     return acc, m, total
 
 
-@jit_varying("lse_b", "lse_h", "T", "S", "batch", "section")
-def _attention_forward_kernel(
-    q, k, v, o, lse, q_strides, k_strides, v_strides, o_strides, lse_b, lse_h, bounds, rules, H, group, T, S, batch, section,
-    form,
+@jit
+def _attend(
+    q, k, v, o, lse, q_strides, k_strides, v_strides, o_strides, lse_b, lse_h, bounds, rules, b, h, g, query, query_start, T,
+    key_start, S, length, form,
 ):  # fmt: skip
-    b, h, block = assigned_work(T, H, batch, section, bounds.query_offsets, form.block_m, form.causal)
+    """One block of queries, which begins at a row of its sequence."""
     LENGTHS: tl.constexpr = bounds.key_lengths is not None
-    query_start, T, key_start, S, length = sequence_of(b, bounds, T, S)
-    query = block * form.block_m
-    if query >= T:
-        return
     shift = S - T
     start, whole, partial, stop = key_range(query, T, shift, length, rules.window, form)
     q_rows = Rows(q, q_strides, b, h, query_start, T)
-    k_rows = Rows(k, k_strides, b, h // group, key_start, length)
-    v_rows = Rows(v, v_strides, b, h // group, key_start, length)
+    k_rows, v_rows = Rows(k, k_strides, b, g, key_start, length), Rows(v, v_strides, b, g, key_start, length)
     m = tl.full([form.block_m], -float("inf"), tl.float32)
     total = tl.zeros([form.block_m], tl.float32)
     acc = tl.zeros([form.block_m, form.block_d], tl.float32)
@@ -107,6 +104,36 @@ def _attention_forward_kernel(
     tl.store(place, weights, mask=i < entries_of(T, bounds.query_offsets))
 
 
+@jit_varying("lse_b", "lse_h", "T", "S", "batch", "section")
+def _attention_forward_kernel(
+    q, k, v, o, lse, q_strides, k_strides, v_strides, o_strides, lse_b, lse_h, bounds, rules, H, group, T, S, batch, section,
+    form,
+):  # fmt: skip
+    if form.persistent:
+        works = tl.cdiv(T, form.block_m) * batch * H
+        for turn in tl.range(0, tl.cdiv(works, tl.num_programs(0)), num_stages=1):
+            work = work_of_turn(turn)
+            if work < works:
+                b, h, block = assigned_work(work, T, H, batch, section, None, form.block_m, form.causal)
+                query_start, _, key_start, _, length = sequence_of(b, bounds, T, S)
+                _attend(
+                    q, k, v, o, lse, q_strides, k_strides, v_strides, o_strides, lse_b, lse_h, bounds, rules, b, h,
+                    h // group, block * form.block_m, query_start, T, key_start, S, length, form,
+                )  # fmt: skip
+    else:
+        b, h, block = assigned_work(
+            tl.program_id(0), T, H, batch, section, bounds.query_offsets, form.block_m, form.causal
+        )  # fmt: skip
+        query_start, T, key_start, S, length = sequence_of(b, bounds, T, S)
+        query = block * form.block_m
+        if query >= T:
+            return
+        _attend(
+            q, k, v, o, lse, q_strides, k_strides, v_strides, o_strides, lse_b, lse_h, bounds, rules, b, h, h // group,
+            query, query_start, T, key_start, S, length, form,
+        )  # fmt: skip
+
+
 def launch_forward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor, lse: torch.Tensor, sequences: Sequences, rules: Rules
 ) -> None:
@@ -115,7 +142,7 @@ def launch_forward(
     chosen = tile("attention_forward", architecture(q.device), q.shape[-1], q.dtype, **tile_rules(sequences, rules, by))
     m, n, heads, group = chosen.block_m, chosen.block_n, q.shape[1], q.shape[1] // k.shape[1]
     launch(
-        _attention_forward_kernel, (sequences.num_programs(sequences.queries, m, heads),),
+        _attention_forward_kernel, (num_programs(chosen, sequences, q),),
         kernel_tensor(q, m, by), kernel_tensor(k, n, by), kernel_tensor(v, n, by), kernel_tensor(o, m, by == 4), lse,
         row_strides(q), row_strides(k), row_strides(v), row_strides(o), *lse_strides(lse), sequences.bounds,
         rules.for_kernels(), heads, group, sequences.queries, sequences.keys, sequences.batch,

@@ -100,8 +100,8 @@ def derive_seed(seed: torch.Tensor, salt: int, first_head: int) -> torch.Tensor:
 
 
 @jit
-def assigned_work(rows, heads, batch, section, offsets, BLOCK: tl.constexpr, HEAVIEST_LAST: tl.constexpr):
-    """The sequence, the head and the block of its `rows` that this program works on, as in `Sequences.num_programs`.
+def assigned_work(program, rows, heads, batch, section, offsets, BLOCK: tl.constexpr, HEAVIEST_LAST: tl.constexpr):
+    """The sequence, the head and the block of its `rows` that is work number `program` of `Sequences.num_programs`.
 
     The first block of every head of a section comes first, then the second of each: heads that share keys run side by side,
     and a section is as many heads as have their keys and values in the L2 cache together. Packed sequences share `rows`;
@@ -110,7 +110,6 @@ def assigned_work(rows, heads, batch, section, offsets, BLOCK: tl.constexpr, HEA
     blocks, all_heads = tl.cdiv(rows, BLOCK), batch * heads
     if offsets is not None:
         blocks, all_heads = rows // BLOCK + batch, heads
-    program = tl.program_id(0)
     first = program // (section * blocks) * section
     place = program % (section * blocks)
     width = tl.minimum(section, all_heads - first)
@@ -122,6 +121,13 @@ def assigned_work(rows, heads, batch, section, offsets, BLOCK: tl.constexpr, HEA
     if offsets is not None:
         b, block = packed_block(block, offsets, batch, BLOCK)
     return b, h, block
+
+
+@jit
+def work_of_turn(turn):
+    """The number of a persistent program's work in a turn: every other turn goes backwards, so that heavy meets light."""
+    program, programs = tl.program_id(0), tl.num_programs(0)
+    return turn * programs + tl.where(turn % 2 == 0, program, programs - 1 - program)
 
 
 @jit

@@ -10,7 +10,7 @@ import torch
 
 from raystride.triton_kernels.attention_masks import dropout_threshold
 from raystride.triton_kernels.attention_rows import Form
-from raystride.triton_kernels.configurations import Tile, takes_descriptors
+from raystride.triton_kernels.configurations import Tile, num_processors, takes_descriptors
 from raystride.triton_kernels.language import cdiv, next_power_of_2, tl
 from raystride.triton_kernels.launch import architecture
 
@@ -186,7 +186,7 @@ def kernel_form(tile: Tile, q: torch.Tensor, rules: Rules, descriptors: int) -> 
     """Returns the compile-time constants of a kernel with these blocks."""
     return make_form(
         tile.block_m, tile.block_n, q.shape[-1], causal=rules.causal, windowed=rules.window > 0, capped=rules.softcap > 0,
-        precision=dot_precision(q), descriptors=descriptors, chunk=chunk_size(q),
+        precision=dot_precision(q), descriptors=descriptors, chunk=chunk_size(q), persistent=tile.programs > 0,
     )  # fmt: skip
 
 
@@ -195,6 +195,12 @@ def make_form(block_m: int, block_n: int, size: int, **rest: Any) -> Form:
     """Returns compile-time constants; those that are not given are None, and so are unused ones."""
     fields = {"size": size, "block_d": padded_head_size(size), "block_m": block_m, "block_n": block_n} | rest
     return Form(*(tl.constexpr(fields.get(name)) for name in Form._fields))
+
+
+def num_programs(tile: Tile, sequences: Sequences, q: torch.Tensor) -> int:
+    """Returns the programs of a kernel over blocks of queries: one a block, or those of a persistent tile."""
+    blocks = sequences.num_programs(sequences.queries, tile.block_m, q.shape[1])
+    return min(blocks, tile.programs * num_processors(architecture(q.device))) if tile.programs else blocks
 
 
 def launch_options(tile: Tile) -> dict[str, int]:
@@ -240,6 +246,8 @@ def descriptor_rank(sequences: Sequences, loaded: tuple[torch.Tensor, ...], stor
     """
     if sequences.key_lengths is not None or chunk_size(loaded[0]):
         return 0
+    if sequences.packed and loaded[0].shape[-1] > 128:
+        return 0  # zeroing another sequence's rows of larger heads spills kilobytes
     if not takes_descriptors(architecture(loaded[0].device)):
         return 0
     described = loaded if sequences.packed else (*loaded, *stored)

@@ -64,6 +64,8 @@ class Form(NamedTuple):
     (N, H, D), the others as pointers."""
     chunk: Any
     """Columns of a score's product that are loaded at a time; 0: all of them."""
+    persistent: Any
+    """Whether a program has several blocks, one after another; not of packed sequences."""
 
 
 @jit

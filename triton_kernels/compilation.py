@@ -261,6 +261,7 @@ def _read_compiled(kernel: Any, log: str, architecture: Architecture, recorded: 
     own = instructions.pop(architecture.matrix_instruction)
     blocks = [block.removeprefix("BLOCK_").lower() for block in recorded.blocks]
     bound = [f"{value} registers at most" for name, value in recorded.options if name == "maxnreg"]
+    bound += ["persistent" for _, name, value in recorded.constants if name == "persistent" and value]
     return CompiledKernel(
         operation=recorded.operation,
         kernel=short_name(recorded.kernel),

@@ -31,10 +31,13 @@ class Tile(NamedTuple):
     stages: int
     registers: int = 0
     """Maximum of a thread, so that two programs share a processor; 0: no limit. On NVIDIA only."""
+    programs: int = 0
+    """Programs a processor, each with several blocks of queries of a batch, one after another; 0: a program a block."""
 
     def __str__(self) -> str:
         bound = f", {self.registers} registers at most" if self.registers else ""
-        return f"{self.block_m} x {self.block_n}, {self.warps} warps, {self.stages} stages{bound}"
+        several = f", {self.programs} persistent" if self.programs else ""
+        return f"{self.block_m} x {self.block_n}, {self.warps} warps, {self.stages} stages{bound}{several}"
 
 
 class TileFamily(NamedTuple):
@@ -187,7 +190,7 @@ _TWO_PROGRAMS = tuple(Tile(*four, 128) for four in product(_SIZES, _SIZES, (8,),
 _WIDE = tuple(Tile(*four) for four in product(_SIZES, _SIZES, (16,), (1, 2)))
 """Candidates of the backward: twice the warps hold a block twice as large, so that more products reuse its loads."""
 _ALTERNATIVES = 4
-"""Number of alternatives to time beside the shipped tile: a second or two of compilation each."""
+"""Number of alternatives to time beside the shipped tile, and its persistent one: a second or two of compilation each."""
 _REGISTERS = 1 << 16
 """Registers of a processor, on all NVIDIA families."""
 _OTHER_REGISTERS = 16
@@ -369,7 +372,11 @@ def list_tiles(kernel: str, architecture: str, head_size: int, dtype: torch.dtyp
 
     # Special tiles, for which the cost model is least accurate, get one slot of their own.
     special = [] if architecture.startswith("gfx") else rank_candidates(_SPECIAL.get(kernel, ()))[:1]
-    return [shipped, *rank_candidates(_CANDIDATES)[: _ALTERNATIVES - len(special)], *special]
+    found = [shipped, *rank_candidates(_CANDIDATES)[: _ALTERNATIVES - len(special)], *special]
+    if kernel in ("attention_forward", "attention_backward_queries"):
+        together = min(tile_family.shared // estimate_shared_bytes(kernel, shipped, size, width), 16 // shipped.warps)
+        found.append(shipped._replace(programs=max(1, together)))
+    return found
 
 
 _SPECIAL = {

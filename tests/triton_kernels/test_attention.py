@@ -2,6 +2,7 @@
 
 import math
 from contextlib import ExitStack
+from typing import Any
 
 import pytest
 import torch
@@ -9,12 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.checkpoint import checkpoint
 
-from raystride.triton_kernels import attention_backward
+from raystride.triton_kernels import attention_backward, attention_problem
 from raystride.triton_kernels.attention import attention, attention_reference
 from raystride.triton_kernels.attention_masks import kept_weights, visible
+from raystride.triton_kernels.attention_rows import Form
 from raystride.triton_kernels.configurations import KERNELS, Tile, forced_tile
 from raystride.triton_kernels.dispatch import kernels_ran, use_kernels
-from raystride.triton_kernels.launch import assumed_architecture
+from raystride.triton_kernels.launch import Grid, assumed_architecture, use_launcher
 from tests.some import some
 from tests.triton_kernels.compare import check
 from tests.triton_kernels.guard import guarded
@@ -108,6 +110,37 @@ def test_values_and_gradients(
         for kernel in KERNELS:
             stack.enter_context(forced_tile(kernel, Tile(32, 16, 4, 1) if tall else Tile(16, 32, 4, 1)))
         _compare(q, k, v, **rules)
+
+
+@pytest.mark.parametrize(("architecture", "processors"), [("sm_80", 3), ("sm_90", 4), ("sm_90", 100)])
+def test_persistent_programs_give_the_bits_of_a_program_a_block(
+    architecture: str, processors: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each has several blocks, in another order; or one, where there are fewer blocks than programs."""
+    monkeypatch.setattr(attention_problem, "num_processors", lambda _: processors)
+    torch.manual_seed(0)
+    inputs = [_rows(2, heads, 70, 16, torch.bfloat16, "plain").requires_grad_() for heads in (3, 1, 1)]
+    grids: list[int] = []
+
+    def note(kernel: Any, grid: Grid, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
+        if "keys" not in kernel.fn.__name__ and isinstance(arguments[-1], Form) and arguments[-1].persistent.value:
+            grids.append(grid[0])
+        real(kernel, grid, arguments, named)
+
+    def attend(programs: int, **rules: Any) -> list[torch.Tensor]:
+        tiles = [forced_tile(f"attention_{name}", Tile(16, 16, 4, 1, programs=programs)) for name in NAMES]
+        with tiles[0], tiles[1], forced_tile("attention_backward_keys", Tile(16, 16, 4, 1)):
+            y = attention(*inputs, **rules)
+            return [y.detach(), *torch.autograd.grad(y, inputs, torch.ones_like(y))]
+
+    with assumed_architecture(architecture), use_launcher(note) as real:
+        for rules in ({"causal": True}, {}, {"causal": True, "window": 20}, {"key_lengths": torch.tensor([5, 70])}):
+            for found, expected in zip(attend(2, **rules), attend(0, **rules), strict=True):
+                assert torch.equal(found, expected)
+    assert set(grids) == {min(2 * processors, 2 * 3 * 5)}
+
+
+NAMES = ("forward", "backward_queries")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
