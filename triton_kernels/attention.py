@@ -204,7 +204,6 @@ def unsupported_reason(
     dropout: float = 0.0,
     softcap: float = 0.0,
     lengths: bool = False,
-    packed: bool = False,
 ) -> str:
     """Returns the reason why the kernels do not support this call; empty if they do."""
     if mask is not None:
@@ -225,10 +224,6 @@ def unsupported_reason(
         return f"dropout, a window or a cap in fp32 with head size {q.shape[-1]}, which would spill registers"
     if dropout and window and single and q.shape[-1] > (64 if older else 128) and near != "gfx942":
         return f"dropout under a window in fp32 with head size {q.shape[-1]}, which would spill registers"
-    if dropout and single and q.shape[-1] > 64 and older:
-        return f"dropout in fp32 with head size {q.shape[-1]}, which would spill registers"
-    if dropout and window and (lengths or packed) and q.shape[-1] > 128 and older:
-        return f"dropout under a window over sequences of several lengths with head size {q.shape[-1]}, which would spill"
     return "a scale that is not positive" if scale is not None and scale <= 0 else ""
 
 

@@ -275,6 +275,7 @@ def launch_backward(
         chosen = tile(
             "attention_backward_queries", architecture(q.device), q.shape[-1], q.dtype, **tile_rules(sequences, rules, by)
         )
+        by = 0 if chosen.chunk else by
         m, n, heads, group = chosen.block_m, chosen.block_n, q.shape[1], q.shape[1] // k.shape[1]
         launch(
             _attention_backward_queries_kernel, (num_programs(chosen, sequences, q),),
@@ -302,7 +303,8 @@ def _launch_keys(
     # Lean tiles of larger heads may have too few rows for the instructions that read descriptor loads; by head, a block in
     # fp32 would be stored beside those of the inputs, and may not fit a processor's shared memory.
     narrow = known["lean"] and size > 64 and n < FAMILIES[architecture_family(name)].min_rows
-    by = 0 if narrow or by_head or sequences.packed else descriptor_rank(sequences, (q, k, v, grad), (dk, dv))
+    pointers = narrow or by_head or sequences.packed or chosen.chunk
+    by = 0 if pointers else descriptor_rank(sequences, (q, k, v, grad), (dk, dv))
     launch(
         _attention_backward_keys_kernel, (sequences.num_programs(sequences.keys, n, groups),),
         kernel_tensor(q, m, by), kernel_tensor(k, n, by), kernel_tensor(v, n, by), kernel_tensor(grad, m, by), lse, delta,

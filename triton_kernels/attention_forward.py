@@ -140,6 +140,7 @@ def launch_forward(
     """Fills o, with the layout of q, and lse (B, H, num_entries(T)), or (H, N) for packed sequences."""
     by = descriptor_rank(sequences, (q, k, v), (o,))
     chosen = tile("attention_forward", architecture(q.device), q.shape[-1], q.dtype, **tile_rules(sequences, rules, by))
+    by = 0 if chosen.chunk else by
     m, n, heads, group = chosen.block_m, chosen.block_n, q.shape[1], q.shape[1] // k.shape[1]
     launch(
         _attention_forward_kernel, (num_programs(chosen, sequences, q),),

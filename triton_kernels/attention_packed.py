@@ -288,7 +288,7 @@ def attention_packed(
     plain = not (window or dropout or softcap)
     if plain and packed_library_reason(q.device) == "" and takes_library("attention_packed", q):
         return _attention_by_library(q, k, v, query_offsets, key_offsets, causal, scale, longest)
-    why = unsupported_reason(q, k, v, scale=scale, window=window, dropout=dropout, softcap=softcap, packed=True)
+    why = unsupported_reason(q, k, v, scale=scale, window=window, dropout=dropout, softcap=softcap)
     if not takes_triton("attention_packed", q, refusal=why):
         rules: dict[str, Any] = {"causal": causal, "window": window, "scale": scale, "dropout": dropout, "softcap": softcap}
         return _reference(q, k, v, query_offsets, key_offsets, seed=seed, first_head=first_head, **rules)

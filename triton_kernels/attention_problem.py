@@ -186,7 +186,7 @@ def kernel_form(tile: Tile, q: torch.Tensor, rules: Rules, descriptors: int) -> 
     """Returns the compile-time constants of a kernel with these blocks."""
     return make_form(
         tile.block_m, tile.block_n, q.shape[-1], causal=rules.causal, windowed=rules.window > 0, capped=rules.softcap > 0,
-        precision=dot_precision(q), descriptors=descriptors, chunk=chunk_size(q), persistent=tile.programs > 0,
+        precision=dot_precision(q), descriptors=descriptors, chunk=tile.chunk or chunk_size(q), persistent=tile.programs > 0,
     )  # fmt: skip
 
 

@@ -33,11 +33,15 @@ class Tile(NamedTuple):
     """Maximum of a thread, so that two programs share a processor; 0: no limit. On NVIDIA only."""
     programs: int = 0
     """Programs a processor, each with several blocks of queries of a batch, one after another; 0: a program a block."""
+    chunk: int = 0
+    """Columns of a score's product that are loaded at a time, by pointers: fewer registers, more loads; 0: as
+    `attention_problem.chunk_size`."""
 
     def __str__(self) -> str:
         bound = f", {self.registers} registers at most" if self.registers else ""
         several = f", {self.programs} persistent" if self.programs else ""
-        return f"{self.block_m} x {self.block_n}, {self.warps} warps, {self.stages} stages{bound}{several}"
+        chunk = f", {self.chunk} columns at a time" if self.chunk else ""
+        return f"{self.block_m} x {self.block_n}, {self.warps} warps, {self.stages} stages{bound}{several}{chunk}"
 
 
 class TileFamily(NamedTuple):
@@ -334,18 +338,22 @@ def _table_tile(case: TileCase) -> Tile:
 
 
 def list_corrections(case: TileCase) -> list[Tile]:
-    """Returns tiles of at most the shipped one's blocks, best guess first, to be tried where that one spills."""
+    """Returns tiles of at most the shipped one's blocks, best guess first, to be tried where that one spills.
+
+    Those that load the columns of a score in chunks come last.
+    """
     shipped, width = shipped_tile(case), 4 if case.single else 2
     family, size = FAMILIES[case.family], case.head_size
     fewer = [[n for n in _SIZES if n <= most] for most in shipped[:2]]
     tiles = {Tile(*five) for five in product(*fewer, (4, 8), range(1, shipped.stages + 1), (shipped.registers, 255))}
     fitting = [one for one in tiles if estimate_shared_bytes(case.kernel, one, size, width) <= family.shared]
+    chunked = [one._replace(chunk=16 if case.single else 32) for one in fitting if one.stages == 1]
 
     def cost(candidate: Tile) -> tuple[float, int, int]:
         cycles = _estimate_cycles(case.kernel, candidate, size, width, family)
         return cycles, -candidate.stages, candidate.registers
 
-    return sorted(set(fitting) - {shipped}, key=cost)
+    return [*sorted(set(fitting) - {shipped}, key=cost), *sorted(chunked, key=cost)]
 
 
 def list_tiles(kernel: str, architecture: str, head_size: int, dtype: torch.dtype) -> list[Tile]:

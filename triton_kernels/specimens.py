@@ -160,8 +160,6 @@ def _mixed_specimens(device: torch.device) -> Iterator[Specimen]:
         ("full, dropout", rules["dropout"], True, few),
     ):
         for size in sizes:
-            if _is_refused(size, half, together, device):
-                continue
             call = partial(attention, causal=not full, **together)
             yield Specimen(
                 "attention", f"bf16 D {size} {label}", _forward_and_backward(call, _qkv_shapes(size), half, device)
@@ -174,17 +172,15 @@ def _mixed_specimens(device: torch.device) -> Iterator[Specimen]:
         ("full, packed", {}, True, few),
     ):
         for size in sizes:
-            if _is_refused(size, half, together, device, packed=True):
-                continue
             packed = partial(_call_packed, size, {"causal": not full, **together}, device)
             yield Specimen("attention", f"bf16 D {size} {label}", packed)
 
 
-def _is_refused(size: int, dtype: torch.dtype, rules: dict[str, Any], device: torch.device, *, packed: bool = False) -> bool:
+def _is_refused(size: int, dtype: torch.dtype, rules: dict[str, Any], device: torch.device) -> bool:
     """Returns whether attention computes such a call in PyTorch, since its kernels would spill."""
     x = torch.empty(1, 1, 1, size, dtype=dtype, device=device)
     known = {name: value for name, value in rules.items() if name in ("window", "dropout", "softcap")}
-    return bool(unsupported_reason(x, x, x, **known, lengths="key_lengths" in rules, packed=packed))
+    return bool(unsupported_reason(x, x, x, **known))
 
 
 def _make_seed(device: torch.device) -> torch.Tensor:

@@ -99,16 +99,21 @@ def _cases(draw: st.DrawFn) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, C
 
 
 @settings(max_examples=14)
-@given(case=_cases(), tall=st.booleans(), architecture=st.sampled_from(["sm_80", "sm_90"]), processors=PROCESSORS)
+@given(
+    case=_cases(),
+    tile=st.sampled_from([Tile(32, 16, 4, 1), Tile(16, 32, 4, 1), Tile(16, 16, 4, 1, chunk=16)]),
+    architecture=st.sampled_from(["sm_80", "sm_90"]),
+    processors=PROCESSORS,
+)
 def test_values_and_gradients(
-    case: tuple[torch.Tensor, torch.Tensor, torch.Tensor, Case], tall: bool, architecture: str, processors: int
+    case: tuple[torch.Tensor, torch.Tensor, torch.Tensor, Case], tile: Tile, architecture: str, processors: int
 ) -> None:
     q, k, v, rules = case
     with ExitStack() as stack:
         stack.enter_context(pytest.MonkeyPatch.context()).setattr(*NUM_PROCESSORS, lambda _: processors)
         stack.enter_context(assumed_architecture(architecture))
         for kernel in KERNELS:
-            stack.enter_context(forced_tile(kernel, Tile(32, 16, 4, 1) if tall else Tile(16, 32, 4, 1)))
+            stack.enter_context(forced_tile(kernel, tile))
         _compare(q, k, v, **rules)
 
 

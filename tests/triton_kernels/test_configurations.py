@@ -201,21 +201,6 @@ def test_dropout_under_a_window_in_fp32_is_refused_where_no_tile_is_small_enough
             assert bool(why) == (dtype == torch.float32 and size > largest)
 
 
-@pytest.mark.parametrize(("architecture", "refuses"), [("sm_80", True), ("sm_86", True), ("sm_90", False)])
-def test_what_spills_on_older_gpus_by_some_triton_is_refused_there(architecture: str, refuses: bool) -> None:
-    def reason(size: int, dtype: torch.dtype, **rules: Any) -> bool:
-        q = torch.empty(1, 1, 1, size, dtype=dtype)
-        return bool(unsupported_reason(q, q, q, dropout=0.1, **rules))
-
-    with assumed_architecture(architecture):
-        assert reason(65, torch.float32) == refuses
-        assert not reason(64, torch.float32)
-        assert not reason(256, torch.bfloat16, window=4)
-        for several in ({"lengths": True}, {"packed": True}):
-            assert reason(256, torch.bfloat16, window=4, **several) == refuses
-            assert not reason(128, torch.bfloat16, window=4, **several)
-
-
 def test_unknown_architectures_take_the_nearest_family() -> None:
     near = {"sm_80": "sm_80", "sm_86": "sm_86", "sm_89": "sm_86", "sm_90": "sm_90", "sm_100": "sm_100", "sm_103": "sm_100"}
     near |= {"sm_120": "sm_86", "gfx942": "gfx942"}
