@@ -30,10 +30,10 @@ from raystride.triton_kernels.attention_problem import (
     Sequences,
     descriptor_rank,
     heads_per_section,
-    kernel_form,
+    kernel_config,
     kernel_tensor,
     launch_options,
-    make_form,
+    make_config,
     num_entries,
     num_programs,
     padded_head_size,
@@ -52,17 +52,17 @@ _SUMMED = 2048
 
 @jit_varying("lse_b", "lse_h", "T", "rows", "batch")
 def _attention_delta_kernel(
-    o, grad, delta, o_strides, grad_strides, lse_b, lse_h, bounds, H, T, rows, batch, form
+    o, grad, delta, o_strides, grad_strides, lse_b, lse_h, bounds, H, T, rows, batch, config
 ):  # fmt: skip
     """`rows` are T, rounded up to `num_entries` unless packed."""
-    b, h, block = assigned_work(tl.program_id(0), rows, H, batch, batch * H, bounds.query_offsets, form.block_m, False)
+    b, h, block = assigned_work(tl.program_id(0), rows, H, batch, batch * H, bounds.query_offsets, config.block_m, False)
     query_start, T, _, _, _ = sequence_of(b, bounds, T, T)
-    query, entries = block * form.block_m, entries_of(T, bounds.query_offsets)
+    query, entries = block * config.block_m, entries_of(T, bounds.query_offsets)
     if query >= entries:
         return
-    y = load_rows(Rows(o, o_strides, b, h, query_start, T), query, form.block_m, form).to(tl.float32)
-    dy = load_rows(Rows(grad, grad_strides, b, h, query_start, T), query, form.block_m, form).to(tl.float32)
-    i = query + tl.arange(0, form.block_m)
+    y = load_rows(Rows(o, o_strides, b, h, query_start, T), query, config.block_m, config).to(tl.float32)
+    dy = load_rows(Rows(grad, grad_strides, b, h, query_start, T), query, config.block_m, config).to(tl.float32)
+    i = query + tl.arange(0, config.block_m)
     place = delta + b.to(tl.int64) * lse_b + h.to(tl.int64) * lse_h + query_start + i
     tl.store(place, tl.sum(y * dy, 1), mask=i < entries)
 
@@ -70,180 +70,183 @@ def _attention_delta_kernel(
 @jit
 def _walk_queries(
     q, grad, k, v, lse, delta, k_block, v_block, dk, dv, key, start, stop, entries, shift, rules, MASKED: tl.constexpr,
-    LENGTHS: tl.constexpr, form,
+    LENGTHS: tl.constexpr, config,
 ):  # fmt: skip
     """The block of keys over the queries start to stop of one head; all products transposed, so that dK and dV need none."""
-    keys = key + tl.arange(0, form.block_n)
-    for query in tl.range(start, stop, form.block_m):
-        i = query + tl.arange(0, form.block_m)
+    keys = key + tl.arange(0, config.block_n)
+    for query in tl.range(start, stop, config.block_m):
+        i = query + tl.arange(0, config.block_m)
         if rules.seed is not None:
             # Drawn first: its registers are free again before those of the products are taken.
-            kept = tl.trans(is_kept(rules, q.b, q.h, query, key, form))
-        q_block = load_rows(q, query, form.block_m, form)
+            kept = tl.trans(is_kept(rules, q.b, q.h, query, key, config))
+        q_block = load_rows(q, query, config.block_m, config)
         # Beyond the last query no weight is left: 2^(s - inf).
         base = tl.load(lse + i, mask=i < entries, other=float("inf"))
-        if form.chunk:
-            s = product_of_rows(k, key, form.block_n, q, query, form.block_m, form)
+        if config.chunk:
+            s = product_of_rows(k, key, config.block_n, q, query, config.block_m, config)
         else:
-            s = tl.dot(k_block, tl.trans(q_block), input_precision=form.precision)
-        if form.capped:
+            s = tl.dot(k_block, tl.trans(q_block), input_precision=config.precision)
+        if config.capped:
             s = capped(s, rules.cap)
         p = tl.exp2(s * rules.scale_log2 - base[None, :])
         if MASKED:
-            p = tl.where(is_visible(i[None, :], keys[:, None], shift, k.length, rules.window, LENGTHS, form), p, 0.0)
-        grad_block = load_rows(grad, query, form.block_m, form)
-        if form.chunk:
-            dp = product_of_rows(v, key, form.block_n, grad, query, form.block_m, form)
+            p = tl.where(is_visible(i[None, :], keys[:, None], shift, k.length, rules.window, LENGTHS, config), p, 0.0)
+        grad_block = load_rows(grad, query, config.block_m, config)
+        if config.chunk:
+            dp = product_of_rows(v, key, config.block_n, grad, query, config.block_m, config)
         else:
-            dp = tl.dot(v_block, tl.trans(grad_block), input_precision=form.precision)
+            dp = tl.dot(v_block, tl.trans(grad_block), input_precision=config.precision)
         taken = p
         if rules.seed is not None:
             taken = tl.where(kept, p * rules.rescale, 0.0)
             dp = tl.where(kept, dp * rules.rescale, 0.0)
-        dv = tl.dot(taken.to(grad_block.dtype), grad_block, dv, input_precision=form.precision)
+        dv = tl.dot(taken.to(grad_block.dtype), grad_block, dv, input_precision=config.precision)
         ds = p * (dp - tl.load(delta + i, mask=i < entries, other=0.0)[None, :])
-        if form.capped:
+        if config.capped:
             ds *= 1.0 - (s / rules.cap) * (s / rules.cap)
-        dk = tl.dot(ds.to(q_block.dtype), q_block, dk, input_precision=form.precision)
+        dk = tl.dot(ds.to(q_block.dtype), q_block, dk, input_precision=config.precision)
     return dk, dv
 
 
 @jit_varying("lse_b", "lse_h", "T", "S", "batch", "section")
 def _attention_backward_keys_kernel(
     q, k, v, grad, lse, delta, dk, dv, q_strides, k_strides, v_strides, grad_strides, dk_strides, dv_strides, lse_b, lse_h,
-    bounds, rules, G, group, shared, T, S, batch, section, form,
+    bounds, rules, G, group, shared, T, S, batch, section, config,
 ):  # fmt: skip
     """A block of keys over `group` query heads: those of a head of k and v, which `shared` heads of dk and dv share."""
-    b, g, block = assigned_work(tl.program_id(0), S, G, batch, section, bounds.key_offsets, form.block_n, False)
+    b, g, block = assigned_work(tl.program_id(0), S, G, batch, section, bounds.key_offsets, config.block_n, False)
     LENGTHS: tl.constexpr = bounds.key_lengths is not None
     query_start, T, key_start, S, length = sequence_of(b, bounds, T, S)
-    key = block * form.block_n
+    key = block * config.block_n
     if key >= S:
         return
     shift, entries = S - T, entries_of(T, bounds.query_offsets)
-    start, whole, partial, stop = query_range(key, entries, shift, length, rules.window, form)
+    start, whole, partial, stop = query_range(key, entries, shift, length, rules.window, config)
     k_rows = Rows(k, k_strides, b, g // shared, key_start, length)
     v_rows = Rows(v, v_strides, b, g // shared, key_start, length)
-    k_block, v_block = load_rows(k_rows, key, form.block_n, form), load_rows(v_rows, key, form.block_n, form)
-    dk_block = tl.zeros([form.block_n, form.block_d], tl.float32)
-    dv_block = tl.zeros([form.block_n, form.block_d], tl.float32)
+    k_block, v_block = load_rows(k_rows, key, config.block_n, config), load_rows(v_rows, key, config.block_n, config)
+    dk_block = tl.zeros([config.block_n, config.block_d], tl.float32)
+    dv_block = tl.zeros([config.block_n, config.block_d], tl.float32)
     # All these heads in one program: nobody else adds to the result, so no sum depends on who comes first.
     for h in range(g * group, g * group + group):
         q_rows, grad_rows = Rows(q, q_strides, b, h, query_start, T), Rows(grad, grad_strides, b, h, query_start, T)
         row = b.to(tl.int64) * lse_b + tl.cast(h, tl.int64) * lse_h + query_start
         # The queries at the diagonal with a mask, then those that see the whole block, then those whose window ends in it.
-        if form.causal:
+        if config.causal:
             dk_block, dv_block = _walk_queries(
                 q_rows, grad_rows, k_rows, v_rows, lse + row, delta + row, k_block, v_block, dk_block, dv_block, key, start,
-                whole, entries, shift, rules, True, LENGTHS, form,
+                whole, entries, shift, rules, True, LENGTHS, config,
             )  # fmt: skip
         dk_block, dv_block = _walk_queries(
             q_rows, grad_rows, k_rows, v_rows, lse + row, delta + row, k_block, v_block, dk_block, dv_block, key, whole,
-            partial, entries, shift, rules, False, LENGTHS, form,
+            partial, entries, shift, rules, False, LENGTHS, config,
         )  # fmt: skip
-        if form.windowed:
+        if config.windowed:
             dk_block, dv_block = _walk_queries(
                 q_rows, grad_rows, k_rows, v_rows, lse + row, delta + row, k_block, v_block, dk_block, dv_block, key,
-                partial, stop, entries, shift, rules, True, LENGTHS, form,
+                partial, stop, entries, shift, rules, True, LENGTHS, config,
             )  # fmt: skip
     # Keys that nobody sees were walked over as zeros, with weights that are not zero; each has a row of its own.
-    seen = (key + tl.arange(0, form.block_n) < length)[:, None]
+    seen = (key + tl.arange(0, config.block_n) < length)[:, None]
     dk_block, dv_block = tl.where(seen, dk_block * rules.scale, 0.0), tl.where(seen, dv_block, 0.0)
-    store_rows(Rows(dk, dk_strides, b, g, key_start, S), key, dk_block, form.block_n, form)
-    store_rows(Rows(dv, dv_strides, b, g, key_start, S), key, dv_block, form.block_n, form)
+    store_rows(Rows(dk, dk_strides, b, g, key_start, S), key, dk_block, config.block_n, config)
+    store_rows(Rows(dv, dv_strides, b, g, key_start, S), key, dv_block, config.block_n, config)
 
 
 @jit
 def _walk_keys(
     q, grad, k, v, q_block, grad_block, base, delta, dq, query, start, stop, shift, rules, MASKED: tl.constexpr,
-    LENGTHS: tl.constexpr, form,
+    LENGTHS: tl.constexpr, config,
 ):  # fmt: skip
     """The block of queries over the keys start to stop."""
-    for key in tl.range(start, stop, form.block_n):
-        k_block = load_rows(k, key, form.block_n, form, not MASKED)
-        if form.chunk:
-            s = product_of_rows(q, query, form.block_m, k, key, form.block_n, form)
-            dp = product_of_rows(grad, query, form.block_m, v, key, form.block_n, form)
+    for key in tl.range(start, stop, config.block_n):
+        k_block = load_rows(k, key, config.block_n, config, not MASKED)
+        if config.chunk:
+            s = product_of_rows(q, query, config.block_m, k, key, config.block_n, config)
+            dp = product_of_rows(grad, query, config.block_m, v, key, config.block_n, config)
         else:
-            s = tl.dot(q_block, tl.trans(k_block), input_precision=form.precision)
-            v_block = load_rows(v, key, form.block_n, form, not MASKED)
-            dp = tl.dot(grad_block, tl.trans(v_block), input_precision=form.precision)
-        if form.capped:
+            s = tl.dot(q_block, tl.trans(k_block), input_precision=config.precision)
+            v_block = load_rows(v, key, config.block_n, config, not MASKED)
+            dp = tl.dot(grad_block, tl.trans(v_block), input_precision=config.precision)
+        if config.capped:
             s = capped(s, rules.cap)
         p = tl.exp2(s * rules.scale_log2 - base[:, None])
         if MASKED:
-            i, keys = query + tl.arange(0, form.block_m), key + tl.arange(0, form.block_n)
-            p = tl.where(is_visible(i[:, None], keys[None, :], shift, k.length, rules.window, LENGTHS, form), p, 0.0)
+            i, keys = query + tl.arange(0, config.block_m), key + tl.arange(0, config.block_n)
+            p = tl.where(is_visible(i[:, None], keys[None, :], shift, k.length, rules.window, LENGTHS, config), p, 0.0)
         if rules.seed is not None:
-            dp = tl.where(is_kept(rules, q.b, q.h, query, key, form), dp * rules.rescale, 0.0)
+            dp = tl.where(is_kept(rules, q.b, q.h, query, key, config), dp * rules.rescale, 0.0)
         ds = p * (dp - delta[:, None])
-        if form.capped:
+        if config.capped:
             ds *= 1.0 - (s / rules.cap) * (s / rules.cap)
-        dq = tl.dot(ds.to(k_block.dtype), k_block, dq, input_precision=form.precision)
+        dq = tl.dot(ds.to(k_block.dtype), k_block, dq, input_precision=config.precision)
     return dq
 
 
 @jit
 def _differentiate_queries(
     q, k, v, grad, lse, delta, dq, q_strides, k_strides, v_strides, grad_strides, dq_strides, lse_b, lse_h, bounds, rules, b,
-    h, g, query, query_start, T, key_start, S, length, form,
+    h, g, query, query_start, T, key_start, S, length, config,
 ):  # fmt: skip
     """One block of queries, which begins at a row of its sequence."""
     LENGTHS: tl.constexpr = bounds.key_lengths is not None
     shift = S - T
-    start, whole, partial, stop = key_range(query, T, shift, length, rules.window, form)
+    start, whole, partial, stop = key_range(query, T, shift, length, rules.window, config)
     q_rows, grad_rows = Rows(q, q_strides, b, h, query_start, T), Rows(grad, grad_strides, b, h, query_start, T)
     k_rows, v_rows = Rows(k, k_strides, b, g, key_start, length), Rows(v, v_strides, b, g, key_start, length)
-    q_block, grad_block = load_rows(q_rows, query, form.block_m, form), load_rows(grad_rows, query, form.block_m, form)
-    i = query + tl.arange(0, form.block_m)
+    q_block, grad_block = (
+        load_rows(q_rows, query, config.block_m, config),
+        load_rows(grad_rows, query, config.block_m, config),
+    )
+    i = query + tl.arange(0, config.block_m)
     row = b.to(tl.int64) * lse_b + h.to(tl.int64) * lse_h + query_start
     inside = i < entries_of(T, bounds.query_offsets)
     base = tl.load(lse + row + i, mask=inside, other=float("inf"))
     shares = tl.load(delta + row + i, mask=inside, other=0.0)
-    acc = tl.zeros([form.block_m, form.block_d], tl.float32)
-    if form.windowed:
+    acc = tl.zeros([config.block_m, config.block_d], tl.float32)
+    if config.windowed:
         acc = _walk_keys(
             q_rows, grad_rows, k_rows, v_rows, q_block, grad_block, base, shares, acc, query, start, whole, shift, rules,
-            True, LENGTHS, form,
+            True, LENGTHS, config,
         )  # fmt: skip
     acc = _walk_keys(
         q_rows, grad_rows, k_rows, v_rows, q_block, grad_block, base, shares, acc, query, whole, partial, shift, rules,
-        False, LENGTHS, form,
+        False, LENGTHS, config,
     )  # fmt: skip
     acc = _walk_keys(
         q_rows, grad_rows, k_rows, v_rows, q_block, grad_block, base, shares, acc, query, partial, stop, shift, rules,
-        True, LENGTHS, form,
+        True, LENGTHS, config,
     )  # fmt: skip
-    store_rows(Rows(dq, dq_strides, b, h, query_start, T), query, acc * rules.scale, form.block_m, form)
+    store_rows(Rows(dq, dq_strides, b, h, query_start, T), query, acc * rules.scale, config.block_m, config)
 
 
 @jit_varying("lse_b", "lse_h", "T", "S", "batch", "section")
 def _attention_backward_queries_kernel(
     q, k, v, grad, lse, delta, dq, q_strides, k_strides, v_strides, grad_strides, dq_strides, lse_b, lse_h, bounds, rules, H,
-    group, T, S, batch, section, form,
+    group, T, S, batch, section, config,
 ):  # fmt: skip
-    if form.persistent:
-        works = tl.cdiv(T, form.block_m) * batch * H
+    if config.persistent:
+        works = tl.cdiv(T, config.block_m) * batch * H
         for turn in tl.range(0, tl.cdiv(works, tl.num_programs(0)), num_stages=1):
             work = work_of_turn(turn)
             if work < works:
-                b, h, block = assigned_work(work, T, H, batch, section, None, form.block_m, form.causal)
+                b, h, block = assigned_work(work, T, H, batch, section, None, config.block_m, config.causal)
                 query_start, _, key_start, _, length = sequence_of(b, bounds, T, S)
                 _differentiate_queries(
                     q, k, v, grad, lse, delta, dq, q_strides, k_strides, v_strides, grad_strides, dq_strides, lse_b, lse_h,
-                    bounds, rules, b, h, h // group, block * form.block_m, query_start, T, key_start, S, length, form,
+                    bounds, rules, b, h, h // group, block * config.block_m, query_start, T, key_start, S, length, config,
                 )  # fmt: skip
     else:
         b, h, block = assigned_work(
-            tl.program_id(0), T, H, batch, section, bounds.query_offsets, form.block_m, form.causal
+            tl.program_id(0), T, H, batch, section, bounds.query_offsets, config.block_m, config.causal
         )  # fmt: skip
         query_start, T, key_start, S, length = sequence_of(b, bounds, T, S)
-        query = block * form.block_m
+        query = block * config.block_m
         if query >= T:
             return
         _differentiate_queries(
             q, k, v, grad, lse, delta, dq, q_strides, k_strides, v_strides, grad_strides, dq_strides, lse_b, lse_h, bounds,
-            rules, b, h, h // group, query, query_start, T, key_start, S, length, form,
+            rules, b, h, h // group, query, query_start, T, key_start, S, length, config,
         )  # fmt: skip
 
 
@@ -282,7 +285,7 @@ def launch_backward(
             kernel_tensor(q, m, by), kernel_tensor(k, n, by), kernel_tensor(v, n, by), kernel_tensor(grad, m, by), lse,
             delta, kernel_tensor(dq, m, by == 4), row_strides(q), row_strides(k), row_strides(v), row_strides(grad),
             row_strides(dq), *lse_strides(lse), sequences.bounds, rules.for_kernels(), heads, group, sequences.queries,
-            sequences.keys, sequences.batch, heads_per_section(sequences, k, group), kernel_form(chosen, q, rules, by),
+            sequences.keys, sequences.batch, heads_per_section(sequences, k, group), kernel_config(chosen, q, rules, by),
             **launch_options(chosen),
         )  # fmt: skip
 
@@ -311,7 +314,7 @@ def _launch_keys(
         kernel_tensor(sums[0], n, by), kernel_tensor(sums[1], n, by), row_strides(q), row_strides(k), row_strides(v),
         row_strides(grad), row_strides(sums[0]), row_strides(sums[1]), *lse_strides(lse), sequences.bounds,
         rules.for_kernels(), groups, group, shared, sequences.queries, sequences.keys, sequences.batch,
-        heads_per_section(sequences, k, shared), kernel_form(chosen, q, rules, by), **launch_options(chosen),
+        heads_per_section(sequences, k, shared), kernel_config(chosen, q, rules, by), **launch_options(chosen),
     )  # fmt: skip
     if by_head:
         for part, total in zip(sums, (dk, dv), strict=True):
@@ -343,5 +346,5 @@ def _launch_delta(grad: torch.Tensor, o: torch.Tensor, delta: torch.Tensor, sequ
     launch(
         _attention_delta_kernel, (sequences.num_programs(numbers, rows, heads),), o, grad, delta, row_strides(o),
         row_strides(grad), *lse_strides(delta), sequences.bounds._replace(key_lengths=None), heads, sequences.queries,
-        numbers, sequences.batch, make_form(rows, 0, size, descriptors=0), num_warps=4,
+        numbers, sequences.batch, make_config(rows, 0, size, descriptors=0), num_warps=4,
     )  # fmt: skip

@@ -21,7 +21,7 @@ from raystride.triton_kernels.attention_problem import (
     empty_like_rows,
     ensure_readable_rows,
     launch_options,
-    make_form,
+    make_config,
     padded_head_size,
 )
 from raystride.triton_kernels.attention_rows import Rows, load_rows, row_strides
@@ -45,41 +45,41 @@ _PROGRAMS_A_PROCESSOR = 2
 @jit_varying("lse_c", "lse_b", "T", "S", "row_blocks", "share")
 def _attention_decoding_kernel(
     q, k, v, o, lse, q_strides, k_strides, v_strides, o_strides, o_c, lse_c, lse_b, bounds, rules, G, group, T, S,
-    row_blocks, share, form,
+    row_blocks, share, config,
 ):  # fmt: skip
     """The rows (head in its group, query) of a block over the keys of share c."""
     part, c = tl.program_id(0), tl.program_id(1)
-    row = part % row_blocks * form.block_m + tl.arange(0, form.block_m)
+    row = part % row_blocks * config.block_m + tl.arange(0, config.block_m)
     b, g = part // row_blocks // G, part // row_blocks % G
-    h, i, columns = g * group + row // T, row % T, tl.arange(0, form.block_d)
+    h, i, columns = g * group + row // T, row % T, tl.arange(0, config.block_d)
     # Heads may lie further apart than 32 bits count, in a slice of a cache.
     far_h, far_i = h.to(tl.int64), i.to(tl.int64)
     real, shift = row < group * T, S - T
-    inside = real[:, None] & (columns < form.size)[None, :]
+    inside = real[:, None] & (columns < config.size)[None, :]
     LENGTHS: tl.constexpr = bounds.key_lengths is not None
     _, _, _, _, length = sequence_of(b, bounds, T, S)
     k_rows, v_rows = Rows(k, k_strides, b, g, 0, length), Rows(v, v_strides, b, g, 0, length)
     q += b.to(tl.int64) * q_strides.batch + (far_h * q_strides.head + far_i * q_strides.row)[:, None]
     rows = tl.load(q + columns[None, :], mask=inside, other=0.0)
-    m = tl.full([form.block_m], -float("inf"), tl.float32)
-    total = tl.zeros([form.block_m], tl.float32)
-    acc = tl.zeros([form.block_m, form.block_d], tl.float32)
+    m = tl.full([config.block_m], -float("inf"), tl.float32)
+    total = tl.zeros([config.block_m], tl.float32)
+    acc = tl.zeros([config.block_m, config.block_d], tl.float32)
     start = c * share
-    if form.windowed:
-        start = tl.maximum(start, tl.maximum(0, shift - rules.window + 1) // form.block_n * form.block_n)
-    for key in tl.range(start, tl.minimum(length, c * share + share), form.block_n):
-        s = tl.dot(rows, tl.trans(load_rows(k_rows, key, form.block_n, form)), input_precision=form.precision)
-        if form.capped:
+    if config.windowed:
+        start = tl.maximum(start, tl.maximum(0, shift - rules.window + 1) // config.block_n * config.block_n)
+    for key in tl.range(start, tl.minimum(length, c * share + share), config.block_n):
+        s = tl.dot(rows, tl.trans(load_rows(k_rows, key, config.block_n, config)), input_precision=config.precision)
+        if config.capped:
             s = capped(s, rules.cap)
-        keys = (key + tl.arange(0, form.block_n))[None, :]
-        s = tl.where(is_visible(i[:, None], keys, shift, length, rules.window, LENGTHS, form), s, -float("inf"))
+        keys = (key + tl.arange(0, config.block_n))[None, :]
+        s = tl.where(is_visible(i[:, None], keys, shift, length, rules.window, LENGTHS, config), s, -float("inf"))
         m_new = tl.maximum(m, tl.max(s, 1))
         origin = tl.where(m_new == -float("inf"), 0.0, m_new)
         p = tl.exp2(s * rules.scale_log2 - (origin * rules.scale_log2)[:, None])
         alpha = tl.exp2((m - origin) * rules.scale_log2)
         total = total * alpha + tl.sum(p, 1)
-        block = load_rows(v_rows, key, form.block_n, form)
-        acc = tl.dot(p.to(block.dtype), block, acc * alpha[:, None], input_precision=form.precision)
+        block = load_rows(v_rows, key, config.block_n, config)
+        acc = tl.dot(p.to(block.dtype), block, acc * alpha[:, None], input_precision=config.precision)
         m = m_new
     blind = total == 0.0
     total = tl.where(blind, 1.0, total)
@@ -150,7 +150,7 @@ def decode(
     parts = (
         q.new_empty((shares, batch, queries, heads, size), dtype=torch.float32).transpose(2, 3) if shares > 1 else o[None]
     )
-    form = make_form(
+    config = make_config(
         block_m, chosen.block_n, size, causal=causal, windowed=window > 0, capped=softcap > 0, precision=dot_precision(q),
         descriptors=0,
     )  # fmt: skip
@@ -158,7 +158,7 @@ def decode(
         _attention_decoding_kernel, (programs, shares), q, k, v, parts, lse, row_strides(q), row_strides(k), row_strides(v),
         row_strides(parts[0]), parts.stride(0), *lse.stride()[:2], Bounds(key_lengths, None, None),
         Rules(scale, causal, window, softcap=softcap).for_kernels(), groups, heads // groups, queries, keys, row_blocks,
-        share, form, **launch_options(chosen),
+        share, config, **launch_options(chosen),
     )  # fmt: skip
     if shares > 1:
         launch(

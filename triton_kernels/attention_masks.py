@@ -174,31 +174,31 @@ def entries_of(T, query_offsets):
 
 
 @jit
-def key_range(first, T, shift, length, window, form):
+def key_range(first, T, shift, length, window, config):
     """Keys that the rows first to first + block_m see: [start, a) in part, [a, b) whole, [b, stop) in part."""
-    start, stop, b = 0, length, length // form.block_n * form.block_n
-    last = tl.minimum(first + form.block_m, T) - 1 + shift
-    if form.causal:
+    start, stop, b = 0, length, length // config.block_n * config.block_n
+    last = tl.minimum(first + config.block_m, T) - 1 + shift
+    if config.causal:
         stop = tl.maximum(0, tl.minimum(length, last + 1))
-        b = tl.maximum(0, tl.minimum(length, first + shift + 1)) // form.block_n * form.block_n
+        b = tl.maximum(0, tl.minimum(length, first + shift + 1)) // config.block_n * config.block_n
     a = 0
-    if form.windowed:
-        start = tl.maximum(0, first + shift - window + 1) // form.block_n * form.block_n
-        a = (tl.maximum(0, last - window + 1) + form.block_n - 1) // form.block_n * form.block_n
+    if config.windowed:
+        start = tl.maximum(0, first + shift - window + 1) // config.block_n * config.block_n
+        a = (tl.maximum(0, last - window + 1) + config.block_n - 1) // config.block_n * config.block_n
         a = tl.minimum(a, tl.maximum(start, stop))
     return start, a, tl.maximum(a, b), stop
 
 
 @jit
-def query_range(first, T, shift, length, window, form):
+def query_range(first, T, shift, length, window, config):
     """Queries that see the keys first to first + block_n: [start, a) in part, [a, b) whole, [b, stop) in part."""
     start, a, b, stop = 0, 0, T, T
-    if form.causal:
-        start = tl.minimum(T, tl.maximum(0, first - shift)) // form.block_m * form.block_m
-        a = (tl.maximum(0, first + form.block_n - 1 - shift) + form.block_m - 1) // form.block_m * form.block_m
-    if form.windowed:
-        stop = tl.maximum(0, tl.minimum(T, first + form.block_n - 1 + window - shift))
-        b = tl.maximum(0, tl.minimum(T, first + window - shift)) // form.block_m * form.block_m
+    if config.causal:
+        start = tl.minimum(T, tl.maximum(0, first - shift)) // config.block_m * config.block_m
+        a = (tl.maximum(0, first + config.block_n - 1 - shift) + config.block_m - 1) // config.block_m * config.block_m
+    if config.windowed:
+        stop = tl.maximum(0, tl.minimum(T, first + config.block_n - 1 + window - shift))
+        b = tl.maximum(0, tl.minimum(T, first + window - shift)) // config.block_m * config.block_m
     if first >= length:
         stop = start
     a = tl.minimum(a, tl.maximum(start, stop))
@@ -207,18 +207,18 @@ def query_range(first, T, shift, length, window, form):
 
 
 @jit
-def is_visible(query, key, shift, length, window, LENGTHS: tl.constexpr, form):
+def is_visible(query, key, shift, length, window, LENGTHS: tl.constexpr, config):
     """`visible` for a block; query and key broadcast against each other. LENGTHS: there are key lengths.
 
     Without them a causal query sees no key from S on anyway, and a comparison less is 116 bytes less spilled on sm_100.
     """
-    if form.causal:
+    if config.causal:
         seen = key <= query + shift
         if LENGTHS:
             seen = seen & (key < length)
     else:
         seen = key < length
-    if form.windowed:
+    if config.windowed:
         seen = seen & (key > query + shift - window)
     return seen
 
@@ -230,16 +230,16 @@ def capped(s, cap):
 
 
 @jit
-def is_kept(rules, b, h, query, key, form):
+def is_kept(rules, b, h, query, key, config):
     """`kept_weights` for the block (block_m, block_n) that begins at (query, key); key is a multiple of 4.
 
     One Philox gives four words, of four neighbouring keys: ten rounds for each weight would cost more than its product.
     """
-    c0 = (key // 4 + tl.arange(0, form.block_n // 4))[None, :] + tl.zeros([form.block_m, 1], tl.int32)
-    c1 = (query + tl.arange(0, form.block_m))[:, None] + tl.zeros([1, form.block_n // 4], tl.int32)
-    zero = tl.zeros([form.block_m, form.block_n // 4], tl.int32)
+    c0 = (key // 4 + tl.arange(0, config.block_n // 4))[None, :] + tl.zeros([config.block_m, 1], tl.int32)
+    c1 = (query + tl.arange(0, config.block_m))[:, None] + tl.zeros([1, config.block_n // 4], tl.int32)
+    zero = tl.zeros([config.block_m, config.block_n // 4], tl.int32)
     w0, w1, w2, w3 = tl.philox(tl.load(rules.seed), c0, c1, zero + h, zero + b)
     # In this order the four words lie side by side once the two new dimensions are the last.
-    words = tl.join(tl.join(w0, w2), tl.join(w1, w3)).reshape(form.block_m, form.block_n)
+    words = tl.join(tl.join(w0, w2), tl.join(w1, w3)).reshape(config.block_m, config.block_n)
     # The upper 24 of 32 bits, which are positive as int32.
     return (words >> 8).to(tl.int32) >= rules.threshold

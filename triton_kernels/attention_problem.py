@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from raystride.triton_kernels.attention_masks import dropout_threshold
-from raystride.triton_kernels.attention_rows import Form
+from raystride.triton_kernels.attention_rows import KernelConfig
 from raystride.triton_kernels.configurations import Tile, num_processors, takes_descriptors
 from raystride.triton_kernels.language import cdiv, next_power_of_2, tl
 from raystride.triton_kernels.launch import architecture
@@ -182,25 +182,28 @@ def empty_like_rows(x: torch.Tensor) -> torch.Tensor:
     return x.new_empty_strided(x.shape, (rows * heads * size, size, heads * size, 1))
 
 
-def kernel_form(tile: Tile, q: torch.Tensor, rules: Rules, descriptors: int) -> Form:
+def kernel_config(tile: Tile, q: torch.Tensor, rules: Rules, descriptors: int) -> KernelConfig:
     """Returns the compile-time constants of a kernel with these blocks."""
-    return make_form(
+    return make_config(
         tile.block_m, tile.block_n, q.shape[-1], causal=rules.causal, windowed=rules.window > 0, capped=rules.softcap > 0,
-        precision=dot_precision(q), descriptors=descriptors, chunk=tile.chunk or chunk_size(q), persistent=tile.programs > 0,
+        precision=dot_precision(q), descriptors=descriptors, chunk=tile.chunk or chunk_size(q),
+        persistent=tile.programs > 0 and q.dim() == 4,
     )  # fmt: skip
 
 
 @lru_cache(maxsize=256)
-def make_form(block_m: int, block_n: int, size: int, **rest: Any) -> Form:
+def make_config(block_m: int, block_n: int, size: int, **rest: Any) -> KernelConfig:
     """Returns compile-time constants; those that are not given are None, and so are unused ones."""
     fields = {"size": size, "block_d": padded_head_size(size), "block_m": block_m, "block_n": block_n} | rest
-    return Form(*(tl.constexpr(fields.get(name)) for name in Form._fields))
+    return KernelConfig(*(tl.constexpr(fields.get(name)) for name in KernelConfig._fields))
 
 
 def num_programs(tile: Tile, sequences: Sequences, q: torch.Tensor) -> int:
     """Returns the programs of a kernel over blocks of queries: one a block, or those of a persistent tile."""
     blocks = sequences.num_programs(sequences.queries, tile.block_m, q.shape[1])
-    return min(blocks, tile.programs * num_processors(architecture(q.device))) if tile.programs else blocks
+    if not tile.programs or sequences.packed:
+        return blocks
+    return min(blocks, tile.programs * num_processors(architecture(q.device)))
 
 
 def launch_options(tile: Tile) -> dict[str, int]:
@@ -239,7 +242,7 @@ def heads_per_section(sequences: Sequences, k: torch.Tensor, group: int) -> int:
 
 
 def descriptor_rank(sequences: Sequences, loaded: tuple[torch.Tensor, ...], stored: tuple[torch.Tensor, ...]) -> int:
-    """Returns how a kernel gets its tensors, as in `Form.descriptors`: descriptors need an alignment to 16 bytes.
+    """Returns how a kernel gets its tensors, as in `KernelConfig.descriptors`: descriptors need an alignment to 16 bytes.
 
     Keys beyond a sequence's length may be uninitialized, and 0 times that can be NaN: those are not read. Rows of another
     packed sequence are: they are numbers of the same call, and a block at a sequence's end is stored row by row.

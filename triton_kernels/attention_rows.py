@@ -4,7 +4,7 @@ A kernel gets each tensor, or a descriptor of its blocks, beside its `Strides`; 
 `Rows`, so that no stride can be taken for another's.
 
     rows = Rows(k, k_strides, b, g, key_start, length)        # in a kernel
-    block = load_rows(rows, key, form.block_n, form)          # rows key to key + block_n: (block_n, block_d)
+    block = load_rows(rows, key, config.block_n, config)      # rows key to key + block_n: (block_n, block_d)
 """
 
 from typing import Any, NamedTuple
@@ -41,7 +41,7 @@ class Rows(NamedTuple):
     """Rows of the sequence that may be read."""
 
 
-class Form(NamedTuple):
+class KernelConfig(NamedTuple):
     """Compile-time constants of a tiled kernel, each in `tl.constexpr`."""
 
     causal: Any
@@ -76,51 +76,51 @@ def find_row(rows, first):
 
 
 @jit
-def load_rows(rows, first, BLOCK: tl.constexpr, form, WHOLE: tl.constexpr = True):
+def load_rows(rows, first, BLOCK: tl.constexpr, config, WHOLE: tl.constexpr = True):
     """Rows first to first + BLOCK, (BLOCK, block_d); zeros beyond the sequence's length and D.
 
     By packed descriptors the rows beyond are another sequence's, and zeros only if the block is said not to be WHOLE.
     """
-    if form.descriptors == 4:
-        block = rows.x.load([rows.b, rows.h, first, 0]).reshape(BLOCK, form.block_d)
-    elif form.descriptors == 3:
-        block = rows.x.load([rows.h, rows.start + first, 0]).reshape(BLOCK, form.block_d)
+    if config.descriptors == 4:
+        block = rows.x.load([rows.b, rows.h, first, 0]).reshape(BLOCK, config.block_d)
+    elif config.descriptors == 3:
+        block = rows.x.load([rows.h, rows.start + first, 0]).reshape(BLOCK, config.block_d)
         if not WHOLE:
             block = tl.where((first + tl.arange(0, BLOCK) < rows.length)[:, None], block, 0.0)
     else:
-        i, columns = tl.arange(0, BLOCK), tl.arange(0, form.block_d)
+        i, columns = tl.arange(0, BLOCK), tl.arange(0, config.block_d)
         inside = (first + i < rows.length)[:, None]
-        if form.size < form.block_d:
-            inside = inside & (columns < form.size)[None, :]
+        if config.size < config.block_d:
+            inside = inside & (columns < config.size)[None, :]
         place = find_row(rows, first) + i[:, None] * rows.strides.row + columns[None, :]
         block = tl.load(place, mask=inside, other=0.0)
     return block
 
 
 @jit
-def store_rows(rows, first, block, BLOCK: tl.constexpr, form):
+def store_rows(rows, first, block, BLOCK: tl.constexpr, config):
     """Stores what `load_rows` would load."""
-    if form.descriptors == 4:
-        rows.x.store([rows.b, rows.h, first, 0], block.to(rows.x.dtype).reshape(1, 1, BLOCK, form.block_d))
+    if config.descriptors == 4:
+        rows.x.store([rows.b, rows.h, first, 0], block.to(rows.x.dtype).reshape(1, 1, BLOCK, config.block_d))
     else:
-        i, columns = tl.arange(0, BLOCK), tl.arange(0, form.block_d)
+        i, columns = tl.arange(0, BLOCK), tl.arange(0, config.block_d)
         inside = (first + i < rows.length)[:, None]
-        if form.size < form.block_d:
-            inside = inside & (columns < form.size)[None, :]
+        if config.size < config.block_d:
+            inside = inside & (columns < config.size)[None, :]
         place = find_row(rows, first) + i[:, None] * rows.strides.row + columns[None, :]
         tl.store(place, block.to(rows.x.dtype.element_ty), mask=inside)
 
 
 @jit
-def product_of_rows(x, x_first, X: tl.constexpr, y, y_first, Y: tl.constexpr, form):
+def product_of_rows(x, x_first, X: tl.constexpr, y, y_first, Y: tl.constexpr, config):
     """X Y^T of blocks of X and of Y rows, `chunk` columns loaded at a time: fp32 that fits the registers."""
-    i, j, columns = tl.arange(0, X), tl.arange(0, Y), tl.arange(0, form.chunk)
+    i, j, columns = tl.arange(0, X), tl.arange(0, Y), tl.arange(0, config.chunk)
     x_ptr = find_row(x, x_first) + i[:, None] * x.strides.row
     y_ptr = find_row(y, y_first) + j[:, None] * y.strides.row
     product = tl.zeros([X, Y], tl.float32)
-    for d in tl.range(0, form.size, form.chunk, num_stages=1):
-        inside = (d + columns < form.size)[None, :]
+    for d in tl.range(0, config.size, config.chunk, num_stages=1):
+        inside = (d + columns < config.size)[None, :]
         x_block = tl.load(x_ptr + (d + columns)[None, :], mask=(x_first + i < x.length)[:, None] & inside, other=0.0)
         y_block = tl.load(y_ptr + (d + columns)[None, :], mask=(y_first + j < y.length)[:, None] & inside, other=0.0)
-        product = tl.dot(x_block, tl.trans(y_block), product, input_precision=form.precision)
+        product = tl.dot(x_block, tl.trans(y_block), product, input_precision=config.precision)
     return product

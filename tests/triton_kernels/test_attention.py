@@ -13,7 +13,8 @@ from torch.utils.checkpoint import checkpoint
 from raystride.triton_kernels import attention_backward, attention_problem
 from raystride.triton_kernels.attention import attention, attention_reference
 from raystride.triton_kernels.attention_masks import kept_weights, visible
-from raystride.triton_kernels.attention_rows import Form
+from raystride.triton_kernels.attention_packed import attention_packed, attention_packed_reference
+from raystride.triton_kernels.attention_rows import KernelConfig
 from raystride.triton_kernels.configurations import KERNELS, Tile, forced_tile
 from raystride.triton_kernels.dispatch import kernels_ran, use_kernels
 from raystride.triton_kernels.launch import Grid, assumed_architecture, use_launcher
@@ -128,7 +129,7 @@ def test_persistent_programs_give_the_bits_of_a_program_a_block(
     grids: list[int] = []
 
     def note(kernel: Any, grid: Grid, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
-        if "keys" not in kernel.fn.__name__ and isinstance(arguments[-1], Form) and arguments[-1].persistent.value:
+        if "keys" not in kernel.fn.__name__ and isinstance(arguments[-1], KernelConfig) and arguments[-1].persistent.value:
             grids.append(grid[0])
         real(kernel, grid, arguments, named)
 
@@ -143,6 +144,11 @@ def test_persistent_programs_give_the_bits_of_a_program_a_block(
             for found, expected in zip(attend(2, **rules), attend(0, **rules), strict=True):
                 assert torch.equal(found, expected)
     assert set(grids) == {min(2 * processors, 2 * 3 * 5)}
+    packed, offsets = [x.detach()[0].transpose(0, 1) for x in inputs], torch.tensor([0, 30, 70], dtype=torch.int32)
+    with assumed_architecture(architecture), forced_tile("attention_forward", Tile(16, 16, 4, 1, programs=2)):
+        found = attention_packed(*packed, offsets, offsets, causal=True)  # type: ignore[misc]
+    expected = attention_packed_reference(*packed, offsets, offsets, causal=True)  # type: ignore[misc]
+    torch.testing.assert_close(found, expected, rtol=0.02, atol=0.02)
 
 
 NAMES = ("forward", "backward_queries")
