@@ -72,7 +72,7 @@ def test_a_lean_tile_streams_less() -> None:
 
 @pytest.mark.parametrize(
     ("version", "corrections_of"),
-    [("3.6.0", "3.6"), ("3.8.1+git1234", "3.8"), ("3.10.0", "3.9"), ("4.0.0", "3.9"), ("3.5.1", None), (None, None)],
+    [("3.6.0", "3.6"), ("3.8.1+git1234", "3.8"), ("3.10.0", "3.8"), ("4.0.0", "3.8"), ("3.5.1", None), (None, None)],
 )
 def test_a_triton_has_the_corrections_of_its_version_and_a_newer_one_those_of_the_newest(
     version: str | None, corrections_of: str | None, monkeypatch: pytest.MonkeyPatch
@@ -164,9 +164,10 @@ def test_what_comes_together_has_tiles_of_its_own() -> None:
 
 def test_some_calls_are_told_of_the_registers_there_are_and_keep_their_blocks() -> None:
     for name, kernel, architecture, size in configurations._BOUND:
-        plain, told = (tile(kernel, architecture, size, torch.bfloat16, lean=1, mixed=what) for what in ("", name))
+        case = TileCase(kernel, architecture, size, False, 1, 0, False, name, "")
+        plain, told = (configurations.shipped_tile(case._replace(mixed=mixed)) for mixed in ("", name))
         assert told == plain._replace(registers=255) != plain
-        assert tile(kernel, architecture, size, torch.float32, lean=1, mixed=name).registers == 0
+        assert configurations.shipped_tile(case._replace(single=True)).registers == 0
 
 
 def test_what_comes_together_is_named() -> None:
