@@ -243,7 +243,7 @@ def _convolution_backward(
     """Returns the gradients of x (empty if not requested), weight and bias."""
     (batch, channels, height, width), (outputs, _, size, _) = x.shape, weight.shape
     grad_x = _allocate_gradient(x, for_x)
-    grad = grad.permute(0, 2, 3, 1).contiguous()
+    grad, chosen = grad.permute(0, 2, 3, 1).contiguous(), chosen.permute(0, 2, 3, 1).contiguous()
     x, weight = _with_channels_last(x), _with_channels_last(weight)
     rows, padded = batch * height * width, x.shape[-1]
     rules: dict[str, Any] = {"POOL": pool, "SIZE": size, "ALIGNMENT": _ALIGNMENT, "PRECISION": dot_precision(x)}
