@@ -12,6 +12,7 @@ the end of a run, raise the priority. If a process may not leave that policy aga
 
 import os
 import signal
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import suppress
@@ -159,6 +160,9 @@ def _serve_calls(wire: Connection, log: MlflowLog) -> None:
         result = error = None
         try:
             if name == "load":
+                # MLflow imports pandas for tables, of which there are none here: 50 MB, and a second of a core. Without it
+                # MLflow does what mlflow-skinny does.
+                sys.modules.setdefault("pandas", None)  # type: ignore[arg-type]
                 load_mlflow()
             elif name == "open":
                 log.connect()
