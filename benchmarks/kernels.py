@@ -254,7 +254,7 @@ def _adamw() -> Iterator[Case]:
     yield Case("adamw", f"{count:,} in bf16, stochastic", partial(make, "stochastic"), bytes=(5.0 * 4 + 2 * 2) * count)
 
 
-def _packed() -> Iterator[Case]:
+def _packed_attention() -> Iterator[Case]:
     """Documents of 256 to 4,096 tokens, one after another: beside PyTorch's FlashAttention for them."""
     heads, size, lengths = 16, 128, [256, 512, 1024, 4096, 2048, 256, 4096, 1024, 512, 512, 2048]
 
@@ -331,7 +331,7 @@ def _byte_pack() -> Iterator[Case]:
 
 _CASES = (
     _attention,
-    _packed,
+    _packed_attention,
     _few_groups,
     _decoding,
     _norms,

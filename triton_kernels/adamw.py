@@ -72,10 +72,10 @@ def adamw_reference(
         for x, result in zip(group, results, strict=True):
             if result is not x:
                 x.copy_(result)
-    write_rounded(updated, parameters if stochastic else copies, stochastic=stochastic)
+    copy_rounded(updated, parameters if stochastic else copies, stochastic=stochastic)
 
 
-def write_rounded(values: Tensors, copies: Tensors, *, stochastic: bool) -> None:
+def copy_rounded(values: Tensors, copies: Tensors, *, stochastic: bool) -> None:
     """Writes fp32 values into copies of a lower precision, rounded to nearest or stochastically; no copies: nothing."""
     if stochastic:
         for value, copy in zip(values, copies, strict=True):

@@ -286,7 +286,7 @@ def attention_packed(
     expect("attention_packed", "query_offsets", query_offsets, shape=(count,), dtypes=INTEGERS, beside=q)
     expect("attention_packed", "key_offsets", key_offsets, shape=(count,), dtypes=INTEGERS, beside=q)
     plain = not (window or dropout or softcap)
-    if plain and packed_library_reason(q.device) == "" and takes_library("attention_packed", q):
+    if plain and not packed_library_reason(q.device) and takes_library("attention_packed", q):
         return _attention_by_library(q, k, v, query_offsets, key_offsets, causal, scale, longest)
     why = unsupported_reason(q, k, v, scale=scale, window=window, dropout=dropout, softcap=softcap)
     if not takes_triton("attention_packed", q, refusal=why):

@@ -76,6 +76,16 @@ def find_row(rows, first):
 
 
 @jit
+def _place_rows(rows, first, BLOCK: tl.constexpr, config):
+    """Pointers to rows first to first + BLOCK, (BLOCK, block_d), and which of them are in the sequence and in D."""
+    i, columns = tl.arange(0, BLOCK), tl.arange(0, config.block_d)
+    inside = (first + i < rows.length)[:, None]
+    if config.size < config.block_d:
+        inside = inside & (columns < config.size)[None, :]
+    return find_row(rows, first) + i[:, None] * rows.strides.row + columns[None, :], inside
+
+
+@jit
 def load_rows(rows, first, BLOCK: tl.constexpr, config, WHOLE: tl.constexpr = True):
     """Rows first to first + BLOCK, (BLOCK, block_d); zeros beyond the sequence's length and D.
 
@@ -88,11 +98,7 @@ def load_rows(rows, first, BLOCK: tl.constexpr, config, WHOLE: tl.constexpr = Tr
         if not WHOLE:
             block = tl.where((first + tl.arange(0, BLOCK) < rows.length)[:, None], block, 0.0)
     else:
-        i, columns = tl.arange(0, BLOCK), tl.arange(0, config.block_d)
-        inside = (first + i < rows.length)[:, None]
-        if config.size < config.block_d:
-            inside = inside & (columns < config.size)[None, :]
-        place = find_row(rows, first) + i[:, None] * rows.strides.row + columns[None, :]
+        place, inside = _place_rows(rows, first, BLOCK, config)
         block = tl.load(place, mask=inside, other=0.0)
     return block
 
@@ -103,11 +109,7 @@ def store_rows(rows, first, block, BLOCK: tl.constexpr, config):
     if config.descriptors == 4:
         rows.x.store([rows.b, rows.h, first, 0], block.to(rows.x.dtype).reshape(1, 1, BLOCK, config.block_d))
     else:
-        i, columns = tl.arange(0, BLOCK), tl.arange(0, config.block_d)
-        inside = (first + i < rows.length)[:, None]
-        if config.size < config.block_d:
-            inside = inside & (columns < config.size)[None, :]
-        place = find_row(rows, first) + i[:, None] * rows.strides.row + columns[None, :]
+        place, inside = _place_rows(rows, first, BLOCK, config)
         tl.store(place, block.to(rows.x.dtype.element_ty), mask=inside)
 
 

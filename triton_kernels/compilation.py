@@ -51,7 +51,7 @@ class RecordedLaunch:
     shipped: bool
     """As in the specimen."""
     case: TileCase | None = None
-    """What the tile was chosen by; None of kernels without a table of tiles, and of alternatives."""
+    """The case of its tile; None of kernels without a table of tiles, and of alternatives."""
 
     @property
     def blocks(self) -> list[str]:

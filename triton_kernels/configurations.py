@@ -210,7 +210,7 @@ _forced: dict[str, Tile] = {}
 
 
 class TileCase(NamedTuple):
-    """What a tile is chosen by, besides Triton's version."""
+    """A case of the choice of a tile: kernel, GPU family, head size, dtype and rules."""
 
     kernel: str
     family: str
@@ -505,7 +505,7 @@ def listening(listener: Callable[[TileCase], None]) -> Iterator[None]:
 
 
 @contextmanager
-def corrected(case: TileCase, chosen: Tile) -> Iterator[None]:
+def corrected_tile(case: TileCase, chosen: Tile) -> Iterator[None]:
     """Corrects the tile of a case inside the block."""
     corrections = _corrections(triton_version())
     before = dict(corrections)

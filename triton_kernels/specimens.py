@@ -98,7 +98,7 @@ def _attention_specimens(device: torch.device) -> Iterator[Specimen]:
             both = _forward_and_backward(partial(attention, causal=True, **rules), _qkv_shapes(size), half, device)
             yield Specimen("attention", f"bf16 D {size} {label}", both)
         for label in ("window", "dropout", "softcap"):
-            if _is_refused(size, torch.float32, _named_rules(device)[label], device):
+            if _is_unsupported(size, torch.float32, _named_rules(device)[label], device):
                 continue
             single = _forward_and_backward(
                 partial(attention, causal=True, **_named_rules(device)[label]), _qkv_shapes(size), torch.float32, device
@@ -176,7 +176,7 @@ def _mixed_specimens(device: torch.device) -> Iterator[Specimen]:
             yield Specimen("attention", f"bf16 D {size} {label}", packed)
 
 
-def _is_refused(size: int, dtype: torch.dtype, rules: dict[str, Any], device: torch.device) -> bool:
+def _is_unsupported(size: int, dtype: torch.dtype, rules: dict[str, Any], device: torch.device) -> bool:
     """Returns whether attention computes such a call in PyTorch, since its kernels would spill."""
     x = torch.empty(1, 1, 1, size, dtype=dtype, device=device)
     known = {name: value for name, value in rules.items() if name in ("window", "dropout", "softcap")}

@@ -35,7 +35,7 @@ def find_correction(architecture: str, case: TileCase, labels: frozenset[str], k
     None if the shipped tile has none. Raises RuntimeError if no tile is found.
     """
     for tried in [None, *configurations.list_corrections(case)[:_ATTEMPTS]]:
-        with configurations.corrected(case, tried or configurations.shipped_tile(case)):
+        with configurations.corrected_tile(case, tried or configurations.shipped_tile(case)):
             launches = record_specimens(
                 architecture, lambda one: one.shipped and one.operation == "attention" and one.label in labels
             )

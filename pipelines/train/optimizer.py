@@ -15,7 +15,7 @@ from torch import nn
 
 from raystride.pipelines.checkpoint.updater import Group, State, Updater, local_shard
 from raystride.pipelines.config import OptimizerConfig
-from raystride.triton_kernels.adamw import adamw, write_rounded
+from raystride.triton_kernels.adamw import adamw, copy_rounded
 
 
 @dataclass(frozen=True)
@@ -170,7 +170,7 @@ class SGD(FusedUpdater):
             is_first_step=False,
             found_inf=skip,
         )
-        write_rounded(updated, values if stochastic else group_update.copies, stochastic=stochastic)
+        copy_rounded(updated, values if stochastic else group_update.copies, stochastic=stochastic)
 
 
 def build_optimizer(settings: OptimizerConfig, model: nn.Module, *, stochastic: bool = False) -> Updater:

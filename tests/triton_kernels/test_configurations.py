@@ -110,7 +110,7 @@ def test_a_correction_is_taken_and_written_as_it_is_read(monkeypatch: pytest.Mon
     dtype = torch.float32 if case.single else torch.bfloat16
     rules = {"lean": case.lean, "capped": case.capped, "dropped": case.dropped, "mixed": case.mixed, "variant": case.variant}
     assert tile(case.kernel, case.family, case.head_size, dtype, **rules) == chosen  # type: ignore[arg-type]
-    with configurations.corrected(case, Tile(16, 16, 4, 1)):
+    with configurations.corrected_tile(case, Tile(16, 16, 4, 1)):
         assert tile(case.kernel, case.family, case.head_size, dtype, **rules) == Tile(16, 16, 4, 1)  # type: ignore[arg-type]
     assert tile(case.kernel, case.family, case.head_size, dtype, **rules) == chosen  # type: ignore[arg-type]
     monkeypatch.setattr(configurations, "CORRECTIONS", tmp_path / "corrections.json")
