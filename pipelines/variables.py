@@ -29,6 +29,9 @@ VARIABLES = {
     ),
     "CUDA_VISIBLE_DEVICES": "limits the GPUs that are counted and used",
     "OMP_NUM_THREADS": "is replaced in workers by their share of threads (`scaling.threads`)",
+    "GLIBC_TUNABLES, MALLOC_TRIM_THRESHOLD_, MALLOC_MMAP_THRESHOLD_": (
+        "have malloc as they say; without them workers on CPUs keep the memory that a step frees for the next one"
+    ),
     "NO_COLOR": "has the live line without colours",
     "RAYSTRIDE_STORAGE": "is the base of a relative `--storage`",
 }

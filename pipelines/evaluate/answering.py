@@ -18,6 +18,7 @@ import torch
 from raystride.pipelines.config import PredictorConfig, SampleConfig
 from raystride.pipelines.evaluate.load_run import LoadedModel
 from raystride.pipelines.evaluate.writing import write_rows
+from raystride.pipelines.hardware.heap import keep_freed_memory
 from raystride.pipelines.prepare.stages import id_type
 from raystride.pipelines.sources.pieces import Piece
 from raystride.pipelines.tasks.contract import refuse_missing
@@ -43,7 +44,7 @@ class Example:
 
 
 def prepare_device(settings: PredictorConfig) -> torch.device:
-    """Returns the device of a model, after this process's threads and products are as the settings say.
+    """Returns the device of a model, after this process's threads, memory and products are as the settings say.
 
     Raises SettingError if there is no such device.
     """
@@ -51,8 +52,10 @@ def prepare_device(settings: PredictorConfig) -> torch.device:
     if cuda and not torch.cuda.is_available():
         raise settings.error("device", "must be auto or cpu where there is no GPU that PyTorch can use")
     Precision(settings.precision).set_matmul_precision()
-    if settings.threads and not cuda:
-        torch.set_num_threads(settings.threads)
+    if not cuda:
+        keep_freed_memory()
+        if settings.threads:
+            torch.set_num_threads(settings.threads)
     return torch.device("cuda" if cuda else "cpu")
 
 

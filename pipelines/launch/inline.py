@@ -20,6 +20,7 @@ from raystride.pipelines.hang.heartbeat import Heartbeat
 from raystride.pipelines.hang.process import Process
 from raystride.pipelines.hang.stack_dump import StackDump
 from raystride.pipelines.hang.watch import heartbeat_interval_s, save_hang_report
+from raystride.pipelines.hardware.heap import release_freed_memory
 from raystride.pipelines.profiling.stalls import format_stacks
 from raystride.pipelines.record import Recorder
 from raystride.pipelines.record.summary import RunSummary
@@ -55,7 +56,10 @@ def train_inline(job: Job, recorder: InlineRecorder) -> RunSummary:
 
 @contextmanager
 def process_settings_kept() -> Iterator[None]:
-    """Leaves PyTorch's threads, precision and determinism, and all random generators, as the caller's process had them."""
+    """Leaves PyTorch's threads, precision and determinism, and all random generators, as the caller's process had them.
+
+    Memory that was kept for the next step goes back to the system.
+    """
     import numpy as np
     import torch
 
@@ -72,6 +76,7 @@ def process_settings_kept() -> Iterator[None]:
         np.random.set_state(generators[1])
         torch.set_num_threads(threads)
         matmul.allow_tf32, cudnn.allow_tf32 = tf32
+        release_freed_memory()
         if torch.are_deterministic_algorithms_enabled() != deterministic[0]:  # the call imports the compiler
             torch.use_deterministic_algorithms(deterministic[0], warn_only=deterministic[1])
 

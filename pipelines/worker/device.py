@@ -10,11 +10,12 @@ import torch.distributed as dist
 
 from raystride.pipelines.config.combinations import SHARDED
 from raystride.pipelines.distributed.process_group import join_group
+from raystride.pipelines.hardware.heap import keep_freed_memory
 from raystride.pipelines.worker.job import Job, WorkerInfo
 
 
 def set_up_device(job: Job, worker: WorkerInfo) -> torch.device:
-    """Sets threads, determinism and device of this process, and joins the process group if there are several workers."""
+    """Sets threads, memory, determinism and device of this process, and joins the process group of several workers."""
     if job.device == "cuda":
         if job.config.train.deterministic:
             # CPU code is deterministic by itself, and this call imports the compiler, which takes 1.5 s.
@@ -27,6 +28,7 @@ def set_up_device(job: Job, worker: WorkerInfo) -> torch.device:
     else:
         device = torch.device("cpu")
         torch.set_num_threads(job.threads)
+        keep_freed_memory()
     if not dist.is_initialized() and (worker.world > 1 or job.config.scaling.strategy in SHARDED):
         backend = "cpu:gloo,cuda:nccl" if job.device == "cuda" else "gloo"
         join_group(backend, worker.rank, worker.world)
