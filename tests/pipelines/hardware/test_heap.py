@@ -43,7 +43,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux" or os.confstr("CS_GNU_LI
 
 
 def measure(before: str, after: str = "", **variables: str) -> tuple[int, int]:
-    """Page faults of a third step, in a process that ran `before` first and `after` ahead of it; pages held before that step."""
+    """Page faults of a third step, in a process that ran `before` first and `after` ahead of it; pages held by then."""
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(("MALLOC_", "GLIBC_"))}
     program = PROGRAM.format(before=before, after=after)
     done = subprocess.run(
