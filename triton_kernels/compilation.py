@@ -27,6 +27,7 @@ import torch
 from raystride.triton_kernels.architectures import ARCHITECTURES, Architecture, occupancy
 from raystride.triton_kernels.configurations import TileCase, listening
 from raystride.triton_kernels.dispatch import use_kernels
+from raystride.triton_kernels.language import HAS_TRITON, INTERPRETING
 from raystride.triton_kernels.launch import Grid, assumed_architecture, use_launcher
 from raystride.triton_kernels.processes import end_with_parent
 from raystride.triton_kernels.specimens import Specimen, list_specimens
@@ -124,7 +125,12 @@ def record_launches(architecture: str, operation: str | None = None, only_shippe
 
 
 def record_specimens(architecture: str, selects: Callable[[Specimen], bool]) -> list[RecordedLaunch]:
-    """Returns the launches of the selected specimens on an architecture, each compiled kernel once."""
+    """Returns the launches of the selected specimens on an architecture, each compiled kernel once.
+
+    Raises RuntimeError if the kernels were imported without Triton or for its interpreter.
+    """
+    if not HAS_TRITON or INTERPRETING:
+        raise RuntimeError("kernels are compiled if TRITON_INTERPRET=0 is in the environment before they are imported")
     found: dict[tuple[Any, ...], RecordedLaunch] = {}
     current: list[Specimen] = []
     cases: dict[str, TileCase] = {}

@@ -61,10 +61,10 @@ def takes_library(operation: str, tensor: torch.Tensor) -> bool:
 
 def triton_unavailable_reason() -> str:
     """Returns the reason why Triton kernels cannot run in this process; empty if they can."""
-    if not HAS_TRITON:
-        return "Triton is not installed"
     if not torch.cuda.is_available() and not can_launch(torch.device("cpu")):
         return "no GPU is to be seen, and TRITON_INTERPRET=1, which would run kernels on the CPU, is not set"
+    if not HAS_TRITON:
+        return "Triton is not installed"
     return _device_refusal(torch.device("cuda", torch.cuda.current_device())) if torch.cuda.is_available() else ""
 
 

@@ -60,8 +60,9 @@ def test_another_word_is_an_error() -> None:
         use_kernels("cuda")
 
 
-def _run(program: str, interpret: str = "0") -> str:
-    environment = os.environ | {"TRITON_INTERPRET": interpret}
+def _run(program: str, interpret: str | None = "0") -> str:
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment |= {"TRITON_INTERPRET": interpret} if interpret else {}
     return subprocess.run(
         [sys.executable, "-c", program], cwd=ROOT, env=environment, capture_output=True, text=True, check=True, timeout=120
     ).stdout
@@ -82,6 +83,24 @@ except ValueError as error:
     said = _run(program)
     assert "model.kernels triton: no GPU is to be seen" in said
     assert "use auto or torch" in said
+
+
+@pytest.mark.skipif(bool(torch.version.cuda or torch.version.hip), reason="a PyTorch that launches kernels")
+def test_a_pytorch_for_cpus_does_without_triton() -> None:
+    program = """
+import sys
+import raystride.pipelines.worker.run
+from raystride.triton_kernels.compilation import record_launches
+from raystride.triton_kernels.dispatch import triton_unavailable_reason
+print("triton" in sys.modules, triton_unavailable_reason())
+try:
+    record_launches("sm_90", "gelu")
+except RuntimeError as error:
+    print(error)
+"""
+    loaded, refused = _run(program, interpret=None).splitlines()
+    assert loaded.startswith("False no GPU is to be seen")
+    assert "TRITON_INTERPRET=0" in refused
 
 
 def test_without_triton_everything_imports_and_pytorch_computes() -> None:

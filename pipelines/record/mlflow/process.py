@@ -15,7 +15,7 @@ import signal
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from functools import cache
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
@@ -160,10 +160,8 @@ def _serve_calls(wire: Connection, log: MlflowLog) -> None:
         result = error = None
         try:
             if name == "load":
-                # MLflow imports pandas for tables, of which there are none here: 50 MB, and a second of a core. Without it
-                # MLflow does what mlflow-skinny does.
-                sys.modules.setdefault("pandas", None)  # type: ignore[arg-type]
-                load_mlflow()
+                with _hidden("pandas", "numpy", "pyarrow"):
+                    load_mlflow()
             elif name == "open":
                 log.connect()
             else:
@@ -171,6 +169,22 @@ def _serve_calls(wire: Connection, log: MlflowLog) -> None:
         except Exception as failure:  # MLflow, its database and its server raise errors of any type
             error = f"{type(failure).__name__}: {failure}"
         wire.send((result, error, log.reference))
+
+
+@contextmanager
+def _hidden(*packages: str) -> Iterator[None]:
+    """Makes imports of packages fail in the block, unless they were imported before.
+
+    MLflow imports these for tables, of which there are none here: 80 MiB, and a second of a core. Without them it does what
+    mlflow-skinny does. Storages that are not local need pyarrow later.
+    """
+    hidden = [name for name in packages if name not in sys.modules]
+    sys.modules.update(dict.fromkeys(hidden))  # type: ignore[arg-type]
+    try:
+        yield
+    finally:
+        for name in hidden:
+            del sys.modules[name]
 
 
 def _lower_priority() -> None:

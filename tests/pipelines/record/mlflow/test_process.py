@@ -51,6 +51,15 @@ def test_what_it_logs_is_in_mlflow_also_after_its_death(log: MlflowProcess, stor
     assert [step for step, _, _ in history(storage, str(log.run_id), "train/loss")] == [3, 4]
 
 
+@pytest.mark.long
+def test_no_package_for_tables_is_loaded(log: MlflowProcess) -> None:
+    log.connect()
+    log.log([new_entry("metrics", {"train_loss": 0.5}, step=3, time=1e9)])
+    libraries = {part for place in _process().memory_maps() for part in place.path.split("/")}
+    assert "sqlalchemy" in libraries
+    assert libraries.isdisjoint({"pandas", "numpy", "pyarrow"})
+
+
 @pytest.mark.skipif(
     not mlflow_process._can_leave_idle_policy(), reason="this user's processes may not leave the idle policy again"
 )
