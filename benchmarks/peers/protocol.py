@@ -13,16 +13,34 @@ A line is `{"event": "step", "step": 3, "time": 1.79e9}` (seconds since 1970) at
 import argparse
 import hashlib
 import json
+import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     from torch import nn
 
 SEED = 1337
+
+
+class Network(NamedTuple):
+    """The shape of a network, and of its batch."""
+
+    layers: int
+    heads: int
+    width: int
+    block: int
+    batch: int
+
+
+NETWORKS = {"small": Network(4, 4, 128, 64, 12), "10m": Network(8, 8, 320, 256, 8)}
+"""nanoGPT's small one for CPUs, of 0.8 M parameters, and one of 9.9 M."""
+NETWORK_VARIABLE = "PEERS_NETWORK"
+"""Environment variable that names a training's network: scripts have its shape as constants, as their users would."""
+NETWORK = NETWORKS[os.environ.get(NETWORK_VARIABLE, "small")]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,13 +65,15 @@ class Job:
     """Steps from one validation to the next; 0 for none."""
     resume: bool = False
     """Go on from the newest checkpoint in the folder."""
+    network: str = "small"
+    """Name of the network."""
 
     def flags(self) -> list[str]:
-        """What `read_job` reads."""
+        """What `read_job` reads; the network is in the environment."""
         found = []
         for field in fields(self):
             value = getattr(self, field.name)
-            if value is not False:
+            if value is not False and field.name != "network":
                 found += [f"--{field.name.replace('_', '-')}", *([] if value is True else [str(value)])]
         return found
 
@@ -70,7 +90,7 @@ def read_job(name: str, description: str | None, arguments: Sequence[str] | None
     for number, default in (("steps", 2000), ("workers", 1), ("threads", 2), ("checkpoint-every", 0), ("validate-every", 0)):
         parser.add_argument(f"--{number}", type=int, default=default)
     parser.add_argument("--resume", action="store_true")
-    return Job(**vars(parser.parse_args(arguments)))
+    return Job(**vars(parser.parse_args(arguments)), network=os.environ.get(NETWORK_VARIABLE, "small"))
 
 
 def digest(model: "nn.Module") -> str:

@@ -12,9 +12,10 @@ from dataclasses import dataclass, replace
 from itertools import count
 from typing import Any
 
-from benchmarks.peers.plain_loop import BATCH, BLOCK, LEFT_OUT
+from benchmarks.finetuning import adapter_training
+from benchmarks.peers.plain_loop import LEFT_OUT
 from benchmarks.peers.processes import Memory, kill, last_words, started, wait
-from benchmarks.peers.protocol import Job
+from benchmarks.peers.protocol import NETWORKS, Job
 from benchmarks.peers.ways import Bench, Way
 from benchmarks.runs import Failed
 
@@ -32,6 +33,10 @@ class Sizes:
 
     steps: int = 300
     """For tokens a second."""
+    large: int = 60
+    """The same of the larger network."""
+    finetuning: int = 6
+    """The same of a pretrained model with an adapter."""
     reach: int = 2000
     """For the loss; validated eight times."""
     resume: int = 300
@@ -59,13 +64,14 @@ class Trained:
         first = self.of("step")[0]
         return float(first.get("since_start") or first["time"] - self.started_at)
 
-    def tokens_per_second(self) -> float:
+    def tokens_per_second(self, network: str = "small") -> float:
         """Over all steps but the first. Raises Failed where there are too few."""
+        tokens = NETWORKS[network].batch * NETWORKS[network].block
         steps = [step for step in self.of("step") if step["step"] >= LEFT_OUT]
         if len(steps) < 2:
             raise Failed(f"no rate from so few steps: it takes more than {LEFT_OUT}")
         (first, *_, last) = steps
-        return float((last["step"] - first["step"]) * BATCH * BLOCK / (last["time"] - first["time"]))
+        return float((last["step"] - first["step"]) * tokens / (last["time"] - first["time"]))
 
     def reached_s(self, loss: float) -> float | str:
         """Seconds from the start of the process to the first validation at a loss, or what was reached instead."""
@@ -128,6 +134,20 @@ def speed(way: Way, bench: Bench, sizes: Sizes) -> Figures:
     if way.only_one:
         return figures | {"speed 2": way.only_one}
     return figures | {"speed 2": train(way, bench, new_job(bench, steps=sizes.steps, workers=2)).tokens_per_second()}
+
+
+def large(way: Way, bench: Bench, sizes: Sizes) -> Figures:
+    """Tokens a second of ten million parameters, one worker of two threads."""
+    done = train(way, bench, new_job(bench, steps=sizes.large, network="10m"))
+    return {"speed 10m": done.tokens_per_second("10m")}
+
+
+def finetuning(way: Way, bench: Bench, sizes: Sizes) -> Figures:
+    """Tokens a second, without padding, and memory of a process that fine-tunes a real model with an adapter."""
+    if not way.finetunes:
+        return {"tuning": "-", "tuning memory": "-"}
+    found = adapter_training(way.finetunes, bench.base(), sizes.finetuning)
+    return {"tuning": found["tokens_per_s"], "tuning memory": found["peak_mib"]}
 
 
 def reach(way: Way, bench: Bench, sizes: Sizes) -> Figures:
@@ -200,6 +220,8 @@ ROWS: dict[str, Callable[[Way, Bench, Sizes], Figures]] = {
     "lines": lines,
     "start": start,
     "speed": speed,
+    "large": large,
+    "finetuning": finetuning,
     "reach": reach,
     "resume": resume,
     "preparation": preparation,

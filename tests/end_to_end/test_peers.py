@@ -1,5 +1,8 @@
 """`python -m benchmarks.peers`: its table, its count of lines, and a training that it watches, in this environment alone."""
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -9,7 +12,7 @@ from benchmarks.peers.__main__ import Results, measure, options
 from benchmarks.peers.counting import code_lines, user_lines
 from benchmarks.peers.environments import PINS, WARM
 from benchmarks.peers.page import best, draw, table, verdicts
-from benchmarks.peers.protocol import Job, Progress, read_job, read_progress
+from benchmarks.peers.protocol import NETWORKS, Job, Progress, read_job, read_progress
 from benchmarks.peers.rows import ROWS, Sizes, Trained
 from benchmarks.peers.ways import HERE, WAYS, Bench
 from benchmarks.runs import Failed
@@ -116,3 +119,28 @@ def test_a_training_is_watched_and_a_peer_that_cannot_run_is_named(tmp_path: Pat
 def test_every_row_and_way_can_be_asked_for() -> None:
     assert options().parse_args([]).only == list(WAYS)
     assert options().parse_args([]).rows == list(ROWS)
+
+
+def test_the_larger_network_is_the_same_for_all(tmp_path: Path) -> None:
+    shape = NETWORKS["10m"]
+    job = Job(text=tmp_path / "text", progress=tmp_path / "p.jsonl", folder=tmp_path / "run", network="10m")
+    bench = Bench(job.text, tmp_path, tmp_path)
+    command = " ".join(WAYS["inline"].training(bench, job))
+    assert f"--model.layers={shape.layers} --model.heads={shape.heads} --model.hidden_size={shape.width}" in command
+    assert f"--model.context={shape.block} --train.slot_size={shape.batch // 2}" in command
+    program = """
+from benchmarks.peers import nanogpt, plain_loop
+print(sum(parameter.numel() for parameter in plain_loop.GPT(65).parameters()), nanogpt.FLAGS)
+"""
+    for way in ("fit", "torch"):
+        done = subprocess.run(
+            [sys.executable, "-c", program],
+            cwd=HERE.parents[1],
+            env=os.environ | WAYS[way].variables(job),
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        parameters, flags = done.stdout.split(maxsplit=1)
+        assert 9.8e6 < int(parameters) < 10.2e6
+        assert f"--n_layer={shape.layers} --n_head={shape.heads} --n_embd={shape.width} --block_size={shape.block}" in flags
