@@ -33,7 +33,7 @@ class Sizes:
 
     steps: int = 300
     """For tokens a second."""
-    large: int = 60
+    large: int = 40
     """The same of the larger network."""
     finetuning: int = 6
     """The same of a pretrained model with an adapter."""
