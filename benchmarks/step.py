@@ -26,6 +26,7 @@ from torch.profiler import ProfilerActivity, profile
 from benchmarks import runs
 from benchmarks.pairs import Comparison, command_line, machine, machine_line, report, take_turns
 from benchmarks.peers.plain_loop import GPT, make_optimizer
+from benchmarks.peers.protocol import NETWORKS
 from benchmarks.workers import make_job, settings
 from raystride.pipelines import phases
 from raystride.pipelines.feed.loader import Step
@@ -72,9 +73,9 @@ class Setting:
 
 
 SETTINGS = {
-    "nanogpt": Setting(layers=4, heads=4, width=128, context=64, batch=12, vocabulary=0),
+    "nanogpt": Setting(*NETWORKS["small"], vocabulary=0),
     "lm_python": Setting(layers=4, heads=4, width=128, context=128, batch=16, vocabulary=2048),
-    "10m": Setting(layers=8, heads=8, width=320, context=256, batch=8, vocabulary=2048),
+    "10m": Setting(*NETWORKS["10m"], vocabulary=2048),
 }
 """nanoGPT's small one for CPUs, the embedded default, and one of 10.6 M parameters."""
 WAYS = {

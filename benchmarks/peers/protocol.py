@@ -69,7 +69,7 @@ class Job:
     """Name of the network."""
 
     def flags(self) -> list[str]:
-        """What `read_job` reads; the network is in the environment."""
+        """Flags that `read_job` parses; the network is in the environment."""
         found = []
         for field in fields(self):
             value = getattr(self, field.name)

@@ -160,7 +160,7 @@ def _serve_calls(wire: Connection, log: MlflowLog) -> None:
         result = error = None
         try:
             if name == "load":
-                with _hidden("pandas", "numpy", "pyarrow"):
+                with _hide_packages("pandas", "numpy", "pyarrow"):
                     load_mlflow()
             elif name == "open":
                 log.connect()
@@ -172,7 +172,7 @@ def _serve_calls(wire: Connection, log: MlflowLog) -> None:
 
 
 @contextmanager
-def _hidden(*packages: str) -> Iterator[None]:
+def _hide_packages(*packages: str) -> Iterator[None]:
     """Makes imports of packages fail in the block, unless they were imported before.
 
     MLflow imports these for tables, of which there are none here: 80 MiB, and a second of a core. Without them it does what

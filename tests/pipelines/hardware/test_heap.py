@@ -38,6 +38,11 @@ from raystride.pipelines.config.jobs import PredictConfig
 from raystride.pipelines.evaluate.answering import prepare_device
 prepare_device(PredictConfig(run="r", device="cpu", input="x", output="y"))
 """
+INLINE_TRAINING = """
+from raystride.pipelines.launch.inline import process_settings_kept
+with process_settings_kept():
+    faults(1_200_000)
+"""
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux" or os.confstr("CS_GNU_LIBC_VERSION") is None, reason="not glibc")
 
@@ -59,9 +64,10 @@ def test_a_step_finds_the_pages_of_the_step_before(set_up: str) -> None:
     assert measure(set_up)[0] < 0.3 * PAGES
 
 
-def test_released_memory_leaves_the_process() -> None:
+@pytest.mark.parametrize("release", ["release_freed_memory()", INLINE_TRAINING], ids=["alone", "inline training"])
+def test_released_memory_leaves_the_process(release: str) -> None:
     faults, held = measure("keep_freed_memory()")
-    again, less = measure("keep_freed_memory()", "release_freed_memory()")
+    again, less = measure("keep_freed_memory()", release)
     assert faults < 0.3 * PAGES
     assert again > 0.9 * PAGES
     assert held - less > 0.7 * PAGES

@@ -5,11 +5,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytest
 import torch
 
 import raystride
-from raystride.pipelines.launch import inline
 
 
 def _read_process() -> dict[str, Any]:
@@ -47,11 +45,3 @@ def test_generators_threads_and_products_are_the_callers_afterwards(tmp_path: Pa
     finally:
         torch.set_num_threads(threads)
         torch.backends.cudnn.allow_tf32 = products
-
-
-def test_memory_of_the_steps_is_released(monkeypatch: pytest.MonkeyPatch) -> None:
-    released = []
-    monkeypatch.setattr(inline, "release_freed_memory", lambda: released.append(True))
-    with inline.process_settings_kept():
-        assert not released
-    assert released
