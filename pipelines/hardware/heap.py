@@ -14,10 +14,12 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
+M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD = -1, -2, -3
 """Parameters of mallopt(3)."""
 LARGEST_MMAP_THRESHOLD = 32 << 20
 """Bytes; glibc's DEFAULT_MMAP_THRESHOLD_MAX on 64-bit systems, to which its own rule may raise the threshold."""
+LARGEST_HEAP, DEFAULT_TOP_PAD = 2 * LARGEST_MMAP_THRESHOLD, 128 << 10
+"""Bytes; glibc's HEAP_MAX_SIZE, the size of a thread's heaps, and its default padding."""
 NEVER = -1
 OWN_VARIABLES = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TOP_PAD_", "MALLOC_MMAP_MAX_")
 """Environment variables of mallopt(3) with which a user has set the same."""
@@ -34,6 +36,9 @@ def keep_freed_memory() -> None:
         # A threshold that is set is fixed, so both must be: mallopt(3), "dynamic mmap threshold".
         mallopt(M_MMAP_THRESHOLD, LARGEST_MMAP_THRESHOLD)
         mallopt(M_TRIM_THRESHOLD, NEVER)
+        # Other threads than the main one allocate from heaps of 64 MiB, and an empty one is deleted, whatever the thresholds,
+        # unless the padding is as large: heap_trim in glibc's malloc/arena.c.
+        mallopt(M_TOP_PAD, LARGEST_HEAP)
 
 
 def release_freed_memory() -> None:
@@ -41,6 +46,7 @@ def release_freed_memory() -> None:
     mallopt, trim = _find_function("mallopt"), _find_function("malloc_trim")
     if mallopt and trim and not _is_set_by_user():
         mallopt(M_TRIM_THRESHOLD, 2 * LARGEST_MMAP_THRESHOLD)
+        mallopt(M_TOP_PAD, DEFAULT_TOP_PAD)
         trim(0)
 
 
