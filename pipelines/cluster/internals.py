@@ -44,6 +44,8 @@ from raystride.pipelines.cluster.meeting import find_free_address, set_master_ad
 from raystride.pipelines.distributed.process_group import LOOPBACK
 
 RAY_TRAIN = "ray.train.v2._internal"
+GROUP_MODULE, GROUP_STATE_MODULE = (f"{RAY_TRAIN}.execution.worker_group.{name}" for name in ("worker_group", "state"))
+"""Modules that start and end the SynchronizationActor of a group of workers."""
 COORDINATOR = "AutoscalingCoordinator"
 """Name and namespace of the actor from which Ray Train learns of the nodes."""
 _COORDINATOR_ACTOR = "ray.data._internal.cluster_autoscaler.default_autoscaling_coordinator"
@@ -93,7 +95,10 @@ def _make_trainer_class() -> type:
     users = import_private(f"{RAY_TRAIN}.callbacks.user_callback", "UserCallbackHandler")
     failure_policy = import_private(f"{RAY_TRAIN}.execution.failure_handling", "create_failure_policy")
     reference = import_private(f"{RAY_TRAIN}.util", "ObjectRefWrapper")
-    controller, scaling, rendezvous = _make_controller_class(), _make_scaling_class(), _make_rendezvous_class()
+    # With a single node, the driver's, a preemption notice would have no receiver.
+    has_one_node = len([node for node in ray.nodes() if node["Alive"]]) == 1
+    controller = _make_controller_class(synchronized=not has_one_node)
+    scaling, rendezvous = _make_scaling_class(), _make_rendezvous_class()
     base = import_private("ray.train.v2.api.data_parallel_trainer", "DataParallelTrainer")
     # Reports the training to the dashboard; see `cluster`.
     is_tracked = os.environ.get("RAY_TRAIN_ENABLE_STATE_TRACKING") == "1"
@@ -120,7 +125,7 @@ def _make_trainer_class() -> type:
             check_signature(controller.__mro__[1], **arguments)
             here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
             actor = ray.remote(num_cpus=0, scheduling_strategy=here)(controller)
-            self._controller = actor.remote(_propagated_environment(), **arguments)
+            self._controller = actor.remote(_propagated_environment(preemptible=not has_one_node), **arguments)
             ray.get(self._controller.ping.remote())
 
         def fit(self) -> Any:
@@ -134,36 +139,56 @@ def _make_trainer_class() -> type:
     return check_overrides(FastStartTrainer, "fit")
 
 
-def _propagated_environment() -> dict[str, str]:
+def _propagated_environment(*, preemptible: bool) -> dict[str, str]:
     """Returns the driver's environment variables that Ray Train sets in the controller and the workers."""
-    import ray
-
     environment = {
         name: os.environ[name]
         for name in import_private(f"{RAY_TRAIN}.constants", "ENV_VARS_TO_PROPAGATE")
         if name in os.environ
     }
     watcher = import_private(f"{RAY_TRAIN}.constants", "ENABLE_PREEMPTION_WATCHER_ENV_VAR")
-    # With a single node, the driver's, a preemption notice would have no receiver.
-    return environment if len([node for node in ray.nodes() if node["Alive"]]) > 1 else environment | {watcher: "0"}
+    return environment if preemptible else environment | {watcher: "0"}
 
 
-def _make_controller_class() -> type:
+class NoSynchronization:
+    """Stands for Ray Train's SynchronizationActor, a process of 120 MiB that no training here calls."""
+
+    def options(self, **_: Any) -> "NoSynchronization":
+        """Called in place of the actor class's."""
+        return self
+
+    def remote(self, **_: Any) -> "NoSynchronization":
+        """Called in place of the actor's start."""
+        return self
+
+    @property
+    def broadcast_from_rank_zero(self) -> Any:
+        """Raises RuntimeError: a plug-in has called one of those functions."""
+        raise RuntimeError("ray.train.report and ray.train.collective need --launch.fast_start false")
+
+
+def _make_controller_class(*, synchronized: bool) -> type:
     """Builds a controller that gives workers no runtime environment of their own unless one is requested.
 
     Without one, Ray can reuse its idle worker processes; with one it starts each anew, through one more Python process. Ray
-    Train's variables are set in the processes after their start instead.
+    Train's variables are set in the processes after their start instead. Unless `synchronized`, no SynchronizationActor is
+    started; on several nodes the controller itself tells it of preempted workers.
     """
     base = import_private(f"{RAY_TRAIN}.execution.controller", "TrainController")
     group = _make_group_class()
     for name in ("run", "get_result"):
         check_signature(getattr(base, name), None)
+    import_private(GROUP_MODULE, "SynchronizationActor")
+    check_signature(import_private(GROUP_STATE_MODULE, "_shutdown_sync_actor"), None)
 
     class Controller(base):  # type: ignore[misc, valid-type]
         worker_group_cls = group
 
         def __init__(self, environment: Mapping[str, str], **arguments: Any) -> None:
             os.environ.update(environment)
+            if not synchronized:
+                import_module(GROUP_MODULE).SynchronizationActor = NoSynchronization()  # type: ignore[attr-defined]
+                import_module(GROUP_STATE_MODULE)._shutdown_sync_actor = lambda _: None  # type: ignore[attr-defined]
             super().__init__(**arguments)
 
         def ping(self) -> bool:

@@ -36,7 +36,7 @@ def keep_freed_memory() -> None:
         # A threshold that is set is fixed, so both must be: mallopt(3), "dynamic mmap threshold".
         mallopt(M_MMAP_THRESHOLD, LARGEST_MMAP_THRESHOLD)
         mallopt(M_TRIM_THRESHOLD, NEVER)
-        # Other threads than the main one allocate from heaps of 64 MiB, and an empty one is deleted, whatever the thresholds,
+        # Threads other than the main one allocate from heaps of 64 MiB. Whatever the thresholds, an empty one is deleted,
         # unless the padding is as large: heap_trim in glibc's malloc/arena.c.
         mallopt(M_TOP_PAD, LARGEST_HEAP)
 

@@ -17,6 +17,8 @@ from raystride.pipelines.cluster.cluster import RAY_ENVIRONMENT
 from raystride.pipelines.cluster.internals import (
     CLUSTER_CONSTANT,
     CLUSTER_VARIABLE,
+    GROUP_MODULE,
+    GROUP_STATE_MODULE,
     JOB_CONFIG_VARIABLE,
     RAY_TRAIN,
     cancel_lost_requests,
@@ -125,6 +127,8 @@ def test_each_is_made_where_it_is_asked_for() -> None:
         (f"{RAY_TRAIN}.execution.failure_handling", "create_failure_policy"),
         (f"{RAY_TRAIN}.execution.scaling_policy.fixed", "FixedScalingPolicy"),
         (f"{RAY_TRAIN}.execution.worker_group", "WorkerGroup"),
+        (GROUP_MODULE, "SynchronizationActor"),
+        (GROUP_STATE_MODULE, "_shutdown_sync_actor"),
         (f"{RAY_TRAIN}.util", "ObjectRefWrapper"),
         ("ray.train.v2.api.data_parallel_trainer.DataParallelTrainer", "_get_train_func"),
         (f"{RAY_TRAIN}.execution.controller.TrainController", "get_result"),
@@ -198,6 +202,22 @@ def test_a_group_that_is_called_otherwise_is_not_called(monkeypatch: pytest.Monk
     group = import_module(f"{RAY_TRAIN}.execution.worker_group").WorkerGroup
     monkeypatch.setattr(group, "execute_single", lambda self, function, *, rank: None)
     _falls_back("positional")
+
+
+@pytest.mark.long
+def test_a_single_node_has_no_process_that_synchronizes_for_ray_train() -> None:
+    import ray.train
+
+    def report(config: dict[str, Any]) -> None:
+        ray.train.report({})
+
+    trainer = make_trainer(report, _settings(), fast_start=True, warn=print)
+    with pytest.raises(ray.train.TrainingFailedError, match=r"ray\.train\.report .* need --launch\.fast_start false"):
+        trainer.fit()
+    classes = [actor["ActorClassName"].rpartition(".")[2] for actor in import_module(STATE).actors().values()]
+    assert "RayTrainWorker" in classes
+    assert "SynchronizationActor" not in classes
+    wait_until(lambda: ray.available_resources().get("CPU") == 2.0, "the place of its worker")
 
 
 STATE = "ray._private.state"

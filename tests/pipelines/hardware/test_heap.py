@@ -65,8 +65,8 @@ def faults(elements):
     thread.start(), thread.join()
     return counted[-1]
 """
-"""Counts in the third step of a thread, as Ray Train's workers and inline trainings have one. Two heaps hold a step's blocks,
-and nothing else, which would keep glibc from deleting the second one."""
+"""Counts in the third step of a thread, as Ray Train's workers and inline trainings have one. Two heaps hold its blocks, and
+nothing else, which would keep glibc from deleting the second one."""
 PAGES_IN_A_THREAD = 1_000 * 100_000 // os.sysconf("SC_PAGESIZE")
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux" or os.confstr("CS_GNU_LIBC_VERSION") is None, reason="not glibc")
