@@ -95,10 +95,7 @@ def _make_trainer_class() -> type:
     users = import_private(f"{RAY_TRAIN}.callbacks.user_callback", "UserCallbackHandler")
     failure_policy = import_private(f"{RAY_TRAIN}.execution.failure_handling", "create_failure_policy")
     reference = import_private(f"{RAY_TRAIN}.util", "ObjectRefWrapper")
-    # With a single node, the driver's, a preemption notice would have no receiver.
-    has_one_node = len([node for node in ray.nodes() if node["Alive"]]) == 1
-    controller = _make_controller_class(synchronized=not has_one_node)
-    scaling, rendezvous = _make_scaling_class(), _make_rendezvous_class()
+    controller, scaling, rendezvous = _make_controller_class(), _make_scaling_class(), _make_rendezvous_class()
     base = import_private("ray.train.v2.api.data_parallel_trainer", "DataParallelTrainer")
     # Reports the training to the dashboard; see `cluster`.
     is_tracked = os.environ.get("RAY_TRAIN_ENABLE_STATE_TRACKING") == "1"
@@ -125,7 +122,7 @@ def _make_trainer_class() -> type:
             check_signature(controller.__mro__[1], **arguments)
             here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
             actor = ray.remote(num_cpus=0, scheduling_strategy=here)(controller)
-            self._controller = actor.remote(_propagated_environment(preemptible=not has_one_node), **arguments)
+            self._controller = actor.remote(_propagated_environment(), **arguments)
             ray.get(self._controller.ping.remote())
 
         def fit(self) -> Any:
@@ -139,7 +136,14 @@ def _make_trainer_class() -> type:
     return check_overrides(FastStartTrainer, "fit")
 
 
-def _propagated_environment(*, preemptible: bool) -> dict[str, str]:
+def _has_single_node() -> bool:
+    """Returns whether the driver's node is the cluster's only one: a notice of its preemption would have no receiver."""
+    import ray
+
+    return len([node for node in ray.nodes() if node["Alive"]]) <= 1
+
+
+def _propagated_environment() -> dict[str, str]:
     """Returns the driver's environment variables that Ray Train sets in the controller and the workers."""
     environment = {
         name: os.environ[name]
@@ -147,7 +151,7 @@ def _propagated_environment(*, preemptible: bool) -> dict[str, str]:
         if name in os.environ
     }
     watcher = import_private(f"{RAY_TRAIN}.constants", "ENABLE_PREEMPTION_WATCHER_ENV_VAR")
-    return environment if preemptible else environment | {watcher: "0"}
+    return environment | {watcher: "0"} if _has_single_node() else environment
 
 
 class NoSynchronization:
@@ -163,19 +167,19 @@ class NoSynchronization:
 
     @property
     def broadcast_from_rank_zero(self) -> Any:
-        """Raises RuntimeError: a plug-in has called one of those functions."""
+        """Raises RuntimeError: a plug-in has called `ray.train.report` or a function of `ray.train.collective`."""
         raise RuntimeError("ray.train.report and ray.train.collective need --launch.fast_start false")
 
 
-def _make_controller_class(*, synchronized: bool) -> type:
+def _make_controller_class() -> type:
     """Builds a controller that gives workers no runtime environment of their own unless one is requested.
 
     Without one, Ray can reuse its idle worker processes; with one it starts each anew, through one more Python process. Ray
-    Train's variables are set in the processes after their start instead. Unless `synchronized`, no SynchronizationActor is
-    started; on several nodes the controller itself tells it of preempted workers.
+    Train's variables are set in the processes after their start instead. A single node has no SynchronizationActor; on several
+    nodes the controller itself tells it of preempted workers.
     """
     base = import_private(f"{RAY_TRAIN}.execution.controller", "TrainController")
-    group = _make_group_class()
+    group, is_alone = _make_group_class(), _has_single_node()
     for name in ("run", "get_result"):
         check_signature(getattr(base, name), None)
     import_private(GROUP_MODULE, "SynchronizationActor")
@@ -186,7 +190,7 @@ def _make_controller_class(*, synchronized: bool) -> type:
 
         def __init__(self, environment: Mapping[str, str], **arguments: Any) -> None:
             os.environ.update(environment)
-            if not synchronized:
+            if is_alone:
                 import_module(GROUP_MODULE).SynchronizationActor = NoSynchronization()  # type: ignore[attr-defined]
                 import_module(GROUP_STATE_MODULE)._shutdown_sync_actor = lambda _: None  # type: ignore[attr-defined]
             super().__init__(**arguments)
