@@ -30,6 +30,7 @@ from benchmarks.peers.protocol import NETWORKS
 from benchmarks.workers import make_job, settings
 from raystride.pipelines import phases
 from raystride.pipelines.feed.loader import Step
+from raystride.pipelines.hardware.heap import keep_freed_memory
 from raystride.pipelines.train.loop import Training
 from raystride.pipelines.train.step import train_step
 from raystride.pipelines.worker.build import build_training
@@ -213,6 +214,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="default: the cores")
     given = parser.parse_args()
     torch.set_num_threads(given.threads)
+    keep_freed_memory()  # as workers do; the plain network in this process gains by it, too
     found = machine(f"{given.threads} threads")
     print(f"{machine_line(found)}\nblocks of {given.steps} steps, {given.rounds} rounds", flush=True)
     compared: list[Comparison] = []

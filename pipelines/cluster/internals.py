@@ -175,8 +175,8 @@ def _make_controller_class() -> type:
     """Builds a controller that gives workers no runtime environment of their own unless one is requested.
 
     Without one, Ray can reuse its idle worker processes; with one it starts each anew, through one more Python process. Ray
-    Train's variables are set in the processes after their start instead. A single node has no SynchronizationActor; on several
-    nodes the controller itself tells it of preempted workers.
+    Train's variables are set in the processes after their start instead. A single node has no SynchronizationActor, which on
+    several nodes the controller itself tells of preempted workers.
     """
     base = import_private(f"{RAY_TRAIN}.execution.controller", "TrainController")
     group, is_alone = _make_group_class(), _has_single_node()

@@ -18,7 +18,7 @@ from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from threading import Event
 
-from raystride.pipelines.cluster.cluster import cluster
+from raystride.pipelines.cluster.cluster import cluster, uses_running_cluster
 from raystride.pipelines.cluster.internals import listen_on_loopback
 from raystride.pipelines.commands import launch_command, storage_flag
 from raystride.pipelines.config import Config, SettingError
@@ -32,7 +32,7 @@ from raystride.pipelines.prepare.fingerprint import KeptPreparations
 from raystride.pipelines.prepare.generations import clear_failure, publish_failure, read_failure, read_generation
 from raystride.pipelines.prepare.manifest import load_finished_manifest
 from raystride.pipelines.prepare.one_source import PreparedData
-from raystride.pipelines.prepare.prepare import check_data, prepare
+from raystride.pipelines.prepare.prepare import check_data, needs_ray, prepare
 from raystride.pipelines.prepare.run_context import RunContext
 from raystride.pipelines.run_store.lease import RunLease, RunLocked, new_attempt
 from raystride.pipelines.run_store.location import locate_run
@@ -54,8 +54,10 @@ def run_preparation(parsed: Parsed[Config]) -> int:
 
 def _prepare(context: RunContext) -> int:
     check_data(context)
-    with cluster(context.config.launch):
-        if context.config.data.start_after_mib and not context.is_inline:
+    launch = context.config.launch
+    on_ray = not context.is_inline and (uses_running_cluster(launch) or needs_ray(context))
+    with cluster(launch) if on_ray else nullcontext():
+        if on_ray and context.config.data.start_after_mib:
             with suppress(SettingError):  # a training that does not fit here runs elsewhere
                 resolved = resolve_resources(context)
                 limit_ray_data_cpus(resolved.resources.cpus - resolved.allocation.cpus)

@@ -23,6 +23,8 @@ from raystride.pipelines.prepare.stage_speed import SPEED_FILE, load_stages, sum
 from raystride.pipelines.prepare.stages import SPLITS, Preparation
 from raystride.pipelines.prepare.watch_source import follow_source
 from raystride.pipelines.sources.faults import DataError
+from raystride.pipelines.sources.pieces import Part
+from raystride.pipelines.sources.source import Source
 from raystride.pipelines.storage.folder import Folder
 from raystride.pipelines.tasks.task import Task
 
@@ -63,6 +65,25 @@ def _prepare_mixture(context: RunContext, task: Task, known: Identity, on_ray: O
         )
         for name, own in configs.items()
     }
+
+
+def needs_ray(context: RunContext) -> bool:
+    """Returns whether `prepare` with `context.on_ray` would use Ray, which must be started for it then.
+
+    Raises DataError, SettingError.
+    """
+    if context.on_ray != "large" or context.config.data.follow:
+        return bool(context.on_ray)
+    if not _unprepared_sources(context):
+        return False
+    # All of them: a mixture learns also from sources that are prepared.
+    configs = [(own, context.task.under(own)) for own in context.config.by_source().values()]
+    return any(is_worth_ray(own, task, *_open_parts(own, task)) for own, task in configs)
+
+
+def _open_parts(config: Config, task: Task) -> tuple[Source, tuple[Part, ...]]:
+    source, validation = open_sources(config, task)
+    return source, divide_into_parts(source, validation, config.data)
 
 
 def check_data(context: RunContext) -> None:

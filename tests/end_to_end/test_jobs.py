@@ -5,6 +5,7 @@ import shutil
 import signal
 from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 
@@ -149,6 +150,14 @@ def test_preparing_twice_starts_at_once(config: Config, tmp_path: Path) -> None:
         _ends_with_three_lines(outcome)
     assert "prepared in" in first.out
     assert "prepared before" in second.out
+
+
+def test_small_data_is_prepared_without_a_cluster(config: Config, tmp_path: Path) -> None:
+    own = replace(config, storage=str(tmp_path / "runs"), launch=LaunchConfig(mode="ray"))
+    with TemporaryDirectory(prefix="ray-") as temporary:  # Ray's sockets need a short path
+        outcome = run_well("prepare", own, env={"RAY_TMPDIR": temporary})
+        assert not list(Path(temporary).iterdir()), "Ray has made a session"
+    assert "prepared in" in outcome.out
 
 
 def test_check_lists_what_it_looked_at(config: Config) -> None:

@@ -17,10 +17,10 @@ from hypothesis import HealthCheck, given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
-from raystride.pipelines.config import Config, TokenizerConfig, TrainConfig
+from raystride.pipelines.config import Config, LaunchConfig, TokenizerConfig, TrainConfig
 from raystride.pipelines.prepare.fingerprint import fingerprint as fingerprint_for
 from raystride.pipelines.prepare.hash_list import SUFFIX, hash_list_name, parse_hash_list
-from raystride.pipelines.prepare.prepare import prepare
+from raystride.pipelines.prepare.prepare import needs_ray, prepare
 from raystride.pipelines.prepare.run_context import RunContext
 from raystride.pipelines.prepare.stage_speed import SPEED_FILE
 from raystride.pipelines.prepare.stages import is_validation
@@ -52,6 +52,21 @@ def corpus(tmp_path: Path) -> Path:
     for i in range(40):
         (tmp_path / f"data/{i:02d}.txt").write_text(LINES[i * 10_000 :][:10_000])
     return tmp_path / "data"
+
+
+def test_ray_is_needed_for_large_data_that_is_not_prepared(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config, storage = settings(corpus), Folder(str(tmp_path / "runs"))
+    context = RunContext(config, storage)
+    following = replace(config, data=replace(config.data, start_after_mib=1.0, follow=True))
+    assert not needs_ray(context)
+    assert needs_ray(context.with_config(following))
+    monkeypatch.setattr("raystride.pipelines.prepare.one_source.MAX_LOCAL_BYTES", 39 * 10_000)
+    assert needs_ray(context)
+    assert not needs_ray(context.with_config(replace(config, launch=LaunchConfig(mode="inline"))))
+    prepared(config, tmp_path / "runs")
+    assert not needs_ray(context)
 
 
 def test_a_finished_preparation_is_reused_until_a_file_is_lost(corpus: Path, tmp_path: Path) -> None:
