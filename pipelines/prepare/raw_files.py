@@ -78,7 +78,8 @@ def read_raw_files(folder: Folder) -> list[RawFile] | None:
         content = folder.read(FILE)
     except FileNotFoundError:
         return None
-    return [RawFile(**row) for row in pq.read_table(pa.BufferReader(content)).to_pylist()]
+    # Not pq.read_table, which imports pandas.
+    return [RawFile(**row) for row in pq.ParquetFile(pa.BufferReader(content)).read().to_pylist()]
 
 
 def hash_raw_files(files: Sequence[RawFile]) -> str:
