@@ -142,7 +142,7 @@ test-3.%: .venv-3.%/.installed
 
 test-ray-next: $(NEXT)/.installed
 	@$(NEXT)/bin/python -c 'import ray; print("testing with Ray", ray.__version__)'
-	@$(NEXT)/bin/python -m pytest tests/pipelines/cluster tests/pipelines/launch
+	@$(NEXT)/bin/python -m pytest tests/pipelines/launch/cluster tests/pipelines/launch
 
 # Ray alone may be another than constraints.txt says: what else were new would hide whose change a failure is.
 $(NEXT)/.installed: pyproject.toml constraints.txt
@@ -153,16 +153,16 @@ $(NEXT)/.installed: pyproject.toml constraints.txt
 	@touch $@
 
 kernels: install
-	@$(RUN) -m raystride.triton_kernels.compile_report $(KEPT) --write build/kernels.md --page docs/kernels.md
+	@$(RUN) -m benchmarks.kernel_tools.compile_report $(KEPT) --write build/kernels.md --page docs/kernels.md
 
 tiles: install
-	@$(RUN) -m raystride.triton_kernels.tile_search $(KEPT)
+	@$(RUN) -m benchmarks.kernel_tools.tile_search $(KEPT)
 
 report-%: .venv-triton-%/.installed
-	@.venv-triton-$*/bin/python -m raystride.triton_kernels.compile_report $(KEPT) --shipped --write build/kernels-$*.md
+	@.venv-triton-$*/bin/python -m benchmarks.kernel_tools.compile_report $(KEPT) --shipped --write build/kernels-$*.md
 
 tiles-%: .venv-triton-%/.installed
-	@.venv-triton-$*/bin/python -m raystride.triton_kernels.tile_search $(KEPT)
+	@.venv-triton-$*/bin/python -m benchmarks.kernel_tools.tile_search $(KEPT)
 
 # The kernels need no more than these two.
 .PRECIOUS: .venv-triton-%/.installed
@@ -175,13 +175,13 @@ tiles-%: .venv-triton-%/.installed
 	@touch $@
 
 ui: $(VENV)/.installed
-	@$(RUN) -m raystride.pipelines.record.mlflow.ui --storage $(STORAGE)
+	@$(RUN) -m raystride.pipelines.observability.record.mlflow.ui --storage $(STORAGE)
 
 pictures: install
 	@$(RUN) -m tests.browser.pictures
 
 sanitize: install
-	@$(RUN) -m raystride.triton_kernels.sanitize
+	@$(RUN) -m benchmarks.kernel_tools.sanitize
 
 bill: $(VENV)/.installed $(AUDIT)/.installed
 	@mkdir -p build

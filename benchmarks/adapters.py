@@ -35,16 +35,16 @@ from raystride.pipelines.config import (
     TrainConfig,
     ValidationConfig,
 )
-from raystride.pipelines.console.screen import SilentScreen
+from raystride.pipelines.data.prepare.prepare import prepare
+from raystride.pipelines.data.prepare.run_context import RunContext
+from raystride.pipelines.data.tasks import build_task
 from raystride.pipelines.launch.adapters_job import expand_adapters
+from raystride.pipelines.launch.console.screen import SilentScreen
 from raystride.pipelines.launch.train_job import train
-from raystride.pipelines.lora.peft import write_adapter
-from raystride.pipelines.prepare.prepare import prepare
-from raystride.pipelines.prepare.run_context import RunContext
-from raystride.pipelines.storage.folder import Folder
-from raystride.pipelines.tasks import build_task
-from raystride.pipelines.worker.build import build_training
-from raystride.pipelines.worker.job import Job, WorkerInfo
+from raystride.pipelines.system.storage.folder import Folder
+from raystride.pipelines.train.lora.peft import write_adapter
+from raystride.pipelines.train.worker.build import build_training
+from raystride.pipelines.train.worker.job import Job, WorkerInfo
 from tests.bases import BYTES, write_base
 
 RATES = (5e-4, 8e-4, 1.2e-3, 2e-3, 3e-3, 5e-3, 8e-3, 1.2e-2)
@@ -176,7 +176,7 @@ def _with_trainer(config: Config, training: Any, folder: Path) -> tuple[float, f
     trainer.train()
     seconds = time.perf_counter() - began
     model.save_pretrained(str(folder / "learned"))
-    from raystride.pipelines.lora.peft import read_adapter
+    from raystride.pipelines.train.lora.peft import read_adapter
 
     read_adapter(training.model, config.lora, Folder(str(folder / "learned")))
     return seconds, training.validate()["val_loss"]

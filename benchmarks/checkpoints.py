@@ -20,11 +20,10 @@ import torch
 
 from benchmarks.pairs import Comparison, command_line, machine, machine_line, report, take_turns
 from raystride.model.transformer import Decoder
-from raystride.pipelines.checkpoint.manager import Checkpoints, named_tensors
-from raystride.pipelines.checkpoint.train_state import TrainState
-from raystride.pipelines.checkpoint.updater import Updater
 from raystride.pipelines.config import ModelConfig, OptimizerConfig
-from raystride.pipelines.storage.folder import Folder
+from raystride.pipelines.system.storage.folder import Folder
+from raystride.pipelines.train.checkpoint.manager import Checkpoints, named_tensors
+from raystride.pipelines.train.checkpoint.train_state import TrainState, Updater
 from raystride.pipelines.train.optimizer import build_optimizer
 
 MODELS = {

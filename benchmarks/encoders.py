@@ -25,7 +25,7 @@ import torch
 
 from benchmarks import runs
 from benchmarks.pairs import command_line, machine, machine_line, report
-from raystride.pipelines.sources.embedded import packages
+from raystride.pipelines.data.sources.embedded import packages
 
 CONTEXT, WORDS = 128, 4096
 SHAPE = {"num_hidden_layers": 2, "hidden_size": 128, "num_attention_heads": 4, "intermediate_size": 512}

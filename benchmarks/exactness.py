@@ -33,8 +33,8 @@ from benchmarks.peers.bare_loop import bare_steps
 from benchmarks.workers import make_job, settings
 from raystride.pipelines.train.optimizer import learning_rate
 from raystride.pipelines.train.step import train_step
-from raystride.pipelines.worker.build import build_training
-from raystride.pipelines.worker.job import Job, WorkerInfo
+from raystride.pipelines.train.worker.build import build_training
+from raystride.pipelines.train.worker.job import Job, WorkerInfo
 
 WORKERS = 2
 LEFT_OUT = 10
@@ -43,7 +43,7 @@ LEFT_OUT = 10
 
 def run_schedules(count: int, work: Path) -> dict[str, Any]:
     """Runs schedules 0, 1, 2, ... and says how many ended with the same parameters and every sample once an epoch."""
-    from raystride.pipelines.record.audit import AuditFailed, audit
+    from raystride.pipelines.train.checkpoint.audit import AuditFailed, audit
     from tests.faults.schedules import draw_schedule, exact_job, run_schedule
     from tests.tiny import write_text
 

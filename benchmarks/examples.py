@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 
 from raystride.pipelines.config import Config
-from raystride.pipelines.prepare.manifest import Manifest, Shard, Shards
-from raystride.pipelines.storage.folder import Folder
+from raystride.pipelines.data.prepare.manifest import Manifest, Shard, Shards
+from raystride.pipelines.system.storage.folder import Folder
 
 LABELS = [str(number) for number in range(10)]
 IMAGE = (3, 32, 32)

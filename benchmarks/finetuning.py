@@ -335,12 +335,12 @@ def generation(given: argparse.Namespace) -> list[Comparison]:
     from raystride.model.transformer import Decoder
     from raystride.pipelines.config import Config
     from raystride.pipelines.config.parse import load_settings
-    from raystride.pipelines.pretrained import load_base_weights
-    from raystride.pipelines.tokenizers import train_tokenizer
+    from raystride.pipelines.data.pretrained import load_base_weights
+    from raystride.pipelines.data.tokenizers import train_tokenizer
 
     config = load_settings(Config, {"model.init_from": str(given.base)}).settings
     with tempfile.TemporaryDirectory() as place:
-        from raystride.pipelines.storage.folder import Folder
+        from raystride.pipelines.system.storage.folder import Folder
 
         encoder = train_tokenizer(config.tokenizer, [], Folder(place), lambda _: None)
         ours = Decoder(config.model, encoder.vocabulary_size).eval()

@@ -34,7 +34,7 @@ def device() -> dict[str, Any]:
     import torch
     import triton
 
-    from raystride.pipelines.record.environment import describe_source
+    from raystride.pipelines.observability.record.environment import describe_source
 
     found: dict[str, Any] = {"gpu": "rehearsal"}
     if torch.cuda.is_available():

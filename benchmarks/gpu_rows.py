@@ -24,11 +24,11 @@ import numpy as np
 from benchmarks.gpu_record import Row
 from raystride.pipelines.config import Config
 from raystride.pipelines.config.parse import from_yaml
-from raystride.pipelines.prepare.manifest import Manifest, Shard, Shards
-from raystride.pipelines.record.entry import Entry
-from raystride.pipelines.record.sender import Receipt
-from raystride.pipelines.storage.folder import Folder
-from raystride.pipelines.worker.job import Job, WorkerInfo
+from raystride.pipelines.data.prepare.manifest import Manifest, Shard, Shards
+from raystride.pipelines.observability.record.entry import Entry
+from raystride.pipelines.observability.record.sender import Receipt
+from raystride.pipelines.system.storage.folder import Folder
+from raystride.pipelines.train.worker.job import Job, WorkerInfo
 from raystride.triton_kernels.configurations import KERNELS
 from raystride.triton_kernels.processes import end_with_parent
 
@@ -181,7 +181,7 @@ def one_billion() -> Config:
 def train(config: Config, model: Mapping[str, str], device: str = "cuda", **changes: Any) -> dict[str, Any]:
     """Trains on random text by the worker that `--launch inline` runs; the figures of its summary. `model` and `changes` are
     settings of those sections."""
-    from raystride.pipelines.worker.run import run_worker
+    from raystride.pipelines.train.worker.run import run_worker
 
     config = replace(config, model=replace(config.model, **model), train=replace(config.train, **changes))
     with tempfile.TemporaryDirectory(prefix="gpu-") as scratch:
@@ -248,7 +248,7 @@ def _acknowledge(sender: str, entries: list[Entry], recorder: str) -> Receipt:
 
 def sanitize() -> dict[str, Any]:
     """compute-sanitizer's memcheck over small calls of each kernel and rule. Raises RuntimeError with what it said."""
-    return _run([sys.executable, "-m", "raystride.triton_kernels.sanitize", "--tool", "memcheck"])
+    return _run([sys.executable, "-m", "benchmarks.kernel_tools.sanitize", "--tool", "memcheck"])
 
 
 def trace(results: Path) -> dict[str, Any]:

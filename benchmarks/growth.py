@@ -33,20 +33,20 @@ from benchmarks.scale_recorder import times
 from raystride.pipelines.config import Config, ModelConfig, ScalingConfig, TokenizerConfig, TrainConfig
 from raystride.pipelines.config.parse import load_settings
 from raystride.pipelines.config.sweep import SweepConfig, SweepJobConfig
-from raystride.pipelines.phases import EXCLUSIVE_PHASES
-from raystride.pipelines.prepare.manifest import Manifest
-from raystride.pipelines.prepare.prepare import prepare
-from raystride.pipelines.prepare.run_context import RunContext
-from raystride.pipelines.record import read_entries
-from raystride.pipelines.record.entry import Entry
-from raystride.pipelines.record.group import Aggregator
-from raystride.pipelines.report import gather_figures
-from raystride.pipelines.run_store import commands
-from raystride.pipelines.storage.folder import Folder
+from raystride.pipelines.data.prepare.manifest import Manifest
+from raystride.pipelines.data.prepare.prepare import prepare
+from raystride.pipelines.data.prepare.run_context import RunContext
+from raystride.pipelines.data.tasks import build_task
+from raystride.pipelines.launch.run_store import commands
+from raystride.pipelines.observability.phases import EXCLUSIVE_PHASES
+from raystride.pipelines.observability.record import read_entries
+from raystride.pipelines.observability.record.entry import Entry
+from raystride.pipelines.observability.record.group import Aggregator
+from raystride.pipelines.observability.report import gather_figures
 from raystride.pipelines.sweep.answer import build_answer
 from raystride.pipelines.sweep.report_page import render_page
 from raystride.pipelines.sweep.result import Result
-from raystride.pipelines.tasks import build_task
+from raystride.pipelines.system.storage.folder import Folder
 
 Operation = Callable[[], object]
 Size = Callable[[int, Path], contextlib.AbstractContextManager[Operation]]

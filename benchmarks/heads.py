@@ -20,7 +20,7 @@ from pathlib import Path
 import psutil
 
 from benchmarks.runs import ENVIRONMENT, ROOT, TIMEOUT_S, Failed
-from raystride.pipelines.deploy.own_ray import reserve_ports
+from raystride.pipelines.launch.deploy.own_ray import reserve_ports
 
 RAY = str(Path(sys.executable).with_name("ray"))
 PORTS = ("port", "dashboard-port", "dashboard-agent-listen-port", "ray-client-server-port")

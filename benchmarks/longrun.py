@@ -22,13 +22,13 @@ from pathlib import Path
 import psutil
 
 import raystride
-from raystride.pipelines.checkpoint.layout import checkpoint_names
-from raystride.pipelines.phases import EXCLUSIVE_PHASES
-from raystride.pipelines.prepare.manifest import Manifest, Shards
-from raystride.pipelines.record.entry import Entry, WorkerTime, new_entry
-from raystride.pipelines.record.group import Aggregator
-from raystride.pipelines.record.journal import Journal
-from raystride.pipelines.storage.folder import Folder
+from raystride.pipelines.data.prepare.manifest import Manifest, Shards
+from raystride.pipelines.observability.phases import EXCLUSIVE_PHASES
+from raystride.pipelines.observability.record.entry import Entry, WorkerTime, new_entry
+from raystride.pipelines.observability.record.group import Aggregator
+from raystride.pipelines.observability.record.journal import Journal
+from raystride.pipelines.system.storage.folder import Folder
+from raystride.pipelines.train.checkpoint.layout import checkpoint_names
 
 ATTEMPT = "20260101-000000-aaaa"
 ENTRIES_A_SEGMENT = 2_000

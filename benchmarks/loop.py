@@ -33,12 +33,12 @@ from benchmarks import runs
 from benchmarks.pairs import Comparison, command_line, machine, machine_line, report, take_turns
 from benchmarks.workers import make_job, run_workers, settings, write_job
 from raystride.pipelines.launch.inline import InlineRecorder
-from raystride.pipelines.observers.observer import Observer, RunFacts
-from raystride.pipelines.record.mlflow.log import MLFLOW_REFERENCE
-from raystride.pipelines.record.sender import Post, Sender
-from raystride.pipelines.storage.folder import Folder
-from raystride.pipelines.worker.job import Job, WorkerInfo
-from raystride.pipelines.worker.rehearsal import discard_entries
+from raystride.pipelines.observability.observers.observer import Observer, RunFacts
+from raystride.pipelines.observability.record.mlflow.log import MLFLOW_REFERENCE
+from raystride.pipelines.observability.record.sender import Post, Sender
+from raystride.pipelines.system.storage.folder import Folder
+from raystride.pipelines.train.worker.job import Job, WorkerInfo
+from raystride.pipelines.train.worker.rehearsal import discard_entries
 
 LOG_EVERY = 10
 LEFT_OUT = 10
@@ -80,8 +80,8 @@ def run_bare(job: Job, place: WorkerInfo, steps: int) -> float:
 
 def run_ours(job: Job, place: WorkerInfo, post: Post | None = None) -> float:
     """A block of our loop, without observers, or with all of a worker's, which send through `post`; steps a second."""
-    from raystride.pipelines.worker.build import build_training
-    from raystride.pipelines.worker.run import build_observers
+    from raystride.pipelines.train.worker.build import build_training
+    from raystride.pipelines.train.worker.run import build_observers
 
     sender = Sender(post or discard_entries, f"block{next(BLOCKS)}")
     clock = Clock()

@@ -30,9 +30,9 @@ from benchmarks.pairs import command_line, machine, machine_line
 from benchmarks.storages import Storages, size_of
 from benchmarks.workers import make_job, read_job, settings, write_job
 from raystride.pipelines.config import Config, SettingError
-from raystride.pipelines.memory.estimate import MemoryEstimate, estimate
-from raystride.pipelines.storage.folder import Folder
-from raystride.pipelines.worker.job import Job, WorkerInfo
+from raystride.pipelines.system.storage.folder import Folder
+from raystride.pipelines.train.memory.estimate import MemoryEstimate, estimate
+from raystride.pipelines.train.worker.job import Job, WorkerInfo
 
 PARTS = ("parameters", "gradients", "optimizer", "activations", "tensors")
 AIM = 0.15
@@ -152,7 +152,7 @@ def _job(config: Config, storage: Path, name: str) -> Job:
 def measure(job: Job, place: WorkerInfo) -> dict[str, float]:
     """Bytes that this worker holds, by part, in the second step of a job."""
     from raystride.pipelines.train.step import train_step
-    from raystride.pipelines.worker.build import build_training
+    from raystride.pipelines.train.worker.build import build_training
 
     training = build_training(job, place, [], lambda: False, lambda _: None)
     model, optimizer, strategy = training.model, training.optimizer, training.strategy
@@ -197,7 +197,7 @@ def _gradients(strategy: Any, parameters: list[torch.nn.Parameter]) -> list[torc
 
 def _zero(partitions: Any, parameters: list[torch.nn.Parameter]) -> tuple[list[Any], list[torch.Tensor]]:
     """What a worker holds under ZeRO: parameters (in stage 3 its parts), and fp32 partitions with their state."""
-    from raystride.pipelines.strategies.partitions import _flat_partitions
+    from raystride.pipelines.train.strategies.partitions import _flat_partitions
 
     flats = _flat_partitions(partitions._zero)
     held = [value for flat in flats for value in partitions._rule.state(flat).values()]
@@ -206,7 +206,7 @@ def _zero(partitions: Any, parameters: list[torch.nn.Parameter]) -> tuple[list[A
 
 def predict(job: Job, workers: int) -> MemoryEstimate:
     """What the preflight would say of a job, if it knew the prepared data."""
-    from raystride.pipelines.prepare.manifest import Manifest
+    from raystride.pipelines.data.prepare.manifest import Manifest
 
     told = estimate(job.config, Manifest.load(job.prepared).facts, workers=workers, device=job.device)
     assert told

@@ -28,8 +28,8 @@ import torch
 from benchmarks import runs
 from benchmarks.pairs import machine, machine_line
 from benchmarks.workers import make_job, read_job, settings, write_job
-from raystride.pipelines.storage.folder import Folder
-from raystride.pipelines.worker.job import Job, WorkerInfo
+from raystride.pipelines.system.storage.folder import Folder
+from raystride.pipelines.train.worker.job import Job, WorkerInfo
 
 STEPS = 30
 LOSS_AIM, GRADIENT_AIM = 1e-5, 1e-4
@@ -156,8 +156,8 @@ class _Watch:
 
 def follow(job: Job, place: WorkerInfo) -> Course:
     """The course of a job; all its workers call it together, with a process group if there are several."""
-    from raystride.pipelines.strategies.parameter_layout import full_gradients
-    from raystride.pipelines.worker.build import build_training
+    from raystride.pipelines.train.strategies.parameter_layout import full_gradients
+    from raystride.pipelines.train.worker.build import build_training
 
     course = Course()
     training = build_training(job, place, [_Watch(course)], lambda: False, lambda _: None)  # type: ignore[list-item]

@@ -12,13 +12,13 @@ import sys
 from dataclasses import replace
 
 from benchmarks.pairs import command_line
-from raystride.pipelines.cluster.resources import Resources, resolve_allocation
 from raystride.pipelines.config import Config, ModelConfig, ScalingConfig, TokenizerConfig, TrainConfig
-from raystride.pipelines.preflight.checks import GIB, check_settings, estimate_memory
-from raystride.pipelines.preflight.choose_mesh import choose_mesh
-from raystride.pipelines.scaling_model.terms import bubble_fraction, step_traffic
+from raystride.pipelines.launch.cluster.resources import Resources, resolve_allocation
+from raystride.pipelines.launch.preflight.checks import GIB, check_settings, estimate_memory
+from raystride.pipelines.launch.preflight.choose_mesh import choose_mesh
 from raystride.pipelines.sweep.observed import build_work
 from raystride.pipelines.sweep.result import Result
+from raystride.pipelines.sweep.scaling_model.terms import bubble_fraction, step_traffic
 
 LLAMA = {"architecture": "llama", "tie_embeddings": False}
 MODELS = {

@@ -32,8 +32,8 @@ from benchmarks.mesh import write_documents
 from benchmarks.pairs import machine, machine_line
 from benchmarks.workers import make_job, read_job, settings, write_job
 from raystride.pipelines.config import Config
-from raystride.pipelines.storage.folder import Folder
-from raystride.pipelines.worker.job import Job, WorkerInfo
+from raystride.pipelines.system.storage.folder import Folder
+from raystride.pipelines.train.worker.job import Job, WorkerInfo
 from raystride.triton_kernels.attention_context import bytes_sent
 from raystride.triton_kernels.context_plan import context_plan
 from raystride.triton_kernels.linear_cross_entropy_sharded import bytes_exchanged
@@ -113,9 +113,9 @@ class Counted:
 
 def measure(job: Job, place: WorkerInfo) -> dict[str, Any]:
     """Seconds of a step, the share of the pipeline's in which this worker computed a stage, and bytes by dimension."""
-    from raystride.pipelines.strategies.mesh.pipeline_stage import DecoderStage
     from raystride.pipelines.train.step import train_step
-    from raystride.pipelines.worker.build import build_training
+    from raystride.pipelines.train.strategies.mesh.pipeline import DecoderStage
+    from raystride.pipelines.train.worker.build import build_training
 
     training = build_training(job, place, [], lambda: False, lambda _: None)
     strategy: Any = training.strategy
@@ -140,7 +140,7 @@ def measure(job: Job, place: WorkerInfo) -> dict[str, Any]:
 
 def _time_stages(pipeline: Any, busy: list[float]) -> None:
     """Has what stages compute counted, and how long the pipeline runs."""
-    from raystride.pipelines.strategies.mesh import pipeline as module
+    from raystride.pipelines.train.strategies.mesh import pipeline as module
 
     def timed(function: Callable[..., Any], place: int) -> Callable[..., Any]:
         def run(*arguments: Any, **named: Any) -> Any:
@@ -158,7 +158,7 @@ def _time_stages(pipeline: Any, busy: list[float]) -> None:
 
 def bubble(config: Config) -> float | None:
     """The share of a step that a worker of the pipeline waits, by the schedule's formula; see `scaling_model.mesh`."""
-    from raystride.pipelines.scaling_model.mesh import WorkMesh
+    from raystride.pipelines.sweep.scaling_model.mesh import WorkMesh
 
     scaling = config.scaling
     if scaling.pipeline == 1:

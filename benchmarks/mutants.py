@@ -32,8 +32,8 @@ PACKAGES = {
     **{package: f"pipelines/{package}" for package in ("feed", "strategies", "train", "checkpoint", "lora", "record")},
     **{package: f"pipelines/{package}" for package in ("prepare", "tasks", "evaluate", "sweep", "launch", "preflight")},
     **{package: f"pipelines/{package}" for package in ("run_store", "console")},
-    "credentials": "pipelines/credentials.py",
-    "resources": "pipelines/cluster/resources.py",
+    "credentials": "pipelines/system/credentials.py",
+    "resources": "pipelines/launch/cluster/resources.py",
 }
 EQUIVALENT = Path(__file__).with_name("mutants_equivalent.json")
 OUTCOMES = ("mirrored file", "package", "equivalent", "survived")

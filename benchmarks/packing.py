@@ -16,10 +16,10 @@ import torch
 
 from benchmarks.pairs import Comparison, command_line, machine, machine_line, report, take_turns
 from raystride.pipelines.config import Config, ModelConfig, TrainConfig
-from raystride.pipelines.feed.bundles import bundle_examples
-from raystride.pipelines.tasks.completion import Completion
-from raystride.pipelines.tasks.language_model import LanguageModel
-from raystride.pipelines.tasks.task import Inputs
+from raystride.pipelines.data.feed.samples import bundle_examples
+from raystride.pipelines.data.tasks.completion import Completion
+from raystride.pipelines.data.tasks.language_model import LanguageModel
+from raystride.pipelines.data.tasks.task import Inputs
 
 SHAPE = ModelConfig(architecture="llama", layers=4, heads=4, hidden_size=256, context=512)
 FACTS = {"vocabulary_size": 4096, "end_id": 0}

@@ -109,7 +109,7 @@ def take_turns(
 def machine(threads: str = "") -> dict[str, Any]:
     """Processor, cores, load, versions, commit and date; `threads` says in words how many a run uses."""
     # A benchmark's own children import this module, and what they import is measured.
-    from raystride.pipelines.record.environment import describe_environment
+    from raystride.pipelines.observability.record.environment import describe_environment
 
     found = describe_environment()
     return {

@@ -28,14 +28,14 @@ from benchmarks.runs import small_text
 from raystride.model.generate import choose_token, generate
 from raystride.model.transformer import Decoder
 from raystride.pipelines.config import Config, DataConfig, ModelConfig, PredictorConfig, SampleConfig, TokenizerConfig
+from raystride.pipelines.data.prepare.prepare import prepare
+from raystride.pipelines.data.prepare.run_context import RunContext
+from raystride.pipelines.data.tasks import build_task
+from raystride.pipelines.data.tokenizers import Tokenizers
 from raystride.pipelines.evaluate.answering import Predictor
 from raystride.pipelines.evaluate.export import export_hugging_face
 from raystride.pipelines.evaluate.load_run import LoadedModel
-from raystride.pipelines.prepare.prepare import prepare
-from raystride.pipelines.prepare.run_context import RunContext
-from raystride.pipelines.storage.folder import Folder
-from raystride.pipelines.tasks import build_task
-from raystride.pipelines.tokenizers import Tokenizers
+from raystride.pipelines.system.storage.folder import Folder
 
 ROWS, NEW = 256, 32
 _predictors: dict[str, Predictor]

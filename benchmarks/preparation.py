@@ -30,7 +30,7 @@ _SAMPLE_S = 0.5
 
 def corpus(folder: Path, megabytes: int) -> int:
     """Fills a folder with copies of the standard library's source; bytes written."""
-    from raystride.pipelines.sources.source import standard_library_files
+    from raystride.pipelines.data.sources.source import standard_library_files
 
     # load_dataset leaves out folders whose names begin with two underscores.
     files = [file for file in standard_library_files() if "/__" not in str(Path(file.name).parent)]
@@ -50,9 +50,9 @@ def corpus(folder: Path, megabytes: int) -> int:
 def trained_tokenizer(folder: Path) -> Path:
     """A `tokenizer.json` trained on the standard library."""
     from raystride.pipelines.config import TokenizerConfig
-    from raystride.pipelines.sources.source import standard_library_files
-    from raystride.pipelines.storage.folder import Folder
-    from raystride.pipelines.tokenizers import train_tokenizer
+    from raystride.pipelines.data.sources.source import standard_library_files
+    from raystride.pipelines.data.tokenizers import train_tokenizer
+    from raystride.pipelines.system.storage.folder import Folder
 
     texts = (Path(file.uri).read_text(encoding="utf-8") for file in standard_library_files())
     train_tokenizer(TokenizerConfig(), texts, Folder(str(folder)), print)
@@ -64,10 +64,10 @@ def run_ours(text: Path, tokenizer: Path, out: Path) -> int:
     import ray
 
     from raystride.pipelines.config import Config, DataConfig, TokenizerConfig
-    from raystride.pipelines.prepare.prepare import prepare
-    from raystride.pipelines.prepare.run_context import RunContext
-    from raystride.pipelines.storage.folder import Folder
-    from raystride.pipelines.tasks.language_model import LanguageModel
+    from raystride.pipelines.data.prepare.prepare import prepare
+    from raystride.pipelines.data.prepare.run_context import RunContext
+    from raystride.pipelines.data.tasks.language_model import LanguageModel
+    from raystride.pipelines.system.storage.folder import Folder
 
     ray.init(num_cpus=_CORES, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
     config = Config(data=DataConfig(source=str(text)), tokenizer=TokenizerConfig(kind="file", file=str(tokenizer)))

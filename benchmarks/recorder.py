@@ -25,13 +25,13 @@ import torch
 
 from benchmarks.pairs import Spread, command_line, machine, machine_line, report
 from raystride.pipelines.config.run import RecordConfig
-from raystride.pipelines.observers.host_monitor import HostMonitor
-from raystride.pipelines.observers.observer import Observer, RunFacts
-from raystride.pipelines.observers.throughput import Throughput
-from raystride.pipelines.observers.tracker import Tracker
-from raystride.pipelines.record import Recorder, Sender
-from raystride.pipelines.record.entry import new_entry
-from raystride.pipelines.storage.folder import Folder
+from raystride.pipelines.observability.observers.host_monitor import HostMonitor
+from raystride.pipelines.observability.observers.observer import Observer, RunFacts
+from raystride.pipelines.observability.observers.throughput import Throughput
+from raystride.pipelines.observability.observers.tracker import Tracker
+from raystride.pipelines.observability.record import Recorder, Sender
+from raystride.pipelines.observability.record.entry import new_entry
+from raystride.pipelines.system.storage.folder import Folder
 
 Step = Callable[[], float]
 WARM_UP_TIMEOUT_S = 60.0

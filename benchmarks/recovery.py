@@ -28,8 +28,8 @@ import psutil
 
 from benchmarks import runs
 from benchmarks.pairs import Spread, command_line, machine, machine_line, report, take_turns
-from raystride.pipelines.record import read_entries
-from raystride.pipelines.storage.folder import Folder
+from raystride.pipelines.observability.record import read_entries
+from raystride.pipelines.system.storage.folder import Folder
 
 Recovery = dict[str, float]
 """Seconds of each part of a recovery, in order; their sum is the whole."""

@@ -32,12 +32,12 @@ from benchmarks.pairs import Comparison, command_line, machine, machine_line, re
 from benchmarks.peers import environments, far_ours
 from benchmarks.peers.far_reading import ReadingJob
 from benchmarks.runs import ROOT, Failed
-from raystride.pipelines.feed.open_dataset import open_feed
-from raystride.pipelines.feed.order import Order
-from raystride.pipelines.feed.plan import Plan
-from raystride.pipelines.feed.shuffling import count_belady_fetches
-from raystride.pipelines.storage.folder import Folder
-from raystride.pipelines.tasks import build_task
+from raystride.pipelines.data.feed.open_dataset import open_feed
+from raystride.pipelines.data.feed.order import Order
+from raystride.pipelines.data.feed.plan import Plan
+from raystride.pipelines.data.feed.shuffling import count_belady_fetches
+from raystride.pipelines.data.tasks import build_task
+from raystride.pipelines.system.storage.folder import Folder
 from tests.cluster.hosts import Hosts, unable
 from tests.storage import BUCKET, KEYS
 

@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.pairs import Comparison
-from raystride.pipelines.record import read_entries
-from raystride.pipelines.storage.folder import Folder
+from raystride.pipelines.observability.record import read_entries
+from raystride.pipelines.system.storage.folder import Folder
 
 ROOT = Path(__file__).resolve().parents[1]
 TEXT_BYTES = 1_115_394
@@ -73,7 +73,7 @@ def run(*arguments: str, ends: Collection[int] = (0,)) -> Finished:
 
 def small_text(folder: Path) -> Path:
     """A file with as much of the standard library's source as nanoGPT's text is long, ASCII only as that is."""
-    from raystride.pipelines.sources.source import standard_library_files
+    from raystride.pipelines.data.sources.source import standard_library_files
 
     target, text = folder / "text.txt", ""
     for file in standard_library_files():

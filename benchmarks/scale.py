@@ -24,11 +24,11 @@ from benchmarks.scale_checkpoint import checkpoint_rows
 from benchmarks.scale_recorder import heartbeat_rows, metrics_rows, recorder_rows
 from benchmarks.scale_rows import Row
 from benchmarks.scale_start import rendezvous_rows
-from raystride.pipelines.feed.mixture import MAX_SOURCES, Mixture, MixtureSource, build_schedule
-from raystride.pipelines.feed.order import Order
-from raystride.pipelines.feed.plan import worker_slots
-from raystride.pipelines.prepare.manifest import Manifest, Shard, Shards
-from raystride.pipelines.storage.folder import Folder
+from raystride.pipelines.data.feed.mixture import MAX_SOURCES, Mixture, MixtureSource, build_schedule
+from raystride.pipelines.data.feed.order import Order
+from raystride.pipelines.data.feed.plan import worker_slots
+from raystride.pipelines.data.prepare.manifest import Manifest, Shard, Shards
+from raystride.pipelines.system.storage.folder import Folder
 
 RANKS = (8, 64, 512, 4096, 8192)
 SHARDS_A_RANK = 128
@@ -37,9 +37,9 @@ SHARDS_A_RANK = 128
 OPEN = """
 import sys, time
 from pathlib import Path
-from raystride.pipelines.feed.stream import TokenStream
-from raystride.pipelines.storage.folder import Folder
-from raystride.pipelines.prepare.manifest import Manifest
+from raystride.pipelines.data.feed.stream import TokenStream
+from raystride.pipelines.system.storage.folder import Folder
+from raystride.pipelines.data.prepare.manifest import Manifest
 resident = lambda: 4096 * int(Path("/proc/self/statm").read_text().split()[1])
 before, began = resident(), time.perf_counter()
 folder = Folder(sys.argv[1])

@@ -19,7 +19,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 from benchmarks.scale_rows import Row
-from raystride.pipelines.checkpoint.index import (
+from raystride.pipelines.system.storage.folder import Folder
+from raystride.pipelines.train.checkpoint.index import (
     encode_index,
     encode_table,
     find_pieces,
@@ -27,10 +28,9 @@ from raystride.pipelines.checkpoint.index import (
     index_file_name,
     to_dcp_metadata,
 )
-from raystride.pipelines.checkpoint.layout import MANIFEST
-from raystride.pipelines.checkpoint.plan import Holdings, holdings_of, split_own_and_shared
-from raystride.pipelines.distributed.collectives import BRANCHES
-from raystride.pipelines.storage.folder import Folder
+from raystride.pipelines.train.checkpoint.layout import MANIFEST
+from raystride.pipelines.train.checkpoint.plan import Holdings, holdings_of, split_own_and_shared
+from raystride.pipelines.train.distributed.collectives import BRANCHES
 
 TENSORS, MAX_PIECES = 3000, 3_072_000
 """A thousand parameters with their two moments; and as many of them as make three million pieces."""

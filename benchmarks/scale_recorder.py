@@ -14,16 +14,16 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from benchmarks.scale_rows import Row
-from raystride.pipelines.cluster.recorder_handle import RecorderHandle
 from raystride.pipelines.config.run import RecordConfig
-from raystride.pipelines.hang.detector import HangDetector
-from raystride.pipelines.hang.heartbeat import Heartbeat
-from raystride.pipelines.hang.process import Process
-from raystride.pipelines.record.entry import Entry, WorkerTime, new_entry
-from raystride.pipelines.record.group import Aggregator
-from raystride.pipelines.record.relay import MAX_CALLS_PER_S, Call
-from raystride.pipelines.record.sender import INTERVAL_S
-from raystride.pipelines.storage.folder import Folder
+from raystride.pipelines.launch.cluster.recorder_handle import RecorderHandle
+from raystride.pipelines.launch.hang.detector import HangDetector
+from raystride.pipelines.launch.hang.heartbeat import Heartbeat
+from raystride.pipelines.launch.hang.process import Process
+from raystride.pipelines.observability.record.entry import Entry, WorkerTime, new_entry
+from raystride.pipelines.observability.record.group import Aggregator
+from raystride.pipelines.observability.record.relay import MAX_CALLS_PER_S, Call
+from raystride.pipelines.observability.record.sender import INTERVAL_S
+from raystride.pipelines.system.storage.folder import Folder
 
 A_NODE = 8
 LOG_S = 10.0

@@ -19,7 +19,7 @@ from typing import Any
 import yaml
 
 from benchmarks.pairs import command_line, machine, machine_line
-from raystride.pipelines.scaling_model import (
+from raystride.pipelines.sweep.scaling_model import (
     ClusterDescription,
     HoldOut,
     NetworkLink,

@@ -23,9 +23,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.pairs import Spread, command_line, machine, machine_line, report
-from raystride.pipelines.record import read_entries
-from raystride.pipelines.record.audit import AuditFailed, audit
-from raystride.pipelines.storage.folder import Folder
+from raystride.pipelines.observability.record import read_entries
+from raystride.pipelines.system.storage.folder import Folder
+from raystride.pipelines.train.checkpoint.audit import AuditFailed, audit
 from tests.clock import no_clock, wrong_clock
 from tests.cluster.faults import WORKER, full_disk, kill_tables, kill_worker, processes, slowed
 from tests.cluster.hosts import unable

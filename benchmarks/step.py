@@ -28,13 +28,13 @@ from benchmarks.pairs import Comparison, command_line, machine, machine_line, re
 from benchmarks.peers.plain_loop import GPT, make_optimizer
 from benchmarks.peers.protocol import NETWORKS
 from benchmarks.workers import make_job, settings
-from raystride.pipelines import phases
-from raystride.pipelines.feed.loader import Step
-from raystride.pipelines.hardware.heap import keep_freed_memory
+from raystride.pipelines.data.feed.loader import Step
+from raystride.pipelines.observability import phases
+from raystride.pipelines.system.heap import keep_freed_memory
 from raystride.pipelines.train.loop import Training
 from raystride.pipelines.train.step import train_step
-from raystride.pipelines.worker.build import build_training
-from raystride.pipelines.worker.job import WorkerInfo
+from raystride.pipelines.train.worker.build import build_training
+from raystride.pipelines.train.worker.job import WorkerInfo
 
 PARTS = ("forward", "backward", "update")
 PEER = "plain PyTorch"

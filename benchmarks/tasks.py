@@ -20,12 +20,12 @@ from benchmarks.pairs import command_line, machine, machine_line
 from benchmarks.runs import ROOT, run
 from raystride.pipelines.config import Config
 from raystride.pipelines.config.parse import from_yaml
-from raystride.pipelines.feed.bundles import bundle_examples
-from raystride.pipelines.feed.cache import NodeCache
-from raystride.pipelines.feed.stream import TokenStream
-from raystride.pipelines.prepare.manifest import Manifest
-from raystride.pipelines.storage.folder import Folder
-from raystride.pipelines.tasks import build_task
+from raystride.pipelines.data.feed.cache import NodeCache
+from raystride.pipelines.data.feed.samples import bundle_examples
+from raystride.pipelines.data.feed.stream import TokenStream
+from raystride.pipelines.data.prepare.manifest import Manifest
+from raystride.pipelines.data.tasks import build_task
+from raystride.pipelines.system.storage.folder import Folder
 
 STEPS = {"lm_python": 60, "classify_packages": 60, "translate_reversal": 100, "images_digits": 600}
 """Presets, and for how many steps waiting is measured."""

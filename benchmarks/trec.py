@@ -18,7 +18,7 @@ from pathlib import Path
 
 from benchmarks import runs
 from benchmarks.pairs import command_line, machine, machine_line, report
-from raystride.pipelines.storage.folder import Folder
+from raystride.pipelines.system.storage.folder import Folder
 
 PUBLISHED = 88.2
 """Per cent."""

@@ -18,12 +18,12 @@ from typing import Any
 from benchmarks import runs
 from raystride.pipelines.config import Config
 from raystride.pipelines.config.parse import parse
-from raystride.pipelines.prepare.prepare import prepare
-from raystride.pipelines.prepare.run_context import RunContext
-from raystride.pipelines.storage.folder import Folder
-from raystride.pipelines.tasks import build_task
-from raystride.pipelines.worker.job import Job, WorkerInfo
-from raystride.pipelines.worker.rehearsal import discard_entries
+from raystride.pipelines.data.prepare.prepare import prepare
+from raystride.pipelines.data.prepare.run_context import RunContext
+from raystride.pipelines.data.tasks import build_task
+from raystride.pipelines.system.storage.folder import Folder
+from raystride.pipelines.train.worker.job import Job, WorkerInfo
+from raystride.pipelines.train.worker.rehearsal import discard_entries
 
 
 def settings(*flags: str) -> Config:
@@ -66,7 +66,7 @@ def run_workers(job: Job, world: int) -> dict[str, Any]:
 
 def main(file: str, rank: int, world: int, port: str) -> None:
     """What each process runs; prints its summary as JSON."""
-    from raystride.pipelines.worker.run import run_worker
+    from raystride.pipelines.train.worker.run import run_worker
 
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
     place = WorkerInfo(rank=rank, world=world, local_rank=rank)

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 import raystride
 
 if TYPE_CHECKING:
-    from raystride.pipelines.observers.observer import RunFacts
-    from raystride.pipelines.record.summary import RunSummary
+    from raystride.pipelines.observability.observers.observer import RunFacts
+    from raystride.pipelines.observability.record.summary import RunSummary
 
 
 @raystride.register_observer

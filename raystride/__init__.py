@@ -25,7 +25,6 @@ __version__ = "0.3.0"
 if TYPE_CHECKING:
     from raystride.api import check, evaluate, export, generate, predict, prepare, sweep, train
     from raystride.own_model import fit, register_model
-    from raystride.pipelines.cluster.cluster import CannotRun
     from raystride.pipelines.config import (
         CheckpointConfig,
         Config,
@@ -47,11 +46,12 @@ if TYPE_CHECKING:
         ValidationConfig,
     )
     from raystride.pipelines.config.sweep import SweepConfig, SweepJobConfig
-    from raystride.pipelines.console.failure import TrainingFailed
-    from raystride.pipelines.observers.observer import Observer
-    from raystride.pipelines.plugins import register_observer, register_source, register_task
-    from raystride.pipelines.sources.faults import DataError
-    from raystride.pipelines.tasks.task import Task
+    from raystride.pipelines.data.plugins import register_observer, register_source, register_task
+    from raystride.pipelines.data.sources.faults import DataError
+    from raystride.pipelines.data.tasks.task import Task
+    from raystride.pipelines.launch.cluster.cluster import CannotRun
+    from raystride.pipelines.launch.console.failure import TrainingFailed
+    from raystride.pipelines.observability.observers.observer import Observer
     from raystride.run import Run, SweepInterrupted, SweepTerminated, TrainingInterrupted, TrainingTerminated
 
 __all__ = [
@@ -103,16 +103,16 @@ __all__ = [
 _HOMES = {
     **dict.fromkeys(("check", "evaluate", "export", "generate", "predict", "prepare", "sweep", "train"), "api"),
     **dict.fromkeys(("fit", "register_model"), "own_model"),
-    **dict.fromkeys(("register_observer", "register_source", "register_task"), "pipelines.plugins"),
+    **dict.fromkeys(("register_observer", "register_source", "register_task"), "pipelines.data.plugins"),
     "SettingError": "pipelines.config",
     **dict.fromkeys((name for name in __all__ if name.endswith("Config")), "pipelines.config"),
     **dict.fromkeys(("SweepConfig", "SweepJobConfig"), "pipelines.config.sweep"),
-    "CannotRun": "pipelines.cluster.cluster",
-    "DataError": "pipelines.sources.faults",
-    "Observer": "pipelines.observers.observer",
+    "CannotRun": "pipelines.launch.cluster.cluster",
+    "DataError": "pipelines.data.sources.faults",
+    "Observer": "pipelines.observability.observers.observer",
     **dict.fromkeys(("Run", "SweepInterrupted", "SweepTerminated", "TrainingInterrupted", "TrainingTerminated"), "run"),
-    "Task": "pipelines.tasks.task",
-    "TrainingFailed": "pipelines.console.failure",
+    "Task": "pipelines.data.tasks.task",
+    "TrainingFailed": "pipelines.launch.console.failure",
 }
 """The module of each public name."""
 

@@ -15,28 +15,28 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
-from raystride.pipelines.cluster.cluster import CannotRun, cluster
 from raystride.pipelines.config import Config, SampleConfig, SettingError
 from raystride.pipelines.config.jobs import ApplyConfig, EvaluateConfig, ExportConfig, GenerateConfig, PredictConfig
 from raystride.pipelines.config.parse import load_settings
-from raystride.pipelines.console.notebook import ipython_shell
-from raystride.pipelines.console.screen import Screen, SilentScreen
+from raystride.pipelines.data.prepare.run_context import RunContext
 from raystride.pipelines.launch import train_job as driver
+from raystride.pipelines.launch.cluster.cluster import CannotRun, cluster
+from raystride.pipelines.launch.console.notebook import ipython_shell
+from raystride.pipelines.launch.console.screen import Screen, SilentScreen
+from raystride.pipelines.launch.preflight.check import resolve_resources, run_preflight
 from raystride.pipelines.launch.preparing import prepare_data
-from raystride.pipelines.preflight.check import resolve_resources, run_preflight
-from raystride.pipelines.prepare.run_context import RunContext
-from raystride.pipelines.run_store.location import locate_run
-from raystride.pipelines.signals import EXIT_CODES, HungUp, Terminated, exit_code_of, raise_on_signals
-from raystride.pipelines.storage.folder import Folder
+from raystride.pipelines.launch.run_store.location import locate_run
+from raystride.pipelines.system.signals import EXIT_CODES, HungUp, Terminated, exit_code_of, raise_on_signals
+from raystride.pipelines.system.storage.folder import Folder
 from raystride.run import Run, SweepInterrupted, SweepTerminated, TrainingInterrupted, TrainingTerminated
 
 if TYPE_CHECKING:
     from torch import nn
 
+    from raystride.pipelines.data.prepare.one_source import PreparedData
     from raystride.pipelines.evaluate.evaluation import EvaluationResult
     from raystride.pipelines.evaluate.prediction import PredictionResult
-    from raystride.pipelines.preflight.checks import Check
-    from raystride.pipelines.prepare.one_source import PreparedData
+    from raystride.pipelines.launch.preflight.checks import Check
     from raystride.pipelines.sweep.answer import Answer
 
 Settings = Mapping[str, Any]
@@ -325,8 +325,8 @@ def generate(run: Run | str, prompt: str = "", settings: Settings | None = None,
     Example:
         raystride.generate("mine", "def main():", {"sample.tokens": 40})
     """
+    from raystride.pipelines.data.tasks.text_generation import write_text
     from raystride.pipelines.evaluate.load_run import open_cached, select_run
-    from raystride.pipelines.evaluate.writing import write_text
 
     given = load_settings(GenerateConfig, _run_settings(run, storage) | dict(settings or {})).settings
     opened = open_cached(select_run(Folder.from_uri(given.storage), given.run, given.checkpoint, given.average))

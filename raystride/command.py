@@ -11,9 +11,9 @@ from importlib import import_module
 from pathlib import Path
 
 import raystride
-from raystride.pipelines.output import protected_output
-from raystride.pipelines.signals import raise_on_signals, report_interruption
-from raystride.pipelines.variables import exempt_loopback_from_proxies
+from raystride.pipelines.system.output import protected_output
+from raystride.pipelines.system.signals import raise_on_signals, report_interruption
+from raystride.pipelines.system.variables import exempt_loopback_from_proxies
 
 JOBS = {
     "train": ("jobs.train", "train or resume a run"),
@@ -25,10 +25,10 @@ JOBS = {
     "generate": ("jobs.generate", "generate text with a trained model"),
     "export": ("jobs.export", "export a model (Hugging Face, MLflow)"),
     "serve": ("jobs.serve", "serve a model (OpenAI API)"),
-    "deploy": ("pipelines.deploy.driver", "generate deployment files (Compose, Slurm, KubeRay, cloud)"),
+    "deploy": ("pipelines.launch.deploy.driver", "generate deployment files (Compose, Slurm, KubeRay, cloud)"),
     "runs": ("jobs.runs", "list, show, compare, prune and audit runs"),
     "report": ("jobs.report", "rebuild a run's HTML report"),
-    "ui": ("pipelines.record.mlflow.ui", "show all runs in MLflow"),
+    "ui": ("pipelines.observability.record.mlflow.ui", "show all runs in MLflow"),
     "certificates": ("jobs.certificates", "make TLS certificates for a cluster's hosts"),
     "presets": ("jobs.presets", "list the configurations that come along, or print one"),
     "completion": ("jobs.completion", "print a shell's completion script"),

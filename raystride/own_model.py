@@ -11,11 +11,11 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from raystride.pipelines.config import SettingError
-from raystride.pipelines.console.screen import Screen, SilentScreen
-from raystride.pipelines.own_model.definition import OwnModel
-from raystride.pipelines.own_model.task import own_model_task
-from raystride.pipelines.plugins import FIT, RUN_TASKS, SCRIPT, SOURCES, TASKS, register_task
-from raystride.pipelines.storage.folder import Folder
+from raystride.pipelines.data.plugins import FIT, RUN_TASKS, SCRIPT, SOURCES, TASKS, register_task
+from raystride.pipelines.launch.console.screen import Screen, SilentScreen
+from raystride.pipelines.system.storage.folder import Folder
+from raystride.pipelines.train.own_model.definition import OwnModel
+from raystride.pipelines.train.own_model.task import own_model_task
 from raystride.run import Run
 
 if TYPE_CHECKING:
@@ -149,7 +149,7 @@ def register_model(
 
 def _store_stream(given: Any, storage: Folder, log: Callable[[str], None]) -> Any:
     """Returns data as it is, or the rows of a stream once they are written into the storage."""
-    from raystride.pipelines.own_model.streams import is_stream, store_stream
+    from raystride.pipelines.train.own_model.streams import is_stream, store_stream
 
     if not is_stream(given):
         return given

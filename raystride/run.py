@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, overload
 
 from raystride.pipelines.config import Config, SettingError
 from raystride.pipelines.config.parse import from_yaml
-from raystride.pipelines.storage.folder import Folder
+from raystride.pipelines.system.storage.folder import Folder
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -99,7 +99,7 @@ class Run:
         """
         import pyarrow as pa
 
-        from raystride.pipelines.record.journal import stream_entries
+        from raystride.pipelines.observability.record.journal import stream_entries
 
         # Training and validation of a step are two entries, and a resume replaces each by itself.
         entries: dict[tuple[int, bool], dict[str, Any]] = {}
@@ -125,7 +125,7 @@ class Run:
     @property
     def checkpoints(self) -> list[StoredCheckpoint]:
         """The committed checkpoints that are not pruned, oldest first."""
-        from raystride.pipelines.checkpoint.manager import Checkpoints
+        from raystride.pipelines.train.checkpoint.manager import Checkpoints
 
         kept = Checkpoints(self.folder / "checkpoints", attempt="", keep=1)
         return [
@@ -207,15 +207,15 @@ class Run:
 
     def plot(self) -> "Figure":
         """Returns a Matplotlib figure of the losses over steps and of tokens/s: `run.plot().savefig("curve.png")`."""
-        from raystride.pipelines.record.journal import stream_entries
-        from raystride.pipelines.report.curve import draw_curve_picture
-        from raystride.pipelines.report.figures import gather_figures
+        from raystride.pipelines.observability.record.journal import stream_entries
+        from raystride.pipelines.observability.report.curve import draw_curve_picture
+        from raystride.pipelines.observability.report.figures import gather_figures
 
         return draw_curve_picture(gather_figures(stream_entries(self.folder)))
 
     def _repr_html_(self) -> str:
         """Shows the run's figures as a table in a notebook."""
-        from raystride.pipelines.report.run_figures import list_run_figures
+        from raystride.pipelines.observability.report.run_figures import list_run_figures
 
         figures = list_run_figures(self.summary)
         rows = "".join(f"<tr><td>{escape(each.label)}</td><td>{escape(each.text)}</td></tr>" for each in figures)
@@ -230,8 +230,8 @@ class Run:
     @property
     def mlflow_url(self) -> str | None:
         """The URL of the run's page in MLflow (of a database: while `raystride ui` runs); None if MLflow has none."""
-        from raystride.pipelines.record.mlflow.links import run_link
-        from raystride.pipelines.record.mlflow.log import MLFLOW_REFERENCE
+        from raystride.pipelines.observability.record.mlflow.links import run_link
+        from raystride.pipelines.observability.record.mlflow.log import MLFLOW_REFERENCE
 
         if not self.folder.exists(MLFLOW_REFERENCE):
             return None

@@ -107,7 +107,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 
 def _start_cluster() -> None:
-    from raystride.pipelines.cluster.cluster import start_local_ray
+    from raystride.pipelines.launch.cluster.cluster import start_local_ray
 
     start_local_ray(num_cpus=2, log_to_driver=False, logging_level=logging.ERROR)
 

@@ -14,12 +14,12 @@ from unittest.mock import ANY
 
 import pytest
 
-from raystride.pipelines.cluster.cluster import CannotRun
 from raystride.pipelines.config import SettingError
-from raystride.pipelines.sources.faults import DataError
+from raystride.pipelines.data.sources.faults import DataError
+from raystride.pipelines.launch.cluster.cluster import CannotRun
 
 if TYPE_CHECKING:
-    from raystride.pipelines.deploy.validate import FileError
+    from raystride.pipelines.launch.deploy.validate import FileError
 
 
 @contextmanager
@@ -46,7 +46,7 @@ def unreadable(file: str = "", *, names: Sequence[str] = (), **fields: Any) -> I
 @contextmanager
 def rejected(file: str, *names: str) -> Iterator["pytest.ExceptionInfo[FileError]"]:
     """Expects a FileError about this rendered file, with one fault that says all `names`, as the sentence does."""
-    from raystride.pipelines.deploy.validate import FileError  # with the packages of templates, which few tests need
+    from raystride.pipelines.launch.deploy.validate import FileError  # with the packages of templates, which few tests need
 
     with pytest.raises(FileError) as raised:
         yield raised

@@ -10,7 +10,7 @@ from pathlib import Path
 PARTS = 6
 PLUGIN = """
 import os, time
-from raystride.pipelines.tasks.language_model import LanguageModel
+from raystride.pipelines.data.tasks.language_model import LanguageModel
 from raystride import register_task
 
 @register_task("gated")

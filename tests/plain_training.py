@@ -19,8 +19,8 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, SequentialLR
 
 from raystride.pipelines.config import ScalingConfig
 from raystride.pipelines.train.step import micro_batch_seed
-from raystride.pipelines.worker.build import build_training
-from raystride.pipelines.worker.job import Job, WorkerInfo
+from raystride.pipelines.train.worker.build import build_training
+from raystride.pipelines.train.worker.job import Job, WorkerInfo
 
 LOSS, NORM = 1e-6, 1e-5
 """Relative, in fp32. A loss is a sum of some 160 numbers, each itself of some 10^3 products: rounding of 2^-24 each adds up

@@ -7,7 +7,7 @@ with hold_port() as port:
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from raystride.pipelines.deploy.own_ray import reserve_ports
+from raystride.pipelines.launch.deploy.own_ray import reserve_ports
 
 
 @contextmanager

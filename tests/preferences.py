@@ -26,11 +26,11 @@ from raystride.pipelines.config import (
     TrainConfig,
     ValidationConfig,
 )
+from raystride.pipelines.data.tasks import build_task
+from raystride.pipelines.data.tokenizers import load_tokenizer, train_tokenizer
 from raystride.pipelines.evaluate.export import export_hugging_face
 from raystride.pipelines.evaluate.load_run import LoadedModel
-from raystride.pipelines.storage.folder import Folder
-from raystride.pipelines.tasks import build_task
-from raystride.pipelines.tokenizers import load_tokenizer, train_tokenizer
+from raystride.pipelines.system.storage.folder import Folder
 
 SHAPE = ModelConfig(architecture="llama", layers=2, heads=2, hidden_size=16, ffn_size=32, context=48)
 CHATML = (

@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import Any
 
 from raystride.pipelines.config import Config
-from raystride.pipelines.prepare.prepare import prepare
-from raystride.pipelines.prepare.run_context import RunContext
-from raystride.pipelines.storage.folder import Folder
-from raystride.pipelines.tasks import build_task
-from raystride.pipelines.worker.job import Job, WorkerInfo
+from raystride.pipelines.data.prepare.prepare import prepare
+from raystride.pipelines.data.prepare.run_context import RunContext
+from raystride.pipelines.data.tasks import build_task
+from raystride.pipelines.system.storage.folder import Folder
+from raystride.pipelines.train.worker.job import Job, WorkerInfo
 from tests.distributed import LIMIT_S
 from tests.fork_server import CONTEXT
 from tests.receipts import accept
@@ -71,8 +71,8 @@ def run_workers(job: Job, world: int) -> dict[str, Any]:
 def _work(job: Job, rank: int, world: int, place: Path) -> None:
     import torch.distributed as dist
 
-    from raystride.pipelines.distributed.process_group import set_rendezvous_file
-    from raystride.pipelines.worker.run import run_worker
+    from raystride.pipelines.train.distributed.process_group import set_rendezvous_file
+    from raystride.pipelines.train.worker.run import run_worker
 
     set_rendezvous_file(str(place / "meeting" / "store"))
     try:

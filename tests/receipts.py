@@ -1,7 +1,7 @@
 """Receipts for senders whose recorder is a test."""
 
-from raystride.pipelines.record.entry import Entry
-from raystride.pipelines.record.sender import Receipt
+from raystride.pipelines.observability.record.entry import Entry
+from raystride.pipelines.observability.record.sender import Receipt
 
 
 def taken(entries: list[Entry]) -> Receipt:

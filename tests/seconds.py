@@ -78,7 +78,7 @@ def describe_machine() -> dict[str, str]:
 
 
 def group_of(file: str) -> str:
-    """Returns the package of a test file: `tests/model`, `tests/pipelines/feed`."""
+    """Returns the package of a test file: `tests/model`, `tests/pipelines/data/feed`."""
     parts = file.split("/")
     return "/".join(parts[: min(len(parts) - 1, 3 if parts[1] == "pipelines" else 2)])
 

@@ -25,7 +25,7 @@ def _id(path: Path) -> str:
 def test_one_file_reaches_into_private_parts_of_ray() -> None:
     """By import, by name in a text, or by a name of Ray's that no page of its documentation has."""
     private = re.compile(r"\bray\.[\w.]*\b_\w+|_raylet|ray\.core\b|ray\.train\.v2|__internal|_JSON_ENV_VAR")
-    assert [_id(path) for path in MODULES if private.search(path.read_text())] == ["pipelines/cluster/internals.py"]
+    assert [_id(path) for path in MODULES if private.search(path.read_text())] == ["pipelines/launch/cluster/internals.py"]
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "pipelines" / "config").glob("*.py")), ids=_id)
@@ -111,13 +111,13 @@ BLOCKED = {"ray", "mlflow", "pyarrow", "jsonargparse", "datasets", "tokenizers",
            "pynvml", "fsspec", "safetensors", "deepspeed"}
 sys.meta_path.insert(0, Block())
 import raystride.model.transformer, raystride.model.generate, raystride.triton_kernels.attention
-from raystride.pipelines import config, tasks
-from raystride.pipelines.feed import cache, loader
-from raystride.pipelines.strategies import ddp, strategy
-from raystride.pipelines.memory import estimate
+from raystride.pipelines import config; from raystride.pipelines.data import tasks
+from raystride.pipelines.data.feed import cache, loader
+from raystride.pipelines.train.strategies import ddp, strategy
+from raystride.pipelines.train.memory import estimate
 from raystride.pipelines.train import loop, validation
-from raystride.pipelines.checkpoint import fingerprint, manager, writer
-from raystride.pipelines.worker import run
+from raystride.pipelines.train.checkpoint import pieces as fingerprint, manager, writer
+from raystride.pipelines.train.worker import run
 from raystride.pipelines.launch import inline
 import benchmarks.gpu
 assert not BLOCKED & {name.split(".")[0] for name in sys.modules}
@@ -137,10 +137,10 @@ def test_observers_and_senders_import_without_the_heavy_libraries() -> None:
 import sys
 for name in ("ray", "mlflow", "psutil", "rich", "pyarrow", "matplotlib"):
     sys.modules[name] = None
-from raystride.pipelines.observers.observer import RunFacts
-from raystride.pipelines.observers.ray_metrics import RayMetrics
-from raystride.pipelines.record import Sender
-import raystride.pipelines.report
+from raystride.pipelines.observability.observers.observer import RunFacts
+from raystride.pipelines.observability.observers.ray_metrics import RayMetrics
+from raystride.pipelines.observability.record import Sender
+import raystride.pipelines.observability.report
 metrics = RayMetrics()
 metrics.on_start(RunFacts(run="r", attempt="a1"))
 metrics.on_log(1, {"train_loss": 1.0})

@@ -9,11 +9,11 @@ import pytest
 from tests import source_map, source_trace
 from tests.source_map import BUDGET_S, mirrored_tests, select_tests, within_budget
 
-ORDER, ORDER_TESTS = "pipelines/feed/order.py", "tests/pipelines/feed/test_order.py"
+ORDER, ORDER_TESTS = "pipelines/data/feed/order.py", "tests/pipelines/data/feed/test_order.py"
 KNOWN = {
     ORDER_TESTS: {ORDER},
-    "tests/pipelines/feed/test_plan.py": {ORDER, "pipelines/feed/plan.py"},
-    "tests/end_to_end/test_jobs.py": {ORDER, "pipelines/feed/plan.py", "configs/lm_python.yaml"},
+    "tests/pipelines/data/feed/test_plan.py": {ORDER, "pipelines/data/feed/plan.py"},
+    "tests/end_to_end/test_jobs.py": {ORDER, "pipelines/data/feed/plan.py", "configs/lm_python.yaml"},
     "tests/pipelines/config/test_parse.py": {"configs/lm_python.yaml"},
     "tests/model/test_loss.py": {"model/loss.py"},
 }
@@ -28,10 +28,10 @@ def test_a_preset_has_the_tests_that_opened_it() -> None:
 
 
 def test_a_file_that_the_map_does_not_know_has_the_tests_of_its_package() -> None:
-    found = select_tests(["pipelines/feed/new_module.py"], KNOWN)
+    found = select_tests(["pipelines/data/feed/new_module.py"], KNOWN)
     assert ORDER_TESTS in found
-    assert all(test.startswith("tests/pipelines/feed/") for test in found)
-    assert mirrored_tests("pipelines/feed/deeper/new_module.py") == mirrored_tests("pipelines/feed/new_module.py")
+    assert all(test.startswith("tests/pipelines/data/feed/") for test in found)
+    assert mirrored_tests("pipelines/data/feed/deeper/new_module.py") == mirrored_tests("pipelines/data/feed/new_module.py")
     assert select_tests(["LICENSE"], KNOWN) == []
 
 
@@ -52,8 +52,8 @@ def test_the_map_is_read_as_it_was_written(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_paths_of_links_and_of_installed_packages_are_those_of_the_project() -> None:
-    assert source_trace.relative_path(f"{source_trace.ROOT}/raystride/pipelines/feed/order.py") == ORDER
-    assert source_trace.relative_path("/site-packages/raystride/pipelines/feed/order.py") == ORDER
+    assert source_trace.relative_path(f"{source_trace.ROOT}/raystride/pipelines/data/feed/order.py") == ORDER
+    assert source_trace.relative_path("/site-packages/raystride/pipelines/data/feed/order.py") == ORDER
     assert source_trace.relative_path("/site-packages/raystride/api.py") == "raystride/api.py"
     assert source_trace.relative_path(f"{source_trace.ROOT}/tests/tiny.py") == "tests/tiny.py"
     assert source_trace.relative_path("/site-packages/torch/nn/__init__.py") is None
@@ -64,12 +64,12 @@ def test_a_forked_process_notes_what_runs_in_it(tmp_path: Path) -> None:
     (tmp_path / "current").write_text(ORDER_TESTS)
     program = """
 import os
-from raystride.pipelines.storage import retries
+from raystride.pipelines.system.storage import retries
 from tests import source_trace
 source_trace.start()
 if os.fork() == 0:
     from tests.source_map import mirrored_tests
-    mirrored_tests("pipelines/feed/order.py")
+    mirrored_tests("pipelines/data/feed/order.py")
     open("configs/lm_python.yaml").close()
     os.kill(os.getpid(), 9)
 os.wait()

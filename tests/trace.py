@@ -38,7 +38,7 @@ def ways(steps: int = 1) -> dict[str, list[str]]:
         "train": {"steps": steps, "slots": 1, "slot_size": 1, "log_every": 1}, "checkpoint.every": 0,
     }  # fmt: skip
     from raystride.pipelines.launch import inline
-    from raystride.pipelines.record.recorder import Recorder
+    from raystride.pipelines.observability.record.recorder import Recorder
     from raystride.pipelines.train.loop import Training
 
     train = Training._train_steps

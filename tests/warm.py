@@ -18,15 +18,15 @@ restore_default_signals()  # the processes that are forked get the handlers that
 for variable in [name for name in os.environ if name.startswith("RAY_")]:
     del os.environ[variable]
 
-from raystride.pipelines.strategies.deepspeed import import_deepspeed  # noqa: E402
+from raystride.pipelines.train.strategies.deepspeed import import_deepspeed  # noqa: E402
 
 # The compiler's own pool of processes would not survive the fork.
 os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
 import_deepspeed("cpu")
 for name in (
-    "raystride.pipelines.strategies.mesh.mesh_strategy",
-    "raystride.pipelines.worker.run",
-    "raystride.pipelines.checkpoint.writer",
+    "raystride.pipelines.train.strategies.mesh.mesh_strategy",
+    "raystride.pipelines.train.worker.run",
+    "raystride.pipelines.train.checkpoint.writer",
     "raystride.model.transformer",
     "torch._dynamo",
     "torch.distributed.fsdp",
@@ -41,8 +41,8 @@ for name in (
     "ray.train",
     "raystride.pipelines.launch.train_job",
     "raystride.pipelines.launch.inline",
-    "raystride.pipelines.report.page",
-    "raystride.pipelines.report.curve",
+    "raystride.pipelines.observability.report.page",
+    "raystride.pipelines.observability.report.curve",
     "rich.progress",
 ):
     importlib.import_module(name)

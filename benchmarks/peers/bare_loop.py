@@ -21,16 +21,16 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.workers import read_job
-from raystride.pipelines.feed.cache import NodeCache
-from raystride.pipelines.feed.loader import Loader
-from raystride.pipelines.feed.order import Order
-from raystride.pipelines.feed.plan import Plan
-from raystride.pipelines.feed.samples import open_samples
-from raystride.pipelines.feed.stream import TokenStream
-from raystride.pipelines.prepare.manifest import Manifest
-from raystride.pipelines.tasks import build_task
+from raystride.pipelines.data.feed.cache import NodeCache
+from raystride.pipelines.data.feed.loader import Loader
+from raystride.pipelines.data.feed.order import Order
+from raystride.pipelines.data.feed.plan import Plan
+from raystride.pipelines.data.feed.samples import open_samples
+from raystride.pipelines.data.feed.stream import TokenStream
+from raystride.pipelines.data.prepare.manifest import Manifest
+from raystride.pipelines.data.tasks import build_task
 from raystride.pipelines.train.optimizer import build_optimizer, learning_rate
-from raystride.pipelines.worker.job import Job, WorkerInfo
+from raystride.pipelines.train.worker.job import Job, WorkerInfo
 
 LEFT_OUT = 20
 """First steps that are not counted, when run as a program."""

@@ -8,10 +8,10 @@ import numpy as np
 
 from benchmarks.peers.far_ours import config_of
 from benchmarks.peers.far_reading import ReadingJob, read, reading_job
-from raystride.pipelines.feed.plan import Plan, build_order
-from raystride.pipelines.prepare.manifest import Manifest
-from raystride.pipelines.storage.folder import Folder
-from raystride.pipelines.storage.locks import file_lock
+from raystride.pipelines.data.feed.plan import Plan, build_order
+from raystride.pipelines.data.prepare.manifest import Manifest
+from raystride.pipelines.system.storage.folder import Folder
+from raystride.pipelines.system.storage.locks import file_lock
 
 
 class Former:

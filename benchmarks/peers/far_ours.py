@@ -8,12 +8,12 @@ import torch
 
 from benchmarks.peers.far_reading import ReadingJob, read, reading_job
 from raystride.pipelines.config import Config, DataConfig, ModelConfig, TrainConfig
-from raystride.pipelines.feed.loader import Loader
-from raystride.pipelines.feed.open_dataset import open_feed
-from raystride.pipelines.prepare.manifest import Manifest, Shards
-from raystride.pipelines.prepare.shards import ShardWriter
-from raystride.pipelines.storage.folder import Folder
-from raystride.pipelines.tasks import build_task
+from raystride.pipelines.data.feed.loader import Loader
+from raystride.pipelines.data.feed.open_dataset import open_feed
+from raystride.pipelines.data.prepare.manifest import Manifest, Shards
+from raystride.pipelines.data.prepare.shards import ShardWriter
+from raystride.pipelines.data.tasks import build_task
+from raystride.pipelines.system.storage.folder import Folder
 
 
 def write(folder: Path, tokens: np.ndarray, shards: int) -> None:

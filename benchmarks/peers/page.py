@@ -122,7 +122,7 @@ def draw(results: Sequence[Result], file: Path) -> None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    from raystride.pipelines.report.drawing import PART_COLOURS, WIDTH_INCHES, style_axes
+    from raystride.pipelines.observability.report.drawing import PART_COLOURS, WIDTH_INCHES, style_axes
 
     names = [name for name, kind in COLUMNS.items() if kind.drawn and any(numbers(results, way, name) for way in WAYS)]
     ways = [way for way in WAYS if any(numbers(results, way, name) for name in names)]

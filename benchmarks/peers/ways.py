@@ -20,8 +20,8 @@ from benchmarks.finetuning import make_base
 from benchmarks.peers import environments
 from benchmarks.peers.counting import user_lines
 from benchmarks.peers.protocol import NETWORK_VARIABLE, NETWORKS, SEED, Job, read_progress
-from raystride.pipelines.record import read_entries
-from raystride.pipelines.storage.folder import Folder
+from raystride.pipelines.observability.record import read_entries
+from raystride.pipelines.system.storage.folder import Folder
 
 HERE = Path(__file__).parent
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")

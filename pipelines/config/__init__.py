@@ -10,18 +10,18 @@ from raystride.pipelines.config.config import Config
 from raystride.pipelines.config.data import DataConfig, TokenizerConfig
 from raystride.pipelines.config.lora import LoraConfig
 from raystride.pipelines.config.model import ModelConfig
-from raystride.pipelines.config.profile import ProfileConfig
 from raystride.pipelines.config.run import (
     DecodingConfig,
     FinishedRunConfig,
     FitConfig,
     LaunchConfig,
     PredictorConfig,
+    ProfileConfig,
     RecordConfig,
     SampleConfig,
     ScalingConfig,
 )
-from raystride.pipelines.config.section import Section, SettingError, setting
+from raystride.pipelines.config.section import Section, setting
 from raystride.pipelines.config.train import (
     CheckpointConfig,
     GuardConfig,
@@ -30,6 +30,7 @@ from raystride.pipelines.config.train import (
     TrainConfig,
     ValidationConfig,
 )
+from raystride.pipelines.system.errors import SettingError
 
 __all__ = [
     "CheckpointConfig",

@@ -25,9 +25,9 @@ from raystride.model.hugging_face_config import (
 from raystride.model.hugging_face_encoders import head_settings
 from raystride.pipelines.config.data import TokenizerConfig
 from raystride.pipelines.config.model import ModelConfig
-from raystride.pipelines.config.section import SettingError
-from raystride.pipelines.hub import TOKENIZER, is_hub_name, read_description
-from raystride.pipelines.storage.folder import Folder, absolute_uri
+from raystride.pipelines.system.errors import SettingError
+from raystride.pipelines.system.hub import TOKENIZER, is_hub_name, read_description
+from raystride.pipelines.system.storage.folder import Folder, absolute_uri
 
 MAX_TAKEN_CONTEXT = 2048
 """The longest context, in tokens, that is taken from a base; a longer one is for who gives `model.context`."""

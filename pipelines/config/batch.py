@@ -7,7 +7,7 @@ cut_batch_of_flags(["--train.batch", "64"])               # ["--train.slots=16",
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from raystride.pipelines.config.section import SettingError
+from raystride.pipelines.system.errors import SettingError
 
 MAX_BATCH_SLOTS = 16
 """Most slots into which `train.batch` is cut: so many workers can share it later."""

@@ -18,12 +18,12 @@ from raystride.pipelines.config.data import DataConfig, TokenizerConfig
 from raystride.pipelines.config.lora import LoraConfig, refuse_with_lora
 from raystride.pipelines.config.mixture import defines_source, mixture_entries, refuse_mixture
 from raystride.pipelines.config.model import ModelConfig
-from raystride.pipelines.config.profile import ProfileConfig
 from raystride.pipelines.config.renamed import old_names, oldest_names, with_current_names
 from raystride.pipelines.config.run import (
     DecodingConfig,
     FitConfig,
     LaunchConfig,
+    ProfileConfig,
     RecordConfig,
     SampleConfig,
     ScalingConfig,
@@ -38,7 +38,7 @@ from raystride.pipelines.config.train import (
     TrainConfig,
     ValidationConfig,
 )
-from raystride.pipelines.credentials import redact_all_uris, strip_credentials
+from raystride.pipelines.system.credentials import redact_all_uris, strip_credentials
 
 MAX_NAME_BYTES = 200
 """Longest name of a run: most file systems take 255 bytes, and trials and temporary files add endings."""
@@ -56,7 +56,7 @@ class Config(Section):
     """Modules or files that register your own tasks, sources and observers. A module is an import path (`my_project.tasks`),
     a file a path (`tasks.py`); `__main__` stands for the script that trained the run."""
     task: str = setting("language_model", fixed=True, also="task_type task_name")
-    """Training task. `language_model`, another task of `pipelines/tasks`, or one registered by a plug-in. `auto` decides by
+    """Training task. `language_model`, another task of `pipelines/data/tasks`, or one registered by a plug-in. `auto` decides by
     the columns of the data: `completion` for chats (messages) and for pairs (prompt, completion), `preference` for
     preference pairs (prompt, chosen, rejected), and otherwise `language_model` (text)."""
     run: str | None = setting(None, also="run_name name exp_name job_name resume resume_from_checkpoint ckpt_path")

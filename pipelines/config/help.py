@@ -9,7 +9,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from raystride.pipelines.config.reference import SectionReference, SettingReference, sections_reference
-from raystride.pipelines.config.section import SettingError, find_alias, nearest
+from raystride.pipelines.config.section import find_alias, nearest
+from raystride.pipelines.system.errors import SettingError
 
 MAX_WIDTH = 110
 INDENT = 30

@@ -6,7 +6,7 @@ from typing import ClassVar, Literal
 from raystride.pipelines.config.data import SourceKind
 from raystride.pipelines.config.run import FinishedRunConfig, PredictorConfig, PredictorLaunchConfig, SampleConfig
 from raystride.pipelines.config.section import Section, setting
-from raystride.pipelines.hub import is_hub_name
+from raystride.pipelines.system.hub import is_hub_name
 
 
 @dataclass(frozen=True, kw_only=True)

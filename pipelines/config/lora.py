@@ -5,9 +5,10 @@ from typing import Any, ClassVar, Literal
 
 from raystride.pipelines.config.model import ModelConfig
 from raystride.pipelines.config.run import ScalingConfig
-from raystride.pipelines.config.section import Section, SettingError, setting
+from raystride.pipelines.config.section import Section, setting
 from raystride.pipelines.config.train import TrainConfig
-from raystride.pipelines.storage.folder import absolute_uri
+from raystride.pipelines.system.errors import SettingError
+from raystride.pipelines.system.storage.folder import absolute_uri
 
 ALL_LINEAR = "all-linear"
 _OF_ADAPTERS = ("rank", "alpha", "rslora", "targets", "init")

@@ -14,7 +14,8 @@ from typing import Any
 
 from raystride.pipelines.config.data import DataConfig
 from raystride.pipelines.config.parse import parse_value
-from raystride.pipelines.config.section import SettingError, nearest
+from raystride.pipelines.config.section import nearest
+from raystride.pipelines.system.errors import SettingError
 
 OWN = ("weight", "epochs_at_most")
 """What an entry says besides: neither shapes what is prepared, and both may change on resume."""

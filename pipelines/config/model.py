@@ -6,8 +6,8 @@ from typing import ClassVar, Literal
 
 from raystride.model.shape import ENCODERS
 from raystride.pipelines.config.section import Section, setting
-from raystride.pipelines.hub import is_hub_name
-from raystride.pipelines.storage.folder import absolute_uri
+from raystride.pipelines.system.hub import is_hub_name
+from raystride.pipelines.system.storage.folder import absolute_uri
 
 ROTATED = ("llama", "modernbert")
 """Architectures with rotary positions, and without biases."""
@@ -72,7 +72,7 @@ class ModelConfig(Section):
         0,
         at_least=0,
         fixed=True,
-        was="model.feed_forward",
+        was="model.block",
         renamed="0.3",
         also="intermediate_size ffn_dim ffn_hidden_size d_ff feed_forward dim_feedforward mlp_dim ffn_hidden_dim",
     )

@@ -26,9 +26,10 @@ from raystride.pipelines.config.help import Usage, help_text
 from raystride.pipelines.config.presets import find_config, presets
 from raystride.pipelines.config.renamed import Tell, with_new_flags, with_new_names
 from raystride.pipelines.config.run import ARGUMENTS, is_argument
-from raystride.pipelines.config.section import SettingError, nearest
+from raystride.pipelines.config.section import nearest
 from raystride.pipelines.config.words import refuse_words, words_to_flags
-from raystride.pipelines.credentials import MissingSecret, redact_all_uris
+from raystride.pipelines.system.credentials import MissingSecret, redact_all_uris
+from raystride.pipelines.system.errors import SettingError
 
 T = TypeVar("T")
 SHORT_FORMS = {"launch": "mode"}

@@ -15,7 +15,7 @@ from functools import reduce
 from typing import Any, TypeVar
 
 from raystride import __version__
-from raystride.pipelines.config.section import SettingError
+from raystride.pipelines.system.errors import SettingError
 
 Tell = Callable[[str], None]
 T = TypeVar("T")

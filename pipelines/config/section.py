@@ -17,32 +17,14 @@ from dataclasses import Field, dataclass, field, fields, replace
 from functools import cache
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, get_args, get_origin, get_type_hints
 
-from raystride.pipelines.credentials import (
+from raystride.pipelines.system.credentials import (
     MissingSecret,
     is_redacted,
-    redact,
     redact_all_uris,
     remember_secrets,
     restore_secrets,
 )
-
-
-class SettingError(ValueError):
-    """A setting has a value that cannot work. The message names the setting, the value and what is allowed.
-
-    So do the fields, where it is one setting: `setting` by its full name, `value` without secrets, and `allowed`: the words
-    of a choice, the limits of a range by name (`{"at_least": 1}`), or a rule in words.
-    """
-
-    def __init__(self, message: str = "", *, setting: str = "", value: Any = None, allowed: Any = None) -> None:
-        super().__init__(redact(message))
-        self.setting, self.value, self.allowed = setting, redact_all_uris(value), allowed
-
-    @classmethod
-    def from_error(cls, error: Exception) -> Self:
-        """Returns the same error as one of a setting, with those of the fields that it has."""
-        known = {name: getattr(error, name) for name in ("setting", "value", "allowed") if hasattr(error, name)}
-        return cls(str(error), **known)
+from raystride.pipelines.system.errors import SettingError
 
 
 def setting(

@@ -11,7 +11,7 @@ from dataclasses import fields
 from itertools import pairwise
 from pathlib import Path
 
-from raystride.pipelines.config.section import SettingError
+from raystride.pipelines.system.errors import SettingError
 
 NO_VALUE = ("--help", "-h", "--print_config")
 """Flags that take no value."""

@@ -1,4 +1,4 @@
-"""Evaluation, prediction and export of a trained run.
+"""A finished run opened again: test scores, predictions, generated text, export of models and adapters, serving.
 
 load_run    a run's model, task and tokenizers, from its newest, best or averaged checkpoint
 answering   predictions for documents, in batches;  writing: text from a prompt;  parts: predictions for a part of the data

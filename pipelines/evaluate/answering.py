@@ -16,13 +16,13 @@ import numpy as np
 import torch
 
 from raystride.pipelines.config import PredictorConfig, SampleConfig
+from raystride.pipelines.data.prepare.stages import id_type
+from raystride.pipelines.data.sources.pieces import Piece
+from raystride.pipelines.data.tasks.contract import refuse_missing
+from raystride.pipelines.data.tasks.task import Document
+from raystride.pipelines.data.tasks.text_generation import write_rows
 from raystride.pipelines.evaluate.load_run import LoadedModel
-from raystride.pipelines.evaluate.writing import write_rows
-from raystride.pipelines.hardware.heap import keep_freed_memory
-from raystride.pipelines.prepare.stages import id_type
-from raystride.pipelines.sources.pieces import Piece
-from raystride.pipelines.tasks.contract import refuse_missing
-from raystride.pipelines.tasks.task import Document
+from raystride.pipelines.system.heap import keep_freed_memory
 from raystride.pipelines.train.precision import Precision
 
 SORTED_BATCHES = 16

@@ -4,20 +4,35 @@
     result.metrics["accuracy"], result.intervals["accuracy"]     # 0.886, (0.856, 0.912)
 
 Everything is under `evaluate/<split>/` in the run's folder; a killed evaluation is resumed.
+
+Plots of a classifier's predictions: the confusion matrix, and reliability, its accuracy by confidence.
+
+folder.put("confusion.png", draw_confusion(["ham", "spam"], task.confusion(table)))
+folder.put("reliability.png", draw_reliability(confidence, is_right))
 """
 
+import io
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import pyarrow as pa
 
 from raystride.pipelines.config import PredictorConfig, SettingError
+from raystride.pipelines.data.prepare.cleaning import build_cleaning
+from raystride.pipelines.data.prepare.fingerprint import compute_fingerprint, open_sources
+from raystride.pipelines.data.prepare.parts import divide_into_parts, divide_without_validation
+from raystride.pipelines.data.prepare.raw_files import describe_changes, find_changed_files
+from raystride.pipelines.data.sources.checking import check_source
+from raystride.pipelines.data.sources.faults import DataError, NoFiles
+from raystride.pipelines.data.sources.pieces import Part, Reader
+from raystride.pipelines.data.sources.source import Source, open_source
+from raystride.pipelines.data.tasks import Task
+from raystride.pipelines.data.tasks.labels import BINS, LabelTask
 from raystride.pipelines.evaluate.load_run import SelectedRun
 from raystride.pipelines.evaluate.parts import PredictJob
-from raystride.pipelines.evaluate.pictures import draw_confusion, draw_reliability
 from raystride.pipelines.evaluate.prediction import (
     MANIFEST,
     MIN_PART_BYTES,
@@ -32,17 +47,50 @@ from raystride.pipelines.evaluate.prediction import (
 )
 from raystride.pipelines.evaluate.prepared import PreparedSplit, find_prepared, prepared_folder
 from raystride.pipelines.evaluate.rows import to_json
-from raystride.pipelines.prepare.cleaning import build_cleaning
-from raystride.pipelines.prepare.fingerprint import compute_fingerprint, open_sources
-from raystride.pipelines.prepare.parts import divide_into_parts, divide_without_validation
-from raystride.pipelines.prepare.raw_files import describe_changes, find_changed_files
-from raystride.pipelines.sources.checking import check_source
-from raystride.pipelines.sources.faults import DataError, NoFiles
-from raystride.pipelines.sources.pieces import Part, Reader
-from raystride.pipelines.sources.source import Source, open_source
-from raystride.pipelines.storage.folder import Folder
-from raystride.pipelines.tasks import Task
-from raystride.pipelines.tasks.labels import LabelTask
+from raystride.pipelines.observability.report.drawing import MAX_NAMED_LABELS, plot_confusion
+from raystride.pipelines.system.storage.folder import Folder
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+def draw_confusion(labels: list[str], confusion: np.ndarray) -> bytes:
+    """Returns a PNG of the matrix (true, given), coloured by the share of each true label."""
+    size = 3 + 0.35 * min(len(labels), MAX_NAMED_LABELS)
+    figure = _new_figure(size, size)
+    plot_confusion(figure.subplots(), labels, confusion)
+    return _render_png(figure)
+
+
+def draw_reliability(confidence: np.ndarray, right: np.ndarray) -> bytes:
+    """Returns a PNG of accuracy by confidence (n), in BINS, with the ideal line."""
+    bins = np.ceil(confidence * BINS).astype(int)
+    counts = np.bincount(bins, minlength=BINS + 1)
+    shown = counts > 0
+    accuracy = np.bincount(bins, right, BINS + 1)[shown] / counts[shown]
+    mean_confidence = np.bincount(bins, confidence, BINS + 1)[shown] / counts[shown]
+    figure = _new_figure(4.5, 4.5)
+    axes = figure.subplots()
+    axes.plot([0, 1], [0, 1], color="grey", linewidth=0.8, linestyle="--")
+    axes.plot(mean_confidence, accuracy, marker="o")
+    for x, y, count in zip(mean_confidence, accuracy, counts[shown], strict=True):
+        axes.annotate(f"{count:,}", (x, y), textcoords="offset points", xytext=(4, -10), fontsize=7)
+    axes.set(xlabel="how sure it is", ylabel="how often it is right", xlim=(0, 1.02), ylim=(0, 1.02))
+    return _render_png(figure)
+
+
+def _new_figure(width: float, height: float) -> "Figure":
+    # The object interface, since pyplot would look for a display and keep every figure.
+    from matplotlib.figure import Figure
+
+    return Figure(figsize=(width, height), layout="constrained", dpi=110)
+
+
+def _render_png(figure: "Figure") -> bytes:
+    stream = io.BytesIO()
+    figure.savefig(stream, format="png")
+    return stream.getvalue()
+
 
 PreparedName = Literal["train", "validation"]
 Split = PreparedName | Literal["test"]

@@ -16,20 +16,20 @@ from typing import TYPE_CHECKING, Any
 
 from raystride.pipelines.config import Config, ModelConfig
 from raystride.pipelines.config.parse import from_yaml
-from raystride.pipelines.config.section import SettingError
-from raystride.pipelines.plugins import FIT, RUN_TASKS, SCRIPT, TASKS, load_plugins
-from raystride.pipelines.storage.folder import Folder
-from raystride.pipelines.tasks import Task, build_task
-from raystride.pipelines.tasks.contract import refuse_missing
-from raystride.pipelines.tasks.encoder import Encoder
-from raystride.pipelines.tokenizers import Tokenizers
+from raystride.pipelines.data.plugins import FIT, RUN_TASKS, SCRIPT, TASKS, load_plugins
+from raystride.pipelines.data.tasks import Task, build_task
+from raystride.pipelines.data.tasks.contract import refuse_missing
+from raystride.pipelines.data.tasks.encoder import Encoder
+from raystride.pipelines.data.tokenizers import Tokenizers
+from raystride.pipelines.system.errors import SettingError
+from raystride.pipelines.system.storage.folder import Folder
 
 if TYPE_CHECKING:
     from torch import nn
 
     from raystride.model.generate import CausalNetwork
     from raystride.model.transformer import Decoder
-    from raystride.pipelines.checkpoint.manager import ValidCheckpoint
+    from raystride.pipelines.train.checkpoint.manager import ValidCheckpoint
 
 
 @dataclass(frozen=True)
@@ -192,8 +192,8 @@ def load_into(module: "nn.Module", storage: Folder, run: str, checkpoint: str | 
     """
     from torch import nn
 
-    from raystride.pipelines.checkpoint.manager import Checkpoints
-    from raystride.pipelines.strategies.parameter_layout import saved_buffers, saved_parameters
+    from raystride.pipelines.train.checkpoint.manager import Checkpoints
+    from raystride.pipelines.train.strategies.parameter_layout import saved_buffers, saved_parameters
 
     _load_config(storage, run)
     (found,) = _select_checkpoints(storage, run, checkpoint, 1)
@@ -233,7 +233,7 @@ def load_task(config: Config, place: Folder, task_class: Any = None) -> Task:
 
 def _select_checkpoints(storage: Folder, run: str, checkpoint: str | int, average: int) -> "tuple[ValidCheckpoint, ...]":
     """Returns as many whole checkpoints of a run, the newest first. Raises SettingError if there are fewer."""
-    from raystride.pipelines.checkpoint.manager import Checkpoints  # after other errors, as it takes PyTorch's import
+    from raystride.pipelines.train.checkpoint.manager import Checkpoints  # after other errors, as it takes PyTorch's import
 
     checkpoints = Checkpoints(storage / run / "checkpoints", attempt="", keep=1)
     if isinstance(checkpoint, int):
@@ -256,10 +256,10 @@ def _select_checkpoints(storage: Folder, run: str, checkpoint: str | int, averag
 def _load_model(chosen: SelectedRun, task: Task) -> "nn.Module":
     import torch
 
-    from raystride.pipelines.autotune.matmul_backend import use_saved_backends
-    from raystride.pipelines.checkpoint.manager import Checkpoints
-    from raystride.pipelines.lora.base import open_base
-    from raystride.pipelines.strategies.parameter_layout import saved_parameters
+    from raystride.pipelines.train.checkpoint.manager import Checkpoints
+    from raystride.pipelines.train.lora.base import open_base
+    from raystride.pipelines.train.strategies.parameter_layout import saved_parameters
+    from raystride.pipelines.train.worker.matmul_backend import use_saved_backends
 
     _use_kernels(chosen.config.model)
     model = open_base(chosen.config, task, chosen.checkpoints[0]) if chosen.config.lora.rank else task.build_model()

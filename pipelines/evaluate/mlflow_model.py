@@ -19,11 +19,11 @@ from typing import Any
 import raystride
 from raystride.pipelines.config import SampleConfig
 from raystride.pipelines.config.parse import to_yaml
+from raystride.pipelines.data.plugins import plugin_paths
 from raystride.pipelines.evaluate.load_run import LoadedModel
 from raystride.pipelines.evaluate.recording import ReopenedRun
 from raystride.pipelines.evaluate.served import CONFIG, SAMPLE, WEIGHTS, MlflowModel
-from raystride.pipelines.plugins import plugin_paths
-from raystride.pipelines.storage.folder import Folder
+from raystride.pipelines.system.storage.folder import Folder
 
 CODE = Path(raystride.__file__).parent
 REQUIREMENTS = ("mlflow", "torch", "numpy", "pandas", "pyarrow", "PyYAML", "safetensors", "tokenizers", "tiktoken", "Pillow")

@@ -11,6 +11,15 @@ from itertools import chain
 from typing import Any, Literal
 
 from raystride.pipelines.config import PredictorConfig, SampleConfig
+from raystride.pipelines.data.prepare.parts import read_part_items
+from raystride.pipelines.data.prepare.stages import is_validation
+from raystride.pipelines.data.sources.faults import Fault
+from raystride.pipelines.data.sources.fields import Columns
+from raystride.pipelines.data.sources.pieces import Part, Piece, Reader
+from raystride.pipelines.data.tasks import Task
+from raystride.pipelines.data.tasks.labels import LabelTask
+from raystride.pipelines.data.tasks.language_model import LanguageModel
+from raystride.pipelines.data.tasks.translation import Translation
 from raystride.pipelines.evaluate.answering import Example, Predictor
 from raystride.pipelines.evaluate.load_run import SelectedRun
 from raystride.pipelines.evaluate.prepared import PreparedSplit
@@ -26,16 +35,7 @@ from raystride.pipelines.evaluate.rows import (
     unify,
     unpack_schema,
 )
-from raystride.pipelines.prepare.parts import read_part_items
-from raystride.pipelines.prepare.stages import is_validation
-from raystride.pipelines.sources.faults import Fault
-from raystride.pipelines.sources.fields import Columns
-from raystride.pipelines.sources.pieces import Part, Piece, Reader
-from raystride.pipelines.storage.folder import Folder
-from raystride.pipelines.tasks import Task
-from raystride.pipelines.tasks.labels import LabelTask
-from raystride.pipelines.tasks.language_model import LanguageModel
-from raystride.pipelines.tasks.translation import Translation
+from raystride.pipelines.system.storage.folder import Folder
 
 RECORDS_FOLDER = "_raystride"
 """Folder of records: pandas, Arrow and Spark ignore names that begin with `_`."""

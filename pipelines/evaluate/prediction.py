@@ -21,23 +21,23 @@ from typing import Any, Literal, Protocol
 
 from raystride.pipelines.config import DataConfig, PredictorConfig, SampleConfig, SettingError
 from raystride.pipelines.config.data import SourceKind
+from raystride.pipelines.data.prepare import progress
+from raystride.pipelines.data.prepare.parts import divide_without_validation
+from raystride.pipelines.data.sources.checking import check_source
+from raystride.pipelines.data.sources.csv_reader import CsvReader
+from raystride.pipelines.data.sources.faults import DataError, FaultError
+from raystride.pipelines.data.sources.fields import Columns
+from raystride.pipelines.data.sources.hub import HuggingFaceReader
+from raystride.pipelines.data.sources.lines import JsonReader
+from raystride.pipelines.data.sources.parquet_reader import ParquetReader
+from raystride.pipelines.data.sources.pieces import File, Part
+from raystride.pipelines.data.sources.registry import RegisteredReader
+from raystride.pipelines.data.sources.source import Source, first_items, open_source
+from raystride.pipelines.data.tasks.language_model import LanguageModel
 from raystride.pipelines.evaluate.load_run import SelectedRun
 from raystride.pipelines.evaluate.parts import RECORDS_FOLDER, PredictJob, load_records, unify_files
 from raystride.pipelines.evaluate.rows import Form, infer_schema, unify
-from raystride.pipelines.prepare import progress
-from raystride.pipelines.prepare.parts import divide_without_validation
-from raystride.pipelines.sources.checking import check_source
-from raystride.pipelines.sources.csv_reader import CsvReader
-from raystride.pipelines.sources.faults import DataError, FaultError
-from raystride.pipelines.sources.fields import Columns
-from raystride.pipelines.sources.hub import HuggingFaceReader
-from raystride.pipelines.sources.lines import JsonReader
-from raystride.pipelines.sources.parquet_reader import ParquetReader
-from raystride.pipelines.sources.pieces import File, Part
-from raystride.pipelines.sources.registry import RegisteredReader
-from raystride.pipelines.sources.source import Source, first_items, open_source
-from raystride.pipelines.storage.folder import Folder
-from raystride.pipelines.tasks.language_model import LanguageModel
+from raystride.pipelines.system.storage.folder import Folder
 
 MANIFEST = "_predictions.json"
 OLD_MANIFEST, OLD_RECORDS_FOLDER = "predictions.json", "parts"

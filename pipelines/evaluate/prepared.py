@@ -12,14 +12,14 @@ from typing import Literal
 
 import numpy as np
 
+from raystride.pipelines.data.feed.cache import node_cache
+from raystride.pipelines.data.feed.stream import TokenStream
+from raystride.pipelines.data.prepare.manifest import Manifest
+from raystride.pipelines.data.sources.pieces import File, Part, Slice
+from raystride.pipelines.data.tasks import Task
 from raystride.pipelines.evaluate.answering import Example, Predictor
 from raystride.pipelines.evaluate.load_run import SelectedRun
-from raystride.pipelines.feed.cache import node_cache
-from raystride.pipelines.feed.stream import TokenStream
-from raystride.pipelines.prepare.manifest import Manifest
-from raystride.pipelines.sources.pieces import File, Part, Slice
-from raystride.pipelines.storage.folder import Folder
-from raystride.pipelines.tasks import Task
+from raystride.pipelines.system.storage.folder import Folder
 
 
 @dataclass(frozen=True)

@@ -9,14 +9,14 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from raystride.pipelines.config import RecordConfig, SettingError
-from raystride.pipelines.credentials import redact
 from raystride.pipelines.evaluate.evaluation import EvaluationResult, Split
-from raystride.pipelines.record.entry import Entry, new_entry
-from raystride.pipelines.record.journal import Journal, join_segments, stream_entries, to_json_value
-from raystride.pipelines.record.mlflow.database import stored_uri
-from raystride.pipelines.record.mlflow.follower import Follower, replay_command
-from raystride.pipelines.record.mlflow.log import MLFLOW_REFERENCE, MlflowLog
-from raystride.pipelines.storage.folder import Folder
+from raystride.pipelines.observability.record.entry import Entry, new_entry
+from raystride.pipelines.observability.record.journal import Journal, join_segments, stream_entries, to_json_value
+from raystride.pipelines.observability.record.mlflow.database import stored_uri
+from raystride.pipelines.observability.record.mlflow.follower import Follower, replay_command
+from raystride.pipelines.observability.record.mlflow.log import MLFLOW_REFERENCE, MlflowLog
+from raystride.pipelines.system.credentials import redact
+from raystride.pipelines.system.storage.folder import Folder
 
 SENDER = "evaluation"
 

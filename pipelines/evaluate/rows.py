@@ -17,9 +17,9 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import IO, Any, Literal, Protocol
 
-from raystride.pipelines.sources.faults import DataError, escape_surrogates
-from raystride.pipelines.sources.parquet_reader import BATCH_BYTES, BatchRow
-from raystride.pipelines.storage.folder import Folder, strict_json
+from raystride.pipelines.data.sources.faults import DataError, escape_surrogates
+from raystride.pipelines.data.sources.parquet_reader import BATCH_BYTES, BatchRow
+from raystride.pipelines.system.storage.folder import Folder, strict_json
 
 Form = Literal["parquet", "jsonl"]
 CHUNK_ROWS = 1024

@@ -13,11 +13,11 @@ from mlflow.pyfunc.model import PythonModel
 
 from raystride.pipelines.config import Config, PredictorConfig, SampleConfig
 from raystride.pipelines.config.parse import from_yaml
+from raystride.pipelines.data.sources.faults import Fault
+from raystride.pipelines.data.sources.fields import build_document
 from raystride.pipelines.evaluate.answering import Predictor
 from raystride.pipelines.evaluate.load_run import LoadedModel, load_task, load_weights
-from raystride.pipelines.sources.faults import Fault
-from raystride.pipelines.sources.fields import build_document
-from raystride.pipelines.storage.folder import Folder
+from raystride.pipelines.system.storage.folder import Folder
 
 CONFIG, WEIGHTS, SAMPLE = "config.yaml", "weights.safetensors", "sample.json"
 

@@ -1,4 +1,4 @@
-"""Jobs in the driver: train, prepare and multi-adapter runs, from their settings to their exit code.
+"""A run seen by its driver: checks, cluster, stalls and preemption, the run's folder and lease, terminal, deployment.
 
 train_job   the steps of a training job;  `adapters_job`: several adapters in one process
 preparing   data preparation before or during a training, or as a job of its own

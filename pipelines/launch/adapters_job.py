@@ -15,14 +15,14 @@ from typing import Any
 from raystride.pipelines.config import Config, SettingError
 from raystride.pipelines.config.lora import refuse_sharing
 from raystride.pipelines.config.parse import with_settings
-from raystride.pipelines.console.screen import Screen, SilentScreen
-from raystride.pipelines.console.session import stop_signals
+from raystride.pipelines.data.prepare.run_context import RunContext
+from raystride.pipelines.launch.console.screen import Screen, SilentScreen
+from raystride.pipelines.launch.console.session import stop_signals
 from raystride.pipelines.launch.inline import process_settings_kept
+from raystride.pipelines.launch.preflight.check import resolve_and_check
 from raystride.pipelines.launch.preparing import prepare_data
-from raystride.pipelines.preflight.check import resolve_and_check
-from raystride.pipelines.prepare.run_context import RunContext
-from raystride.pipelines.record.summary import RunSummary
-from raystride.pipelines.storage.folder import Folder
+from raystride.pipelines.observability.record.summary import RunSummary
+from raystride.pipelines.system.storage.folder import Folder
 
 TrainFunction = Callable[..., RunSummary]
 """Type of `train_job.train`."""
@@ -95,7 +95,7 @@ def train_concurrently(
 
     Raises SettingError if they cannot share a base, and DataError if data cannot be prepared.
     """
-    from raystride.pipelines.lora.lockstep import LockstepGroup
+    from raystride.pipelines.train.lora.lockstep import LockstepGroup
 
     configs = check_sharing(configs)
     for config in configs:

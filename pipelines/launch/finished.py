@@ -8,15 +8,15 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from raystride.pipelines.cluster.answering import make_part_runner
 from raystride.pipelines.config import Config, LoraConfig, SettingError
 from raystride.pipelines.config.jobs import ApplyConfig, EvaluateConfig, ExportConfig, PredictConfig, ServeConfig
 from raystride.pipelines.config.parse import from_yaml
-from raystride.pipelines.hub import push
-from raystride.pipelines.plugins import TASKS
-from raystride.pipelines.report.model_card import model_card
-from raystride.pipelines.run_store.lease import read_owner
-from raystride.pipelines.storage.folder import Folder
+from raystride.pipelines.data.plugins import TASKS
+from raystride.pipelines.launch.cluster.answering import make_part_runner
+from raystride.pipelines.launch.run_store.lease import read_owner
+from raystride.pipelines.observability.report.model_card import model_card
+from raystride.pipelines.system.hub import push
+from raystride.pipelines.system.storage.folder import Folder
 
 if TYPE_CHECKING:
     from raystride.pipelines.evaluate.evaluation import EvaluationResult
@@ -113,11 +113,11 @@ def predict_inputs(settings: PredictConfig, inputs: Sequence[Any]) -> list[dict[
     chosen = select_run(Folder.from_uri(settings.storage), settings.run, settings.checkpoint, settings.average)
     _refuse_own_model(chosen, ASK_BY_FUNCTION)
     # Imported only after the run was found.
+    from raystride.pipelines.data.sources.faults import Fault
+    from raystride.pipelines.data.sources.fields import build_document
+    from raystride.pipelines.data.sources.image_files import ANY_FILE
     from raystride.pipelines.evaluate.answering import Predictor
     from raystride.pipelines.evaluate.parts import name_probabilities
-    from raystride.pipelines.sources.faults import Fault
-    from raystride.pipelines.sources.fields import build_document
-    from raystride.pipelines.sources.image_files import ANY_FILE
 
     predictor = Predictor(open_cached(chosen.with_beams(settings.beams)), settings, settings.sample)
     columns = predictor.task.asked
@@ -151,9 +151,9 @@ def apply_function(
 
     storage = Folder.from_uri(settings.storage)
     chosen = select_run(storage, settings.run, settings.checkpoint, settings.average)
+    from raystride.pipelines.evaluate.apply_own_model import ApplyJob, cut_dataset
     from raystride.pipelines.evaluate.prediction import predict_all
-    from raystride.pipelines.own_model.apply import ApplyJob, cut_dataset
-    from raystride.pipelines.own_model.streams import is_stream, store_stream
+    from raystride.pipelines.train.own_model.streams import is_stream, store_stream
 
     data = store_stream(data, storage) if is_stream(data) else data
     folder = Folder.from_uri(settings.output) if settings.output else None
@@ -185,7 +185,7 @@ def export_run(settings: ExportConfig) -> "tuple[Folder, LoadedModel]":
     name = "adapter" if adapter else settings.to
     target = Folder.from_uri(settings.folder) if settings.folder else storage / settings.run / "export" / name
     if is_own or settings.to == "state_dict":
-        from raystride.pipelines.own_model.export import export_own_model
+        from raystride.pipelines.evaluate.export_own_model import export_own_model
 
         return export_own_model(opened, settings.to, target), opened
     if settings.to not in ("hugging_face", "mlflow"):

@@ -14,17 +14,17 @@ from contextlib import contextmanager, nullcontext
 from typing import Any
 
 from raystride.pipelines.config import LaunchConfig
-from raystride.pipelines.console.failure import TrainingFailed
-from raystride.pipelines.hang.detector import HangDetector, Hung
-from raystride.pipelines.hang.heartbeat import Heartbeat
-from raystride.pipelines.hang.process import Process
-from raystride.pipelines.hang.stack_dump import StackDump
-from raystride.pipelines.hang.watch import heartbeat_interval_s, save_hang_report
-from raystride.pipelines.hardware.heap import release_freed_memory
-from raystride.pipelines.profiling.stalls import format_stacks
-from raystride.pipelines.record import Recorder
-from raystride.pipelines.record.summary import RunSummary
-from raystride.pipelines.worker.job import Job, WorkerInfo
+from raystride.pipelines.launch.console.failure import TrainingFailed
+from raystride.pipelines.launch.hang.detector import HangDetector, Hung
+from raystride.pipelines.launch.hang.heartbeat import Heartbeat
+from raystride.pipelines.launch.hang.process import Process
+from raystride.pipelines.launch.hang.stack_dump import StackDump
+from raystride.pipelines.launch.hang.watch import heartbeat_interval_s, save_hang_report
+from raystride.pipelines.observability.profiling.stalls import format_stacks
+from raystride.pipelines.observability.record import Recorder
+from raystride.pipelines.observability.record.summary import RunSummary
+from raystride.pipelines.system.heap import release_freed_memory
+from raystride.pipelines.train.worker.job import Job, WorkerInfo
 
 LEAVE_S = 5.0
 """Seconds that the interpreter's exit may take after an inline training hung."""
@@ -42,7 +42,7 @@ class InlineRecorder(Recorder):
 
 def train_inline(job: Job, recorder: InlineRecorder) -> RunSummary:
     """Trains as the only worker; returns its summary. Raises the errors of the training, and Hung if it hangs."""
-    from raystride.pipelines.worker.run import run_worker
+    from raystride.pipelines.train.worker.run import run_worker
 
     def train() -> RunSummary:
         # Trainings that share a model are in threads of one process, whose settings are kept around all of them.

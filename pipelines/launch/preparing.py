@@ -18,27 +18,27 @@ from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from threading import Event
 
-from raystride.pipelines.cluster.cluster import cluster, uses_running_cluster
-from raystride.pipelines.cluster.internals import listen_on_loopback
-from raystride.pipelines.commands import launch_command, storage_flag
 from raystride.pipelines.config import Config, SettingError
 from raystride.pipelines.config.parse import Parsed
-from raystride.pipelines.console.exit_codes import DONE, run_with_exit_code
-from raystride.pipelines.console.screen import Screen
-from raystride.pipelines.feed.samples import count_windows
-from raystride.pipelines.plugins import PluginBundle
-from raystride.pipelines.preflight.check import resolve_resources
-from raystride.pipelines.prepare.fingerprint import KeptPreparations
-from raystride.pipelines.prepare.generations import clear_failure, publish_failure, read_failure, read_generation
-from raystride.pipelines.prepare.manifest import load_finished_manifest
-from raystride.pipelines.prepare.one_source import PreparedData
-from raystride.pipelines.prepare.prepare import check_data, needs_ray, prepare
-from raystride.pipelines.prepare.run_context import RunContext
-from raystride.pipelines.run_store.lease import RunLease, RunLocked, new_attempt
-from raystride.pipelines.run_store.location import locate_run
-from raystride.pipelines.service_thread import ServiceThread
-from raystride.pipelines.sources.faults import DataError
-from raystride.pipelines.storage.folder import Folder
+from raystride.pipelines.data.feed.samples import count_windows
+from raystride.pipelines.data.plugins import PluginBundle
+from raystride.pipelines.data.prepare.fingerprint import KeptPreparations
+from raystride.pipelines.data.prepare.generations import clear_failure, publish_failure, read_failure, read_generation
+from raystride.pipelines.data.prepare.manifest import load_finished_manifest
+from raystride.pipelines.data.prepare.one_source import PreparedData
+from raystride.pipelines.data.prepare.prepare import check_data, needs_ray, prepare
+from raystride.pipelines.data.prepare.run_context import RunContext
+from raystride.pipelines.data.sources.faults import DataError
+from raystride.pipelines.launch.cluster.cluster import cluster, uses_running_cluster
+from raystride.pipelines.launch.cluster.internals import listen_on_loopback
+from raystride.pipelines.launch.console.exit_codes import DONE, run_with_exit_code
+from raystride.pipelines.launch.console.screen import Screen
+from raystride.pipelines.launch.preflight.check import resolve_resources
+from raystride.pipelines.launch.run_store.lease import RunLease, RunLocked, new_attempt
+from raystride.pipelines.launch.run_store.location import locate_run
+from raystride.pipelines.system.commands import launch_command, storage_flag
+from raystride.pipelines.system.service_thread import ServiceThread
+from raystride.pipelines.system.storage.folder import Folder
 from raystride.triton_kernels.processes import end_with_parent, fresh_context
 
 POLL_S = 0.5

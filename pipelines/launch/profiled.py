@@ -13,21 +13,21 @@ import time
 from pathlib import Path
 from shutil import which
 
-from raystride.pipelines.cluster.resources import Resources, resolve_allocation
 from raystride.pipelines.config import Config
-from raystride.pipelines.credentials import redact
-from raystride.pipelines.pages import heading, html_page, html_table, paragraph
-from raystride.pipelines.profiling.nsight_commands import (
+from raystride.pipelines.launch.cluster.resources import Resources, resolve_allocation
+from raystride.pipelines.observability.pages import heading, html_page, html_table, paragraph
+from raystride.pipelines.observability.profiling.nsight_commands import (
     NCU_VARIABLE,
     NSYS_SESSION_VARIABLE,
     compute_command,
     read_csv_table,
     systems_command,
 )
-from raystride.pipelines.profiling.profile import PROFILES_FOLDER
-from raystride.pipelines.record.entry import new_entry
-from raystride.pipelines.record.mlflow.log import MlflowLog
-from raystride.pipelines.storage.folder import Folder, strict_json
+from raystride.pipelines.observability.profiling.profile import PROFILES_FOLDER
+from raystride.pipelines.observability.record.entry import new_entry
+from raystride.pipelines.observability.record.mlflow.log import MlflowLog
+from raystride.pipelines.system.credentials import redact
+from raystride.pipelines.system.storage.folder import Folder, strict_json
 from raystride.triton_kernels.processes import run_in_group
 
 REPORT = "ncu"

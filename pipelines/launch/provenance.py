@@ -13,26 +13,26 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import cast
 
-from raystride.pipelines.cluster.cluster import has_several_nodes, run_on_node
-from raystride.pipelines.cluster.internals import submission_id
-from raystride.pipelines.cluster.resources import Allocation, Resources
 from raystride.pipelines.config import Config, LaunchConfig, ScalingConfig
-from raystride.pipelines.hang.process import process_start_time
-from raystride.pipelines.prepare.one_source import PreparedData
-from raystride.pipelines.prepare.raw_files import hash_raw_files, read_raw_files
-from raystride.pipelines.prepare.stage_speed import describe_speeds, load_stages
-from raystride.pipelines.pretrained import BaseInfo
-from raystride.pipelines.record import describe_environment
-from raystride.pipelines.record.environment import DataFingerprints, Environment, RunEnvironment, describe_node
-from raystride.pipelines.record.mlflow.links import is_on_server, job_link, run_link
-from raystride.pipelines.record.mlflow.log import MLFLOW_REFERENCE
-from raystride.pipelines.run_store.resume import (
+from raystride.pipelines.data.prepare.one_source import PreparedData
+from raystride.pipelines.data.prepare.progress import describe_speeds, load_stages
+from raystride.pipelines.data.prepare.raw_files import hash_raw_files, read_raw_files
+from raystride.pipelines.data.pretrained import BaseInfo
+from raystride.pipelines.launch.cluster.cluster import has_several_nodes, run_on_node
+from raystride.pipelines.launch.cluster.internals import submission_id
+from raystride.pipelines.launch.cluster.resources import Allocation, Resources
+from raystride.pipelines.launch.hang.process import process_start_time
+from raystride.pipelines.launch.run_store.resume import (
     PreviousAttempt,
     describe_bit_dependencies,
     read_previous_bits,
     refuse_different_bits,
 )
-from raystride.pipelines.storage.folder import Folder
+from raystride.pipelines.observability.record import describe_environment
+from raystride.pipelines.observability.record.environment import DataFingerprints, Environment, RunEnvironment, describe_node
+from raystride.pipelines.observability.record.mlflow.links import is_on_server, job_link, run_link
+from raystride.pipelines.observability.record.mlflow.log import MLFLOW_REFERENCE
+from raystride.pipelines.system.storage.folder import Folder
 
 
 def driver_start(fallback: float) -> float:

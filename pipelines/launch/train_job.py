@@ -4,6 +4,11 @@
 
 Cheap checks come first: an earlier attempt, its completion, changed settings. Then Ray, the preflight, the data and the
 training; at the end the record is closed whatever happened, and the closing screen names the results.
+
+Workers of a training job: their final number, the last step of their training, and their run with the record.
+
+job, allocation = finalize_job(job, resources, allocation, environment, screen.log)
+summary = train_on_workers(job, allocation, storage, tags, SessionHooks(screen, watcher, lease.check, lease.give_up))
 """
 
 import time
@@ -11,34 +16,104 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
-from raystride.pipelines.cluster.cluster import cluster
-from raystride.pipelines.cluster.resubmission import arrange_resubmission, is_resubmitted
 from raystride.pipelines.config import Config
 from raystride.pipelines.config.parse import Parsed
-from raystride.pipelines.console.exit_codes import DONE, run_with_exit_code
-from raystride.pipelines.console.ray_job_status import JobStatusReporter, job_metadata
-from raystride.pipelines.console.screen import Screen
-from raystride.pipelines.console.session import SessionHooks, Watcher
+from raystride.pipelines.data.plugins import PluginBundle
+from raystride.pipelines.data.prepare.run_context import RunContext
 from raystride.pipelines.launch.adapters_job import train_adapters
+from raystride.pipelines.launch.cluster.cluster import cluster
+from raystride.pipelines.launch.cluster.resubmission import arrange_resubmission, is_resubmitted
+from raystride.pipelines.launch.console.exit_codes import DONE, run_with_exit_code
+from raystride.pipelines.launch.console.ray_job_status import JobStatusReporter, job_metadata
+from raystride.pipelines.launch.console.screen import Screen
+from raystride.pipelines.launch.console.session import SessionHooks, Watcher
 from raystride.pipelines.launch.inline import exit_despite_hang
+from raystride.pipelines.launch.preflight.check import resolve_and_check
 from raystride.pipelines.launch.preparing import open_prepared_data
 from raystride.pipelines.launch.profiled import run_under_profiler
 from raystride.pipelines.launch.provenance import describe_run, driver_start, run_tags, show_pages
-from raystride.pipelines.launch.workers import finalize_job, train_on_workers
-from raystride.pipelines.plugins import PluginBundle
-from raystride.pipelines.preflight.check import resolve_and_check
-from raystride.pipelines.prepare.run_context import RunContext
-from raystride.pipelines.record.summary import RunSummary
-from raystride.pipelines.run_store.admission import admit_run
-from raystride.pipelines.run_store.lease import RunLease, new_attempt
-from raystride.pipelines.run_store.location import locate_run, with_absolute_paths
-from raystride.pipelines.run_store.resume import refuse_changes, write_settings
-from raystride.pipelines.signals import EXIT_CODES
-from raystride.pipelines.storage.folder import Folder
-from raystride.pipelines.worker.job import Job
+from raystride.pipelines.launch.run_store.admission import admit_run
+from raystride.pipelines.launch.run_store.lease import RunLease, new_attempt
+from raystride.pipelines.launch.run_store.location import locate_run, with_absolute_paths
+from raystride.pipelines.launch.run_store.resume import refuse_changes, write_settings
+from raystride.pipelines.observability.record.summary import RunSummary
+from raystride.pipelines.system.signals import EXIT_CODES
+from raystride.pipelines.system.storage.folder import Folder
+from raystride.pipelines.train.worker.job import Job
 
 if TYPE_CHECKING:
-    from raystride.pipelines.strategies.strategy import Strategy
+    from raystride.pipelines.train.strategies.strategy import Strategy
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from raystride.pipelines.data.feed.open_dataset import open_feed, open_manifest
+from raystride.pipelines.data.tasks import build_task
+from raystride.pipelines.launch.cluster.resources import Allocation, Resources
+from raystride.pipelines.launch.console.session import run_session
+from raystride.pipelines.launch.inline import InlineRecorder, train_inline
+from raystride.pipelines.launch.preflight.choose_workers import choose_workers
+from raystride.pipelines.launch.provenance import checkpoint_facts
+from raystride.pipelines.launch.run_store.resume import newest_manifest
+from raystride.pipelines.observability.record.environment import RunEnvironment
+
+
+def finalize_job(
+    job: Job, resources: Resources, allocation: Allocation, environment: RunEnvironment, log: Callable[[str], None] | None
+) -> tuple[Job, Allocation]:
+    """Returns the job with its checkpoint facts, and the final allocation. Without `log` no numbers of workers are tried.
+
+    Raises SettingError if an exact run would not resume exactly.
+    """
+    if log:
+        allocation = choose_workers(job, resources, allocation, total_steps(job), log)
+    facts = checkpoint_facts(job.config, job.folder, environment, allocation)
+    return replace(job, threads=allocation.threads, facts=facts), allocation
+
+
+def total_steps(job: Job) -> int | None:
+    """Returns the last step of the run by its steps and epochs, None if these do not bound it."""
+    steps: float = job.config.train.steps or math.inf
+    if job.config.train.epochs or job.config.data.sources:
+        newest = newest_manifest(job.folder)
+        task = build_task(job.config, open_manifest(job.config.data, job.prepared).facts)
+        state = newest.get("state", {}) if job.config.data.sources else {}
+        since = {key: state.get(key, 0) for key in ("step", "position")}
+        steps = min(steps, open_feed(job.config, task, job.prepared, past=newest.get("order"), **since).plan.steps)
+    return None if math.isinf(steps) else int(steps)
+
+
+def train_on_workers(
+    job: Job, allocation: Allocation, storage: Folder, tags: dict[str, str], hooks: SessionHooks
+) -> RunSummary:
+    """Runs the workers with a progress line, closes the record, and shows the closing screen; returns the summary."""
+    arguments: dict[str, Any] = {
+        "run_folder": job.folder,
+        "run": job.run,
+        "attempt": job.attempt,
+        "settings": job.config.record,
+        "storage": storage,
+        "parameters": job.config.flat()
+        | {"workers": allocation.workers, "device": allocation.device, "threads": allocation.threads},
+        "tags": tags,
+        "total_steps": total_steps(job),
+    }
+    if job.config.launch.mode == "inline":
+        inline = InlineRecorder(**arguments)
+        return run_session(job, inline, partial(train_inline, job, inline), hooks)
+    from raystride.pipelines.launch.cluster.isolation import IsolationWatcher
+    from raystride.pipelines.launch.cluster.recorder_handle import RecorderHandle
+    from raystride.pipelines.launch.cluster.trainer import PlacementWatcher, train_on_ray
+
+    recorder = RecorderHandle.start(**arguments)
+    # An elastic run needs the parts of Ray Train that the fast start leaves out.
+    fast_start = job.config.launch.fast_start and not allocation.min_workers
+    run = partial(train_on_ray, job, allocation, recorder, fast_start=fast_start)
+    hooks = replace(hooks, pending_reason=PlacementWatcher(allocation, job.config.launch.placement_timeout_s).describe_wait)
+    with IsolationWatcher(recorder.heartbeats, recorder.node_id, hooks.give_up):
+        return run_session(job, recorder, run, hooks)
 
 
 def run_training(parsed: Parsed[Config]) -> int:

@@ -1,4 +1,4 @@
-"""Many short trainings under Ray Tune, and one answer: the settings to use here, and why.
+"""Many short trainings, and the scaling model that recommends one of them.
 
 space     the settings to try
 trial     one training, watched until it is measured precisely enough; `tuning` runs them one after another

@@ -11,9 +11,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from raystride.pipelines.config.sweep import SweepJobConfig
-from raystride.pipelines.scaling_model.described import ClusterDescription
-from raystride.pipelines.scaling_model.model import HoldOut, NotPredicted, Prediction, ScalingModel, hold_out
-from raystride.pipelines.scaling_model.observation import Observation, TrialError
 from raystride.pipelines.sweep.choice import (
     UNITS,
     compute_score,
@@ -25,6 +22,9 @@ from raystride.pipelines.sweep.choice import (
 )
 from raystride.pipelines.sweep.observed import build_observation
 from raystride.pipelines.sweep.result import Result
+from raystride.pipelines.sweep.scaling_model.described import ClusterDescription
+from raystride.pipelines.sweep.scaling_model.model import HoldOut, NotPredicted, Prediction, ScalingModel, hold_out
+from raystride.pipelines.sweep.scaling_model.observation import Observation, TrialError
 from raystride.pipelines.sweep.space import Candidate, describe_mesh, known_steps, scale_schedule, throughput_unit
 
 BUSY_SHARE = 0.25

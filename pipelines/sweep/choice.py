@@ -13,8 +13,8 @@ from statistics import fmean, median, variance
 from raystride.pipelines.config.parse import to_yaml
 from raystride.pipelines.config.sweep import SweepConfig, SweepJobConfig, same_work
 from raystride.pipelines.config.train import cost_of
-from raystride.pipelines.scaling_model.described import ClusterDescription
 from raystride.pipelines.sweep.result import Result
+from raystride.pipelines.sweep.scaling_model.described import ClusterDescription
 from raystride.pipelines.sweep.space import Candidate
 
 HOUR_S = 3600

@@ -9,12 +9,12 @@ import statistics
 from raystride.model.shape import DecoderShape, block_matrix_weights, is_tied, key_width, query_width
 from raystride.pipelines.config import Config
 from raystride.pipelines.config.combinations import SHARDED
-from raystride.pipelines.memory.activations import Arithmetic, Network
-from raystride.pipelines.memory.estimate import arithmetic_for
-from raystride.pipelines.memory.networks import describe_network, expected_facts
-from raystride.pipelines.scaling_model.mesh import WorkMesh
-from raystride.pipelines.scaling_model.observation import Observation, Strategy, TrialError, Work
 from raystride.pipelines.sweep.result import Result
+from raystride.pipelines.sweep.scaling_model.mesh import WorkMesh
+from raystride.pipelines.sweep.scaling_model.observation import Observation, Strategy, TrialError, Work
+from raystride.pipelines.train.memory.activations import Arithmetic, Network
+from raystride.pipelines.train.memory.estimate import arithmetic_for
+from raystride.pipelines.train.memory.networks import describe_network, expected_facts
 
 FP32_BYTES, HALF_BYTES = 4, 2
 MIB = 2**20

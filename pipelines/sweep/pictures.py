@@ -9,11 +9,11 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from raystride.pipelines.report.drawing import PART_COLOURS, new_figure, part_label, style_axes, to_svg
-from raystride.pipelines.scaling_model.interval import Interval
-from raystride.pipelines.scaling_model.model import HoldOut
+from raystride.pipelines.observability.report.drawing import PART_COLOURS, new_figure, part_label, style_axes, to_svg
 from raystride.pipelines.sweep.answer import TARGET_ERROR
 from raystride.pipelines.sweep.result import Result
+from raystride.pipelines.sweep.scaling_model.interval import Interval
+from raystride.pipelines.sweep.scaling_model.model import HoldOut
 from raystride.pipelines.sweep.space import format_value
 from raystride.pipelines.sweep.views import (
     Family,

@@ -12,17 +12,17 @@ from statistics import fmean
 from urllib.parse import quote
 
 from raystride.pipelines.config.sweep import same_work
-from raystride.pipelines.pages import Link, bullet_list, empty_note, heading, html_page, html_table, paragraph
-from raystride.pipelines.report.drawing import part_label
-from raystride.pipelines.scaling_model.interval import Interval
-from raystride.pipelines.scaling_model.model import HoldOut, NotPredicted, Prediction
-from raystride.pipelines.storage.folder import Folder
+from raystride.pipelines.observability.pages import Link, bullet_list, empty_note, heading, html_page, html_table, paragraph
+from raystride.pipelines.observability.report.drawing import part_label
 from raystride.pipelines.sweep import pictures, views
 from raystride.pipelines.sweep.answer import TARGET_ERROR, Answer
 from raystride.pipelines.sweep.choice import HOUR_S
 from raystride.pipelines.sweep.result import Result
+from raystride.pipelines.sweep.scaling_model.interval import Interval
+from raystride.pipelines.sweep.scaling_model.model import HoldOut, NotPredicted, Prediction
 from raystride.pipelines.sweep.space import describe_mesh, throughput_unit
 from raystride.pipelines.sweep.views import format_number
+from raystride.pipelines.system.storage.folder import Folder
 
 MIB = 2**20
 MLFLOW_ID_CHARACTERS = 8

@@ -18,10 +18,10 @@ from typing import Any, Literal
 from raystride.pipelines.config import Config
 from raystride.pipelines.config.renamed import with_current_names
 from raystride.pipelines.config.train import cost_of
-from raystride.pipelines.phases import EXCLUSIVE_PHASES
-from raystride.pipelines.record.journal import to_json_value
-from raystride.pipelines.storage.folder import Folder
+from raystride.pipelines.observability.phases import EXCLUSIVE_PHASES
+from raystride.pipelines.observability.record.journal import to_json_value
 from raystride.pipelines.sweep.space import Candidate
+from raystride.pipelines.system.storage.folder import Folder
 
 Status = Literal["measured", "stopped_early", "out_of_memory", "failed", "hung", "refused", "too_large"]
 """How a trial ended. `refused`: the settings contradict each other; `too_large`: the memory estimate ruled it out before it

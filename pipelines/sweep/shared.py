@@ -9,13 +9,13 @@ As `tuning.measure_with_tune`, without Ray Tune: all trials are adapters that tr
 import time
 from collections.abc import Callable, Sequence
 
-from raystride.pipelines.cluster.cluster import CannotRun
 from raystride.pipelines.config import SettingError
-from raystride.pipelines.console.failure import TrainingFailed
-from raystride.pipelines.console.screen import SilentScreen
+from raystride.pipelines.data.sources.faults import DataError
 from raystride.pipelines.launch.adapters_job import train_concurrently
+from raystride.pipelines.launch.cluster.cluster import CannotRun
+from raystride.pipelines.launch.console.failure import TrainingFailed
+from raystride.pipelines.launch.console.screen import SilentScreen
 from raystride.pipelines.launch.train_job import train
-from raystride.pipelines.sources.faults import DataError
 from raystride.pipelines.sweep.result import Result, save_result
 from raystride.pipelines.sweep.space import Candidate
 from raystride.pipelines.sweep.trial import (

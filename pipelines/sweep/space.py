@@ -19,13 +19,12 @@ from functools import cached_property
 from typing import Any
 
 from raystride.pipelines.config import Config, OptimizerConfig, ScalingConfig, SettingError, TrainConfig
-from raystride.pipelines.config.condition import Condition
 from raystride.pipelines.config.parse import with_settings
 from raystride.pipelines.config.renamed import oldest_names
-from raystride.pipelines.config.sweep import SweepConfig, SweepJobConfig
-from raystride.pipelines.plugins import PluginBundle
-from raystride.pipelines.report.run_figures import rate_unit
-from raystride.pipelines.tasks import build_task
+from raystride.pipelines.config.sweep import Condition, SweepConfig, SweepJobConfig
+from raystride.pipelines.data.plugins import PluginBundle
+from raystride.pipelines.data.tasks import build_task
+from raystride.pipelines.observability.report.run_figures import rate_unit
 
 Settings = Mapping[str, Any]
 """Values by the settings' full names."""

@@ -12,32 +12,30 @@ from dataclasses import fields, replace
 from functools import partial
 from shlex import quote
 
-from raystride.pipelines.cluster.cluster import cluster, uses_running_cluster
-from raystride.pipelines.cluster.internals import update_job_metadata
-from raystride.pipelines.cluster.resources import Resources
-from raystride.pipelines.commands import launch_command, shell_command, storage_flag
 from raystride.pipelines.config import Config, SettingError
 from raystride.pipelines.config.parse import Parsed, to_yaml
 from raystride.pipelines.config.sweep import SweepJobConfig
 from raystride.pipelines.config.train import LARGER_IS_BETTER
-from raystride.pipelines.console.exit_codes import DONE, FAILED, run_with_exit_code
-from raystride.pipelines.console.ray_job_status import job_metadata
-from raystride.pipelines.console.screen import Screen
-from raystride.pipelines.plugins import PluginBundle
-from raystride.pipelines.preflight.choose_mesh import store_mesh
-from raystride.pipelines.prepare.prepare import check_data, prepare
-from raystride.pipelines.prepare.run_context import OnRay, RunContext
-from raystride.pipelines.run_store.admission import check_metric
-from raystride.pipelines.run_store.lease import RunLease, new_attempt
-from raystride.pipelines.run_store.location import locate_run
-from raystride.pipelines.scaling_model.described import ClusterDescription, ClusterError
-from raystride.pipelines.sources.faults import DataError
-from raystride.pipelines.storage.folder import Folder
+from raystride.pipelines.data.plugins import PluginBundle
+from raystride.pipelines.data.prepare.prepare import check_data, prepare
+from raystride.pipelines.data.prepare.run_context import OnRay, RunContext
+from raystride.pipelines.data.sources.faults import DataError
+from raystride.pipelines.launch.cluster.cluster import cluster, uses_running_cluster
+from raystride.pipelines.launch.cluster.internals import update_job_metadata
+from raystride.pipelines.launch.cluster.resources import Resources
+from raystride.pipelines.launch.console.exit_codes import DONE, FAILED, run_with_exit_code
+from raystride.pipelines.launch.console.ray_job_status import job_metadata
+from raystride.pipelines.launch.console.screen import Screen
+from raystride.pipelines.launch.preflight.choose_mesh import store_mesh
+from raystride.pipelines.launch.run_store.admission import check_metric
+from raystride.pipelines.launch.run_store.lease import RunLease, new_attempt
+from raystride.pipelines.launch.run_store.location import locate_run
 from raystride.pipelines.sweep.answer import Answer, build_answer, describe_horizon
 from raystride.pipelines.sweep.choice import needs_more_seeds, resolve_price
 from raystride.pipelines.sweep.progress import ProgressBoard
 from raystride.pipelines.sweep.report_page import write_report
 from raystride.pipelines.sweep.result import RETRYABLE_STATUSES, Result, list_keys, load_results, remove_result, save_result
+from raystride.pipelines.sweep.scaling_model.described import ClusterDescription, ClusterError
 from raystride.pipelines.sweep.shared import measure_shared
 from raystride.pipelines.sweep.space import (
     MESH_SETTINGS,
@@ -53,6 +51,8 @@ from raystride.pipelines.sweep.space import (
 )
 from raystride.pipelines.sweep.tracking import SweepTracking
 from raystride.pipelines.sweep.trial import SweepPlan
+from raystride.pipelines.system.commands import launch_command, shell_command, storage_flag
+from raystride.pipelines.system.storage.folder import Folder
 
 PER_TOKEN_TASKS = ("language_model", "completion", "translation")
 PER_TOKEN_METRICS = ("loss", "val_loss", "val_perplexity")

@@ -14,13 +14,13 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from raystride.pipelines.config.sweep import SweepJobConfig
-from raystride.pipelines.credentials import redact
-from raystride.pipelines.record.entry import Entry, new_entry
-from raystride.pipelines.record.mlflow.follower import Follower
-from raystride.pipelines.record.mlflow.links import comparison_link
-from raystride.pipelines.record.mlflow.log import MLFLOW_REFERENCE, MlflowLog
-from raystride.pipelines.storage.folder import Folder
+from raystride.pipelines.observability.record.entry import Entry, new_entry
+from raystride.pipelines.observability.record.mlflow.follower import Follower
+from raystride.pipelines.observability.record.mlflow.links import comparison_link
+from raystride.pipelines.observability.record.mlflow.log import MLFLOW_REFERENCE, MlflowLog
 from raystride.pipelines.sweep.result import Result
+from raystride.pipelines.system.credentials import redact
+from raystride.pipelines.system.storage.folder import Folder
 
 SUMMARY = "summary.json"
 

@@ -17,23 +17,22 @@ from typing import Any
 
 import psutil
 
-from raystride.pipelines.cluster.cluster import CannotRun
-from raystride.pipelines.cluster.resources import Resources, resolve_allocation
 from raystride.pipelines.config import SettingError
 from raystride.pipelines.config.sweep import SweepConfig, SweepJobConfig
-from raystride.pipelines.console.failure import OUT_OF_MEMORY, TrainingFailed, first_cause
-from raystride.pipelines.console.screen import Screen
-from raystride.pipelines.console.session import Watcher
-from raystride.pipelines.hang.detector import Hung
+from raystride.pipelines.data.plugins import PluginBundle
+from raystride.pipelines.data.sources.faults import DataError
+from raystride.pipelines.launch.cluster.cluster import CannotRun
+from raystride.pipelines.launch.cluster.resources import Resources, resolve_allocation
+from raystride.pipelines.launch.console.failure import OUT_OF_MEMORY, TrainingFailed, first_cause
+from raystride.pipelines.launch.console.screen import Screen
+from raystride.pipelines.launch.console.session import Watcher
+from raystride.pipelines.launch.hang.detector import Hung
+from raystride.pipelines.launch.preflight.checks import check_settings
 from raystride.pipelines.launch.train_job import train
-from raystride.pipelines.plugins import PluginBundle
-from raystride.pipelines.preflight.checks import check_settings
-from raystride.pipelines.record import read_entries
-from raystride.pipelines.record.entry import Entry
-from raystride.pipelines.record.journal import JournalTail
-from raystride.pipelines.record.state import TrainingState
-from raystride.pipelines.sources.faults import DataError
-from raystride.pipelines.storage.folder import Folder
+from raystride.pipelines.observability.record import read_entries
+from raystride.pipelines.observability.record.entry import Entry
+from raystride.pipelines.observability.record.journal import JournalTail
+from raystride.pipelines.observability.record.state import TrainingState
 from raystride.pipelines.sweep.result import (
     KEPT_FIGURES,
     STATUSES_WITH_FIGURES,
@@ -46,6 +45,7 @@ from raystride.pipelines.sweep.result import (
     seconds_to_loss,
 )
 from raystride.pipelines.sweep.space import Candidate
+from raystride.pipelines.system.storage.folder import Folder
 
 BUSY_INTERVAL_S = 0.5
 GRACE_S = 30.0

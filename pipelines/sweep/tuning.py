@@ -21,12 +21,12 @@ from typing import Any
 
 from ray import tune
 
-from raystride.pipelines.cluster.cluster import uses_running_cluster
-from raystride.pipelines.cluster.internals import head_node_resources, remove_orphaned_placement_groups
-from raystride.pipelines.cluster.logins import mlflow_environment
-from raystride.pipelines.cluster.resources import resolve_allocation
-from raystride.pipelines.cluster.trainer import ray_storage_options
 from raystride.pipelines.config.sweep import SweepConfig, SweepJobConfig
+from raystride.pipelines.launch.cluster.cluster import uses_running_cluster
+from raystride.pipelines.launch.cluster.internals import head_node_resources, remove_orphaned_placement_groups
+from raystride.pipelines.launch.cluster.recorder_handle import mlflow_environment
+from raystride.pipelines.launch.cluster.resources import resolve_allocation
+from raystride.pipelines.launch.cluster.trainer import ray_storage_options
 from raystride.pipelines.sweep.choice import compute_score, token_score
 from raystride.pipelines.sweep.result import MeasuredWindow, Result, load_candidate_result, save_result
 from raystride.pipelines.sweep.space import Candidate, meets_conditions

@@ -12,11 +12,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from raystride.pipelines.scaling_model.interval import Interval
-from raystride.pipelines.scaling_model.model import Prediction
 from raystride.pipelines.sweep.answer import Answer
 from raystride.pipelines.sweep.choice import HOUR_S, varies_both
 from raystride.pipelines.sweep.result import Result
+from raystride.pipelines.sweep.scaling_model.interval import Interval
+from raystride.pipelines.sweep.scaling_model.model import Prediction
 from raystride.pipelines.sweep.space import Candidate
 
 WORKERS_SETTING = "scaling.workers"

@@ -1,4 +1,4 @@
-"""The training loop; this package imports with torch and numpy alone.
+"""One training on its workers: loop and validation, strategies, checkpoints, adapters, users' models, the memory needed.
 
 step        forward and backward of a step's micro-batches, norm, clipping, update
 loop        steps, logging, validation, checkpoints, the end of a run

@@ -14,13 +14,13 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
-from raystride.pipelines.checkpoint.train_state import SkippedSlot, TrainState
 from raystride.pipelines.config import GuardConfig
-from raystride.pipelines.feed.loader import Loader
-from raystride.pipelines.strategies.parameter_layout import layout_of
-from raystride.pipelines.strategies.recompute import without_recompilation
-from raystride.pipelines.strategies.strategy import Strategy
+from raystride.pipelines.data.feed.loader import Loader
+from raystride.pipelines.train.checkpoint.train_state import SkippedSlot, TrainState
 from raystride.pipelines.train.step import NOT_FINITE, SPIKE, StepRules, micro_batch_seed, seed_dropout
+from raystride.pipelines.train.strategies.parameter_layout import layout_of
+from raystride.pipelines.train.strategies.recompute import without_recompilation
+from raystride.pipelines.train.strategies.strategy import Strategy
 
 MAX_SHOWN_SAMPLES = 8
 """Maximum number of samples that are named."""

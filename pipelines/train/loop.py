@@ -17,14 +17,11 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from raystride.pipelines.checkpoint.manager import Checkpoints
-from raystride.pipelines.checkpoint.train_state import SkippedSlot, TrainState
-from raystride.pipelines.checkpoint.updater import Updater
 from raystride.pipelines.config import Config
-from raystride.pipelines.feed.loader import Loader, Requests, Step
-from raystride.pipelines.phases import phase
-from raystride.pipelines.strategies import OUT_OF_TIME, STOP, TARGETS
-from raystride.pipelines.strategies.strategy import Strategy, average_buffers
+from raystride.pipelines.data.feed.loader import Loader, Requests, Step
+from raystride.pipelines.observability.phases import phase
+from raystride.pipelines.train.checkpoint.manager import Checkpoints
+from raystride.pipelines.train.checkpoint.train_state import SkippedSlot, TrainState, Updater
 from raystride.pipelines.train.guard import Diagnosis, Diverged, Rewind, StepGuard
 from raystride.pipelines.train.optimizer import learning_rate
 from raystride.pipelines.train.step import (
@@ -35,6 +32,8 @@ from raystride.pipelines.train.step import (
     build_step_rules,
     train_step,
 )
+from raystride.pipelines.train.strategies import OUT_OF_TIME, STOP, TARGETS
+from raystride.pipelines.train.strategies.strategy import Strategy, average_buffers
 from raystride.pipelines.train.validation import Validation
 
 
@@ -53,7 +52,7 @@ def _requested_ending(stop: float, late: float) -> Ending | None:
 
 
 class LoopWatcher(Protocol):
-    """Hooks that the loop calls; `raystride.pipelines.observers.Observer` documents them."""
+    """Hooks that the loop calls; `raystride.pipelines.observability.observers.Observer` documents them."""
 
     def on_step(self, step: int) -> None: ...
     def on_pause(self, seconds: float) -> None: ...

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from raystride.pipelines.checkpoint.updater import Group, State, Updater, local_shard
 from raystride.pipelines.config import OptimizerConfig
+from raystride.pipelines.train.checkpoint.train_state import Group, State, Updater, local_shard
 from raystride.triton_kernels.adamw import adamw, copy_rounded
 
 

@@ -18,16 +18,15 @@ import numpy as np
 import torch
 from torch import nn
 
-from raystride.pipelines.checkpoint.train_state import TrainState
-from raystride.pipelines.checkpoint.updater import Updater
 from raystride.pipelines.config import Config
-from raystride.pipelines.feed.loader import NO_REQUESTS, Requests, Step
-from raystride.pipelines.feed.order import mix64
-from raystride.pipelines.feed.samples import Samples
-from raystride.pipelines.phases import phase
-from raystride.pipelines.strategies import LOSS, OUT_OF_TIME, STOP, SUMMED, TARGETS
-from raystride.pipelines.strategies.strategy import MicroBatchLike, Strategy
+from raystride.pipelines.data.feed.loader import NO_REQUESTS, Requests, Step
+from raystride.pipelines.data.feed.order import mix64
+from raystride.pipelines.data.feed.samples import Samples
+from raystride.pipelines.observability.phases import phase
+from raystride.pipelines.train.checkpoint.train_state import TrainState, Updater
 from raystride.pipelines.train.precision import MIN_SCALE, LossScale, Precision
+from raystride.pipelines.train.strategies import LOSS, OUT_OF_TIME, STOP, SUMMED, TARGETS
+from raystride.pipelines.train.strategies.strategy import MicroBatchLike, Strategy
 
 VERDICT = len(SUMMED)
 """Index of the check's verdict in a step's measured vector (fp32), after the values summed over the workers. Loss and

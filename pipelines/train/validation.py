@@ -16,12 +16,12 @@ import torch
 from torch import nn
 
 from raystride.pipelines.config import Config
-from raystride.pipelines.feed.loader import MicroBatch, num_validation_samples, validation_batches
-from raystride.pipelines.feed.samples import Samples
-from raystride.pipelines.strategies.recompute import without_recompilation
-from raystride.pipelines.strategies.strategy import Strategy
-from raystride.pipelines.tasks import Task
+from raystride.pipelines.data.feed.loader import MicroBatch, num_validation_samples, validation_batches
+from raystride.pipelines.data.feed.samples import Samples
+from raystride.pipelines.data.tasks import Task
 from raystride.pipelines.train.precision import Precision
+from raystride.pipelines.train.strategies.recompute import without_recompilation
+from raystride.pipelines.train.strategies.strategy import Strategy
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from shlex import quote
 
-from raystride.pipelines.cluster.certificates import AUTHORITY_KEY, ENV_FILE, BadCertificates, make_certificates
+from raystride.pipelines.launch.cluster.certificates import AUTHORITY_KEY, ENV_FILE, BadCertificates, make_certificates
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -17,7 +17,7 @@ from raystride.pipelines.config.jobs import EvaluateConfig, ExportConfig, Genera
 from raystride.pipelines.config.presets import presets
 from raystride.pipelines.config.reference import settings_reference
 from raystride.pipelines.config.sweep import SweepJobConfig
-from raystride.pipelines.deploy.plan import KINDS
+from raystride.pipelines.launch.deploy.plan import KINDS
 
 SETTINGS: dict[str, type] = {
     "train": Config, "check": Config, "prepare": Config, "sweep": SweepJobConfig, "evaluate": EvaluateConfig,

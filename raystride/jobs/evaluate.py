@@ -7,11 +7,11 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from raystride.pipelines.commands import shell_command
 from raystride.pipelines.config.jobs import EvaluateConfig
 from raystride.pipelines.config.parse import Parsed, command
-from raystride.pipelines.console.exit_codes import DONE, run_with_exit_code
-from raystride.pipelines.storage.folder import Folder
+from raystride.pipelines.launch.console.exit_codes import DONE, run_with_exit_code
+from raystride.pipelines.system.commands import shell_command
+from raystride.pipelines.system.storage.folder import Folder
 
 if TYPE_CHECKING:
     from raystride.pipelines.evaluate.evaluation import EvaluationResult

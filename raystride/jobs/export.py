@@ -10,13 +10,13 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from raystride.pipelines.commands import shell_command
 from raystride.pipelines.config.jobs import ExportConfig
 from raystride.pipelines.config.parse import Parsed, command
-from raystride.pipelines.console.exit_codes import DONE, run_with_exit_code
-from raystride.pipelines.credentials import redact
-from raystride.pipelines.hub import is_hub_name
-from raystride.pipelines.storage.folder import Folder
+from raystride.pipelines.launch.console.exit_codes import DONE, run_with_exit_code
+from raystride.pipelines.system.commands import shell_command
+from raystride.pipelines.system.credentials import redact
+from raystride.pipelines.system.hub import is_hub_name
+from raystride.pipelines.system.storage.folder import Folder
 
 if TYPE_CHECKING:
     from raystride.pipelines.evaluate.load_run import LoadedModel

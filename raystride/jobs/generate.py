@@ -5,11 +5,11 @@ python ray_jobs/generate.py --run NAME --prompt "def main():" --sample.tokens 20
 
 from collections.abc import Sequence
 
-from raystride.pipelines.commands import shell_command
 from raystride.pipelines.config.jobs import GenerateConfig
 from raystride.pipelines.config.parse import Parsed, command
-from raystride.pipelines.console.exit_codes import DONE, run_with_exit_code
-from raystride.pipelines.storage.folder import Folder
+from raystride.pipelines.launch.console.exit_codes import DONE, run_with_exit_code
+from raystride.pipelines.system.commands import shell_command
+from raystride.pipelines.system.storage.folder import Folder
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -27,7 +27,7 @@ def _generate_and_print(settings: GenerateConfig) -> int:
 
     storage = Folder.from_uri(settings.storage)
     opened = open_run(storage, settings.run, settings.checkpoint, settings.average)
-    from raystride.pipelines.evaluate.writing import write_texts
+    from raystride.pipelines.data.tasks.text_generation import write_texts
 
     prompts = [settings.prompt] if isinstance(settings.prompt, str) else list(settings.prompt)
     texts = [""] * len(prompts)

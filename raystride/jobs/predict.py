@@ -8,11 +8,11 @@ The output is one file per part of the input, in its order. After a stop or a ki
 
 from collections.abc import Sequence
 
-from raystride.pipelines.commands import shell_command
 from raystride.pipelines.config.jobs import PredictConfig
 from raystride.pipelines.config.parse import Parsed, command
-from raystride.pipelines.console.exit_codes import DONE, run_with_exit_code
-from raystride.pipelines.storage.folder import Folder
+from raystride.pipelines.launch.console.exit_codes import DONE, run_with_exit_code
+from raystride.pipelines.system.commands import shell_command
+from raystride.pipelines.system.storage.folder import Folder
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

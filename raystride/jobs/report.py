@@ -10,10 +10,10 @@ import sys
 from collections.abc import Sequence
 from shlex import quote
 
-from raystride.pipelines.commands import launch_command, shell_command, storage_flag
-from raystride.pipelines.record.journal import stream_entries
-from raystride.pipelines.report import gather_figures, write_page
-from raystride.pipelines.storage.folder import Folder
+from raystride.pipelines.observability.record.journal import stream_entries
+from raystride.pipelines.observability.report import gather_figures, write_page
+from raystride.pipelines.system.commands import launch_command, shell_command, storage_flag
+from raystride.pipelines.system.storage.folder import Folder
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

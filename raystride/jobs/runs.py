@@ -13,10 +13,7 @@ import argparse
 import sys
 from collections.abc import Callable, Sequence
 
-from raystride.pipelines.config.section import SettingError
-from raystride.pipelines.credentials import MissingSecret, redact
-from raystride.pipelines.record.mlflow.links import UI_PORT
-from raystride.pipelines.run_store.commands import (
+from raystride.pipelines.launch.run_store.commands import (
     CommandRefused,
     audit_run,
     compare_runs,
@@ -25,7 +22,10 @@ from raystride.pipelines.run_store.commands import (
     replay_run,
     show_run,
 )
-from raystride.pipelines.storage.folder import Folder
+from raystride.pipelines.observability.record.mlflow.links import UI_PORT
+from raystride.pipelines.system.credentials import MissingSecret, redact
+from raystride.pipelines.system.errors import SettingError
+from raystride.pipelines.system.storage.folder import Folder
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

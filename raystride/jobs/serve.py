@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from raystride.pipelines.config.jobs import ServeConfig
 from raystride.pipelines.config.parse import Parsed, command
-from raystride.pipelines.console.exit_codes import DONE, run_with_exit_code
+from raystride.pipelines.launch.console.exit_codes import DONE, run_with_exit_code
 
 if TYPE_CHECKING:
     from raystride.pipelines.evaluate.load_run import LoadedModel

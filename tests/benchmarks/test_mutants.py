@@ -112,11 +112,11 @@ def test_rooms_share_the_draws_by_their_lines() -> None:
 
 
 def test_the_mirrored_file_comes_first_and_then_the_room() -> None:
-    mirrored, others = find_tests("pipelines/feed/order.py", ROOT)
-    assert mirrored == ["tests/pipelines/feed/test_order.py"]
-    assert "tests/pipelines/feed/test_plan.py" in others
+    mirrored, others = find_tests("pipelines/data/feed/order.py", ROOT)
+    assert mirrored == ["tests/pipelines/data/feed/test_order.py"]
+    assert "tests/pipelines/data/feed/test_plan.py" in others
     assert mirrored[0] not in others
-    assert find_tests("pipelines/credentials.py", ROOT) == (["tests/pipelines/test_credentials.py"], [])
+    assert find_tests("pipelines/system/credentials.py", ROOT) == (["tests/pipelines/system/test_credentials.py"], [])
 
 
 def test_each_equivalent_fault_is_still_there_and_has_a_reason() -> None:
@@ -138,7 +138,7 @@ def test_the_table_counts_what_is_not_equivalent() -> None:
         row("feed", "d", "survived"),
         row("train", "e", "mirrored file"),
     ]
-    table = make_table(rows, {("pipelines/feed/x.py", "d", "< to <=", 0): "a bound that nothing reaches"})
+    table = make_table(rows, {("pipelines/data/feed/x.py", "d", "< to <=", 0): "a bound that nothing reaches"})
     assert "| feed | 4 | 1 | 1 | 1 | 1 | 67 % |" in table
     assert "| all | 5 | 2 | 1 | 1 | 1 | 75 % |" in table
     assert table.endswith("Survivors:\n\n- feed/x.py, < to <=: `c`")
@@ -146,8 +146,8 @@ def test_the_table_counts_what_is_not_equivalent() -> None:
 
 CHECKED = "def half(value):\n    return value // 2\n\n\ndef is_small(value):\n    return value < 3\n"
 CHECKS = {
-    "test_small.py": "from pipelines.feed.small import half\n\n\ndef test_half():\n    assert half(5) == 2\n",
-    "test_large.py": "from pipelines.feed.small import is_small\n\n\ndef test_small():\n    assert is_small(2) is True\n",
+    "test_small.py": "from pipelines.data.feed.small import half\n\n\ndef test_half():\n    assert half(5) == 2\n",
+    "test_large.py": "from pipelines.data.feed.small import is_small\n\n\ndef test_small():\n    assert is_small(2) is True\n",
     "test_broken.py": "def test_fails_without_a_fault():\n    assert False\n",
 }
 
@@ -157,8 +157,8 @@ def test_a_fault_is_tried_with_the_mirrored_file_and_then_with_the_package(tmp_p
     tree, copy = tmp_path / "tree", tmp_path / "copy"
     for name, text in {
         "pipelines/__init__.py": "",  # without it, the package of an editable install would be found first
-        "pipelines/feed/small.py": CHECKED,
-        **{f"tests/pipelines/feed/{name}": CHECKS[name] for name in CHECKS},
+        "pipelines/data/feed/small.py": CHECKED,
+        **{f"tests/pipelines/data/feed/{name}": CHECKS[name] for name in CHECKS},
     }.items():
         (tree / name).parent.mkdir(parents=True, exist_ok=True)
         (tree / name).write_text(text)
@@ -166,11 +166,11 @@ def test_a_fault_is_tried_with_the_mirrored_file_and_then_with_the_package(tmp_p
     outcomes = {}
     with PytestServer() as server:
         tried = Copy(copy, server, tree)
-        for fault in find_faults("pipelines/feed/small.py", CHECKED):
+        for fault in find_faults("pipelines/data/feed/small.py", CHECKED):
             if (fault.operator, fault.number) in (("// to /", 2), ("returns None", 6), ("< to <=", 6)):
                 outcomes[fault.operator, fault.number] = try_fault(tried, fault)
                 assert (copy / fault.path).read_text() == CHECKED
-    package = "tests/pipelines/feed"
+    package = "tests/pipelines/data/feed"
     assert outcomes == {
         ("// to /", 2): ("mirrored file", f"{package}/test_small.py::test_half"),
         ("returns None", 6): ("package", f"{package}/test_large.py::test_small"),

@@ -35,7 +35,7 @@ def shown(storage: Path) -> Iterator[Links]:
         command = [
             sys.executable,
             "-m",
-            "raystride.pipelines.record.mlflow.ui",
+            "raystride.pipelines.observability.record.mlflow.ui",
             "--storage",
             str(storage),
             "--port",

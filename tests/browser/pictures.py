@@ -15,7 +15,7 @@ from pathlib import Path
 
 from playwright.sync_api import Browser, Page
 
-from raystride.pipelines.record.mlflow.links import comparison_link, run_link
+from raystride.pipelines.observability.record.mlflow.links import comparison_link, run_link
 from tests.browser import pages
 from tests.browser.chromium import PROGRAM, Visit, chromium
 

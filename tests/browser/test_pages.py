@@ -11,9 +11,9 @@ from playwright.sync_api import Browser
 
 from raystride.jobs import runs
 from raystride.pipelines.config import Config, LaunchConfig, OptimizerConfig, RecordConfig, TrainConfig
-from raystride.pipelines.record import read_entries
-from raystride.pipelines.record.mlflow.links import VIEW_METRICS, VIEW_PARAMETERS, VIEW_TAGS, run_link
-from raystride.pipelines.record.mlflow.names import section_name
+from raystride.pipelines.observability.record import read_entries
+from raystride.pipelines.observability.record.mlflow.links import VIEW_METRICS, VIEW_PARAMETERS, VIEW_TAGS, run_link
+from raystride.pipelines.observability.record.mlflow.names import section_name
 from raystride.pipelines.sweep.answer import build_answer
 from raystride.pipelines.sweep.report_page import render_page
 from tests.browser import pages

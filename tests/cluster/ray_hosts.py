@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Self
 
-from raystride.pipelines.cluster.cluster import MAX_STARTS, STARTUP_TIMEOUT_TEXT
+from raystride.pipelines.launch.cluster.cluster import MAX_STARTS, STARTUP_TIMEOUT_TEXT
 from tests.cluster.hosts import ROOT, Host, Hosts
 from tests.waiting import wait_until
 

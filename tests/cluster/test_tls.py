@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from raystride.pipelines.cluster.certificates import make_certificates
+from raystride.pipelines.launch.cluster.certificates import make_certificates
 from tests.cluster import in_the_clear
 from tests.cluster.hosts import Host, unable
 from tests.cluster.ray_hosts import PORT, PYTHON, RayHosts

@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from raystride.pipelines.deploy.plan import Kind
+from raystride.pipelines.launch.deploy.plan import Kind
 from tests.deploy.kustomize import Document, build_folder, find_folders
 from tests.deploy.schemas import compose_schema, find_schema_faults, kuberay_schema, launcher_schema, sky_schema
 

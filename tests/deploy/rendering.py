@@ -12,8 +12,8 @@ from typing import Any
 from raystride.pipelines.config import Config
 from raystride.pipelines.config.deploy import DeployConfig
 from raystride.pipelines.config.parse import Parsed, load_settings
-from raystride.pipelines.deploy.plan import Deployment, Kind, load_place, plan_deployment
-from raystride.pipelines.deploy.render import render_files
+from raystride.pipelines.launch.deploy.plan import Deployment, Kind, load_place, plan_deployment
+from raystride.pipelines.launch.deploy.render import render_files
 from tests.deploy.kustomize import Document, build_folder
 
 

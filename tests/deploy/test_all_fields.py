@@ -8,11 +8,11 @@ import pytest
 from jinja2 import TemplateError
 from yaml import YAMLError
 
-from raystride.pipelines.cluster.cluster import CannotRun
 from raystride.pipelines.config import SettingError
 from raystride.pipelines.config.deploy import TargetConfig
-from raystride.pipelines.deploy.plan import Deployment, Kind
-from raystride.pipelines.deploy.render import render_files
+from raystride.pipelines.launch.cluster.cluster import CannotRun
+from raystride.pipelines.launch.deploy.plan import Deployment, Kind
+from raystride.pipelines.launch.deploy.render import render_files
 from tests.deploy.faults import find_faults
 from tests.deploy.rendering import plan_for, render_for
 from tests.some import some

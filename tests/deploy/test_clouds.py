@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
-from raystride.pipelines.deploy import driver as deploy
+from raystride.pipelines.launch.deploy import driver as deploy
 from tests.deploy.faults import find_faults
 from tests.deploy.rendering import render_for
 from tests.waiting import wait_until

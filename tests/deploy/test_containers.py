@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from raystride.pipelines.deploy.driver import main as run_deploy
-from raystride.pipelines.deploy.own_ray import reserve_ports
+from raystride.pipelines.launch.deploy.driver import main as run_deploy
+from raystride.pipelines.launch.deploy.own_ray import reserve_ports
 from tests.deploy.containers import Engine, find_missing, read_pip_settings
 from tests.deploy.faults import find_faults
 from tests.deploy.rendering import find_entry_point, render_for

@@ -10,7 +10,7 @@ import kubernetes_validate
 import pytest
 import yaml
 
-from raystride.pipelines.deploy import driver as deploy
+from raystride.pipelines.launch.deploy import driver as deploy
 from tests.deploy.faults import find_faults, find_kuberay_faults, iterate_pods
 from tests.deploy.kustomize import Document, build_folder, find_folders
 from tests.deploy.rendering import find_entry_point, find_ray_object, render_for

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from raystride.pipelines.deploy import driver as deploy
+from raystride.pipelines.launch.deploy import driver as deploy
 from tests.deploy.ssh import SshHosts, ssh_skip_reason
 from tests.tiny import write_text
 

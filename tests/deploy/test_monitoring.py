@@ -4,7 +4,7 @@ import re
 
 import yaml
 
-from raystride.pipelines.observers.ray_metrics import GAUGES, STEP
+from raystride.pipelines.observability.observers.ray_metrics import GAUGES, STEP
 from tests.deploy.monitoring import FOLDER, find_queried_metrics, load_dashboard
 from tests.some import some
 

@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from raystride.jobs import train
-from raystride.pipelines.deploy import driver as deploy
+from raystride.pipelines.launch.deploy import driver as deploy
 from tests.cluster import in_the_clear
 from tests.deploy.slurm import Slurm, slurm_skip_reason, wait_until
 from tests.tiny import write_text

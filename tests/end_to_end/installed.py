@@ -64,7 +64,7 @@ def python_in(site: Path, project: Path, *arguments: str) -> str:
 
 
 MINE = """from raystride.model.transformer import Decoder
-from raystride.pipelines.tasks.language_model import LanguageModel
+from raystride.pipelines.data.tasks.language_model import LanguageModel
 
 class Mine(Decoder):
     pass

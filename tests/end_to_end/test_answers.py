@@ -17,7 +17,7 @@ import pytest
 from raystride.pipelines.config import PredictorConfig
 from raystride.pipelines.evaluate.answering import Predictor
 from raystride.pipelines.evaluate.load_run import open_run
-from raystride.pipelines.storage.folder import Folder
+from raystride.pipelines.system.storage.folder import Folder
 from tests.ports import hold_port
 from tests.ray_jobs.jobs import ROOT, Forked, Outcome, finish_job
 from tests.waiting import wait_until

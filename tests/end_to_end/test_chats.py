@@ -18,13 +18,13 @@ from raystride.pipelines.config import (
     ScalingConfig,
     TrainConfig,
 )
+from raystride.pipelines.data.prepare.prepare import prepare
+from raystride.pipelines.data.prepare.run_context import RunContext
+from raystride.pipelines.data.sources.faults import DataError
+from raystride.pipelines.data.tasks import build_task
 from raystride.pipelines.evaluate.answering import Predictor
 from raystride.pipelines.evaluate.load_run import open_run
-from raystride.pipelines.prepare.prepare import prepare
-from raystride.pipelines.prepare.run_context import RunContext
-from raystride.pipelines.sources.faults import DataError
-from raystride.pipelines.storage.folder import Folder
-from raystride.pipelines.tasks import build_task
+from raystride.pipelines.system.storage.folder import Folder
 from tests.pipelines.conftest import rows as rows_of
 from tests.preferences import pair_settings, write_base
 from tests.ray_jobs.jobs import run_well, summary

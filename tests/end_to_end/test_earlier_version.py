@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 import raystride
-from raystride.pipelines.record.audit import audit
-from raystride.pipelines.storage.folder import Folder
+from raystride.pipelines.system.storage.folder import Folder
+from raystride.pipelines.train.checkpoint.audit import audit
 
 MADE_AT = "/tmp/raystride-395d810"
 TEXT_TIME_NS = 1_700_000_000_000_000_000

@@ -10,7 +10,7 @@ import pytest
 from raystride.pipelines.config import PredictorConfig
 from raystride.pipelines.evaluate.answering import Predictor
 from raystride.pipelines.evaluate.load_run import open_run
-from raystride.pipelines.storage.folder import Folder
+from raystride.pipelines.system.storage.folder import Folder
 from tests.bases import write_encoder
 from tests.ray_jobs.jobs import finish_job, start_script
 

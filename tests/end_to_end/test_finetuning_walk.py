@@ -19,7 +19,7 @@ from raystride.model.lora import merge_adapters
 from raystride.pipelines.config import Config
 from raystride.pipelines.config.parse import from_yaml
 from raystride.pipelines.evaluate.load_run import open_run
-from raystride.pipelines.storage.folder import Folder
+from raystride.pipelines.system.storage.folder import Folder
 from tests.ports import hold_port
 from tests.ray_jobs.jobs import LIMIT_S, ROOT, environment
 from tests.tiny import write_text

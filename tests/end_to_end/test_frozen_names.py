@@ -24,7 +24,7 @@ import raystride
 from raystride import command
 from raystride.pipelines.config import Config, LaunchConfig, RecordConfig, SampleConfig
 from raystride.pipelines.config.deploy import TargetConfig
-from raystride.pipelines.storage.folder import Folder
+from raystride.pipelines.system.storage.folder import Folder
 from tests.end_to_end.tracking import artifacts, only_run
 from tests.ray_jobs.jobs import run_well
 from tests.tiny import tiny, write_text
@@ -76,7 +76,7 @@ phase_reduce_share phase_update_share phase_validation_share seconds_to_first_st
 start.driver_s start.first_step_s start.torch_s step_seconds_mean step_seconds_p50 step_seconds_p95 tokens_per_second
 train/epoch train/gradient_norm train/learning_rate train/loss train/tokens_seen val/loss val/perplexity
 """
-"""The figures of `METRICS` in MLflow, constants among the parameters; `raystride.pipelines.record.mlflow.names`."""
+"""The figures of `METRICS` in MLflow, constants among the parameters; `raystride.pipelines.observability.record.mlflow.names`."""
 READINGS = """
 run_data_wait_share run_peak_memory_bytes run_step_seconds_p50 run_step_seconds_p95 run_tokens_per_second
 system/cpu_utilization_percentage system/disk_available_megabytes system/disk_usage_megabytes system/disk_usage_percentage
@@ -242,7 +242,7 @@ def test_settings_that_a_run_stores_are_the_flags(folder: Path, entries: list[di
 
 
 def test_entries_of_the_journal_are_the_same(entries: list[dict[str, Any]]) -> None:
-    from raystride.pipelines.record import entry as defined
+    from raystride.pipelines.observability.record import entry as defined
 
     _same(defined.KINDS, KINDS)
     assert {*WRITTEN_KINDS.split()} <= {entry["kind"] for entry in entries}
@@ -271,13 +271,13 @@ def test_names_in_mlflow_are_the_same(config: Config, folder: Path) -> None:
 
 
 def test_gauges_are_the_same() -> None:
-    from raystride.pipelines.observers import ray_metrics
+    from raystride.pipelines.observability.observers import ray_metrics
 
     _same([ray_metrics.STEP.name, *(shown.name for shown in ray_metrics.GAUGES.values())], GAUGES)
 
 
 def test_names_of_actors_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    from raystride.pipelines.cluster import resubmission
+    from raystride.pipelines.launch.cluster import resubmission
 
     asked: dict[str, Any] = {}
 
@@ -303,9 +303,9 @@ def _raised(error: BaseException) -> Callable[[], int]:
 
 
 def test_exit_codes_are_the_same() -> None:
-    from raystride.pipelines.console.exit_codes import run_with_exit_code
-    from raystride.pipelines.run_store.lease import DriverIsolated
-    from raystride.pipelines.signals import HungUp, Terminated
+    from raystride.pipelines.launch.console.exit_codes import run_with_exit_code
+    from raystride.pipelines.launch.run_store.lease import DriverIsolated
+    from raystride.pipelines.system.signals import HungUp, Terminated
 
     failed = raystride.TrainingFailed(ValueError("x"), step=None, folder=Folder("memory://x"))
     codes = {

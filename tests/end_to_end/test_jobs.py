@@ -10,7 +10,7 @@ from tempfile import TemporaryDirectory
 import pytest
 
 from raystride.pipelines.config import Config, LaunchConfig, TrainConfig, ValidationConfig
-from raystride.pipelines.record.summary import SUMMARY_KEYS
+from raystride.pipelines.observability.record.summary import SUMMARY_KEYS
 from tests.ray_jobs.jobs import (
     Outcome,
     finish_job,

@@ -25,7 +25,6 @@ from typing import Any
 import psutil
 import pytest
 
-from raystride.pipelines.cluster.certificates import make_certificates
 from raystride.pipelines.config import (
     CheckpointConfig,
     Config,
@@ -35,7 +34,8 @@ from raystride.pipelines.config import (
     ScalingConfig,
     TrainConfig,
 )
-from raystride.pipelines.record.mlflow.ui import stop_server
+from raystride.pipelines.launch.cluster.certificates import make_certificates
+from raystride.pipelines.observability.record.mlflow.ui import stop_server
 from tests.children import find_children
 from tests.ports import hold_port
 from tests.ray_jobs.jobs import finish_job, run_job, start_job, summary, wait_for_checkpoint

@@ -21,20 +21,20 @@ from raystride.pipelines.config import (
     TrainConfig,
     ValidationConfig,
 )
+from raystride.pipelines.data.prepare.prepare import prepare
+from raystride.pipelines.data.prepare.run_context import RunContext
+from raystride.pipelines.data.pretrained import load_base_weights
+from raystride.pipelines.data.sources.pieces import Piece
+from raystride.pipelines.data.tasks import build_task
+from raystride.pipelines.data.tasks.preference import HEADER_LENGTH, REFERENCE_LENGTH, Preference
+from raystride.pipelines.data.tasks.reference import ids_to_floats
 from raystride.pipelines.evaluate.answering import Predictor
 from raystride.pipelines.evaluate.load_run import open_run
-from raystride.pipelines.observers.observer import Observer
-from raystride.pipelines.prepare.prepare import prepare
-from raystride.pipelines.prepare.run_context import RunContext
-from raystride.pipelines.pretrained import load_base_weights
-from raystride.pipelines.sources.pieces import Piece
-from raystride.pipelines.storage.folder import Folder
-from raystride.pipelines.tasks import build_task
-from raystride.pipelines.tasks.preference import HEADER_LENGTH, REFERENCE_LENGTH, Preference
-from raystride.pipelines.tasks.reference import ids_to_floats
+from raystride.pipelines.observability.observers.observer import Observer
+from raystride.pipelines.system.storage.folder import Folder
 from raystride.pipelines.train.loop import Training
-from raystride.pipelines.worker.build import build_training
-from raystride.pipelines.worker.job import WorkerInfo
+from raystride.pipelines.train.worker.build import build_training
+from raystride.pipelines.train.worker.job import WorkerInfo
 from tests.pipelines.conftest import rows as rows_of
 from tests.preferences import pair_settings, write_base, write_pairs
 from tests.processes import make_job, run_workers

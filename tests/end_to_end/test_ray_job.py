@@ -17,7 +17,6 @@ import pytest
 
 import raystride
 from benchmarks.heads import head as started_head
-from raystride.pipelines.cluster.resources import usable_cores
 from raystride.pipelines.config import (
     CheckpointConfig,
     Config,
@@ -27,6 +26,7 @@ from raystride.pipelines.config import (
     ValidationConfig,
 )
 from raystride.pipelines.config.parse import to_yaml
+from raystride.pipelines.launch.cluster.resources import usable_cores
 from tests.end_to_end.installed import SETTINGS
 from tests.ray_jobs.jobs import ROOT, environment, run_folder, run_well, summary
 from tests.tiny import tiny, write_text

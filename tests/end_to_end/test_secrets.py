@@ -29,9 +29,9 @@ from raystride.pipelines.config import (
 )
 from raystride.pipelines.config.parse import to_yaml
 from raystride.pipelines.config.sweep import SweepConfig, SweepJobConfig
-from raystride.pipelines.record.mlflow.ui import await_server, start_server, stop_server
-from raystride.pipelines.storage.folder import Folder
-from raystride.pipelines.tokenizers import train_tokenizer
+from raystride.pipelines.data.tokenizers import train_tokenizer
+from raystride.pipelines.observability.record.mlflow.ui import await_server, start_server, stop_server
+from raystride.pipelines.system.storage.folder import Folder
 from tests.ports import hold_port
 from tests.ray_jobs.jobs import ROOT, Outcome, finish_job, start_script
 from tests.tiny import tiny, write_text
@@ -242,6 +242,11 @@ def test_a_submitted_job_takes_no_keys_along(name: str, tmp_path: Path) -> None:
     shutil.copy(ROOT / ".rayignore", tmp_path / ".gitignore")
     asked = ["git", "-C", str(tmp_path), "check-ignore", "-q", "--no-index"]
     assert subprocess.run([*asked, name], check=False).returncode == 0
-    ours = ("ray_jobs/train.py", "raystride/pipelines/credentials.py", "raystride/model/block.py", "configs/lm_python.yaml")
+    ours = (
+        "ray_jobs/train.py",
+        "raystride/pipelines/system/credentials.py",
+        "raystride/model/block.py",
+        "configs/lm_python.yaml",
+    )
     for each in ours:
         assert subprocess.run([*asked, each], check=False).returncode == 1

@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import yaml
 
-from raystride.pipelines.commands import launch_command
 from raystride.pipelines.config import RecordConfig
 from raystride.pipelines.config.sweep import SweepConfig, SweepJobConfig
-from raystride.pipelines.storage.folder import Folder
 from raystride.pipelines.sweep.result import Result, load_results
+from raystride.pipelines.system.commands import launch_command
+from raystride.pipelines.system.storage.folder import Folder
 from tests.end_to_end.tracking import only_run
 from tests.ray_jobs.jobs import finish_job, run_well, start_job, start_script, summary, wait_for
 from tests.some import some

@@ -28,7 +28,7 @@ from raystride.pipelines.config import (
 )
 from raystride.pipelines.evaluate.answering import Predictor
 from raystride.pipelines.evaluate.load_run import open_run
-from raystride.pipelines.storage.folder import Folder
+from raystride.pipelines.system.storage.folder import Folder
 from tests.ray_jobs.jobs import run_well, summary
 
 ENGLISH = ["one", "two", "three", "four", "five", "six", "seven", "eight"]

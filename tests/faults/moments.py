@@ -25,7 +25,7 @@ from typing import Any, Literal
 import psutil
 
 from raystride.pipelines.config import CheckpointConfig, ScalingConfig, TrainConfig, ValidationConfig
-from raystride.pipelines.worker.job import Job, WorkerInfo
+from raystride.pipelines.train.worker.job import Job, WorkerInfo
 from tests.faults.schedules import CONTEXT, exact_job
 from tests.receipts import accept
 from tests.waiting import wait_until
@@ -107,8 +107,8 @@ def finish(job: Job, world: int, scratch: Path, attempt: str = "after") -> dict[
 
 def _worker(job: Job, rank: int, world: int, steps: Any, place: Path, blow: Blow | None) -> None:
     """A worker process, which counts its steps where the loop asks whether to stop."""
-    from raystride.pipelines.distributed.process_group import set_rendezvous_file
-    from raystride.pipelines.worker.run import run_worker
+    from raystride.pipelines.train.distributed.process_group import set_rendezvous_file
+    from raystride.pipelines.train.worker.run import run_worker
 
     set_rendezvous_file(str(place / "meeting" / "store"))
     struck = blow if blow and blow.victim == rank else None
@@ -184,7 +184,7 @@ def _in_a_block(*, backward: bool, strike: Callable[..., None]) -> None:
 
 
 def _after_a_bucket_left(strike: Callable[[], None]) -> None:
-    from raystride.pipelines.strategies.exact import ExactBuckets
+    from raystride.pipelines.train.strategies.exact import ExactBuckets
 
     send = ExactBuckets._reduce_bucket
 

@@ -28,7 +28,7 @@ from raystride.pipelines.config import (
     TrainConfig,
     ValidationConfig,
 )
-from raystride.pipelines.worker.job import Job, WorkerInfo
+from raystride.pipelines.train.worker.job import Job, WorkerInfo
 from tests.fork_server import CONTEXT
 from tests.processes import make_job
 from tests.receipts import accept
@@ -138,8 +138,8 @@ def _attempt(job: Job, attempt: Attempt, scratch: Path) -> dict[str, Any] | None
 
 def _worker(job: Job, rank: int, world: int, steps: Any, stop: Any, place: Path) -> None:
     """A worker process; counts its steps where the loop asks whether to stop."""
-    from raystride.pipelines.distributed.process_group import set_rendezvous_file
-    from raystride.pipelines.worker.run import run_worker
+    from raystride.pipelines.train.distributed.process_group import set_rendezvous_file
+    from raystride.pipelines.train.worker.run import run_worker
 
     set_rendezvous_file(str(place / "meeting" / "store"))
 

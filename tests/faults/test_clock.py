@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from raystride.pipelines.config import LaunchConfig
-from raystride.pipelines.record.audit import audit
+from raystride.pipelines.train.checkpoint.audit import audit
 from tests.clock import no_clock, wrong_clock
 from tests.faults.moments import Blow, Group, finish, short_job
 from tests.ray_jobs.jobs import run_folder, run_well, summary

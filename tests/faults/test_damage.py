@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from raystride.pipelines.config import CheckpointConfig
-from raystride.pipelines.record.audit import audit
-from raystride.pipelines.storage.folder import Folder
-from raystride.pipelines.worker.job import Job
+from raystride.pipelines.system.storage.folder import Folder
+from raystride.pipelines.train.checkpoint.audit import audit
+from raystride.pipelines.train.worker.job import Job
 from tests.faults.moments import Blow, Group, finish, short_job
 from tests.tiny import write_text
 

@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from raystride.pipelines.config import Config, LaunchConfig
-from raystride.pipelines.record.audit import audit
+from raystride.pipelines.train.checkpoint.audit import audit
 from tests.faults.moments import Blow, Group, short_job
 from tests.ray_jobs.jobs import Outcome, finish_job, run_folder, run_job, run_well, start_job, summary, wait_for_checkpoint
 from tests.tiny import write_text

@@ -8,12 +8,12 @@ import psutil
 import pytest
 
 from raystride.pipelines.config import CheckpointConfig, Config, LaunchConfig, RecordConfig, TrainConfig, ValidationConfig
-from raystride.pipelines.record import read_entries
-from raystride.pipelines.record.audit import audit
-from raystride.pipelines.run_store.lease import Owner, read_owner
+from raystride.pipelines.launch.run_store.lease import Owner, read_owner
+from raystride.pipelines.observability.record import read_entries
+from raystride.pipelines.train.checkpoint.audit import audit
 from tests.children import find_children, stop
 from tests.faults.moments import finish, short_job
-from tests.pipelines.record.conftest import history, only_run
+from tests.pipelines.observability.record.conftest import history, only_run
 from tests.ray_jobs.jobs import Process, finish_job, run_folder, run_well, start_job, summary, wait_for, wait_for_checkpoint
 from tests.tiny import write_text
 from tests.waiting import wait_until

@@ -20,9 +20,9 @@ from raystride.pipelines.config import (
     TrainConfig,
     ValidationConfig,
 )
-from raystride.pipelines.record import read_entries
-from raystride.pipelines.record.audit import audit
-from raystride.pipelines.signals import INTERRUPTED
+from raystride.pipelines.observability.record import read_entries
+from raystride.pipelines.system.signals import INTERRUPTED
+from raystride.pipelines.train.checkpoint.audit import audit
 from tests.another_cluster import another_cluster
 from tests.processes import make_job, run_workers
 from tests.ray_jobs.jobs import finish_job, run_folder, start_job, summary, wait_for, wait_for_checkpoint

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from raystride.pipelines.config import CheckpointConfig, ModelConfig, ScalingConfig, TrainConfig
-from raystride.pipelines.record.audit import audit
+from raystride.pipelines.train.checkpoint.audit import audit
 from tests.faults.schedules import Attempt, Outcome, draw_schedule, exact_config, exact_job, run_schedule
 from tests.ray_jobs.jobs import run_job, run_well, summary
 from tests.tiny import write_text

@@ -20,11 +20,11 @@ from raystride.pipelines.config import (
     TrainConfig,
     ValidationConfig,
 )
-from raystride.pipelines.hang.detector import FIRST_STEPS_S, WARMUP_CHECKS, Hang, HangDetector
-from raystride.pipelines.hang.heartbeat import Heartbeat
-from raystride.pipelines.record import read_entries
-from raystride.pipelines.record.audit import audit
-from raystride.pipelines.storage.folder import Folder
+from raystride.pipelines.launch.hang.detector import FIRST_STEPS_S, WARMUP_CHECKS, Hang, HangDetector
+from raystride.pipelines.launch.hang.heartbeat import Heartbeat
+from raystride.pipelines.observability.record import read_entries
+from raystride.pipelines.system.storage.folder import Folder
+from raystride.pipelines.train.checkpoint.audit import audit
 from tests.children import find_children, stop
 from tests.faults.moments import finish, short_job
 from tests.fork_server import CONTEXT

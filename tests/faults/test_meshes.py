@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from raystride.pipelines.config import CheckpointConfig, ModelConfig, OptimizerConfig, ScalingConfig, TrainConfig
-from raystride.pipelines.record.audit import audit
+from raystride.pipelines.train.checkpoint.audit import audit
 from tests.faults.schedules import Attempt, exact_job, run_schedule
 from tests.tiny import write_text
 

@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 
-from raystride.pipelines.checkpoint.layout import MANIFEST
 from raystride.pipelines.config import Config, DataConfig, SettingError, TrainConfig
-from raystride.pipelines.console.screen import SilentScreen
-from raystride.pipelines.feed.mixture import Mixture
+from raystride.pipelines.data.feed.mixture import Mixture
+from raystride.pipelines.launch.console.screen import SilentScreen
 from raystride.pipelines.launch.train_job import train
-from raystride.pipelines.record.audit import audit
-from raystride.pipelines.storage.folder import Folder
-from raystride.pipelines.worker.job import Job
+from raystride.pipelines.system.storage.folder import Folder
+from raystride.pipelines.train.checkpoint.audit import audit
+from raystride.pipelines.train.checkpoint.layout import MANIFEST
+from raystride.pipelines.train.worker.job import Job
 from tests.faults.moments import Blow, Group, finish, short_job
 from tests.faults.schedules import draw_schedule, run_schedule
 from tests.tiny import tiny, write_text

@@ -9,8 +9,8 @@ import psutil
 import pytest
 
 from raystride.pipelines.config import CheckpointConfig, Config, ScalingConfig, TrainConfig, ValidationConfig
-from raystride.pipelines.record import read_entries
-from raystride.pipelines.record.audit import audit
+from raystride.pipelines.observability.record import read_entries
+from raystride.pipelines.train.checkpoint.audit import audit
 from tests.children import find_children
 from tests.faults.moments import LIMIT_S, finish, short_job
 from tests.ray_jobs.jobs import Process, finish_job, run_folder, run_well, start_job, summary, wait_for_checkpoint

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from raystride.pipelines.config import CheckpointConfig, ModelConfig, TrainConfig, ValidationConfig
-from raystride.pipelines.worker.job import Job
+from raystride.pipelines.train.worker.job import Job
 from tests.processes import Workers, finish, make_job, run_workers, start_workers
 from tests.tiny import tiny, write_text
 from tests.waiting import wait_until

@@ -9,7 +9,7 @@ from typing import Any
 import psutil
 import pytest
 
-from raystride.pipelines.record.audit import audit
+from raystride.pipelines.train.checkpoint.audit import audit
 from tests.faults.moments import Blow, Group, Moment, finish, short_job
 from tests.tiny import write_text
 from tests.waiting import wait_until

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from raystride.pipelines.config import Config, LaunchConfig
-from raystride.pipelines.record.audit import audit
+from raystride.pipelines.train.checkpoint.audit import audit
 from tests.faults.moments import Group, finish, short_job
 from tests.ray_jobs.jobs import finish_job, run_folder, run_job, run_well, start_job, summary, wait_for_checkpoint
 from tests.storage import Faults, Proxy

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from raystride.model.classifier import Classifier
 from raystride.model.shape import count_classifier_parameters
 from raystride.pipelines.config import ModelConfig, TrainConfig
-from raystride.pipelines.strategies.recompute import recompute
+from raystride.pipelines.train.strategies.recompute import recompute
 from tests.some import some
 
 SIZES: dict[str, Any] = {"layers": 2, "heads": 4, "hidden_size": 32, "context": 16}

@@ -12,7 +12,7 @@ from torch.func import functional_call
 from raystride.model.convnet import ConvNet, Loss
 from raystride.model.shape import convnet_flops, count_convnet_parameters
 from raystride.pipelines.config import TrainConfig
-from raystride.pipelines.strategies.recompute import recompute
+from raystride.pipelines.train.strategies.recompute import recompute
 from tests.some import some
 
 LOSSES: list[Loss] = ["cross_entropy", "mse"]

@@ -13,7 +13,7 @@ from raystride.model.block import sinusoidal_positions
 from raystride.model.shape import count_translator_parameters, translator_flops_per_token
 from raystride.model.translator import Translator
 from raystride.pipelines.config import ModelConfig, TrainConfig
-from raystride.pipelines.strategies.recompute import recompute
+from raystride.pipelines.train.strategies.recompute import recompute
 from tests.some import some
 
 SIZES: dict[str, Any] = {"layers": 2, "heads": 4, "hidden_size": 32, "context": 16}

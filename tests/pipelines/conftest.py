@@ -10,12 +10,12 @@ import pyarrow as pa
 import pytest
 
 from raystride.pipelines.config import Config, DataConfig, TokenizerConfig
-from raystride.pipelines.prepare.one_source import PreparedData
-from raystride.pipelines.prepare.prepare import prepare
-from raystride.pipelines.prepare.run_context import RunContext
-from raystride.pipelines.storage.folder import Folder
-from raystride.pipelines.tasks.language_model import LanguageModel
-from raystride.pipelines.tokenizers import load_tokenizer
+from raystride.pipelines.data.prepare.one_source import PreparedData
+from raystride.pipelines.data.prepare.prepare import prepare
+from raystride.pipelines.data.prepare.run_context import RunContext
+from raystride.pipelines.data.tasks.language_model import LanguageModel
+from raystride.pipelines.data.tokenizers import load_tokenizer
+from raystride.pipelines.system.storage.folder import Folder
 
 Prepare = Callable[..., PreparedData]
 

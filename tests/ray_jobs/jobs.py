@@ -20,7 +20,7 @@ from typing import Any
 
 from raystride.pipelines.config import Config
 from raystride.pipelines.config.parse import to_yaml
-from raystride.pipelines.storage.folder import Folder
+from raystride.pipelines.system.storage.folder import Folder
 from tests.fork_server import CONTEXT
 from tests.waiting import wait_until
 

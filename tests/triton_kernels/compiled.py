@@ -38,16 +38,16 @@ def state() -> str:
 @cache
 def _launches() -> list[Any]:
     """Returns the launches of all specimens that are shipped."""
-    from raystride.triton_kernels.architectures import ARCHITECTURES
-    from raystride.triton_kernels.compilation import record_launches
+    from benchmarks.kernel_tools.architectures import ARCHITECTURES
+    from benchmarks.kernel_tools.compilation import record_launches
 
     return [recorded for architecture in ARCHITECTURES for recorded in record_launches(architecture, only_shipped=True)]
 
 
 def _describe_launches_of(version: str) -> tuple[str, int]:
     """Returns the digest of the launches that another Triton would get, with its tiles, and their number for NVIDIA."""
-    from raystride.triton_kernels.architectures import ARCHITECTURES
-    from raystride.triton_kernels.compilation import digest_launches, record_launches
+    from benchmarks.kernel_tools.architectures import ARCHITECTURES
+    from benchmarks.kernel_tools.compilation import digest_launches, record_launches
 
     with mock.patch("raystride.triton_kernels.configurations.triton_version", return_value=version):
         launches = [one for architecture in ARCHITECTURES for one in record_launches(architecture, only_shipped=True)]
@@ -76,14 +76,14 @@ def _tile_size(recorded: Any) -> int:
 
 
 def _compile(number: int) -> dict[str, Any]:
-    from raystride.triton_kernels.compilation import compile_launch
+    from benchmarks.kernel_tools.compilation import compile_launch
 
     return asdict(compile_launch(_launches()[number]))
 
 
 def main() -> None:
     """Prints digests of all launches, and the sample as compiled now."""
-    from raystride.triton_kernels.compilation import digest_launches
+    from benchmarks.kernel_tools.compilation import digest_launches
     from raystride.triton_kernels.configurations import read_corrections, triton_version
 
     others = {name: _describe_launches_of(name) for name in read_corrections() if name != triton_version()}

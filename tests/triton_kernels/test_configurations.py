@@ -123,7 +123,7 @@ def test_a_tile_that_spills_is_corrected(tmp_path: Path) -> None:
     """By compiling in a process of its own: here kernels belong to the interpreter."""
     program = """
 from pathlib import Path
-from raystride.triton_kernels import configurations, tile_search
+from raystride.triton_kernels import configurations; from benchmarks.kernel_tools import tile_search
 from raystride.triton_kernels.configurations import Tile
 
 cases = tile_search.list_cases("sm_90")

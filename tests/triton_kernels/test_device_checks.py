@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from raystride.triton_kernels import device_checks, sanitize
+from benchmarks.kernel_tools import sanitize
+from raystride.triton_kernels import device_checks
 from raystride.triton_kernels.device_checks import DeviceCheck, run_checks
 from raystride.triton_kernels.gelu import gelu, gelu_reference
 from raystride.triton_kernels.launch import use_launcher

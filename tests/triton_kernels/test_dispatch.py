@@ -89,8 +89,8 @@ except ValueError as error:
 def test_a_pytorch_for_cpus_does_without_triton() -> None:
     program = """
 import sys
-import raystride.pipelines.worker.run
-from raystride.triton_kernels.compilation import record_launches
+import raystride.pipelines.train.worker.run
+from benchmarks.kernel_tools.compilation import record_launches
 from raystride.triton_kernels.dispatch import triton_unavailable_reason
 print("triton" in sys.modules, triton_unavailable_reason())
 try:

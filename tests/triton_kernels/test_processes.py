@@ -24,7 +24,7 @@ def _start(command: list[str]) -> subprocess.Popen[str]:
 def test_a_report_that_is_ended_leaves_no_compilers(number: signal.Signals) -> None:
     command = [
         "-m",
-        "raystride.triton_kernels.compile_report",
+        "benchmarks.kernel_tools.compile_report",
         "--architecture",
         "sm_90",
         "--operation",

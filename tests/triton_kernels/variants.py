@@ -13,10 +13,11 @@ from typing import Any
 
 import torch
 
+from benchmarks.kernel_tools.compilation import _describe_launch
+from benchmarks.kernel_tools.specimens import Specimen
 from raystride.triton_kernels.attention import attention
 from raystride.triton_kernels.attention_packed import attention_packed
 from raystride.triton_kernels.byte_pack import byte_pack, byte_pack_sequence
-from raystride.triton_kernels.compilation import _describe_launch
 from raystride.triton_kernels.convolution import convolution
 from raystride.triton_kernels.dispatch import use_kernels
 from raystride.triton_kernels.geglu import geglu
@@ -28,7 +29,6 @@ from raystride.triton_kernels.mse import mse
 from raystride.triton_kernels.relu import relu
 from raystride.triton_kernels.rms_norm import add_rms_norm, rms_norm
 from raystride.triton_kernels.rope import rope
-from raystride.triton_kernels.specimens import Specimen
 from raystride.triton_kernels.swiglu import swiglu
 
 SIZE, HEADS, GROUPS, WORDS = 64, 4, 2, 50_257

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 import raystride
-from raystride.pipelines.tasks.classification import Classification
+from raystride.pipelines.data.tasks.classification import Classification
 
 
 class Averaged(nn.Module):

@@ -2,7 +2,6 @@
 
 import pytest
 
-from raystride.pipelines.cluster.resources import Resources, resolve_allocation
 from raystride.pipelines.config import (
     CheckpointConfig,
     Config,
@@ -12,6 +11,7 @@ from raystride.pipelines.config import (
     ScalingConfig,
     TrainConfig,
 )
+from raystride.pipelines.launch.cluster.resources import Resources, resolve_allocation
 from tests.errors import refused
 
 CPU = Resources(cpus=4, gpus=0, memory_bytes=2.0**34, gpu_memory_bytes=None)
@@ -172,10 +172,10 @@ def test_what_this_device_cannot_do(
 
 
 def test_what_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("raystride.pipelines.cluster.resources.find_spec", lambda name: None)
+    monkeypatch.setattr("raystride.pipelines.launch.cluster.resources.find_spec", lambda name: None)
     with refused("scaling.strategy", "deepspeed", names=['pip install "raystride[deepspeed]"', "`fsdp`"]):
         resolve_allocation(Config(scaling=ScalingConfig(strategy="deepspeed")), CPU)
-    monkeypatch.setattr("raystride.pipelines.cluster.resources.which", lambda name: None)
+    monkeypatch.setattr("raystride.pipelines.launch.cluster.resources.which", lambda name: None)
     with refused("train.compile", "block", names=["(g++)"]):
         resolve_allocation(Config(train=TrainConfig(compile="block")), CPU)
 

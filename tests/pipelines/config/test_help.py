@@ -14,7 +14,7 @@ from raystride.pipelines.config.parse import load_settings, parse
 from raystride.pipelines.config.presets import describe_preset, presets
 from raystride.pipelines.config.reference import sections_reference, settings_reference
 from raystride.pipelines.config.sweep import SweepJobConfig
-from raystride.pipelines.deploy.plan import KINDS
+from raystride.pipelines.launch.deploy.plan import KINDS
 from tests import settings_page
 from tests.errors import refused
 

@@ -7,9 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from raystride.pipelines.config import Config
-from raystride.pipelines.config.condition import Condition
 from raystride.pipelines.config.parse import parse, parse_value
-from raystride.pipelines.config.sweep import OF_TRIALS, SweepConfig, SweepJobConfig
+from raystride.pipelines.config.sweep import OF_TRIALS, Condition, SweepConfig, SweepJobConfig
 from tests.errors import refused
 
 KNOWN = Config().flat()

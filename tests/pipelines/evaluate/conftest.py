@@ -17,9 +17,9 @@ from raystride.pipelines.config import (
     ValidationConfig,
 )
 from raystride.pipelines.config.parse import to_yaml
-from raystride.pipelines.storage.folder import Folder
-from raystride.pipelines.worker.build import build_training
-from raystride.pipelines.worker.job import WorkerInfo
+from raystride.pipelines.system.storage.folder import Folder
+from raystride.pipelines.train.worker.build import build_training
+from raystride.pipelines.train.worker.job import WorkerInfo
 from tests.processes import make_job
 from tests.tiny import tiny
 

@@ -5,13 +5,13 @@ import pytest
 import torch
 
 from raystride.model.linear import has_bf16
-from raystride.pipelines.checkpoint.manager import Checkpoints
 from raystride.pipelines.config import PredictorConfig, SampleConfig
+from raystride.pipelines.data.sources.pieces import Piece
+from raystride.pipelines.data.tasks.text_generation import write_text
 from raystride.pipelines.evaluate.answering import Predictor
 from raystride.pipelines.evaluate.load_run import open_run, select_run
-from raystride.pipelines.evaluate.writing import write_text
-from raystride.pipelines.sources.pieces import Piece
-from raystride.pipelines.storage.folder import Folder
+from raystride.pipelines.system.storage.folder import Folder
+from raystride.pipelines.train.checkpoint.manager import Checkpoints
 from tests.pipelines.evaluate.conftest import texts
 from tests.some import some
 

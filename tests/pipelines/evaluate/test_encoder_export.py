@@ -9,12 +9,12 @@ import torch
 
 from raystride.model.classifier import Classifier
 from raystride.pipelines.config import Config, PredictorConfig, TokenizerConfig
+from raystride.pipelines.data.tasks import build_task
+from raystride.pipelines.data.tokenizers import train_tokenizer
 from raystride.pipelines.evaluate.answering import Predictor
 from raystride.pipelines.evaluate.export import export_hugging_face
 from raystride.pipelines.evaluate.load_run import LoadedModel
-from raystride.pipelines.storage.folder import Folder
-from raystride.pipelines.tasks import build_task
-from raystride.pipelines.tokenizers import train_tokenizer
+from raystride.pipelines.system.storage.folder import Folder
 from tests.bases import ENCODERS, write_encoder
 from tests.errors import refused
 

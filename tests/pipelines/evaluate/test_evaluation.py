@@ -12,17 +12,17 @@ import pytest
 from pyarrow import parquet
 
 from raystride.pipelines.config import Config, DataConfig, PredictorConfig, RecordConfig
+from raystride.pipelines.data.prepare.fingerprint import fingerprint
+from raystride.pipelines.data.prepare.manifest import Manifest
+from raystride.pipelines.data.sources.pieces import Part
+from raystride.pipelines.data.tasks.language_model import LanguageModel
 from raystride.pipelines.evaluate.evaluation import EvaluationResult, Split, bootstrap, evaluate, read_table, worst_samples
 from raystride.pipelines.evaluate.load_run import SelectedRun, select_run
 from raystride.pipelines.evaluate.parts import PredictJob
 from raystride.pipelines.evaluate.prediction import predict_locally
 from raystride.pipelines.evaluate.recording import log_scores
-from raystride.pipelines.prepare.fingerprint import fingerprint
-from raystride.pipelines.prepare.manifest import Manifest
-from raystride.pipelines.record import read_entries
-from raystride.pipelines.sources.pieces import Part
-from raystride.pipelines.storage.folder import Folder
-from raystride.pipelines.tasks.language_model import LanguageModel
+from raystride.pipelines.observability.record import read_entries
+from raystride.pipelines.system.storage.folder import Folder
 from tests.errors import refused
 from tests.pipelines.evaluate.conftest import texts
 

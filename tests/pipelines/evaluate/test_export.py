@@ -17,16 +17,16 @@ from raystride.model.transformer import Decoder
 from raystride.pipelines.config import Config, LoraConfig, ModelConfig, SampleConfig, TokenizerConfig
 from raystride.pipelines.config.jobs import ExportConfig
 from raystride.pipelines.config.parse import to_yaml
+from raystride.pipelines.data.tasks import build_task
+from raystride.pipelines.data.tasks.text_generation import write_text as write_text_of
+from raystride.pipelines.data.tokenizers import train_tokenizer
 from raystride.pipelines.evaluate.export import export_hugging_face
 from raystride.pipelines.evaluate.load_run import LoadedModel, open_run
-from raystride.pipelines.evaluate.writing import write_text as write_text_of
 from raystride.pipelines.launch.finished import export_run
-from raystride.pipelines.storage.folder import Folder
-from raystride.pipelines.tasks import build_task
-from raystride.pipelines.tokenizers import train_tokenizer
+from raystride.pipelines.system.storage.folder import Folder
 from raystride.pipelines.train.loop import Training
-from raystride.pipelines.worker.build import build_training
-from raystride.pipelines.worker.job import WorkerInfo
+from raystride.pipelines.train.worker.build import build_training
+from raystride.pipelines.train.worker.job import WorkerInfo
 from tests.bases import CHATML, write_base, write_tokenizer
 from tests.bases import GEMMA as GEMMAS_TEMPLATE
 from tests.bases import SHAPES as SHAPES_OF_BASES

@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from raystride.pipelines.checkpoint.fingerprint import parameters_sha256
 from raystride.pipelines.config import CheckpointConfig, TokenizerConfig, ValidationConfig
 from raystride.pipelines.config.parse import to_yaml
 from raystride.pipelines.evaluate.load_run import open_cached, open_run, select_run
-from raystride.pipelines.storage.folder import Folder
-from raystride.pipelines.worker.build import build_training
-from raystride.pipelines.worker.job import WorkerInfo
+from raystride.pipelines.system.storage.folder import Folder
+from raystride.pipelines.train.checkpoint.pieces import parameters_sha256
+from raystride.pipelines.train.worker.build import build_training
+from raystride.pipelines.train.worker.job import WorkerInfo
 from tests.errors import refused
 from tests.processes import make_job
 from tests.tiny import tiny, write_text

@@ -9,6 +9,12 @@ import pytest
 import torch
 
 from raystride.pipelines.config import Config, DataConfig, ModelConfig, PredictorConfig, TokenizerConfig
+from raystride.pipelines.data.prepare.parts import divide_without_validation
+from raystride.pipelines.data.prepare.stages import is_validation
+from raystride.pipelines.data.sources.pieces import Part
+from raystride.pipelines.data.sources.source import open_source
+from raystride.pipelines.data.tasks import Task, build_task
+from raystride.pipelines.data.tokenizers.byte_pairs import CharacterEncoder
 from raystride.pipelines.evaluate import rows as rows_module
 from raystride.pipelines.evaluate.answering import Predictor
 from raystride.pipelines.evaluate.load_run import LoadedModel, SelectedRun
@@ -20,13 +26,7 @@ from raystride.pipelines.evaluate.parts import (
     name_probabilities,
     predict_part,
 )
-from raystride.pipelines.prepare.parts import divide_without_validation
-from raystride.pipelines.prepare.stages import is_validation
-from raystride.pipelines.sources.pieces import Part
-from raystride.pipelines.sources.source import open_source
-from raystride.pipelines.storage.folder import Folder
-from raystride.pipelines.tasks import Task, build_task
-from raystride.pipelines.tokenizers.alphabets import CharacterEncoder
+from raystride.pipelines.system.storage.folder import Folder
 from tests.errors import unreadable
 
 LETTERS = CharacterEncoder("abcdefghijklmnopqrstuvwxyz 0123456789")

@@ -5,10 +5,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from raystride.pipelines.evaluate import pictures
-from raystride.pipelines.evaluate.pictures import draw_confusion, draw_reliability
-from raystride.pipelines.report.drawing import MAX_COUNTED_LABELS, MAX_NAMED_LABELS
-from raystride.pipelines.tasks.labels import BINS
+from raystride.pipelines.data.tasks.labels import BINS
+from raystride.pipelines.evaluate import evaluation as pictures
+from raystride.pipelines.evaluate.evaluation import draw_confusion, draw_reliability
+from raystride.pipelines.observability.report.drawing import MAX_COUNTED_LABELS, MAX_NAMED_LABELS
 
 
 @pytest.fixture

@@ -24,12 +24,12 @@ from raystride.pipelines.config import (
     TrainConfig,
     ValidationConfig,
 )
+from raystride.pipelines.data.sources.faults import DataError
+from raystride.pipelines.data.sources.pieces import Part
 from raystride.pipelines.evaluate.load_run import select_run
 from raystride.pipelines.evaluate.parts import PredictJob, predict_part
 from raystride.pipelines.evaluate.prediction import MANIFEST, InputData, PredictionResult, predict, predict_locally
-from raystride.pipelines.sources.faults import DataError
-from raystride.pipelines.sources.pieces import Part
-from raystride.pipelines.storage.folder import Folder
+from raystride.pipelines.system.storage.folder import Folder
 from tests.errors import unreadable
 from tests.fork_server import CONTEXT
 from tests.pipelines.evaluate.conftest import texts, train, write_rows
@@ -180,7 +180,7 @@ def test_translations_and_continuations_are_written(trained: Folder, questions: 
 
 @pytest.mark.long
 def test_ray_answers_the_same(ray_cluster: None, trained: Folder, questions: Path, tmp_path: Path) -> None:
-    from raystride.pipelines.cluster.answering import predict_on_ray
+    from raystride.pipelines.launch.cluster.answering import predict_on_ray
 
     def run_parts(job: PredictJob, parts: list[Part]) -> None:
         predict_on_ray(job, parts, workers=min(2, len(parts)), per_worker={"CPU": 1})

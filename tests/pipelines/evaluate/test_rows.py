@@ -14,6 +14,7 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from pyarrow import parquet
 
+from raystride.pipelines.data.sources.parquet_reader import BATCH_BYTES, BatchRow
 from raystride.pipelines.evaluate.rows import (
     CHUNK_ROWS,
     Row,
@@ -26,7 +27,6 @@ from raystride.pipelines.evaluate.rows import (
     unify,
     unpack_schema,
 )
-from raystride.pipelines.sources.parquet_reader import BATCH_BYTES, BatchRow
 from tests.errors import unreadable
 
 ROWS: list[dict[str, Any]] = [

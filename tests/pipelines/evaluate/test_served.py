@@ -11,9 +11,9 @@ import pytest
 from PIL import Image
 
 from raystride.pipelines.config import Config, ModelConfig, RecordConfig, SampleConfig
+from raystride.pipelines.data.tasks import build_task
 from raystride.pipelines.evaluate.load_run import LoadedModel
-from raystride.pipelines.storage.folder import Folder
-from raystride.pipelines.tasks import build_task
+from raystride.pipelines.system.storage.folder import Folder
 
 SHAPE = (1, 4, 6)
 

@@ -16,9 +16,9 @@ from raystride.model.lora import merge_adapters
 from raystride.pipelines.config import Config, LoraConfig, TokenizerConfig
 from raystride.pipelines.config.parse import to_yaml
 from raystride.pipelines.evaluate.load_run import LoadedModel, open_run
-from raystride.pipelines.storage.folder import Folder
-from raystride.pipelines.worker.build import build_training
-from raystride.pipelines.worker.job import WorkerInfo
+from raystride.pipelines.system.storage.folder import Folder
+from raystride.pipelines.train.worker.build import build_training
+from raystride.pipelines.train.worker.job import WorkerInfo
 from tests.preferences import SHAPE, write_base
 from tests.processes import make_job
 from tests.ray_jobs.jobs import ROOT, environment, finish_job, start_script

@@ -11,16 +11,16 @@ from unittest.mock import ANY
 import pytest
 import torch
 
-from raystride.pipelines.cluster.resources import Resources
 from raystride.pipelines.config import Config, LaunchConfig, LoraConfig, ScalingConfig, SettingError, TrainConfig
-from raystride.pipelines.console.failure import TrainingFailed
-from raystride.pipelines.console.screen import SilentScreen
 from raystride.pipelines.evaluate.load_run import open_run
 from raystride.pipelines.launch.adapters_job import expand_adapters
+from raystride.pipelines.launch.cluster.resources import Resources
+from raystride.pipelines.launch.console.failure import TrainingFailed
+from raystride.pipelines.launch.console.screen import SilentScreen
 from raystride.pipelines.launch.train_job import train
-from raystride.pipelines.memory.estimate import estimate
-from raystride.pipelines.memory.networks import expected_facts
-from raystride.pipelines.storage.folder import Folder
+from raystride.pipelines.system.storage.folder import Folder
+from raystride.pipelines.train.memory.estimate import estimate
+from raystride.pipelines.train.memory.networks import expected_facts
 from tests.bases import SHAPES, write_base
 from tests.errors import cannot_run, refused
 from tests.tiny import tiny, write_text

@@ -25,6 +25,7 @@ from raystride.pipelines.config import (
 from raystride.pipelines.config.jobs import EvaluateConfig, ExportConfig, PredictConfig, ServeConfig
 from raystride.pipelines.config.parse import to_yaml
 from raystride.pipelines.config.run import PredictorLaunchConfig
+from raystride.pipelines.data.tasks import build_task
 from raystride.pipelines.evaluate.load_run import LoadedModel
 from raystride.pipelines.launch.finished import (
     _merge_adapters,
@@ -35,11 +36,10 @@ from raystride.pipelines.launch.finished import (
     predict_inputs,
     writes_adapter,
 )
-from raystride.pipelines.run_store.lease import RunLease
-from raystride.pipelines.storage.folder import Folder
-from raystride.pipelines.tasks import build_task
-from raystride.pipelines.worker.build import build_training
-from raystride.pipelines.worker.job import WorkerInfo
+from raystride.pipelines.launch.run_store.lease import RunLease
+from raystride.pipelines.system.storage.folder import Folder
+from raystride.pipelines.train.worker.build import build_training
+from raystride.pipelines.train.worker.job import WorkerInfo
 from tests.errors import refused
 from tests.processes import make_job
 from tests.tiny import tiny

@@ -23,18 +23,18 @@ from raystride.pipelines.config import (
     TrainConfig,
     ValidationConfig,
 )
-from raystride.pipelines.console.screen import SilentScreen
+from raystride.pipelines.data.prepare.fingerprint import compute_fingerprint, open_sources
+from raystride.pipelines.data.prepare.one_source import prepare_source
+from raystride.pipelines.data.prepare.run_context import RunContext
+from raystride.pipelines.data.sources.faults import DataError
+from raystride.pipelines.data.tasks import build_task
 from raystride.pipelines.evaluate.evaluation import EvaluationResult, evaluate
 from raystride.pipelines.evaluate.load_run import select_run
 from raystride.pipelines.evaluate.prediction import predict_locally
+from raystride.pipelines.launch.console.screen import SilentScreen
+from raystride.pipelines.launch.run_store.resume import keep_preparations, read_previous_attempt
 from raystride.pipelines.launch.train_job import train
-from raystride.pipelines.prepare.fingerprint import compute_fingerprint, open_sources
-from raystride.pipelines.prepare.one_source import prepare_source
-from raystride.pipelines.prepare.run_context import RunContext
-from raystride.pipelines.run_store.resume import keep_preparations, read_previous_attempt
-from raystride.pipelines.sources.faults import DataError
-from raystride.pipelines.storage.folder import Folder
-from raystride.pipelines.tasks import build_task
+from raystride.pipelines.system.storage.folder import Folder
 from tests.errors import refused, unreadable
 from tests.tiny import tiny, write_text
 

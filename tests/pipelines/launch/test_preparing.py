@@ -14,10 +14,10 @@ import psutil
 import pytest
 
 from raystride.pipelines.config import DataConfig, LaunchConfig, TrainConfig
-from raystride.pipelines.console.screen import SilentScreen
+from raystride.pipelines.launch.console.screen import SilentScreen
 from raystride.pipelines.launch.train_job import train
-from raystride.pipelines.record.audit import audit
-from raystride.pipelines.storage.folder import Folder
+from raystride.pipelines.system.storage.folder import Folder
+from raystride.pipelines.train.checkpoint.audit import audit
 from tests.children import find_children
 from tests.gated import write_plugin, write_source
 from tests.ray_jobs.jobs import Process, finish_job, start_script

@@ -7,9 +7,9 @@ import pytest
 
 from raystride.pipelines.config import Config, RecordConfig
 from raystride.pipelines.launch.profiled import _store_report
-from raystride.pipelines.profiling.profile import PROFILES_FOLDER
-from raystride.pipelines.record.mlflow.database import database_uri
-from raystride.pipelines.storage.folder import Folder
+from raystride.pipelines.observability.profiling.profile import PROFILES_FOLDER
+from raystride.pipelines.observability.record.mlflow.database import database_uri
+from raystride.pipelines.system.storage.folder import Folder
 
 
 @pytest.fixture

@@ -8,9 +8,12 @@ from typing import Any
 
 import pytest
 
-from raystride.pipelines.cluster.resources import Allocation, Resources
 from raystride.pipelines.config import LaunchConfig, ScalingConfig
-from raystride.pipelines.console.screen import Screen
+from raystride.pipelines.data.prepare.manifest import Manifest
+from raystride.pipelines.data.prepare.one_source import PreparedData
+from raystride.pipelines.data.prepare.progress import SPEED_FILE
+from raystride.pipelines.launch.cluster.resources import Allocation, Resources
+from raystride.pipelines.launch.console.screen import Screen
 from raystride.pipelines.launch.provenance import (
     _ray_tags,
     checkpoint_facts,
@@ -19,12 +22,9 @@ from raystride.pipelines.launch.provenance import (
     run_tags,
     show_pages,
 )
-from raystride.pipelines.prepare.manifest import Manifest
-from raystride.pipelines.prepare.one_source import PreparedData
-from raystride.pipelines.prepare.stage_speed import SPEED_FILE
-from raystride.pipelines.record import describe_environment
-from raystride.pipelines.run_store.resume import PreviousAttempt
-from raystride.pipelines.storage.folder import Folder
+from raystride.pipelines.launch.run_store.resume import PreviousAttempt
+from raystride.pipelines.observability.record import describe_environment
+from raystride.pipelines.system.storage.folder import Folder
 from tests.errors import refused
 from tests.tiny import tiny
 

@@ -8,9 +8,9 @@ import pytest
 
 from raystride.pipelines.config import DataConfig, LaunchConfig, ModelConfig, ValidationConfig
 from raystride.pipelines.config.parse import Parsed
-from raystride.pipelines.console.exit_codes import DONE, WRONG_SETTINGS
+from raystride.pipelines.launch.console.exit_codes import DONE, WRONG_SETTINGS
 from raystride.pipelines.launch.train_job import run_training
-from raystride.pipelines.storage.folder import Folder
+from raystride.pipelines.system.storage.folder import Folder
 from tests.ray_jobs.jobs import finish_job, start_job
 from tests.tiny import tiny, write_text
 

@@ -4,8 +4,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from raystride.pipelines.config import OptimizerConfig, TrainConfig
-from raystride.pipelines.launch.workers import total_steps
-from raystride.pipelines.prepare.manifest import Manifest
+from raystride.pipelines.data.prepare.manifest import Manifest
+from raystride.pipelines.launch.train_job import total_steps
 from tests.processes import make_job
 from tests.tiny import tiny, write_text
 

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from raystride.pipelines.scaling_model.described import ClusterDescription
-from raystride.pipelines.scaling_model.interval import Interval
-from raystride.pipelines.scaling_model.model import HoldOut, Prediction, ScalingModel
 from raystride.pipelines.sweep.answer import MIN_TRIALS, Answer, _describe_answer, _predict, build_answer
 from raystride.pipelines.sweep.result import Result
+from raystride.pipelines.sweep.scaling_model.described import ClusterDescription
+from raystride.pipelines.sweep.scaling_model.interval import Interval
+from raystride.pipelines.sweep.scaling_model.model import HoldOut, Prediction, ScalingModel
 from tests.pipelines.sweep.test_report_page import CLUSTER, EVERY, failed_trial, sweep, trial
 
 

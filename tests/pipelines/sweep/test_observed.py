@@ -7,9 +7,9 @@ import pytest
 
 from raystride.model.shape import count_parameters
 from raystride.pipelines.config import Config, ModelConfig, ScalingConfig, TokenizerConfig, TrainConfig
-from raystride.pipelines.scaling_model.observation import TrialError
 from raystride.pipelines.sweep.observed import MIB, build_observation
 from raystride.pipelines.sweep.result import Result
+from raystride.pipelines.sweep.scaling_model.observation import TrialError
 from tests.pipelines.sweep.test_report_page import trial
 
 MODEL = ModelConfig(layers=3, heads=2, hidden_size=64, context=64)

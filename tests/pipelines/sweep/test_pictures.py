@@ -9,8 +9,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raystride.pipelines.scaling_model.interval import Interval
-from raystride.pipelines.scaling_model.model import HoldOut
 from raystride.pipelines.sweep import pictures
 from raystride.pipelines.sweep.pictures import (
     BEST,
@@ -25,6 +23,8 @@ from raystride.pipelines.sweep.pictures import (
     format_brief,
     shorten,
 )
+from raystride.pipelines.sweep.scaling_model.interval import Interval
+from raystride.pipelines.sweep.scaling_model.model import HoldOut
 from raystride.pipelines.sweep.views import Family, Grid, Tradeoff
 from tests.pipelines.sweep.test_report_page import trial
 

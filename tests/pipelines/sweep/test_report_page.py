@@ -11,12 +11,11 @@ from hypothesis import strategies as st
 
 from raystride.pipelines.config import ModelConfig, ScalingConfig, TokenizerConfig, TrainConfig
 from raystride.pipelines.config.sweep import SweepConfig, SweepJobConfig
-from raystride.pipelines.scaling_model.described import ClusterDescription
-from raystride.pipelines.scaling_model.model import NotPredicted, Prediction
-from raystride.pipelines.storage.folder import Folder
 from raystride.pipelines.sweep.answer import Answer, build_answer
 from raystride.pipelines.sweep.report_page import render_page, write_report
 from raystride.pipelines.sweep.result import Result, Status
+from raystride.pipelines.sweep.scaling_model.described import ClusterDescription
+from raystride.pipelines.sweep.scaling_model.model import NotPredicted, Prediction
 from raystride.pipelines.sweep.views import (
     NUM_GROUPS,
     build_families,
@@ -26,7 +25,8 @@ from raystride.pipelines.sweep.views import (
     pareto_indices,
     scaling_overhead,
 )
-from tests.pipelines.report.test_page import Reader
+from raystride.pipelines.system.storage.folder import Folder
+from tests.pipelines.observability.report.test_page import Reader
 
 SHARES = {"data": 0.05, "forward": 0.2, "backward": 0.4, "update": 0.1, "validation": 0.0, "checkpoint": 0.0}
 TOKENS = 4 * 4 * 64

@@ -11,8 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raystride.pipelines.phases import EXCLUSIVE_PHASES
-from raystride.pipelines.storage.folder import Folder
+from raystride.pipelines.observability.phases import EXCLUSIVE_PHASES
 from raystride.pipelines.sweep.result import (
     MeasuredWindow,
     extract_windows,
@@ -24,6 +23,7 @@ from raystride.pipelines.sweep.result import (
     save_result,
     seconds_to_loss,
 )
+from raystride.pipelines.system.storage.folder import Folder
 from tests.pipelines.sweep.test_report_page import trial
 
 parts_of_windows = st.lists(

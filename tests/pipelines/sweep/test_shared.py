@@ -8,18 +8,18 @@ from typing import Any
 
 import pytest
 
-from raystride.pipelines.cluster.resources import Resources
 from raystride.pipelines.config import CheckpointConfig, Config, LaunchConfig, LoraConfig, ValidationConfig
 from raystride.pipelines.config.parse import Parsed
 from raystride.pipelines.config.sweep import SweepConfig, SweepJobConfig
-from raystride.pipelines.console.screen import SilentScreen
+from raystride.pipelines.launch.cluster.resources import Resources
+from raystride.pipelines.launch.console.screen import SilentScreen
 from raystride.pipelines.launch.train_job import train
-from raystride.pipelines.storage.folder import Folder
 from raystride.pipelines.sweep.result import Result, load_results
 from raystride.pipelines.sweep.shared import measure_shared
 from raystride.pipelines.sweep.space import Candidate
 from raystride.pipelines.sweep.sweep_job import list_candidates, resolve_storage, run_trials
 from raystride.pipelines.sweep.trial import SweepPlan
+from raystride.pipelines.system.storage.folder import Folder
 from tests.bases import SHAPES, write_base
 from tests.errors import refused
 from tests.tiny import tiny, write_text

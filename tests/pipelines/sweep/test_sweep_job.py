@@ -9,11 +9,11 @@ import pytest
 from raystride.pipelines.config import OptimizerConfig, ValidationConfig
 from raystride.pipelines.config.parse import Parsed
 from raystride.pipelines.config.sweep import SweepJobConfig
-from raystride.pipelines.console.screen import SilentScreen
-from raystride.pipelines.storage.folder import Folder
+from raystride.pipelines.launch.console.screen import SilentScreen
 from raystride.pipelines.sweep.result import Result, load_candidate_result, load_results, save_result
 from raystride.pipelines.sweep.space import Candidate
 from raystride.pipelines.sweep.sweep_job import _load_known, _tokenizer_warning, list_candidates, run_sweep, run_trials
+from raystride.pipelines.system.storage.folder import Folder
 from tests.errors import refused, unreadable
 from tests.pipelines.sweep.test_report_page import CLUSTER, sweep, trial
 

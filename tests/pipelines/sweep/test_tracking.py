@@ -9,12 +9,12 @@ import pytest
 
 from raystride.pipelines.config import RecordConfig
 from raystride.pipelines.config.sweep import SweepJobConfig
-from raystride.pipelines.record.journal import Journal
-from raystride.pipelines.record.mlflow.database import database_uri
-from raystride.pipelines.storage.folder import Folder
+from raystride.pipelines.observability.record.journal import Journal
+from raystride.pipelines.observability.record.mlflow.database import database_uri
 from raystride.pipelines.sweep.result import Result, load_results
 from raystride.pipelines.sweep.sweep_job import _log_to_mlflow
 from raystride.pipelines.sweep.tracking import SweepTracking
+from raystride.pipelines.system.storage.folder import Folder
 from tests.pipelines.sweep.test_report_page import sweep, trial
 
 

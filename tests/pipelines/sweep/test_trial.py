@@ -10,11 +10,10 @@ import numpy
 import pytest
 import torch
 
-from raystride.pipelines.cluster.resources import Resources
 from raystride.pipelines.config.sweep import SweepJobConfig
-from raystride.pipelines.hang.detector import Hang, Hung
-from raystride.pipelines.record.journal import Journal
-from raystride.pipelines.storage.folder import Folder
+from raystride.pipelines.launch.cluster.resources import Resources
+from raystride.pipelines.launch.hang.detector import Hang, Hung
+from raystride.pipelines.observability.record.journal import Journal
 from raystride.pipelines.sweep import trial
 from raystride.pipelines.sweep.space import Candidate
 from raystride.pipelines.sweep.trial import (
@@ -25,6 +24,7 @@ from raystride.pipelines.sweep.trial import (
     refuse_candidate,
     result_without_figures,
 )
+from raystride.pipelines.system.storage.folder import Folder
 from tests.pipelines.sweep.test_report_page import TOKENS, sweep
 
 THERE = Resources(cpus=4, gpus=0, memory_bytes=8 * 2**30, gpu_memory_bytes=None, node_cpus=(4.0,))

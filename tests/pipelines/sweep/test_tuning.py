@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from raystride.pipelines.cluster.resources import Resources
 from raystride.pipelines.config.sweep import SweepJobConfig
-from raystride.pipelines.record.journal import Journal
-from raystride.pipelines.storage.folder import Folder
+from raystride.pipelines.launch.cluster.resources import Resources
+from raystride.pipelines.observability.record.journal import Journal
 from raystride.pipelines.sweep.result import MeasuredWindow, Result, load_results, save_result
 from raystride.pipelines.sweep.space import Candidate, enumerate_grid
 from raystride.pipelines.sweep.trial import SweepPlan, result_without_figures
+from raystride.pipelines.system.storage.folder import Folder
 from tests.pipelines.sweep.test_report_page import sweep, trial
 
 THERE = Resources(cpus=4, gpus=0, memory_bytes=8 * 2**30, gpu_memory_bytes=None)

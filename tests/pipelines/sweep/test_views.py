@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raystride.pipelines.scaling_model.interval import Interval
-from raystride.pipelines.scaling_model.model import NotPredicted, Prediction, ScalingModel
 from raystride.pipelines.sweep.answer import Answer, build_answer
 from raystride.pipelines.sweep.result import Result
+from raystride.pipelines.sweep.scaling_model.interval import Interval
+from raystride.pipelines.sweep.scaling_model.model import NotPredicted, Prediction, ScalingModel
 from raystride.pipelines.sweep.views import (
     MAX_LEVELS,
     NUM_GROUPS,

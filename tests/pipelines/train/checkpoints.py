@@ -5,12 +5,11 @@ from pathlib import Path
 import torch
 
 from raystride.model.transformer import Decoder
-from raystride.pipelines.checkpoint.manager import Checkpoints
-from raystride.pipelines.checkpoint.train_state import TrainState
-from raystride.pipelines.checkpoint.updater import Updater
 from raystride.pipelines.config import ModelConfig, OptimizerConfig
-from raystride.pipelines.feed.loader import Step
-from raystride.pipelines.storage.folder import Folder
+from raystride.pipelines.data.feed.loader import Step
+from raystride.pipelines.system.storage.folder import Folder
+from raystride.pipelines.train.checkpoint.manager import Checkpoints
+from raystride.pipelines.train.checkpoint.train_state import TrainState, Updater
 from raystride.pipelines.train.optimizer import build_optimizer
 
 SHAPE = ModelConfig(layers=1, heads=2, hidden_size=8, context=6)

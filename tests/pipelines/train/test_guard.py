@@ -17,12 +17,12 @@ from raystride.pipelines.config import (
     TrainConfig,
     ValidationConfig,
 )
-from raystride.pipelines.record.audit import audit
-from raystride.pipelines.tasks.task import Inputs
+from raystride.pipelines.data.tasks.task import Inputs
+from raystride.pipelines.train.checkpoint.audit import audit
 from raystride.pipelines.train.loop import Training
 from raystride.pipelines.train.step import FINE, NOT_FINITE, OVERFLOW, SPIKE, StepCheck
-from raystride.pipelines.worker.job import Job
-from tests.pipelines.strategies.course import course_job, run_course
+from raystride.pipelines.train.worker.job import Job
+from tests.pipelines.train.strategies.course import course_job, run_course
 
 TRAIN = TrainConfig(steps=9, slots=4, slot_size=2, log_every=1, micro_batch_slots=1)
 BAD = (5, 2)

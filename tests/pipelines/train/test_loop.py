@@ -12,8 +12,6 @@ from typing import Any
 
 import pytest
 
-from raystride.pipelines.checkpoint.fence import FILE as CLAIM
-from raystride.pipelines.checkpoint.fingerprint import parameters_sha256
 from raystride.pipelines.config import (
     CheckpointConfig,
     Config,
@@ -23,11 +21,13 @@ from raystride.pipelines.config import (
     TrainConfig,
     ValidationConfig,
 )
-from raystride.pipelines.observers.observer import Observer
+from raystride.pipelines.observability.observers.observer import Observer
+from raystride.pipelines.train.checkpoint.fence import FILE as CLAIM
+from raystride.pipelines.train.checkpoint.pieces import parameters_sha256
 from raystride.pipelines.train.guard import Diverged
 from raystride.pipelines.train.loop import Ending, Training
-from raystride.pipelines.worker.build import build_training
-from raystride.pipelines.worker.job import Job, WorkerInfo
+from raystride.pipelines.train.worker.build import build_training
+from raystride.pipelines.train.worker.job import Job, WorkerInfo
 from tests.plain_training import train_plainly
 from tests.processes import make_job
 from tests.some import some

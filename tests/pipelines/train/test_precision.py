@@ -17,7 +17,7 @@ from raystride.pipelines.train.loop import Training
 from raystride.pipelines.train.optimizer import build_optimizer
 from raystride.pipelines.train.precision import LossScale, Precision
 from raystride.triton_kernels.adamw import round_stochastically
-from tests.pipelines.strategies.course import Course, course_job, next_attempt, run_course
+from tests.pipelines.train.strategies.course import Course, course_job, next_attempt, run_course
 from tests.some import some
 
 TRAIN = TrainConfig(steps=12, slots=4, slot_size=2, log_every=1)

@@ -8,11 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from raystride.model.transformer import Decoder
-from raystride.pipelines.checkpoint.updater import Updater
 from raystride.pipelines.config import Config, ModelConfig, OptimizerConfig, ScalingConfig, TrainConfig
-from raystride.pipelines.feed.loader import MicroBatch, Step
-from raystride.pipelines.strategies import LOSS, STOP, TARGETS, build_strategy
-from raystride.pipelines.strategies.strategy import Single, global_norm
+from raystride.pipelines.data.feed.loader import MicroBatch, Step
+from raystride.pipelines.train.checkpoint.train_state import Updater
 from raystride.pipelines.train.optimizer import build_optimizer
 from raystride.pipelines.train.step import (
     FINE,
@@ -26,6 +24,8 @@ from raystride.pipelines.train.step import (
     micro_batch_seed,
     train_step,
 )
+from raystride.pipelines.train.strategies import LOSS, STOP, TARGETS, build_strategy
+from raystride.pipelines.train.strategies.strategy import Single, global_norm
 from tests.distributed import run_distributed
 
 CONTEXT = 6

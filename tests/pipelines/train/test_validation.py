@@ -8,11 +8,11 @@ import torch
 
 from raystride.model.transformer import Decoder
 from raystride.pipelines.config import Config, ModelConfig
-from raystride.pipelines.feed.loader import MicroBatch
-from raystride.pipelines.strategies.strategy import Single
-from raystride.pipelines.tasks.classification import Classification
-from raystride.pipelines.tasks.language_model import LanguageModel
+from raystride.pipelines.data.feed.loader import MicroBatch
+from raystride.pipelines.data.tasks.classification import Classification
+from raystride.pipelines.data.tasks.language_model import LanguageModel
 from raystride.pipelines.train.precision import Precision
+from raystride.pipelines.train.strategies.strategy import Single
 from raystride.pipelines.train.validation import ValidationSums, validation_scores, validation_sums
 
 SHAPE = ModelConfig(layers=1, heads=1, hidden_size=8, context=4, dropout=0.5)

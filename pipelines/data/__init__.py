@@ -1,0 +1,1 @@
+"""From raw files to batches: sources, tokenizers, tasks with losses and scores, preparation, and the samples' order."""

@@ -1,0 +1,232 @@
+"""Fingerprint of a preparation, 16 hexadecimal digits: the same data and settings are prepared once.
+
+It leaves out the storage, the number of workers, and settings that only the feed reads (`data.shuffle`, `data.prefetch`).
+
+    fingerprint(config, task)                                 # "5f1e0c92a83b77d4"
+"""
+
+import codecs
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from raystride.pipelines.config import Config, TokenizerConfig
+from raystride.pipelines.data.plugins import TASKS
+from raystride.pipelines.data.prepare.cleaning import build_cleaning, fingerprint_cleaning
+from raystride.pipelines.data.prepare.code_hash import hash_code, qualified_name
+from raystride.pipelines.data.sources.faults import DataError
+from raystride.pipelines.data.sources.registry import RegisteredReader
+from raystride.pipelines.data.sources.source import Source, open_source
+from raystride.pipelines.data.tasks.task import Task
+from raystride.pipelines.data.tokenizers.training import TRAINED_KINDS, read_file
+from raystride.pipelines.system.credentials import strip_credentials
+from raystride.pipelines.system.storage.folder import Folder
+
+FORMAT = 1
+"""Raised when shards of the same data and settings come out differently than before."""
+
+
+def open_sources(config: Config, task: Task) -> tuple[Source, Source | None]:
+    """Returns the training source, and the validation source if `data.validation` is `source`. Raises DataError."""
+    data = config.data
+    if data.target_source and len(task.columns) == 1:
+        raise DataError(
+            f"data.target_source is {data.target_source!r}, but task `{config.task}` has no targets: leave it out",
+            file=data.target_source,
+            settings=("data.target_source",),
+        )
+    # Steps and measurements need whole documents.
+    whole = task.window is None or build_cleaning(config, task) is not None
+    opened = partial(open_source, data, columns=task.columns, whole=whole)
+    own = data.validation_source if data.validation == "source" else None
+    return opened(data.source), opened(own) if own else None
+
+
+@dataclass(frozen=True)
+class Identity:
+    """Fingerprints of a training's data."""
+
+    data: str
+    """Fingerprint of all of it."""
+    sources: Mapping[str, str] = field(default_factory=dict)
+    """Fingerprints of a mixture's sources, by name."""
+    learned: str = ""
+    """Fingerprint of the facts that the sources learn together; empty if they need none in common."""
+
+    def fingerprint_of_source(self, name: str) -> str:
+        """Returns the fingerprint of a source; "" names the only one."""
+        return self.sources[name] if name else self.data
+
+    def is_compatible_with(self, data: str | None, sources: Mapping[str, str]) -> bool:
+        """Returns whether a run on this data can resume on that data: a mixture's sources may be added and removed."""
+        if not self.sources or not sources:
+            return self.data == data
+        return all(sources.get(name, known) == known for name, known in self.sources.items())
+
+
+@dataclass(frozen=True)
+class KeptPreparations:
+    """Preparations that a resumed run goes on using, even if its raw files have changed or are gone."""
+
+    learned: str = ""
+    """`Identity.learned` of the run's mixture."""
+    fingerprints: Mapping[str, str] = field(default_factory=dict)
+    """Fingerprints of preparations by the names of their sources; "" names the only source."""
+
+
+NO_KEPT_PREPARATIONS = KeptPreparations()
+
+
+def identity(
+    config: Config, task: Task, kept: KeptPreparations = NO_KEPT_PREPARATIONS, storage: Folder | None = None
+) -> Identity:
+    """Returns the fingerprints of these settings' data; sources with a kept preparation are not opened.
+
+    With a `storage`, existing preparations of an earlier version are found. Raises DataError, SettingError.
+    """
+    if not config.data.sources:
+        known = kept.fingerprints.get("")
+        return Identity(known or find_fingerprint(config, task, *open_sources(config, task), storage=storage))
+    configs, learned = config.by_source(), kept.learned
+    if not learned and (task.surveyed or (task.tokenizers and config.tokenizer.kind in TRAINED_KINDS)):
+        learned = _hash_learned_facts(config, task)
+        if storage and not (storage / ".prepared" / learned).exists():
+            earlier = _hash_learned_facts(config, task, with_code=False)
+            learned = earlier if (storage / ".prepared" / earlier).exists() else learned
+    sources = {
+        name: kept.fingerprints.get(name)
+        or find_fingerprint(own, task.under(own), *open_sources(own, task.under(own)), learned, storage)
+        for name, own in configs.items()
+    }
+    return Identity(_hash_json({"format": FORMAT, "sources": sources}), sources, learned)
+
+
+def learning_sources(config: Config) -> dict[str, Config]:
+    """Returns the settings of each source from which tokenizers and facts are learned, by name. Raises SettingError."""
+    configs, names = config.by_source(), config.tokenizer.trained_on
+    if unknown := [name for name in names if name not in configs]:
+        raise config.tokenizer.error("trained_on", f"names {unknown[0]!r}, but data.sources has {', '.join(configs)}")
+    return {name: own for name, own in configs.items() if not names or name in names}
+
+
+def fingerprint(config: Config, task: Task) -> str:
+    """Returns the fingerprint of a preparation under these settings. Raises DataError, SettingError."""
+    return identity(config, task).data
+
+
+def _hash_learned_facts(config: Config, task: Task, *, with_code: bool = True) -> str:
+    tokenizer = _tokenizer_settings(config.tokenizer) if task.tokenizers else None
+    fingerprints = [
+        compute_fingerprint(own, task.under(own), *open_sources(own, task.under(own)), with_code=with_code)
+        for own in learning_sources(config).values()
+    ]
+    return _hash_json({"format": FORMAT, "learned": sorted(fingerprints), "tokenizer": tokenizer})
+
+
+def find_fingerprint(
+    config: Config,
+    task: Task,
+    source: Source,
+    validation: Source | None,
+    learned: str = "",
+    storage: Folder | None = None,
+) -> str:
+    """Returns the fingerprint of open sources; that of an earlier version, if its preparation exists.
+
+    Earlier versions hashed only the lines of a step or of a source's function, not the code that these reach.
+    """
+    found = compute_fingerprint(config, task, source, validation, learned)
+    if storage is None or not hash_user_code(config, source, validation) or (storage / ".prepared" / found).exists():
+        return found
+    earlier = compute_fingerprint(config, task, source, validation, learned, with_code=False)
+    return earlier if (storage / ".prepared" / earlier).exists() else found
+
+
+def hash_user_code(config: Config, source: Source, validation: Source | None) -> str:
+    """Returns the hash of user code that shapes the data: steps, sources' functions, a plug-in's task; "" if none."""
+    names = [(module, name) for module, _, name in (step.rpartition(".") for step in config.data.transforms)]
+    readers = [opened.reader for opened in (source, validation) if opened]
+    names += [qualified_name(reader.function) for reader in readers if isinstance(reader, RegisteredReader)]
+    # A model of the user's own is known by its data's lengths and structure; other code is a line at a resume.
+    if config.task in TASKS and not getattr(TASKS[config.task], "reads_dataset", False):
+        names.append(qualified_name(TASKS[config.task]))
+    return hash_code(names)
+
+
+def compute_fingerprint(
+    config: Config,
+    task: Task,
+    source: Source,
+    validation: Source | None,
+    learned: str = "",
+    *,
+    with_code: bool = True,
+) -> str:
+    """Returns the fingerprint of a preparation from open sources; `learned` is the fingerprint of facts shared with others.
+
+    Without `with_code` it is computed as in earlier versions, which ignored code that a step reaches.
+    """
+    data = config.data
+    content: dict[str, Any] = {
+        "format": FORMAT,
+        "task": config.task,
+        "source": {"kind": source.kind, "followed": strip_credentials(data.source)} if data.follow else source.identity,
+        "validation": data.validation,
+        "on_error": data.on_error,
+        "shard_mib": data.shard_mib,
+    }
+    if len(task.columns) > 1:
+        content["columns"] = [[column.name, column.kind] for column in task.columns]
+    elif source.kind in ("json", "csv", "parquet", "huggingface", "webdataset"):
+        content["column"] = task.columns[0].name
+    if (encoding := codecs.lookup(data.encoding).name) != "utf-8":
+        content["encoding"] = encoding
+    if source.kind == "csv":  # defaults are left out: preparations from before these settings stay valid
+        csv_settings = {"header": data.header, "delimiter": data.delimiter, "names": list(data.columns)}
+        csv_settings["quote"] = data.quote
+        # Before 0.3 quotes between tabs quoted fields; sources that read differently now are prepared again.
+        if not data.follow and any(False in opened.quotes_between_tabs for opened in (source, validation) if opened):
+            csv_settings["quote"] = "none"
+        content |= {key: value for key, value in csv_settings.items() if value not in ("auto", [])}
+    if source.kind == "parquet" and data.class_names:
+        content["class_names"] = True
+    if data.image_root and data.on_error == "skip":  # images outside it are left out
+        content["image_root"] = data.image_root
+    if cleaned := fingerprint_cleaning(config.data):
+        content["cleaning"] = cleaned
+    if with_code and (code := hash_user_code(config, source, validation)):
+        content["code"] = code
+    if shape := task.shaped_by():
+        content["shape"] = shape
+    if validation is not None:
+        content["validation_source"] = validation.identity
+    else:
+        content["validation_fraction"] = data.validation_fraction
+    if learned:
+        content["learned"] = learned
+    elif task.tokenizers:
+        content |= _tokenizer_settings(config.tokenizer)
+    return _hash_json(content)
+
+
+def _hash_json(content: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def _tokenizer_settings(tokenizer: TokenizerConfig) -> dict[str, Any]:
+    content: dict[str, Any] = {"tokenizer": tokenizer.kind}
+    if tokenizer.kind in TRAINED_KINDS:
+        content["vocabulary_size"] = tokenizer.vocabulary_size
+    if tokenizer.kind == "bpe":
+        content["training_mib"] = tokenizer.training_mib
+        if tokenizer.lowercase:
+            content["lowercase"] = True
+    if tokenizer.kind == "file":
+        content["file"] = hashlib.sha256(read_file(tokenizer).encode()).hexdigest()
+        content["end_token"] = tokenizer.end_token
+        if tokenizer.markers != "text":
+            content["markers"] = tokenizer.markers
+    return content

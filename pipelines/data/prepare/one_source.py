@@ -1,0 +1,346 @@
+"""Preparation of one source, once: `<storage>/.prepared/<fingerprint>/` with shards, tokenizers and manifest.
+
+A finished preparation is reused at once. An interrupted one continues at its next part, and gives the same bytes.
+
+    prepared = prepare_source(RunContext(config, storage), task)    # on_ray=False: in this process, without Ray
+    prepared.manifest.tokens("train"), prepared.reused        # 3_217_004, False
+    encoder = load_tokenizer(prepared.folder / "tokenizer")
+"""
+
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence, Set
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+from raystride.pipelines.config import Config, DataConfig
+from raystride.pipelines.data.prepare.cleaning import build_cleaning
+from raystride.pipelines.data.prepare.fingerprint import Identity, find_fingerprint, open_sources
+from raystride.pipelines.data.prepare.generations import Describe, Publisher, Records, validation_first
+from raystride.pipelines.data.prepare.learn_facts import FACTS, LearnedFacts, LearningSource, learn_facts, make_tokenizers
+from raystride.pipelines.data.prepare.manifest import FILE, Manifest, Shard, Shards, load_finished_manifest
+from raystride.pipelines.data.prepare.near_duplicates import (
+    DUPLICATES_FILE,
+    SIGNATURES_FOLDER,
+    Bands,
+    Collisions,
+    SignedParts,
+    find_duplicates,
+)
+from raystride.pipelines.data.prepare.parts import divide_into_parts
+from raystride.pipelines.data.prepare.progress import (
+    SPEED_FILE,
+    ProgressMeter,
+    describe_speeds,
+    load_stages,
+    show_progress,
+    sum_stages,
+)
+from raystride.pipelines.data.prepare.raw_files import write_raw_files
+from raystride.pipelines.data.prepare.run_context import Log, OnRay, RunContext
+from raystride.pipelines.data.prepare.shards import is_intact
+from raystride.pipelines.data.prepare.stages import SPLITS, Preparation, id_type, read_part, tokenise_table, write_part
+from raystride.pipelines.data.sources.checking import check_source
+from raystride.pipelines.data.sources.faults import DataError
+from raystride.pipelines.data.sources.pieces import Part
+from raystride.pipelines.data.sources.source import Source
+from raystride.pipelines.data.tasks.task import NO_TOKENS, Task
+from raystride.pipelines.data.tokenizers import Tokenizers
+from raystride.pipelines.system.credentials import redact_uris
+from raystride.pipelines.system.storage.folder import Folder
+
+MAX_LOCAL_BYTES = 64 << 20
+"""Bytes that one process prepares in about the time in which Ray Data starts on two cores: some five seconds."""
+UNSIZED_KINDS = ("registered", "huggingface")
+"""Kinds of sources with an unknown number of bytes."""
+
+
+@dataclass(frozen=True)
+class PreparedData:
+    """Data that is ready to train on."""
+
+    folder: Folder
+    """`<storage>/.prepared/<fingerprint>`, with each of the task's tokenizers in a folder of its name."""
+    manifest: Manifest
+    reused: bool
+    """Whether an earlier preparation was found complete."""
+    learned: str = ""
+    """Fingerprint of the facts that a mixture's sources have learned together (`Identity.learned`)."""
+
+    @property
+    def identity(self) -> Identity:
+        """Fingerprints of the data."""
+        return Identity(self.manifest.fingerprint, self.manifest.sources, self.learned)
+
+
+def prepare_source(
+    context: RunContext,
+    task: Task,
+    *,
+    learned: LearnedFacts | None = None,
+    fingerprint: str | None = None,
+    on_ray: OnRay = True,
+) -> PreparedData:
+    """Prepares the data of a context with one source, or finds it prepared. With `on_ray`, ray.init must have been called.
+
+    `learned` are facts learned from several sources, including this one. If `fingerprint` names a finished preparation, the
+    source is not opened. With `data.start_after_mib`, other processes train on finished parts meanwhile
+    (`prepare.generations`). Raises DataError if the data cannot be used, and SettingError if the tokenizer's settings
+    cannot.
+    """
+    config, storage, log = context.config, context.storage, context.log
+    opened = None
+    if fingerprint is None:
+        opened = open_sources(config, task)
+        fingerprint = find_fingerprint(config, task, *opened, learned.digest if learned else "", storage)
+    folder = storage / ".prepared" / fingerprint
+    if (manifest := load_finished_manifest(folder)) is not None:
+        log(f"data: {_describe_counts(manifest, task)}, prepared before ({folder})")
+        return PreparedData(folder, manifest, reused=True)
+    if folder.exists(FILE):
+        log(f"data: {folder} was prepared, but its manifest or a shard is not as it was written: it is prepared again")
+    source, validation = opened or open_sources(config, task)
+    if task.reads_dataset:
+        manifest = build_manifest(
+            config.data, fingerprint, source, task.knowing({"dataset": task.describe_dataset(), **NO_TOKENS}, {}), []
+        )
+        manifest.save(folder)
+        log(f"data: {_describe_counts(manifest, task)}, read as they are")
+        return PreparedData(folder, manifest, reused=False)
+    check_readable(config.data, source, validation)
+    write_raw_files(folder, source, validation)
+    for line in _describe_sources(source, validation):
+        log(f"data: {line}")
+    started, began = time.time(), time.monotonic()
+    parts = divide_into_parts(source, validation, config.data)
+    if on_ray == "large":
+        on_ray = is_worth_ray(config, task, source, parts)
+    if on_ray:
+        _log_if_cluster_full(log)
+    job = build_job(context, folder, DividedSource(source, validation, parts), task, learned, on_ray)
+    describe = partial(build_manifest, config.data, fingerprint, source, job.task)
+    publisher = build_publisher(config.data, job, describe, log) if config.data.start_after_mib else None
+    with publisher.publishing(parts) if publisher else nullcontext():
+        records = prepare_parts(job, parts, on_ray, log)
+    if publisher:
+        publisher.end()
+    manifest = describe(records)
+    _check_splits(config.data, manifest)
+    folder.put_json(SPEED_FILE, sum_stages(record.get("stages", {}) for record in records))
+    manifest.save(folder)
+    # Only an interrupted preparation needs these files; with the manifest this one is finished.
+    try:
+        for name in ("parts", FACTS, SIGNATURES_FOLDER, DUPLICATES_FILE):
+            folder.remove(name)
+        folder.remove_temporary(before=started)
+    except OSError as error:
+        log(f"warning: what an interrupted preparation would need is left in {folder}: {error}")
+    _log_report(manifest, task, records, folder, time.monotonic() - began, log)
+    return PreparedData(folder, manifest, reused=False)
+
+
+def is_worth_ray(config: Config, task: Task, source: Source, parts: Sequence[Part]) -> bool:
+    """Returns whether data is worth starting Ray Data: it is large, of unknown size, or expensive for its size."""
+    has_images = any(column.kind == "image" for column in task.columns)
+    is_expensive = has_images or task.wants_gpu or build_cleaning(config, task) is not None
+    return is_expensive or source.kind in UNSIZED_KINDS or sum(part.bytes for part in parts) > MAX_LOCAL_BYTES
+
+
+def _describe_sources(source: Source, validation: Source | None) -> list[str]:
+    return [*source.describe(), *(validation.describe() if validation else ())]
+
+
+@dataclass(frozen=True)
+class DividedSource:
+    """A source, the validation source if there is one, and their parts."""
+
+    source: Source
+    validation: Source | None
+    parts: tuple[Part, ...]
+
+
+def build_job(
+    context: RunContext, folder: Folder, divided: DividedSource, task: Task, learned: LearnedFacts | None, on_ray: bool
+) -> Preparation:
+    """Returns the data that all parts share, after making tokenizers and learning facts. Raises DataError, SettingError."""
+    config, log = context.config, context.log
+    source, data = divided.source, config.data
+    readers = {"train": source.reader, "validation": (divided.validation or source).reader}
+    cleaning = build_cleaning(config, task)
+    job = Preparation(folder, readers, task, data.validation_fraction, data.on_error == "skip", cleaning)
+    studied = LearningSource(job, divided.parts, data.validation == "tail")
+    if learned:
+        learned.copy_tokenizers(folder, task)
+    else:
+        make_tokenizers(config.tokenizer, [studied], folder, task, on_ray, log)
+    if job.finds_duplicates:
+        log("data: a first pass over all documents, for those that are near-duplicates of an earlier one")
+        run_each, group = (_run_each_on_ray, _group_bands_on_ray) if on_ray else (_run_each_locally, None)
+        find_duplicates(job, divided.parts, run_each, group, log)
+    encoders = Tokenizers(folder, task.tokenizers)
+    job = replace(job, task=task.knowing({}, encoders))
+    facts = learned.facts(job.task) if learned else learn_facts([replace(studied, job=job)], folder, on_ray, log)
+    return replace(job, task=task.knowing(facts, encoders))
+
+
+def _run_each_locally(function: Callable[[Preparation, Part], Any], job: Preparation, parts: Sequence[Part]) -> list[Any]:
+    return [function(job, part) for part in parts]
+
+
+def _run_each_on_ray(function: Callable[[Preparation, Part], Any], job: Preparation, parts: Sequence[Part]) -> list[Any]:
+    from raystride.pipelines.data.prepare.ray_data import run_each
+
+    return run_each(function, job, parts)
+
+
+def _group_bands_on_ray(folder: Folder, signed: SignedParts, bands: Bands) -> Collisions:
+    from raystride.pipelines.data.prepare.ray_data import group_bands
+
+    return group_bands(folder, signed, bands)
+
+
+def check_readable(data: DataConfig, source: Source, validation: Source | None) -> None:
+    """Raises DataError for a source that is visibly unreadable, unless faults are skipped."""
+    for opened in (source, validation):
+        if opened and data.on_error == "raise":
+            check_source(opened)
+
+
+def _log_if_cluster_full(log: Log) -> None:
+    """Logs that no CPU is free, since tasks wait silently while others use all CPUs of a cluster."""
+    import ray
+
+    free, total = (found.get("CPU", 0) for found in (ray.available_resources(), ray.cluster_resources()))
+    if free < 1:
+        log(f"data: waiting for a processor, {free:g} of {total:g} CPUs are free (see `ray status`)")
+
+
+def build_publisher(data: DataConfig, job: Preparation, describe: Describe, log: Log = print) -> Publisher:
+    """Returns the publisher of finished parts for concurrent trainings."""
+
+    def fills_a_window(manifest: Manifest) -> bool:
+        least = job.task.window.length if job.task.window else 1
+        return all(manifest.tokens(split) >= least for split in SPLITS)
+
+    return Publisher(job.folder, data.start_after_mib * 2**20, describe, fills_a_window, log)
+
+
+def prepare_parts(job: Preparation, parts: Sequence[Part], on_ray: bool, log: Log) -> list[dict[str, Any]]:
+    """Prepares all parts that are not done and returns the records of all, in order."""
+    done = _load_done_records(job.folder, {part.number for part in parts})
+    left = [part for part in validation_first(parts) if part.number not in done]
+    if done:
+        log(f"data: going on with a preparation that was interrupted, {len(done)} of {len(parts)} parts are done")
+    with show_progress("preparing", ProgressMeter.for_parts(job.folder, left), log):
+        if not left:
+            made = []
+        elif on_ray:
+            from raystride.pipelines.data.prepare.ray_data import run_parts
+
+            made = run_parts(job, left)
+        else:
+            made = [write_part(job, (tokenise_table(job, table) for table in read_part(job, part))) for part in left]
+    records = done | {record["part"]: record for record in made}
+    return [records[part.number] for part in parts]
+
+
+def _load_done_records(folder: Folder, wanted: Set[int]) -> dict[int, dict[str, Any]]:
+    """Returns, by part, the records of wanted parts with intact shards."""
+    records = {}
+    for name in (folder / "parts").names():
+        try:
+            if int(name.removesuffix(".json")) not in wanted:
+                continue
+            record = (folder / "parts").read_json(name)
+            if all(is_intact(folder, shard) for shard in record["shards"].values() if shard):
+                records[record["part"]] = record
+        except (OSError, ValueError, KeyError):
+            continue  # it is prepared again
+    return records
+
+
+def build_manifest(data: DataConfig, digest: str, source: Source, task: Task, records: Records) -> Manifest:
+    """Returns the manifest of a preparation from the records of its parts."""
+    skipped = [fault for record in records for fault in record["faults"]]
+    unnamed = sum(record["skipped"] for record in records) - len(skipped)
+    if unnamed:
+        skipped.append({"place": redact_uris(data.source), "reason": f"and {unnamed} more documents"})
+    learned = dict(task.facts)
+    shards = {
+        split: Shards.from_shards(Shard(**shard) for record in records if (shard := record["shards"][split]))
+        for split in SPLITS
+    }
+    return Manifest(
+        fingerprint=digest,
+        id_type=str(id_type(task)),
+        vocabulary_size=learned.pop("vocabulary_size", 0),
+        end_id=learned.pop("end_id", 0),
+        splits=shards,
+        source={"kind": source.kind, "name": redact_uris(data.source), "files": len(source.files)}
+        | {"bytes": sum(file.size for file in source.files)}
+        | ({"cut": cut} if (cut := sum(record.get("cut", 0) for record in records)) else {})
+        | ({"dropped": dropped} if (dropped := _sum_drop_reasons(records)) else {}),
+        skipped=skipped,
+        tokenizers=list(task.tokenizers),
+        learned=learned,
+    )
+
+
+def _sum_drop_reasons(records: Records) -> dict[str, int]:
+    """Returns how many documents were dropped, by reason; negative for a step that added documents."""
+    total: Counter[str] = Counter()
+    for record in records:
+        total.update(record.get("dropped", {}))
+    return dict(total)
+
+
+def _check_splits(data: DataConfig, manifest: Manifest) -> None:
+    """Raises DataError if a split is empty."""
+    train, validation = (manifest.tokens(split) for split in SPLITS)
+    if not train and not validation:
+        message = f"data.source {data.source!r} holds no documents: name one that does"
+        raise DataError(message, file=data.source, settings=("data.source",))
+    if train and validation:
+        return
+    empty = "validation" if train else "training"
+    if data.validation == "source":
+        name = data.validation_source if train else data.source
+        key = "data.validation_source" if train else "data.source"
+        message = f"no document for {empty}: {name!r} holds none, name another source"
+        raise DataError(message, file=str(name), settings=(key,))
+    share = f"data.validation {data.validation} with data.validation_fraction {data.validation_fraction}"
+    other = "larger" if train else "smaller"
+    remedy = f"use --data.validation tail, or a {other} --data.validation_fraction"
+    if data.validation == "tail":
+        remedy = f"use a {other} --data.validation_fraction"
+    count = manifest.documents("train") + manifest.documents("validation")
+    raise DataError(f"no document for {empty}: {share} leaves none of {count}; {remedy}, or name a --data.validation_source")
+
+
+def _log_report(
+    manifest: Manifest, task: Task, records: list[dict[str, Any]], folder: Folder, seconds: float, log: Log
+) -> None:
+    if count := sum(record["skipped"] for record in records):
+        first = manifest.skipped[0]
+        named = f"the first {first['place']}: {first['reason']}"
+        log(f"data: {count} files or documents skipped, {named}; listed in {folder / FILE}")
+    if dropped := manifest.source.get("dropped"):
+        # The name of a step is an import path, with a dot.
+        counts = (f"{count:,} {'by ' * ('.' in why)}{why}" for why, count in dropped.items())
+        log(f"data: left out {', '.join(counts)}")
+    if cut := manifest.source.get("cut"):
+        log(f"data: {cut:,} examples are longer than model.context allows and were cut")
+    if stages := load_stages(folder):
+        log(f"data: {describe_speeds(stages)}")
+    log(f"data: {_describe_counts(manifest, task)}, prepared in {seconds:.1f} s ({folder})")
+
+
+def _describe_counts(manifest: Manifest, task: Task) -> str:
+    if dataset := manifest.learned.get("dataset"):
+        return " and ".join(f"{dataset[split]:,} {split}" for split in SPLITS) + " samples"
+    if task.window is None:
+        return " and ".join(f"{manifest.documents(split):,} {split}" for split in SPLITS) + " examples"
+    tokens = " and ".join(f"{manifest.tokens(split):,} {split}" for split in SPLITS)
+    return f"{tokens} tokens, vocabulary {manifest.vocabulary_size:,}"

@@ -1,0 +1,184 @@
+"""Preparation of raw data, each source once: `<storage>/.prepared/<fingerprint>/` with shards, tokenizers and manifest.
+
+A mixture's sources have folders of their own, shared by all mixtures that use them; the mixture's folder names these.
+Tokenizers that are trained on texts, and facts that a task learns from all documents, are learned from its sources together
+first.
+
+    prepared = prepare(RunContext(config, Folder.from_uri("runs")), task)   # on_ray=False: in this process, without Ray
+    for name, (folder, manifest) in prepared.manifest.by_source(prepared.folder).items(): ...
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from raystride.pipelines.config import Config
+from raystride.pipelines.data.prepare.cleaning import build_cleaning
+from raystride.pipelines.data.prepare.fingerprint import Identity, learning_sources, open_sources
+from raystride.pipelines.data.prepare.learn_facts import LearnedFacts, LearningSource, learn
+from raystride.pipelines.data.prepare.manifest import Manifest, Shards, load_finished_manifest
+from raystride.pipelines.data.prepare.one_source import PreparedData, check_readable, is_worth_ray, prepare_source
+from raystride.pipelines.data.prepare.parts import divide_into_parts, first_fault
+from raystride.pipelines.data.prepare.progress import SPEED_FILE, load_stages, sum_stages
+from raystride.pipelines.data.prepare.run_context import Log, OnRay, RunContext
+from raystride.pipelines.data.prepare.stages import SPLITS, Preparation
+from raystride.pipelines.data.prepare.watch_source import follow_source
+from raystride.pipelines.data.sources.faults import DataError
+from raystride.pipelines.data.sources.pieces import Part
+from raystride.pipelines.data.sources.source import Source
+from raystride.pipelines.data.tasks.task import Task
+from raystride.pipelines.system.storage.folder import Folder
+
+FIRST_FILES, FIRST_ROWS = 8, 100
+"""Files of a source, and rows of each, that a check reads."""
+
+
+def prepare(context: RunContext, task: Task, *, on_ray: OnRay = True) -> PreparedData:
+    """Prepares the data of a run, or finds it prepared. With `on_ray`, ray.init must have been called.
+
+    With `data.follow` it never returns. Raises DataError if the data cannot be used, and SettingError if the tokenizer's
+    settings cannot.
+    """
+    if context.config.data.follow:
+        follow_source(context, task, on_ray=bool(on_ray))
+    if not context.config.data.sources:
+        return prepare_source(context, task, fingerprint=context.kept.fingerprints.get(""), on_ray=on_ray)
+    known = context.identity(task)
+    prepared = _prepare_mixture(context, task, known, on_ray)
+    folder = context.storage / ".prepared" / known.data
+    if (manifest := load_finished_manifest(folder)) is None:
+        manifest = _commit_mixture(folder, known, prepared, task)
+    return PreparedData(folder, manifest, all(data.reused for data in prepared.values()), known.learned)
+
+
+def _prepare_mixture(context: RunContext, task: Task, known: Identity, on_ray: OnRay) -> dict[str, PreparedData]:
+    configs, prepared = context.config.by_source(), context.storage / ".prepared"
+    # Shared facts are needed to prepare a source, but not to use a prepared one.
+    all_whole = all(load_finished_manifest(prepared / known.fingerprint_of_source(name)) for name in configs)
+    learned_facts = None if all_whole else _learn_from_sources(context, task, known, on_ray)
+    return {
+        name: prepare_source(
+            replace(context, config=own, log=_with_source_name(name, context.log)),
+            task.under(own),
+            learned=learned_facts,
+            fingerprint=known.fingerprint_of_source(name),
+            on_ray=on_ray,
+        )
+        for name, own in configs.items()
+    }
+
+
+def needs_ray(context: RunContext) -> bool:
+    """Returns whether `prepare` with `context.on_ray` would use Ray, which must be started for it then.
+
+    Raises DataError, SettingError.
+    """
+    if context.on_ray != "large" or context.config.data.follow:
+        return bool(context.on_ray)
+    if not _unprepared_sources(context):
+        return False
+    # All of them: a mixture learns also from sources that are prepared.
+    configs = [(own, context.task.under(own)) for own in context.config.by_source().values()]
+    return any(is_worth_ray(own, task, *_open_parts(own, task)) for own, task in configs)
+
+
+def _open_parts(config: Config, task: Task) -> tuple[Source, tuple[Part, ...]]:
+    source, validation = open_sources(config, task)
+    return source, divide_into_parts(source, validation, config.data)
+
+
+def check_data(context: RunContext) -> None:
+    """Checks data that is not prepared yet, before any long work. Raises DataError, SettingError."""
+    _check_all_readable(context.task, _unprepared_sources(context))
+
+
+def _unprepared_sources(context: RunContext) -> list[Config]:
+    """Returns the settings of each source that is not prepared yet. Raises DataError, SettingError."""
+    known, prepared = context.identity(), context.storage / ".prepared"
+    return [
+        own
+        for name, own in context.config.by_source().items()
+        if load_finished_manifest(prepared / known.fingerprint_of_source(name)) is None
+    ]
+
+
+def _check_all_readable(task: Task, configs: Sequence[Config]) -> None:
+    for own in configs:
+        check_readable(own.data, *open_sources(own, task.under(own)))
+
+
+def check_first_rows(context: RunContext) -> None:
+    """Reads the first rows of data that is not prepared yet, with the readers of its preparation.
+
+    A registered source is not run. Raises DataError, SettingError.
+    """
+    task, unprepared = context.task, _unprepared_sources(context)
+    _check_all_readable(task, unprepared)
+    for own in unprepared:
+        for source in open_sources(own, task.under(own)):
+            if source and source.kind != "registered" and own.data.on_error == "raise":
+                fault = first_fault(source, FIRST_FILES, FIRST_ROWS)
+                if fault:
+                    raise fault.error()
+
+
+def _learn_from_sources(context: RunContext, task: Task, known: Identity, on_ray: OnRay) -> LearnedFacts | None:
+    """Learns the facts that the sources need in common, unless they exist; returns None if they need none."""
+    if not known.learned:
+        return None
+    folder = context.storage / ".prepared" / known.learned
+    if context.kept.learned and not folder.exists():
+        message = f"{folder}, with what this run has learned from its sources, is gone: start another with --run NAME"
+        raise DataError(message, file=str(folder))
+    if context.kept.learned:
+        return LearnedFacts(folder, known.learned)
+    studied = []
+    for own in learning_sources(context.config).values():
+        source, validation = open_sources(own, task.under(own))
+        readers = {"train": source.reader, "validation": (validation or source).reader}
+        skip = own.data.on_error == "skip"
+        cleaning = build_cleaning(own, task.under(own))
+        # Facts of several sources include near-duplicates, which are searched for later.
+        cleaning = cleaning and replace(cleaning, data=replace(own.data, near_duplicates=0.0))
+        job = Preparation(folder, readers, task.under(own), own.data.validation_fraction, skip, cleaning)
+        parts = divide_into_parts(source, validation, own.data)
+        studied.append(LearningSource(job, parts, own.data.validation == "tail"))
+        if on_ray == "large":
+            on_ray = is_worth_ray(own, job.task, source, parts) or "large"
+    return learn(context.config.tokenizer, studied, folder, known.learned, task, on_ray is True, context.log)
+
+
+def _with_source_name(name: str, log: Log) -> Log:
+    return lambda line: log(line.replace("data: ", f"data {name}: ", 1))
+
+
+def _commit_mixture(folder: Folder, known: Identity, prepared: Mapping[str, PreparedData], task: Task) -> Manifest:
+    """Writes the mixture's manifest, and beside it its tokenizers, which all sources share."""
+    first = next(iter(prepared.values()))
+    for tokenizer in task.tokenizers:
+        for file in (first.folder / tokenizer).names():
+            (folder / tokenizer).put(file, (first.folder / tokenizer).read(file))
+    manifests = {name: data.manifest for name, data in prepared.items()}
+    for name, own in manifests.items():
+        if own.facts != first.manifest.facts:
+            message = f"data.sources.{name} has other facts than the sources before it: {own.facts}"
+            raise DataError(message, settings=(f"data.sources.{name}",))
+    manifest = Manifest(
+        fingerprint=known.data,
+        id_type=first.manifest.id_type,
+        vocabulary_size=first.manifest.vocabulary_size,
+        end_id=first.manifest.end_id,
+        splits={split: Shards.from_shards([]) for split in SPLITS},
+        source={
+            "kind": "mixture",
+            "name": ", ".join(manifests),
+            "files": sum(own.source["files"] for own in manifests.values()),
+            "bytes": sum(own.source["bytes"] for own in manifests.values()),
+        },
+        skipped=[fault for own in manifests.values() for fault in own.skipped],
+        tokenizers=list(task.tokenizers),
+        learned=first.manifest.learned,
+        sources=dict(known.sources),
+    )
+    folder.put_json(SPEED_FILE, sum_stages(load_stages(data.folder) for data in prepared.values()))
+    manifest.save(folder)
+    return manifest

@@ -1,0 +1,144 @@
+"""Progress of work on parts: a bar on a terminal, else a line from time to time. Finished parts are counted by their
+records.
+
+    with show_progress("preparing", ProgressMeter.for_parts(job.folder, parts), log):
+        run_parts(job, parts)                             # preparing: 12/32 parts, 148 MB, 21.3 MB/s, 11 s left
+
+Speed of a preparation's stages, from the records of its parts: the seconds that processes spent in each.
+
+A process reads, cleans, tokenises and writes one after another, so seconds of several processes add up, and text divided by
+seconds is the speed of one process.
+
+    stages = sum_stages(record["stages"] for record in records)
+    # {"bytes": 2e9, "documents": 10**6, "seconds": {"read": 20.1, "tokenise": 95.0, ...}}
+    describe_speeds(stages)            # "read 99.5 MB/s, tokenise 21.1 MB/s, write 310 MB/s of text in each process, ..."
+"""
+
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, Generic, Protocol, Self, TypeVar
+
+from raystride.pipelines.data.sources.pieces import Part
+from raystride.pipelines.system.service_thread import ServiceThread
+from raystride.pipelines.system.storage.folder import Folder
+
+T = TypeVar("T")
+SPEED_FILE = "stages.json"
+"""Beside the manifest of a preparation, which itself is independent of timing."""
+STAGES = ("read", "clean", "tokenise", "write")
+"""In the order in which a document passes them."""
+
+
+class TimedIterator(Generic[T]):
+    """An iterator that adds the seconds of waiting for its items to a stage."""
+
+    def __init__(self, items: Iterable[T], seconds: dict[str, float], stage: str) -> None:
+        self._items, self._seconds, self._stage = iter(items), seconds, stage
+
+    def __iter__(self) -> Iterator[T]:
+        return self
+
+    def __next__(self) -> T:
+        began = time.perf_counter()
+        try:
+            return next(self._items)
+        finally:
+            self._seconds[self._stage] += time.perf_counter() - began
+
+
+def sum_stages(found: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """Returns the sums over parts or sources; empty if none has figures."""
+    known = [stages for stages in found if stages]
+    if not known:
+        return {}
+    seconds = {name: sum(stages["seconds"].get(name, 0.0) for stages in known) for name in STAGES}
+    return {
+        "bytes": sum(stages["bytes"] for stages in known),
+        "documents": sum(stages["documents"] for stages in known),
+        "seconds": {name: round(spent, 3) for name, spent in seconds.items() if spent},
+    }
+
+
+def load_stages(folder: Folder) -> dict[str, Any]:
+    """Returns the stage figures of a prepared folder; empty if it has none, as in earlier versions."""
+    try:
+        return dict(folder.read_json(SPEED_FILE))
+    except (FileNotFoundError, ValueError):
+        return {}
+
+
+def describe_speeds(stages: Mapping[str, Any]) -> str:
+    """Returns the speed of each stage in words."""
+    seconds, megabytes, documents = stages["seconds"], stages["bytes"] / 1e6, stages["documents"]
+    found = [f"{name} {_format_figures(megabytes / spent)} MB/s" for name in STAGES if (spent := seconds.get(name))]
+    whole = _format_figures(documents / max(1e-9, sum(seconds.values())))
+    return f"{', '.join(found)} of text in each process, {whole} documents/s through all stages"
+
+
+def _format_figures(value: float) -> str:
+    """Formats a number with three figures, without an exponent."""
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
+_BAR_EVERY_S = 0.5
+_LINE_EVERY_S = 10.0
+
+
+class ProgressSource(Protocol):
+    """A source of progress figures."""
+
+    total: int
+    """Bytes of all parts."""
+    done: int
+    """Bytes of the parts that were finished at the last reading."""
+
+    def read(self) -> str:
+        """Updates the figures and returns them as a line."""
+        ...
+
+
+@contextmanager
+def show_progress(label: str, meter: ProgressSource, log: Callable[[str], None]) -> Iterator[None]:
+    """Shows the progress of `label` while the block runs."""
+    if not (log is print and sys.stdout.isatty()):
+        with ServiceThread(label, lambda: log(f"{label}: {meter.read()}"), every_s=_LINE_EVERY_S, log=log):
+            yield
+        return
+    from rich.progress import BarColumn, Progress, TextColumn
+
+    with Progress(TextColumn(label), BarColumn(), TextColumn("{task.description}"), transient=True) as progress:
+        bar = progress.add_task("", total=meter.total)
+
+        def draw() -> None:
+            line = meter.read()
+            progress.update(bar, completed=meter.done, description=line)
+
+        with ServiceThread(label, draw, every_s=_BAR_EVERY_S, log=progress.console.print):
+            yield
+
+
+class ProgressMeter:
+    """Counts finished parts and measures their rate."""
+
+    @classmethod
+    def for_parts(cls, folder: Folder, parts: Sequence[Part]) -> Self:
+        """Returns the meter of parts that are prepared in a folder."""
+        return cls(folder / "parts", {f"{part.number:05d}.json": part.bytes for part in parts})
+
+    def __init__(self, records: Folder, sizes: Mapping[str, int]) -> None:
+        """`sizes` are the parts' bytes by the names of their files in the folder `records`."""
+        self._records, self._bytes = records, sizes
+        self._start = time.monotonic()
+        self.total = max(sum(self._bytes.values()), 1)
+        self.done = 0
+
+    def read(self) -> str:
+        """Counts the parts that have finished and returns the state as a line."""
+        records = set(self._records.names())
+        found = [size for name, size in self._bytes.items() if name in records]
+        self.done = sum(found)
+        speed = self.done / max(time.monotonic() - self._start, 1e-9)
+        left = f", {(self.total - self.done) / speed:.0f} s left" if speed else ""
+        return f"{len(found)}/{len(self._bytes)} parts, {self.done / 1e6:.0f} MB, {speed / 1e6:.1f} MB/s{left}"

@@ -1,0 +1,147 @@
+"""Shards: Arrow IPC files of one uncompressed record batch, so that all ids of a file lie side by side and can be mapped.
+
+    row = the part of a document in a shard
+    ids: large_list<uint16 | uint32>   document: uint64   begins: bool   ends: bool   loss_mask: large_list<uint8>, optional
+
+`document` counts the documents of one part, from 0: part and document together identify a document. Ids are buffered in an
+unnamed temporary file, so that a shard may be larger than memory.
+
+    writer = ShardWriter(pa.uint16())
+    writer.add(table)                                         # rows of one split, see raystride.pipelines.data.prepare.stages
+    shard = writer.finish(folder, "train/00003.arrow")        # None: nothing was added
+"""
+
+import hashlib
+import tempfile
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+import pyarrow as pa
+
+from raystride.pipelines.data.prepare.hash_list import hash_list_name, put_hash_list
+from raystride.pipelines.data.prepare.manifest import Shard
+from raystride.pipelines.system.storage.folder import Folder
+
+_LIST_COLUMNS = ("ids", "loss_mask")
+
+
+class ShardWriter:
+    """Buffers the rows of one shard and writes it atomically."""
+
+    def __init__(self, id_type: pa.DataType) -> None:
+        self._id_type = id_type
+        self._ids: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115  (closed by finish)
+        self._mask: IO[bytes] | None = None
+        self._tokens = 0
+        self._offsets: list[int] = []
+        self._documents: list[int] = []
+        self._begins: list[bool] = []
+        self._ends: list[bool] = []
+
+    def add(self, table: pa.Table) -> None:
+        """Appends rows (document, begins, ends, ids, loss_mask); a row of the last row's document is merged with it."""
+        ids, masks = table["ids"].combine_chunks(), table["loss_mask"].combine_chunks()
+        lengths = ids.value_lengths().to_pylist()
+        columns = [table[name].to_pylist() for name in ("document", "begins", "ends")]
+        position = self._tokens
+        for length, document, begins, ends in zip(lengths, *columns, strict=True):
+            if self._documents and document == self._documents[-1]:
+                self._ends[-1] = ends
+            else:
+                self._offsets.append(position)
+                self._documents.append(document)
+                self._begins.append(begins)
+                self._ends.append(ends)
+            position += length
+        # There is no mask until a document has one; all tokens before it are in the loss.
+        if masks.null_count < len(masks):
+            self._add_mask(masks, lengths)
+        elif self._mask is not None:
+            np.ones(position - self._tokens, np.uint8).tofile(self._mask)
+        ids.flatten().to_numpy().tofile(self._ids)
+        self._tokens = position
+
+    def _add_mask(self, masks: pa.Array, lengths: list[int]) -> None:
+        if self._mask is None:
+            self._mask = tempfile.TemporaryFile()  # noqa: SIM115  (closed by finish)
+            np.ones(self._tokens, np.uint8).tofile(self._mask)
+        for mask, length in zip(masks, lengths, strict=True):
+            values = mask.values.to_numpy() if mask.is_valid else np.ones(length, np.uint8)
+            values.tofile(self._mask)
+
+    def finish(self, folder: Folder, name: str) -> Shard | None:
+        """Writes the shard atomically and returns it with the offset of its ids. Raises OSError if it reads back
+        differently."""
+        with self._ids, self._mask or tempfile.TemporaryFile():
+            if not self._tokens:
+                return None
+            batch = self._build_batch()
+            with folder.file(name) as path:
+                with pa.ipc.new_file(str(path), batch.schema) as out:
+                    out.write_batch(batch)
+                offsets = _offsets(path, batch)
+                digest, top_hash = _hash_file(path), put_hash_list(folder, name, path)
+                size = path.stat().st_size
+        return Shard(
+            file=name,
+            tokens=self._tokens,
+            documents=sum(self._begins),
+            bytes=size,
+            sha256=digest,
+            ids_offset=offsets["ids"],
+            mask_offset=offsets.get("loss_mask"),
+            rows_offset=offsets["rows"],
+            rows=batch.num_rows,
+            top_hash=top_hash,
+        )
+
+    def _build_batch(self) -> pa.RecordBatch:
+        offsets = pa.py_buffer(np.asarray([*self._offsets, self._tokens], np.int64))
+        columns = {
+            "ids": self._list_column(self._ids, self._id_type, offsets),
+            "document": pa.array(self._documents, pa.uint64()),
+            "begins": pa.array(self._begins, pa.bool_()),
+            "ends": pa.array(self._ends, pa.bool_()),
+        }
+        if self._mask is not None:
+            columns["loss_mask"] = self._list_column(self._mask, pa.uint8(), offsets)
+        return pa.RecordBatch.from_arrays(list(columns.values()), names=list(columns))
+
+    def _list_column(self, spool: IO[bytes], value_type: pa.DataType, offsets: pa.Buffer) -> pa.Array:
+        spool.flush()
+        values = np.memmap(spool, value_type.to_pandas_dtype(), "r", shape=(self._tokens,))
+        flat = pa.Array.from_buffers(value_type, self._tokens, [None, pa.py_buffer(values)])
+        return pa.Array.from_buffers(pa.large_list(value_type), len(self._offsets), [None, offsets], children=[flat])
+
+
+def _offsets(path: Path, batch: pa.RecordBatch) -> dict[str, int]:
+    """Returns the byte offsets of a shard's rows and of the flat values of its list columns, verified by numpy."""
+    found = {}
+    with pa.memory_map(str(path)) as source:
+        start = source.read_buffer(1).address
+        source.seek(0)
+        written = pa.ipc.open_file(source).get_batch(0)
+        buffers = {name: written.column(name).values.buffers()[1] for name in batch.schema.names if name in _LIST_COLUMNS}
+        expected = {name: batch.column(name).values.to_numpy() for name in buffers}
+        buffers["rows"], expected["rows"] = written.column("ids").buffers()[1], batch.column("ids").offsets.to_numpy()
+        for name, buffer in buffers.items():
+            found[name] = buffer.address - start
+            on_disk = np.memmap(path, expected[name].dtype, "r", found[name], expected[name].shape)
+            if not np.array_equal(on_disk, expected[name]):
+                raise OSError(f"{path}: the {name} that were written read otherwise: check the disk and prepare again")
+    return found
+
+
+def _hash_file(path: Path) -> str:
+    with path.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def is_intact(folder: Folder, shard: dict[str, Any]) -> bool:
+    """Returns whether a shard of an interrupted preparation is present and unchanged."""
+    try:
+        on_disk = not shard.get("top_hash") or folder.exists(hash_list_name(shard["file"]))
+        return on_disk and folder.sha256(shard["file"]) == str(shard["sha256"])
+    except OSError:
+        return False

@@ -1,0 +1,283 @@
+"""The three stages of preparing a part, which pass Arrow tables: read, tokenise, write. They run with or without Ray Data.
+
+read_part      part → (part, document, begins, ends, validation, text, place, fault), some MiB a table; a fault is the reason
+               for a missing document, and the fields of a document with several are a JSON array in `text`
+tokenise_table the same with ids (large_list of the id type), loss_mask (large_list<uint8> or null) and cut (bool) for text
+write_part     a part's tables → its shards and, last, parts/00003.json
+survey_part    a part → the task's survey of its documents, for tasks that must see all documents before they encode
+
+    record = write_part(job, (tokenise_table(job, table) for table in read_part(job, part)))
+    record["shards"]                                      # {"train": {...}, "validation": None}
+"""
+
+import json
+import time
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass
+from hashlib import blake2b
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from raystride.pipelines.data.prepare.cleaning import Cleaning
+from raystride.pipelines.data.prepare.near_duplicates import read_duplicates
+from raystride.pipelines.data.prepare.parts import read_part_items
+from raystride.pipelines.data.prepare.progress import TimedIterator
+from raystride.pipelines.data.prepare.shards import ShardWriter
+from raystride.pipelines.data.sources.faults import Fault
+from raystride.pipelines.data.sources.pieces import Part, Piece, Reader
+from raystride.pipelines.data.tasks.task import Document, Encoded, Facts, Task
+from raystride.pipelines.system.storage.folder import Folder
+
+SPLITS = ("train", "validation")
+
+_TABLE_BYTES = 2 << 20
+_TABLE_ROWS = 8192
+_MAX_NAMED_FAULTS = 100
+
+_TEXT = pa.schema(
+    {
+        "part": pa.uint32(),
+        "document": pa.uint64(),
+        "begins": pa.bool_(),
+        "ends": pa.bool_(),
+        "validation": pa.bool_(),
+        "text": pa.large_string(),
+        "place": pa.string(),
+        "fault": pa.string(),
+    }
+)
+
+
+@dataclass(frozen=True)
+class Preparation:
+    """The settings and objects that all parts of a preparation share. Small: it travels with each task."""
+
+    folder: Folder
+    """The prepared folder."""
+    readers: dict[str, Reader]
+    """By split; `train` also reads sources whose split is decided by a hash."""
+    task: Task
+    validation_fraction: float
+    skip: bool
+    """Whether faults are counted instead of raised."""
+    cleaning: Cleaning | None = None
+    """The cleaning of documents after reading."""
+
+    @property
+    def finds_duplicates(self) -> bool:
+        """Whether near-duplicates are left out."""
+        return self.cleaning is not None and self.cleaning.data.near_duplicates > 0
+
+    def clean_documents(self, documents: Iterable[Document]) -> Iterable[Document]:
+        """Applies steps and filters to documents, but keeps near-duplicates. Raises DataError for a failing step."""
+        if self.cleaning is None:
+            return documents
+        items = self.cleaning.items((Piece(document) for document in documents), "a sample", Counter())
+        return (item.document for item in items if isinstance(item, Piece))
+
+    def items(self, part: Part, dropped: Counter[str], seconds: dict[str, float]) -> Iterator[Piece | Fault]:
+        """Yields a part's pieces and faults in order; `dropped` counts dropped documents by reason. Raises DataError for a
+        bad step.
+
+        With a cleaning, `seconds` gets the time of reading, and the time of both together as `clean`.
+        """
+        items = read_part_items(self.readers[part.split or "train"], part)
+        if self.cleaning is None:
+            return items
+        duplicates = read_duplicates(self.folder, part.number) if self.finds_duplicates else frozenset()
+        read = TimedIterator(items, seconds, "read")
+        return TimedIterator(self.cleaning.items(read, f"part {part.number}", dropped, duplicates), seconds, "clean")
+
+
+def is_validation(identity: str, fraction: float) -> bool:
+    """Returns whether the document with this identity (see Piece) validates, independent of other documents."""
+    digest = blake2b(identity.encode("utf-8", "surrogatepass"), digest_size=8).digest()
+    return int.from_bytes(digest) < fraction * 2**64
+
+
+def read_part(job: Preparation, part: Part) -> Iterator[pa.Table]:
+    """Yields the part's pieces in order, then an empty row that marks its end. Raises DataError unless faults are skipped.
+
+    The `place` of the last row has, as JSON, the dropped documents and the seconds of each stage.
+    """
+    dropped: Counter[str] = Counter()
+    took = {"read": 0.0, "clean": 0.0}
+    rows: list[tuple[Any, ...]] = []
+    size, document, ended, spent, began = 0, -1, True, 0.0, time.perf_counter()
+    for item in job.items(part, dropped, took):
+        if isinstance(item, Fault):
+            if not job.skip:
+                raise item.error()
+            rows.append((part.number, None, None, None, None, None, item.place, item.reason))
+            continue
+        # A skipped range may have held the beginning: the rest must not join the document before.
+        document += item.begins or ended
+        ended = item.ends
+        validation = part.split == "validation"
+        if part.split is None:
+            validation = is_validation(item.identity, job.validation_fraction)
+        text = _pack_fields(item.document)
+        rows.append((part.number, document, item.begins, item.ends, validation, text, item.place, None))
+        size += len(text)
+        if size >= _TABLE_BYTES or len(rows) >= _TABLE_ROWS:
+            table = _build_table(rows)
+            spent += time.perf_counter() - began
+            yield table
+            rows, size, began = [], 0, time.perf_counter()
+    cleaning = max(0.0, took["clean"] - took["read"])
+    seconds = {"read": spent + time.perf_counter() - began - cleaning, "clean": cleaning}
+    rows.append((part.number, None, None, None, None, None, json.dumps({"dropped": {**+dropped}, "seconds": seconds}), None))
+    yield _build_table(rows)
+
+
+def survey_part(job: Preparation, part: Part) -> Facts:
+    """Returns the task's survey of the part's documents. Raises DataError unless faults are skipped."""
+    return job.task.survey(_part_documents(job, part))
+
+
+def _part_documents(job: Preparation, part: Part) -> Iterator[Document]:
+    for item in job.items(part, Counter(), {"read": 0.0, "clean": 0.0}):
+        if isinstance(item, Piece):
+            yield item.document
+        elif not job.skip:
+            raise item.error()
+
+
+def _pack_fields(document: Document) -> str:
+    return document[0] if len(document) == 1 else json.dumps(document, ensure_ascii=False)
+
+
+def _unpack_fields(text: str, fields: int) -> Document:
+    return (text,) if fields == 1 else tuple(json.loads(text))
+
+
+def _build_table(rows: list[tuple[Any, ...]]) -> pa.Table:
+    columns = [pa.array(values, kind) for values, kind in zip(zip(*rows, strict=True), _TEXT.types, strict=True)]
+    return pa.Table.from_arrays(columns, schema=_TEXT)
+
+
+def tokenise_table(job: Preparation, table: pa.Table) -> pa.Table:
+    """Returns the table with the ids of each text instead of the text. A piece that does not end its document gets no end
+    token.
+
+    A document that the task cannot encode becomes a fault. Raises DataError unless faults are skipped, and RuntimeError if
+    the task gives an id that is not below its `ids`.
+    """
+    began, texts = time.perf_counter(), pc.sum(pc.binary_length(table["text"])).as_py() or 0
+    ids: list[np.ndarray] = []
+    masks: list[np.ndarray | None] = []
+    cuts: list[bool] = []
+    faults: dict[int, str] = {}
+    fields = len(job.task.columns)
+    columns = (table[name].to_pylist() for name in ("text", "begins", "ends"))
+    for row, (text, begins, ends) in enumerate(zip(*columns, strict=True)):
+        example, mask, cut = _EMPTY_EXAMPLE
+        if text is not None:
+            try:
+                example, mask, cut = _encode_stretch(job.task, _unpack_fields(text, fields), begins, ends)
+            except ValueError as error:
+                faults[row] = str(error)
+        ids.append(example)
+        masks.append(mask)
+        cuts.append(cut)
+    found = [row for row, example in enumerate(ids) if len(example)]
+    for row, example in zip(found, job.task.complete([ids[row] for row in found]), strict=True):
+        ids[row] = example
+    if faults:
+        table = _with_faults(job, table, faults)
+    kind = id_type(job.task)
+    values = np.concatenate(ids)
+    # A user's task may be wrong here, and the narrow type below would wrap around silently.
+    if len(values) and int(values.max()) >= job.task.ids:
+        raise RuntimeError(f"the task's example holds {values.max()}, but its numbers must be below `ids`, {job.task.ids}")
+    offsets = np.cumsum([0, *map(len, ids)], dtype=np.int64)
+    lists = pa.LargeListArray.from_arrays(pa.array(offsets), pa.array(values.astype(kind.to_pandas_dtype()), kind))
+    mask_column = pa.array(masks, pa.large_list(pa.uint8()))
+    encoded = table.drop_columns(["text"]).append_column("ids", lists).append_column("loss_mask", mask_column)
+    encoded = encoded.append_column("cut", pa.array(cuts, pa.bool_()))
+    # The first row has the table's figures; Ray Data may merge and split tables anywhere.
+    for name, value in (("tokenise_s", time.perf_counter() - began), ("text_bytes", texts)):
+        encoded = encoded.append_column(name, pa.array([float(value), *[0.0] * (encoded.num_rows - 1)], pa.float64()))
+    return encoded
+
+
+_EMPTY_EXAMPLE = Encoded(np.empty(0, np.uint32), None)
+
+
+def _encode_stretch(task: Task, document: Document, begins: bool, ends: bool) -> Encoded:
+    ids, mask, cut = task.example(document)
+    if not begins and (begin := [*task.begin_ids]) and ids[: len(begin)].tolist() == begin:
+        ids, mask = ids[len(begin) :], None if mask is None else mask[len(begin) :]
+    if task.window is None and not len(ids):
+        raise ValueError("has nothing in it that the task could learn from")
+    if not ends and len(ids) and ids[-1] == task.facts["end_id"]:
+        return Encoded(ids[:-1], None if mask is None else mask[:-1], cut)
+    return Encoded(ids, None if mask is None else mask.astype(np.uint8), cut)
+
+
+def _with_faults(job: Preparation, table: pa.Table, faults: dict[int, str]) -> pa.Table:
+    """Returns the table with faults in place of some documents. Raises DataError unless faults are skipped."""
+    if not job.skip:
+        row, reason = next(iter(faults.items()))
+        raise Fault(table["place"][row].as_py(), reason).error()
+    for name in ("document", "validation", "fault"):
+        column = table[name].to_pylist()
+        for row, reason in faults.items():
+            column[row] = reason if name == "fault" else None
+        field = table.schema.field(name)
+        table = table.set_column(table.schema.get_field_index(name), field, pa.array(column, field.type))
+    return table
+
+
+def id_type(task: Task) -> pa.DataType:
+    """Returns the smallest type that holds the task's numbers; tokens of a stream have at least two bytes."""
+    if task.ids <= 2**8 and task.window is None:
+        return pa.uint8()
+    return pa.uint16() if task.ids <= 2**16 else pa.uint32()
+
+
+def write_part(job: Preparation, tables: Iterable[pa.Table]) -> dict[str, Any]:
+    """Writes a part's shards, then its record, and returns the record.
+
+    It has the part, shards by split, faults and their number, the number of truncated documents (`Encoded.cut`), of dropped
+    documents by reason, and the seconds of each stage. Raises RuntimeError if the row that ends a part is missing, and
+    OSError if a shard reads back differently.
+    """
+    writers: dict[str, ShardWriter] = {}
+    faults: list[dict[str, str]] = []
+    skipped, cut, number, is_complete = 0, 0, -1, False
+    trailer: dict[str, Any] = {}
+    took, texts, began = {"tokenise": 0.0, "others": 0.0}, 0.0, time.perf_counter()
+    for table in TimedIterator(tables, took, "others"):
+        number = table["part"][0].as_py()
+        took["tokenise"] += pc.sum(table["tokenise_s"]).as_py()
+        texts += pc.sum(table["text_bytes"]).as_py()
+        for split, chosen in zip(SPLITS, (pc.invert(table["validation"]), table["validation"]), strict=True):
+            rows = table.filter(chosen)  # a null, as in faults and the last row, is in neither
+            if rows.num_rows:
+                writer = writers.setdefault(split, ShardWriter(table.schema.field("ids").type.value_type))
+                writer.add(rows)
+        faulty = table.filter(pc.is_valid(table["fault"]))
+        skipped += faulty.num_rows
+        cut += pc.sum(table["cut"]).as_py() or 0
+        pairs = zip(faulty["place"].to_pylist(), faulty["fault"].to_pylist(), strict=True)
+        faults += [{"place": place, "reason": reason} for place, reason in pairs][: _MAX_NAMED_FAULTS - len(faults)]
+        last = table.slice(table.num_rows - 1)
+        is_complete = not (last["document"][0].is_valid or last["fault"][0].is_valid)
+        if is_complete:
+            trailer = json.loads(last["place"][0].as_py())
+    if not is_complete:
+        raise RuntimeError(f"part {number} ended before its last row: this is a defect of Raystride, please report it")
+    shards = {split: writer.finish(job.folder, f"{split}/{number:05d}.arrow") for split, writer in writers.items()}
+    written = {split: asdict(shard) if (shard := shards.get(split)) else None for split in SPLITS}
+    seconds = trailer["seconds"] | {"tokenise": took["tokenise"], "write": time.perf_counter() - began - took["others"]}
+    documents = sum(shard.documents for shard in shards.values() if shard)
+    stages = {"bytes": round(texts), "documents": documents, "seconds": seconds}
+    record = {"part": number, "shards": written, "faults": faults, "skipped": skipped, "cut": cut}
+    record |= {"dropped": trailer["dropped"], "stages": stages}
+    (job.folder / "parts").put_json(f"{number:05d}.json", record)
+    return record

@@ -1,0 +1,97 @@
+"""Detects that the driver is cut off from its cluster: another driver may resume the run then, and this one must give it up.
+
+    with IsolationWatcher(recorder.heartbeats, recorder.node_id, lease.give_up):
+        train()
+
+After a network partition the driver and its recorder, on the same host, stay alive. The driver is isolated if for
+`ISOLATED_S` seconds the head's host does not answer and no worker on another host sends heartbeats. A restarting head
+refuses connections, and that counts as an answer; if the head is lost, heartbeats of other hosts' workers still arrive.
+"""
+
+import contextlib
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping
+from typing import Self
+
+from raystride.pipelines.launch.hang.heartbeat import ENDED, Heartbeat
+
+ISOLATED_S = 20.0
+"""Seconds of silence: four heartbeats, and as long as the head takes to give up a host."""
+POLL_S = 2.0
+CONNECT_TIMEOUT_S = 3.0
+"""Seconds within which the head's host must answer."""
+
+
+class IsolationWatcher(contextlib.AbstractContextManager["IsolationWatcher"]):
+    """Thread that runs during the block and calls `on_isolated` once with the reason."""
+
+    def __init__(
+        self,
+        heartbeats: Callable[[], Mapping[int, Heartbeat]],
+        node_id: str,
+        on_isolated: Callable[[str], None],
+        *,
+        head: tuple[str, int] | None = None,
+    ) -> None:
+        """`node_id` is the driver's node. `head` defaults to the address of Ray's head, and then needs ray.init."""
+        self._heartbeats, self._node_id, self._on_isolated = heartbeats, node_id, on_isolated
+        self._head = head or _head_address()
+        self._ended = threading.Event()
+        self._heard: dict[int, tuple[int, float]] = {}
+        """By rank of each worker on another host: number and arrival time of its newest heartbeat."""
+
+    def __enter__(self) -> Self:
+        threading.Thread(target=self._run, name="isolation", daemon=True).start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._ended.set()
+
+    def _run(self) -> None:
+        answered_at = time.monotonic()
+        while not self._ended.wait(POLL_S):
+            with contextlib.suppress(Exception):  # the recorder may be restarting
+                self._record_heartbeats()
+            if _is_reachable(*self._head):
+                answered_at = time.monotonic()
+            silent_s = time.monotonic() - answered_at
+            if silent_s > ISOLATED_S and self._others_are_silent():
+                self._on_isolated(f"for {silent_s:.0f} s neither the head nor any worker on another host was heard")
+                return
+
+    def _record_heartbeats(self) -> None:
+        others = {
+            rank: heartbeat.number
+            for rank, heartbeat in self._heartbeats().items()
+            if heartbeat.process.node_id != self._node_id and heartbeat.current_phase != ENDED
+        }
+        now = time.monotonic()
+        self._heard = {
+            rank: known if (known := self._heard.get(rank)) and known[0] == number else (number, now)
+            for rank, number in others.items()
+        }
+
+    def _others_are_silent(self) -> bool:
+        """Returns whether there are workers on other hosts and none of them has sent a heartbeat for `ISOLATED_S`."""
+        times = [heard_at for _, heard_at in self._heard.values()]
+        return bool(times) and time.monotonic() - max(times) > ISOLATED_S
+
+
+def _is_reachable(host: str, port: int) -> bool:
+    """Returns whether a host answers; a refused connection counts as an answer."""
+    try:
+        socket.create_connection((host, port), timeout=CONNECT_TIMEOUT_S).close()
+    except ConnectionRefusedError:
+        return True
+    except OSError:
+        return False
+    return True
+
+
+def _head_address() -> tuple[str, int]:
+    import ray
+
+    host, _, port = ray.get_runtime_context().gcs_address.rpartition(":")
+    return host.strip("[]"), int(port)

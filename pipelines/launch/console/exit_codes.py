@@ -1,0 +1,64 @@
+"""Exit codes of jobs; maps exceptions that a user can cause to an error line and an exit code.
+
+sys.exit(run_with_exit_code(lambda: run(settings)))
+"""
+
+import os
+import sys
+from collections.abc import Callable
+
+from raystride.pipelines.config import SettingError
+from raystride.pipelines.data.sources.faults import DataError
+from raystride.pipelines.launch.cluster.cluster import CannotRun
+from raystride.pipelines.launch.cluster.resubmission import ISOLATED_EXIT_CODE
+from raystride.pipelines.launch.console.failure import TrainingFailed, find_remedies
+from raystride.pipelines.launch.run_store.lease import DriverIsolated
+from raystride.pipelines.system.credentials import MissingSecret, redact_exception
+from raystride.pipelines.system.output import protected_output
+from raystride.pipelines.system.signals import exit_code_of, raise_on_signals, report_interruption, sigint_is_ignored
+from raystride.pipelines.system.storage.folder import UNWRITABLE_ERRNOS
+
+DONE, FAILED, WRONG_SETTINGS, CANNOT_RUN = range(4)
+"""Success; the training failed; wrong settings or data; the cluster or a disk cannot run the job."""
+
+
+def run_with_exit_code(job: Callable[[], int], *, own_handlers: bool = False) -> int:
+    """Runs a job; errors that a user can cause, and signals, become a line and an exit code. Failing output does not end it.
+
+    If SIGINT is ignored, a line says so first, unless the job sets its own handlers.
+    """
+    with protected_output():
+        return _run_with_exit_code(job, own_handlers)
+
+
+def _run_with_exit_code(job: Callable[[], int], own_handlers: bool) -> int:
+    if sigint_is_ignored() and not own_handlers:
+        print(
+            f"Ctrl-C is ignored: this process was started with SIGINT ignored; `kill {os.getpid()}` stops it",
+            file=sys.stderr,
+        )
+    try:
+        with raise_on_signals():
+            return job()
+    except KeyboardInterrupt as signalled:
+        return report_interruption(signalled)
+    except TrainingFailed as failed:  # its screen was already shown
+        return exit_code_of(failed.cause) if isinstance(failed.cause, KeyboardInterrupt) else FAILED
+    except (SettingError, DataError, MissingSecret) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return WRONG_SETTINGS
+    except DriverIsolated as error:  # this code counts as a lost driver, so the job is resubmitted
+        print(f"error: {error}", file=sys.stderr)
+        return ISOLATED_EXIT_CODE
+    except CannotRun as error:
+        print(f"error: {error}", file=sys.stderr)
+        return CANNOT_RUN
+    except OSError as error:
+        redact_exception(error)
+        if error.errno not in UNWRITABLE_ERRNOS:
+            raise
+        print("\n  try: ".join([f"error: {error}", *find_remedies(error)]), file=sys.stderr)
+        return CANNOT_RUN
+    except Exception as error:
+        redact_exception(error)
+        raise

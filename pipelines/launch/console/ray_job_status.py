@@ -1,0 +1,90 @@
+"""Status of a submitted training in Ray's dashboard and job API: run, storage, and progress.
+
+with JobStatusReporter(job_metadata("mine", "s3://bucket/runs", mlflow=True), folder) as page:  # job_name, raystride.run
+    page.on_state(recorder.state(), request_stop)         # message: step 25/30  loss 0.0036
+    page.finish(summary)                                  # metadata: raystride.status finished, raystride.steps 30
+"""
+
+import time
+from collections.abc import Callable, Mapping
+from types import TracebackType
+from typing import Any, Self
+
+import raystride
+from raystride.pipelines.launch.cluster.internals import update_job_metadata
+from raystride.pipelines.launch.console.progress import progress_line
+from raystride.pipelines.launch.console.session import Watcher
+from raystride.pipelines.observability.record.mlflow.links import is_on_server, run_link
+from raystride.pipelines.observability.record.mlflow.log import MLFLOW_REFERENCE
+from raystride.pipelines.observability.record.state import TrainingState
+from raystride.pipelines.system.storage.folder import Folder
+
+UPDATE_INTERVAL_S = 5.0
+BARS = "━╌"
+FIGURES = ("steps", "train_loss", "val_loss")
+
+
+def job_metadata(run: str, storage: str, mlflow: bool) -> dict[str, str]:
+    """Returns the metadata of a run that are known before it starts. Ray's dashboard has a column for `job_name`."""
+    ui = {"raystride.mlflow": f"raystride ui --storage {storage}"} if mlflow else {}
+    return {
+        "job_name": run,
+        "raystride.run": run,
+        "raystride.storage": storage,
+        "raystride.version": raystride.__version__,
+        **ui,
+    }
+
+
+def mlflow_metadata(folder: Folder) -> dict[str, str]:
+    """Returns the link of the run's page on a tracking server, or {} if it has none (yet)."""
+    try:
+        reference = folder.read_json(MLFLOW_REFERENCE)
+    except (FileNotFoundError, ValueError):
+        return {}
+    link = run_link(reference) if is_on_server(reference) else None
+    return {"raystride.mlflow": link} if link else {}
+
+
+class JobStatusReporter(Watcher):
+    """Reporter of a training's status to Ray, if this process is a submitted job; else it does nothing.
+
+    A context manager around the training, entered after `ray.init`.
+    """
+
+    def __init__(self, metadata: Mapping[str, str], folder: Folder) -> None:
+        self._metadata, self._folder = dict(metadata), folder
+        self._is_submitted_job = False
+        self._next_at = 0.0
+
+    def __enter__(self) -> Self:
+        self._is_submitted_job = update_job_metadata(
+            self._metadata | mlflow_metadata(self._folder) | {"raystride.status": "running"}
+        )
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if error is not None:
+            self.finish({"status": "failed"})
+
+    def on_state(self, state: TrainingState, request_stop: Callable[[], None]) -> None:
+        """Sends the progress line as the job's message, every few seconds."""
+        if not self._is_submitted_job or time.monotonic() < self._next_at:
+            return
+        self._next_at = time.monotonic() + UPDATE_INTERVAL_S
+        link = {"raystride.mlflow": str(state["mlflow"])} if state.get("mlflow") else {}
+        self._is_submitted_job = update_job_metadata(link, progress_line(state).lstrip(BARS).strip())
+
+    def finish(self, summary: Mapping[str, Any]) -> None:
+        """Adds the final figures to the metadata; Ray itself writes the message of an ended job."""
+        if self._is_submitted_job:
+            figures = {name: summary.get(name) for name in ("status", *FIGURES)}
+            final_metadata = {
+                f"raystride.{name}": _format_value(value) for name, value in figures.items() if value is not None
+            }
+            update_job_metadata(mlflow_metadata(self._folder) | final_metadata)
+            self._is_submitted_job = False
+
+
+def _format_value(value: Any) -> str:
+    return f"{value:.6g}" if isinstance(value, float) else str(value)

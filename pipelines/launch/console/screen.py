@@ -1,0 +1,98 @@
+"""Screen output of a training: for people on a terminal, or for programs only warnings.
+
+screen = Screen()                                         # or SilentScreen()
+screen.log("run lm_python-1f3a90c2 in /home/me/runs")
+with screen.start_progress() as progress: progress.update(recorder.state())
+"""
+
+import logging
+import sys
+from types import TracebackType
+from typing import Protocol, Self
+
+from raystride.pipelines.launch.console.notebook import NotebookProgress, in_notebook
+from raystride.pipelines.launch.console.progress import Progress
+from raystride.pipelines.observability.record.state import TrainingState
+from raystride.pipelines.system.credentials import redact
+
+
+class LiveLine(Protocol):
+    """Interface of a live progress line; see `Progress`."""
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None: ...
+
+    def update(self, state: TrainingState) -> None:
+        """Shows the figures of `Recorder.state()`."""
+        ...
+
+    def log(self, text: str) -> None:
+        """Prints a permanent line above the live one."""
+        ...
+
+    def close(self) -> None:
+        """Ends the line."""
+        ...
+
+
+class Screen:
+    """Output for people: lines on standard output, warnings and failures on standard error."""
+
+    is_visible = True
+    """Whether the output is shown."""
+
+    def log(self, text: str) -> None:
+        """Prints lines on standard output."""
+        print(redact(text), flush=True)
+
+    def warn(self, text: str) -> None:
+        """Prints a warning on standard error."""
+        print(f"warning: {redact(text)}", file=sys.stderr)
+
+    def show_failure(self, text: str) -> None:
+        """Prints a failure screen on standard error."""
+        print(redact(text), file=sys.stderr)
+
+    def start_progress(self) -> LiveLine:
+        """Starts the live line of a training, in a notebook as a display below the cell."""
+        return NotebookProgress() if in_notebook() else Progress()
+
+
+class SilentScreen(Screen):
+    """Screen for programs: warnings go to the logger `raystride`, failures are raised, all else is in returned values."""
+
+    is_visible = False
+
+    def log(self, text: str) -> None:
+        """Prints nothing: the returned values hold all that a program needs."""
+
+    def warn(self, text: str) -> None:
+        """Logs the warning to the logger `raystride`."""
+        logging.getLogger("raystride").warning(redact(text))
+
+    def show_failure(self, text: str) -> None:
+        """Prints nothing: the failure is raised."""
+
+    def start_progress(self) -> LiveLine:
+        """Returns a live line without output."""
+        return _HiddenProgress()
+
+
+class _HiddenProgress:
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        pass
+
+    def update(self, state: TrainingState) -> None:
+        pass
+
+    def log(self, text: str) -> None:
+        pass
+
+    def close(self) -> None:
+        pass

@@ -1,0 +1,132 @@
+"""Admits a run before anything expensive starts: compares it with its previous attempt, and checks settings, base and data.
+
+admission = admit_run(RunContext(config, storage, screen.log))    # raises SettingError, DataError
+admission.is_complete, admission.previous, admission.context.kept
+"""
+
+from dataclasses import dataclass, replace
+
+from raystride.pipelines.config import Config
+from raystride.pipelines.config.base_model import is_run
+from raystride.pipelines.data.prepare.prepare import check_data
+from raystride.pipelines.data.prepare.run_context import Log, RunContext
+from raystride.pipelines.data.pretrained import BaseInfo, check_base
+from raystride.pipelines.data.tasks import build_task
+from raystride.pipelines.launch.run_store.resume import (
+    PreviousAttempt,
+    describe_completion,
+    has_same_data,
+    keep_preparations,
+    newest_step,
+    read_previous_attempt,
+    refuse_changes,
+    refuse_fewer_steps,
+    with_previous_base,
+)
+from raystride.pipelines.observability.record.tensorboard_log import check_tensorboard
+from raystride.pipelines.observability.report import closing_screen
+from raystride.pipelines.system.commands import shell_command
+from raystride.pipelines.system.storage.folder import Folder
+from raystride.pipelines.train.lora.init_from_run import check_run
+
+
+@dataclass(frozen=True)
+class Admission:
+    """An admitted run, its previous attempt and its base."""
+
+    context: RunContext
+    """The run: a resumed one has the base of its previous attempt in its settings, and the preparations that it keeps."""
+    previous: PreviousAttempt | None
+    is_complete: bool = False
+    """Whether nothing is left to do; base and data are not checked then."""
+    base: BaseInfo | None = None
+    """Description of a new run's base, if that is a folder or model of the hub."""
+
+
+def admit_run(context: RunContext) -> Admission:
+    """Shows the run and whether it resumes, and checks it; the settings have a name and absolute paths.
+
+    Raises SettingError and DataError if it cannot run, before the run's name is taken.
+    """
+    previous = read_previous_attempt(context.run_folder)
+    if previous:
+        context = context.with_config(with_previous_base(previous, context.config))
+    if _has_nothing_left(context, previous):
+        return Admission(context, previous, is_complete=True)
+    base = _check_base(context.config, previous, context.log)
+    if previous:
+        context = _with_kept_preparations(context, previous)
+    check_data(context)
+    return Admission(context, previous, base=base)
+
+
+def _has_nothing_left(context: RunContext, previous: PreviousAttempt | None) -> bool:
+    """Shows the run and whether it resumes; returns whether nothing is left to do. Raises SettingError."""
+    config, folder, log = context.config, context.run_folder, context.log
+    reached, step = (describe_completion(previous, config), newest_step(folder)) if previous else (None, None)
+    goes_on = f", going on from step {step}" if step and not reached else ""
+    log(f"run {config.run} in {context.storage}{goes_on}")
+    _check_settings(context, previous)
+    if config.validation.metric != "val_loss":
+        highest = config.validation.better == "max"
+        log(f"best checkpoint: the {'highest' if highest else 'lowest'} {config.validation.metric} (validation.direction)")
+    if previous and reached:
+        if context.task.reads_dataset:  # the settings do not tell one dataset or model from another
+            keep_preparations(previous, context)
+        log(_describe_completed_run(folder, config, reached, previous))
+        return True
+    refuse_fewer_steps(config, step)
+    return False
+
+
+def _check_settings(context: RunContext, previous: PreviousAttempt | None) -> None:
+    """Raises SettingError for settings that can be rejected before anything starts."""
+    check_metric(context.config)
+    check_tensorboard(context.config.record)
+    if previous:
+        refuse_changes(previous, context.config, has_same_data=lambda: has_same_data(previous, context))
+
+
+def check_metric(config: Config) -> None:
+    """Raises SettingError for a metric that the task does not measure; otherwise the first validation would fail."""
+    task_metrics = build_task(config).metrics
+    if config.validation.metric not in task_metrics:
+        raise config.validation.error("metric", f"must be one of {', '.join(sorted(task_metrics))}")
+
+
+def _describe_completed_run(folder: Folder, config: Config, reached: str, previous: PreviousAttempt) -> str:
+    """Returns the message about a run that has nothing left to do."""
+    more = 2 * max(1, (previous.summary or {}).get("steps") or config.train.steps)
+    return "\n".join(
+        [
+            f"this run is complete ({reached}). To train it further, give more steps or epochs, for instance",
+            f"  {shell_command('train', str(config.run), str(folder.parent), f'--train.steps {more}')}",
+            "and to train another one, another name (--run NAME) or other settings",
+            closing_screen(previous.summary or {}, folder),
+        ]
+    )
+
+
+def _check_base(config: Config, previous: PreviousAttempt | None, log: Log) -> BaseInfo | None:
+    """Checks and shows the base of a new run; returns its description if it is a folder or model of the hub.
+
+    Raises SettingError before the run's name is taken by settings that do not fit.
+    """
+    base_path = config.model.init_from
+    if previous or not base_path:
+        return None
+    if is_run(base_path):
+        check_run(config, Folder(base_path))
+        return None
+    base = check_base(config, base_path)
+    log(f"base {base_path}: {base}; context {config.model.context:,}")
+    log("from it: " + ", ".join(f"{name} {value}" for name, value in base.settings.items()))
+    return base
+
+
+def _with_kept_preparations(context: RunContext, previous: PreviousAttempt) -> RunContext:
+    """Returns the context with the preparations with which the run resumes. Raises DataError, SettingError if it cannot."""
+    context = replace(context, kept=keep_preparations(previous, context))
+    if previous.sources and context.config.data.sources:  # a source that comes back is not in the previous settings
+        refuse_changes(previous, context.config, context.identity())
+    return context

@@ -1,0 +1,275 @@
+"""Verbs of the command `raystride runs`: list, show, compare, prune, replay and audit the runs of a storage.
+
+storage = Folder.from_uri("runs")
+list_runs(storage)
+compare_runs(storage, ["one", "two"])           # side by side here, and the link to MLflow's comparison
+prune_run(storage, "my-run", keep=1)            # prints what it frees
+"""
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any
+
+from raystride.pipelines.config.run import RecordConfig
+from raystride.pipelines.launch.run_store.lease import Owner, read_owner
+from raystride.pipelines.launch.run_store.resume import read_previous_attempt
+from raystride.pipelines.observability.record.journal import join_segments, stream_entries
+from raystride.pipelines.observability.record.mlflow.database import stored_uri
+from raystride.pipelines.observability.record.mlflow.follower import Follower
+from raystride.pipelines.observability.record.mlflow.links import UI_PORT, comparison_link, is_on_server, runs_link
+from raystride.pipelines.observability.record.mlflow.log import MLFLOW_REFERENCE, MlflowLog
+from raystride.pipelines.observability.record.summary import RunSummary
+from raystride.pipelines.observability.report import closing_screen, gather_figures, text_curve
+from raystride.pipelines.observability.report.closing import format_figures
+from raystride.pipelines.observability.report.run_figures import list_metrics, list_run_figures
+from raystride.pipelines.system.commands import shell_command
+from raystride.pipelines.system.credentials import redact
+from raystride.pipelines.system.storage.folder import Folder
+from raystride.pipelines.train.checkpoint.layout import checkpoint_names
+
+
+class CommandRefused(Exception):
+    """The command cannot be executed; the message gives the reason and the remedy."""
+
+
+@dataclass(frozen=True)
+class StoredRun:
+    """A run as stored in its folder; figures are None if the run did not get that far."""
+
+    name: str
+    folder: Folder
+    summary: RunSummary
+    owner: Owner | None
+    """The live process that trains it, if any."""
+
+    @property
+    def status(self) -> str:
+        """`running`, the status of its summary, or `interrupted` if it ended without one."""
+        return "running" if self.owner else str(self.summary.get("status") or "interrupted")
+
+    @property
+    def mlflow_reference(self) -> dict[str, Any]:
+        """Id and server of its MLflow run; empty if MLflow does not know it."""
+        return dict(self.folder.read_json(MLFLOW_REFERENCE)) if self.folder.exists(MLFLOW_REFERENCE) else {}
+
+
+def list_runs(storage: Folder) -> None:
+    """Prints a table of all runs, newest last."""
+    from rich.table import Table
+
+    runs = [_read_run(storage / name, name) for name in run_names(storage)]
+    runs.sort(key=lambda run: _last_written(run.folder) or "")
+    if not runs:
+        print(f"no runs in {storage}")
+        return
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    for title in ("run", "status", "steps", "metric", "val loss", "train loss", "tokens/s", "when"):
+        table.add_column(title, justify="left" if title in ("run", "status", "metric", "when") else "right", no_wrap=True)
+    for run in runs:
+        texts = {figure.key: figure.text for figure in list_run_figures(run.summary)}
+        own = [f"{figure.label} {figure.text}" for figure in list_metrics(run.summary)]
+        cells = [texts.get(key, "-") for key in ("val_loss", "train_loss", "tokens_per_second")]
+        table.add_row(
+            run.name, run.status, texts.get("steps", "-"), next(iter(own), "-"), *cells, _last_written(run.folder) or "-"
+        )
+    _print_table(table)
+
+
+def compare_runs(storage: Folder, names: Sequence[str], port: int = UI_PORT) -> None:
+    """Prints figures and differing settings of several runs side by side, with a link to MLflow's comparison.
+
+    Raises CommandRefused if fewer than two are named, or one does not exist.
+    """
+    from rich.table import Table
+
+    runs = [find_run(storage, name) for name in dict.fromkeys(names)]
+    if len(runs) < 2:
+        raise CommandRefused(f"compare is given one run, {runs[0].name}: name at least two")
+    settings = [_flat_settings(run) for run in runs]
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    for title in ("", *(run.name for run in runs)):
+        table.add_column(title, overflow="fold")
+    for label, *cells in _to_rows([format_figures(run.summary | {"status": run.status}) for run in runs]):
+        table.add_row(label, *cells)
+    for label, *cells in _to_rows(settings):
+        if len(set(cells)) > 1:
+            table.add_row(label, *cells)
+    _print_table(table)
+    references = [run.mlflow_reference for run in runs]
+    link = comparison_link(references, port)
+    if link is None:
+        print("mlflow   has no page that compares them: it lacks one of them, or they are on different servers")
+        return
+    print(f"mlflow   {link}")
+    print(f"         {runs_link(references[0], port)}   (all runs)")
+    if not is_on_server(references[0]):
+        port_flag = "" if port == UI_PORT else f" --port {port}"
+        print(f"         while this runs: {shell_command('ui', storage=str(storage))}{port_flag}")
+
+
+def show_run(storage: Folder, name: str) -> None:
+    """Prints a run's curve, sample, figures and path. Raises CommandRefused if there is no such run."""
+    run = find_run(storage, name)
+    curve = text_curve(*gather_figures(stream_entries(run.folder)).losses)
+    sample = run.folder.read("sample.txt").decode(errors="replace") if run.folder.exists("sample.txt") else ""
+    summary = run.summary | {"status": run.status, "mlflow_run_id": run.mlflow_reference.get("run_id")}
+    print(closing_screen(summary, run.folder, curve, sample))
+
+
+def prune_run(storage: Folder, name: str, *, keep: int = 1, whole: bool = False) -> None:
+    """Removes the data of all but the newest `keep` checkpoints, `best` and `last`; or the `whole` folder of the run.
+
+    Manifests stay. Raises CommandRefused if there is no such run, or a driver still owns it.
+    """
+    run = find_run(storage, name)
+    if run.owner:
+        raise CommandRefused(f"{run.name} is owned by process {run.owner.pid} on {run.owner.host}: stop it first")
+    if whole:
+        freed = folder_size_bytes(run.folder)
+        run.folder.remove()
+        print(f"removed {run.folder}: {_format_bytes(freed)} freed")
+        return
+    checkpoints = run.folder / "checkpoints"
+    with_data = [step for step in checkpoint_names(checkpoints.names()) if _data_folders(checkpoints / step)]
+    hinted = {_read_hint(checkpoints, hint) for hint in ("best", "last")}
+    kept = set(with_data[-keep:]) | hinted
+    freed = 0
+    for step in with_data:
+        if step in kept:
+            continue
+        for attempt in _data_folders(checkpoints / step):
+            freed += folder_size_bytes(checkpoints / step / attempt)
+            (checkpoints / step).remove(attempt)
+        print(f"removed the data of {step}")
+    print(
+        f"{_format_bytes(freed)} freed; {len([step for step in with_data if step in kept])} checkpoints left in {run.folder}"
+    )
+
+
+def replay_run(storage: Folder, name: str, *, mlflow_uri: str | None = None, experiment: str | None = None) -> int:
+    """Logs the missing entries of a run's journal and its final status to MLflow; returns the exit code.
+
+    Raises CommandRefused if there is no such run, it is running, it has no journal, or no MLflow server is known.
+    """
+    run = find_run(storage, name)
+    if run.owner:
+        raise CommandRefused(f"{run.name} is running, and replays by itself as soon as MLflow answers")
+    previous = read_previous_attempt(run.folder)
+    stored_record = (
+        previous.config.record if previous else RecordConfig()
+    )  # if a server has never answered, there is no reference to it
+    uri = mlflow_uri or stored_uri(run.mlflow_reference) or stored_record.mlflow_uri
+    settings = RecordConfig(mlflow_uri=uri, experiment=experiment or stored_record.experiment)
+    log = MlflowLog.for_run(run.folder, run.name, settings, storage)
+    if log is None:
+        raise CommandRefused(f"--mlflow-uri is not given, and {storage} holds no database: name the tracking server")
+    last = join_segments(run.folder)
+    if last is None:
+        raise CommandRefused(f"{run.folder} has no journal: there is nothing to replay")
+    try:
+        Follower(run.folder, log, warn=print).catch_up()
+        # The end time is that of the last entry, not now.
+        log.finish(run.summary.get("status") or "stopped", float(last["time"]))
+    except Exception as error:
+        cause = redact(f"{type(error).__name__}: {error}")
+        print(f"MLflow at {log.public_uri} cannot be reached ({cause})", file=sys.stderr)
+        return 1
+    print(f"MLflow has all of {run.name}, run {log.run_id}")
+    return 0
+
+
+def audit_run(storage: Folder, name: str) -> int:
+    """Verifies from the checkpoints alone that every sample was used exactly once an epoch; returns the exit code.
+
+    Raises CommandRefused if there is no such run.
+    """
+    from raystride.pipelines.train.checkpoint.audit import main as audit
+
+    find_run(storage, name)
+    return audit([name, "--storage", storage.uri])
+
+
+def run_names(storage: Folder) -> list[str]:
+    """Returns the names of a storage's folders that hold a run."""
+    return [name for name in storage.names() if _has_run(storage, name)]
+
+
+def _has_run(storage: Folder, name: str) -> bool:
+    """Returns whether the storage has a run of this name; it lists only that folder."""
+    if not name or "/" in name or name.startswith("."):
+        return False
+    names_of_a_run = ("config.yaml", "journal", "summary.json", "checkpoints", "owner.json")
+    return not set((storage / name).names()).isdisjoint(names_of_a_run)
+
+
+def find_run(storage: Folder, name: str) -> StoredRun:
+    """Returns the run of that name. Raises CommandRefused if there is none."""
+    if not _has_run(storage, name):
+        known = ", ".join(run_names(storage)[-10:]) or "none"
+        raise CommandRefused(f"there is no run {name!r} in {storage} (there is: {known})")
+    return _read_run(storage / name, name)
+
+
+def _read_run(folder: Folder, name: str) -> StoredRun:
+    try:
+        summary = folder.read_json("summary.json")
+    except (FileNotFoundError, ValueError):
+        summary = {}
+    owner = read_owner(folder)
+    return StoredRun(name, folder, summary, owner if owner and owner.is_alive else None)
+
+
+def folder_size_bytes(folder: Folder) -> int:
+    """Returns the bytes of all files below a folder."""
+    return sum(folder.sizes(temporary=True).values())
+
+
+def _data_folders(step: Folder) -> list[str]:
+    """Returns the names of a checkpoint's data folders, one for each attempt that saved it."""
+    return [name for name in step.names() if not name.endswith(".json")]
+
+
+def _read_hint(checkpoints: Folder, name: str) -> str | None:
+    """Returns the step named in the file `best` or `last`, None without the file."""
+    try:
+        return checkpoints.read(name).decode().strip()
+    except FileNotFoundError:
+        return None
+
+
+def _last_written(folder: Folder) -> str | None:
+    """Returns the time of the run's newest journal segment or summary, None if the storage is not local."""
+    if folder.local is None:
+        return None
+    files = [*(folder.local / "journal").glob("*.jsonl"), *folder.local.glob("*.json"), *folder.local.glob("*.yaml")]
+    return max((datetime.fromtimestamp(path.stat().st_mtime).strftime("%Y-%m-%d %H:%M") for path in files), default=None)
+
+
+def _flat_settings(run: StoredRun) -> dict[str, str]:
+    """Returns the run's settings by full name, without its name and storage."""
+    previous = read_previous_attempt(run.folder)
+    flat = previous.config.flat() if previous else {}
+    return {key: str(value) for key, value in flat.items() if key not in ("run", "storage")}
+
+
+def _to_rows(columns: list[dict[str, str]]) -> list[list[str]]:
+    """Transposes columns to rows that begin with their label; missing cells are a dash."""
+    labels = dict.fromkeys(label for column in columns for label in column)
+    return [[label, *(column.get(label, "-") for column in columns)] for label in labels]
+
+
+def _print_table(table: Any) -> None:
+    from rich.console import Console
+
+    # Without a terminal, names must not be cut to 80 columns.
+    Console(width=None if sys.stdout.isatty() else 160).print(table)
+
+
+def _format_figure(value: Any, form: str) -> str:
+    return "-" if value is None else format(value, form) if isinstance(value, int | float) else str(value)
+
+
+def _format_bytes(count: int) -> str:
+    return f"{count / 2**20:,.1f} MiB"

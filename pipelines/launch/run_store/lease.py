@@ -1,0 +1,304 @@
+"""Lease of a run: a file that names its driver; taken over at once from a dead process, else when it is no longer renewed.
+
+    with RunLease.acquire(folder, attempt) as lease:          # raises RunLocked while another driver trains this run
+        lease.check()                                         # raises RunLocked once another driver has taken it over
+
+An owner on another machine proves that it is alive by rewriting the file every few seconds: a driver that wants its run
+watches the file for a minute by its own clock. The clocks of the two machines are never compared. Each owner has a higher
+term than the previous one, so a late write of a driver that was given up has no effect.
+"""
+
+import math
+import os
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Self
+
+from raystride.pipelines.config import SettingError
+from raystride.pipelines.launch.cluster.cluster import CannotRun
+from raystride.pipelines.launch.hang.process import machine_id, process_start_ticks
+from raystride.pipelines.system.storage.folder import Folder
+from raystride.pipelines.system.storage.locks import file_lock
+from raystride.pipelines.train.checkpoint.fence import read_claim
+
+OWNER_FILE = "owner.json"
+BEGUN_FILE = "config.yaml"
+"""A file that exists as soon as a run has begun."""
+RENEW_S = 5.0
+LEASE_S = 60.0
+"""Seconds without a renewal after which an owner on another machine counts as dead."""
+LOST_NODE_S = 20.0
+"""The same for an owner on a node that Ray has given up: if it is alive after all, its term is over (`checkpoint.fence`)."""
+POLL_S = 2.0
+"""Seconds between two reads of the file."""
+LOCK_S = 120.0
+"""Seconds that another driver may hold the lock of a run's folder; it needs milliseconds."""
+NOTICE_S = 30.0
+"""Seconds between two log lines of a driver that waits for another one."""
+Log = Callable[[str], None]
+
+
+def new_attempt() -> str:
+    """Returns a name for an attempt that begins now: the time and four random digits. Names sort by time."""
+    return time.strftime("%Y%m%d-%H%M%S-", time.gmtime()) + secrets.token_hex(2)
+
+
+class RunLocked(SettingError):
+    """Another driver trains this run. The message names it and the remedy.
+
+    `owner` is that driver, if known; the setting is `run`, with the run's name.
+    """
+
+    def __init__(self, message: str = "", *, run: str = "", owner: "Owner | None" = None) -> None:
+        super().__init__(message, setting="run", value=run)
+        self.owner = owner
+
+
+class DriverIsolated(CannotRun):
+    """This driver has lost contact with its cluster and given up its run, so that another one can resume it."""
+
+
+@dataclass(frozen=True)
+class Owner:
+    """The process that trains a run, as named in the run's folder."""
+
+    host: str
+    """The machine's name, for users."""
+    pid: int
+    attempt: str
+    renewed: float
+    """Time of the last renewal, in seconds since 1970 by its own clock: a new value each time."""
+    machine: str = ""
+    """Result of `machine_id`; empty in files of earlier versions."""
+    ticks: int = 0
+    """Start of the process by `process_start_ticks`, as process numbers are reused."""
+    term: int = 0
+    """One more than the previous owner's, which fences late writes. 0 in files of earlier versions."""
+
+    @classmethod
+    def this_process(cls, attempt: str, term: int = 0) -> "Owner":
+        """Returns this process as the owner for an attempt."""
+        pid = os.getpid()
+        return cls(socket.gethostname(), pid, attempt, time.time(), machine_id(), process_start_ticks(pid) or 0, term)
+
+    @property
+    def is_local(self) -> bool:
+        """Whether it is, or was, a process of this machine, so that its state can be queried."""
+        return self.machine == machine_id()
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the owner seems alive by a single read; for another machine this relies on its clock."""
+        if self.is_local:
+            return process_start_ticks(self.pid) == self.ticks
+        return time.time() - self.renewed < LEASE_S
+
+
+def read_owner(folder: Folder) -> Owner | None:
+    """Returns the owner named in the run's folder, dead or alive; None if it was released or there never was one."""
+    return _read_file(folder).owner
+
+
+@dataclass(frozen=True)
+class _OwnerFile:
+    """Content of a run's owner file."""
+
+    owner: Owner | None = None
+    """None if it was released or there is no file."""
+    term: int = 0
+    is_readable: bool = True
+    """Whether the file exists and can be read."""
+
+
+def _read_file(folder: Folder) -> _OwnerFile:
+    try:
+        content = folder.read_json(OWNER_FILE)
+        if content.get("released"):
+            return _OwnerFile(term=int(content["term"]))
+        known = {field.name for field in fields(Owner)}
+        owner = Owner(**{name: value for name, value in content.items() if name in known})
+        return _OwnerFile(owner, owner.term)
+    except (FileNotFoundError, ValueError, TypeError, AttributeError, KeyError):
+        return _OwnerFile(is_readable=False)
+
+
+class RunLease:
+    """Lease on a run's folder, held by this process and renewed in the background until `release`."""
+
+    def __init__(self, folder: Folder, attempt: str) -> None:
+        self.folder, self.owner = folder, Owner.this_process(attempt)
+        self._released = threading.Event()
+        self._writing = threading.Lock()
+        self._error: RunLocked | DriverIsolated | None = None
+        self._thread = threading.Thread(target=self._renew, name="owner", daemon=True)
+
+    @classmethod
+    def acquire(cls, folder: Folder, attempt: str, log: Log | None = None, *, wait: bool = False) -> "RunLease":
+        """Makes this process the owner; logs if that takes a while.
+
+        Raises RunLocked while another owner is alive, unless `wait`: then waits for its end, as Ray has given up its node.
+        """
+        lease = cls(folder, attempt)
+        last_seen: Owner | None = None
+        is_absent, logged_at = False, -math.inf
+        while True:
+            with _exclusive(folder):
+                content = _read_file(folder)
+                other = content.owner
+                if _is_trusted(folder, content, is_absent) and (
+                    other is None or other == last_seen or (other.is_local and not other.is_alive)
+                ):
+                    claim = read_claim(folder / "checkpoints")  # keeps the term if the owner file was removed by hand
+                    lease.owner = replace(lease.owner, term=max(content.term, claim.term if claim else 0) + 1)
+                    lease._write_file()
+                    break
+            if other is None:
+                is_absent = True
+                time.sleep(POLL_S)
+                continue
+            if other.is_local or not _is_stale(folder, other, LOST_NODE_S if wait else LEASE_S, None if wait else log):
+                if not wait:
+                    raise _owned_error(folder, other)
+                if log and time.monotonic() - logged_at >= NOTICE_S:
+                    logged_at = time.monotonic()
+                    log(f"waiting: process {other.pid} on {other.host} still trains run {folder.name}")
+                time.sleep(POLL_S if other.is_local else 0.0)
+                last_seen = None
+                continue
+            last_seen = other
+        if not folder.local:
+            # Object stores have no locks: the last writer owns the run, and the others find out here.
+            time.sleep(1.0)
+            if (now := _read_file(folder).owner) and lease._is_lost_to(now):
+                message = f"process {now.pid} on {now.host} took the run {folder} at the same moment"
+                raise RunLocked(message, run=folder.name, owner=now)
+        lease._thread.start()
+        return lease
+
+    def check(self) -> None:
+        """Raises RunLocked if another driver has taken over the run, and DriverIsolated if this one has given it up."""
+        if self._error:
+            raise self._error
+
+    def give_up(self, reason: str) -> None:
+        """Releases the lease before another driver begins; from now on `check` raises DriverIsolated with the reason."""
+        self._error = self._error or DriverIsolated(
+            f"{reason}: this driver ends and saves nothing more, so that another one may go on"
+        )
+        self.release()
+
+    def release(self) -> None:
+        """Stops renewing, and marks the file as released if it still names this attempt.
+
+        Removes the file if the run has not begun.
+        """
+        self._released.set()
+        with (
+            self._writing,
+            suppress(Exception),
+            _exclusive(self.folder),
+        ):  # the file is ignored once this process is dead
+            current = _read_file(self.folder)
+            if current.owner and current.owner.attempt == self.owner.attempt:
+                if self.folder.exists(BEGUN_FILE):
+                    self.folder.put_json(OWNER_FILE, {"released": True, "term": current.term})
+                else:
+                    self.folder.remove(OWNER_FILE)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.release()
+
+    def _write_file(self) -> None:
+        self.folder.put_json(OWNER_FILE, asdict(self.owner) | {"renewed": time.time()})
+
+    def _is_lost_to(self, other: Owner) -> bool:
+        """Returns whether the other owner has taken over the run, rather than written its file late."""
+        earlier_version = not other.term
+        return other.attempt != self.owner.attempt and (earlier_version or other.term >= self.owner.term)
+
+    def _renew(self) -> None:
+        while not self._released.wait(RENEW_S):
+            # Errors of a full or unreachable storage may pass before the lease expires. The run is lost only if the file
+            # names another owner.
+            with suppress(Exception):
+                self._renew_once()
+            if self._error:
+                return
+
+    def _renew_once(self) -> None:
+        """Reads, then writes the file. On a disk, a lock keeps others from taking over the run between the two.
+
+        On a store without locks a delayed write may come after another owner's: both see the higher term.
+        """
+        with self._writing, _exclusive(self.folder):
+            if self._released.is_set():
+                return
+            content = _read_file(self.folder)
+            if content.owner and self._is_lost_to(content.owner):
+                self._error = _taken_over_error(self.folder, content.owner)
+            elif content.term > self.owner.term:  # another owner took it over and released it
+                self._error = _taken_over_error(self.folder, None)
+            else:
+                self._write_file()
+
+
+def _owned_error(folder: Folder, other: Owner) -> RunLocked:
+    return RunLocked(
+        f"run {folder.name} is being trained by process {other.pid} on {other.host} (attempt "
+        f"{other.attempt}): wait for it, stop it, or give this one another name with --run",
+        run=folder.name,
+        owner=other,
+    )
+
+
+def _taken_over_error(folder: Folder, other: Owner | None) -> RunLocked:
+    run = folder.uri.rsplit("/", 1)[-1]
+    who = f"process {other.pid} on {other.host}" if other else "another process"
+    attempt = f" (attempt {other.attempt})" if other else ""
+    return RunLocked(
+        f"{who} has taken over run {run}{attempt}, as nothing was heard of this one for {LEASE_S:.0f} s: it ends here, and "
+        "saves nothing",
+        run=run,
+        owner=other,
+    )
+
+
+def _is_trusted(folder: Folder, content: _OwnerFile, is_absent: bool) -> bool:
+    """Returns whether a missing file is trusted: on stores without atomic replacement it can be missing for a moment."""
+    return content.is_readable or is_absent or folder.local is not None or not folder.exists(BEGUN_FILE)
+
+
+def _is_stale(folder: Folder, owner: Owner, seconds: float, log: Log | None) -> bool:
+    """Returns whether an owner on another machine releases the run or does not renew it for `seconds` by this clock."""
+    if log:
+        log(f"waiting up to {seconds:.0f} s: process {owner.pid} on {owner.host} has trained this run; does it still?")
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        time.sleep(min(POLL_S, seconds))
+        content = _read_file(folder)
+        if content.is_readable and content.owner is None:
+            return True
+        if content.is_readable and content.owner != owner:
+            return False
+    return True
+
+
+@contextmanager
+def _exclusive(folder: Folder) -> Iterator[None]:
+    """Locks out other drivers on this disk during a takeover. Raises RunLocked if the lock is held for too long."""
+    if not folder.local:
+        yield
+        return
+    folder.local.mkdir(parents=True, exist_ok=True)
+    refusal = RunLocked(f"{folder}/.lock is held by another process for {LOCK_S:.0f} s: find and end it", run=folder.name)
+    # On a drive without locks, the file's content decides between two drivers at the same instant.
+    with file_lock(folder.local / ".lock", LOCK_S, refusal):
+        yield

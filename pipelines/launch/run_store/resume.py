@@ -1,0 +1,402 @@
+"""Resuming a run: compares settings, data and machine with the previous attempt, and detects a complete run.
+
+previous = read_previous_attempt(folder)                  # None for a new run
+refuse_changes(previous, config)                          # raises SettingError, showing each difference
+kept = keep_preparations(previous, context)               # its prepared data, even if the raw files have changed
+describe_completion(previous, config)                     # "500 steps", or None if there is something left to do
+refuse_different_bits(folder / "checkpoints", bits)       # train.exact: raises SettingError if the machine differs
+"""
+
+import json
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields, replace
+from functools import partial
+from shlex import quote
+from typing import Any, TypeVar, cast
+
+from yaml import YAMLError
+
+from raystride.pipelines.config import Config, ModelConfig, SettingError, TokenizerConfig
+from raystride.pipelines.config.base_model import can_be_read
+from raystride.pipelines.config.mixture import defines_source
+from raystride.pipelines.config.parse import from_yaml, to_yaml
+from raystride.pipelines.data.prepare.fingerprint import Identity, KeptPreparations, compute_fingerprint, open_sources
+from raystride.pipelines.data.prepare.manifest import FILE as PREPARED_MANIFEST
+from raystride.pipelines.data.prepare.manifest import load_finished_manifest
+from raystride.pipelines.data.prepare.raw_files import (
+    MAX_HASHED,
+    describe_changes,
+    find_changed_files,
+    hash_raw_files,
+    list_raw_files,
+    read_raw_files,
+    with_stamps,
+)
+from raystride.pipelines.data.prepare.run_context import RunContext
+from raystride.pipelines.data.sources.faults import DataError
+from raystride.pipelines.data.sources.source import Source
+from raystride.pipelines.data.tasks import Task, build_task
+from raystride.pipelines.launch.cluster.resources import Allocation
+from raystride.pipelines.observability.record.environment import Environment
+from raystride.pipelines.observability.record.summary import RunSummary
+from raystride.pipelines.system.commands import launch_command
+from raystride.pipelines.system.credentials import redact_all_uris
+from raystride.pipelines.system.storage.folder import Folder, absolute_uri
+from raystride.pipelines.train.checkpoint.layout import BEFORE_PRODUCTS, MANIFEST, checkpoint_names, parse_step, step_name
+
+S = TypeVar("S", ModelConfig, TokenizerConfig)
+PATH_SETTINGS = ("data.source", "data.validation_source", "data.target_source", "tokenizer.file")
+"""Settings that are paths of data: different spellings can mean the same."""
+SETTINGS_FILE = "config.yaml"
+ENVIRONMENT_FILE = "environment.json"
+
+
+@dataclass(frozen=True)
+class PreviousAttempt:
+    """Stored state of the previous attempt of a run."""
+
+    config: Config
+    data: str | None
+    """Fingerprint of its training data."""
+    summary: RunSummary | None
+    """Its summary, if it came to an end."""
+    sources: Mapping[str, str] = field(default_factory=dict)
+    """Fingerprints of a mixture's sources, by name, ended sources included."""
+    learned: str = ""
+    """Fingerprint of the facts learned from all sources together."""
+    content: Mapping[str, str] = field(default_factory=dict)
+    """Hashes of the raw files' content by source name, "" for a single source; empty for runs of earlier versions."""
+
+    @property
+    def fingerprints(self) -> Mapping[str, str]:
+        """Fingerprints of preparations by source name, "" for a single source."""
+        return self.sources or ({"": self.data} if self.data else {})
+
+
+def read_previous_attempt(folder: Folder) -> PreviousAttempt | None:
+    """Returns the newest attempt of the run in this folder, None if there is none. Raises SettingError if it is damaged."""
+    if not folder.exists(SETTINGS_FILE):
+        return None
+    try:
+        config = from_yaml(Config, folder.read(SETTINGS_FILE).decode())
+    except (ValueError, TypeError, AttributeError, YAMLError) as error:
+        raise SettingError(
+            f"{folder / SETTINGS_FILE} of the earlier attempt cannot be read ({error}): use another --run",
+            setting="run",
+            value=folder.name,
+        ) from None
+    environment, summary = _read_json(folder, ENVIRONMENT_FILE), cast(RunSummary, _read_json(folder, "summary.json")) or None
+    return PreviousAttempt(
+        config,
+        environment.get("data"),
+        summary,
+        environment.get("sources", {}),
+        environment.get("learned", ""),
+        environment.get("content", {}),
+    )
+
+
+def _read_json(folder: Folder, name: str) -> dict[str, Any]:
+    try:
+        return dict(folder.read_json(name))
+    except (FileNotFoundError, ValueError):
+        return {}
+
+
+def with_previous_base(previous: PreviousAttempt, config: Config) -> Config:
+    """Returns the settings of a resumed run with the values of its base when it began: the family, which defines the names
+    of adapters, and, if the base is gone, all settings of `model` and `tokenizer` that are at their defaults now.
+    """
+    before = previous.config
+    model = replace(config.model, family=before.model.family)
+    place = config.model.init_from
+    if place and place == before.model.init_from and not can_be_read(place):
+        model, tokenizer = _fill_defaults(model, before.model), _fill_defaults(config.tokenizer, before.tokenizer)
+        return replace(config, model=model, tokenizer=tokenizer)
+    return replace(config, model=model)
+
+
+def _fill_defaults(section: S, before: S) -> S:
+    """Returns a section in which settings at their defaults have their previous values."""
+    kept = {item.name: getattr(before, item.name) for item in fields(section) if getattr(section, item.name) == item.default}
+    return replace(section, **kept)
+
+
+def refuse_changes(
+    previous: PreviousAttempt,
+    config: Config,
+    data: Identity | None = None,
+    has_same_data: Callable[[], bool] = lambda: False,
+) -> None:
+    """Raises SettingError if a fixed setting has changed, or the data behind the same settings; a mixture's sources may come
+    and go.
+
+    If only paths differ, `has_same_data` is called: it returns whether they hold the run's training data.
+    """
+    before, now = previous.config.fixed_settings(), config.fixed_settings()
+    changed_paths = {key for key in now if _names_data_path(key) and _differs(before, now, key)}
+    if changed_paths and (
+        all(_normalize_path(before[key]) == _normalize_path(now[key]) for key in changed_paths) or data or has_same_data()
+    ):
+        before |= {key: now[key] for key in changed_paths}  # the content is compared, not the path
+    earlier_values = {key: before[key] for key in now if before.get(key, now[key]) != now[key]}
+    changed = [f"{key}: {value!r} before, {now[key]!r} now" for key, value in earlier_values.items()]
+    if build_task(config).reads_dataset:  # `keep_preparations` has compared it; names of figures may change with its code
+        data = None
+    if data and previous.data and not data.is_compatible_with(previous.data, previous.sources):
+        changed_sources = [
+            name for name, fingerprint in data.sources.items() if previous.sources.get(name, fingerprint) != fingerprint
+        ]
+        label = f" of data.sources.{', '.join(changed_sources)}" if changed_sources else ""
+        changed.append(f"the data{label}: fingerprint {previous.data[:12]} before, {data.data[:12]} now")
+        earlier_values["data"] = previous.data
+    if changed:
+        first = next(iter(earlier_values))
+        raise SettingError(
+            "this run cannot go on with other settings of these, start another with --run NAME, or go on with its own, as "
+            f"{launch_command()} train --run {quote(config.run or 'NAME')} does by itself:\n  " + "\n  ".join(changed),
+            setting=first,
+            value=now.get(first, data.data if data else None),
+            allowed=redact_all_uris(earlier_values),
+        )
+
+
+def keep_preparations(previous: PreviousAttempt, context: RunContext) -> KeptPreparations:
+    """Returns the preparations with which a run resumes: all complete ones, whatever their raw files are now.
+
+    Logs one line if raw files can be read and differ from those of a complete preparation. An incomplete preparation is kept
+    if its raw files are the same. Raises DataError if they are not, or are gone.
+    """
+    kept: dict[str, str] = {}
+    task, log = context.task, context.log
+    for name, own in context.config.by_source().items():
+        before, came_back = previous.fingerprints.get(name), name not in previous.config.by_source()
+        if before is None or came_back or own.data.follow:
+            continue
+        folder, label = context.storage / ".prepared" / before, f" of data.sources.{name}" if name else ""
+        if task.reads_dataset:
+            _compare_dataset(folder, task, log)
+            continue
+        is_whole = load_finished_manifest(folder) is not None
+        try:
+            changes = _find_data_changes(own, task.under(own), folder, before, previous, name, check_all=not is_whole)
+        except (DataError, SettingError, OSError) as error:
+            if is_whole:  # the raw data is no longer needed
+                kept[name] = before
+                continue
+            raise DataError(
+                f"the prepared data{label} of this run is not whole in {folder}, and its raw data cannot be read: {error}",
+                file=str(folder),
+                settings=("data.source",),
+            ) from error
+        if changes and not is_whole:
+            listed = "\n  ".join(changes)
+            raise DataError(
+                f"the prepared data{label} of this run is not whole in {folder}, and the raw files are not those that it "
+                f"was made from. Put these back, or start another run with --run NAME:\n  {listed}",
+                file=str(folder),
+                settings=("data.source",),
+            )
+        if changes:
+            log(
+                f"data: raw files{label} have changed since this run began ({describe_changes(changes)}); it goes on with "
+                "what was prepared then. To train on the new data, give another --run NAME"
+            )
+        kept[name] = before
+    return KeptPreparations(previous.learned, kept)
+
+
+def _compare_dataset(folder: Folder, task: Task, log: Callable[[str], None]) -> None:
+    """Logs a line if the code of a user's model or data has changed. Raises SettingError if lengths or shapes have."""
+    before = _read_json(folder, PREPARED_MANIFEST).get("learned", {}).get("dataset")
+    if before is None:
+        return
+    now = json.loads(json.dumps(task.describe_dataset()))
+    if before["code"] != now["code"]:
+        log("model: the code of model, data or loss has changed since this run began; it goes on with the new one")
+    for key in ("logged", "measured"):
+        if before[key] != now[key]:
+            earlier, current = (", ".join(description[key]) or "none" for description in (before, now))
+            log(f"figures of {'the loss' if key == 'logged' else 'metrics'}: {earlier} before, {current} now")
+    for key, names in (("parameters", "model"), ("sample", "data"), ("train", "data"), ("validation", "validation")):
+        if before[key] == now[key]:
+            continue
+        was, given = describe_difference(before[key], now[key])
+        raise SettingError(
+            f"{names} differs from that of this run: {key} {was} before, {given} now. Give the former one, or start another "
+            "run with another name",
+            setting=names,
+            value=given,
+            allowed=was,
+        )
+
+
+def describe_difference(before: Any, now: Any) -> tuple[str, str]:
+    """Returns the first difference of two mappings of JSON values, on both sides; of other values these."""
+    if isinstance(before, dict) and isinstance(now, dict):
+        for key in dict.fromkeys((*before, *now)):
+            if before.get(key) != now.get(key):
+                return f"{key} {before.get(key, 'none')}", f"{key} {now.get(key, 'none')}"
+    return str(before), str(now)
+
+
+def has_same_data(previous: PreviousAttempt, context: RunContext) -> bool:
+    """Returns whether the paths of these settings hold the run's raw data, compared by content.
+
+    Raises DataError, SettingError if a path cannot be read.
+    """
+    task = context.task
+    return not any(
+        _find_data_changes(
+            own, task.under(own), context.storage / ".prepared" / before, before, previous, name, check_all=True
+        )
+        for name, own in context.config.by_source().items()
+        if (before := previous.fingerprints.get(name)) is not None
+    )
+
+
+def _find_data_changes(
+    own: Config, task: Task, folder: Folder, before: str, previous: PreviousAttempt, name: str, *, check_all: bool
+) -> list[str]:
+    """Returns the differences between raw data and that of the preparation `before` in `folder`, a line each."""
+    source, validation = open_sources(own, task)
+    if _matches(before, own, task, source, validation, previous.learned):
+        return []
+    changes = find_changed_files(folder, source, validation, max_hashed=MAX_HASHED if check_all else 256)
+    if changes is None and previous.content.get(name) == hash_raw_files(list_raw_files(source, validation)):
+        return []
+    if changes is None:
+        return ["files, or their time stamps: the preparation is gone, or of a version that did not note their content"]
+    if changes:
+        return changes
+    known = {file.key: file.stamp for file in read_raw_files(folder) or ()}
+    source, validation = with_stamps(source, validation, known)
+    if not _matches(before, own, task, source, validation, previous.learned):
+        return ["code of data.transforms or of a plug-in, or what it calls"]
+    return []
+
+
+def _matches(before: str, own: Config, task: Task, source: Source, validation: Source | None, learned: str) -> bool:
+    """Returns whether a fingerprint is that of these sources, by the current rule or that of earlier versions."""
+    fingerprint_with = partial(compute_fingerprint, own, task, source, validation, learned)
+    return before in (fingerprint_with(), fingerprint_with(with_code=False))
+
+
+def _names_data_path(key: str) -> bool:
+    """Returns whether a setting is a path of data, also of a mixture's source."""
+    last = key.rpartition(".")[2] if defines_source(key) else ""
+    return key in PATH_SETTINGS or f"data.{last}" in PATH_SETTINGS
+
+
+def _differs(before: Mapping[str, Any], now: Mapping[str, Any], key: str) -> bool:
+    return before.get(key) is not None and now.get(key) is not None and before[key] != now[key]
+
+
+def _normalize_path(value: str) -> str:
+    return absolute_uri(value) if os.path.exists(os.path.expanduser(value)) else value
+
+
+def describe_completion(previous: PreviousAttempt, config: Config) -> str | None:
+    """Returns the run's progress as text if there is nothing left to do with these settings, else None."""
+    summary, train, previous_train = previous.summary, config.train, previous.config.train
+    if not summary or summary.get("status") != "finished" or not summary.get("complete"):
+        return None
+    steps, reached = summary["steps"] or 0, f"{summary['steps']:,} steps"
+    # A run with both limits ends by the first; if its steps ended it, its epochs may not be over.
+    ended_by_steps = 0 < previous_train.steps <= steps
+    is_over = 0 < train.steps <= steps or (not ended_by_steps and 0 < train.epochs <= previous_train.epochs)
+    if summary.get("ending") == "stopped_early":
+        is_over = config.validation == previous.config.validation
+        reached += ", stopped early"
+    return reached if is_over else None
+
+
+def newest_step(folder: Folder) -> int | None:
+    """Returns the step of the newest committed checkpoint, None if there is none."""
+    checkpoints = folder / "checkpoints"
+    names = reversed(checkpoint_names(checkpoints.names()))
+    return next((parse_step(name) for name in names if checkpoints.exists(f"{name}/{MANIFEST}")), None)
+
+
+def newest_manifest(folder: Folder) -> dict[str, Any]:
+    """Returns the manifest of a run's newest checkpoint, empty if there is none."""
+    step = newest_step(folder)
+    return {} if step is None else _read_json(folder / "checkpoints" / step_name(step), MANIFEST)
+
+
+def refuse_fewer_steps(config: Config, reached: int | None) -> None:
+    """Raises SettingError if a resumed run is already past the requested steps."""
+    if reached and 0 < config.train.steps < reached:
+        raise config.train.error(
+            "steps",
+            f"must be at least {reached}, where run {config.run} is already: give more, or start another with --run NAME",
+        )
+
+
+def describe_bit_dependencies(
+    config: Config, environment: Environment, allocation: Allocation, before: Mapping[str, object] | None = None
+) -> dict[str, object]:
+    """Returns the conditions, besides the fixed settings, for bitwise equal results; `environment` as in record.environment.
+
+    `before` are those of the run's newest checkpoint, None if there is none. The bucket size is among them: the gradient's
+    norm is computed from the buckets' norms.
+    """
+    names = [gpu["name"] for gpu in environment["gpus"][:1]] if allocation.device == "cuda" else [environment["cpu"]]
+    versions = environment["versions"]
+    return {
+        "device": allocation.device,
+        "device name": names[0] if names else None,
+        "torch": versions.get("torch"),
+        "triton": versions.get("triton") if allocation.device == "cuda" else None,
+        "threads a worker": allocation.threads if allocation.device == "cpu" else None,
+        "train.precision": "fp32" if config.train.precision == "auto" else config.train.precision,
+        "train.stochastic_rounding": config.train.stochastic_rounding,
+        "model.linear": config.model.linear,
+        "products": _exact_matmul_backend(config.model, before) if allocation.device == "cpu" else None,
+        "model.kernels": config.model.kernels,
+        "scaling.bucket_mib": config.scaling.bucket_mib,
+    }
+
+
+def _exact_matmul_backend(model: ModelConfig, before: Mapping[str, object] | None) -> object:
+    """Returns the matmul backend of an exact run on CPUs: the named one, the previous one, or PyTorch's for a new run."""
+    named = model.linear if model.linear != "auto" else os.environ.get("RAYSTRIDE_LINEAR")
+    return named or ("torch" if before is None else before.get("products", BEFORE_PRODUCTS))
+
+
+def read_previous_bits(checkpoints: Folder) -> tuple[str, dict[str, object] | None]:
+    """Returns the name and the bit conditions of the newest checkpoint that has them; None if none has."""
+    for name in reversed(checkpoint_names(checkpoints.names())):
+        if (before := _read_json(checkpoints / name, MANIFEST).get("bits")) is not None:
+            return name, before
+    return "", None
+
+
+def refuse_different_bits(checkpoints: Folder, bits: Mapping[str, object]) -> None:
+    """Raises SettingError if the newest checkpoint of an exact run was made under other bit conditions."""
+    name, before = read_previous_bits(checkpoints)
+    # Conditions that an earlier version did not store have not changed since.
+    common = [key for key in bits if key in (before or {})]
+    changed = [f"{key}: {before[key]} before, {bits[key]} now" for key in common if before and before[key] != bits[key]]
+    if changed:
+        raise SettingError(
+            f"train.exact is true, and from {name} on this run would not have the bits that it promises. Go on where "
+            "these are as before, or start another run with --run NAME:\n  " + "\n  ".join(changed),
+            setting="train.exact",
+            value=True,
+            allowed={key: before[key] for key in common if before and before[key] != bits[key]},
+        )
+
+
+def write_settings(folder: Folder, attempt: str, config: Config, environment: Environment) -> None:
+    """Stores the resolved settings and the environment of an attempt; the newest also under the plain names.
+
+    Removes the previous attempt's summary: if this attempt were killed, that summary would be taken for its own.
+    """
+    folder.remove("summary.json")
+    text = to_yaml(config)
+    (folder / "attempts" / attempt).put(SETTINGS_FILE, text)
+    (folder / "attempts" / attempt).put_json(ENVIRONMENT_FILE, environment)
+    folder.put(SETTINGS_FILE, text)
+    folder.put_json(ENVIRONMENT_FILE, environment)

@@ -1,0 +1,114 @@
+"""The observer interface: hooks that the training loop calls.
+
+The loop calls every observer in order; each overrides the hooks that it needs. `measured` and `summary` are dicts passed
+through the observers: each may add figures, and the tracker, which comes last, sends them to the recorder.
+
+    class Loud(Observer):
+        def on_log(self, step, measured):
+            print(step, measured["train_loss"])
+
+Base of observers with a background thread, from the start of the loop to its end.
+
+class HostMonitor(BackgroundObserver):
+    def on_start(self, run):
+        self._start_thread("host-monitor", self._watch, run)     # _watch: while not self._stop_event.wait(seconds): ...
+"""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from raystride.pipelines.observability.record.summary import RunSummary
+import threading
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from raystride.pipelines.observability.record.summary import RunSummary
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunFacts:
+    """Constants of one attempt, from one worker's point of view."""
+
+    run: str
+    """The run's name."""
+    attempt: str
+    """The attempt's name."""
+    rank: int = 0
+    """This worker's number."""
+    world: int = 1
+    """Workers in the run."""
+    local_rank: int = 0
+    """This worker's number on its node."""
+    node: str = "localhost"
+    """The node's name."""
+    nodes: int = 1
+    """Number of nodes with workers; with several, each node's figures carry its name."""
+    device: str = "cpu"
+    """The device's name as PyTorch gives it (`NVIDIA H100 80GB HBM3`), or `cpu`."""
+    precision: str = "fp32"
+    """Precision of the matrix products, a key of `peaks.PEAKS`: `fp32`, `tf32` or `bf16`."""
+    tokens_per_step: float = 0
+    """Tokens (or whatever the task counts) in one step of all workers together."""
+    flops_per_token: float | None = None
+    """Floating-point operations of forward and backward for one token, if the model knows them."""
+    parameters: int = 0
+    """Trainable parameters."""
+
+    @property
+    def system_prefix(self) -> str:
+        """Returns the prefix of this node's metric names."""
+        return f"system/{self.node}/" if self.nodes > 1 else "system/"
+
+    step: int = 0
+    """Steps of the run before this attempt."""
+
+
+class Observer:
+    """An observer of a training run. Every hook is empty until a subclass overrides it."""
+
+    def on_start(self, run: RunFacts) -> None:
+        """Called before the first step, after the model is built and the state is loaded."""
+
+    def on_step(self, step: int) -> None:
+        """Called after each step, before anything waits for the device: do only microseconds of work here."""
+
+    def on_pause(self, seconds: float) -> None:
+        """Called with the seconds that the loop spent outside training: in a validation, waiting for a checkpoint."""
+
+    def on_log(self, step: int, measured: dict[str, float]) -> None:
+        """Called with the figures of an interval or a validation, already equal on every worker; may add to them."""
+
+    def on_checkpoint(self, step: int, path: str) -> None:
+        """Called when the checkpoint of `step` is complete at `path`, some steps later; never if its save failed."""
+
+    def on_error(self, error: BaseException) -> None:
+        """Called when the loop ends with an exception, which then propagates."""
+
+    def on_end(self, summary: "RunSummary") -> None:
+        """Called after the last step with the figures of the whole attempt; may add to them."""
+
+
+class BackgroundObserver(Observer):
+    """An observer with a thread that is stopped when the training ends or fails, waiting at most `join_timeout_s`."""
+
+    def __init__(self, join_timeout_s: float = 5.0) -> None:
+        self._join_timeout_s = join_timeout_s
+        self._stop_event = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def _start_thread(self, name: str, work: Callable[..., None], *arguments: Any) -> None:
+        self._thread = threading.Thread(target=work, args=arguments, name=name, daemon=True)
+        self._thread.start()
+
+    def on_error(self, error: BaseException) -> None:
+        self._stop_thread()
+
+    def on_end(self, summary: "RunSummary") -> None:
+        self._stop_thread()
+
+    def _stop_thread(self) -> None:
+        self._stop_event.set()
+        if self._thread is not None:
+            self._thread.join(self._join_timeout_s)

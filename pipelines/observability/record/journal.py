@@ -1,0 +1,306 @@
+"""A run's journal: every entry of every attempt, in numbered segments `journal/<attempt>-<n>.jsonl`.
+
+A segment is written by one atomic put, so on any storage a reader sees only whole segments, and a crash loses none. Every
+hundred segments are merged into one file, `<attempt>-<first>..<last>.jsonl`. Readers hold one file at a time, however long
+the run is. A line is one entry as strict JSON: `attempt`, `sender`, `sequence`, `time` (seconds since 1970), `kind`, `step`,
+`values`. JSON has neither NaN nor infinity: they are written as the strings "NaN", "Infinity" and "-Infinity", and `float()`
+reads these.
+
+    journal = Journal(run_folder, "a1")
+    journal.append([{"sender": "rank0", "sequence": 1, "time": 1.0, "kind": "metrics", "step": 1, "values": {"loss": 2.3}}])
+    for entry in read_entries(run_folder): ...
+"""
+
+import json
+import math
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, field
+from io import BytesIO
+from time import localtime, strftime
+from typing import Any, NamedTuple
+
+from raystride.pipelines.observability.record.entry import Entry, new_entry
+from raystride.pipelines.system.storage.folder import Folder
+
+JOINED_FILE = "metrics.jsonl"
+TEXT_LOG_FILE = "log.txt"
+NOT_IN_TEXT_LOG = frozenset({"system", "totals", "rank", "ranks", "parameters"})
+"""Kinds that are left out of `log.txt`, since nobody reads them line by line."""
+LEADING_FIGURES = ("train_loss", "val_loss", "tokens_per_second")
+"""Figures that come first in a line of `log.txt`."""
+NUM_READERS = 16
+"""Segments read in parallel from remote storage, since each read costs a round trip."""
+SEGMENTS_PER_FILE = 100
+"""Segments per merged file. Without merging, a month with a segment every ten seconds makes 260,000 files."""
+MAX_MERGES_DURING_READ = 100
+"""Number of merges that a reader tolerates while it reads one attempt."""
+
+
+class Segment(NamedTuple):
+    """One file of the journal: a single segment, or consecutive segments merged into one file."""
+
+    attempt: str
+    number: int
+    """Number of its last segment."""
+    first: int
+    """Number of its first segment; equal to `number` unless it is a merged file."""
+
+    @property
+    def name(self) -> str:
+        numbers = f"{self.number:06}" if self.first == self.number else f"{self.first:06}..{self.number:06}"
+        return f"{self.attempt}-{numbers}.jsonl"
+
+
+class Journal:
+    """Writer of one attempt's segments, after those already there; merges every `SEGMENTS_PER_FILE` into one file."""
+
+    def __init__(self, run_folder: Folder, attempt: str) -> None:
+        self._run_folder = run_folder
+        self._folder = run_folder / "journal"
+        self._attempt = attempt
+        all_segments = [segment for segment in list_segments(run_folder) if segment.attempt == attempt]
+        self._next = max((segment.number for segment in all_segments), default=0) + 1
+        self._unmerged = [segment for segment in all_segments if segment.first == segment.number]
+        self._remove_merged()
+
+    def append(self, entries: list[Entry]) -> Segment:
+        """Writes entries as the next segment. If it raises OSError, nothing was written."""
+        segment = Segment(self._attempt, self._next, self._next)
+        self._folder.put(segment.name, "".join(encode_entry(entry) for entry in entries))
+        self._next += 1
+        self._unmerged.append(segment)
+        if self._run_folder.local:
+            # For `tail -F` while the run goes on. The end of the run rewrites the file, so a failure here costs nothing.
+            with suppress(OSError), (self._run_folder.local / TEXT_LOG_FILE).open("a") as log:
+                log.writelines(f"{line}\n" for line in format_entries(entries))
+        if len(self._unmerged) >= SEGMENTS_PER_FILE:
+            with suppress(OSError):  # the next one tries again
+                self._merge()
+        return segment
+
+    def entries(self) -> Iterator[Entry]:
+        """Yields the entries that an earlier recorder of this attempt wrote, in order. Raises OSError."""
+        return (entry for _, entry in _read_attempt_lines(self._run_folder, self._attempt))
+
+    def _merge(self) -> None:
+        """Merges the single segments into one file: listing a folder of 100,000 files takes minutes on an object store.
+
+        The merged file is written before the others are removed; readers ignore segments that it repeats.
+        """
+        merged = Segment(self._attempt, self._unmerged[-1].number, self._unmerged[0].number)
+        with self._folder.writer(merged.name) as stream:
+            for segment in self._unmerged:
+                stream.write(self._folder.read(segment.name))
+        self._unmerged = []
+        self._remove_merged()
+
+    def _remove_merged(self) -> None:
+        """Removes segments that are in merged files, also those that a previous recorder left when it died."""
+        unmerged = list_segments(self._run_folder)
+        for name in self._folder.names():
+            segment = _parse_segment_name(name)
+            if segment and segment.attempt == self._attempt and segment not in unmerged:
+                self._folder.remove(name)
+
+
+def encode_entry(entry: Entry) -> str:
+    """Returns an entry as one line of strict JSON; other types become numbers if possible, else strings."""
+    return json.dumps(to_json_value(entry), allow_nan=False, separators=(",", ":")) + "\n"
+
+
+def to_json_value(value: Any) -> Any:
+    """Converts a value to types of strict JSON; NumPy and PyTorch scalars to numbers, non-finite numbers to strings."""
+    if value is None or isinstance(value, bool | int | str):
+        return value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else {math.inf: "Infinity", -math.inf: "-Infinity"}.get(value, "NaN")
+    if isinstance(value, dict):
+        return {str(key): to_json_value(item) for key, item in value.items()}
+    if isinstance(value, list | tuple | set | frozenset):
+        return [to_json_value(item) for item in value]
+    try:
+        return to_json_value(value.item())
+    except (AttributeError, ValueError, RuntimeError):
+        return str(value)
+
+
+def list_segments(run_folder: Folder) -> list[Segment]:
+    """Returns all segments of a run, each attempt's in the order of writing, without those repeated in a merged file."""
+    all_segments = [segment for name in (run_folder / "journal").names() if (segment := _parse_segment_name(name))]
+    unmerged: list[Segment] = []
+    for segment in sorted(all_segments, key=lambda segment: (segment.attempt, segment.first, -segment.number)):
+        if not (unmerged and unmerged[-1].attempt == segment.attempt and segment.number <= unmerged[-1].number):
+            unmerged.append(segment)
+    return unmerged
+
+
+def _parse_segment_name(name: str) -> Segment | None:
+    attempt, _, numbers = name.removesuffix(".jsonl").rpartition("-")
+    first, _, last = numbers.partition("..")
+    proper = attempt and first.isdigit() and (last or first).isdigit()
+    return Segment(attempt, int(last or first), int(first)) if proper else None
+
+
+def read_segment(run_folder: Folder, segment: Segment) -> Iterator[Entry]:
+    """Yields a segment's entries; a line damaged by a disk fault becomes an event `damaged`. Raises OSError."""
+    return (entry for _, entry in _read_segment_lines(run_folder, segment))
+
+
+def stream_entries(run_folder: Folder) -> Iterator[Entry]:
+    """Yields all entries of a run, attempts in the order of their begin. Raises OSError.
+
+    Reads `metrics.jsonl` if there are no segments. Holds one segment at a time, so memory does not grow with the run.
+    """
+    return (entry for _, entry in _read_run_lines(run_folder))
+
+
+def read_entries(run_folder: Folder) -> list[Entry]:
+    """Returns all entries of a run at once, for short runs. Raises OSError."""
+    return list(stream_entries(run_folder))
+
+
+def join_segments(run_folder: Folder) -> Entry | None:
+    """Writes all segments to `metrics.jsonl` and text to `log.txt`; returns the last entry, if any. Raises OSError."""
+    entry = None
+    with run_folder.writer(TEXT_LOG_FILE) as log, run_folder.writer(JOINED_FILE) as joined:
+
+        def write_and_pass_on() -> Iterator[Entry]:
+            nonlocal entry
+            for line, entry in _read_run_lines(run_folder):
+                joined.write(line)
+                yield entry
+
+        for text in format_entries(write_and_pass_on()):
+            log.write(f"{text}\n".encode())
+    return entry
+
+
+class JournalTail:
+    """Incremental reader of the journal of a running training."""
+
+    def __init__(self, run_folder: Folder) -> None:
+        self._run_folder = run_folder
+        self._positions: dict[str, _ReadPosition] = {}
+        self._read: list[Entry] = []
+
+    def read_new(self) -> list[Entry]:
+        """Returns the entries since the last call, each attempt's in order. After an OSError the next call returns all."""
+        for attempt in dict.fromkeys(segment.attempt for segment in list_segments(self._run_folder)):
+            position = self._positions.setdefault(attempt, _ReadPosition())
+            self._read += (entry for _, entry in _read_attempt_lines(self._run_folder, attempt, position))
+        read, self._read = self._read, []
+        return read
+
+
+def format_entries(entries: Iterable[Entry]) -> Iterator[str]:
+    """Yields entries as lines of text: time, step, kind, values. The kinds in `NOT_IN_TEXT_LOG` are left out."""
+    second, timestamp = -1, ""
+    for entry in entries:
+        kind, values = entry["kind"], entry.get("values") or {}
+        if kind in NOT_IN_TEXT_LOG:
+            continue
+        if (now := int(float(entry["time"]))) != second:  # a run of a million lines writes them within a minute
+            second, timestamp = now, strftime("%Y-%m-%d %H:%M:%S", localtime(now))
+        step = "" if entry.get("step") is None else f"step {entry['step']}"
+        text = str(values.get("text") or "")
+        if not text:
+            first = {key: values[key] for key in LEADING_FIGURES if key in values}
+            text = "  ".join([f"{key} {_format_value(value)}" for key, value in (first | dict(values)).items()])
+        label = entry["values"]["name"] if entry["kind"] == "event" else kind
+        yield f"{timestamp}  {step:<12} {label:<10} {text.rstrip()}".rstrip()
+
+
+def _format_value(value: Any) -> str:
+    return f"{value:.6g}" if isinstance(value, float) else str(value)
+
+
+Line = tuple[bytes, Entry]
+"""A line of a segment as bytes, and its entry."""
+
+
+def _read_run_lines(run_folder: Folder) -> Iterator[Line]:
+    attempts = dict.fromkeys(segment.attempt for segment in list_segments(run_folder))
+    if not attempts:
+        with suppress(FileNotFoundError):
+            yield from _parse_lines(BytesIO(run_folder.read(JOINED_FILE)), Segment(JOINED_FILE, 0, 0))
+        return
+    for attempt in sorted(attempts, key=lambda attempt: _start_time(run_folder, attempt)):
+        yield from _read_attempt_lines(run_folder, attempt)
+
+
+def _start_time(run_folder: Folder, attempt: str) -> float:
+    return float(next((entry["time"] for _, entry in _read_attempt_lines(run_folder, attempt)), math.inf))
+
+
+@dataclass
+class _ReadPosition:
+    """Position of a reader in an attempt: the last segment, and each sender's last entry."""
+
+    segment: int = 0
+    seen: dict[str, int] = field(default_factory=dict)
+
+    def filter_new(self, lines: Iterable[Line]) -> Iterator[Line]:
+        """Yields the lines with new entries; damaged lines have sequence 0 and are always yielded."""
+        for line, entry in lines:
+            sender, sequence = entry["sender"], entry["sequence"]
+            if sequence > self.seen.get(sender, 0) or not sequence:
+                self.seen[sender] = sequence
+                yield line, entry
+
+
+def _read_attempt_lines(run_folder: Folder, attempt: str, position: _ReadPosition | None = None) -> Iterator[Line]:
+    """Yields an attempt's lines after a position, and advances it; reads segments merged meanwhile from the merged file."""
+    position, num_missing = position or _ReadPosition(), 0
+    while True:
+        remaining = [
+            segment
+            for segment in list_segments(run_folder)
+            if segment.attempt == attempt and segment.number > position.segment
+        ]
+        try:
+            for segment, lines in _fetch_segments(run_folder, remaining):
+                yield from position.filter_new(lines)
+                position.segment = segment.number
+            return
+        except FileNotFoundError:
+            if (num_missing := num_missing + 1) > MAX_MERGES_DURING_READ:
+                raise
+
+
+def _fetch_segments(run_folder: Folder, remaining: list[Segment]) -> Iterator[tuple[Segment, Iterable[Line]]]:
+    """Yields segments with their lines; from remote storage `NUM_READERS` at once, since each costs a round trip."""
+    if run_folder.local:
+        yield from ((segment, _read_segment_lines(run_folder, segment)) for segment in remaining)
+        return
+    with ThreadPoolExecutor(NUM_READERS) as pool:
+        for start in range(0, len(remaining), NUM_READERS):
+            batch = remaining[start : start + NUM_READERS]
+            contents = pool.map((run_folder / "journal").read, [segment.name for segment in batch])
+            for segment, content in zip(batch, contents, strict=True):
+                yield segment, _parse_lines(BytesIO(content), segment)
+
+
+def _read_segment_lines(run_folder: Folder, segment: Segment) -> Iterator[Line]:
+    """Yields the lines of a segment; a local file is streamed."""
+    if not run_folder.local:
+        yield from _parse_lines(BytesIO((run_folder / "journal").read(segment.name)), segment)
+        return
+    with (run_folder.local / "journal" / segment.name).open("rb") as lines:
+        yield from _parse_lines(lines, segment)
+
+
+def _parse_lines(lines: Iterable[bytes], segment: Segment) -> Iterator[Line]:
+    """Parses a segment's lines; a line damaged by a disk fault becomes an event `damaged`."""
+    time = 0.0
+    for number, line in enumerate(lines, start=1):
+        try:
+            entry = json.loads(line)
+            entry["sender"], entry["sequence"], entry["values"]
+            time = float(entry["time"])
+        except (ValueError, KeyError, TypeError):
+            entry = new_entry("event", {"name": "damaged", "text": f"line {number} of {segment.name} is damaged"}, time=time)
+            entry |= {"attempt": segment.attempt, "sender": "journal", "sequence": 0}
+            line = encode_entry(entry).encode()
+        yield line, entry

@@ -1,0 +1,435 @@
+"""Checkpoint manager: saves in the background, finds and verifies checkpoints at the start of an attempt, prunes old ones.
+
+The newest valid manifest is authoritative. `last` and `best` are hints for people; old checkpoints lose their data but keep
+their manifests, so that the whole history of fed samples can be audited.
+
+    checkpoints = Checkpoints(run / "checkpoints", attempt, keep=3, group=group)
+    checkpoints.fence_older_groups()                          # earlier writers can no longer commit
+    checkpoints.save(model, optimizer, state, header)         # returns when parameters are copied
+    checkpoints.finish()                                      # raises if the last one could not be written
+    found = checkpoints.find_newest()                         # step and manifest, or None
+    checkpoints.load(found, model, optimizer)
+
+Reads tensors of a checkpoint: complete local ones directly, parts of them by PyTorch Distributed Checkpoint.
+
+read(targets, found.folder, found.manifest)               # {"model.head.weight": tensor, ...}, filled in place
+"""
+
+import json
+import secrets
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from raystride.pipelines.system.storage.folder import Folder
+from raystride.pipelines.system.storage.retries import is_transient
+from raystride.pipelines.train.checkpoint.fence import AttemptSuperseded, Claim, claim_checkpoints, commit_fence
+from raystride.pipelines.train.checkpoint.layout import MANIFEST, checkpoint_names, step_name
+from raystride.pipelines.train.checkpoint.pieces import unwrap_part, wrap_part
+from raystride.pipelines.train.checkpoint.retention import data_folder, prune_checkpoints, read_hint
+from raystride.pipelines.train.checkpoint.staging import Staging
+from raystride.pipelines.train.checkpoint.train_state import TrainState, Updater
+from raystride.pipelines.train.checkpoint.verify import FORMAT, INDEXED, check_file, read_local
+from raystride.pipelines.train.distributed.collectives import all_reduce_object
+from raystride.pipelines.train.strategies.parameter_layout import saved_buffers, saved_parameters
+
+
+def read(
+    targets: dict[str, torch.Tensor],
+    folder: Folder,
+    manifest: dict[str, Any],
+    rank: int = 0,
+    group: dist.ProcessGroup | None = None,
+) -> None:
+    """Fills the tensors, or this worker's parts of them; all ranks of `group` call it together. Raises OSError."""
+    if group or not read_local(targets, folder, manifest):
+        from raystride.pipelines.train.checkpoint.writer import CheckpointReader, load
+
+        load(targets, CheckpointReader(folder, manifest, rank, targets), group)
+
+
+Log = Callable[[str], None]
+Answer = TypeVar("Answer")
+LINGER_S = 30.0
+"""Seconds to wait for a running save after an error."""
+
+
+@dataclass(frozen=True)
+class ValidCheckpoint:
+    """A complete checkpoint."""
+
+    step: int
+    folder: Folder
+    manifest: dict[str, Any]
+    rank: int = 0
+    world: int = 1
+
+    @property
+    def data(self) -> Folder:
+        """The folder of its files: tensors, tokenizers. Checkpoints of 0.1 name it after the attempt."""
+        return self.folder / data_folder(self.manifest)
+
+    @property
+    def state(self) -> TrainState:
+        """The loop's saved state, as this rank resumes from it.
+
+        The old ranks' digests of fed samples are distributed over the current ranks, in case this step is saved again.
+        """
+        state = TrainState.from_json(self.manifest["state"])
+        state.parent_step = self.manifest["parent_step"]
+        state.parent_position = self.manifest.get("positions", [0])[0]
+        fed = (int(digest, 16) for rank, digest in self.manifest["fed"].items() if int(rank) % self.world == self.rank)
+        state.fed_digest, state.saved = sum(fed) % 2**64, True
+        return state
+
+
+@dataclass(frozen=True)
+class _PendingSave:
+    """A save that has begun, with its link to the previous checkpoint."""
+
+    step: int
+    parent_step: int
+    parent_position: int
+    fed_digest: int
+    best: bool
+
+
+class Checkpoints:
+    """The checkpoints of a run, as seen by one rank. `group` is a separate process group, None for one worker.
+
+    A save runs beside the training; its collectives on the training's own group would interleave with the gradients'.
+    """
+
+    def __init__(
+        self,
+        folder: Folder,
+        attempt: str,
+        *,
+        keep: int,
+        failures: int = 1,
+        group: dist.ProcessGroup | None = None,
+        log: Log = print,
+        extra: dict[str, bytes] | None = None,
+        term: int = 0,
+    ) -> None:
+        """`term` is the driver's; see `checkpoint.fence`."""
+        self.folder, self.attempt, self.keep, self.group, self.log = folder, attempt, keep, group, log
+        self.term = term
+        self.failures = failures
+        """Number of consecutive refused saves that ends the run."""
+        self.extra = extra or {}
+        """Small files, by name, in every checkpoint: the tokenizer, the settings."""
+        self.rank = dist.get_rank() if group else 0
+        self.world = dist.get_world_size() if group else 1
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+        self._refusal: OSError | None = None
+        """The store's error in the newest save, if the next one is to try again; equal on all ranks."""
+        self._num_refused = 0
+        """Number of consecutive refused saves."""
+        self._newest: _PendingSave | None = None
+        self._best = ""
+        """The checkpoint that `best` must name next, "" if it is up to date."""
+        self._warnings: deque[str] = deque()
+        self._committed: deque[int] = deque()
+        self._claim: Claim | None = None
+        self.data = attempt
+        self._staging = Staging()
+
+    def fence_older_groups(self) -> None:
+        """Prevents all other groups from committing; all ranks call it. A superseded group notices at its next commit, and
+        ends.
+
+        Raises AttemptSuperseded on all ranks if a later driver has claimed them.
+        """
+        # Ray restarts a group under the attempt's name; this random token distinguishes their claims and files.
+        values = torch.tensor([secrets.randbits(32), 0, self.term])
+        refusal = None
+        if self.rank == 0:
+            try:
+                values[2] = claim_checkpoints(self.folder, Claim(self.attempt, f"{int(values[0]):08x}", self.term)).term
+            except AttemptSuperseded as error:
+                refusal, values[1] = error, 1
+        if self.group:
+            dist.broadcast(values, src=0, group=self.group)
+        if values[1]:
+            raise refusal or AttemptSuperseded(
+                f"another driver has taken this run over from {self.attempt}, which therefore ends"
+            )
+        token = f"{int(values[0]):08x}"
+        self.data = f"{self.attempt}-{token}"
+        self._claim = Claim(self.attempt, token, int(values[2]))
+
+    def _commit_fence(self) -> AbstractContextManager[None]:
+        # A group that hung while the next one began, and then continued, would overwrite that one's checkpoints.
+        return commit_fence(self.folder, self._claim) if self._claim else nullcontext()
+
+    def save(self, model: nn.Module, optimizer: Updater, state: TrainState, header: dict[str, Any], *, best: bool) -> None:
+        """Copies everything now and writes it in a thread. Waits first for the previous save, as `wait_for_save` does."""
+        self.wait_for_save()
+        if (failed_save := self._newest) and self._refusal:
+            # A missing checkpoint cannot be a parent: this one has the same parent, and the digests of both.
+            if failed_save.step == state.step:
+                best = best or failed_save.best
+            elif state.parent_step == failed_save.step:
+                state.parent_step, state.parent_position = failed_save.parent_step, failed_save.parent_position
+                state.fed_digest = (state.fed_digest + failed_save.fed_digest) % 2**64
+        self._newest = _PendingSave(state.step, state.parent_step, state.parent_position, state.fed_digest, best)
+        tensors, wait_for_copies = self._staging.copy_tensors(named_tensors(model, optimizer))
+        content = {
+            **header,
+            "world": self.world,
+            "step": state.step,
+            "parent_step": state.parent_step,
+            "positions": [state.parent_position, state.position],
+            "state": state.to_json(),
+        }
+        arguments = (tensors, wait_for_copies, content, self._newest)
+        self._thread = threading.Thread(target=self._write_checkpoint, args=arguments, name="checkpoint", daemon=True)
+        self._thread.start()
+        # A validation may save this step again; that checkpoint has the same parent as this one.
+        state.saved = True
+
+    def step_folder(self, step: int) -> Folder:
+        """Returns the folder of a step's checkpoint, existing or not."""
+        return self.folder / step_name(step)
+
+    def is_saving(self) -> bool:
+        """Whether a save is still being written."""
+        return self._thread is not None and self._thread.is_alive()
+
+    def take_committed_steps(self) -> Iterator[int]:
+        """Yields the steps committed since the last call. Does not wait."""
+        while self._committed:
+            yield self._committed.popleft()
+
+    def wait_for_save(self) -> None:
+        """Waits for a running save. If the store refused it, logs a warning, and the next save tries again.
+
+        Raises its error after too many refused saves in a row, at once if it is not the store's fault. All ranks know the
+        outcome of each save and call this at the same step, so they decide alike.
+        """
+        if self._thread:
+            self._thread.join()
+            self._thread = None
+            if self._refusal is None:
+                self._num_refused = 0
+            elif self._newest:
+                self._num_refused += 1
+                count = f"{self._num_refused} in a row, {self.failures} end the run"
+                problem = f"{type(self._refusal).__name__}: {self._refusal}"
+                self._warnings.append(
+                    f"the checkpoint of step {self._newest.step} could not be written ({problem}); {count}"
+                )
+        while self._warnings:
+            note = self._warnings.popleft()
+            if self.rank == 0:
+                self.log(f"warning: {note}")
+        if self._error:
+            error, self._error = self._error, None
+            raise error
+        if self._refusal and self._num_refused >= self.failures:
+            raise self._refusal
+
+    @property
+    def has_refused_save(self) -> bool:
+        """Whether the newest save could not be written, as of the last `wait_for_save`."""
+        return self._refusal is not None and self._thread is None
+
+    def finish(self) -> None:
+        """Waits for the last save of the run. Raises its error."""
+        self.wait_for_save()
+        if self._refusal:
+            raise self._refusal
+
+    def wait_after_error(self) -> None:
+        """After an error, waits for a running save, but not for ever.
+
+        If a worker was lost, two remaining ones could wait for each other: one in its save, the other in a step. The first
+        to end frees the other.
+        """
+        if self._thread:
+            self._thread.join(LINGER_S)
+
+    def _write_checkpoint(
+        self,
+        tensors: dict[str, torch.Tensor],
+        wait_for_copies: Callable[[], None],
+        header: dict[str, Any],
+        pending_save: _PendingSave,
+    ) -> None:
+        # A new thread may keep Python's lock for 5 ms; the loop, which waits for it, goes first.
+        time.sleep(0.001)
+        from raystride.pipelines.train.checkpoint import index
+        from raystride.pipelines.train.checkpoint.writer import CheckpointSaveError, CheckpointWriter, save
+
+        names = self.step_folder(pending_save.step), self.attempt, self.data
+        options = self._commit_fence, wait_for_copies, self.world > index.MAX_LISTED_RANKS
+        writer = CheckpointWriter(*names, self.rank, header, pending_save.fed_digest, self.extra, *options)
+        try:
+            save(tensors, writer, self.group)
+            self._refusal = None
+            self._committed.append(pending_save.step)  # the coordinator replies to its ranks after the manifest is written
+            if self.rank == 0:
+                self._update_hints_and_prune(step_name(pending_save.step), pending_save.best)
+        except CheckpointSaveError as save_error:
+            if isinstance(save_error.cause, OSError):
+                self._refusal = save_error.cause
+            else:
+                self._error = save_error.cause
+        except BaseException as error:
+            self._error = error
+
+    def _update_hints_and_prune(self, name: str, best: bool) -> None:
+        """Updates the hints and prunes after a commit; if it fails, the next commit repeats it."""
+        self._best = name if best else self._best
+        try:
+            self.folder.put("last", f"{name}\n")
+            if self._best:
+                self.folder.put("best", f"{self._best}\n")
+                self._best = ""
+            prune_checkpoints(self.folder, name, self.keep)
+        except Exception as error:
+            self._warnings.append(f"what checkpoint {name} replaces could not be cleared ({type(error).__name__}: {error})")
+
+    def list_names(self) -> list[str]:
+        """Returns the names of the checkpoints with a manifest, oldest first; one listing."""
+        found = (file.partition("/") for file in self.folder.sizes())
+        return checkpoint_names(name for name, _, inside in found if inside == MANIFEST)
+
+    def find_newest(self) -> ValidCheckpoint | None:
+        """Returns the newest complete checkpoint, equal on all ranks. Raises OSError if the store is unreachable."""
+        return next(self.find_whole(), None)
+
+    def find_whole(self) -> Iterator[ValidCheckpoint]:
+        """Yields the complete checkpoints, newest first; logs and skips others."""
+        for name in reversed(self._ask_rank_0(self.list_names)):
+            problem, manifest = self._find_problem(self.folder / name)
+            if problem is None:
+                yield ValidCheckpoint(manifest["step"], self.folder / name, manifest, self.rank, self.world)
+            elif self.rank == 0:
+                self.log(f"warning: checkpoint {name} is passed over: {problem}")
+
+    def find_by_hint(self, hint: str) -> ValidCheckpoint | None:
+        """Returns the checkpoint that `best` or `last` names, None if there is none or it is damaged."""
+        if not (name := self._ask_rank_0(lambda: read_hint(self.folder, hint))):
+            return None
+        folder = self.folder / name
+        problem, manifest = self._find_problem(folder)
+        return None if problem else ValidCheckpoint(manifest["step"], folder, manifest, self.rank, self.world)
+
+    def _find_problem(self, folder: Folder) -> tuple[str | None, dict[str, Any]]:
+        """Returns a checkpoint's problem, if any, and its manifest; the ranks share out the files and exchange results.
+
+        Raises OSError on all ranks if one cannot reach the store: an unreachable checkpoint is not damaged.
+        """
+        # Read once: the manifest of eight thousand ranks has megabytes, and each of them would request it at once.
+        content, problem, unreachable = self._ask_rank_0(partial(_read_manifest, folder))
+        manifest: dict[str, Any] = {}
+        if not problem:
+            try:
+                manifest = json.loads(content)
+                if manifest["format"] not in (FORMAT, INDEXED):
+                    return f"its format is {manifest['format']}, this version reads {FORMAT} and {INDEXED}", {}
+                files = sorted(manifest["files"].items())[self.rank :: self.world]
+                problem = next(filter(None, (check_file(folder, name, stated) for name, stated in files)), None)
+            except (ValueError, KeyError, TypeError, OSError) as error:
+                problem, unreachable = _describe_corruption(error, folder)
+        # A rank with damaged files must also take part, so its result is a value and not an exception.
+        if self.group:
+            # Unreachable takes precedence over damaged, and then the first rank's problem counts.
+            problems = [(unreachable is None, self.rank, problem, unreachable)] if problem else []
+            problems = all_reduce_object(problems, lambda one, other: sorted(one + other)[:1], self.group)
+            _, _, problem, unreachable = problems[0] if problems else (True, 0, None, None)
+        if unreachable:
+            raise OSError(unreachable)
+        return problem, manifest
+
+    def _ask_rank_0(self, ask: Callable[[], Answer]) -> Answer:
+        """Broadcasts rank 0's answer: asked by each rank, a store could answer differently. Raises OSError."""
+        if not self.group:
+            return ask()
+        reply: list[Any] = [None, None]
+        if self.rank == 0:
+            try:
+                reply[0] = ask()
+            except Exception as error:
+                reply[1] = f"{type(error).__name__}: {error}"
+        dist.broadcast_object_list(reply, src=0, group=self.group)
+        if reply[1]:
+            raise OSError(reply[1])
+        return reply[0]  # type: ignore[no-any-return]
+
+    def load(self, found: ValidCheckpoint, model: nn.Module, optimizer: Updater | None = None) -> None:
+        """Fills the model and optionally the optimiser, whatever number of workers wrote the checkpoint."""
+        wanted: dict[str, torch.Tensor] = {}
+        stored = found.manifest["tensors"]
+        for name, parameter in saved_parameters(model):
+            if not parameter.requires_grad and f"model.{name}" not in stored:  # by an earlier version
+                continue
+            targets = _load_targets(name, parameter, stored, optimizer if parameter.requires_grad else None)
+            wanted |= {key: wrap_part(model, name, tensor) for key, tensor in targets.items()}
+        wanted |= {f"model.{name}": buffer for name, buffer in saved_buffers(model)}
+        read(wanted, found.folder, found.manifest, self.rank, self.group)
+        if optimizer is not None:
+            for name, parameter in saved_parameters(model):
+                if parameter.requires_grad:
+                    optimizer.load_state(parameter, _loaded_state(name, wanted, optimizer))
+
+
+def _read_manifest(folder: Folder) -> tuple[bytes, str | None, str | None]:
+    """Returns a checkpoint's manifest as stored; or b"" and the results of `_describe_corruption`."""
+    try:
+        return folder.read(MANIFEST), None, None
+    except (ValueError, OSError) as error:
+        return b"", *_describe_corruption(error, folder)
+
+
+def _describe_corruption(error: Exception, folder: Folder) -> tuple[str, str | None]:
+    """Describes an unreadable checkpoint; the second text is set if it may be complete but is unreachable."""
+    unreachable = f"{folder}: {error}" if folder.local is None and is_transient(error) else None
+    return f"its manifest cannot be read ({error})", unreachable
+
+
+def named_tensors(model: nn.Module, optimizer: Updater) -> dict[str, torch.Tensor]:
+    """Returns all tensors of a checkpoint by name: `model.<parameter>` and `optimizer.<parameter>.<state>`; tied ones once,
+    and none of adapters' base.
+
+    The model's tensors are the master copies if there are any. All workers call it together.
+    """
+    tensors: dict[str, torch.Tensor] = {}
+    for name, parameter in saved_parameters(model):
+        stored_state = dict(optimizer.state(parameter))
+        tensors[f"model.{name}"] = wrap_part(model, name, stored_state.pop("master", parameter.detach()))
+        tensors |= {f"optimizer.{name}.{key}": wrap_part(model, name, value) for key, value in stored_state.items()}
+    return tensors | {f"model.{name}": buffer for name, buffer in saved_buffers(model)}
+
+
+def _load_targets(
+    name: str, parameter: nn.Parameter, stored: dict[str, Any], optimizer: Updater | None
+) -> dict[str, torch.Tensor]:
+    """Returns the tensors to read a parameter's stored values into: the parameter itself, or new ones for the optimiser."""
+    if optimizer is None:
+        return {f"model.{name}": parameter.detach()}
+    # A master is read into separate memory: the parameter itself would round it to bfloat16.
+    value = optimizer.empty_state(parameter, True, torch.float32) if optimizer.has_masters else parameter.detach()
+    wanted = {f"model.{name}": value}
+    for key in (key for key in stored if key.startswith(f"optimizer.{name}.")):
+        like_parameter = bool(stored[key]["size"])
+        wanted[key] = optimizer.empty_state(parameter, like_parameter, getattr(torch, stored[key]["dtype"]))
+    return wanted
+
+
+def _loaded_state(name: str, tensors: dict[str, torch.Tensor], optimizer: Updater) -> dict[str, torch.Tensor]:
+    prefix = f"optimizer.{name}."
+    loaded = {key.removeprefix(prefix): unwrap_part(tensor) for key, tensor in tensors.items() if key.startswith(prefix)}
+    return loaded | ({"master": unwrap_part(tensors[f"model.{name}"])} if optimizer.has_masters else {})

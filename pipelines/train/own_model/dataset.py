@@ -1,0 +1,140 @@
+"""Datasets that users pass in: anything with `len()` and `[i]`, arrays, and tables, as sequences of samples.
+
+dataset = open_dataset({"x": features, "y": labels})      # arrays of equal length: samples {"x": ..., "y": ...}
+dataset = open_dataset(torch_dataset)                     # or a list, a pyarrow.Table, a Hugging Face dataset
+len(dataset), dataset[5]
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+
+from raystride.pipelines.data.sources.faults import DataError
+
+
+class IndexedDataset(Protocol):
+    """A map-style dataset."""
+
+    def __len__(self) -> int: ...
+    def __getitem__(self, index: int, /) -> Any: ...
+
+
+class ArrayColumns:
+    """Arrays of equal first dimension as samples: tuples of their rows, or mappings by name.
+
+    Raises DataError if the lengths differ.
+    """
+
+    is_plain = True
+
+    def __init__(self, columns: Mapping[Any, Any], *, named: bool) -> None:
+        lengths = {name: len(column) for name, column in columns.items()}
+        if len(set(lengths.values())) > 1:
+            raise DataError(f"the arrays of data differ in length: {lengths}")
+        self._columns, self._named = columns, named
+
+    def __len__(self) -> int:
+        return len(next(iter(self._columns.values()), ()))
+
+    def __getitem__(self, index: int) -> Any:
+        row = {name: column[index] for name, column in self._columns.items()}
+        return row if self._named else tuple(row.values())
+
+
+class TableRows:
+    """Rows of a `pyarrow.Table` as mappings; numbers and lists of numbers are NumPy values, other values Python's."""
+
+    is_plain = True
+
+    def __init__(self, table: Any) -> None:
+        self._columns = {name: _open_column(table.column(name)) for name in table.column_names}
+        self._length = table.num_rows
+
+    def __len__(self) -> int:
+        return int(self._length)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return {name: read(index) for name, read in self._columns.items()}
+
+
+def open_dataset(given: Any, arguments: Mapping[str, Any] | None = None) -> IndexedDataset:
+    """Returns a dataset for what a user gave; a callable is called with `arguments` and returns one.
+
+    Raises DataError if it has neither length nor index.
+    """
+    if callable(given) and not hasattr(given, "__getitem__"):
+        given = given(**(arguments or {}))
+    module = type(given).__module__.partition(".")[0]
+    if module == "pyarrow":
+        return TableRows(given)
+    if module == "pandas":
+        return ArrayColumns({name: given[name].to_numpy() for name in given.columns}, named=True)
+    if module == "datasets":
+        return _open_hugging_face(given)
+    if isinstance(given, Mapping):
+        return ArrayColumns(given, named=True)
+    if isinstance(given, tuple) and given and all(hasattr(column, "shape") for column in given):
+        return ArrayColumns(dict(enumerate(given)), named=False)
+    if not hasattr(given, "__getitem__") or not hasattr(given, "__len__"):
+        raise DataError(
+            f"data is of type {type(given).__name__}, which has no len() and no [i]: give a list, arrays, a table, or a "
+            "dataset that can be indexed; raystride.fit itself takes streams (iterators, iterable and Ray data sets)"
+        )
+    return given  # type: ignore[no-any-return]
+
+
+def is_plain(dataset: IndexedDataset) -> bool:
+    """Returns whether reading a sample runs no code of the user, and so draws no random numbers."""
+    if type(dataset).__module__.partition(".")[0] == "datasets":
+        return getattr(dataset, "format", {}).get("type") != "custom"
+    return (
+        isinstance(dataset, list | np.ndarray) or getattr(dataset, "is_plain", False) or type(dataset).__module__ == "torch"
+    )
+
+
+def describe_sample(sample: Any) -> Any:
+    """Returns a sample's structure as JSON: types, and shapes of arrays without their first dimension.
+
+    The first dimension is left out since samples may differ in length.
+    """
+    if isinstance(sample, Mapping):
+        return {str(key): describe_sample(value) for key, value in sample.items()}
+    if hasattr(sample, "shape") and hasattr(sample, "dtype"):
+        dtype = str(sample.dtype).removeprefix("torch.")
+        return [dtype, *(["*", *map(int, sample.shape[1:])] if len(sample.shape) else [])]
+    if isinstance(sample, Sequence) and not isinstance(sample, str | bytes):
+        if all(isinstance(value, bool | int | float) for value in sample):
+            return ["list", *sorted({type(value).__name__ for value in sample})]
+        return [describe_sample(value) for value in sample]
+    return type(sample).__name__
+
+
+def _open_hugging_face(given: Any) -> IndexedDataset:
+    if isinstance(given, Mapping):
+        raise DataError(f"data has the splits {', '.join(map(str, given))}: give one of them, as dataset['train']")
+    if not hasattr(given, "__getitem__"):
+        raise DataError(f"data is a {type(given).__name__}, which cannot be indexed: load it without streaming")
+    # Without a format, numbers and lists are Python's, which PyTorch's collate does not stack.
+    return given.with_format("numpy") if given.format["type"] is None else given  # type: ignore[no-any-return]
+
+
+def _open_column(column: Any) -> Callable[[int], Any]:
+    """Returns a function that reads a value of an Arrow column."""
+    import pyarrow as pa
+
+    kind = column.type
+    if (pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_boolean(kind)) and not column.null_count:
+        values = column.to_numpy()
+        return lambda index: values[index]
+    is_list = pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
+    if is_list and (pa.types.is_integer(kind.value_type) or pa.types.is_floating(kind.value_type)):
+        return lambda index: _read_list(column[index])
+    if isinstance(kind, pa.FixedShapeTensorType):
+        return lambda index: column[index].to_numpy()
+    return lambda index: column[index].as_py()
+
+
+def _read_list(scalar: Any) -> np.ndarray | None:
+    """Returns a list of numbers as an array, or None where it is missing; a number that is missing in it is NaN."""
+    return scalar.values.to_numpy(zero_copy_only=False) if scalar.is_valid else None

@@ -1,0 +1,172 @@
+"""The identity of a user's model and data, from one forward and backward before anything starts.
+
+describe_own_model(own_model, config)["parameters"]       # {"0.weight": [32, 8], ...}
+split_indices(2000, 0.05, seed=0)["validation"]           # 100 samples
+"""
+
+import random
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from raystride.pipelines.config import Config, SettingError
+from raystride.pipelines.data.feed.order import Order
+from raystride.pipelines.data.prepare.code_hash import hash_code, qualified_name
+from raystride.pipelines.data.sources.faults import DataError
+from raystride.pipelines.train.own_model.dataset import IndexedDataset, describe_sample
+from raystride.pipelines.train.own_model.definition import OwnModel, call_users
+from raystride.pipelines.train.own_model.network import as_sums, read_loss
+from raystride.pipelines.train.own_model.optimizer import build_own_optimizer
+from raystride.pipelines.train.own_model.samples import NestedBatch, collate_samples, seed_generators
+from raystride.pipelines.train.own_model.streams import StoredRows
+
+PROBED = 2
+"""Samples of the batch that runs through the network."""
+
+
+def describe_own_model(own: OwnModel, config: Config) -> dict[str, Any]:
+    """Returns the description of `OwnModelTask.describe_dataset`, after one forward and backward of the first samples.
+
+    Raises SettingError for a network or loss that cannot be trained, DataError for data that cannot be read.
+    """
+    dataset = own.open_split("train", config.fit)
+    assert dataset is not None
+    num_train, structure = describe_dataset(dataset)
+    held_out = own.open_split("validation", config.fit)
+    if held_out is None:
+        splits = split_indices(num_train, config.data.validation_fraction, config.seed)
+        num_train, num_validation = len(splits["train"]), len(splits["validation"])
+    else:
+        num_validation = describe_dataset(held_out)[0]
+    with torch.random.fork_rng(devices=[]):
+        state = random.getstate(), np.random.get_state()
+        try:
+            seed_generators(config.seed)
+            samples = [dataset[i] for i in range(min(PROBED, len(dataset)))]
+            batch = NestedBatch(collate_samples(samples, own.collate))
+            network = own.make_network(config.fit)
+            logged, measured, saved = _run_once(own, network, batch, len(samples), exact=config.train.exact)
+            _check_updates(own, config, network)
+        finally:
+            random.setstate(state[0])
+            np.random.set_state(state[1])
+    return {
+        "train": num_train,
+        "validation": num_validation,
+        "sample": structure,
+        "parameters": {name: list(value.shape) for name, value in network.named_parameters()},
+        "logged": logged,
+        "measured": measured,
+        "activation_bytes": saved / len(samples),
+        "code": _hash_parts(own),
+    }
+
+
+def _hash_parts(own: OwnModel) -> str:
+    """Returns a hash of the code of everything that the user gave, and of the rows of a stream."""
+    parts = (own.model, own.data, own.loss, own.validation, own.metrics, own.collate, own.optimizer, own.schedule)
+    with_code = [part for part in parts if callable(part) or type(part).__module__ not in ("builtins", "numpy", "torch")]
+    streams = [part.name for part in parts if isinstance(part, StoredRows)]
+    return "-".join([hash_code([qualified_name(part) for part in with_code], follow_installed=False), *streams])
+
+
+def _run_once(
+    own: OwnModel, network: nn.Module, batch: NestedBatch, num_samples: int, *, exact: bool
+) -> tuple[list[str], list[str], int]:
+    """Returns the names of further losses and of metrics, and the bytes saved, by a forward and backward.
+
+    Raises SettingError.
+    """
+    trained = [(name, parameter) for name, parameter in network.named_parameters() if parameter.requires_grad]
+    if not trained:
+        rule = "must have parameters that require gradients"
+        raise SettingError(f"model {rule}, and has none", setting="model", value=0, allowed=rule)
+    before = {name: value.clone() for name, value in network.named_buffers()}
+    network.train()
+    held = {value.untyped_storage().data_ptr() for value in (*network.parameters(), *network.buffers())}
+    saved: dict[int, int] = {}
+
+    def note_saved(value: torch.Tensor) -> torch.Tensor:
+        storage = value.untyped_storage()
+        if storage.data_ptr() not in held:
+            saved[storage.data_ptr()] = storage.nbytes()
+        return value
+
+    with torch.autograd.graph.saved_tensors_hooks(note_saved, lambda value: value):
+        returned = call_users("loss", own.loss, network, batch.content)
+    (loss_sum, _), others = read_loss(returned, num_samples)
+    if not loss_sum.requires_grad:
+        rule = "must depend on the model's parameters"
+        raise SettingError(f"loss {rule}, and has no gradient", setting="loss", value=float(loss_sum), allowed=rule)
+    loss_sum.backward()
+    unused = [name for name, parameter in trained if parameter.grad is None]
+    if unused:
+        warnings.warn(
+            f"{len(unused)} parameters have no gradient from the first batch, {unused[0]} for instance: freeze them with "
+            "requires_grad_(False) if they are not to be trained",
+            stacklevel=2,
+        )
+    changed = [name for name, value in network.named_buffers() if not torch.equal(value, before[name])]
+    if exact and changed:
+        rule = "must be false where a forward changes buffers, whose values depend on how workers share the samples"
+        raise SettingError(
+            f"train.exact {rule} ({changed[0]}, for instance); use a norm without running statistics, as GroupNorm",
+            setting="train.exact",
+            value=True,
+            allowed=rule,
+        )
+    measured: list[str] = []
+    if own.metrics:
+        network.eval()
+        with torch.no_grad():
+            found = call_users("metrics", own.metrics, network, batch.content)
+        if not isinstance(found, Mapping):
+            rule = "must return a mapping of names to means or (sum, count)"
+            raise SettingError(f"metrics {rule}, and returned {type(found).__name__}", setting="metrics", value=found)
+        for name, value in found.items():
+            as_sums(value, num_samples, name, loss_sum.device)
+        measured = [str(name) for name in found]
+    for name, value in others.items():
+        as_sums(value, num_samples, name, loss_sum.device)
+    return sorted(others), measured, sum(saved.values())
+
+
+def _check_updates(own: OwnModel, config: Config, network: nn.Module) -> None:
+    """Raises SettingError unless optimizer and schedule of one's own return what they must."""
+    if own.optimizer:
+        build_own_optimizer(own, config.optimizer, network)
+    if own.schedule:
+        returned = call_users("schedule", own.schedule, 0, config.train.steps or 1)
+        if not isinstance(returned, int | float):
+            rule = "must return a number"
+            name = type(returned).__name__
+            raise SettingError(
+                f"schedule {rule}, and returned {name} for step 0", setting="schedule", value=name, allowed=rule
+            )
+
+
+def split_indices(count: int, fraction: float, seed: int) -> dict[str, np.ndarray]:
+    """Returns the samples of each split, in order: a random `fraction` of all, at least one, is held out.
+
+    Raises DataError for fewer than two samples.
+    """
+    if count < 2:
+        raise DataError(f"data has {count} samples: give at least two, or `validation` samples of their own")
+    held_out = min(count - 1, max(1, round(count * fraction)))
+    shuffled = Order(count, seed).sample_ids_at(np.arange(count))
+    return {"train": np.sort(shuffled[held_out:]), "validation": np.sort(shuffled[:held_out])}
+
+
+def describe_dataset(dataset: IndexedDataset) -> tuple[int, Any]:
+    """Returns length and structure of a dataset. Raises DataError if its first sample cannot be read."""
+    length = len(dataset)
+    if not length:
+        raise DataError("data has no samples")
+    try:
+        return length, describe_sample(dataset[0])
+    except Exception as error:
+        raise DataError(f"sample 0 of data raised {type(error).__name__}: {error}") from error

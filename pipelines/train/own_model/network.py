@@ -1,0 +1,147 @@
+"""The user's network together with its loss, as the training loop calls a model.
+
+network = OwnNetwork(module, own_model, facts)
+loss_sum, counted = network(batch, targets)               # backward of loss_sum
+"""
+
+import random
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from raystride.model.linear import has_bf16
+from raystride.pipelines.config import SettingError
+from raystride.pipelines.train.own_model.definition import OwnModel
+from raystride.pipelines.train.own_model.samples import NestedBatch
+
+Sums = tuple[torch.Tensor, torch.Tensor]
+"""A sum, and the count that it is divided by."""
+RESOLUTION = 2.0**-24
+"""Figures of a validation batch are added as multiples of this, so that their sum is the same in any order."""
+
+
+class OwnNetwork(nn.Module):
+    """Calls the user's loss on their network; buffers are saved with the parameters."""
+
+    saves_buffers = True
+
+    def __init__(self, module: nn.Module, own_model: OwnModel, facts: Mapping[str, Any], precision: str = "fp32") -> None:
+        super().__init__()
+        self.module, self._own_model = module, own_model
+        description = facts.get("dataset", {})
+        self._logged_names: list[str] = description.get("logged", [])
+        self._measured_names: list[str] = description.get("measured", [])
+        self._precision = precision
+        self._logged: list[Any] = [0.0, 0.0] * len(self._logged_names)
+
+    @property
+    def users_module(self) -> nn.Module:
+        """The user's network."""
+        return self.module
+
+    def compile(self, *arguments: Any, **options: Any) -> None:
+        """Compiles the user's network; the loss and what surrounds it stay as they are."""
+        self.module.compile(*arguments, **options)
+
+    def forward(self, batch: NestedBatch, targets: torch.Tensor, *, measures: bool = False) -> tuple[torch.Tensor, ...]:
+        """Returns the loss sum and its count; with `measures` also sums and counts of all further figures, one vector."""
+        if self.training:
+            self._seed_other_generators(targets.device)
+        with autocast_module(self._precision, targets.device):
+            returned = self._own_model.loss(self.module, batch.content)
+            (loss_sum, counted), others = read_loss(returned, len(targets))
+            figures = dict(others)
+            if measures and self._own_model.metrics:
+                figures |= self._own_model.metrics(self.module, batch.content)
+        if batch.empty:
+            loss_sum, counted = loss_sum * 0, counted * 0
+        elif self.training and self._logged_names:
+            for index, name in enumerate(self._logged_names):
+                total, count = as_sums(others[name], len(targets), name, targets.device)
+                self._logged[2 * index] += total.detach()
+                self._logged[2 * index + 1] += count
+        if not measures:
+            return loss_sum, counted
+        return loss_sum, counted, self._stack_figures(figures, len(targets), targets.device)
+
+    def _stack_figures(self, figures: Mapping[str, Any], num_samples: int, device: torch.device) -> torch.Tensor:
+        names = [*self._logged_names, *(name for name in self._measured_names if name not in self._logged_names)]
+        missing = [name for name in names if name not in figures]
+        if missing:
+            raise SettingError(
+                f"metrics returned no {missing[0]!r} for a batch, as it did for the first: return the same names each time",
+                setting="metrics",
+                value=sorted(figures),
+                allowed=names,
+            )
+        sums = [part for name in names for part in as_sums(figures[name], num_samples, name, device)]
+        stacked = torch.stack([part.detach().to(device, torch.float64) for part in sums]) if sums else torch.zeros(0)
+        return (stacked / RESOLUTION).round() * RESOLUTION
+
+    def take_logged(self) -> torch.Tensor:
+        """Returns sums and counts of the further losses since the last call, (2 k) fp64, and forgets them."""
+        device = next(self.parameters()).device
+        taken = torch.stack([torch.as_tensor(value, dtype=torch.float64, device=device) for value in self._logged])
+        self._logged = [0.0, 0.0] * len(self._logged_names)
+        return taken
+
+    def _seed_other_generators(self, device: torch.device) -> None:
+        """Seeds the generators that the loop does not: it seeds PyTorch's of the device, by step and slot."""
+        key = torch.default_generator.initial_seed()
+        if device.type == "cuda":
+            key = torch.cuda.default_generators[torch.cuda.current_device()].initial_seed()
+            torch.default_generator.manual_seed(key)
+        random.seed(key)
+        np.random.seed(key % 2**32)
+
+
+def autocast_module(precision: str, device: torch.device) -> AbstractContextManager[object]:
+    """Returns the context of a user's module by `train.precision`.
+
+    The loop's own leaves bfloat16 on CPUs, and parameters in bfloat16, to our own layers.
+    """
+    if precision == "pure_bf16" or (precision == "bf16" and (device.type == "cuda" or has_bf16())):
+        return torch.autocast(device.type, torch.bfloat16)
+    return nullcontext()
+
+
+def read_loss(returned: Any, num_samples: int) -> tuple[Sums, dict[str, Any]]:
+    """Returns the loss as (sum, count), and further values by name. Raises SettingError for anything else.
+
+    A mean, a scalar, is weighted by the samples of the batch.
+    """
+    others: dict[str, Any] = {}
+    if isinstance(returned, Mapping):
+        others = {str(name): value for name, value in returned.items() if name != "loss"}
+        returned = returned.get("loss")
+    is_tensor = isinstance(returned, torch.Tensor)
+    is_pair = isinstance(returned, tuple | list) and len(returned) == 2 and isinstance(returned[0], torch.Tensor)
+    if not (is_tensor or is_pair) or (returned if is_tensor else returned[0]).dim():
+        rule = "must return a mean loss (a scalar tensor), (sum, count), or a mapping with one of these as 'loss'"
+        raise SettingError(
+            f"loss {rule}, and returned {_describe_value(returned)}", setting="loss", value=type(returned), allowed=rule
+        )
+    first = returned if is_tensor else returned[0]
+    return as_sums(returned, num_samples, "loss", first.device), others
+
+
+def as_sums(value: Any, num_samples: int, name: str, device: torch.device) -> Sums:
+    """Returns a figure as (sum, count), fp32. Raises SettingError for a value that is no number and no pair of them."""
+    pair = value if isinstance(value, tuple | list) and len(value) == 2 else (value, None)
+    try:
+        total = torch.as_tensor(pair[0], device=device).float()
+        count = torch.as_tensor(num_samples if pair[1] is None else pair[1], dtype=torch.float32, device=device)
+        if total.dim() or count.dim():
+            raise ValueError(f"it has the shape {tuple(total.shape)}")
+    except (TypeError, ValueError, RuntimeError) as error:
+        rule = "must be a number (the mean over the batch's samples), or (sum, count)"
+        raise SettingError(f"{name} {rule}: {error}", setting=name, value=_describe_value(value), allowed=rule) from None
+    return (total * num_samples if pair[1] is None else total), count
+
+
+def _describe_value(value: Any) -> str:
+    return f"a tensor of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__

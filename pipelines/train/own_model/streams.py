@@ -1,0 +1,143 @@
+"""Writes streams, which cannot be indexed, into a storage once, as Arrow files that all workers open.
+
+if is_stream(data):                                       # a generator, an IterableDataset, a ray.data.Dataset
+    data = store_stream(data, storage)                    # StoredRows: samples are rows, mappings by column
+"""
+
+import inspect
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping
+from functools import cached_property
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from raystride.pipelines.data.sources.faults import DataError
+from raystride.pipelines.system.storage.folder import Folder
+from raystride.pipelines.train.own_model.dataset import TableRows
+
+FOLDER = ".streams"
+"""Folder of these files in a storage; a file's name is the hash of its content."""
+BATCH_ROWS = 1024
+
+
+class StoredRows:
+    """Rows of an Arrow file; small to send, as each process opens the file itself."""
+
+    is_plain = True
+
+    def __init__(self, folder: Folder, name: str) -> None:
+        self._folder, self.name = folder, name
+        """`name`: that of the file, a hash of the rows."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"_folder": self._folder, "name": self.name}
+
+    def __str__(self) -> str:
+        return str(self._folder / self.name)
+
+    @cached_property
+    def _rows(self) -> TableRows:
+        import pyarrow as pa
+
+        path = self._folder.local
+        source = pa.memory_map(str(path / self.name)) if path else pa.BufferReader(self._folder.read(self.name))
+        return TableRows(pa.ipc.open_file(source).read_all())
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return self._rows[index]
+
+
+def is_stream(given: Any) -> bool:
+    """Returns whether data can only be read in order: iterators, generators' functions, iterable and Ray data sets."""
+    kinds = {kind.__name__ for kind in type(given).__mro__}
+    is_ray = type(given).__module__.startswith("ray.data")
+    return is_ray or "IterableDataset" in kinds or hasattr(given, "__next__") or inspect.isgeneratorfunction(given)
+
+
+def store_stream(stream: Any, storage: Folder) -> StoredRows:
+    """Writes the rows of a stream, read once in this process, into a storage; the same rows are stored once.
+
+    Raises DataError if a row is no mapping, or has values or types that Arrow does not take or that differ between rows.
+    """
+    import pyarrow as pa
+
+    folder = storage / FOLDER
+    with tempfile.TemporaryDirectory() as scratch:
+        place = Folder(scratch)
+        writer, first, num_rows = None, None, 0
+        with pa.OSFile(str(Path(scratch) / "rows.arrow"), "wb") as sink:
+            for columns in _iterate_batches(stream):
+                batch = _build_batch(columns, first, num_rows)
+                if writer is None:
+                    first, writer = batch.schema, pa.ipc.new_file(sink, batch.schema)
+                writer.write_batch(batch)
+                num_rows += batch.num_rows
+            if writer is None:
+                raise DataError("data is a stream without rows")
+            writer.close()
+        name = f"{place.sha256('rows.arrow')[:16]}.arrow"
+        if folder.size(name) != place.size("rows.arrow"):
+            folder.upload(Path(scratch) / "rows.arrow", name)
+    return StoredRows(folder, name)
+
+
+def _iterate_batches(stream: Any) -> Iterator[dict[str, Any]]:
+    """Yields the columns of some rows at a time: arrays, or lists of values."""
+    if type(stream).__module__.startswith("ray.data"):
+        options = stream.context.execution_options
+        kept, options.preserve_order = options.preserve_order, True  # the same rows in the same order at a resume
+        try:
+            yield from stream.iter_batches(batch_size=BATCH_ROWS, batch_format="numpy")
+        finally:
+            options.preserve_order = kept
+        return
+    rows: Iterable[Any] = stream() if inspect.isgeneratorfunction(stream) else stream
+    remaining, count = iter(rows), 0
+    while chunk := list(islice(remaining, BATCH_ROWS)):
+        for number, row in enumerate(chunk, count):
+            if not isinstance(row, Mapping):
+                raise DataError(
+                    f"row {number} of the stream is a {type(row).__name__}: yield mappings of numbers, text, lists and "
+                    "arrays by name, or give data with len() and [i]"
+                )
+            if row.keys() != chunk[0].keys():
+                raise DataError(f"row {number} of the stream has the columns {', '.join(row)}, others {', '.join(chunk[0])}")
+        count += len(chunk)
+        yield {str(name): [row[name] for row in chunk] for name in chunk[0]}
+
+
+def _build_batch(columns: Mapping[str, Any], schema: Any, first_row: int) -> Any:
+    """Returns a record batch, of the schema if there is one. Raises DataError."""
+    import pyarrow as pa
+
+    if schema is not None and list(columns) != schema.names:
+        given, wanted = ", ".join(columns), ", ".join(schema.names)
+        raise DataError(f"row {first_row} of the stream has the columns {given}, those before {wanted}")
+    arrays = []
+    for name, values in columns.items():
+        kind = None if schema is None else schema.field(name).type
+        try:
+            array = _build_array(values)
+            arrays.append(array if kind is None or array.type == kind else array.cast(kind))
+        except (pa.ArrowException, TypeError, ValueError, NotImplementedError) as error:
+            rows = f"rows {first_row} to {first_row + len(values) - 1}"
+            before = f", where those before are {kind}" if kind is not None else ""
+            raise DataError(f"column {name!r} of {rows} of the stream cannot be stored{before}: {error}") from error
+    return pa.record_batch(arrays, names=list(columns))
+
+
+def _build_array(values: Any) -> Any:
+    """Returns values as an Arrow array: vectors as lists, as they may differ in length, and larger arrays by their shape."""
+    import pyarrow as pa
+
+    values = [value.numpy() if hasattr(value, "numpy") else value for value in values]
+    is_array = values and all(isinstance(value, np.ndarray) for value in values)
+    if is_array and values[0].ndim > 1:
+        return pa.FixedShapeTensorArray.from_numpy_ndarray(np.ascontiguousarray(np.stack(values)))
+    return pa.array([value.tolist() if is_array and not value.ndim else value for value in values])

@@ -1,0 +1,252 @@
+"""Builds the parts of a training in the order of their dependencies: device, task, model, data, loop.
+
+training = build_training(job, WorkerInfo(rank=0, world=1), observers, stopping=lambda: False, log=print)
+
+The device, threads and process group of a worker.
+
+device = set_up_device(job, WorkerInfo(rank=0, world=2))  # torch.device("cuda", 0), in a group of two
+"""
+
+import json
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+from typing import NamedTuple
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from raystride.model.dropout import number_dropouts
+from raystride.pipelines.config import Config
+from raystride.pipelines.config.combinations import SHARDED
+from raystride.pipelines.data.feed.growth import StreamingOrder
+from raystride.pipelines.data.feed.loader import Loader, Requests
+from raystride.pipelines.data.feed.open_dataset import Feed, open_feed, open_manifest
+from raystride.pipelines.data.feed.order import SampleOrder
+from raystride.pipelines.data.feed.samples import Samples, decode_rows
+from raystride.pipelines.data.tasks import Task, build_task
+from raystride.pipelines.data.tasks.contract import check_network, use_loss_of
+from raystride.pipelines.data.tasks.task import Document
+from raystride.pipelines.data.tokenizers import Tokenizers
+from raystride.pipelines.observability.observers.observer import Observer
+from raystride.pipelines.system.heap import keep_freed_memory
+from raystride.pipelines.train.checkpoint.manager import Checkpoints, ValidCheckpoint
+from raystride.pipelines.train.checkpoint.train_state import TrainState, Updater
+from raystride.pipelines.train.distributed.process_group import join_group
+from raystride.pipelines.train.loop import Training
+from raystride.pipelines.train.lora.base import HEADER, check_base, finalize_base, init_adapters, network_factory
+from raystride.pipelines.train.lora.init_from_run import init_weights, with_base_ids
+from raystride.pipelines.train.optimizer import build_optimizer
+from raystride.pipelines.train.precision import Precision, resolve_precision
+from raystride.pipelines.train.step import build_step_rules
+from raystride.pipelines.train.strategies import build_strategy
+from raystride.pipelines.train.strategies.parameter_layout import layout_of
+from raystride.pipelines.train.strategies.recompute import recompute
+from raystride.pipelines.train.strategies.strategy import Strategy
+from raystride.pipelines.train.validation import Validation
+from raystride.pipelines.train.worker.attention_backend import choose_attention
+from raystride.pipelines.train.worker.job import Job, WorkerInfo
+from raystride.pipelines.train.worker.matmul_backend import MatmulChoice, choose_matmul_backends
+from raystride.triton_kernels.dispatch import use_kernels
+
+
+def set_up_device(job: Job, worker: WorkerInfo) -> torch.device:
+    """Sets threads, memory, determinism and device of this process, and joins the process group of several workers."""
+    if job.device == "cuda":
+        if job.config.train.deterministic:
+            # CPU code is deterministic by itself, and this call imports the compiler, which takes 1.5 s.
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+            torch.use_deterministic_algorithms(True)
+            # The default would fill every fresh tensor with NaN, which only finds bugs and costs a pass over memory.
+            torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+        device = torch.device("cuda", worker.local_rank % torch.cuda.device_count())
+        torch.cuda.set_device(device)
+    else:
+        device = torch.device("cpu")
+        torch.set_num_threads(job.threads)
+        keep_freed_memory()
+    if not dist.is_initialized() and (worker.world > 1 or job.config.scaling.strategy in SHARDED):
+        backend = "cpu:gloo,cuda:nccl" if job.device == "cuda" else "gloo"
+        join_group(backend, worker.rank, worker.world)
+    return device
+
+
+WARNING_PREFIX = "warning: "
+"""Prefix of log lines that are warnings."""
+NUM_HELD_OUT_SEEN = 200
+"""Number of validation samples of each source that the task gets to see before the training."""
+
+
+def build_training(
+    job: Job, worker: WorkerInfo, observers: list[Observer], stopping: Callable[[], bool], log: Callable[[str], None]
+) -> Training:
+    """Builds the training, at the position of the newest checkpoint."""
+    device = set_up_device(job, worker)
+    config = replace(job.config, train=resolve_precision(job.config.train, device))
+    use_kernels(config.model.kernels)
+    manifest = open_manifest(config.data, job.prepared)
+    task = build_task(config, manifest.facts, Tokenizers(job.prepared, build_task(config).tokenizers))
+    strategy = job.strategy or build_strategy(config, device=device, rank=worker.rank, world=worker.world)
+    strategy.device = device
+    torch.manual_seed(config.seed)
+    built = _build_model(job, config, worker, task, strategy, log)
+    found, state = built.found, built.state
+
+    past = found.manifest.get("order") if found else None
+    since = {"step": state.step, "position": state.position}
+    clock = f"{job.folder} {job.attempt}"
+    feed = open_feed(
+        config, built.task, job.prepared, past=past, **since, clock=clock, log=lambda text: log(WARNING_PREFIX + text)
+    )
+    if message := built.task.see_held_out(_read_held_out_documents(built.task, feed)):
+        log(message)
+    if worker.rank == 0:
+        facts = dict(built.task.facts) | {"tokenizers": list(built.task.tokenizers)}
+        built.checkpoints.extra["facts.json"] = json.dumps(facts).encode()
+    choice = _choose_matmul_backends(job, config, worker, built.network, feed.train, found, log)
+    loader = _build_loader(config, worker, strategy, feed, state)
+    bits = choice.bits | choose_attention(config, device=device, found=found, rank=worker.rank, world=worker.world, log=log)
+    header = {"run": job.run, "bits": bits, "data": manifest.fingerprint}
+    return Training(
+        config=config,
+        strategy=strategy,
+        model=built.model,
+        optimizer=built.optimizer,
+        loader=loader,
+        state=state,
+        rules=build_step_rules(config, feed.train, state, device),
+        validate=Validation(config, strategy, built.model, built.precision, feed.train.task, feed.held_out, feed.shares),
+        checkpoints=built.checkpoints if config.checkpoint.every else None,
+        header=header | ({HEADER: {"base": built.base}} if built.base else {}) | job.facts,
+        watchers=observers,
+        stopping=stopping,
+        log=log,
+    )
+
+
+class _BuiltModel(NamedTuple):
+    """A model with its optimizer, at the newest checkpoint."""
+
+    task: Task
+    network: torch.nn.Module
+    """The model before the strategy has wrapped it."""
+    model: torch.nn.Module
+    optimizer: Updater
+    precision: Precision
+    checkpoints: Checkpoints
+    found: ValidCheckpoint | None
+    state: TrainState
+    base: str
+    """The hash of the frozen base of adapters; empty without adapters."""
+
+
+def _build_model(
+    job: Job, config: Config, worker: WorkerInfo, task: Task, strategy: Strategy, log: Callable[[str], None]
+) -> _BuiltModel:
+    """Builds the model and its optimizer, and loads the newest checkpoint or the initial weights into them."""
+    precision = Precision(config.train.precision)
+    precision.set_matmul_precision()
+    if shortfall := precision.describe_shortfall(strategy.device):
+        log(shortfall)
+    network = model = strategy.build_network(network_factory(task, config, job.prepared / "tokenizer", log))
+    use_loss_of(task, model)
+    whole = config.scaling.pipeline == 1  # a stage has a part of the methods
+    if whole and (message := check_network(task, network)):
+        log(WARNING_PREFIX + message)  # rank 0 alone is heard
+    if config.masks_by_place:
+        number_dropouts(model)
+    checkpoints = _build_checkpoints(job, worker, task, log)
+    found = checkpoints.find_newest()
+    task = with_base_ids(task, config.model.init_from, found)
+    if config.lora.rank:
+        init_adapters(model, config, found, checkpoints)
+    elif config.model.init_from and not found:  # a resumed run no longer needs that folder
+        init_weights(model, config.model.init_from, task, job.prepared / "tokenizer", log)
+    base = finalize_base(model) if config.lora.rank and layout_of(model) is None else ""
+    precision.convert_model(model, sharded=strategy.sharded)
+
+    def make_optimizer(prepared: torch.nn.Module) -> Updater:
+        own = task.build_optimizer(prepared)
+        return own or build_optimizer(config.optimizer, prepared, stochastic=config.train.stochastic_rounding)
+
+    model, optimizer = strategy.prepare_model(recompute(model, config.train), make_optimizer)
+    if config.lora.rank:
+        base = base or finalize_base(model)  # a split network has its full parameters only after `prepare_model`
+        check_base(found, base, config.model)
+    if found:
+        checkpoints.load(found, model, optimizer)
+        log(f"resumed from step {found.step}")
+    state = found.state if found else TrainState()
+    return _BuiltModel(task, network, model, optimizer, precision, checkpoints, found, state, base)
+
+
+def _build_checkpoints(job: Job, worker: WorkerInfo, task: Task, log: Callable[[str], None]) -> Checkpoints:
+    # A separate group: on the training's group, a concurrent save hung or ended the process.
+    group = dist.new_group(backend="gloo") if worker.world > 1 else None
+    extra: dict[str, bytes] = {}
+    if worker.rank == 0:  # files needed to use the model: its tokenizers, and later the task's facts
+        for tokenizer in task.tokenizers:
+            folder = job.prepared / tokenizer
+            extra |= {f"{tokenizer}/{name}": folder.read(name) for name in folder.names()}
+    settings = job.config.checkpoint
+    rules = {"keep": settings.keep, "failures": settings.failures}
+    checkpoints = Checkpoints(
+        job.folder / "checkpoints", job.attempt, **rules, group=group, log=log, extra=extra, term=job.term
+    )
+    if settings.every:
+        checkpoints.fence_older_groups()
+    return checkpoints
+
+
+def _choose_matmul_backends(
+    job: Job,
+    config: Config,
+    worker: WorkerInfo,
+    model: torch.nn.Module,
+    samples: Samples,
+    found: ValidCheckpoint | None,
+    log: Callable[[str], None],
+) -> MatmulChoice:
+    """Chooses the matmul backend on CPUs that is fastest for this worker's micro-batches."""
+    if job.device != "cpu" or config.scaling.group > 1:  # workers of a mesh have different shapes but must choose the same
+        return MatmulChoice()
+    train = config.train
+    slots = train.together or -(-train.slots // worker.world)
+    rows = round(samples.tokens * train.slot_samples * slots)
+    return choose_matmul_backends(
+        train, model, rows, found=found, facts=job.facts, rank=worker.rank, world=worker.world, log=log
+    )
+
+
+def _make_agreement(worker: WorkerInfo, order: SampleOrder) -> Callable[[Requests], tuple[float, Requests]] | None:
+    """Returns the workers' agreement on the data that all can read, None if the data is complete."""
+    if worker.world == 1 or not isinstance(order, StreamingOrder):
+        return None
+    return partial(order.agree_on_readable, group=dist.new_group(backend="gloo"))
+
+
+def _build_loader(config: Config, worker: WorkerInfo, strategy: Strategy, feed: Feed, state: TrainState) -> Loader:
+    """Builds the loader of this worker's micro-batches, from the state's position."""
+    return Loader(
+        plan=feed.plan,
+        samples=feed.train,
+        rank=strategy.rank,
+        world=strategy.world,
+        micro_batch_slots=config.train.together,
+        equal_micro_batches=strategy.needs_equal_micro_batches,
+        every_slot=strategy.is_slot_per_micro_batch,
+        counts_samples=strategy.is_group_leader,
+        left_out=frozenset((skipped.step, skipped.slot) for skipped in state.left_out),
+        prefetch=config.data.prefetch,
+        agree_on_requests=_make_agreement(worker, feed.plan.order),
+        device=strategy.device,
+        read_ahead=feed.read_ahead(config.data, strategy.rank, strategy.world),
+    )
+
+
+def _read_held_out_documents(task: Task, feed: Feed) -> Iterator[Document]:
+    """Yields the first validation documents of each source."""
+    for samples in feed.held_out.values():
+        yield from decode_rows(task, *samples.read_rows(np.arange(min(samples.num_samples, NUM_HELD_OUT_SEEN))))

@@ -1,0 +1,56 @@
+"""Preparations of an earlier version are found again: fingerprints of default settings do not change."""
+
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from raystride.pipelines.config import Config, TokenizerConfig
+from raystride.pipelines.data.prepare.fingerprint import Identity, fingerprint
+from raystride.pipelines.data.tasks.language_model import LanguageModel
+from tests.pipelines.conftest import settings
+
+
+@pytest.fixture
+def corpus(tmp_path: Path) -> Path:
+    """A source with the same identity on any machine and day."""
+    path = tmp_path / "text.txt"
+    path.write_text("the same bytes\n" * 100)
+    os.utime(path, (1_700_000_000, 1_700_000_000))
+    return path
+
+
+def _fingerprint(config: Config) -> str:
+    return fingerprint(config, LanguageModel(config))
+
+
+@pytest.mark.parametrize(
+    ("tokenizer", "expected"),
+    [
+        (TokenizerConfig(kind="bytes"), "7cb7d71d8a3ad944"),
+        (TokenizerConfig(kind="characters"), "f5c5dbe0a2cba8e5"),
+        (TokenizerConfig(kind="bpe"), "efef7fca409d3f23"),
+    ],
+    ids=lambda value: value.kind if isinstance(value, TokenizerConfig) else value,
+)
+def test_settings_at_their_defaults_keep_their_fingerprint(corpus: Path, tokenizer: TokenizerConfig, expected: str) -> None:
+    assert _fingerprint(replace(settings(corpus), tokenizer=tokenizer)) == expected
+
+
+def test_a_tokenizer_that_is_blind_to_case_has_data_of_its_own(corpus: Path) -> None:
+    lower = replace(settings(corpus), tokenizer=TokenizerConfig(kind="bpe", lowercase=True))
+    assert _fingerprint(lower) != _fingerprint(replace(lower, tokenizer=TokenizerConfig(kind="bpe")))
+
+
+def test_a_run_goes_on_with_its_own_data_and_a_mixture_with_other_sources() -> None:
+    alone = Identity("a")
+    assert alone.is_compatible_with("a", {})
+    assert not alone.is_compatible_with("b", {})
+    assert not alone.is_compatible_with(None, {})
+    mixed = Identity("m", {"code": "c", "text": "t"})
+    assert mixed.is_compatible_with("other", {"code": "c", "new": "n"}), "a source has come, and one gone"
+    assert not mixed.is_compatible_with("m", {"code": "changed", "text": "t"})
+    assert not mixed.is_compatible_with("other", {}), "before it was one source"
+    assert mixed.fingerprint_of_source("code") == "c"
+    assert alone.fingerprint_of_source("") == "a"

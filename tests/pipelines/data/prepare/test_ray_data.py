@@ -1,0 +1,82 @@
+"""On Ray Data the shards have the same bytes as from one process, and errors arrive as they were raised."""
+
+from pathlib import Path
+
+import pytest
+
+from raystride.pipelines.config import TokenizerConfig
+from raystride.pipelines.data.sources.faults import DataError
+from tests.errors import refused, unreadable
+from tests.pipelines.conftest import prepared, settings
+from tests.pipelines.data.prepare.test_prepare import LINES, tree
+
+pytestmark = pytest.mark.usefixtures("ray_cluster")
+
+
+def test_ray_data_writes_the_same_bytes_as_one_process(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "text.txt").write_text(LINES)
+    config = settings(
+        tmp_path / "text.txt", tokenizer="bpe", vocabulary_size=500, validation="tail", shard_mib=0.05
+    )  # fmt: skip
+    alone = prepared(config, tmp_path / "alone")
+    capfd.readouterr()
+    lines: list[str] = []
+    cluster = prepared(config, tmp_path / "cluster", on_ray=True, log=lines.append)
+    assert len(cluster.manifest.splits["train"]) > 5
+    assert cluster.manifest == alone.manifest
+    assert alone.folder.local
+    assert cluster.folder.local
+    assert tree(cluster.folder.local) == tree(alone.folder.local)
+    assert [line for line in lines if not line.startswith("preparing: ")] == lines[-2:]
+    shown = capfd.readouterr()
+    assert "Dataset" not in shown.out + shown.err
+    assert prepared(config, tmp_path / "cluster", on_ray=True).reused
+
+
+def test_an_interrupted_preparation_goes_on_with_another_number_of_workers(tmp_path: Path) -> None:
+    """Begun by one process, ended by two."""
+    (tmp_path / "text.txt").write_text(LINES)
+    config = settings(tmp_path / "text.txt", validation="tail", shard_mib=0.05)
+    whole = prepared(config, tmp_path / "whole")
+    from raystride.pipelines.data.prepare.fingerprint import open_sources
+    from raystride.pipelines.data.prepare.parts import divide_into_parts
+    from raystride.pipelines.data.prepare.stages import Preparation, read_part, tokenise_table, write_part
+    from raystride.pipelines.data.tasks.language_model import LanguageModel
+    from raystride.pipelines.data.tokenizers import Tokenizers, train_tokenizer
+
+    task = LanguageModel(config, {"vocabulary_size": 257, "end_id": 256})
+    source, _ = open_sources(config, task)
+    parts = divide_into_parts(source, None, config.data)
+    folder = type(whole.folder)(f"{tmp_path}/begun/.prepared/{whole.manifest.fingerprint}")
+    train_tokenizer(config.tokenizer, iter([]), folder / "tokenizer", print)
+    task = task.knowing(task.facts, Tokenizers(folder, task.tokenizers))
+    job = Preparation(folder, {"train": source.reader, "validation": source.reader}, task, 0.05, False)
+    for part in parts[3:6]:
+        write_part(job, (tokenise_table(job, table) for table in read_part(job, part)))
+    lines: list[str] = []
+    ended = prepared(config, tmp_path / "begun", on_ray=True, log=lines.append)
+    assert f"3 of {len(parts)} parts are done" in lines[0]
+    assert ended.manifest == whole.manifest
+
+
+def test_an_error_of_the_data_comes_out_as_it_is(tmp_path: Path) -> None:
+    for i in range(30):
+        (tmp_path / f"{i}.txt").write_text("good")
+    (tmp_path / "bad.txt").write_bytes(b"caf\xe9")
+    with unreadable("/bad.txt", settings=("data.encoding", "data.on_error"), names=["0xe9 at 3"]) as raised:
+        prepared(settings(tmp_path), tmp_path / "runs", on_ray=True)
+    assert type(raised.value) is DataError
+    assert raised.value.__cause__ is None
+
+
+def test_an_error_of_the_tokenizer_comes_out_as_it_is(tmp_path: Path) -> None:
+    from dataclasses import replace
+
+    from tests.pipelines.data.tokenizers.test_training import write_tokenizer
+
+    (tmp_path / "text.txt").write_text(LINES)
+    file = write_tokenizer(tmp_path / "tokenizer.json", end=None)
+    config = settings(tmp_path / "text.txt", validation="tail")
+    config = replace(config, tokenizer=TokenizerConfig(kind="file", file=str(file)))
+    with refused("tokenizer.end_token", None):
+        prepared(config, tmp_path / "runs", on_ray=True)

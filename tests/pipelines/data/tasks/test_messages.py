@@ -1,0 +1,48 @@
+"""Messages are stored as text and restored unchanged; similar text stays text."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from raystride.pipelines.data.tasks.messages import message_texts, pack_messages, split_shared_prompt, unpack_messages
+
+MESSAGES = st.lists(
+    st.fixed_dictionaries({"role": st.sampled_from(["system", "user", "assistant"]), "content": st.text()}), min_size=1
+)
+
+
+@given(MESSAGES)
+def test_messages_come_back(messages: list[dict[str, str]]) -> None:
+    assert unpack_messages(pack_messages(messages)) == messages
+    assert list(message_texts(messages)) == [each["content"] for each in messages]
+
+
+@given(st.one_of(st.text(), st.sampled_from(["[1, 2]", "[]", '["role"]', '[{"role": "user"}]', "[not JSON", '{"role": 1}'])))
+def test_text_stays_text(text: str) -> None:
+    assert unpack_messages(text) == text
+    assert list(message_texts(text)) == [text]
+
+
+def test_keys_that_a_table_gives_to_all_messages_are_left_out() -> None:
+    packed = pack_messages([{"role": "user", "content": "a", "name": None}, {"role": "user", "content": "b", "name": "N"}])
+    assert unpack_messages(packed) == [{"role": "user", "content": "a"}, {"role": "user", "content": "b", "name": "N"}]
+    assert pack_messages([]) == "", "nothing is said"
+
+
+@pytest.mark.parametrize("wrong", [["text"], [{"role": "user"}], [{"role": "user", "content": ["parts"]}]])
+def test_other_lists_than_messages_raise(wrong: list[object]) -> None:
+    with pytest.raises(ValueError, match="not everything is a message"):
+        pack_messages(wrong)
+
+
+@given(shared=MESSAGES, chosen=MESSAGES, rejected=MESSAGES)
+def test_the_prompt_is_shared_and_each_keeps_an_answer(
+    shared: list[dict[str, str]], chosen: list[dict[str, str]], rejected: list[dict[str, str]]
+) -> None:
+    prompt, one, other = split_shared_prompt(shared + chosen, shared + rejected)
+    assert [*prompt, *one] == shared + chosen
+    assert [*prompt, *other] == shared + rejected
+    assert len(prompt) >= len(shared)
+    assert one
+    assert other
+    assert one[0] != other[0] or min(len(one), len(other)) == 1

@@ -1,0 +1,158 @@
+"""Ray's token is its user's alone, whoever made it, and a cluster that asks for none is spoken of."""
+
+import os
+import socket
+import stat
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from raystride.pipelines.config import LaunchConfig
+from raystride.pipelines.launch.cluster import cluster as cluster_module
+from raystride.pipelines.launch.cluster.cluster import (
+    NoCluster,
+    _short_session_folder,
+    cluster,
+    keep_token_private,
+    start_local_ray,
+    token_file,
+)
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A home without a token, of a user who has said nothing of it, and whose files all may read."""
+    for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    before = os.umask(0o022)
+    yield tmp_path
+    os.umask(before)
+
+
+def _mode(path: Path) -> int:
+    return stat.S_IMODE(path.stat().st_mode)
+
+
+def test_a_token_is_made_before_ray_makes_one(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    keep_token_private()
+    file = home / ".ray" / "auth_token"
+    assert file == token_file()
+    assert (_mode(file), _mode(file.parent)) == (0o600, 0o700)
+    assert len(file.read_text()) == 64
+    assert [path.name for path in file.parent.iterdir()] == ["auth_token"]
+    first = file.read_text()
+    keep_token_private()
+    assert file.read_text() == first
+    assert capsys.readouterr() == ("", "")
+
+
+def test_one_that_all_could_read_is_closed_and_stays(home: Path) -> None:
+    (home / ".ray").mkdir()
+    file = home / ".ray" / "auth_token"
+    file.write_text("theirs")
+    assert _mode(file) == 0o644
+    keep_token_private()
+    assert (file.read_text(), _mode(file)) == ("theirs", 0o600)
+
+
+def test_jobs_that_start_at_once_have_one_token(home: Path) -> None:
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(lambda _: keep_token_private(), range(8)))
+    assert len(token_file().read_text()) == 64
+    assert len(list((home / ".ray").iterdir())) == 1
+
+
+def test_another_place_or_another_token_is_the_user_s(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(home / "mine" / "token"))
+    keep_token_private()
+    assert _mode(home / "mine" / "token") == 0o600
+    monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(home / "other"))
+    monkeypatch.setenv("RAY_AUTH_TOKEN", "given")
+    keep_token_private()
+    assert not (home / "other").exists()
+
+
+def test_a_cluster_that_asks_for_none_is_said(
+    home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
+    keep_token_private()
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line == "warning: RAY_AUTH_MODE is disabled: whoever reaches Ray's ports on this machine can run code as you"
+    assert not (home / ".ray").exists()
+
+
+def test_a_start_that_was_too_slow_is_made_again_and_another_failure_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    import ray
+
+    failures = [
+        Exception("The current node timed out during startup."),
+        Exception("The current node timed out during startup."),
+    ]
+    tried: list[dict[str, object]] = []
+
+    def init(**options: object) -> str:
+        tried.append(options)
+        if failures:
+            raise failures.pop()
+        return "there"
+
+    monkeypatch.setattr(ray, "init", init)
+    assert start_local_ray(num_cpus=1) == "there"
+    assert len(tried) == 3
+    failures += [ValueError("no such option")]
+    with pytest.raises(ValueError, match="no such option"):
+        start_local_ray()
+    failures += [Exception("timed out during startup")] * 3
+    with pytest.raises(Exception, match="timed out during startup"):
+        start_local_ray()
+
+
+def test_the_address_of_a_dashboard_is_refused_at_once_by_where_it_came_from(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(NoCluster, match=r"launch\.address is 'http://127\.0\.0\.1:8265'") as raised:
+        _join(LaunchConfig(address="http://127.0.0.1:8265"))
+    assert (raised.value.setting, raised.value.value) == ("launch.address", "http://127.0.0.1:8265")
+    monkeypatch.setenv("RAY_ADDRESS", "https://head:8265")
+    with pytest.raises(NoCluster, match=r"RAY_ADDRESS is 'https://head:8265'.*Unset it"):
+        _join(LaunchConfig())
+
+
+def _join(settings: LaunchConfig) -> None:
+    with cluster(settings):
+        pass
+
+
+def test_what_is_waited_for_is_said_and_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], port: int
+) -> None:
+    monkeypatch.setattr(cluster_module, "NOTICE_S", 0.0)
+    monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{port}")
+    with pytest.raises(NoCluster, match="the variable RAY_ADDRESS"):
+        _join(LaunchConfig(timeout_s=2.0))
+    assert capsys.readouterr().err.count(f"waiting for a Ray cluster at 127.0.0.1:{port}") == 1
+
+
+@pytest.fixture
+def port() -> Iterator[int]:
+    """A port at which nobody listens: it is bound as long as the test lasts."""
+    with socket.socket() as bound:
+        bound.bind(("127.0.0.1", 0))
+        yield bound.getsockname()[1]
+
+
+@pytest.mark.parametrize("variable", ["TMPDIR", "RAY_TMPDIR"])
+def test_a_folder_that_is_too_long_for_sockets_gives_way_to_a_short_one(
+    variable: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("RAY_TMPDIR", raising=False)
+    monkeypatch.setattr(cluster_module, "gettempdir", lambda: os.environ["TMPDIR"])
+    monkeypatch.setenv("TMPDIR", "/tmp")
+    assert _short_session_folder() == {}
+    monkeypatch.setenv(variable, f"/tmp/{'x' * 100}")
+    folder = Path(_short_session_folder()["_temp_dir"])
+    assert folder.stat().st_uid == os.getuid()
+    assert len(str(folder)) + cluster_module.SESSION_PATH_BYTES <= cluster_module.MAX_SOCKET_PATH_BYTES
+    assert variable in capsys.readouterr().err

@@ -1,0 +1,151 @@
+"""The command that lists, shows and prunes runs, as a user starts it."""
+
+import json
+import shutil
+from collections import Counter
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from raystride.jobs import runs
+from raystride.pipelines.launch.run_store.lease import Owner
+from raystride.pipelines.system.storage.folder import Folder
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """A run with three checkpoints, of which the first is the best."""
+    folder = tmp_path / "small-1f3a"
+    for step in (100, 200, 300):
+        data = folder / f"checkpoints/step-{step:08}" / "a1"
+        data.mkdir(parents=True)
+        (data / "rank0.bin").write_bytes(b"x" * 2**20)
+        (data.parent / "MANIFEST.json").write_text('{"attempt": "a1"}')
+    (folder / "checkpoints/best").write_text("step-00000100\n")
+    (folder / "checkpoints/last").write_text("step-00000300\n")
+    (folder / "journal").mkdir()
+    entry = {"attempt": "a1", "sender": "r", "sequence": 1, "kind": "metrics", "time": 1.0, "step": 300}
+    (folder / "journal/a1-000001.jsonl").write_text(json.dumps(entry | {"values": {"train_loss": 2.5}}) + "\n")
+    summary = {"run": folder.name, "status": "finished", "steps": 300, "train_loss": 2.5, "val_loss": "NaN"}
+    (folder / "summary.json").write_text(json.dumps(summary))
+    return folder
+
+
+def own(run: Path, **changes: Any) -> None:
+    """Writes the owner file of this very process, with changes."""
+    (run / "owner.json").write_text(json.dumps(asdict(Owner.this_process("a1")) | changes))
+
+
+def data_of(run: Path) -> list[str]:
+    """Steps whose data is still there."""
+    return sorted(path.parent.parent.name for path in run.glob("checkpoints/*/a1/rank0.bin"))
+
+
+def test_list_and_show(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert runs.main(["list", "--storage", str(run.parent)]) == 0
+    table = capsys.readouterr().out
+    assert all(word in table for word in ("small-1f3a", "finished", "300", "2.5000", "NaN"))
+    assert runs.main(["show", run.name, "--storage", str(run.parent)]) == 0
+    shown = capsys.readouterr().out
+    assert "training loss    2.5000" in shown
+    assert [line.split()[0] for line in shown.splitlines()[-3:]] == ["results", "mlflow", "next"]
+
+
+def test_a_storage_without_runs_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert runs.main(["list", "--storage", str(tmp_path)]) == 0
+    assert capsys.readouterr().out == f"no runs in {tmp_path}\n"
+
+
+def test_a_replay_is_told_where_to(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    given = runs._build_parser().parse_args(["replay", run.name, "--mlflow-uri", "http://there", "--experiment", "words"])
+    assert (given.mlflow_uri, given.experiment, given.storage, given.name) == ("http://there", "words", "runs", run.name)
+    given = runs._build_parser().parse_args(["replay", run.name])
+    assert (given.mlflow_uri, given.experiment) == (None, None)
+
+
+def test_two_runs_are_compared_by_what_they_differ_in(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    other = run.with_name("large-2b4c")
+    shutil.copytree(run, other)
+    (other / "summary.json").write_text(
+        (run / "summary.json").read_text().replace("2.5", "2.25").replace(run.name, other.name)
+    )
+    for folder, width in ((run, 64), (other, 128)):
+        (folder / "config.yaml").write_text(f"seed: 3\nmodel:\n  width: {width}\n")
+    assert runs.main(["compare", run.name, other.name, "--storage", str(run.parent)]) == 0
+    shown = capsys.readouterr().out
+    lines = [line.split() for line in shown.splitlines()]
+    assert lines[0] == [run.name, other.name]
+    assert ["model.hidden_size", "64", "128"] in lines
+    assert not [line for line in lines if line and line[0] == "seed"], "they have it in common"
+    assert "mlflow   has no page that compares them" in shown
+    assert runs.main(["compare", run.name, run.name, "--storage", str(run.parent)]) == 2
+    assert f"compare is given one run, {run.name}" in capsys.readouterr().err
+
+
+def test_prune_keeps_the_newest_the_best_and_every_manifest(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert runs.main(["prune", run.name, "--keep", "1", "--storage", str(run.parent)]) == 0
+    assert "1.0 MiB freed" in capsys.readouterr().out
+    assert data_of(run) == ["step-00000100", "step-00000300"]
+    assert len(list(run.glob("checkpoints/*/MANIFEST.json"))) == 3
+
+
+def test_prune_takes_the_greatest_step_for_the_newest(run: Path) -> None:
+    for before, after in (("step-00000200", "step-99999999"), ("step-00000300", "step-100000000")):
+        (run / "checkpoints" / before).rename(run / "checkpoints" / after)
+    for hint in ("best", "last"):
+        (run / "checkpoints" / hint).write_text("step-00000100\n")
+    assert runs.main(["prune", run.name, "--keep", "1", "--storage", str(run.parent)]) == 0
+    assert data_of(run) == ["step-00000100", "step-100000000"]
+
+
+def test_prune_all_removes_the_folder_and_names_it(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert runs.main(["prune", run.name, "--all", "--storage", str(run.parent)]) == 0
+    assert str(run) in capsys.readouterr().out
+    assert not run.exists()
+
+
+@pytest.mark.parametrize("changes", [{}, {"machine": "another", "host": "another-host"}])
+def test_a_run_with_a_living_owner_is_not_touched(
+    run: Path, changes: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    own(run, **changes)
+    for command in (["prune", run.name, "--all"], ["prune", run.name], ["replay", run.name]):
+        assert runs.main([*command, "--storage", str(run.parent)]) == 2
+    assert "stop it first" in capsys.readouterr().err
+    assert len(data_of(run)) == 3
+
+
+@pytest.mark.parametrize("changes", [{"pid": 2**22 + 1}, {"ticks": 1}, {"machine": "another", "renewed": 1.0}])
+def test_a_dead_owner_is_none(run: Path, changes: dict[str, Any]) -> None:
+    own(run, **changes)  # no such process, one that took the number over, a lease that ended
+    assert runs.main(["prune", run.name, "--storage", str(run.parent)]) == 0
+
+
+@pytest.mark.parametrize(("command", "times"), [(["show", "small-1f3a"], 0), (["list"], 1)])
+def test_other_runs_are_listed_no_more_than_once(
+    run: Path, monkeypatch: pytest.MonkeyPatch, command: list[str], times: int
+) -> None:
+    """Each run's folder was listed for each run: 1,000 runs took a minute, and behind S3 a million requests."""
+    listed, names = Counter[str](), Folder.names
+    monkeypatch.setattr(Folder, "names", lambda folder: listed.update([folder.uri]) or names(folder))
+    for number in range(3):
+        shutil.copytree(run, run.with_name(f"other{number}"))
+    assert runs.main([*command, "--storage", str(run.parent)]) == 0
+    assert [listed[str(run.with_name(f"other{number}"))] for number in range(3)] == [times] * 3
+
+
+@pytest.mark.parametrize("name", ["small-1f3a/checkpoints", ".", "", "../small-1f3a"])
+def test_a_path_is_no_run(run: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert runs.main(["prune", name, "--all", "--storage", str(run.parent)]) == 2
+    assert "there is no run" in capsys.readouterr().err
+    assert len(data_of(run)) == 3
+
+
+def test_an_unknown_run_is_refused_with_those_that_there_are(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert runs.main(["show", "other", "--storage", str(run.parent)]) == 2
+    assert "small-1f3a" in capsys.readouterr().err
+    with pytest.raises(SystemExit) as ended:
+        runs.main(["prune", run.name, "--keep", "0"])
+    assert ended.value.code == 2

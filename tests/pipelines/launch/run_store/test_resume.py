@@ -1,0 +1,227 @@
+"""Starting a run's name again: what may differ and what may not, and when there is nothing left to do."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from raystride.pipelines.config import (
+    Config,
+    DataConfig,
+    LaunchConfig,
+    ModelConfig,
+    OptimizerConfig,
+    RecordConfig,
+    ScalingConfig,
+    SettingError,
+    TrainConfig,
+    ValidationConfig,
+)
+from raystride.pipelines.data.prepare.fingerprint import Identity
+from raystride.pipelines.launch.cluster.resources import Allocation
+from raystride.pipelines.launch.run_store.resume import (
+    PreviousAttempt,
+    describe_bit_dependencies,
+    describe_completion,
+    newest_step,
+    read_previous_attempt,
+    refuse_changes,
+    refuse_different_bits,
+    refuse_fewer_steps,
+    write_settings,
+)
+from raystride.pipelines.system.storage.folder import Folder
+from tests.errors import refused
+from tests.tiny import tiny
+
+CONFIG = tiny(Path("text.txt"))
+
+
+def _earlier(config: Config = CONFIG, **summary: Any) -> PreviousAttempt:
+    """An attempt that came to its end after 6 steps, unless `summary` says otherwise."""
+    return PreviousAttempt(
+        config, "f" * 64, {"status": "finished", "complete": True, "steps": 6, "ending": "done"} | summary
+    )
+
+
+def _train(**changes: Any) -> Config:
+    return replace(CONFIG, train=replace(CONFIG.train, **changes))
+
+
+def test_every_fixed_setting_that_changed_is_shown() -> None:
+    now = replace(CONFIG, seed=3, model=replace(CONFIG.model, hidden_size=32), data=replace(CONFIG.data, shuffle="none"))
+    lines = ("seed: 0 before, 3 now", "model.hidden_size: 16 before, 32 now", "data.shuffle: 'full' before, 'none' now")
+    with pytest.raises(SettingError) as refusal:
+        refuse_changes(_earlier(), now)
+    said = str(refusal.value)
+    assert not [line for line in lines if line not in said]
+    assert refusal.value.allowed == {"seed": 0, "model.hidden_size": 16, "data.shuffle": "full"}
+    assert len(said.splitlines()) == 4
+    assert "--run" in said.splitlines()[0]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"scaling": ScalingConfig(workers=2, strategy="ddp", threads=3)},
+        {"launch": LaunchConfig(mode="inline", max_restarts=3)},
+        {"record": RecordConfig(experiment="another")},
+        {"train": TrainConfig(steps=600, slots=4, slot_size=2, hours=2.0, micro_batch_slots=1)},
+        {"optimizer": OptimizerConfig(learning_rate=0.5)},
+        {"run": "name", "storage": "elsewhere"},
+    ],
+    ids=lambda changes: next(iter(changes)),
+)
+def test_free_settings_may_change(changes: dict[str, Any]) -> None:
+    refuse_changes(_earlier(), replace(CONFIG, **changes))
+
+
+def _bits(share: Allocation | None = None, **versions: str) -> dict[str, Any]:
+    found = {"cpu": "EPYC", "gpus": [{"name": "H100"}], "versions": {"torch": "2.13.0", "triton": "3.7.1"} | versions}
+    return describe_bit_dependencies(CONFIG, found, share or Allocation(2, "cpu", 1))
+
+
+def test_an_exact_run_goes_on_where_bits_are_the_same(tmp_path: Path) -> None:
+    checkpoints = Folder(str(tmp_path))
+    refuse_different_bits(checkpoints, _bits())  # nothing there yet
+    (checkpoints / "step-00000002").put_json("MANIFEST.json", {"bits": _bits(torch="2.12.0")})
+    (checkpoints / "step-00000004").put_json("MANIFEST.json", {"bits": _bits()})
+    (checkpoints / "step-00000006").put("MANIFEST.json", "{half")
+    refuse_different_bits(checkpoints, _bits())
+    refuse_different_bits(checkpoints, _bits(Allocation(3, "cpu", 1)))  # workers may come and go
+    refuse_different_bits(checkpoints, _bits(triton="3.6.0"))  # which CPUs do not use
+
+
+@pytest.mark.parametrize(
+    ("now", "before"),
+    [
+        (_bits(torch="2.14.0"), {"torch": "2.13.0"}),
+        (_bits(Allocation(2, "cpu", 2)), {"threads a worker": 1}),
+        (_bits(Allocation(1, "cuda", 4)), {"device": "cpu", "device name": "EPYC"}),
+    ],
+    ids=["torch", "threads", "device"],
+)
+def test_an_exact_run_says_why_its_bits_would_change(tmp_path: Path, now: dict[str, Any], before: dict[str, Any]) -> None:
+    checkpoints = Folder(str(tmp_path))
+    (checkpoints / "step-00000002").put_json("MANIFEST.json", {"bits": _bits()})
+    lines = [f"\n  {key}: {value} before, {now[key]} now" for key, value in before.items()]
+    with refused("train.exact", True, names=["step-00000002", "--run NAME", *lines]) as refusal:
+        refuse_different_bits(checkpoints, now)
+    assert before.items() <= refusal.value.allowed.items()
+
+
+def test_other_data_behind_the_same_settings_is_refused() -> None:
+    refuse_changes(_earlier(), CONFIG, Identity("f" * 64))
+    with refused("data", "e" * 64, names=["f" * 12, "e" * 12]) as refusal:
+        refuse_changes(_earlier(), CONFIG, Identity("e" * 64))
+    assert refusal.value.allowed == {"data": "f" * 64}
+
+
+def test_a_run_that_left_no_fingerprint_takes_any_data() -> None:
+    refuse_changes(replace(_earlier(), data=None), CONFIG, Identity("e" * 64))
+
+
+def test_what_is_written_is_what_the_next_attempt_reads(tmp_path: Path) -> None:
+    folder = Folder(str(tmp_path / "run"))
+    assert read_previous_attempt(folder) is None
+    config = replace(
+        CONFIG, data=DataConfig(source="text.txt"), model=ModelConfig(dropout=0.25), scaling=ScalingConfig(workers=3)
+    )
+    write_settings(folder, "a1", config, {"data": "d1"})
+    assert read_previous_attempt(folder) == PreviousAttempt(config, "d1", None)
+    write_settings(folder, "a2", replace(config, scaling=ScalingConfig(workers=1)), {"data": "d1"})
+    found = read_previous_attempt(folder)
+    assert found
+    assert found.config.scaling.workers == 1
+    assert read_previous_attempt(folder / "attempts" / "a1") == PreviousAttempt(config, "d1", None)
+
+
+@pytest.mark.parametrize("content", ["train: {steps: [", "train: 7", "train: {steps: -1}"])
+def test_damaged_settings_are_an_error_that_names_the_file(tmp_path: Path, content: str) -> None:
+    folder = Folder(str(tmp_path / "run"))
+    folder.put("config.yaml", content)
+    with pytest.raises(SettingError, match=r"(?s)run/config\.yaml .*--run"):
+        read_previous_attempt(folder)
+
+
+def test_a_run_is_complete_when_its_steps_are_done() -> None:
+    assert describe_completion(_earlier(), CONFIG) == "6 steps"
+    assert describe_completion(_earlier(), _train(steps=4)) == "6 steps"
+    assert describe_completion(_earlier(), _train(steps=7)) is None
+    assert describe_completion(_earlier(), _train(hours=1.0)) == "6 steps"
+
+
+def test_epochs_end_a_run_as_well() -> None:
+    once = _train(steps=0, epochs=1.0)
+    assert describe_completion(_earlier(once), once) == "6 steps"
+    assert describe_completion(_earlier(once), _train(steps=0, epochs=0.5)) == "6 steps"
+    assert describe_completion(_earlier(once), _train(steps=0, epochs=2.0)) is None
+    assert describe_completion(_earlier(once), _train(steps=100, epochs=1.0)) == "6 steps"
+    assert describe_completion(_earlier(once), _train(steps=100, epochs=2.0)) is None
+    assert describe_completion(_earlier(once), _train(steps=100)) is None
+    assert describe_completion(_earlier(), once) is None
+
+
+def test_a_run_that_its_steps_ended_within_its_epochs_can_go_on() -> None:
+    both = _train(steps=6, epochs=3.0)
+    assert describe_completion(_earlier(both), both) == "6 steps"
+    assert describe_completion(_earlier(both), _train(steps=100, epochs=3.0)) is None
+    assert describe_completion(_earlier(both), _train(steps=0, epochs=3.0)) is None
+    more = _train(steps=7, epochs=3.0)  # its epochs ended it, after 6 of 7 steps
+    assert describe_completion(_earlier(more), _train(steps=100, epochs=3.0)) == "6 steps"
+
+
+def test_a_run_whose_patience_ended_goes_on_under_another_validation() -> None:
+    early = {"ending": "stopped_early"}
+    assert describe_completion(_earlier(**early), _train(steps=1000)) == "6 steps, stopped early"
+    other = replace(_train(steps=1000), validation=replace(CONFIG.validation, patience=9))
+    assert describe_completion(_earlier(**early), other) is None
+    assert describe_completion(_earlier(**early), replace(CONFIG, validation=ValidationConfig(every=2, patience=1))) is None
+
+
+@pytest.mark.parametrize("summary", [{"status": "stopped"}, {"status": "failed"}, {"complete": False}, {"complete": None}])
+def test_a_run_that_did_not_come_to_its_end_is_not_complete(summary: dict[str, Any]) -> None:
+    assert describe_completion(_earlier(**summary), CONFIG) is None
+
+
+def test_a_run_without_a_summary_is_not_complete() -> None:
+    assert describe_completion(PreviousAttempt(CONFIG, None, None), CONFIG) is None
+
+
+def test_an_attempt_that_was_killed_does_not_pass_for_the_one_before_it(tmp_path: Path) -> None:
+    folder = Folder(str(tmp_path / "run"))
+    once, twice = _train(steps=0, epochs=1.0), _train(steps=0, epochs=2.0)
+    write_settings(folder, "a1", once, {})
+    folder.put_json("summary.json", _earlier().summary)
+    write_settings(folder, "a2", twice, {})  # and then it is killed
+    found = read_previous_attempt(folder)
+    assert found
+    assert describe_completion(found, twice) is None
+
+
+def test_a_run_that_is_past_its_end_is_refused(tmp_path: Path) -> None:
+    folder = Folder(str(tmp_path))
+    assert newest_step(folder) is None
+    folder.put("checkpoints/step-00000174/MANIFEST.json", "{}")
+    folder.put("checkpoints/step-00000200/data.bin", "never committed")
+    assert newest_step(folder) == 174
+    refuse_fewer_steps(_train(steps=174), 174)
+    refuse_fewer_steps(_train(steps=0, epochs=2), 174)
+    refuse_fewer_steps(_train(steps=90), None)
+    with refused("train.steps", 90, names=["174"]):
+        refuse_fewer_steps(_train(steps=90), 174)
+
+
+def test_places_are_compared_and_not_their_writing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "small").mkdir()
+    before = replace(CONFIG, data=replace(CONFIG.data, source="../small/"))
+    now = replace(CONFIG, data=replace(CONFIG.data, source=str(tmp_path / "small")))
+    (tmp_path / "inside").mkdir()
+    monkeypatch.chdir(tmp_path / "inside")
+    refuse_changes(_earlier(before), now)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SettingError, match=r"data\.source"):
+        refuse_changes(_earlier(before), now)
+    refuse_changes(_earlier(before), now, has_same_data=lambda: True)

@@ -1,0 +1,106 @@
+"""A run that is named goes on with its own settings; flags go over them."""
+
+import shlex
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from raystride.jobs.train import stored_settings
+from raystride.pipelines.config import Config
+from raystride.pipelines.config.parse import parse, to_yaml
+from raystride.pipelines.launch.run_store.location import locate_run, with_absolute_paths
+from raystride.run import Run
+from tests.ray_jobs.jobs import ROOT, Forked, Outcome, finish_job
+from tests.tiny import tiny, write_text
+
+
+def read(*arguments: str) -> Config:
+    with stored_settings(arguments) as given:
+        return parse(Config, given, program="train").settings
+
+
+@pytest.fixture
+def stored(tmp_path: Path) -> Config:
+    """The settings of a run `my run` below `runs`, which once lay elsewhere."""
+    config = tiny(tmp_path / "text.txt", storage="/once/elsewhere", run="my run")
+    (tmp_path / "runs" / "my run").mkdir(parents=True)
+    (tmp_path / "runs" / "my run" / "config.yaml").write_text(to_yaml(config) + "later: setting\n")
+    return config
+
+
+def test_the_name_is_enough_and_flags_go_over(stored: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    storage = str(tmp_path / "runs")
+    assert read("--run", "my run", "--storage", storage) == replace(stored, storage=storage)
+    monkeypatch.chdir(tmp_path)
+    found = read("--run=my run", "--train.steps", "99")
+    assert found == replace(stored, storage=storage, train=replace(stored.train, steps=99))
+
+
+@pytest.mark.parametrize("arguments", [("--run", "other"), ("--run", "../my run"), ("--seed", "3"), ("--run", ".")])
+def test_what_names_no_run_is_left_as_it_is(
+    stored: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with stored_settings(arguments) as given:
+        assert given == list(arguments)
+    with stored_settings(("--config", "lm_python", "--run", "my run")) as given:
+        assert given == ["--config", "lm_python", "--run", "my run"]
+
+
+def test_places_are_kept_as_they_are_meant(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "python").mkdir()
+    (tmp_path / "digits").mkdir()
+    text = write_text(tmp_path)
+    assert with_absolute_paths(tiny(Path(text.name))).data.source == str(text)
+    for name in ("python", "digits", "owner/name", "s3://bucket/a.txt"):
+        config = tiny(tmp_path)
+        assert with_absolute_paths(replace(config, data=replace(config.data, source=name))).data.source == name
+
+
+def _run(*words: str) -> Outcome:
+    return finish_job(Forked(ROOT / "ray_jobs" / f"{words[0]}.py", words[1:]))
+
+
+@pytest.mark.long
+def test_what_the_screen_prints_can_be_pasted(tmp_path: Path) -> None:
+    """A training, the command that goes on with it, and a refusal's, with blanks in the run's name and in places."""
+    place = tmp_path / "my data"
+    place.mkdir()
+    config = tiny(write_text(place), storage=str(tmp_path / "all runs"))
+    file = tmp_path / "tiny.yaml"
+    file.write_text(to_yaml(config))
+    first = _run("train", "--config", str(file), "--run", "my run", "--launch", "inline")
+    assert first.code == 0, first.err
+    again = _run("train", "--run", "my run", "--storage", str(tmp_path / "all runs"))
+    assert again.code == 0, again.err
+    printed = next(line for line in again.lines if "--train.steps 12" in line)
+    words = shlex.split(printed)[shlex.split(printed).index("train") :]
+    words[words.index("12")] = "11"  # where nothing is logged by itself
+    more = _run(*words)
+    assert more.code == 0, more.err
+    assert "going on from step 6" in more.lines[0]
+    curve = Run.open("my run", str(tmp_path / "all runs")).metrics("train_loss")["step"].to_pylist()
+    assert curve[-2:] == [10, 11]
+    file = tmp_path / "all runs" / "my run" / "summary.json"
+    file.unlink()  # as if it had been killed
+    fewer = _run("train", "--run", "my run", "--storage", str(tmp_path / "all runs"), "--train.steps", "5")
+    assert (fewer.code, "train.steps is 5: " in fewer.err, "11" in fewer.err) == (2, True, True)
+    # The same file by another way is the same data, other data is not.
+    spelled = f"{place}/../my data/text.txt"
+    assert _run("train", "--run", "my run", "--storage", str(tmp_path / "all runs"), "--data.source", spelled).code == 0
+    (tmp_path / "other.txt").write_text("other words\n" * 500)
+    refused = _run(
+        "train", "--run", "my run", "--storage", str(tmp_path / "all runs"), "--data.source", str(tmp_path / "other.txt")
+    )
+    assert refused.code == 2
+    assert "train --run 'my run' " in refused.err
+
+
+def test_locate_is_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    from raystride.pipelines.config.parse import Parsed
+
+    config, storage = locate_run(Parsed(tiny(tmp_path), "p"))
+    assert config.storage == str(storage) == str(tmp_path / "runs")

@@ -1,0 +1,175 @@
+"""The journal: entries are read as they were written, in strict JSON, for any values."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from raystride.pipelines.observability.record import journal as journal_module
+from raystride.pipelines.observability.record.journal import (
+    Journal,
+    JournalTail,
+    encode_entry,
+    format_entries,
+    join_segments,
+    list_segments,
+    read_entries,
+    stream_entries,
+    to_json_value,
+)
+from raystride.pipelines.system.storage.folder import Folder
+from tests.storage import uri as uri_of
+
+
+def entry(sequence: int, kind: str = "metrics", time: float = 1.0, attempt: str = "a1", **values: Any) -> dict[str, Any]:
+    """An entry as the recorder writes it."""
+    return {
+        "attempt": attempt,
+        "sender": "rank0",
+        "sequence": sequence,
+        "kind": kind,
+        "time": time,
+        "step": sequence,
+        "values": values,
+    }
+
+
+def refuse(constant: str) -> None:
+    """Rejects NaN and infinity, as a strict JSON reader does."""
+    raise ValueError(constant)
+
+
+@given(st.dictionaries(st.text(), st.floats() | st.integers() | st.text() | st.none() | st.lists(st.floats())))
+def test_a_line_is_strict_json_and_keeps_every_number(values: dict[str, Any]) -> None:
+    line = encode_entry({"values": values})
+    assert line.count("\n") == 1
+    read = json.loads(line, parse_constant=refuse)["values"]
+    for key, value in values.items():
+        if isinstance(value, float):
+            assert float(read[key]) == value or (math.isnan(value) and math.isnan(float(read[key])))
+        elif not isinstance(value, list):
+            assert read[key] == value
+
+
+def test_numbers_of_numpy_and_torch_become_numbers() -> None:
+    assert to_json_value({"a": np.float32(0.5), "b": torch.tensor(2), "c": Path("x"), "d": float("-inf")}) == {
+        "a": 0.5,
+        "b": 2,
+        "c": "x",
+        "d": "-Infinity",
+    }
+    assert to_json_value(torch.zeros(3)) == str(torch.zeros(3))
+
+
+def test_segments_are_numbered_on_after_a_restart(tmp_path: Path) -> None:
+    folder = Folder(str(tmp_path))
+    assert Journal(folder, "a1").append([entry(1)]).name == "a1-000001.jsonl"
+    again = Journal(folder, "a1")
+    assert [line["sequence"] for line in again.entries()] == [1]
+    assert again.append([entry(2)]).number == 2
+    assert Journal(folder, "a1-b").append([entry(1, attempt="a1-b")]).attempt == "a1-b"
+    assert [segment.name for segment in list_segments(folder)] == ["a1-000001.jsonl", "a1-000002.jsonl", "a1-b-000001.jsonl"]
+
+
+def test_attempts_are_joined_in_the_order_in_which_they_began(tmp_path: Path) -> None:
+    folder = Folder(str(tmp_path))
+    Journal(folder, "zz").append([entry(1, time=1.0, attempt="zz"), entry(2, time=9.0, attempt="zz")])
+    Journal(folder, "aa").append([entry(1, time=5.0, attempt="aa")])
+    assert [(line["attempt"], line["sequence"]) for line in read_entries(folder)] == [("zz", 1), ("zz", 2), ("aa", 1)]
+    join_segments(folder)
+    (folder / "journal").remove()
+    assert [line["attempt"] for line in read_entries(folder)] == ["zz", "zz", "aa"]  # from metrics.jsonl
+
+
+def test_a_damaged_line_is_said_and_costs_no_other(tmp_path: Path) -> None:
+    folder = Folder(str(tmp_path))
+    Journal(folder, "a1").append([entry(1), entry(2), entry(3)])
+    path = tmp_path / "journal/a1-000001.jsonl"
+    lines = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(lines[0] + lines[1][:20] + b"\xff\x00\n" + lines[2])
+    join_segments(folder)
+    assert [json.loads(line)["sequence"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()] == [1, 0, 3]
+    assert "line 2 of a1-000001.jsonl is damaged" in (tmp_path / "log.txt").read_text()
+    assert Journal(folder, "a1").append([entry(4)]).number == 2
+
+
+def test_a_run_without_a_journal_has_no_entries(tmp_path: Path) -> None:
+    assert read_entries(Folder(str(tmp_path / "nothing"))) == []
+
+
+def test_on_an_object_store_the_journal_is_the_same() -> None:
+    folder = Folder("memory://bucket/run")
+    Journal(folder, "a1").append([entry(1), entry(2)])
+    Journal(folder, "a1").append([entry(3)])
+    assert [line["sequence"] for line in read_entries(folder)] == [1, 2, 3]
+    assert join_segments(folder)["sequence"] == 3
+
+
+@pytest.mark.parametrize(
+    ("kind", "values", "shown"),
+    [("metrics", {"train_loss": 2.34567891}, "train_loss 2.34568"), ("error", {"text": "ValueError: no"}, "ValueError: no")],
+)
+def test_readable_lines_say_what_happened(kind: str, values: dict[str, Any], shown: str) -> None:
+    (line,) = format_entries([entry(7, kind, **values), entry(8, "system", cpu=3.0)])
+    assert shown in line
+    assert "step 7" in line
+
+
+@pytest.fixture(params=["local", "remote"])
+def place(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Folder:
+    """A run's folder, on a disk and on a server of S3: fsspec's memory has one position for all who read a file at once."""
+    monkeypatch.setattr(journal_module, "SEGMENTS_PER_FILE", 20)
+    if request.param == "local":
+        return Folder(str(tmp_path))
+    return Folder(uri_of(request.getfixturevalue("s3"), f"journal{tmp_path}"))
+
+
+def test_many_segments_become_few_files_and_nothing_is_lost_or_doubled(place: Folder) -> None:
+    journal, count = Journal(place, "a1"), 3 * journal_module.SEGMENTS_PER_FILE + 7
+    for number in range(1, count + 1):
+        journal.append([entry(number)])
+    assert len((place / "journal").names()) == 3 + 7
+    assert [line["sequence"] for line in read_entries(place)] == list(range(1, count + 1))
+    assert Journal(place, "a1").append([entry(count + 1)]).number == count + 1
+    join_segments(place)
+    assert place.read("metrics.jsonl").count(b"\n") == count + 1
+
+
+def test_a_death_amid_a_merge_doubles_nothing(place: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
+    journal = Journal(place, "a1")
+    with monkeypatch.context() as dying:
+        dying.setattr(Folder, "remove", lambda *_: None)  # it dies after the merged file, before the others are gone
+        for number in range(1, journal_module.SEGMENTS_PER_FILE + 4):
+            journal.append([entry(number)])
+    assert len((place / "journal").names()) == journal_module.SEGMENTS_PER_FILE + 4
+    assert [line["sequence"] for line in read_entries(place)] == list(range(1, journal_module.SEGMENTS_PER_FILE + 4))
+    Journal(place, "a1")
+    assert len((place / "journal").names()) == 4
+
+
+def test_a_reader_that_meets_a_merge_reads_on_in_the_merged_file(place: Folder) -> None:
+    journal = Journal(place, "a1")
+    for number in range(1, journal_module.SEGMENTS_PER_FILE):
+        journal.append([entry(number)])
+    reader = stream_entries(place)
+    read = [next(reader)["sequence"] for _ in range(5)]
+    journal.append([entry(journal_module.SEGMENTS_PER_FILE)])
+    assert len((place / "journal").names()) == 1
+    assert read + [line["sequence"] for line in reader] == list(range(1, journal_module.SEGMENTS_PER_FILE + 1))
+
+
+def test_a_tail_reads_each_entry_once(place: Folder) -> None:
+    journal, tail, read = Journal(place, "a1"), JournalTail(place), []
+    for number in range(1, journal_module.SEGMENTS_PER_FILE + 9):
+        journal.append([entry(number)])
+        if not number % 6:
+            read += tail.read_new()
+    read += tail.read_new()
+    assert [line["sequence"] for line in read] == list(range(1, journal_module.SEGMENTS_PER_FILE + 9))
+    assert tail.read_new() == []

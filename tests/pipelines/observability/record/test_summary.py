@@ -1,0 +1,36 @@
+"""A summary has every key, prefers given to measured figures, and has whole numbers as integers."""
+
+import pytest
+
+from raystride.pipelines.observability.record.summary import COUNT_KEYS, STATUSES, SUMMARY_KEYS, build_summary
+
+
+def test_what_the_loop_gave_counts_before_what_was_measured() -> None:
+    newest = {"train_loss": 2.0, "tokens_seen": 640.0, "of_no_summary": 1.0}
+    found = build_summary("r", "finished", newest, {"train_loss": 1.5, "ending": "done", "run": "other", "status": "failed"})
+    assert (found["run"], found["status"], found["train_loss"], found["ending"]) == ("r", "finished", 1.5, "done")
+    assert set(found) == {*SUMMARY_KEYS, "ending"}
+    assert found["metrics"] == {}
+    assert found["val_loss"] is None
+
+
+def test_counts_are_whole_and_nothing_else_is() -> None:
+    given = {"steps": 3.0, "samples_seen": 12.5, "tokens_per_second": 100.0, "val_loss": float("nan")}
+    found = build_summary("r", "stopped", {}, given)
+    assert isinstance(found["steps"], int)
+    assert (found["steps"], found["samples_seen"], found["val_loss"]) == (3, 12.5, "NaN")
+    assert isinstance(found["tokens_per_second"], float)
+    assert set(SUMMARY_KEYS) >= COUNT_KEYS
+
+
+def test_each_status_is_one_of_mlflows_and_others_are_refused() -> None:
+    assert set(STATUSES.values()) == {"FINISHED", "KILLED", "FAILED"}
+    assert [STATUSES[name] for name in ("finished", "stopped_early", "stopped", "out_of_time", "failed")] == [
+        "FINISHED",
+        "FINISHED",
+        "KILLED",
+        "KILLED",
+        "FAILED",
+    ]
+    with pytest.raises(ValueError, match="status is 'perhaps': it must be one of finished, done"):
+        build_summary("r", "perhaps", {}, {})

@@ -1,0 +1,82 @@
+"""Retention after a new checkpoint: old data, leftovers of dead groups and refused saves; and its cost on a store."""
+
+import json
+from pathlib import Path
+
+from raystride.pipelines.launch.run_store.resume import newest_step, read_previous_bits
+from raystride.pipelines.system.storage.folder import Folder
+from raystride.pipelines.train.checkpoint.manager import Checkpoints
+from raystride.pipelines.train.checkpoint.train_state import TrainState
+from tests.pipelines.train.checkpoints import fed, open_checkpoints, save, train_model
+from tests.storage import Proxy
+
+
+def test_old_data_goes_and_manifests_stay(tmp_path: Path) -> None:
+    for step in (1, 2, 3, 4, 5):
+        save(tmp_path, step, best=step == 2)
+    with_data = [path.name for path in sorted(tmp_path.glob("step-*")) if (path / "a1").exists()]
+    assert with_data == ["step-00000002", "step-00000004", "step-00000005"]
+    assert len(list(tmp_path.glob("step-*/MANIFEST.json"))) == 5
+    assert (tmp_path / "best").read_text().strip() == "step-00000002"
+    assert (tmp_path / "last").read_text().strip() == "step-00000005"
+    found = open_checkpoints(tmp_path).find_by_hint("best")
+    assert found is not None
+    assert found.step == 2
+
+
+def test_steps_of_nine_digits_are_newer_than_those_of_eight(tmp_path: Path) -> None:
+    """As text, step-100000000 stands before step-99999999."""
+    last = 99_999_999
+    checkpoints = tmp_path / "checkpoints"
+    checkpoints.mkdir()
+    for step in (last - 1, last, last + 1, last + 2):
+        save(checkpoints, step)
+    with_data = {path.name for path in checkpoints.glob("step-*") if (path / "a1").exists()}
+    assert with_data == {"step-100000000", "step-100000001"}
+    found = open_checkpoints(checkpoints).find_newest()
+    assert found is not None
+    assert found.step == newest_step(Folder.from_uri(str(tmp_path))) == last + 2
+    assert open_checkpoints(checkpoints).list_names()[0] == "step-99999998"
+    for number, name in enumerate(("step-99999999", "step-100000001")):
+        manifest = checkpoints / name / "MANIFEST.json"
+        manifest.write_text(json.dumps(json.loads(manifest.read_text()) | {"bits": {"made": number}}))
+    assert read_previous_bits(Folder.from_uri(str(checkpoints))) == ("step-100000001", {"made": 1})
+
+
+def test_what_a_dead_attempt_left_behind_goes(tmp_path: Path) -> None:
+    save(tmp_path, 1)
+    (tmp_path / "step-00000002" / "dead").mkdir(parents=True)
+    (tmp_path / "step-00000002" / "dead" / "rank-0.bin").write_bytes(b"half")
+    save(tmp_path, 3, attempt="a2")
+    assert not (tmp_path / "step-00000002").exists()
+
+
+def test_what_a_refused_save_left_behind_goes(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(Folder.from_uri(str(tmp_path)), "a1", keep=2, failures=2, log=[].append)
+    (tmp_path / "step-00000001" / "MANIFEST.json").mkdir(parents=True)  # in the way of the commit
+    (model, optimizer), state = train_model(0), TrainState()
+    fed(checkpoints, state, 1, model, optimizer)
+    checkpoints.wait_for_save()
+    assert (tmp_path / "step-00000001" / "a1" / "rank-0.bin").exists()
+    assert checkpoints.find_newest() is None
+    fed(checkpoints, state, 1, model, optimizer)
+    checkpoints.finish()
+    assert not (tmp_path / "step-00000001" / "a1").exists()
+
+
+def test_requests_do_not_grow_with_the_checkpoints_of_a_run(s3: str, tmp_path: Path) -> None:
+    asked = []
+    with Proxy(s3) as proxy:
+        for earlier in (2, 12):
+            folder = Folder.from_uri(proxy.uri(f"many-{earlier}{tmp_path}"))
+            for step in range(1, earlier + 1):
+                folder.put_json(f"step-{step:08d}/MANIFEST.json", {"attempt": "a0"})
+            model, optimizer = train_model(0)
+            checkpoints = Checkpoints(folder, "a1", keep=2)
+            proxy.requests.clear()
+            checkpoints.save(model, optimizer, TrainState(step=100), {}, best=False)
+            checkpoints.finish()
+            saved = proxy.requests.total()
+            assert checkpoints.find_newest() is not None
+            asked.append((saved, proxy.requests.total()))
+    assert asked[0] == asked[1]

@@ -1,0 +1,155 @@
+"""`raystride.fit` as a user calls it: what a run leaves, what a resumed one accepts, and sweeps over its arguments."""
+
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import raystride
+from raystride.pipelines.config import SettingError
+from raystride.pipelines.data import plugins
+from raystride.pipelines.evaluate import load_run
+from raystride.pipelines.train.own_model.definition import OwnModel
+from tests.pipelines.evaluate.test_apply_own_model import SETTINGS
+from tests.pipelines.train.own_model.models import DATA, make_mlp, masked_loss, score
+
+
+def double_loss(model: nn.Module, batch: Any) -> Any:
+    """Another loss of the same shapes."""
+    return 2 * masked_loss(model, batch)["loss"][0]
+
+
+def _fit(storage: Path, **changes: Any) -> raystride.Run:
+    parts = {"model": make_mlp, "data": DATA, "loss": masked_loss, "run": "own", "settings": SETTINGS} | changes
+    return raystride.fit(**parts, storage=storage)
+
+
+def test_a_run_has_its_record_figures_checkpoints_and_module(tmp_path: Path) -> None:
+    settings = SETTINGS | {"train.steps": 12, "validation.every": 4, "train.log_every": 2, "checkpoint.every": 6}
+    run = _fit(tmp_path, metrics=score, validation=DATA, settings=settings)
+    assert (run.summary["status"], run.summary["steps"], run.summary["unit"]) == ("finished", 12, "samples")
+    assert set(run.summary["metrics"]) >= {"val_loss", "val_size", "val_signs", "val_height"}
+    table = run.metrics(["train_loss", "train_size", "val_signs"]).to_pandas()
+    assert table["train_size"].notna().sum() == 6
+    assert table["val_signs"].notna().sum() == 3
+    assert {each.step for each in run.checkpoints} >= {6, 12}
+    module = run.load_model()
+    assert type(module) is nn.Sequential
+    assert not module.training
+    batch = {name: torch.from_numpy(values) for name, values in DATA.items()}
+    right, count = score(module, batch)["signs"]
+    assert run.summary["metrics"]["val_signs"] == pytest.approx(float(right / count), abs=1e-6)
+    assert "samples/s" in (tmp_path / "own" / "report.html").read_text()
+
+
+def test_the_time_to_the_first_step_counts_from_the_call(tmp_path: Path) -> None:
+    """And not from the start of a notebook's kernel."""
+    began = time.monotonic()
+    run = _fit(tmp_path)
+    assert 0 < run.summary["seconds_to_first_step"] <= time.monotonic() - began
+
+
+def test_an_instance_is_copied_and_left_as_it_was(tmp_path: Path) -> None:
+    model = make_mlp()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    run = _fit(tmp_path, model=model, settings=SETTINGS | {"optimizer.warmup_steps": 0, "optimizer.schedule": "constant"})
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+    moved = [float((run.load_model().state_dict()[name] - value).abs().max()) for name, value in before.items()]
+    assert 0 < max(moved) < 1, "it began with the values of the instance"
+
+
+def test_early_stopping_by_a_metric_of_ones_own(tmp_path: Path) -> None:
+    settings = SETTINGS | {"train.steps": 40, "validation.every": 2, "validation.metric": "val_signs"}
+    settings |= {"validation.patience": 2, "optimizer.learning_rate": 1e-9}
+    run = _fit(tmp_path, metrics=score, validation=DATA, settings=settings)
+    assert run.summary["steps"] < 40
+    with pytest.raises(SettingError, match=r"validation\.metric is 'val_sings': it must be one of .*val_signs"):
+        _fit(tmp_path, metrics=score, run="other", settings=settings | {"validation.metric": "val_sings"})
+
+
+OTHERS: dict[str, dict[str, Any]] = {
+    "data differs from that of this run: train ": {"data": {name: values[:50] for name, values in DATA.items()}},
+    "data differs from that of this run: sample": {"data": {**DATA, "y": DATA["y"].astype(np.float64)}},
+    "model differs from that of this run: parameters": {"model": lambda: make_mlp(9)},
+    "0.bias [8] before, 0.bias [9] now": {"settings": SETTINGS | {"fit.model_args.width": 9}},
+}
+
+
+def test_a_run_does_not_go_on_with_other_data_or_shapes(tmp_path: Path) -> None:
+    _fit(tmp_path)
+    for words, changes in OTHERS.items():
+        for steps in (3, 6):  # a run that is complete, and one that is not
+            settings = changes.get("settings", SETTINGS) | {"train.steps": steps}
+            with pytest.raises(SettingError) as raised:
+                _fit(tmp_path, **changes | {"settings": settings})
+            assert words in str(raised.value)
+    assert raystride.Run.open("own", tmp_path).summary["steps"] == 3
+
+
+def test_each_run_of_a_script_is_opened_as_its_own_model(tmp_path: Path) -> None:
+    first = _fit(tmp_path, run="first")
+    second = _fit(tmp_path, run="second", model=lambda: nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3)))
+    assert [type(run.load_model()[1]) for run in (first, second)] == [nn.Tanh, nn.ReLU]  # type: ignore[index]
+    rows = [
+        run.predict(DATA, {"launch.mode": "inline"}, fn=lambda model, batch: model(batch["x"])) for run in (first, second)
+    ]
+    for run, found in zip((first, second), rows, strict=True):
+        wanted = run.load_model()(torch.from_numpy(DATA["x"][:1]))[0]
+        assert found[0]["prediction"].tolist() == pytest.approx(wanted.tolist(), rel=1e-5, abs=1e-6)
+
+
+def test_a_module_is_filled_where_the_code_is_not_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = _fit(tmp_path)
+    wanted = run.load_model().state_dict()
+    monkeypatch.setattr(plugins, "RUN_TASKS", {})
+    monkeypatch.setattr(load_run, "RUN_TASKS", {})
+    with pytest.raises(
+        SettingError, match=r"trained by raystride\.fit, and this process does not know .*load_model\(into=MODULE\)"
+    ):
+        run.load_model()
+    found = run.load_model(into=make_mlp())
+    assert not found.training
+    assert all(torch.equal(value, wanted[name]) for name, value in found.state_dict().items())
+    with pytest.raises(SettingError, match=r"into is not the network of run own: 0\.bias is \[9\], and \[8\] there \(3 d"):
+        run.load_model(into=make_mlp(9))
+    with pytest.raises(SettingError, match=r"into is not the network of run own: 0\.bias is missing, and \[8\] there"):
+        run.load_model(into=nn.Sequential(nn.Flatten()))
+
+
+def test_changed_code_is_a_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    _fit(tmp_path, settings=SETTINGS | {"train.log_every": 1})
+    longer = SETTINGS | {"train.steps": 6, "train.log_every": 1}
+    again = raystride.fit(make_mlp, DATA, double_loss, run="own", settings=longer, storage=tmp_path, progress=True)
+    assert again.summary["resumed_from"] == 3
+    said = capsys.readouterr().out
+    assert "the code of model, data or loss has changed since this run began" in said
+    assert "figures of the loss: size before, none now" in said
+    table = again.metrics(["train_loss", "train_size"]).to_pandas().set_index("step")
+    assert (table["train_loss"][4:] > 1.5 * table["train_loss"][3]).all(), "double the loss"
+    assert table["train_size"].notna().tolist() == [True, True, True, False, False, False]
+
+
+def test_precision_recompute_and_compile_are_settings(tmp_path: Path) -> None:
+    seen: list[torch.dtype] = []
+
+    def loss(model: nn.Module, batch: Any) -> torch.Tensor:
+        out = model(batch["x"])
+        seen.append(out.dtype)
+        return ((out - batch["y"]) ** 2).mean()
+
+    _fit(tmp_path, loss=loss, settings=SETTINGS | {"train.precision": "pure_bf16"})
+    assert seen[-1] == torch.bfloat16
+    run = _fit(tmp_path, run="fp32")
+    recomputed = _fit(tmp_path, run="recomputed", settings=SETTINGS | {"train.activation_checkpointing": "full"})
+    for name, value in run.load_model().state_dict().items():
+        assert torch.equal(value, recomputed.load_model().state_dict()[name]), name
+
+
+def test_what_travels_has_none_of_what_this_process_opened() -> None:
+    own = OwnModel(make_mlp, DATA, masked_loss, opened={"train": object()})
+    assert own.__getstate__()["opened"] == {}
+    assert own.opened

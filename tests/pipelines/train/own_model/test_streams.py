@@ -1,0 +1,115 @@
+"""A stream's rows are written once, read like any data, and are refused where a table cannot hold them."""
+
+import pickle
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import IterableDataset
+
+import raystride
+from raystride.pipelines.data.sources.faults import DataError
+from raystride.pipelines.system.storage.folder import Folder
+from raystride.pipelines.train.own_model.streams import FOLDER, is_stream, store_stream
+
+COUNT = 2500  # more than two batches of rows
+
+
+def make_rows() -> Iterator[dict[str, Any]]:
+    """Rows of every kind of value."""
+    for i in range(COUNT):
+        ids = np.arange(i % 5, dtype=np.int32)
+        yield {"i": i, "x": np.float32(i / 3), "ids": ids, "image": torch.full((2, 3), i), "text": f"{i}", "list": [i, i]}
+
+
+class Rows(IterableDataset):  # type: ignore[type-arg]
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        return make_rows()
+
+
+def _open(tmp_path: Path, stream: Any) -> Any:
+    return store_stream(stream, Folder(str(tmp_path)))
+
+
+@pytest.mark.parametrize("stream", [make_rows, make_rows(), Rows()], ids=["function", "generator", "dataset"])
+def test_rows_are_those_of_the_stream(tmp_path: Path, stream: Any) -> None:
+    assert is_stream(stream)
+    rows = _open(tmp_path, stream)
+    rows = pickle.loads(pickle.dumps(rows))
+    assert len(rows) == COUNT
+    expected = list(make_rows())
+    for i in (0, 4, 1023, 1024, COUNT - 1):
+        row, wanted = rows[i], expected[i]
+        assert (row["i"], row["x"], row["text"]) == (wanted["i"], wanted["x"], wanted["text"])
+        assert row["ids"].tolist() == wanted["ids"].tolist()
+        assert row["image"].tolist() == wanted["image"].tolist()
+        assert np.asarray(row["list"]).tolist() == wanted["list"]
+        assert np.asarray(row["x"]).dtype == np.float32
+
+
+def test_the_same_rows_are_stored_once(tmp_path: Path) -> None:
+    assert _open(tmp_path, make_rows).name == _open(tmp_path, Rows()).name
+    assert _open(tmp_path, iter([{"a": 1}, {"a": 2}])).name != _open(tmp_path, iter([{"a": 1}, {"a": 3}])).name
+    assert len(list((tmp_path / FOLDER).glob("*.arrow"))) == 3
+
+
+@pytest.mark.parametrize("data", [[1], {"a": [1]}, lambda: [1], np.ones(3), torch.utils.data.TensorDataset(torch.ones(2))])
+def test_what_can_be_indexed_is_no_stream(data: Any) -> None:
+    assert not is_stream(data)
+
+
+@pytest.mark.parametrize(
+    ("rows", "words"),
+    [
+        ([], "data is a stream without rows"),
+        ([{"a": 1}, (1, 2)], "row 1 of the stream is a tuple: yield mappings"),
+        ([{"a": 1}, {"b": 2}], "row 1 of the stream has the columns b, others a"),
+        ([{"a": object()}], "column 'a' of rows 0 to 0 of the stream cannot be stored"),
+        ([{"a": i} for i in range(1024)] + [{"b": 1}], "row 1024 of the stream has the columns b, those before a"),
+        (
+            [{"a": i} for i in range(1024)] + [{"a": "b"}],
+            "column 'a' of rows 1024 to 1024 of the stream cannot be stored, whe",
+        ),
+    ],
+    ids=lambda value: value[:30] if isinstance(value, str) else "",
+)
+def test_what_a_table_cannot_hold_is_refused(tmp_path: Path, rows: list[Any], words: str) -> None:
+    with pytest.raises(DataError) as raised:
+        _open(tmp_path, iter(rows))
+    assert words in str(raised.value)
+
+
+def test_a_training_on_a_stream_says_where_its_rows_are_and_goes_on_with_them(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    parts: dict[str, Any] = {
+        "model": lambda: torch.nn.Linear(1, 1),
+        "loss": lambda model, batch: ((model(batch["x"][:, None]) - 2 * batch["x"][:, None]) ** 2).mean(),
+    }
+    settings = {"launch": "inline", "record.mlflow": False, "train.batch": 8, "train.steps": 4, "scaling.threads": 1}
+    run = raystride.fit(
+        data=({"x": np.float32(i % 7)} for i in range(64)),
+        settings=settings,
+        run="s",
+        storage=tmp_path,
+        progress=True,
+        **parts,
+    )
+    assert f"data: the 64 rows of a generator are written to {tmp_path / FOLDER}" in capsys.readouterr().out
+    assert run.summary["steps"] == 4
+    longer = settings | {"train.steps": 6}
+    again = raystride.fit(
+        data=({"x": np.float32(i % 7)} for i in range(64)), settings=longer, run="s", storage=tmp_path, **parts
+    )
+    assert again.summary["resumed_from"] == 4
+    with pytest.raises(raystride.SettingError, match="train"):
+        raystride.fit(
+            data=({"x": np.float32(i)} for i in range(65)),
+            settings=longer,
+            run="s",
+            storage=tmp_path,
+            **parts,
+        )
