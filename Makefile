@@ -87,9 +87,9 @@ test-table:
 ifeq ($(firstword $(MAKECMDGOALS)),test-of)
 # The word after test-of is a package's name and no target, also where a target has that name.
 NAME ?= $(word 2,$(MAKECMDGOALS))
-PACKAGE := $(wildcard $(foreach place,pipelines/$(NAME) $(NAME) pipelines/test_$(NAME).py test_$(NAME).py,tests/$(place)))
+PACKAGE := $(wildcard $(foreach place,pipelines/$(NAME) pipelines/*/$(NAME) $(NAME) pipelines/*/test_$(NAME).py test_$(NAME).py,tests/$(place)))
 ifeq ($(PACKAGE),)
-$(error NAME is '$(NAME)': it must be one of $(filter-out %.py __%,$(notdir $(wildcard tests/pipelines/* tests/*))))
+$(error NAME is '$(NAME)': it must be one of $(filter-out %.py __%,$(notdir $(wildcard tests/pipelines/* tests/pipelines/*/* tests/*))))
 endif
 .PHONY: $(wordlist 2,9,$(MAKECMDGOALS))
 $(wordlist 2,9,$(MAKECMDGOALS)): ;@:
@@ -142,7 +142,7 @@ test-3.%: .venv-3.%/.installed
 
 test-ray-next: $(NEXT)/.installed
 	@$(NEXT)/bin/python -c 'import ray; print("testing with Ray", ray.__version__)'
-	@$(NEXT)/bin/python -m pytest tests/pipelines/launch/cluster tests/pipelines/launch
+	@$(NEXT)/bin/python -m pytest tests/pipelines/launch/cluster tests/pipelines/launch/test_*.py
 
 # Ray alone may be another than constraints.txt says: what else were new would hide whose change a failure is.
 $(NEXT)/.installed: pyproject.toml constraints.txt

@@ -29,9 +29,11 @@ from benchmarks.pytest_server import PytestServer
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = {
-    **{package: f"pipelines/{package}" for package in ("feed", "strategies", "train", "checkpoint", "lora", "record")},
-    **{package: f"pipelines/{package}" for package in ("prepare", "tasks", "evaluate", "sweep", "launch", "preflight")},
-    **{package: f"pipelines/{package}" for package in ("run_store", "console")},
+    **{package: f"pipelines/data/{package}" for package in ("feed", "prepare", "tasks")},
+    **{package: f"pipelines/train/{package}" for package in ("strategies", "checkpoint", "lora")},
+    **{package: f"pipelines/launch/{package}" for package in ("preflight", "run_store", "console")},
+    **{package: f"pipelines/{package}" for package in ("train", "evaluate", "launch", "sweep")},
+    "record": "pipelines/observability/record",
     "credentials": "pipelines/system/credentials.py",
     "resources": "pipelines/launch/cluster/resources.py",
 }

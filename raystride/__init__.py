@@ -13,14 +13,14 @@ from importlib import import_module
 from os.path import dirname, isdir
 from typing import TYPE_CHECKING, Any
 
+from raystride.locations import __version__ as __version__
+
 if not isdir(f"{dirname(__file__)}/pipelines"):
     sys.tracebacklimit = 0  # the message is enough
     raise ImportError(
         "raystride/pipelines is no folder: this clone has no symbolic links. Clone it again with `git clone -c "
         "core.symlinks=true` (on Windows inside WSL), or install a wheel of Raystride"
     )
-
-__version__ = "0.3.0"
 
 if TYPE_CHECKING:
     from raystride.api import check, evaluate, export, generate, predict, prepare, sweep, train

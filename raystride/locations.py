@@ -1,6 +1,8 @@
-"""Paths of this installation: a checkout, a package that Ray has unpacked, or an installed wheel."""
+"""Version and paths of this installation: a checkout, a package that Ray has unpacked, or an installed wheel."""
 
 from pathlib import Path
+
+__version__ = "0.3.0"
 
 PACKAGE = Path(__file__).parent
 """The package `raystride`, with configurations, deployment templates and all modules."""

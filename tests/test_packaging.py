@@ -89,9 +89,9 @@ def test_patterns_of_folders_in_ignore_files_are_anchored() -> None:
 
 
 def test_a_clone_without_links_says_so_in_one_sentence(tmp_path: Path) -> None:
-    for name in ("__init__.py", "command.py"):
-        (tmp_path / "raystride").mkdir(exist_ok=True)
-        shutil.copy(ROOT / "raystride" / name, tmp_path / "raystride" / name)
+    (tmp_path / "raystride").mkdir()
+    for path in (ROOT / "raystride").glob("*.py"):
+        shutil.copy(path, tmp_path / "raystride" / path.name)
     for name in LINKED:  # as git writes a link where the file system has none
         (tmp_path / "raystride" / name).write_text(f"../{name}")
     shutil.copytree(ROOT / "ray_jobs", tmp_path / "ray_jobs")

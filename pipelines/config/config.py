@@ -56,9 +56,9 @@ class Config(Section):
     """Modules or files that register your own tasks, sources and observers. A module is an import path (`my_project.tasks`),
     a file a path (`tasks.py`); `__main__` stands for the script that trained the run."""
     task: str = setting("language_model", fixed=True, also="task_type task_name")
-    """Training task. `language_model`, another task of `pipelines/data/tasks`, or one registered by a plug-in. `auto` decides by
-    the columns of the data: `completion` for chats (messages) and for pairs (prompt, completion), `preference` for
-    preference pairs (prompt, chosen, rejected), and otherwise `language_model` (text)."""
+    """Training task. `language_model`, another task of `pipelines/data/tasks`, or one registered by a plug-in. `auto`
+    decides by the columns of the data: `completion` for chats (messages) and for pairs (prompt, completion),
+    `preference` for preference pairs (prompt, chosen, rejected), and otherwise `language_model` (text)."""
     run: str | None = setting(None, also="run_name name exp_name job_name resume resume_from_checkpoint ckpt_path")
     """Name of the run and of its folder. None: the preset's name and a hash of the settings that a resumed run must keep."""
     storage: str = setting(

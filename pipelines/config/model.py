@@ -72,7 +72,7 @@ class ModelConfig(Section):
         0,
         at_least=0,
         fixed=True,
-        was="model.block",
+        was="model.feed_forward",
         renamed="0.3",
         also="intermediate_size ffn_dim ffn_hidden_size d_ff feed_forward dim_feedforward mlp_dim ffn_hidden_dim",
     )

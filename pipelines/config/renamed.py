@@ -14,7 +14,7 @@ from dataclasses import fields, is_dataclass
 from functools import reduce
 from typing import Any, TypeVar
 
-from raystride import __version__
+from raystride.locations import __version__
 from raystride.pipelines.system.errors import SettingError
 
 Tell = Callable[[str], None]

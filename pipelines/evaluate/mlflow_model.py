@@ -16,7 +16,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-import raystride
+from raystride.locations import PACKAGE
 from raystride.pipelines.config import SampleConfig
 from raystride.pipelines.config.parse import to_yaml
 from raystride.pipelines.data.plugins import plugin_paths
@@ -25,7 +25,6 @@ from raystride.pipelines.evaluate.recording import ReopenedRun
 from raystride.pipelines.evaluate.served import CONFIG, SAMPLE, WEIGHTS, MlflowModel
 from raystride.pipelines.system.storage.folder import Folder
 
-CODE = Path(raystride.__file__).parent
 REQUIREMENTS = ("mlflow", "torch", "numpy", "pandas", "pyarrow", "PyYAML", "safetensors", "tokenizers", "tiktoken", "Pillow")
 EXAMPLE_IMAGE = (
     "data:image/png;base64,iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAAAAAA6fptVAAAACklEQVR4nGNgAAAAAgABSK+kcQAAAABJRU5ErkJggg=="
@@ -83,9 +82,9 @@ def _mlflow_arguments(opened: LoadedModel, sample: SampleConfig) -> Iterator[dic
         columns = opened.task.asked
         example = pd.DataFrame({column.name: [EXAMPLE_VALUES.get(column.kind, "an example")] for column in columns})
         yield {
-            "python_model": str(CODE / "pipelines" / "evaluate" / "served.py"),
+            "python_model": str(PACKAGE / "pipelines" / "evaluate" / "served.py"),
             "artifacts": {"run": place},
-            "code_paths": [str(CODE), *plugin_paths(opened.config.plugins)],
+            "code_paths": [str(PACKAGE), *plugin_paths(opened.config.plugins)],
             "signature": infer_signature(example, served.predict(None, example)),
             "input_example": example,
             "pip_requirements": list(_requirements()),

@@ -138,7 +138,7 @@ def test_the_table_counts_what_is_not_equivalent() -> None:
         row("feed", "d", "survived"),
         row("train", "e", "mirrored file"),
     ]
-    table = make_table(rows, {("pipelines/data/feed/x.py", "d", "< to <=", 0): "a bound that nothing reaches"})
+    table = make_table(rows, {("pipelines/feed/x.py", "d", "< to <=", 0): "a bound that nothing reaches"})
     assert "| feed | 4 | 1 | 1 | 1 | 1 | 67 % |" in table
     assert "| all | 5 | 2 | 1 | 1 | 1 | 75 % |" in table
     assert table.endswith("Survivors:\n\n- feed/x.py, < to <=: `c`")
@@ -147,7 +147,9 @@ def test_the_table_counts_what_is_not_equivalent() -> None:
 CHECKED = "def half(value):\n    return value // 2\n\n\ndef is_small(value):\n    return value < 3\n"
 CHECKS = {
     "test_small.py": "from pipelines.data.feed.small import half\n\n\ndef test_half():\n    assert half(5) == 2\n",
-    "test_large.py": "from pipelines.data.feed.small import is_small\n\n\ndef test_small():\n    assert is_small(2) is True\n",
+    "test_large.py": (
+        "from pipelines.data.feed.small import is_small\n\n\ndef test_small():\n    assert is_small(2) is True\n"
+    ),
     "test_broken.py": "def test_fails_without_a_fault():\n    assert False\n",
 }
 

@@ -76,7 +76,7 @@ phase_reduce_share phase_update_share phase_validation_share seconds_to_first_st
 start.driver_s start.first_step_s start.torch_s step_seconds_mean step_seconds_p50 step_seconds_p95 tokens_per_second
 train/epoch train/gradient_norm train/learning_rate train/loss train/tokens_seen val/loss val/perplexity
 """
-"""The figures of `METRICS` in MLflow, constants among the parameters; `raystride.pipelines.observability.record.mlflow.names`."""
+"""The figures of `METRICS` in MLflow, constants among the parameters; `pipelines.observability.record.mlflow.names`."""
 READINGS = """
 run_data_wait_share run_peak_memory_bytes run_step_seconds_p50 run_step_seconds_p95 run_tokens_per_second
 system/cpu_utilization_percentage system/disk_available_megabytes system/disk_usage_megabytes system/disk_usage_percentage

@@ -271,7 +271,7 @@ def test_a_users_project_trains_with_its_plug_ins_and_its_page_tells_of_it(
 def test_other_versions_are_one_line(head: Head, site: Path, work: Path) -> None:
     other = work / "other"
     shutil.copytree(site / "raystride", other / "raystride")
-    package = other / "raystride" / "__init__.py"
+    package = other / "raystride" / "locations.py"
     package.write_text(package.read_text().replace(f'"{raystride.__version__}"', '"9.8.7"'))
     train = [
         "python",

@@ -235,7 +235,7 @@ class Examples(_StreamSamples):
 
 
 class BundledExamples(_StreamSamples):
-    """Bundles of examples of similar length, each a sample; see `feed.bundles`."""
+    """Bundles of examples of similar length, each a sample; see `bundle_examples`."""
 
     def __init__(self, task: Task, stream: TokenStream, max_tokens: int, seed: int) -> None:
         self.task, self._stream, self._rows = task, stream, Examples(task, stream)

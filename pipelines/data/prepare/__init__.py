@@ -4,5 +4,5 @@ Reading order: prepare (the whole), parts (division of a source), stages (proces
 Data), shards and manifest (files that are written), fingerprint (inputs of a preparation).
 
     prepared = prepare(RunContext(config, Folder.from_uri("runs")), task)   # raystride.pipelines.data.prepare.prepare
-    prepared.manifest.splits["train"][0].ids_offset           # raystride.pipelines.data.prepare.manifest, which needs no pyarrow
+    prepared.manifest.splits["train"][0].ids_offset           # `manifest` needs no pyarrow
 """

@@ -7,7 +7,7 @@
 unnamed temporary file, so that a shard may be larger than memory.
 
     writer = ShardWriter(pa.uint16())
-    writer.add(table)                                         # rows of one split, see raystride.pipelines.data.prepare.stages
+    writer.add(table)                                         # rows of one split, see `prepare.stages`
     shard = writer.finish(folder, "train/00003.arrow")        # None: nothing was added
 """
 

@@ -2,7 +2,7 @@
 
 Each pair is a sample of its own, padded to the longest in its batch. With a tokenizer that has a chat template, prompt and
 completion are rendered as the turns of a chat; else they are concatenated, with an end token. With `data.messages_column` a
-sample is a whole chat, and all turns of the assistant are trained on (`tasks.chats`).
+sample is a whole chat, and all turns of the assistant are trained on.
 
     task = Completion(config, {"vocabulary_size": 50257, "end_id": 50256}, encoders)
     (inputs,), targets = task.collate(rows, masks)           # both (B, T), int64; the prompt's targets are IGNORED

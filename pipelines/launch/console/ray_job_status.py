@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import Any, Self
 
-import raystride
+from raystride.locations import __version__
 from raystride.pipelines.launch.cluster.internals import update_job_metadata
 from raystride.pipelines.launch.console.progress import progress_line
 from raystride.pipelines.launch.console.session import Watcher
@@ -31,7 +31,7 @@ def job_metadata(run: str, storage: str, mlflow: bool) -> dict[str, str]:
         "job_name": run,
         "raystride.run": run,
         "raystride.storage": storage,
-        "raystride.version": raystride.__version__,
+        "raystride.version": __version__,
         **ui,
     }
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import yaml
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-import raystride
+from raystride.locations import __version__
 from raystride.pipelines.config import SettingError
 from raystride.pipelines.launch.deploy.plan import TEMPLATES, Deployment
 
@@ -39,7 +39,7 @@ def render_files(deployment: Deployment) -> dict[str, str]:
     )
     environment.filters |= {"sh": _quote_for_shell, "yaml": _quote_for_yaml}
     values = {name: getattr(deployment, name) for name in dir(deployment) if not name.startswith("_")}
-    values |= {"version": raystride.__version__, "ray_version": version("ray")}
+    values |= {"version": __version__, "ray_version": version("ray")}
     files = {SETTINGS_PATHS.get(deployment.kind, "settings.yaml"): deployment.settings}
     for path in sorted(folder.rglob("*")):
         name = path.relative_to(folder).as_posix()

@@ -1,6 +1,6 @@
 """Runs a Slurm job: starts Ray on all its nodes and the training on Ray, and handles signals and the time limit.
 
-    exec python -m raystride.pipelines.launch.deploy.slurm --requeues 100 -- train --config settings.yaml     # in the batch script
+    exec python -m raystride.pipelines.launch.deploy.slurm --requeues 100 -- train --config settings.yaml   # in the script
 
 This process is the batch script. It starts Ray's head on this node and, with one `srun`, a Ray node on each of the others;
 waits until they have joined; and starts the job's command. SIGUSR1, which Slurm is asked to send before the time limit, and

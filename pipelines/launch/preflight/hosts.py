@@ -19,7 +19,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 
-from raystride import __version__
+from raystride.locations import __version__
 from raystride.pipelines.config import Config, TokenizerConfig
 from raystride.pipelines.data.plugins import PluginBundle
 from raystride.pipelines.data.prepare.fingerprint import open_sources

@@ -13,8 +13,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, NotRequired, TypedDict
 
-import raystride
-from raystride.locations import ROOT
+from raystride.locations import ROOT, __version__
 from raystride.pipelines.system.credentials import redact
 from raystride.pipelines.system.limits import processor_name, usable_cores, usable_memory
 
@@ -120,7 +119,7 @@ def describe_node() -> Node:
 def _package_versions() -> dict[str, str]:
     """Returns the version of the running Raystride, and those of the packages in `PACKAGES` that are installed."""
     versions = {name: versions for name in PACKAGES if (versions := _installed_version(name)) is not None}
-    return {"raystride": raystride.__version__} | versions
+    return {"raystride": __version__} | versions
 
 
 def describe_source(root: Path) -> Commit:

@@ -55,7 +55,7 @@ class Partition:
 
 
 class Partitions:
-    """An Updater (see `checkpoint.updater`) over DeepSpeed's partitions."""
+    """An Updater (see `checkpoint.train_state`) over DeepSpeed's partitions."""
 
     has_masters = True
 

@@ -122,7 +122,7 @@ class MlflowLog:
 
     @property
     def link(self) -> str | None:
-        """Link of the run's page on its server; None for a database (see `raystride.pipelines.observability.record.mlflow.ui`)."""
+        """Link of the run's page on its server; None for a database (see `record.mlflow.ui`)."""
         return run_link(self.reference) if is_on_server(self.reference) else None
 
     def connect(self) -> "tuple[MlflowClient, str]":
