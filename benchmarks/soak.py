@@ -42,7 +42,7 @@ FLAGS = f"""
 """.split()
 ELASTIC = f"""
     --scaling.workers {NODES} --scaling.min_workers 1 --scaling.resize_every_s 5
-    --launch.max_restarts 9 --launch.max_resubmissions 9 --launch.timeout_s 120
+    --launch.max_restarts 9 --launch.max_resubmissions 9 --launch.cluster_timeout_s 120
 """.split()
 SOON = {
     "RAY_health_check_period_ms": "1000",

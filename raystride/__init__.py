@@ -13,6 +13,7 @@ from importlib import import_module
 from os.path import dirname, isdir
 from typing import TYPE_CHECKING, Any
 
+from raystride import old_names
 from raystride.locations import __version__ as __version__
 
 if not isdir(f"{dirname(__file__)}/pipelines"):
@@ -21,6 +22,8 @@ if not isdir(f"{dirname(__file__)}/pipelines"):
         "raystride/pipelines is no folder: this clone has no symbolic links. Clone it again with `git clone -c "
         "core.symlinks=true` (on Windows inside WSL), or install a wheel of Raystride"
     )
+
+old_names.install()
 
 if TYPE_CHECKING:
     from raystride.api import check, evaluate, export, generate, predict, prepare, sweep, train

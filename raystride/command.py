@@ -26,6 +26,7 @@ JOBS = {
     "export": ("jobs.export", "export a model (Hugging Face, MLflow)"),
     "serve": ("jobs.serve", "serve a model (OpenAI API)"),
     "deploy": ("pipelines.launch.deploy.driver", "generate deployment files (Compose, Slurm, KubeRay, cloud)"),
+    "node": ("jobs.node", "run by the deployment files, on each node"),
     "runs": ("jobs.runs", "list, show, compare, prune and audit runs"),
     "report": ("jobs.report", "rebuild a run's HTML report"),
     "ui": ("pipelines.observability.record.mlflow.ui", "show all runs in MLflow"),

@@ -130,6 +130,8 @@ class Config(Section):
             raise self.profile.error(
                 "tool", "needs launch.mode inline (--launch inline), as Nsight Compute has to start the process that trains"
             )
+        if self.scaling.min_nodes > 1 and self.launch.mode == "inline":
+            raise self.scaling.error("min_nodes", "must be 0 or 1 with launch.mode inline, as that has one node")
         endless = not self.train.steps and not self.train.epochs and not self.optimizer.decay_steps
         if endless and self.optimizer.schedule in ("cosine", "linear"):
             raise self.optimizer.error(

@@ -60,6 +60,9 @@ class ScalingConfig(Section):
     """Number of training processes, at most `train.slots`. `auto`: one per GPU if the cluster has any. On CPUs of one
     machine: one worker with all threads or several workers, as a few timed steps show to be faster. On CPUs of several
     machines, or with train.exact: one per core."""
+    min_nodes: int = setting(0, at_least=0, since="0.4")
+    """Minimum number of nodes with CPUs or GPUs that a start waits for, at most `launch.cluster_timeout_s`: machines join a
+    cluster one by one, and a run uses those that are there. 0: does not wait."""
     min_workers: int = setting(0, at_least=0, was="scaling.least_workers", renamed="0.3")
     """Minimum number of workers with which a run continues after losing a node. It continues from the newest checkpoint,
     within `launch.max_restarts`; when there is room again, it saves and grows back to `workers`. 0: the number of workers is
@@ -180,8 +183,9 @@ class LaunchConfig(Section):
     half as long counts as hung, too. Stack traces are saved, and the restart counts as after a worker's death. The first
     steps after a start have at least half an hour. `auto`: 600 s, or three times the longest pause that ended by itself;
     never with `launch.mode` inline, because a debugger may have stopped the process. 0: never."""
-    timeout_s: float = setting(60.0, above=0)
-    """Seconds that the preflight waits for the cluster to answer."""
+    cluster_timeout_s: float = setting(60.0, above=0, was="launch.timeout_s", renamed="0.4")
+    """Seconds that a start waits for the cluster: its address, its nodes (`scaling.min_nodes`) and their answers. Then the
+    job ends with exit code 3."""
     placement_timeout_s: float = setting(0.0, at_least=0, since="0.2", was="launch.wait_s", renamed="0.3")
     """Seconds that the workers wait for placement on a busy cluster. The job ends after that. 0: no limit."""
 

@@ -3,7 +3,7 @@
     write_mlflow_model(opened, folder, SampleConfig())
     log_mlflow_model(opened, reopened, SampleConfig())  # "models:/m-9c0f...", the model `model` of the MLflow run
 
-Nothing in it is unpickled: it is `served.py` with our packages beside it, parameters in safetensors, and JSON and YAML.
+Nothing in it is unpickled: it is a file of code with our packages beside it, parameters in safetensors, and JSON and YAML.
 """
 
 import logging
@@ -26,6 +26,14 @@ from raystride.pipelines.evaluate.served import CONFIG, SAMPLE, WEIGHTS, MlflowM
 from raystride.pipelines.system.storage.folder import Folder
 
 REQUIREMENTS = ("mlflow", "torch", "numpy", "pandas", "pyarrow", "PyYAML", "safetensors", "tokenizers", "tiktoken", "Pillow")
+MODEL_CODE = '''"""The model of a Raystride run, for MLflow."""
+
+import mlflow
+from raystride.exported import MlflowModel
+
+mlflow.models.set_model(MlflowModel())
+'''
+"""Python file that MLflow runs to load the model. It lies in users' folders, so it names one module that does not move."""
 EXAMPLE_IMAGE = (
     "data:image/png;base64,iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAAAAAA6fptVAAAACklEQVR4nGNgAAAAAgABSK+kcQAAAABJRU5ErkJggg=="
 )
@@ -81,8 +89,9 @@ def _mlflow_arguments(opened: LoadedModel, sample: SampleConfig) -> Iterator[dic
         served.open(place)
         columns = opened.task.asked
         example = pd.DataFrame({column.name: [EXAMPLE_VALUES.get(column.kind, "an example")] for column in columns})
+        (code := Path(scratch) / "served.py").write_text(MODEL_CODE)
         yield {
-            "python_model": str(PACKAGE / "pipelines" / "evaluate" / "served.py"),
+            "python_model": str(code),
             "artifacts": {"run": place},
             "code_paths": [str(PACKAGE), *plugin_paths(opened.config.plugins)],
             "signature": infer_signature(example, served.predict(None, example)),

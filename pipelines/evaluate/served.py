@@ -1,4 +1,4 @@
-"""A run's model as MLflow loads and serves it, from this file with safetensors and JSON beside it.
+"""A run's model as MLflow loads and serves it, from a folder of safetensors, YAML and JSON.
 
     mlflow models serve -m runs/my-run/export/mlflow --env-manager local
     curl -d '{"dataframe_split": {"columns": ["text"], "data": [["free money"]]}}' -H 'Content-Type: application/json' \\
@@ -7,7 +7,6 @@
 
 from typing import Any
 
-import mlflow
 import pandas as pd  # type: ignore[import-untyped]
 from mlflow.pyfunc.model import PythonModel
 
@@ -51,6 +50,3 @@ class MlflowModel(PythonModel):  # type: ignore[misc]
             examples += predictor.build_examples(piece)
         answers = pd.DataFrame(list(predictor.predict_examples(examples)))
         return answers.drop(columns=[column.name for column in columns])
-
-
-mlflow.models.set_model(MlflowModel())

@@ -62,7 +62,9 @@ def describe_surroundings(launch: LaunchConfig, resources: Resources, allocation
     """Returns the environment of the run: this process's, with versions and hardware of a node with workers."""
     found = describe_environment()
     if launch.mode == "ray" and has_several_nodes():
-        found.update(cast(Environment, run_on_node(describe_node, launch.timeout_s, gpu=allocation.device == "cuda")))
+        found.update(
+            cast(Environment, run_on_node(describe_node, launch.cluster_timeout_s, gpu=allocation.device == "cuda"))
+        )
     if allocation.device == "cuda" and not found["gpus"] and resources.gpu_name:  # no NVML there, or GPUs of another vendor
         found["gpus"] = [{"name": resources.gpu_name, "memory_bytes": int(resources.gpu_memory_bytes or 0), "driver": ""}]
     return found

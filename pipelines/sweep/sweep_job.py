@@ -23,6 +23,7 @@ from raystride.pipelines.data.sources.faults import DataError
 from raystride.pipelines.launch.cluster.cluster import cluster, uses_running_cluster
 from raystride.pipelines.launch.cluster.internals import update_job_metadata
 from raystride.pipelines.launch.cluster.resources import Resources
+from raystride.pipelines.launch.cluster.wait_for_nodes import wait_for_nodes
 from raystride.pipelines.launch.console.exit_codes import DONE, FAILED, run_with_exit_code
 from raystride.pipelines.launch.console.ray_job_status import job_metadata
 from raystride.pipelines.launch.console.screen import Screen
@@ -192,6 +193,8 @@ def _measure_missing(
     with cluster(base.launch, metadata):
         if not base.sweep.share_base:
             update_job_metadata(metadata)
+        if base.scaling.min_nodes:
+            wait_for_nodes(base.scaling.min_nodes, base.launch, screen.log)
         _prepare_all(base, storage, missing, screen)
         is_shared = base.sweep.share_base
         resources = Resources.of_this_machine() if is_shared else Resources.of_cluster()

@@ -172,7 +172,7 @@ def test_a_run_leaves_a_host_that_is_about_to_be_taken_away_and_loses_no_step(cl
         lambda: cluster.nodes_of_workers() - {cluster.head.address}, "a worker beside the head", job, pause_s=0.2
     ).pop()
     (leaving,) = (host for host in cluster.hosts.all if host.address == taken)
-    code, said = cluster.run(leaving, str(PYTHON), "-m", "raystride.pipelines.launch.deploy.before_end", "--seconds", "120")
+    code, said = cluster.run(leaving, str(PYTHON), "-m", "raystride", "node", "before-end", "--seconds", "120")
     assert code == 0, said  # nobody works there any more
     cluster.run(leaving, str(PYTHON.with_name("ray")), "stop", "--force")
     said = job.communicate(timeout=300)[0]

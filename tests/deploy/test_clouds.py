@@ -89,7 +89,7 @@ def test_nodes_of_a_task_start_or_join_the_head(tmp_path: Path) -> None:
     assert f"ray start --address=10.0.0.1:{port} --node-ip-address=10.0.0.2" in said[1]
     assert "raystride train" not in said[1]
     folders = [re.findall(r"--temp-dir=(\S+)", text) for text in said]
-    assert all(f"own_ray {folder}" in text for text, (folder,) in zip(said, folders, strict=True))
+    assert all(f"node end {folder}" in text for text, (folder,) in zip(said, folders, strict=True))
     assert folders[0] != folders[1]
 
 

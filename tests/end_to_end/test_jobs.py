@@ -185,7 +185,7 @@ def test_more_workers_than_the_cluster_has_is_known_at_once(config: Config) -> N
 
 
 def test_no_cluster_at_the_address_exits_with_3(config: Config) -> None:
-    ray = replace(config, launch=LaunchConfig(address="127.0.0.1:1", timeout_s=1.0))
+    ray = replace(config, launch=LaunchConfig(address="127.0.0.1:1", cluster_timeout_s=1.0))
     outcome = run_job("train", ray, "--run", "nowhere")
     _is_refused(outcome, "127.0.0.1:1 (launch.address)", "--launch inline", code=3)
 

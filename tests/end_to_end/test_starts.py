@@ -97,7 +97,7 @@ def test_an_inline_training_imports_no_ray(config: Config, tmp_path: Path) -> No
 @pytest.mark.long
 def test_a_resumed_run_says_at_once_from_which_step(config: Config) -> None:
     """In the first line, before Ray is looked for: none can be joined here."""
-    nowhere = ("--launch", "ray", "--launch.address", "127.0.0.1:1", "--launch.timeout_s", "0.1")
+    nowhere = ("--launch", "ray", "--launch.address", "127.0.0.1:1", "--launch.cluster_timeout_s", "0.1")
     more = ("--run", "done", "--storage", config.storage, "--train.steps", "9")
     command = [sys.executable, "-m", "raystride", "train", *more, *nowhere]
     done = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=240, check=False)

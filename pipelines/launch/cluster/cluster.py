@@ -181,7 +181,7 @@ def _init_ray(settings: LaunchConfig, address: str | None, metadata: Mapping[str
     quiet = {"logging_level": "ERROR", "log_to_driver": False}
     try:
         if address:
-            _wait_for_address(address, settings.timeout_s)
+            _wait_for_address(address, settings.cluster_timeout_s)
             with scrubbed_environment():
                 context = ray.init(address=address, job_config=JobConfig(metadata=dict(metadata or {})), **quiet)
         else:
@@ -224,7 +224,7 @@ def _short_session_folder() -> dict[str, str]:
 
 
 def _check_versions(settings: LaunchConfig) -> None:
-    if line := find_version_mismatch(settings.timeout_s):
+    if line := find_version_mismatch(settings.cluster_timeout_s):
         raise CannotRun(line)
 
 
@@ -275,7 +275,7 @@ def _wait_for_address(address: str, seconds: float) -> None:
                 raise
             if waited > NOTICE_S and not is_announced:
                 is_announced = True
-                print_warning(f"waiting for a Ray cluster at {address}, up to {seconds:.0f} s (launch.timeout_s)")
+                print_warning(f"waiting for a Ray cluster at {address}, up to {seconds:.0f} s (launch.cluster_timeout_s)")
             time.sleep(0.5)
 
 
@@ -305,9 +305,9 @@ def run_on_node(function: Callable[[], T], timeout_s: float, *, gpu: bool = Fals
         found: T = ray.get(task.remote(function), timeout=timeout_s)
     except GetTimeoutError:
         raise CannotRun(
-            f"no worker answered in {timeout_s:g} s (launch.timeout_s): the cluster is busy or lost a node; "
+            f"no worker answered in {timeout_s:g} s (launch.cluster_timeout_s): the cluster is busy or lost a node; "
             "see `ray status`",
-            setting="launch.timeout_s",
+            setting="launch.cluster_timeout_s",
             value=timeout_s,
         ) from None
     return found

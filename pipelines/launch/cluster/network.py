@@ -73,7 +73,7 @@ def gather_answers(pending: Mapping[ClusterNode, Any], timeout_s: float) -> dict
         try:
             found[node] = ray.get(answer, timeout=max(0.1, deadline - time.monotonic()))
         except GetTimeoutError:
-            found[node] = NoAnswer(f"no answer in {timeout_s:g} s (launch.timeout_s)")
+            found[node] = NoAnswer(f"no answer in {timeout_s:g} s (launch.cluster_timeout_s)")
         except Exception as error:  # RayError, which carries the error raised there
             found[node] = NoAnswer(f"{getattr(error, 'cause', None) or error}".strip().splitlines()[-1])
     return found

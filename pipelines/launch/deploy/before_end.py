@@ -1,6 +1,6 @@
 """Prepares the end of a Ray node, a pod or a machine: asks the training to save or to leave it, and waits until it has.
 
-    python -m raystride.pipelines.launch.deploy.before_end --head --seconds 120
+    raystride node before-end --head --seconds 120
 
 On the head it stops the running jobs, which save, and waits until they have ended. On another node it tells Ray that the
 node will be preempted, so that a training saves and goes on elsewhere; then it waits until no process works for Ray any
@@ -81,7 +81,7 @@ def _wait_until(condition: Callable[[], bool], deadline: float) -> bool:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command line. Returns the exit code: 1 if something still runs."""
-    parser = argparse.ArgumentParser(prog="python -m raystride.pipelines.launch.deploy.before_end", description=__doc__)
+    parser = argparse.ArgumentParser(prog="raystride node before-end", description=__doc__)
     parser.add_argument("--head", action="store_true", help="this is the cluster's head: stop its jobs")
     parser.add_argument("--seconds", type=float, required=True, help="maximum time to wait")
     parser.add_argument("--address", default=DASHBOARD_ADDRESS, help="address of the head's dashboard")

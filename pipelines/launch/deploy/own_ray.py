@@ -233,7 +233,7 @@ def address_towards(other: str) -> str:
     The host's own name does not do: on Debian it resolves to 127.0.1.1, and Ray refuses loopback addresses. If the other
     host is this one, returns the address of the default route, or 127.0.0.1 if there is none.
 
-    Scripts that `raystride deploy launcher` has written import this function by its name.
+    Scripts that `raystride deploy launcher` of 0.3 has written import this function by its name.
     """
     address = "127.0.0.1"
     for target in (other, "192.0.2.1"):  # an address that nobody has (RFC 5737)
@@ -250,14 +250,23 @@ def indented_tail(text: str, count: int = 20) -> str:
     return "\n".join(f"  {line}" for line in text.strip().splitlines()[-count:])
 
 
-def main() -> None:
-    """Kills the Ray processes that are marked with a folder, and removes the folder: for scripts that have started them."""
-    parser = argparse.ArgumentParser(description=main.__doc__)
+def print_address(arguments: Sequence[str]) -> int:
+    """Prints this machine's address towards a host; returns the exit code."""
+    parser = argparse.ArgumentParser(prog="raystride node address", description=print_address.__doc__)
+    parser.add_argument("host", help="name or address of the other host")
+    print(address_towards(parser.parse_args(arguments).host))
+    return 0
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Kills the Ray processes that are marked with a folder, and removes the folder; returns the exit code."""
+    parser = argparse.ArgumentParser(prog="raystride node end", description=main.__doc__)
     parser.add_argument("folder", type=Path, help=f"value of ${MARK_VARIABLE} in its processes")
-    folder = parser.parse_args().folder
+    folder = parser.parse_args(arguments).folder
     kill_marked_processes(folder)
     shutil.rmtree(folder, ignore_errors=True)
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

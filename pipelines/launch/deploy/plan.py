@@ -49,6 +49,8 @@ MIN_GRACE_S = 120
 """Minimum time to save and to close the record, even for a small model."""
 MIN_RUN_S = 480
 """Minimum time of one start on Slurm besides saving; with less the run makes few steps."""
+NODES_TIMEOUT_S = 1800.0
+"""Time that a start waits for machines that a cloud or hosts bring up one by one."""
 MAX_SHARED_MEMORY_GIB = 64
 """Ray's object store is used for data preparation alone, which needs no more than this."""
 
@@ -136,6 +138,8 @@ def plan_deployment(kind: Kind, request: DeployConfig, place: TargetConfig, pars
     # A sweep varies the workers itself.
     if workers_known and request.job == "train":
         config = replace(config, scaling=replace(config.scaling, workers=allocation.workers))
+    if kind in ("launcher", "sky"):
+        config = _with_wait_for_nodes(config, request.nodes)
     config = replace(config, run=run, storage=place.storage or config.storage)
     if server := place.mlflow_uri or BUNDLED_MLFLOW_URIS.get(kind):
         config = replace(config, record=replace(config.record, mlflow_uri=server))
@@ -157,6 +161,17 @@ def plan_deployment(kind: Kind, request: DeployConfig, place: TargetConfig, pars
         settings=_dump_settings(config),
         array=request.array,
         place=replace(place, storage=config.storage),
+    )
+
+
+def _with_wait_for_nodes(config: Config, nodes: int) -> Config:
+    """Returns the settings with the wait for all nodes, whose machines join one by one; what is given stays."""
+    scaling, launch = config.scaling, config.launch
+    timeout_s = max(launch.cluster_timeout_s, NODES_TIMEOUT_S)
+    return replace(
+        config,
+        scaling=replace(scaling, min_nodes=scaling.min_nodes or nodes),
+        launch=replace(launch, cluster_timeout_s=timeout_s),
     )
 
 

@@ -1,6 +1,6 @@
 """Runs a Slurm job: starts Ray on all its nodes and the training on Ray, and handles signals and the time limit.
 
-    exec python -m raystride.pipelines.launch.deploy.slurm --requeues 100 -- train --config settings.yaml   # in the script
+    exec python -m raystride node slurm --requeues 100 -- train --config settings.yaml     # in the batch script
 
 This process is the batch script. It starts Ray's head on this node and, with one `srun`, a Ray node on each of the others;
 waits until they have joined; and starts the job's command. SIGUSR1, which Slurm is asked to send before the time limit, and
@@ -306,7 +306,7 @@ def _log(text: str) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command line. Returns the exit code."""
-    parser = argparse.ArgumentParser(prog=f"python -m {MODULE}", description="Run a Raystride command on a job's nodes.")
+    parser = argparse.ArgumentParser(prog="raystride node slurm", description="Run a Raystride command on a job's nodes.")
     parser.add_argument("--join", metavar="ADDRESS", help="on another node: join this head")
     parser.add_argument("--wait-s", type=float, default=JOIN_TIMEOUT_S, help="seconds that nodes have to join")
     parser.add_argument(

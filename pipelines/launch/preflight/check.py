@@ -19,6 +19,7 @@ from raystride.pipelines.data.sources.faults import DataError
 from raystride.pipelines.launch.cluster.cluster import cluster, uses_running_cluster
 from raystride.pipelines.launch.cluster.network import measure_network
 from raystride.pipelines.launch.cluster.resources import Allocation, Resources, resolve_allocation
+from raystride.pipelines.launch.cluster.wait_for_nodes import wait_for_nodes
 from raystride.pipelines.launch.console.exit_codes import CANNOT_RUN, DONE, run_with_exit_code
 from raystride.pipelines.launch.preflight.checks import Check, preflight, raise_for_failures
 from raystride.pipelines.launch.preflight.choose_mesh import choose_mesh
@@ -41,7 +42,7 @@ def _run_check(context: RunContext) -> int:
         resolved = resolve_resources(context)
         checks, table = [data, *_local_checks(resolved)], ""
         if _runs_on_hosts(launch) and all(check.passed for check in checks):
-            hosts, links = probe_hosts(resolved.context), measure_network(launch.timeout_s)
+            hosts, links = probe_hosts(resolved.context), measure_network(launch.cluster_timeout_s)
             checks += [*hosts.checks(), *hosts.optional_checks(links)]
             table = hosts.table(links)
     return _report(checks, _mixture_notes(resolved.context), table, context.storage)
@@ -91,9 +92,12 @@ class ResolvedRun:
 def resolve_resources(context: RunContext) -> ResolvedRun:
     """Returns the run with the resources of this machine or the cluster, its mesh and its allocation.
 
-    Raises SettingError if the settings contradict each other or the device.
+    Waits for the nodes of `scaling.min_nodes`. Raises SettingError if the settings contradict each other or the device, and
+    CannotRun if nodes are missing.
     """
     config = context.config
+    if config.scaling.min_nodes and not context.is_inline:
+        wait_for_nodes(config.scaling.min_nodes, config.launch, context.log)
     uses_gpus = config.scaling.device != "cpu"
     resources = Resources.of_this_machine(gpus=uses_gpus) if context.is_inline else Resources.of_cluster(gpus=uses_gpus)
     # If the data is prepared already, no CPU is needed besides those of the workers.

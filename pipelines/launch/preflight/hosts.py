@@ -175,7 +175,7 @@ class HostReports:
         unwritable |= dict.fromkeys(self.unshared, "what it wrote is not seen by the driver")
         inputs = {node: found.inputs for node, found in self.answering_hosts.items() if found.inputs}
         return [
-            _make_check("hosts", silent, f"{len(self.reports)} answer", "see `ray status`, or raise launch.timeout_s"),
+            _make_check("hosts", silent, f"{len(self.reports)} answer", "see `ray status`; raise launch.cluster_timeout_s"),
             _make_check(
                 "hosts' storage",
                 unwritable,
@@ -285,7 +285,7 @@ def probe_hosts(context: RunContext) -> HostReports:
     try:
         listed = _hash_inputs(config.tokenizer, list(sources.values())) if needed else None
         host_probe, began = HostProbe(config, probe, listed, plugin_bundle if needed else PluginBundle()), time.time()
-        reports = run_on_all_nodes(host_probe, config.launch.timeout_s)
+        reports = run_on_all_nodes(host_probe, config.launch.cluster_timeout_s)
         asked, files_left = (began, time.time()), set(probe.names())
     finally:
         with suppress(OSError):  # files of hosts that write as other users may stay

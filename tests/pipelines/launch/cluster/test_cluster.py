@@ -131,7 +131,7 @@ def test_what_is_waited_for_is_said_and_named(
     monkeypatch.setattr(cluster_module, "NOTICE_S", 0.0)
     monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{port}")
     with pytest.raises(NoCluster, match="the variable RAY_ADDRESS"):
-        _join(LaunchConfig(timeout_s=2.0))
+        _join(LaunchConfig(cluster_timeout_s=2.0))
     assert capsys.readouterr().err.count(f"waiting for a Ray cluster at 127.0.0.1:{port}") == 1
 
 

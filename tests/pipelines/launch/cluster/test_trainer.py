@@ -101,9 +101,9 @@ def test_what_waits_says_for_what_and_ends_when_told(taken: Any, asked: Any) -> 
 
 
 def test_a_probe_that_does_not_come_back_ends() -> None:
-    with pytest.raises(CannotRun, match=r"0\.5 s \(launch\.timeout_s\)") as raised:
+    with pytest.raises(CannotRun, match=r"0\.5 s \(launch\.cluster_timeout_s\)") as raised:
         run_on_node(_sleeper, 0.5)
-    assert (raised.value.setting, raised.value.value) == ("launch.timeout_s", 0.5)
+    assert (raised.value.setting, raised.value.value) == ("launch.cluster_timeout_s", 0.5)
     assert run_on_node(_answer, 60) == "here"
 
 
