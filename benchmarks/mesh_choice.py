@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from benchmarks.pairs import command_line
 from raystride.pipelines.config import Config, ModelConfig, ScalingConfig, TokenizerConfig, TrainConfig
-from raystride.pipelines.launch.cluster.resources import Resources, resolve_allocation
+from raystride.pipelines.launch.cluster.resources import Resources
 from raystride.pipelines.launch.preflight.checks import GIB, check_settings, estimate_memory
 from raystride.pipelines.launch.preflight.choose_mesh import choose_mesh
 from raystride.pipelines.sweep.observed import build_work
@@ -50,8 +50,8 @@ def row(name: str, shape: ModelConfig, cluster: str, given: dict[str, int]) -> s
     )
     scaling = ScalingConfig(mesh="auto", device="cuda", workers=EACH * nodes, **given)
     config = Config(model=shape, train=train, scaling=scaling, tokenizer=TokenizerConfig(vocabulary_size=WORDS))
-    config = choose_mesh(config, there, None, lambda _: None)
-    share, scaling = resolve_allocation(config, there), config.scaling
+    config, share = choose_mesh(config, there, None, lambda _: None)
+    scaling = config.scaling
     if not all(check.passed for check in check_settings(config, share, there)):
         return f"| {name} | {cluster} | none fits | | | | |"
     result = Result(

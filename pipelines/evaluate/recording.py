@@ -63,7 +63,7 @@ class ReopenedRun:
 
     def end(self) -> None:
         """Ends the run as it was. Raises the errors of MLflow."""
-        self.log.finish(self.status, self.ended_at)
+        self.log.end_run(self.status, self.ended_at)
 
 
 def reopen_run(run: Folder, record: RecordConfig, storage: Folder) -> ReopenedRun | None:

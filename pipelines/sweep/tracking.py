@@ -55,7 +55,7 @@ class SweepTracking:
     def end(self, status: str) -> None:
         """Logs the sweep's files, and ends its run with `status`, a key of `record.STATUSES`."""
         if log := self._log:
-            self._attempt(lambda: log.finish(status, time.time()))
+            self._attempt(lambda: log.end_run(status, time.time()))
 
     def log_artifact(self, name: str) -> None:
         """Logs a file of the sweep's folder."""
@@ -82,7 +82,7 @@ class SweepTracking:
         tags = {"raystride.trial": result.label, "raystride.outcome": result.status}
         log.log([new_entry("tags", {"mlflow.parentRunId": str(self.run_id), **tags})])
         status = folder.read_json(SUMMARY).get("status", "failed") if folder.exists(SUMMARY) else "failed"
-        log.finish(status, time.time())
+        log.end_run(status, time.time())
         if result.speed:  # last, so that a retry after a failure adds no second point
             self._log_entry(new_entry("metrics", {"trial_tokens_per_second": result.speed}, number))
 

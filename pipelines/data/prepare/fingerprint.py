@@ -8,7 +8,7 @@ It leaves out the storage, the number of workers, and settings that only the fee
 import codecs
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -20,6 +20,7 @@ from raystride.pipelines.data.prepare.code_hash import hash_code, qualified_name
 from raystride.pipelines.data.sources.faults import DataError
 from raystride.pipelines.data.sources.registry import RegisteredReader
 from raystride.pipelines.data.sources.source import Source, open_source
+from raystride.pipelines.data.tasks import build_task
 from raystride.pipelines.data.tasks.task import Task
 from raystride.pipelines.data.tokenizers.training import TRAINED_KINDS, read_file
 from raystride.pipelines.system.credentials import strip_credentials
@@ -43,6 +44,23 @@ def open_sources(config: Config, task: Task) -> tuple[Source, Source | None]:
     opened = partial(open_source, data, columns=task.columns, whole=whole)
     own = data.validation_source if data.validation == "source" else None
     return opened(data.source), opened(own) if own else None
+
+
+def hash_inputs(config: Config, missing: Collection[str]) -> str | None:
+    """Returns a hash of the raw files' names and sizes and of the tokenizer's content; not of times, which copies change.
+
+    `missing` names the sources that are not prepared. None if all of them are on a hub, from which each host would have to
+    download them first. Raises DataError and SettingError if a file is missing.
+    """
+    if not missing:
+        return None
+    sources = {name: open_sources(own, build_task(own)) for name, own in config.by_source().items()}
+    if all(sources[name][0].kind == "huggingface" for name in missing):
+        return None
+    pairs = sources.values()
+    files = [[entry.name, entry.size] for pair in pairs for source in pair if source for entry in source.files]
+    content = read_file(config.tokenizer) if config.tokenizer.kind == "file" else ""
+    return hashlib.sha256(json.dumps([files, content]).encode()).hexdigest()
 
 
 @dataclass(frozen=True)

@@ -37,6 +37,10 @@ class Resources:
     gpu_problem: str = ""
     """Why PyTorch cannot use the GPUs that the driver shows, and what to install; those GPUs are not counted."""
 
+    def choose_device(self, wanted: str) -> str:
+        """Returns `wanted`, a setting `scaling.device`, or for `auto` what there is: `cuda` or `cpu`."""
+        return wanted if wanted != "auto" else "cuda" if self.gpus >= 1 else "cpu"
+
     def num_fitting_workers(self, cpus: float) -> int:
         """Returns how many workers with `cpus` CPUs each fit; a worker needs its CPUs on one node."""
         return sum(int(node // cpus) for node in self.node_cpus or (self.cpus,))
@@ -114,7 +118,7 @@ class Allocation:
 def resolve_allocation(config: Config, resources: Resources) -> Allocation:
     """Returns the allocation, with a fitting value for every `auto`. Raises SettingError if settings are contradictory."""
     scaling, slots = config.scaling, config.train.slots
-    device = scaling.device if scaling.device != "auto" else "cuda" if resources.gpus >= 1 else "cpu"
+    device = resources.choose_device(scaling.device)
     _check_device(config, device)
     free = int(resources.cpus) - (config.data.start_after_mib > 0)  # one CPU for preparation
     if config.launch.mode == "inline":

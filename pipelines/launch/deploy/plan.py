@@ -21,7 +21,7 @@ from raystride.pipelines.config.combinations import SHARDED
 from raystride.pipelines.config.deploy import DeployConfig, TargetConfig
 from raystride.pipelines.config.parse import Parsed, load_settings
 from raystride.pipelines.data.prepare.choose_task import choose_task
-from raystride.pipelines.launch.cluster.resources import Allocation, Resources, resolve_allocation
+from raystride.pipelines.launch.cluster.resources import Allocation, Resources
 from raystride.pipelines.launch.preflight.checks import GIB, Check, check_settings, estimate_memory, raise_for_failures
 from raystride.pipelines.launch.preflight.choose_mesh import choose_mesh
 from raystride.pipelines.launch.run_store.location import is_path, with_absolute_paths, with_data
@@ -128,8 +128,7 @@ def plan_deployment(kind: Kind, request: DeployConfig, place: TargetConfig, pars
     cpus, memory = _node_share(request, place)
     resources = _expected_resources(request, place, cpus, memory)
     config = replace(config, scaling=replace(config.scaling, device="cuda" if request.gpus_per_node else "cpu"))
-    config = choose_mesh(config, resources, None, print)
-    allocation = resolve_allocation(config, resources)
+    config, allocation = choose_mesh(config, resources, None, print)
     grace_s = _estimate_grace_s(config, allocation, request.nodes)
     checks = list(_check_place(kind, request, place, config, grace_s))
     checks += check_settings(config, allocation, resources)

@@ -18,7 +18,7 @@ from raystride.pipelines.data.prepare.run_context import RunContext
 from raystride.pipelines.data.sources.faults import DataError
 from raystride.pipelines.launch.cluster.cluster import cluster, uses_running_cluster
 from raystride.pipelines.launch.cluster.network import measure_network
-from raystride.pipelines.launch.cluster.resources import Allocation, Resources, resolve_allocation
+from raystride.pipelines.launch.cluster.resources import Allocation, Resources
 from raystride.pipelines.launch.cluster.wait_for_nodes import wait_for_nodes
 from raystride.pipelines.launch.console.exit_codes import CANNOT_RUN, DONE, run_with_exit_code
 from raystride.pipelines.launch.preflight.checks import Check, preflight, raise_for_failures
@@ -104,9 +104,8 @@ def resolve_resources(context: RunContext) -> ResolvedRun:
     without_preparation = (
         replace(config, data=replace(config.data, start_after_mib=0.0, follow=False)) if context.is_prepared else config
     )
-    chosen = choose_mesh(without_preparation, resources, context.storage, context.log)
-    with_mesh = context.with_config(replace(chosen, data=config.data))
-    return ResolvedRun(with_mesh, resources, resolve_allocation(chosen, resources))
+    chosen, allocation = choose_mesh(without_preparation, resources, context.storage, context.log)
+    return ResolvedRun(context.with_config(replace(chosen, data=config.data)), resources, allocation)
 
 
 def resolve_and_check(context: RunContext, warn: Callable[[str], None]) -> ResolvedRun:

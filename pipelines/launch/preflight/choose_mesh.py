@@ -1,6 +1,6 @@
 """Chooses the mesh of a run with `scaling.mesh auto`: a sweep's recommendation, or the smallest mesh that fits in memory.
 
-    config = choose_mesh(config, resources, storage, screen.log)      # tensor, pipeline, context and strategy are set
+    config, allocation = choose_mesh(config, resources, storage, screen.log)    # tensor, pipeline, context, strategy are set
 
 A sweep over meshes stores its recommendation for trainings with the same steps (`store_mesh`). Without one, the meshes are
 tried in this order, and the first one that passes the preflight is taken: first those without idle devices; then smaller
@@ -11,14 +11,14 @@ context parallelism stay inside a node.
 
 import hashlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from math import gcd
 
 from raystride.pipelines.config import Config, SettingError
 from raystride.pipelines.config.combinations import MESHED_DECODERS
 from raystride.pipelines.config.run import ScalingConfig
-from raystride.pipelines.launch.cluster.resources import Resources, resolve_allocation
+from raystride.pipelines.launch.cluster.resources import Allocation, Resources, resolve_allocation
 from raystride.pipelines.launch.preflight.checks import GIB, check_settings, estimate_memory
 from raystride.pipelines.system.storage.folder import Folder
 
@@ -37,23 +37,19 @@ STEP_SETTINGS = (
 """Settings of `train` that determine a mesh's speed and memory."""
 
 
-def choose_mesh(config: Config, resources: Resources, storage: Folder | None, log: Callable[[str], None]) -> Config:
-    """Returns the settings with a mesh if they leave it open; unchanged if none passes, so that the preflight says why."""
-    if config.scaling.mesh != "auto":
-        return config
-    stored = storage.read_json(_mesh_file(config)) if storage and storage.exists(_mesh_file(config)) else None
-    if stored and (
-        chosen := _config_if_passing(
-            config, resources, replace(config.scaling, **{name: stored[name] for name in MESH_SETTINGS})
-        )
-    ):
-        log(f"mesh     {_describe_mesh(chosen, resources)}, as sweep {stored['sweep']} recommends")
-        return chosen
-    for scaling in _list_meshes(config, resources):
-        if chosen := _config_if_passing(config, resources, scaling):
-            log(f"mesh     {_describe_mesh(chosen, resources)}, the smallest that fits")
-            return chosen
-    return config
+def choose_mesh(
+    config: Config, resources: Resources, storage: Folder | None, log: Callable[[str], None]
+) -> tuple[Config, Allocation]:
+    """Returns the settings with a mesh if they leave it open, and their allocation.
+
+    They are unchanged if no mesh passes, so that the preflight says why. Raises SettingError if they are contradictory.
+    """
+    if config.scaling.mesh == "auto":
+        for scaling, reason in _list_candidates(config, resources, storage):
+            if passing := _resolve_if_passing(config, resources, scaling):
+                log(f"mesh     {_describe_mesh(*passing)}, {reason}")
+                return passing
+    return config, resolve_allocation(config, resources)
 
 
 def store_mesh(storage: Folder, recommended: Config, sweep: str) -> None:
@@ -70,15 +66,25 @@ def _mesh_file(config: Config) -> str:
     return f".meshes/{hashlib.sha256(json.dumps(work, sort_keys=True, default=str).encode()).hexdigest()[:16]}.json"
 
 
-def _config_if_passing(config: Config, resources: Resources, scaling: ScalingConfig) -> Config | None:
-    """Returns the settings with this mesh, None if they are invalid or a check fails."""
+def _resolve_if_passing(config: Config, resources: Resources, scaling: ScalingConfig) -> tuple[Config, Allocation] | None:
+    """Returns the settings with this mesh and their allocation, None if they are invalid or a check fails."""
     try:
         candidate = replace(config, scaling=scaling)
         allocation = resolve_allocation(candidate, resources)
     except SettingError:
         return None
     checks = check_settings(candidate, allocation, resources)
-    return candidate if all(check.passed for check in checks) else None
+    return (candidate, allocation) if all(check.passed for check in checks) else None
+
+
+def _list_candidates(config: Config, resources: Resources, storage: Folder | None) -> Iterator[tuple[ScalingConfig, str]]:
+    """Yields meshes and why one would be taken: a sweep's recommendation, then the others from small to large."""
+    if storage and storage.exists(_mesh_file(config)):
+        stored = storage.read_json(_mesh_file(config))
+        recommended = replace(config.scaling, **{name: stored[name] for name in MESH_SETTINGS})
+        yield recommended, f"as sweep {stored['sweep']} recommends"
+    for scaling in _list_meshes(config, resources):
+        yield scaling, "the smallest that fits"
 
 
 def _list_meshes(config: Config, resources: Resources) -> list[ScalingConfig]:
@@ -112,9 +118,9 @@ def _preference_key(scaling: ScalingConfig) -> tuple[int, bool, int, int]:
     return scaling.group, scaling.strategy == "fsdp", scaling.pipeline, scaling.context
 
 
-def _describe_mesh(config: Config, resources: Resources) -> str:
+def _describe_mesh(config: Config, allocation: Allocation) -> str:
     """Returns for instance `2 groups of 2 workers (tensor 2), ddp, about 1.20 GiB a worker`."""
-    scaling, allocation = config.scaling, resolve_allocation(config, resources)
+    scaling = config.scaling
     groups = allocation.workers // scaling.group
     dimensions = ("pipeline", "context", "tensor")
     sizes = ", ".join(f"{name} {getattr(scaling, name)}" for name in dimensions if getattr(scaling, name) > 1)

@@ -8,25 +8,21 @@
 All hosts are probed at once, each by a Ray task.
 """
 
-import hashlib
-import json
 import platform
 import shutil
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 
 from raystride.locations import __version__
-from raystride.pipelines.config import Config, TokenizerConfig
+from raystride.pipelines.config import Config
 from raystride.pipelines.data.plugins import PluginBundle
-from raystride.pipelines.data.prepare.fingerprint import open_sources
+from raystride.pipelines.data.prepare.fingerprint import hash_inputs
 from raystride.pipelines.data.prepare.manifest import load_finished_manifest
 from raystride.pipelines.data.prepare.run_context import RunContext
-from raystride.pipelines.data.sources.source import Source
-from raystride.pipelines.data.tasks import build_task
 from raystride.pipelines.launch.cluster.network import ClusterNode, Links, NoAnswer, run_on_all_nodes
 from raystride.pipelines.launch.preflight.checks import GIB, Check
 from raystride.pipelines.system.hub import is_hub_name, read_description
@@ -107,31 +103,10 @@ class HostProbe:
             if self.data is None:
                 return ""
             self.plugin_bundle.register()
-            found = _hash_inputs(self.config.tokenizer, list(_open_sources_by_name(self.config).values()))
+            found = hash_inputs(self.config, self.config.by_source())
         except Exception as error:  # SettingError, DataError, and errors of plug-ins and file systems
             return str(error).splitlines()[0] if str(error) else type(error).__name__
         return "" if found == self.data else "it has other files under the same names"
-
-
-SourcePair = tuple[Source, Source | None]
-"""A training source and its validation source, if any."""
-
-
-def _open_sources_by_name(config: Config) -> dict[str, SourcePair]:
-    """Opens the sources; returns them by name, "" for a single one. Raises DataError, SettingError."""
-    return {name: open_sources(own, build_task(own)) for name, own in config.by_source().items()}
-
-
-def _hash_inputs(tokenizer: TokenizerConfig, sources: Sequence[SourcePair]) -> str:
-    """Returns a hash of the files' names and sizes and the tokenizer's content; not of times, which copies change.
-
-    Raises DataError and SettingError if a file is missing.
-    """
-    from raystride.pipelines.data.tokenizers.training import read_file
-
-    files = [[entry.name, entry.size] for pair in sources for source in pair if source for entry in source.files]
-    content = read_file(tokenizer) if tokenizer.kind == "file" else ""
-    return hashlib.sha256(json.dumps([files, content]).encode()).hexdigest()
 
 
 def _free_disk_gib() -> float:
@@ -277,14 +252,11 @@ def probe_hosts(context: RunContext) -> HostReports:
         if not task.reads_dataset  # whose workers get their data from the driver, or open it themselves
         and load_finished_manifest(storage / ".prepared" / data_identity.fingerprint_of_source(name)) is None
     ]
-    sources = _open_sources_by_name(config) if missing else {}
-    # A hub's data is not checked: each host would have to download it first.
-    needed = any(sources[name][0].kind != "huggingface" for name in missing)
+    listed = hash_inputs(config, missing)
     probe = storage / f".probe-{uuid.uuid4().hex[:8]}"
     probe.put("driver", "here")
     try:
-        listed = _hash_inputs(config.tokenizer, list(sources.values())) if needed else None
-        host_probe, began = HostProbe(config, probe, listed, plugin_bundle if needed else PluginBundle()), time.time()
+        host_probe, began = HostProbe(config, probe, listed, plugin_bundle if listed else PluginBundle()), time.time()
         reports = run_on_all_nodes(host_probe, config.launch.cluster_timeout_s)
         asked, files_left = (began, time.time()), set(probe.names())
     finally:

@@ -171,7 +171,7 @@ def replay_run(storage: Folder, name: str, *, mlflow_uri: str | None = None, exp
     try:
         Follower(run.folder, log, warn=print).catch_up()
         # The end time is that of the last entry, not now.
-        log.finish(run.summary.get("status") or "stopped", float(last["time"]))
+        log.end_run(run.summary.get("status") or "stopped", float(last["time"]))
     except Exception as error:
         cause = redact(f"{type(error).__name__}: {error}")
         print(f"MLflow at {log.public_uri} cannot be reached ({cause})", file=sys.stderr)

@@ -172,7 +172,7 @@ class Follower:
             try:
                 self.catch_up()
                 if status:
-                    self._log.finish(status, self._ended_at)
+                    self._log.end_run(status, self._ended_at)
                     self._end_logged.set()
                 pause, warned, self.cause = MIN_BACKOFF_S, False, ""
                 with self._changed:

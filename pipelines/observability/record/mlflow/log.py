@@ -5,7 +5,7 @@ number of each attempt's last segment that MLflow has. Times are those of the en
 step, time and value, so it drops those sent twice after a crash between logging and recording the mark.
 
     log = MlflowLog.for_run(run_folder, "my-run", RecordConfig(), storage)
-    log.log(entries); log.finish("finished", time.time())
+    log.log(entries); log.end_run("finished", time.time())
 """
 
 import json
@@ -171,7 +171,7 @@ class MlflowLog:
         self.reference["logged"] |= {segment.attempt: segment.number for segment in logged}
         self._save_reference()
 
-    def finish(self, status: str, ended_at: float) -> None:
+    def end_run(self, status: str, ended_at: float) -> None:
         """Logs the usual files and ends the run with `status`, a key of `STATUSES`, at a time in seconds since 1970."""
         client, run_id = self.connect()
         for name in ARTIFACTS:

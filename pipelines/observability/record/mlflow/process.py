@@ -93,9 +93,9 @@ class MlflowProcess:
         """Records in `mlflow.json` that MLflow has these segments."""
         self._call("save_mark", logged)
 
-    def finish(self, status: str, ended_at: float) -> None:
+    def end_run(self, status: str, ended_at: float) -> None:
         """Logs the usual files and ends the run."""
-        self._call("finish", status, ended_at)
+        self._call("end_run", status, ended_at)
 
     def raise_priority(self) -> None:
         """Gives the process normal priority from now on. Thread-safe."""

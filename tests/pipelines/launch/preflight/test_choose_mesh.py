@@ -29,7 +29,7 @@ def _gpus(gib: float, nodes: int = 1, each: int = 8) -> Resources:
 
 
 def _chosen(config: Config, there: Resources, storage: Folder | None = None) -> ScalingConfig:
-    return choose_mesh(config, there, storage, lambda _: None).scaling
+    return choose_mesh(config, there, storage, lambda _: None)[0].scaling
 
 
 def _passes(config: Config, there: Resources) -> bool:
@@ -82,7 +82,7 @@ def test_what_is_given_stays() -> None:
     assert _chosen(_config(given), _gpus(1)) == given
     assert _chosen(_config(replace(AUTO, pipeline=4)), _gpus(80)).pipeline == 4
     nothing_fits = _config()
-    assert choose_mesh(nothing_fits, _gpus(0.5), None, lambda _: None) is nothing_fits
+    assert choose_mesh(nothing_fits, _gpus(0.5), None, lambda _: None)[0] is nothing_fits
 
 
 @given(
@@ -97,7 +97,8 @@ def test_nothing_smaller_passes(gib: int, nodes: int, heads: int, layers: int, w
     shape = ModelConfig(layers=layers, heads=heads, hidden_size=64 * heads, context=1024)
     config, there = replace(_config(replace(AUTO, workers=workers), shape), task=task), _gpus(gib, nodes)
     lines: list[str] = []
-    found = choose_mesh(config, there, None, lines.append)
+    found, allocation = choose_mesh(config, there, None, lines.append)
+    assert allocation == resolve_allocation(found, there)
     assert _passes(found, there) == bool(lines)
     if found.scaling.group > 1:
         alone = [replace(config, scaling=replace(config.scaling, strategy=kind)) for kind in ("auto", "fsdp")]
@@ -109,7 +110,7 @@ def test_a_sweeps_answer_is_taken_where_it_can_be(tmp_path: Path) -> None:
     recommended = _config(ScalingConfig(tensor=2, context=2, context_exchange="keys", strategy="fsdp", workers=8))
     store_mesh(storage, recommended, "meshes")
     log: list[str] = []
-    scaling = choose_mesh(_config(), _gpus(80), storage, log.append).scaling
+    scaling = choose_mesh(_config(), _gpus(80), storage, log.append)[0].scaling
     assert (scaling.tensor, scaling.context, scaling.context_exchange, scaling.strategy) == (2, 2, "keys", "fsdp")
     assert "as sweep meshes recommends" in log[0]
     assert _chosen(_config(), _gpus(80, each=2), storage).group == 1  # it wants four

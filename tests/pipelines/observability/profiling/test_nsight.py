@@ -11,15 +11,15 @@ from shutil import which
 import pytest
 import yaml
 
-from raystride.pipelines.launch.profiled import (
+from raystride.pipelines.observability.profiling.nsight import SystemsWindow
+from raystride.pipelines.observability.profiling.nsight_commands import NSYS_SESSION_VARIABLE, worker_executable
+from raystride.pipelines.observability.profiling.nsight_compute import (
     COMPUTE_METRIC,
     DURATION_METRIC,
     MEMORY_METRIC,
     explain_missing_report,
     parse_speed_of_light,
 )
-from raystride.pipelines.observability.profiling.nsight import SystemsWindow
-from raystride.pipelines.observability.profiling.nsight_commands import NSYS_SESSION_VARIABLE, worker_executable
 from raystride.pipelines.observability.profiling.profile import ProfileError
 from tests.tiny import write_text
 

@@ -38,7 +38,7 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Folder:
     (storage / "r").put("summary.json", "{}")
     log = _log(storage, "r")
     log.log([new_entry("metrics", {"train_loss": 0.5}, step=1, time=1e9)])
-    log.finish("finished", 1e9 + 1)
+    log.end_run("finished", 1e9 + 1)
     return storage
 
 
@@ -61,7 +61,7 @@ def test_the_run_is_there_once_and_the_old_place_is_left_alone(recorded: Folder,
     (storage / "r").put("curve.png", "drawn")
     log = _log(storage, "r")
     log.log([new_entry("metrics", {"train_loss": 0.25}, step=2, time=1e9 + 2)])
-    log.finish("finished", 1e9 + 3)
+    log.end_run("finished", 1e9 + 3)
     run = only_run(storage, "r")
     assert run.info.run_id == (recorded / "r").read_json("mlflow.json")["run_id"]
     assert [step for step, _, _ in history(storage, run.info.run_id, "train/loss")] == [1, 2]

@@ -229,7 +229,7 @@ def test_a_run_ends_with_its_status_and_usual_files_and_opens_again(log: MlflowL
     from mlflow import MlflowClient
 
     folder.put("config.yaml", b"a: 1")
-    log.finish("stopped", 2000.5)
+    log.end_run("stopped", 2000.5)
     run = only_run(storage, folder.name)
     assert (run.info.status, run.info.end_time) == ("KILLED", 2_000_500)
     assert [file.path for file in MlflowClient(database_uri(storage)).list_artifacts(log.run_id)] == ["config.yaml"]

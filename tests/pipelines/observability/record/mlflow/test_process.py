@@ -85,7 +85,7 @@ def test_what_was_niced_computes_like_its_parent_again(monkeypatch: pytest.Monke
 @pytest.mark.long
 def test_an_error_is_named_and_a_closed_one_starts_no_process(log: MlflowProcess) -> None:
     with pytest.raises(MlflowFailed, match="KeyError"):
-        log.finish("no such status", 1.0)
+        log.end_run("no such status", 1.0)
     log.close()
     with pytest.raises(MlflowFailed, match="was ended"):
         log.connect()

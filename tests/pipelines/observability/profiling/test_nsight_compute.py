@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from raystride.pipelines.config import Config, RecordConfig
-from raystride.pipelines.launch.profiled import _store_report
+from raystride.pipelines.observability.profiling.nsight_compute import store_report
 from raystride.pipelines.observability.profiling.profile import PROFILES_FOLDER
 from raystride.pipelines.observability.record.mlflow.database import database_uri
 from raystride.pipelines.system.storage.folder import Folder
@@ -28,7 +28,7 @@ def test_files_are_kept_and_told(tmp_path: Path, scratch: Path, mlflow: bool) ->
     folder = storage / "a"
     folder.put_json("summary.json", {"status": "finished"})
     config = replace(Config(), run="a", record=RecordConfig(mlflow=mlflow))
-    _store_report(config, storage, folder, scratch)
+    store_report("a", config.record, storage, scratch)
     assert [folder.read(f"{PROFILES_FOLDER}/{name}") for name in ("ncu.csv", "ncu.html")] == [b"ncu.csv", b"ncu.html"]
     if not mlflow:
         assert not (tmp_path / "runs" / "mlflow.db").exists()
@@ -48,6 +48,6 @@ def test_what_mlflow_cannot_be_told_leaves_the_files_and_a_warning(
 ) -> None:
     storage = Folder(str(tmp_path / "runs"))
     config = replace(Config(), run="a", record=RecordConfig(mlflow=True))
-    _store_report(config, storage, storage / "a", scratch)  # there is no summary to say how the run ended
+    store_report("a", config.record, storage, scratch)  # there is no summary to say how the run ended
     assert (storage / "a").read(f"{PROFILES_FOLDER}/ncu.csv") == b"ncu.csv"
     assert "warning: the profile is not in MLflow" in capsys.readouterr().err
