@@ -67,6 +67,21 @@ def test_skypilot_accepts_the_task_file(case: str) -> None:
     assert tree["secrets"] == {"RAY_AUTH_TOKEN": None}
 
 
+@pytest.mark.parametrize(("kind", "case"), [("launcher", LAUNCHED["ssh"]), ("sky", SKY["gpu"])])
+def test_a_run_waits_for_machines_that_join_one_by_one(kind: Any, case: dict[str, Any]) -> None:
+    settings = yaml.safe_load(render_for(kind, **case)["settings.yaml"])
+    assert settings["scaling"]["min_nodes"] == 2
+    assert settings["launch"] == {"cluster_timeout_s": 1800.0}
+    preset = {
+        "data": {"source": "s3://bucket/texts"},
+        "train": {"slots": 16},
+        "scaling": {"min_nodes": 1},
+        "launch": {"cluster_timeout_s": 3600.0},
+    }
+    settings = yaml.safe_load(render_for(kind, **{**case, "preset": preset})["settings.yaml"])
+    assert (settings["scaling"]["min_nodes"], settings["launch"]) == (1, {"cluster_timeout_s": 3600.0})
+
+
 def test_nodes_of_a_task_start_or_join_the_head(tmp_path: Path) -> None:
     """Runs the script with commands that print their arguments instead of Ray, Python and Raystride."""
     files = render_for("sky", **SKY["gpu"])

@@ -6,6 +6,7 @@ from raystride.pipelines.config import (
     CheckpointConfig,
     Config,
     GuardConfig,
+    LaunchConfig,
     ModelConfig,
     ObjectiveConfig,
     ScalingConfig,
@@ -25,6 +26,12 @@ CPU = Resources(cpus=4, gpus=0, memory_bytes=2.0**34, gpu_memory_bytes=None)
             "scaling.strategy",
             "single",
             ("`ddp`", "`fsdp`", "`deepspeed`"),
+        ),
+        (
+            {"scaling": ScalingConfig(min_nodes=2), "launch": LaunchConfig(mode="inline")},
+            "scaling.min_nodes",
+            2,
+            ("launch.mode inline",),
         ),
         (
             {"scaling": ScalingConfig(strategy="fsdp"), "train": TrainConfig(exact=True)},
