@@ -39,7 +39,7 @@ def _count_until(list_nodes: ListNodes, min_nodes: int, timeout_s: float, log: C
     deadline, last_logged = time.monotonic() + timeout_s, min_nodes
     while True:
         num_alive = sum(bool(node["Alive"] and {"CPU", "GPU"} & set(node["Resources"])) for node in list_nodes())
-        if num_alive < min_nodes and num_alive != last_logged:
+        if num_alive < min_nodes and num_alive != last_logged and timeout_s:
             log(f"nodes    {num_alive} of {min_nodes} are there, waiting up to {timeout_s:g} s for the others")
             last_logged = num_alive
         if num_alive >= min_nodes or time.monotonic() >= deadline:

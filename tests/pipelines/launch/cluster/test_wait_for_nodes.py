@@ -34,6 +34,8 @@ def test_a_job_ends_where_nodes_are_missing(ray_cluster: None, monkeypatch: pyte
     with cannot_run("nodes", "1 of 2"):
         wait_for_nodes(2, launch, lines.append)
     assert lines == ["nodes    1 of 2 are there, waiting up to 0.01 s for the others"]
+    lines.clear()
     with cannot_run("nodes", "1 of 2") as raised:  # at once: no machine can join the Ray that a job has started
         wait_for_nodes(2, LaunchConfig(), lines.append)
+    assert lines == []
     assert "launch.address" in str(raised.value)
