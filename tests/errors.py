@@ -3,13 +3,12 @@
 with refused("train.steps", -1): TrainConfig(steps=-1)
 with refused("data.follow", True, names=["data.start_after_mib"]): DataConfig(follow=True)
 with unreadable("rows.csv", line=3, column="text"): read("data/rows.csv")
-with rejected("job.sbatch", "syntax error"): check_files("slurm", files)
 with cannot_run("nodes", "5", "4"): plan(...)
 """
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from unittest.mock import ANY
 
 import pytest
@@ -17,9 +16,6 @@ import pytest
 from raystride.pipelines.config import SettingError
 from raystride.pipelines.data.sources.faults import DataError
 from raystride.pipelines.launch.cluster.cluster import CannotRun
-
-if TYPE_CHECKING:
-    from raystride.pipelines.launch.deploy.validate import FileError
 
 
 @contextmanager
@@ -40,19 +36,6 @@ def unreadable(file: str = "", *, names: Sequence[str] = (), **fields: Any) -> I
     error = raised.value
     assert error.file.endswith(file), str(error)
     assert {name: getattr(error, name) for name in fields} == fields, str(error)
-    assert not [name for name in (file, *names) if name not in str(error)], str(error)
-
-
-@contextmanager
-def rejected(file: str, *names: str) -> Iterator["pytest.ExceptionInfo[FileError]"]:
-    """Expects a FileError about this rendered file, with one fault that says all `names`, as the sentence does."""
-    from raystride.pipelines.launch.deploy.validate import FileError  # with the packages of templates, which few tests need
-
-    with pytest.raises(FileError) as raised:
-        yield raised
-    error = raised.value
-    assert error.file == file, str(error)
-    assert not names or any(all(name in fault for name in names) for fault in error.faults), error.faults
     assert not [name for name in (file, *names) if name not in str(error)], str(error)
 
 

@@ -1,9 +1,11 @@
-"""Finds faults of rendered files: by the schemas of the programs that read them, and by rules that no schema has.
+"""Finds faults of rendered files: by bash, by the schemas of the programs that read them, and by rules that no schema has.
 
 find_faults("kuberay", files)          # []; or ["overlays/gpu: RayJob: spec: there is no field 'entrypont'; ..."]
 """
 
+import subprocess
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -11,17 +13,28 @@ import yaml
 
 from raystride.pipelines.launch.deploy.plan import Kind
 from tests.deploy.kustomize import Document, build_folder, find_folders
-from tests.deploy.schemas import compose_schema, find_schema_faults, kuberay_schema, launcher_schema, sky_schema
+from tests.deploy.schemas import LOADER, compose_schema, find_schema_faults, kuberay_schema, launcher_schema, sky_schema
 
 Files = Mapping[str, str]
 SHARED_FOLDER = "once"
 """Folder of the objects that outlive a job."""
+BASH_LINES = ("#!/bin/bash", "#!/usr/bin/env bash")
 RAY_KINDS = ("RayJob", "RayCluster")
 
 
 def find_faults(kind: Kind, files: Files) -> list[str]:
-    """Returns a line for each fault, with its place."""
-    return list(FINDERS[kind](files))
+    """Returns a line for each fault, with its place. Raises yaml.YAMLError for a file that is not YAML."""
+    scripts = [(name, _bash_fault(text)) for name, text in files.items() if text.startswith(BASH_LINES)]
+    for name, text in files.items():
+        if name.endswith((".yaml", ".yml")):
+            list(yaml.load_all(text, LOADER))
+    return [*(f"{name}: {fault}" for name, fault in scripts if fault), *FINDERS[kind](files)]
+
+
+@cache
+def _bash_fault(script: str) -> str:
+    """Returns what bash says to a script that it cannot parse, and nothing to another."""
+    return subprocess.run(["bash", "-n"], input=script, capture_output=True, text=True, check=False).stderr
 
 
 def find_kuberay_faults(files: Files, definitions: Path | None = None) -> Iterator[str]:

@@ -69,6 +69,13 @@ def launcher_schema() -> Schema:
 
 
 @cache
+def serve_schema() -> Schema:
+    """Returns the schema of Ray Serve's configuration with one application of Ray Serve LLM."""
+    schema: Schema = yaml.safe_load((SPECIFICATIONS / "serve-llm.yaml").read_text())
+    return schema
+
+
+@cache
 def compose_schema() -> Schema:
     """Returns the Compose specification that the package check-jsonschema has."""
     schema: Schema = json.loads((files("check_jsonschema") / "builtin_schemas" / "vendor" / "compose-spec.json").read_text())

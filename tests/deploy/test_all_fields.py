@@ -20,6 +20,7 @@ from tests.some import some
 CASES: dict[str, tuple[Kind, dict[str, Any]]] = {
     "compose": ("compose", {"place": "this_machine", "nodes": 1, "preset": "lm_python"}),
     "kuberay": ("kuberay", {"place": "kubernetes", "gpus": 8}),
+    "slurm": ("slurm", {"place": "slurm", "gpus": 8}),
     "launcher by ssh": ("launcher", {"place": "machines_by_ssh", "cloud": {"hosts": ("10.0.0.1", "10.0.0.2")}}),
     "launcher aws": ("launcher", {"place": "aws", "gpus": 8}),
     "launcher gcp": ("launcher", {"place": "gcp", "gpus": 8}),

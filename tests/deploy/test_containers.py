@@ -15,6 +15,7 @@ import yaml
 
 from raystride.pipelines.launch.deploy.driver import main as run_deploy
 from raystride.pipelines.launch.deploy.own_ray import reserve_ports
+from raystride.pipelines.launch.deploy.render import write_files
 from tests.deploy.containers import Engine, find_missing, read_pip_settings
 from tests.deploy.faults import find_faults
 from tests.deploy.rendering import find_entry_point, render_for
@@ -53,6 +54,19 @@ def test_the_dockerfile_passes_hadolint() -> None:
     program = Path(sys.executable).parent / "hadolint"
     done = subprocess.run([program, ROOT / "deploy" / "Dockerfile"], capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (0, "")
+
+
+@pytest.mark.skipif(
+    shutil.which("docker") is None or subprocess.run(["docker", "compose", "version"], capture_output=True).returncode != 0,
+    reason="no Docker Compose here",
+)
+def test_docker_compose_accepts_the_files(tmp_path: Path) -> None:
+    write_files(render_for("compose", "this_machine", nodes=1, preset="lm_python"), tmp_path, overwrite=False)
+    drive = {"NFS_SERVER": "10.0.0.5", "NFS_FOLDER": "/exports/runs"}
+    command = ["docker", "compose", "--file", "compose.yaml"]
+    subprocess.run([*command, "config", "--quiet"], cwd=tmp_path, check=True)
+    command += ["--file", "network_drive.yaml", "config", "--quiet"]
+    subprocess.run(command, cwd=tmp_path, check=True, env=os.environ | drive)
 
 
 @pytest.mark.parametrize("nodes", [pytest.param(1, marks=pytest.mark.long), 2, pytest.param(4, marks=pytest.mark.long)])

@@ -23,6 +23,12 @@ def _change_worker_pod(change: Callable[[Any], object]) -> dict[str, str]:
     return {**files, "base/rayjob.yaml": yaml.safe_dump(job)}
 
 
+def test_faulty_scripts_and_yaml_are_found() -> None:
+    assert _has_fault(find_faults("slurm", {"job.sbatch": "#!/bin/bash\nif true; then\n"}), "job.sbatch: ", "unexpected")
+    with pytest.raises(yaml.YAMLError):
+        find_faults("slurm", {"settings.yaml": "a: [1"})
+
+
 @pytest.mark.parametrize(("change", "names"), [
     (lambda pod: pod.update(serviceAccountName="other"), ("ServiceAccount 'other'",)),
     (lambda pod: pod["volumes"].pop(), ("volume 'home'",)),

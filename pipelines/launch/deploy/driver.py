@@ -1,4 +1,4 @@
-"""`raystride deploy`: writes the files with which a run is deployed, checks them, and prints the commands to run next.
+"""`raystride deploy`: writes the files with which a run is deployed, and prints the commands to run next.
 
 main(["slurm", "--config", "lm_124m", "--nodes", "4", "--gpus-per-node", "8", "--output", "job"])
 """
@@ -25,7 +25,6 @@ from raystride.pipelines.launch.deploy.plan import (
     plan_deployment,
 )
 from raystride.pipelines.launch.deploy.render import render_files, write_files
-from raystride.pipelines.launch.deploy.validate import CheckResult, check_files
 
 DEPLOY_FLAGS = {item.name for item in fields(DeployConfig)}
 """Names of the flags of this command; all others are settings of the run."""
@@ -67,7 +66,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _deploy(arguments: list[str]) -> int:
-    """Plans, renders, checks and writes the files, and prints the summary. Returns the exit code. Raises SettingError."""
+    """Plans, renders and writes the files, and prints the summary. Returns the exit code. Raises SettingError."""
     if not arguments or arguments[0] in ("-h", "--help"):
         print(_help_text())
         return DONE
@@ -89,7 +88,6 @@ def _deploy(arguments: list[str]) -> int:
         raise request.error("array", "needs `raystride deploy slurm --job sweep`")
     deployment = plan_deployment(kind, request, load_place(request.place or DEFAULT_PLACES[kind]), parsed)
     files = render_files(deployment)
-    check_result = check_files(kind, files)
     folder = Path(request.output or f"deploy-{kind}-{deployment.run}")
     write_files(files, folder, overwrite=request.overwrite)
     if not request.place:
@@ -97,13 +95,13 @@ def _deploy(arguments: list[str]) -> int:
         print(
             f"place    the example {example!r}: copy deploy/places/{example}.yaml, describe yours, and give it with --place",
         )
-    for line in _summary_lines(deployment, folder, sorted(files), check_result):
+    for line in _summary_lines(deployment, folder, sorted(files)):
         print(line)
     return DONE
 
 
-def _summary_lines(deployment: Deployment, folder: Path, files: Sequence[str], check_result: CheckResult) -> list[str]:
-    """Returns the lines to print: each check, a skipped check, the run with its size and price, the files, each command."""
+def _summary_lines(deployment: Deployment, folder: Path, files: Sequence[str]) -> list[str]:
+    """Returns the lines to print: the run with its size and price, the files, each command."""
     place = deployment.place
     workers = f"{deployment.workers} workers" if deployment.workers else "as many workers as are fastest"
     size = f"{deployment.nodes} node(s), {deployment.gpus_per_node} GPU(s) each, {workers}; {deployment.grace_s} s to save"
@@ -117,8 +115,6 @@ def _summary_lines(deployment: Deployment, folder: Path, files: Sequence[str], c
     values["secret"] = "" if place.mlflow_uri else DATABASE_KEY_COMMAND.format(**values)
     commands = [command.format(**values) for command in NEXT_COMMANDS[deployment.kind]]
     return [
-        *(f"looked   {line}" for line in check_result.passed),
-        *([f"not yet  {check_result.skipped}"] if check_result.skipped else []),
         *([f"not yet  {_describe_image(place.image)}"] if deployment.kind == "kuberay" and "/" not in place.image else []),
         f"run      {deployment.run} in {place.storage}: {size}{price}",
         f"results  {folder}: {', '.join(files)}",
@@ -163,8 +159,8 @@ def _help_text() -> str:
     lines = [
         f"raystride deploy {'|'.join(KINDS)} --config PRESET [--nodes N] [--gpus-per-node N] [--place PLACE] [--output DIR]",
         "",
-        "Writes the files with which the run goes there, looks whether they are valid, and says what to type next. All",
-        "settings of a training may follow; `raystride deploy slurm --help` lists the flags of this command.",
+        "Writes the files with which the run goes there, and says what to type next. All settings of a training may follow;",
+        "`raystride deploy slurm --help` lists the flags of this command.",
         "`raystride deploy serve --run NAME` writes what serves a run's model on GPUs. Places:",
         "",
         *(f"  {name:<28} {load_place(name).about}" for name in known_places()),

@@ -8,6 +8,7 @@ deployment.workers, deployment.grace_s                     # 16, 180
 import math
 import os
 import re
+import subprocess
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -230,6 +231,10 @@ def _check_place(kind: Kind, request: DeployConfig, place: TargetConfig, config:
             fault,
             f"give slurm.time_limit at least {math.ceil(min_limit_s / 60)} minutes",
         )
+        # The only text of a place that stands in a file as it is.
+        bash = subprocess.run(["bash", "-n"], input=place.slurm.activate, capture_output=True, text=True, check=False)
+        fault = f"{place.slurm.activate!r}: {bash.stderr.partition(chr(10))[0]}"
+        yield Check("slurm.activate", not bash.returncode, fault, "give one complete line of bash")
     if kind == "sky":
         fault = "cloud.provider is local: SkyPilot starts machines of a cloud"
         yield Check("cloud", place.cloud.provider != "local", fault, "name one in the place's file")

@@ -15,12 +15,9 @@ def _deploy(line: str, folder: Path) -> int:
     return main([*line.split(), "--output", str(folder)])
 
 
-def test_files_are_written_and_checked_and_the_next_commands_printed(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_files_are_written_and_the_next_commands_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert _deploy(FLAGS, tmp_path / "job") == 0
     said = capsys.readouterr().out
-    assert "looked   job.sbatch: bash -n" in said
     assert f"next     cd {tmp_path / 'job'} && sbatch job.sbatch" in said
     script = (tmp_path / "job" / "job.sbatch").read_text()
     for line in ("--nodes=4", "--gpus-per-node=8", "--partition=gpu", "--signal=B:USR1@180", "--requeue", "--exclusive"):

@@ -91,6 +91,7 @@ def test_a_default_given_together_with_a_base_is_written(tmp_path: Path) -> None
         ({"storage": ""}, {}, "storage", ("none",)),
         ({"storage": "runs"}, {}, "storage", ("runs is", "absolute path")),
         ({"gpu_memory_gib": 1.0}, {}, "memory", ("about",)),
+        ({"slurm": SlurmConfig(activate='source "venv')}, {}, "slurm.activate", ('source "venv', "matching")),
         ({"slurm": SlurmConfig(time_limit="9")}, {}, "time limit", ("9 is", "120 s")),
         ({}, {"kind": "sky"}, "storage", ("SkyPilot",)),
         ({}, {"kind": "kuberay"}, "storage", ("kubernetes.storage_class",)),
