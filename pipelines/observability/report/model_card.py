@@ -3,10 +3,11 @@
 card = model_card(storage / "tickets", "me/tickets", step=1000)   # Markdown with the hub's YAML on top
 """
 
-import yaml
+from collections.abc import Mapping
+from typing import Any
 
-from raystride.pipelines.observability.report.origin import load_origin
-from raystride.pipelines.observability.report.run_figures import list_run_figures
+from raystride.pipelines.observability.report.origin import Origin, load_origin
+from raystride.pipelines.observability.report.run_figures import list_metrics, list_run_figures
 from raystride.pipelines.system.hub import is_hub_name, name_and_revision
 from raystride.pipelines.system.storage.folder import Folder
 
@@ -22,16 +23,14 @@ def model_card(run: Folder, name: str, step: int, *, adapter: bool = False) -> s
     origin = load_origin(run)
     base = (origin.config.model.init_from if origin.config else None) or ""
     task = origin.config.task if origin.config else ""
-    library = "peft" if adapter else "transformers"
-    head = {"library_name": library, "pipeline_tag": _pipeline_tag(task), "tags": ["raystride"]}
-    head |= {"base_model": name_and_revision(base)[0]} if is_hub_name(base) else {}
     summary = run.read_json("summary.json") if run.exists("summary.json") else {}
     metrics = summary.get("metrics") or {}
     figures = [[each.label, each.text] for each in list_run_figures(summary) if each.key in (*CARD_FIGURES, *metrics)]
     if summary.get("parameters_sha256"):
         figures.append(["hash of the last parameters", summary["parameters_sha256"]])
+    metadata = _metadata(origin, summary, name, base, task, adapter)
     parts = [
-        f"---\n# license: yours to fill in, such as apache-2.0\n{yaml.safe_dump(head, sort_keys=False)}---\n",
+        f"---\n# license: yours to fill in, such as apache-2.0\n{metadata}\n---\n",
         f"# {name}\n\nThe model of the run `{run.name}` after {step} steps, trained by Raystride.\n",
         "## Data\n\n" + _markdown_table(["", ""], origin.list_facts(None)),
         "## Settings\n\nThose that are not as they are by default.\n\n"
@@ -43,8 +42,33 @@ def model_card(run: Folder, name: str, step: int, *, adapter: bool = False) -> s
     return "\n".join(parts)
 
 
-def _pipeline_tag(task: str) -> str:
-    return "text-classification" if task == "classification" else "text-generation"
+def _metadata(origin: Origin, summary: Mapping[str, Any], name: str, base: str, task: str, adapter: bool) -> str:
+    """Returns the hub's YAML: library, task, base, and the metrics of the last validation, as it lists them."""
+    from huggingface_hub import EvalResult, ModelCardData
+
+    tag = "text-classification" if task == "classification" else "text-generation"
+    source = origin.data_source or "not recorded"
+    results = [
+        EvalResult(
+            task_type=tag,
+            dataset_type=source,
+            dataset_name=source,
+            dataset_split="validation",
+            metric_type=metric.key.removeprefix("val_"),
+            metric_name=metric.label,
+            metric_value=summary["metrics"][metric.key],
+        )
+        for metric in list_metrics(summary)
+    ]
+    data = ModelCardData(
+        base_model=name_and_revision(base)[0] if is_hub_name(base) else None,
+        eval_results=results or None,
+        library_name="peft" if adapter else "transformers",
+        model_name=name if results else None,
+        pipeline_tag=tag,
+        tags=["raystride"],
+    )
+    return str(data.to_yaml())
 
 
 def _auto_class(task: str) -> str:

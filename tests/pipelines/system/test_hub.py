@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from huggingface_hub import constants
+from huggingface_hub import ModelCard, constants
 from safetensors.torch import save
 
 from raystride.model.hugging_face import hf_names, to_hugging_face
@@ -200,6 +200,10 @@ def test_a_folder_is_pushed_with_the_card_of_its_run(hub: HubServer, tmp_path: P
         each in card for each in ("base_model: org/base", "| validation loss | 1.2500 |", "val_accuracy", "# license:")
     )
     assert "after 60 steps" in card
+    data = ModelCard(card).data
+    assert (data.base_model, data.library_name, data.pipeline_tag) == ("org/base", "transformers", "text-generation")
+    (result,) = data.eval_results
+    assert (result.metric_type, result.metric_value, result.dataset_split) == ("accuracy", 0.5, "validation")
     assert "`org/base@main`" in card
     hub.private.add("me/others")
     with refused("push", "me/others", names=["--push me/others: "]):
@@ -239,3 +243,4 @@ def test_an_adapter_is_pushed_with_how_it_comes_to_its_base(
     assert (described["base_model_name_or_path"], described["revision"]) == pushed_description
     card = files["README.md"].decode()
     assert all(each in card for each in ("library_name: peft", 'PeftModel.from_pretrained(base, "me/adapter")', *card_says))
+    assert ModelCard(card).data.model_name is None
