@@ -31,6 +31,7 @@ LAST_PROCESS = (
     "tests/faults/test_elastic.py",
     "tests/faults/test_hang.py",
     "tests/faults/test_ray.py",
+    "tests/pipelines/launch/cluster/test_fast_start.py",
     "tests/pipelines/launch/cluster/test_internals.py",
     "tests/pipelines/launch/cluster/test_recorder_handle.py",
     "tests/pipelines/launch/cluster/test_resources.py",

@@ -4,5 +4,5 @@ cluster    joins or starts a Ray cluster;  `resources`: its resources, and the a
 trainer    workers by Ray Train;  `elastic`: grows and shrinks the group during a run
 recorder_handle    the recorder actor, and the handles of driver and workers on it
 answering  batch inference on workers
-internals  the only file that uses private parts of Ray, with a fallback for each
+fast_start    a trainer of private parts of Ray;  `internals`: all other uses of private parts, with a fallback for each
 """

@@ -1,8 +1,7 @@
-"""All uses of private parts of Ray. Each one is checked before use and has a fallback.
+"""All uses of private parts of Ray but those of `fast_start`. Each one is checked before use and has a fallback.
 
 | use                                | fallback, after a warning                                                           |
 | ---------------------------------- | ----------------------------------------------------------------------------------- |
-| `fast_start_trainer`               | the stock TorchTrainer, which starts in about twice the time                        |
 | `free_resources_by_node`           | the cluster's total, counted as if it were spread in the worst way                  |
 | `cancel_lost_requests`             | an elastic run waits up to 180 s for its slots after its driver was lost            |
 | `refresh_node_view`                | Ray Train refreshes its view of the nodes by itself, every 20 s                     |
@@ -16,8 +15,9 @@
 
 Ray is imported only when a use needs it: a driver begins without it, and a missing name disables one use alone.
 `tests/pipelines/launch/cluster/test_internals.py` removes the names one by one; `make test-ray-next` tests the newest Ray.
+Comments that begin with "Upstream" name the issue or pull request that concerns a public way, by ray-project/ray's numbers.
 
-    trainer = fast_start_trainer(function, settings, warn=print) or TorchTrainer(function, **settings)
+    nodes = free_resources_by_node({"CPU": 2.0}, warn=print)          # [{"CPU": 8.0, "memory": 3.1e10}, {"CPU": 1.0}]
 """
 
 import json
@@ -32,20 +32,15 @@ from typing import Any
 from raystride.pipelines.launch.cluster.fallback import (
     PrivateApiMissing,
     Warn,
-    check_overrides,
     check_signature,
-    fallback_warning,
     guard_private_api,
     import_private,
     print_warning,
     warn_fallback,
 )
-from raystride.pipelines.launch.cluster.meeting import find_free_address, set_master_address, set_up_rendezvous
 from raystride.pipelines.train.distributed.process_group import LOOPBACK
 
 RAY_TRAIN = "ray.train.v2._internal"
-GROUP_MODULE, GROUP_STATE_MODULE = (f"{RAY_TRAIN}.execution.worker_group.{name}" for name in ("worker_group", "state"))
-"""Modules that start and end the SynchronizationActor of a group of workers."""
 COORDINATOR = "AutoscalingCoordinator"
 """Name and namespace of the actor from which Ray Train learns of the nodes."""
 _COORDINATOR_ACTOR = "ray.data._internal.cluster_autoscaler.default_autoscaling_coordinator"
@@ -64,207 +59,6 @@ PACKAGES_PATH = "/runtime_resources/working_dir_files/"
 """Folder below the session's, in which a node unpacks the working directories of jobs."""
 
 
-def fast_start_trainer(function: Any, settings: Mapping[str, Any], warn: Warn = print_warning) -> Any | None:
-    """Returns a Ray Train trainer without the parts that a fixed number of workers does not need; None if Ray has changed.
-
-    The stock TorchTrainer imports torch in the driver and in the controller, gives every process its own runtime environment
-    (so Ray cannot reuse idle or prestarted processes), and starts actors that clean up after controllers, request nodes from
-    an autoscaler and manage data sets. Here the workers import torch and join the process group by themselves. An autoscaler
-    sees the pending placement group as usual, and its resources are released when the job ends. Features for shared clusters
-    stay: preemption is watched if there are several nodes, and the dashboard is updated.
-
-    The controller, the first process in which a changed part would fail, is ready when this returns.
-    """
-    from ray.exceptions import RayActorError
-
-    try:
-        with guard_private_api(RayActorError):
-            return _make_trainer_class()(function, **settings)
-    except PrivateApiMissing as error:
-        warn(fallback_warning(error, "Ray Train's own trainer starts the workers, in about twice the time"))
-        return None
-
-
-def _make_trainer_class() -> type:
-    """Builds Ray Train's data-parallel trainer with a controller, workers, failure handling, and little else."""
-    import ray
-    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-
-    accelerators = import_private(f"{RAY_TRAIN}.callbacks", "AcceleratorSetupCallback")
-    backends = import_private(f"{RAY_TRAIN}.callbacks", "BackendSetupCallback")
-    users = import_private(f"{RAY_TRAIN}.callbacks.user_callback", "UserCallbackHandler")
-    failure_policy = import_private(f"{RAY_TRAIN}.execution.failure_handling", "create_failure_policy")
-    reference = import_private(f"{RAY_TRAIN}.util", "ObjectRefWrapper")
-    controller, scaling, rendezvous = _make_controller_class(), _make_scaling_class(), _make_rendezvous_class()
-    base = import_private("ray.train.v2.api.data_parallel_trainer", "DataParallelTrainer")
-    # Reports the training to the dashboard; see `cluster`.
-    is_tracked = os.environ.get("RAY_TRAIN_ENABLE_STATE_TRACKING") == "1"
-    dashboards = [import_private(f"{RAY_TRAIN}.callbacks.state_manager", "StateManagerCallback")] if is_tracked else []
-
-    class FastStartTrainer(base):  # type: ignore[misc, valid-type]
-        """See `fast_start_trainer`."""
-
-        def __init__(self, function: Any, **settings: Any) -> None:
-            super().__init__(function, backend_config=rendezvous(), **settings)
-            arguments = {
-                "train_fn_ref": reference(self._get_train_func()),
-                "scaling_policy": scaling(self.scaling_config),
-                "failure_policy": failure_policy(self.run_config.failure_config),
-                "train_run_context": self.train_run_context,
-                "callbacks": [
-                    accelerators(self.backend_config, self.scaling_config),
-                    backends(self.backend_config),
-                    *(dashboard(datasets={}) for dashboard in dashboards),
-                    users(user_callbacks=[], train_run_context=self.train_run_context),
-                ],
-                "validation_config": None,
-            }
-            check_signature(controller.__mro__[1], **arguments)
-            here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-            actor = ray.remote(num_cpus=0, scheduling_strategy=here)(controller)
-            self._controller = actor.remote(_propagated_environment(), **arguments)
-            ray.get(self._controller.ping.remote())
-
-        def fit(self) -> Any:
-            """Trains; returns Ray's Result. Raises ray.train.TrainingFailedError."""
-            ray.get(self._controller.run.remote())
-            result = ray.get(self._controller.get_result.remote())
-            if result.error:
-                raise result.error
-            return result
-
-    return check_overrides(FastStartTrainer, "fit")
-
-
-def _has_single_node() -> bool:
-    """Returns whether the driver's node is the cluster's only one: a notice of its preemption would have no receiver."""
-    import ray
-
-    return len([node for node in ray.nodes() if node["Alive"]]) <= 1
-
-
-def _propagated_environment() -> dict[str, str]:
-    """Returns the driver's environment variables that Ray Train sets in the controller and the workers."""
-    environment = {
-        name: os.environ[name]
-        for name in import_private(f"{RAY_TRAIN}.constants", "ENV_VARS_TO_PROPAGATE")
-        if name in os.environ
-    }
-    watcher = import_private(f"{RAY_TRAIN}.constants", "ENABLE_PREEMPTION_WATCHER_ENV_VAR")
-    return environment | {watcher: "0"} if _has_single_node() else environment
-
-
-class NoSynchronization:
-    """Stands for Ray Train's SynchronizationActor, a process of 120 MiB that no training here calls."""
-
-    def options(self, **_: Any) -> "NoSynchronization":
-        """Called in place of the actor class's."""
-        return self
-
-    def remote(self, **_: Any) -> "NoSynchronization":
-        """Called in place of the actor's start."""
-        return self
-
-    @property
-    def broadcast_from_rank_zero(self) -> Any:
-        """Raises RuntimeError: a plug-in has called `ray.train.report` or a function of `ray.train.collective`."""
-        raise RuntimeError("ray.train.report and ray.train.collective need --launch.fast_start false")
-
-
-def _make_controller_class() -> type:
-    """Builds a controller that gives workers no runtime environment of their own unless one is requested.
-
-    Without one, Ray can reuse its idle worker processes; with one it starts each anew, through one more Python process. Ray
-    Train's variables are set in the processes after their start instead. A single node has no SynchronizationActor, which on
-    several nodes the controller itself tells of preempted workers.
-    """
-    base = import_private(f"{RAY_TRAIN}.execution.controller", "TrainController")
-    group, is_alone = _make_group_class(), _has_single_node()
-    for name in ("run", "get_result"):
-        check_signature(getattr(base, name), None)
-    import_private(GROUP_MODULE, "SynchronizationActor")
-    check_signature(import_private(GROUP_STATE_MODULE, "_shutdown_sync_actor"), None)
-
-    class Controller(base):  # type: ignore[misc, valid-type]
-        worker_group_cls = group
-
-        def __init__(self, environment: Mapping[str, str], **arguments: Any) -> None:
-            os.environ.update(environment)
-            if is_alone:
-                import_module(GROUP_MODULE).SynchronizationActor = NoSynchronization()  # type: ignore[attr-defined]
-                import_module(GROUP_STATE_MODULE)._shutdown_sync_actor = lambda _: None  # type: ignore[attr-defined]
-            super().__init__(**arguments)
-
-        def ping(self) -> bool:
-            """Readiness probe."""
-            return True
-
-    return check_overrides(Controller, "worker_group_cls")
-
-
-def _make_group_class() -> type:
-    """Builds a worker group that sets the workers' environment variables after their start."""
-    base = import_private(f"{RAY_TRAIN}.execution.worker_group", "WorkerGroup")
-    variables = import_private(f"{RAY_TRAIN}.constants", "get_env_vars_to_propagate")
-    worker = base._worker_cls
-    check_signature(worker)
-
-    class Group(base):  # type: ignore[misc, valid-type]
-        @staticmethod
-        def _get_worker_runtime_env(custom_runtime_env: Any) -> Any:
-            return custom_runtime_env
-
-        @property
-        def _worker_cls(self) -> type:
-            environment = variables()
-
-            class RayTrainWorker(worker):  # type: ignore[misc, valid-type]
-                def __init__(self) -> None:
-                    os.environ.update(environment)
-                    super().__init__()
-
-            return RayTrainWorker
-
-    return check_overrides(Group, "_get_worker_runtime_env")
-
-
-def _make_scaling_class() -> type:
-    """Builds a scaling policy of a fixed number of workers that sends no requests to an autoscaler."""
-    base = import_private(f"{RAY_TRAIN}.execution.scaling_policy.fixed", "FixedScalingPolicy")
-
-    class QuietScaling(base):  # type: ignore[misc, valid-type]
-        def after_controller_start(self, train_run_context: Any) -> None:
-            pass
-
-        def _maybe_send_resource_request(self) -> None:
-            pass
-
-    return check_overrides(QuietScaling, "after_controller_start", "_maybe_send_resource_request")
-
-
-def _make_rendezvous_class() -> type:
-    """Builds a backend that sets the rendezvous address in every worker; a worker joins the group after importing torch."""
-    from ray.train.backend import Backend, BackendConfig
-
-    group = import_private(f"{RAY_TRAIN}.execution.worker_group", "WorkerGroup")
-    check_signature(group.execute_single, None, 0, find_free_address)
-    check_signature(group.execute, None, set_master_address, "address", 0)
-
-    class RendezvousBackend(Backend):  # type: ignore[misc]
-        share_cuda_visible_devices = True
-
-        def on_start(self, worker_group: Any, backend_config: Any) -> None:
-            set_up_rendezvous(worker_group)
-
-    class Rendezvous(BackendConfig):  # type: ignore[misc]
-        @property
-        def backend_cls(self) -> type[Backend]:
-            return RendezvousBackend
-
-    check_overrides(RendezvousBackend, "on_start", "share_cuda_visible_devices")
-    return check_overrides(Rendezvous, "backend_cls")
-
-
 @contextmanager
 def listen_on_loopback(warn: Warn = print_warning) -> Iterator[None]:
     """Makes a Ray that is started in this block listen on loopback only, unless the user has set the variable.
@@ -276,6 +70,7 @@ def listen_on_loopback(warn: Warn = print_warning) -> Iterator[None]:
         return
     import ray
 
+    # Upstream: #26293 (closed) has `--node-ip-address=127.0.0.1` ignored; #31166 made the variable.
     instead = "who reaches this machine reaches its ports, of which those for metrics ask for no token"
     constants: Any = None
     os.environ[CLUSTER_VARIABLE] = "0"  # for processes started by Ray
@@ -306,6 +101,7 @@ def free_resources_by_node(
 
     try:
         with guard_private_api(Exception):
+            # Upstream: #60134 (open) asks for a public one; #60135, which was it, was not taken.
             found = import_private("ray._private.state", "available_resources_per_node")().items()
             return [dict(free) for node, free in found if node not in excluded]
     except PrivateApiMissing as error:
@@ -320,6 +116,7 @@ def draining_nodes(warn: Warn = print_warning) -> dict[str, float]:
     """Returns the ids of nodes about to be preempted with their deadlines, in seconds since 1970; 0 if Ray has none."""
     try:
         with guard_private_api(Exception):
+            # Upstream: #63968 (open) asks for it; #64360 made `ray.train.get_preemption_info`, for workers alone.
             return {
                 node: ms / 1000 for node, ms in import_private("ray._private.state", "state").get_draining_nodes().items()
             }
@@ -335,6 +132,7 @@ def refresh_node_view(training: bool, warn: Warn = print_warning) -> None:
     """
     import ray
 
+    # Upstream: no issue found (searched November 2026); #61703 and #66002 have Ray Train ask this actor.
     instead = "an elastic run that loses a node waits up to 20 s for places on it"
     try:
         actor = import_private(_COORDINATOR_ACTOR, f"_{COORDINATOR}Actor")
@@ -369,6 +167,7 @@ def cancel_lost_requests(warn: Warn = print_warning) -> None:
     """
     import ray
 
+    # Upstream: no issue found (searched November 2026); #61703 made the 180 s, #37014 (closed) was the like of Ray Data.
     instead = "an elastic run whose driver was lost waits up to 180 s for its places"
     try:
         kept_s = import_private(_COORDINATOR_CLIENT, "AUTOSCALING_REQUESTS_EXPIRE_TIME_S")
@@ -431,6 +230,8 @@ def _orphaned_placement_groups() -> list[bytes]:
     """Returns the ids of this job's placement groups with dead creators."""
     import ray
 
+    # Upstream: no issue asks for the creator in the public table (searched November 2026). #58515 gave the stock trainer an
+    # actor that removes such groups, of which each run has one (#65443, open); the fast start has none.
     actors = import_private("ray._private.state", "actors")()
     accessor = import_private("ray._private.state", "state")._connect_and_get_accessor()
     tables = import_module("ray.core.generated.gcs_pb2")
@@ -455,6 +256,7 @@ def head_node_resources(warn: Warn = print_warning) -> dict[str, float]:
     """Returns a resource request that pins to the head node and takes nothing from workers."""
     import ray
 
+    # Upstream: #35929 made this resource for Ray's own actors; #8438, a public one, was not taken.
     if HEAD_RESOURCE in ray.cluster_resources():
         return {HEAD_RESOURCE: TINY_AMOUNT}
     warn_fallback(f"no node has {HEAD_RESOURCE}", "trials are driven from this node, whether it is the head or not", warn)
@@ -463,6 +265,7 @@ def head_node_resources(warn: Warn = print_warning) -> dict[str, float]:
 
 def is_submitted_job(warn: Warn = print_warning) -> bool:
     """Returns whether `ray job submit` started this process. Does not call Ray."""
+    # Upstream: see `submission_id`.
     if JOB_CONFIG_VARIABLE in os.environ:
         return True
     unpacked = PACKAGES_PATH in f"{Path.cwd()}/"
@@ -477,6 +280,7 @@ def is_submitted_job(warn: Warn = print_warning) -> bool:
 
 def submission_id(warn: Warn = print_warning) -> str | None:
     """Returns the submission id of the job, None if it was not submitted or Ray does not tell."""
+    # Upstream: #28089 (open) asks for it in `ray.get_runtime_context()`.
     try:
         text = os.environ.get(JOB_CONFIG_VARIABLE)
         if text is None and "ray" in sys.modules:  # an inline training must not import Ray for that
@@ -497,6 +301,7 @@ def update_job_metadata(metadata: Mapping[str, str], message: str = "", warn: Wa
     Returns whether it did, which needs a submitted and running job. The user's `job_name` stays. Needs ray.init. Ray has no
     public way to change a running job; its supervisor keeps the changes when it writes the job's end.
     """
+    # Upstream: #36638 (open) asks for it.
     if (name := submission_id(warn)) is None:
         return False
     try:

@@ -14,7 +14,7 @@ from typing import Any, cast
 from raystride.pipelines.launch.cluster.cluster import CannotRun, uses_running_cluster
 from raystride.pipelines.launch.cluster.elastic import NEVER_S, StartPlan, train_on_nodes
 from raystride.pipelines.launch.cluster.fallback import Warn
-from raystride.pipelines.launch.cluster.internals import fast_start_trainer
+from raystride.pipelines.launch.cluster.fast_start import fast_start_trainer
 from raystride.pipelines.launch.cluster.meeting import torch_config
 from raystride.pipelines.launch.cluster.recorder_handle import RecorderHandle, StopPoll
 from raystride.pipelines.launch.cluster.resources import Allocation

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from raystride.pipelines.launch.cluster import internals
+from raystride.pipelines.launch.cluster import fast_start
 from raystride.pipelines.launch.cluster.cluster import CannotRun, run_on_node
 from raystride.pipelines.launch.cluster.internals import RAY_TRAIN
 from raystride.pipelines.launch.cluster.resources import Allocation
@@ -28,22 +28,22 @@ def test_a_worker_has_an_environment_of_its_own_only_where_one_is_asked_for(
     monkeypatch.setenv("RAY_TRAIN_COLLECTIVE_TIMEOUT_S", "77")
     group = import_module(f"{RAY_TRAIN}.execution.worker_group").WorkerGroup
     assert group._get_worker_runtime_env(asked) != asked, "Ray Train's own has what the driver's environment says"
-    assert internals._make_group_class()._get_worker_runtime_env(asked) == asked
+    assert fast_start._make_group_class()._get_worker_runtime_env(asked) == asked
 
 
 def test_what_ray_train_would_set_there_is_set_in_the_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     import ray
 
     monkeypatch.setenv("RAY_TRAIN_COLLECTIVE_TIMEOUT_S", "77")
-    there = internals._propagated_environment()
+    there = fast_start._propagated_environment()
     assert there["RAY_TRAIN_COLLECTIVE_TIMEOUT_S"] == "77"
     assert there["RAY_TRAIN_ENABLE_PREEMPTION_WATCHER"] == "0", "nobody is left to be told where the only node goes"
-    worker = internals._make_group_class()._worker_cls.fget(None)
+    worker = fast_start._make_group_class()._worker_cls.fget(None)
     monkeypatch.delenv("RAY_TRAIN_COLLECTIVE_TIMEOUT_S")
     worker()
     assert os.environ["RAY_TRAIN_COLLECTIVE_TIMEOUT_S"] == "77"
     monkeypatch.setattr(ray, "nodes", lambda: [{"Alive": True}, {"Alive": True}])
-    assert "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER" not in internals._propagated_environment()
+    assert "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER" not in fast_start._propagated_environment()
 
 
 class Holder:
