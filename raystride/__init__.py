@@ -26,7 +26,16 @@ if not isdir(f"{dirname(__file__)}/pipelines"):
 old_names.install()
 
 if TYPE_CHECKING:
-    from raystride.api import check, evaluate, export, generate, predict, prepare, sweep, train
+    from raystride.api import (
+        SweepInterrupted,
+        SweepTerminated,
+        TrainingInterrupted,
+        TrainingTerminated,
+        check,
+        prepare,
+        sweep,
+        train,
+    )
     from raystride.own_model import fit, register_model
     from raystride.pipelines.config import (
         CheckpointConfig,
@@ -55,7 +64,7 @@ if TYPE_CHECKING:
     from raystride.pipelines.launch.cluster.cluster import CannotRun
     from raystride.pipelines.launch.console.failure import TrainingFailed
     from raystride.pipelines.observability.observers.observer import Observer
-    from raystride.run import Run, SweepInterrupted, SweepTerminated, TrainingInterrupted, TrainingTerminated
+    from raystride.run import Run, evaluate, export, generate, predict
 
 __all__ = [
     "CannotRun",
@@ -104,7 +113,9 @@ __all__ = [
 ]
 
 _HOMES = {
-    **dict.fromkeys(("check", "evaluate", "export", "generate", "predict", "prepare", "sweep", "train"), "api"),
+    **dict.fromkeys(("check", "prepare", "sweep", "train"), "api"),
+    **dict.fromkeys(("SweepInterrupted", "SweepTerminated", "TrainingInterrupted", "TrainingTerminated"), "api"),
+    **dict.fromkeys(("Run", "evaluate", "export", "generate", "predict"), "run"),
     **dict.fromkeys(("fit", "register_model"), "own_model"),
     **dict.fromkeys(("register_observer", "register_source", "register_task"), "pipelines.data.plugins"),
     "SettingError": "pipelines.config",
@@ -113,7 +124,6 @@ _HOMES = {
     "CannotRun": "pipelines.launch.cluster.cluster",
     "DataError": "pipelines.data.sources.faults",
     "Observer": "pipelines.observability.observers.observer",
-    **dict.fromkeys(("Run", "SweepInterrupted", "SweepTerminated", "TrainingInterrupted", "TrainingTerminated"), "run"),
     "Task": "pipelines.data.tasks.task",
     "TrainingFailed": "pipelines.launch.console.failure",
 }

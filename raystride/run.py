@@ -1,19 +1,21 @@
-"""Read access to a run by name: its summary, metrics, checkpoints and model.
+"""A run by its name: its summary, metrics, checkpoints and model, and the functions that use the model.
 
 run = Run.open("lm_python-1f3a90c2", "runs")
 run.summary["val_loss"]; run.metrics(["train_loss", "val_loss"]).to_pandas(); model = run.load_model("best")
+predict(run, ["What is the longest river?"])[0]["label"]
 """
 
 import difflib
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from html import escape
 from typing import TYPE_CHECKING, Any, overload
 
-from raystride.pipelines.config import Config, SettingError
-from raystride.pipelines.config.parse import from_yaml
+from raystride.pipelines.config import Config, SampleConfig, SettingError
+from raystride.pipelines.config.jobs import ApplyConfig, EvaluateConfig, ExportConfig, GenerateConfig, PredictConfig
+from raystride.pipelines.config.parse import from_yaml, load_settings
 from raystride.pipelines.system.storage.folder import Folder
 
 if TYPE_CHECKING:
@@ -23,8 +25,9 @@ if TYPE_CHECKING:
 
     from raystride.pipelines.evaluate.evaluation import EvaluationResult
     from raystride.pipelines.evaluate.prediction import PredictionResult
-    from raystride.pipelines.sweep.answer import Answer
 
+Settings = Mapping[str, Any]
+PathOrUri = str | os.PathLike[str]
 
 LOSSES = ("train_loss", "val_loss")
 """Metrics that each run may be asked for, whether it validates or not."""
@@ -155,9 +158,7 @@ class Run:
 
     def generate(self, prompt: str = "", settings: Mapping[str, Any] | None = None) -> str:
         """Returns the continuation of a prompt; see `raystride.generate`."""
-        from raystride import api
-
-        return api.generate(self, prompt, settings)
+        return generate(self, prompt, settings)
 
     @overload
     def predict(self, questions: Sequence[Any], settings: Mapping[str, Any] | None = None) -> list[dict[str, Any]]: ...
@@ -184,15 +185,11 @@ class Run:
         collate: Callable[[list[Any]], Any] | None = None,
     ) -> "list[dict[str, Any]] | PredictionResult":
         """Returns a mapping per question or per sample, or writes predictions to files; see `raystride.predict`."""
-        from raystride import api
-
-        return api.predict(self, questions, settings, fn=fn, collate=collate)  # type: ignore[arg-type]
+        return predict(self, questions, settings, fn=fn, collate=collate)  # type: ignore[arg-type]
 
     def evaluate(self, split: str = "test", settings: Mapping[str, Any] | None = None) -> "EvaluationResult":
         """Scores the model on `train`, `validation` or `test` documents; see `raystride.evaluate`."""
-        from raystride import api
-
-        return api.evaluate(self, split, settings)
+        return evaluate(self, split, settings)
 
     def export(
         self,
@@ -201,9 +198,7 @@ class Run:
         settings: Mapping[str, Any] | None = None,
     ) -> str:
         """Exports the model, returns its folder; see `raystride.export`."""
-        from raystride import api
-
-        return api.export(self, to, folder, settings)
+        return export(self, to, folder, settings)
 
     def plot(self) -> "Figure":
         """Returns a Matplotlib figure of the losses over steps and of tokens/s: `run.plot().savefig("curve.png")`."""
@@ -238,45 +233,183 @@ class Run:
         return run_link(self.folder.read_json(MLFLOW_REFERENCE))
 
 
-class TrainingInterrupted(KeyboardInterrupt):
-    """Ctrl-C stopped a training after it had saved. A KeyboardInterrupt, so that it ends a script that does not catch it.
+def evaluate(
+    run: Run | str, split: str = "test", settings: Settings | None = None, *, storage: PathOrUri = "runs"
+) -> "EvaluationResult":
+    """Scores a run's model on documents.
 
-    The message is the line that opens the run.
+    Args:
+        run: the run, or its name.
+        split: `train`, `validation` or `test`; the last needs `data.test_source`.
+        settings: settings of the job `evaluate`.
+        storage: the folder or filesystem URI that contains the runs, if `run` is a name.
+
+    Returns:
+        The result: `metrics` by name, `intervals` (95 %, by bootstrap over documents), `samples`, `skipped`, and the
+        `folder` and `files` with each document's prediction.
+
+    Raises:
+        SettingError: there is no such run or checkpoint, or a setting is invalid.
+        DataError: there is no such split, or it cannot be read.
+        CannotRun: the cluster cannot be joined or started.
+
+    Example:
+        scored = raystride.evaluate("mine", "validation")
+        scored.metrics["loss"], scored.intervals["loss"]
     """
+    from raystride.pipelines.launch.console.screen import SilentScreen
+    from raystride.pipelines.launch.finished import evaluate_run
 
-    def __init__(self, run: Run) -> None:
-        super().__init__(f"raystride.Run.open({run.name!r}, {str(run.folder.parent)!r})")
-        self.run = run
+    given = _run_settings(run, storage) | {"split": split} | dict(settings or {})
+    scored, problem = evaluate_run(load_settings(EvaluateConfig, given).settings, log=_discard_message)
+    if problem:
+        SilentScreen().warn(problem)
+    return scored
 
 
-class SweepInterrupted(KeyboardInterrupt):
-    """Ctrl-C ended a sweep before all its trials had. The same call again measures what is missing.
+@overload
+def predict(
+    run: Run | str, questions: Sequence[Any], settings: Settings | None = None, *, storage: PathOrUri = "runs"
+) -> list[dict[str, Any]]: ...
 
-    `answer` is that of the trials that have ended, as `raystride.sweep` returns it.
+
+@overload
+def predict(
+    run: Run | str, questions: None = None, settings: Settings | None = None, *, storage: PathOrUri = "runs"
+) -> "PredictionResult": ...
+
+
+@overload
+def predict(
+    run: Run | str,
+    questions: Any,
+    settings: Settings | None = None,
+    *,
+    fn: "Callable[[nn.Module, Any], Any]",
+    collate: Callable[[list[Any]], Any] | None = None,
+    storage: PathOrUri = "runs",
+) -> "list[dict[str, Any]] | PredictionResult": ...
+
+
+def predict(
+    run: Run | str,
+    questions: Any = None,
+    settings: Settings | None = None,
+    *,
+    fn: "Callable[[nn.Module, Any], Any] | None" = None,
+    collate: Callable[[list[Any]], Any] | None = None,
+    storage: PathOrUri = "runs",
+) -> "list[dict[str, Any]] | PredictionResult":
+    """Runs inference with a run's model.
+
+    Args:
+        run: the run, or its name.
+        questions: texts (or data URIs and paths of images), answered in this process and in order. Without them the settings
+            name files, `{"input": "mails.csv", "output": "answers"}`; all workers (with `launch.mode inline` this process)
+            write their predictions to files. With `fn` any dataset that `raystride.fit` takes.
+        settings: settings of the job `predict`; with `fn` also `output`, a folder for Parquet files.
+        fn: called as `fn(model, batch)` without gradients, on all workers; returns a row per sample, a tensor, array, list
+            or mapping of these. For models of your own, and for whatever else of a model you want over a dataset.
+        collate: makes a batch for `fn` of a list of samples; by default that of the training, or PyTorch's.
+        storage: the folder or filesystem URI that contains the runs, if `run` is a name.
+
+    Returns:
+        A mapping per question, such as text, label, probability; with `fn` a row per sample, in which what has no name is
+        `prediction`; for files a summary of the predictions.
+
+    Raises:
+        SettingError: there is no such run, a question is invalid, or the folder holds other predictions.
+        DataError: a file cannot be read.
+        CannotRun: the cluster cannot be joined or started.
+
+    Example:
+        raystride.predict("tickets", ["My invoice is wrong"])[0]["label"]
+        raystride.predict("tickets", settings={"input": "mails.csv", "output": "answers"})
     """
+    from raystride.pipelines.launch.finished import apply_function, predict_files, predict_inputs
 
-    def __init__(self, answer: "Answer", missing: int) -> None:
-        super().__init__(f"{missing} trials of the sweep {answer.base.run} are missing: the same call again measures them")
-        self.answer = answer
-
-
-class TrainingTerminated(SystemExit):
-    """SIGTERM or SIGHUP stopped a training after it had saved. A SystemExit with the exit code of a shell, 143 or 129."""
-
-    def __init__(self, run: Run, code: int) -> None:
-        super().__init__(code)
-        self.run = run
+    given = _run_settings(run, storage) | dict(settings or {})
+    if fn is not None:
+        return apply_function(load_settings(ApplyConfig, given).settings, fn, questions, collate, log=_discard_message)
+    if questions is None:
+        return predict_files(load_settings(PredictConfig, given).settings, log=_discard_message)
+    # The settings require a question or files; the questions themselves are passed separately.
+    return predict_inputs(load_settings(PredictConfig, given | {"text": ""}).settings, questions)
 
 
-class SweepTerminated(SystemExit):
-    """SIGTERM or SIGHUP ended a sweep before all its trials had. A SystemExit with the exit code of a shell, 143 or 129.
+def generate(run: Run | str, prompt: str = "", settings: Settings | None = None, *, storage: PathOrUri = "runs") -> str:
+    """Continues a prompt by a run's language model; a chat model answers it.
 
-    `answer` is that of the trials that have ended, as `raystride.sweep` returns it.
+    The model stays in memory for the next call, also of `predict`, until another run is used.
+
+    Args:
+        run: the run, or its name.
+        prompt: the text to continue, or the user's question if the model has a chat template.
+        settings: settings of the job `generate`, such as `{"sample.tokens": 100, "sample.temperature": 0}`.
+        storage: the folder or filesystem URI that contains the runs, if `run` is a name.
+
+    Returns:
+        The continuation, without the prompt.
+
+    Raises:
+        SettingError: there is no such run or checkpoint, or its model is no decoder.
+
+    Example:
+        raystride.generate("mine", "def main():", {"sample.tokens": 40})
     """
+    from raystride.pipelines.data.tasks.text_generation import write_text
+    from raystride.pipelines.evaluate.load_run import open_cached, select_run
 
-    def __init__(self, answer: "Answer", code: int) -> None:
-        super().__init__(code)
-        self.answer = answer
+    given = load_settings(GenerateConfig, _run_settings(run, storage) | dict(settings or {})).settings
+    opened = open_cached(select_run(Folder.from_uri(given.storage), given.run, given.checkpoint, given.average))
+    sample: SampleConfig = replace(given.sample, prompt=prompt)
+    return "".join(write_text(opened.writer, opened.task, sample))
+
+
+def export(
+    run: Run | str,
+    to: str = "auto",
+    folder: PathOrUri | None = None,
+    settings: Settings | None = None,
+    *,
+    storage: PathOrUri = "runs",
+) -> str:
+    """Writes a run's model for other programs.
+
+    Args:
+        run: the run, or its name.
+        to: `hugging_face`, `mlflow`; for a model of your own `state_dict`, `torch_export`, `onnx`. `auto`: `hugging_face`,
+            or `state_dict` for a model of your own.
+        folder: where to write; by default `export` and the format in the run's folder.
+        settings: settings of the job `export`; `push` also uploads the folder to the Hugging Face hub.
+        storage: the folder or filesystem URI that contains the runs, if `run` is a name.
+
+    Returns:
+        The folder.
+
+    Raises:
+        SettingError: there is no such run, the layout cannot represent its model, or the hub refuses it.
+
+    Example:
+        folder = raystride.export("mine", "hugging_face")
+        transformers.AutoModelForCausalLM.from_pretrained(folder)
+    """
+    from raystride.pipelines.launch.finished import export_run, push_run
+
+    given = _run_settings(run, storage) | {"to": to, "folder": folder} | dict(settings or {})
+    chosen = load_settings(ExportConfig, given).settings
+    written, opened = export_run(chosen)
+    if chosen.push:
+        push_run(chosen, written, opened.step)
+    return str(written)
+
+
+def _run_settings(run: Run | str, storage: PathOrUri) -> dict[str, Any]:
+    return {"run": run.name, "storage": run.storage} if isinstance(run, Run) else {"run": run, "storage": os.fspath(storage)}
+
+
+def _discard_message(_: str) -> None:
+    pass
 
 
 def _suggest(name: str, known: Sequence[str]) -> str:
