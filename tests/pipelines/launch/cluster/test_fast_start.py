@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from raystride.pipelines.config import RecordConfig
+from raystride.pipelines.config import RecordConfig, TrainConfig
 from raystride.pipelines.launch.cluster import fallback
 from raystride.pipelines.launch.cluster.cluster import RAY_ENVIRONMENT
 from raystride.pipelines.launch.cluster.fast_start import GROUP_MODULE, GROUP_STATE_MODULE
@@ -16,8 +16,10 @@ from raystride.pipelines.launch.cluster.resources import Allocation
 from raystride.pipelines.launch.cluster.trainer import make_trainer, train_on_ray
 from raystride.pipelines.observability.record import read_entries
 from raystride.pipelines.system.storage.folder import Folder
-from raystride.pipelines.train.worker.job import Job
-from tests.processes import make_job, run_workers
+from raystride.pipelines.train.worker.job import Job, WorkerInfo
+from raystride.pipelines.train.worker.run import run_worker
+from tests.processes import make_job
+from tests.receipts import accept
 from tests.tiny import tiny, write_text
 from tests.waiting import wait_until
 
@@ -46,11 +48,11 @@ def _trained(job: Job, fast_start: bool) -> dict[str, Any]:
     return recorder.finish("finished", train_on_ray(job, Allocation(2, "cpu", 1), recorder, fast_start=fast_start))
 
 
-def test_the_stock_trainer_trains_two_workers_as_they_train_without_ray(tmp_path: Path) -> None:
-    config = tiny(write_text(tmp_path))
+def test_two_workers_of_the_stock_trainer_train_as_one_does_without_ray(tmp_path: Path) -> None:
+    config = tiny(write_text(tmp_path), train=TrainConfig(steps=6, slots=4, slot_size=2, exact=True))
     summary = _trained(make_job(config, tmp_path, "stock"), fast_start=False)
     assert (summary["steps"], summary["workers"], summary["ending"]) == (6, 2, "done")
-    without = run_workers(make_job(config, tmp_path, "without"), 2)
+    without = run_worker(make_job(config, tmp_path, "without"), WorkerInfo(), accept, lambda: False)
     assert summary["parameters_sha256"] == without["parameters_sha256"]
 
 
