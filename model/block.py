@@ -2,16 +2,12 @@
 
 Shapes: the stream x (B, T, C). A block normalises before its parts (pre-norm, as GPT-2 does) or after each addition
 (post-norm; Vaswani et al., 2017; see `model.shape.is_post_norm`), or before and after its parts (sandwich; Gemma 2, 2024).
+Its feed-forward is a ReLU (Vaswani et al., 2017), GELU for GPT-2 (Hendrycks and Gimpel, 2016), SwiGLU for Llama (Shazeer,
+2020), or GeGLU for Gemma and ModernBERT (the same paper).
 
     block = Block(config.model, products=Products(), causal=False)
     x, rotation = add_positions(embedding(ids), config.model, learned=None), build_rotation(ids, config.model)
     x = block(x, rotation, None, None, lengths)               # (B, T, C) -> (B, T, C)
-
-Feed-forward networks of a block: ReLU (Vaswani et al., 2017), GELU for GPT-2 (Hendrycks and Gimpel, 2016), SwiGLU for
-Llama (Shazeer, 2020), GeGLU for Gemma and ModernBERT (the same paper).
-
-block = SwiGLU(128, 384)
-y = block(x)                                              # (B, T, 128) -> (B, T, 128)
 """
 
 import math

@@ -206,7 +206,7 @@ def _replace_by_part(adapter: Adapter, name: str, cut: Cut) -> None:
 
 
 def _mark_summed_over_tensor(parameter: nn.Parameter) -> None:
-    """Marks a parameter that is replicated in a tensor group; see `strategies.tensor_parallel.summed_over_tensor`."""
+    """Marks a parameter that is replicated in a tensor group; see `strategies.mesh.tensor.mark_summed_over_tensor`."""
     parameter.summed_over_tensor = True  # type: ignore[attr-defined]
 
 

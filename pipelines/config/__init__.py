@@ -1,6 +1,6 @@
-"""Every setting of Raystride, one dataclass a section, and `Config` with them all.
+"""Every setting, one dataclass a section, read from YAML, flags and Python.
 
-Settings are made in Python, or read from YAML and flags by `raystride.pipelines.config.parse`:
+`Config` has all sections of a training; `parse` reads YAML and flags.
 
     config = Config(train=TrainConfig(steps=500), model=ModelConfig(hidden_size=256))
     config.train.samples_per_step                             # 32

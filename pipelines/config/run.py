@@ -1,6 +1,7 @@
-"""Settings of where and on what a run happens: scaling, launch, record, sample.
+"""Settings of a run's workers, start, record and profile, and of the jobs that use a finished run.
 
-Settings of a profile: which tool watches which steps of which workers closely.
+ScalingConfig(workers=8, tensor=2).group                  # 2: workers that compute a slot together
+ProfileConfig(steps=(100, 110), ranks=(0,))               # a profiler watches these steps of the first worker
 """
 
 from dataclasses import dataclass, field

@@ -1,12 +1,10 @@
 """Settings of a sweep, and all settings of a training under one.
 
-config = SweepConfig(sweep=Sweep(space={"scaling.workers": [1, 2], "train.precision": ["fp32", "bf16"]}))
-config.training()                                         # the Config that every trial starts from
+`sweep.constraints` are conditions as a user writes them: comparisons and sums over settings' full names, nothing else.
 
-Conditions between settings, as a user writes them: comparisons and sums over the settings' full names, nothing else.
-
-condition = Condition("scaling.workers * train.slot_size <= 64 and train.precision != 'fp16'", known)
-condition.holds({"scaling.workers": 2, "train.slot_size": 8, "train.precision": "bf16"})        # True
+    config = SweepJobConfig(sweep=SweepConfig(space={"scaling.workers": [1, 2], "train.precision": ["fp32", "bf16"]}))
+    config.training()                                         # the Config that every trial starts from
+    Condition("scaling.workers * train.slot_size <= 64", known).holds({"scaling.workers": 2, "train.slot_size": 8})    # True
 """
 
 import ast

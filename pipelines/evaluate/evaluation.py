@@ -1,14 +1,10 @@
 """Scores a finished model on a split of the data: each sample's prediction, its loss, metrics and their intervals.
 
+Everything is under `evaluate/<split>/` in the run's folder, for a classifier also plots of its confusion and reliability; a
+killed evaluation is resumed.
+
     result = evaluate(chosen, settings, "test", run_folder, predict_locally)
     result.metrics["accuracy"], result.intervals["accuracy"]     # 0.886, (0.856, 0.912)
-
-Everything is under `evaluate/<split>/` in the run's folder; a killed evaluation is resumed.
-
-Plots of a classifier's predictions: the confusion matrix, and reliability, its accuracy by confidence.
-
-folder.put("confusion.png", draw_confusion(["ham", "spam"], task.confusion(table)))
-folder.put("reliability.png", draw_reliability(confidence, is_right))
 """
 
 import io

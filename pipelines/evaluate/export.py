@@ -1,16 +1,12 @@
 """Exports a finished run as a folder that `transformers` loads: safetensors, `config.json`, tokenizer and chat template.
 
 Every kind of tokenizer becomes a `tokenizer.json`: bytes and characters as a BPE without merges, others unchanged but for
-special tokens that they would add around a text and that training did not use; an encoder's training used them. All ids
-that end an answer are in `config.json` and `generation_config.json`.
+special tokens that they would add around a text and that training did not use. A classifier that is a Hugging Face encoder
+keeps its original tokenizer, and its labels are in `config.json`. All ids that end an answer are in `config.json` and
+`generation_config.json`.
 
     folder = export_hugging_face(open_run(storage, "my-run"), storage / "my-run" / "export" / "hugging_face")
     transformers.AutoModelForCausalLM.from_pretrained(str(folder))    # an encoder: AutoModelForSequenceClassification
-
-Exports a classifier that is a Hugging Face encoder: weights, labels, and its original tokenizer.
-
-description, tensors = describe_encoder(opened, base)     # for AutoModelForSequenceClassification
-content, names = build_encoder_tokenizer(opened, content, end="[SEP]", base=base)
 """
 
 import json

@@ -1,15 +1,11 @@
 """A language model behind OpenAI's protocol: `transformers serve` with token authentication.
 
 The engine is that of `transformers`: this builds its application as its command does, requires a token of every request,
-and listens on a socket of its own. Requests name the model by the run's name.
+and listens on a socket of its own. Requests name the model by the run's name, the only one in the list of models.
 
     served = Server(exported, "tickets", token="...", device="cpu")
     with listen_on("127.0.0.1", 0) as socket:
         served.run(socket)                                    # until SIGINT or SIGTERM
-
-ASGI middlewares of the server: every request needs the token, and the list of models has the run's one.
-
-application = TokenRequired(ModelList(application, "tickets"), token="...")
 """
 
 import hmac

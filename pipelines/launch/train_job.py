@@ -1,14 +1,11 @@
 """A training job from its settings to its exit code.
 
+Cheap checks come first: an earlier attempt, its completion, changed settings. Then Ray, the preflight, the data, the final
+number of workers and the training; at the end the record is closed whatever happened, and the closing screen names the
+results.
+
     sys.exit(command(Config, run_training, program="train.py", description="..."))
-
-Cheap checks come first: an earlier attempt, its completion, changed settings. Then Ray, the preflight, the data and the
-training; at the end the record is closed whatever happened, and the closing screen names the results.
-
-Workers of a training job: their final number, the last step of their training, and their run with the record.
-
-job, allocation = finalize_job(job, resources, allocation, environment, screen.log)
-summary = train_on_workers(job, allocation, storage, tags, SessionHooks(screen, watcher, lease.check, lease.give_up))
+    summary = train(config, storage, screen)                  # raises errors; `run_training` prints them
 """
 
 import time

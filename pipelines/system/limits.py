@@ -1,13 +1,10 @@
 """CPU cores and memory that this process may use: the minimum of machine, affinity and all its control groups.
 
 Containers, Slurm and systemd limit processes by control groups (cgroups(7), versions 1 and 2). Any level up to the root may
-have a limit; the smallest one applies.
+have a limit; the smallest one applies. Memory is in bytes.
 
     usable_cores(), usable_memory()                           # 2, 1_258_291_200
-
-The name of this machine's CPU.
-
-processor_name()                                          # "AMD EPYC 9654 96-Core Processor"
+    processor_name()                                          # "AMD EPYC 9654 96-Core Processor"
 """
 
 import math

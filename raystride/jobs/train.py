@@ -1,11 +1,9 @@
 """The main job: trains a configuration on Ray, or resumes a run.
 
-python ray_jobs/train.py --config configs/lm_python.yaml --train.steps 500 --scaling.workers 2 --run NAME
+A command that names only a run has the run's stored settings.
 
-Uses a run's stored settings for a command that names only the run: `raystride train --run NAME`.
-
-with stored_settings(["--run", "my-run", "--train.steps", "2000"]) as arguments:
-    parse(Config, arguments, ...)                         # --config /tmp/.../settings.yaml --storage ...
+    raystride train --config configs/lm_python.yaml --train.steps 500 --scaling.workers 2 --run NAME
+    raystride train --run NAME --train.steps 2000             # trains it further
 """
 
 import sys

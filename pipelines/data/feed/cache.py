@@ -3,18 +3,14 @@
 A piece is verified by its hash, written atomically, and fetched once per node. Evicted is the piece with the furthest next
 use, according to the ledger (`feed.ledger`). The folder is on a local disk of the node.
 
+As many pieces are fetched at once as the link carries, since more only queue, and unevenly: sixteen concurrent pieces over
+200 Mbit/s took 0.5 s each, but one in a hundred 4 s, which may stall the training; eight took 0.9 s at most, and used the
+link fully too.
+
     cache = NodeCache(Path("/tmp/raystride-cache"), max_bytes=32 << 30)
     piece = RemotePiece(name, folder, "train/00003.arrow", first=65536, size=65536, verify=check)
     cache.map_piece(lambda: piece, piece.name, piece.size)    # its bytes, fetched first if missing
     cache.fetch_ahead([piece, ...])                           # in the background, several at a time
-
-Adaptive limit on concurrent fetches: as many as the link carries, since more only queue, and unevenly.
-
-Sixteen concurrent pieces over 200 Mbit/s took 0.5 s each, but one in a hundred 4 s, which may stall the training; eight took
-0.9 s at most, and used the link fully too.
-
-    limit = ConcurrencyLimit(max_fetches=8)
-    limit.record_latency(seconds)                             # of each fetch; adapts limit.limit
 """
 
 import errno

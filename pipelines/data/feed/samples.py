@@ -1,18 +1,14 @@
 """Training samples: windows of the token stream, whole examples, or bundles of examples of similar length.
 
-samples = open_samples(config, task, stream)
-samples.num_samples                                       # samples in an epoch
-inputs, targets = samples.batch(np.array([5, 17]))        # model inputs and targets, on the host
+Bundles (length bucketing) have a bounded number of tokens, padding included. Examples are sorted by the length of their
+first sequence, then of the next, with random tie-breaking, and cut before the example that would not fit: a bundle takes
+(examples) x (sum of the longest of each sequence) tokens. Bundles are fixed; the order of bundles is that of samples
+(`feed.order`) and changes each epoch, as in fairseq (Ott et al., 2019).
 
-Length bucketing: bundles of examples of similar length with a bounded number of tokens, padding included.
-
-Examples are sorted by the length of their first sequence, then of the next, with random tie-breaking, and cut before the
-example that would not fit: a bundle takes (examples) x (sum of the longest of each sequence) tokens. Bundles are fixed; the
-order of bundles is that of samples (`feed.order`) and changes each epoch, as in fairseq (Ott et al., 2019).
-
-    bundles = bundle_examples(sizes, max_tokens=2048, seed=0)     # sizes (n, k): lengths of each example's k sequences
-    bundles.members(3)                                        # numbers of the examples in bundle 3, int64
-    bundles.padding                                           # fraction of padding tokens, 0.03
+    samples = open_samples(config, task, stream)
+    samples.num_samples                                       # samples in an epoch
+    inputs, targets = samples.batch(np.array([5, 17]))        # model inputs and targets, on the host
+    bundle_examples(sizes, max_tokens=2048).members(3)        # numbers of the examples in bundle 3, int64
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence

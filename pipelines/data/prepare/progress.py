@@ -1,17 +1,13 @@
-"""Progress of work on parts: a bar on a terminal, else a line from time to time. Finished parts are counted by their
-records.
+"""Progress of work on parts, and the speed of each stage of a preparation.
+
+Progress is a bar on a terminal, else a line from time to time; finished parts are counted by their records. A record has the
+seconds that its process spent in each stage. A process reads, cleans, tokenises and writes one after another, so seconds of
+several processes add up, and text divided by seconds is the speed of one process.
 
     with show_progress("preparing", ProgressMeter.for_parts(job.folder, parts), log):
         run_parts(job, parts)                             # preparing: 12/32 parts, 148 MB, 21.3 MB/s, 11 s left
-
-Speed of a preparation's stages, from the records of its parts: the seconds that processes spent in each.
-
-A process reads, cleans, tokenises and writes one after another, so seconds of several processes add up, and text divided by
-seconds is the speed of one process.
-
-    stages = sum_stages(record["stages"] for record in records)
-    # {"bytes": 2e9, "documents": 10**6, "seconds": {"read": 20.1, "tokenise": 95.0, ...}}
-    describe_speeds(stages)            # "read 99.5 MB/s, tokenise 21.1 MB/s, write 310 MB/s of text in each process, ..."
+    stages = sum_stages(record["stages"] for record in records)     # {"bytes": 2e9, "documents": 10**6, "seconds": {...}}
+    describe_speeds(stages)                               # "read 99.5 MB/s, tokenise 21.1 MB/s, ... in each process, ..."
 """
 
 import sys

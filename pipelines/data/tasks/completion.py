@@ -2,16 +2,13 @@
 
 Each pair is a sample of its own, padded to the longest in its batch. With a tokenizer that has a chat template, prompt and
 completion are rendered as the turns of a chat; else they are concatenated, with an end token. With `data.messages_column` a
-sample is a whole chat, and all turns of the assistant are trained on.
+sample is a whole chat, a list of messages with the tools that the assistant may call; all turns of the assistant are trained
+on, up to the last that fits.
 
     task = Completion(config, {"vocabulary_size": 50257, "end_id": 50256}, encoders)
     (inputs,), targets = task.collate(rows, masks)           # both (B, T), int64; the prompt's targets are IGNORED
-
-Chats as samples: lists of messages, with the tools that the assistant may call; the assistant's turns are trained on.
-
-chat = read_conversation(('[{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]',))
-ids, mask, cut = encode_chat(template, chat, context + 1)    # up to the assistant's last turn that fits
-chat.question.messages                                   # all before its last turn
+    chat = read_conversation(('[{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]',))
+    ids, mask, cut = encode_chat(template, chat, context + 1)
 """
 
 from collections.abc import Iterable

@@ -1,10 +1,7 @@
-"""Loss of each row of a batch, for models that return the sum over all rows.
+"""Rows of a batch: sequences padded to one matrix, and the loss of each row for models that return the sum over all.
 
-sums, counts = row_losses(model.logits, model.hidden(ids), targets)      # (B), (B)
-
-Padding of sequences to one matrix.
-
-ids, lengths = pad_sequences([np.array([5, 6, 7]), np.array([8])])    # [[5, 6, 7], [8, 0, 0]] and [3, 1], int64
+ids, lengths = pad_sequences([np.array([5, 6, 7]), np.array([8])])     # [[5, 6, 7], [8, 0, 0]] and [3, 1], int64
+sums, counts = row_losses(model.logits, model.hidden(ids), targets)    # (B) in nats, and counted targets (B)
 """
 
 from collections.abc import Callable

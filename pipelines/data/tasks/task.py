@@ -297,7 +297,7 @@ class Task:
         return cls
 
     def build_optimizer(self, model: "nn.Module") -> Any:
-        """Returns an optimiser of its own (`checkpoint.updater.Updater`); None: that of the settings."""
+        """Returns an optimiser of its own (`train.checkpoint.train_state.Updater`); None: that of the settings."""
         return None
 
     def learning_rate_factor(self, step: int, total_steps: int) -> float | None:

@@ -2,16 +2,12 @@
 
 An example is the number of the source's ids, these ids (the last ends the source) and the target's. The decoder
 starts from the target's end token and learns to give it at the end. Validation translates greedily and sums the counts of
-BLEU (Papineni et al., 2002) and chrF (Popović, 2015), as counted by sacreBLEU.
+BLEU (Papineni et al., 2002) and chrF (Popović, 2015), as counted by sacreBLEU (Post, 2018).
 
     task = Translation(config, {"vocabulary_size": 8192, "end_id": 0}, encoders)
     (source, lengths, target_inputs), targets = task.collate(rows, None)     # (B, S), (B), (B, T), (B, T), int64
-
-BLEU and chrF from counts that can be summed, as counted by sacreBLEU (Post, 2018).
-
-overlap = Overlap(tokenize=choose_tokenizer(["the cat sat"]))     # "13a"; "zh" for Chinese
-counts = overlap.counts(["a cat sat"], ["the cat sat"])  # (1, 28) whole numbers, one row a text
-overlap.bleu(counts.sum(0)), overlap.chrf(counts.sum(0))  # from 0 to 100
+    counts = Overlap().counts(["a cat sat"], ["the cat sat"])                # (1, 28) whole numbers, one row a text
+    Overlap().bleu(counts.sum(0)), Overlap().chrf(counts.sum(0))             # from 0 to 100
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence

@@ -3,19 +3,13 @@
 The template is the Jinja text that Hugging Face keeps beside a tokenizer (`chat_template.jinja`, or in
 `tokenizer_config.json`). It is untrusted, so it runs in Jinja's sandbox. Special tokens that it writes, and added tokens
 that it uses as markers, become their ids. Message contents are encoded as ordinary text, so nobody can forge a turn by
-typing `<|im_end|>`. Only the assistant may write `<think>` and other paired tags.
+typing `<|im_end|>`. Only the assistant may write `<think>` and other paired tags. The tag `{% generation %}` means what it
+does in Hugging Face: the assistant is trained on the text inside it.
 
     chat = load_chat(folder, encoder)                        # None: there is no template
-    question = chat.question("Who are you?")                 # ids up to the beginning of the answer
+    question = chat.question("Who are you?")                 # ids (uint32) up to the beginning of the answer
     answer = chat.answer("Who are you?", "A model.")         # ids of the answer, with the token that ends a turn
-    chat.question([{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Who are you?"}])
-    chat.end_ids                                             # the id of `<|im_end|>`, by which the template ends an answer
     ids, mask = chat.conversation(messages, tools)           # a whole chat, with a mask of the assistant's turns
-
-The tag `{% generation %}` of chat templates, as in Hugging Face: the assistant is trained on the text inside it.
-
-environment = ImmutableSandboxedEnvironment(extensions=[Generation])
-environment.from_string("Q: a{% generation %}b{% endgeneration %}").render()    # "Q: a", BEGIN, "b", END
 """
 
 import json

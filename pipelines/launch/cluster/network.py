@@ -1,14 +1,9 @@
-"""Network between the nodes of a cluster: who reaches whom, and the rate at which each sends to the next.
+"""Network between the nodes of a cluster: runs a function on all of them, and measures who reaches whom and how fast.
 
-    links = measure_network(timeout_s=60)                     # Links(target="h3", mib_per_s=112.0) or NoAnswer, by node
-
-Needs ray.init.
-
-Runs a function on every node of a cluster at once.
+Both need ray.init. Rates are in MiB a second, from each node to the next.
 
     answers = run_on_all_nodes(probe, timeout_s=60)           # result of `probe` or NoAnswer, by ClusterNode
-
-Needs ray.init.
+    links = measure_network(timeout_s=60)                     # Links(target="h3", mib_per_s=112.0) or NoAnswer, by node
 """
 
 import socket

@@ -4,18 +4,13 @@ It also passes stop requests to the workers: the driver sets them in the actor, 
 agree on a step among themselves. A stop for a resize and a user's stop are separate requests, so that clearing one never
 clears the other.
 
-    recorder = RecorderHandle.start(Recorder arguments ...)                 # in the driver
-    recorder.post, recorder.state(), recorder.request_stop(), recorder.finish("finished")
-
-Keeps MLflow credentials in environment variables away from workers; only the recorder gets them.
-
-Ray's processes inherit the environment of the process that starts them, and a submitted job's processes get the variables of
-its `runtime_env`. Both are scrubbed of passwords, and the recorder's process, the only client of the tracking server, gets
-them as an argument.
+The actor's process is the only client of the tracking server and gets MLflow's credentials as an argument. Ray's other
+processes inherit the environment of the process that starts them, and a submitted job's `runtime_env`: both are scrubbed.
 
     with scrubbed_environment():
         ray.init(...)                                         # no process that Ray starts has a login
-    ray.remote(RecorderActor).remote(..., environment=mlflow_environment())
+    recorder = RecorderHandle.start(...)                      # Recorder's arguments, in the driver
+    recorder.post, recorder.state(), recorder.request_stop(), recorder.finish("finished", summary)
 """
 
 import functools

@@ -1,20 +1,17 @@
-"""Starts private Ray nodes on a shared machine: with own ports and temporary folder, and without touching others at the end.
-
-    with RayNode.start_head("10.0.0.1", cpus=8, environment={}) as ray:   # `ray start --head`; raises CannotRun
-        print(ray.address)                                                # 10.0.0.1:43211
-    with RayNode.join_cluster("10.0.0.1:43211", "10.0.0.2", cpus=8, environment={}): ...
+"""Starts private Ray nodes on a shared machine: with own ports, folder and TLS, and without touching others at the end.
 
 `ray stop` would end all of the user's Ray processes on the machine. Here every process that `ray start` leaves is marked by
 an environment variable, by which it is found. The processes block SIGTERM, SIGHUP and SIGUSR1, which a batch system sends to
 all processes of a job at once, so that Ray still runs while the training saves.
 
-TLS between the nodes of a private Ray cluster: a certificate authority for each job, and a certificate for each node.
+A job has a certificate authority, a node its certificate. Each node gets the authority's key beside the token, in the
+environment of the process that starts Ray there and of no other, and signs its own certificate: only the node itself knows
+its address.
 
-    environment |= make_authority()                                    # once a job, beside its token
-    environment |= write_node_certificate(folder, host, environment)   # on each node before `ray start`: RAY_USE_TLS, paths
-
-Each node gets the authority's key beside the token, in the environment of the process that starts Ray there and of no other,
-and signs its own certificate: only the node itself knows its address.
+    environment |= make_authority()                                       # once a job
+    environment |= write_node_certificate(folder, host, environment)      # on each node: RAY_USE_TLS and paths
+    with RayNode.start_head("10.0.0.1", cpus=8, environment=environment) as ray:    # `ray start --head`, or CannotRun
+        print(ray.address)                                                # 10.0.0.1:43211, for RayNode.join_cluster
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""Hardware readings: NVIDIA and AMD GPUs, CPU energy (RAPL), and peak FLOP/s from data sheets.
+"""Hardware readings: NVIDIA and AMD GPUs, and CPU energy (RAPL).
 
 Each figure of a card is read on its own, and figures that it lacks are left out. Nothing here depends on the training code.
 """

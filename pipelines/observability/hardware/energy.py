@@ -1,19 +1,16 @@
 """Energy, throttling time and idle share of a device, accumulated from successive readings.
 
-A device (a GPU, a CPU package) is read as a dict of figures. Energy is the difference of its energy counter if it has one,
-else the trapezoidal integral of its power. Throttling time of a reason is the difference of the card's own counter if it has
-one, else the whole time between two readings if the reason is active at the second.
+A device (a GPU, a CPU package) is read as a dict of figures. Energy in joules is the difference of its energy counter if it
+has one, else the trapezoidal integral of its power in watts. Throttling time of a reason in seconds is the difference of the
+card's own counter if it has one, else the whole time between two readings if the reason is active at the second.
+
+A CPU package has RAPL's counter, often readable by root only. It counts cores, caches and memory controller, not the rest of
+the machine, and includes other processes. It is in microjoules and wraps around after minutes or hours.
 
     meter = EnergyMeter()
     meter.add_reading({"power_usage_watts": 300.0, "utilization_percentage": 97.0}, now=0.0)
     meter.add_reading({"power_usage_watts": 500.0, "utilization_percentage": 98.0}, now=5.0); meter.joules      # 2000.0
-
-CPU energy by RAPL from /sys/class/powercap, which is often readable by root only.
-
-A package is a CPU with its cores, caches and memory controller: not the machine, and other processes are included. The
-counter is in microjoules and wraps around at a range stated by the kernel, after minutes or hours.
-
-    for package in rapl_packages(): print(package.name, package.read())        # cpu_package_0 {"energy_counter_joules": 0.0}
+    for package in rapl_packages(): print(package.name, package.read())    # cpu_package_0 {"energy_counter_joules": 0.0}
 """
 
 from collections.abc import Callable, Mapping

@@ -1,17 +1,12 @@
 """The observer interface: hooks that the training loop calls.
 
 The loop calls every observer in order; each overrides the hooks that it needs. `measured` and `summary` are dicts passed
-through the observers: each may add figures, and the tracker, which comes last, sends them to the recorder.
+through the observers: each may add figures, and the tracker, which comes last, sends them to the recorder. An observer with
+a thread of its own inherits from `BackgroundObserver`, which ends it with the loop.
 
     class Loud(Observer):
         def on_log(self, step, measured):
             print(step, measured["train_loss"])
-
-Base of observers with a background thread, from the start of the loop to its end.
-
-class HostMonitor(BackgroundObserver):
-    def on_start(self, run):
-        self._start_thread("host-monitor", self._watch, run)     # _watch: while not self._stop_event.wait(seconds): ...
 """
 
 from dataclasses import dataclass

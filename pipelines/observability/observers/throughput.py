@@ -5,18 +5,13 @@ The clock runs from the end of one step to the end of the next, including waitin
 up, only starts the clock. All figures come from the host's clock, and nothing here waits for the device: single steps of a
 GPU run ahead of it, and only intervals that end with the loop's own wait (every logging step) are exact.
 
-    throughput = Throughput()
-    throughput.on_start(facts)
-    throughput.on_step(1); throughput.on_step(2); throughput.on_log(2, measured)
+MFU divides by the dense peak FLOP/s of a data sheet, half of a figure "with sparsity". `fp32` is the rate outside the tensor
+cores, `tf32` and `bf16` the tensor cores' with fp32 accumulation. A device or precision that is not listed has no MFU: a
+guess would be worse than nothing.
 
-Peak FLOP/s of devices from their data sheets, for model FLOP/s utilisation (MFU).
-
-Figures are dense FLOP/s: if a vendor prints a figure "with sparsity", ours is half of it. `fp32` is the rate outside the
-tensor cores, `tf32` and `bf16` the rate of the tensor cores with fp32 accumulation. A device or precision that is not listed
-has no peak, hence no MFU: a guess would be worse than nothing.
-
-    peak_flops("NVIDIA H100 80GB HBM3", "bf16")         # 989.4e12
-    peak_flops("cpu", "fp32")                           # None
+    throughput = Throughput(); throughput.on_start(facts)
+    throughput.on_step(1); throughput.on_step(2); throughput.on_log(2, measured)       # adds tokens_per_second, mfu, ...
+    peak_flops("NVIDIA H100 80GB HBM3", "bf16")               # 989.4e12; None for a CPU
 """
 
 import random

@@ -3,8 +3,8 @@
 observation  a trial's work and its measurements: the whole input of the model
 mesh         a group of workers that computes a slot together, and its communication
 terms        the formulas of a step's time, with their sources
-fit          the posterior of the unknowns after the trials
-identified   the unknowns that trials identify, and those taken from a cluster `described` in YAML
+fit          the posterior of the unknowns after the trials, and which of them trials identify
+described    a cluster's links and prices in YAML, for unknowns that no trial has measured
 model        predictions as intervals, and their errors on held-out trials
 
     model = ScalingModel.fit(observations, described); model.predict(work, target_tokens=1e9)

@@ -1,9 +1,9 @@
-"""The unknowns of a step's time: their priors, and draws from their posterior after some trials.
+"""The unknowns of a step's time: their priors, their posterior after some trials, and whether trials identify them.
 
 Every unknown is positive and known to an order of magnitude, so its logarithm gets a normal prior: a wide one from physics,
 a narrow one for links of a description. Trials narrow the unknowns that they identify; the others keep the width of their
-prior. This shows that an unknown is not identified, and gives a prediction that needs it a wide interval. Least squares
-would set such terms to zero and hide both, and resampling a handful of trials would not show them either.
+prior, and a prediction that needs them gets a wide interval. Least squares would set such terms to zero and hide both, and
+resampling a handful of trials would not show them either.
 
 Errors are relative and follow Student's t with four degrees of freedom, so that one disturbed trial has little effect
 (Lange, Little and Taylor, 1989). Their size is an unknown too.
@@ -12,14 +12,11 @@ Differential evolution Markov chains draw from the posterior (ter Braak, 2006): 
 of two walkers of the ensemble's other half, so that neither scales nor correlations of the unknowns matter. No derivatives
 are needed: the time of a step has kinks, at the points beyond which communication is no longer hidden.
 
-    draws = draw_unknowns(observations, cluster, steps=1500)               # {"overlap": array of draws x 1, ...}
-
-Tells whether each unknown is measured by the trials, taken from a described cluster, or not identified, and why.
-
 An unknown counts as measured if trials have at least halved the width of its prior in orders of magnitude, to less than a
 factor of four between its bounds, and if they could: terms that grow with the number of workers (hops, the slowest) need
 three numbers of workers, as two points lie on a logarithm as well as on a line.
 
+    draws = draw_unknowns(observations, cluster, steps=1500)  # {"overlap": array of draws x 1, ...}
     for term in identify_unknowns(observations, draws, cluster):
         print(term)                     # inter latency: not identified: 2 numbers of nodes, of 3 needed, ...
 """

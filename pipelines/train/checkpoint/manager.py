@@ -1,18 +1,14 @@
 """Checkpoint manager: saves in the background, finds and verifies checkpoints at the start of an attempt, prunes old ones.
 
 The newest valid manifest is authoritative. `last` and `best` are hints for people; old checkpoints lose their data but keep
-their manifests, so that the whole history of fed samples can be audited.
+their manifests, so that the whole history of fed samples can be audited. Complete local tensors are read directly, parts of
+them by PyTorch Distributed Checkpoint.
 
     checkpoints = Checkpoints(run / "checkpoints", attempt, keep=3, group=group)
     checkpoints.fence_older_groups()                          # earlier writers can no longer commit
-    checkpoints.save(model, optimizer, state, header)         # returns when parameters are copied
+    checkpoints.save(model, optimizer, state, header, best=False)    # returns when parameters are copied
     checkpoints.finish()                                      # raises if the last one could not be written
-    found = checkpoints.find_newest()                         # step and manifest, or None
-    checkpoints.load(found, model, optimizer)
-
-Reads tensors of a checkpoint: complete local ones directly, parts of them by PyTorch Distributed Checkpoint.
-
-read(targets, found.folder, found.manifest)               # {"model.head.weight": tensor, ...}, filled in place
+    checkpoints.load(checkpoints.find_newest(), model, optimizer)    # for any number of workers
 """
 
 import json

@@ -1,13 +1,11 @@
-"""A tensor of which this worker holds pieces, as PyTorch Distributed Checkpoint saves and loads it.
+"""Parameters in parts: a tensor of which this worker holds pieces, and a hash of the whole model.
 
 A part of a parameter may be several ranges of its rows (queries, keys and values of some heads), or some columns, and FSDP
-may have cut that part once more. DCP's own tensor types cannot express these; it asks any other tensor for its pieces.
+may have cut that part once more. PyTorch Distributed Checkpoint's own tensor types cannot express these; it asks any other
+tensor for its pieces. The hash gathers parts one by one and is equal for two models if they are bitwise equal.
 
     part = Pieces(local, cut)                                 # of size `cut.full_shape`; `part.to_local()` is `local`
-
-A hash that is equal for two models if they are bitwise equal.
-
-parameters_sha256(model, optimizer)                       # 64 hexadecimal digits
+    parameters_sha256(model, optimizer)                       # 64 hexadecimal digits
 """
 
 import hashlib

@@ -1,13 +1,8 @@
-"""Training state of a resumed run besides parameters and optimiser: its position and its best result so far.
+"""State of a run that checkpoints keep: its position and best result so far, and the interface of its optimiser.
 
-state = TrainState()
-state.advance(step)
+state = TrainState(); state.advance(step)
 state.to_json()                                           # into the checkpoint's manifest
-
-The interface of an optimiser to checkpoints and the training loop.
-
-updater.update(learning_rate)                             # one step, in place
-updater.state(parameter)                                  # {"exp_avg": tensor, ...}: its state in a checkpoint
+updater.state(parameter)                                  # {"exp_avg": tensor, ...}: an Updater's state in a checkpoint
 """
 
 from dataclasses import asdict, dataclass, field, fields

@@ -18,10 +18,7 @@ at once (`lora.adapters`) share the base; each has its own tokens in the common 
 
     need = estimate(config, expected_facts(config), workers=2, device="cpu")    # None: this network is unknown
     need.total                                                # bytes
-
-Counts the parameters of a run's adapters from its settings alone.
-
-count_adapter_parameters(config)                          # of all adapters that it trains
+    count_adapter_parameters(config)                          # parameters of all adapters that the run trains
 """
 
 from dataclasses import dataclass, replace

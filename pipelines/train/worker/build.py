@@ -1,10 +1,9 @@
 """Builds the parts of a training in the order of their dependencies: device, task, model, data, loop.
 
-training = build_training(job, WorkerInfo(rank=0, world=1), observers, stopping=lambda: False, log=print)
+The device comes with threads, memory, determinism and the process group of several workers.
 
-The device, threads and process group of a worker.
-
-device = set_up_device(job, WorkerInfo(rank=0, world=2))  # torch.device("cuda", 0), in a group of two
+    device = set_up_device(job, WorkerInfo(rank=0, world=2))  # torch.device("cuda", 0), in a group of two
+    training = build_training(job, WorkerInfo(rank=0, world=1), observers, stopping=lambda: False, log=print)
 """
 
 import json

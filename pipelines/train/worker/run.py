@@ -1,16 +1,12 @@
-"""Runs one worker from its job to its summary.
+"""Runs one worker from its job to its summary, and writes a sample of the finished model.
 
-summary = run_worker(job, WorkerInfo(rank=0, world=1), recorder.receive, stopping=lambda: False)
-
-Writes what shows a finished training's model: a generated text (`sample.txt`), or a classifier's `answers.json`.
-
-write_samples(job, worker, training)       # on all workers where they compute together, else on the first
-
-`answers.json` holds the step, the labels, the confusion matrix of the newest validation (true labels in rows), and the
-first validation documents with their labels and answers:
+The sample is a generated text (`sample.txt`), or a classifier's `answers.json`: the step, the labels, the confusion matrix
+of the newest validation (true labels in rows), and the first validation documents with their labels and answers:
 
     {"step": 1200, "labels": ["ham", "spam"], "confusion": [[90, 2], [5, 3]],
      "documents": [{"text": "...", "label": "ham", "answer": "spam", "probability": 0.9}]}
+
+    summary = run_worker(job, WorkerInfo(rank=0, world=1), recorder.receive, stopping=lambda: False)
 """
 
 import time

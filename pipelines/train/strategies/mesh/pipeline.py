@@ -1,19 +1,15 @@
 """Pipeline parallelism: a step's micro-batches pass the stages of a decoder in turn, which lie on different workers.
 
-The order of forwards and backwards is PyTorch's (`torch.distributed.pipelining`): 1F1B (Narayanan et al., 2019), interleaved
-with two stages a worker (Narayanan et al., 2021), and ZBV, which splits the backward in two and leaves almost no bubble (Qi
-et al., 2024). Micro-batches are slots. A schedule receives only their numbers, and each stage looks up its micro-batch, so
-packed documents keep their offsets, whatever their number. PyTorch's stages exchange tensors of one shape, but micro-batches
-may differ: streams travel in buffers of the largest size, and a stage takes its micro-batch's part.
+A stage has neighbouring blocks, the first also the embedding, the last the norm and head. The order of forwards and
+backwards is PyTorch's (`torch.distributed.pipelining`): 1F1B (Narayanan et al., 2019), interleaved with two stages a worker
+(Narayanan et al., 2021), and ZBV, which splits the backward in two and leaves almost no bubble (Qi et al., 2024).
+Micro-batches are slots. A schedule receives only their numbers, and each stage looks up its micro-batch, so packed documents
+keep their offsets, whatever their number. PyTorch's stages exchange tensors of one shape, but micro-batches may differ:
+streams (B, T, C) travel in buffers of the largest size, and a stage takes its micro-batch's part.
 
-    pipeline = Pipeline(stages, workers, group, schedule="1f1b", ...)
+    pipeline = Pipeline({0: DecoderStage(model, range(0, 6), first=True, last=False)}, workers, group, schedule="1f1b", ...)
     pipeline.run_micro_batches(batches, forward)              # a step's forwards and backwards
     pipeline.hidden(ids)                                      # a forward alone, of any length
-
-A pipeline stage of a decoder: neighbouring blocks, with the modules before the first and behind the last of all stages.
-
-stage = DecoderStage(model, range(0, 6), first=True, last=False)
-stage.forward_blocks(x, ids)                              # the stream behind block 5
 """
 
 import math
