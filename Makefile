@@ -21,7 +21,7 @@
 # make lint       ruff, mypy and import-linter, as in continuous integration
 # make settings   docs/settings.md, from the dataclasses of the settings
 # make api        the reference in docs/api.md, from the docstrings of the library
-# make map        the map of docs/architecture.md, from the docstrings of packages and modules
+# make map        the table of wings and the map of docs/architecture.md, from the docstrings of packages and modules
 # make bill       build/raystride.cdx.json: a bill of materials of .venv, in CycloneDX's format
 # make audit      the bill, and every pinned version beside the advisories of PyPI, which it has to reach
 # make help       these lines

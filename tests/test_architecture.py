@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from tests import architecture_map
+
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ["triton_kernels", "model", "pipelines", "ray_jobs"]
 MODULES = [path for package in PACKAGES for path in sorted((ROOT / package).rglob("*.py"))]
@@ -67,6 +69,13 @@ def test_a_function_that_reads_one_section_of_the_settings_takes_that_section() 
         assert len(read) < len(uses) or len(names) != 1 or not names <= sections, (
             f"{_id(path)}: {function.name} reads {names}"
         )
+
+
+def test_the_page_of_architecture_has_the_sentences_of_the_code() -> None:
+    assert architecture_map.PAGE.read_text() == architecture_map.page(), "make map writes it anew"
+    picture = (ROOT / "docs" / "pictures" / "wings.svg").read_text()
+    drawn = [name for name in re.findall(r">([a-z]+)</text>", picture) if (ROOT / "pipelines" / name).is_dir()]
+    assert drawn[::-1] == architecture_map.list_wings()
 
 
 FIGURES = ("train/", "val/", "start/", "test_recall/", "val_recall/")
