@@ -4,7 +4,7 @@
 # make test-changed  the tests that a change needs, within about a minute, by tests/source_map.json
 # make test-weekly   further cases of what daily tests prove, and larger ones
 # make test-map   make test, traced, which writes tests/source_map.json: needs Python 3.12, in an environment of its own
-# make test-table  the seconds of the last make test-all, into tests/seconds.json and CONTRIBUTING.md
+# make test-table  the seconds of the last make test-all, into tests/seconds.json and tests/README.md
 # make test-of X  the tests of one package: make test-of feed, make test-of NAME=triton_kernels
 # make test-processors  all tests three times, as on other processors: either product, and neither AVX-512 nor AMX
 # make test-newest  make test with the newest of everything that pyproject.toml admits, in an environment of its own

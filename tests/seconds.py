@@ -1,4 +1,4 @@
-"""Seconds of tests by file and group: recorded by pytest, printed, kept in `tests/seconds.json` and CONTRIBUTING.md.
+"""Seconds of tests by file and group: recorded by pytest, printed, kept in `tests/seconds.json` and `tests/README.md`.
 
 A test's seconds are those of one pytest process, from its set-up to its tear-down, whether it computes or waits.
 
@@ -24,7 +24,7 @@ from tests.schedule import SECONDS_FILE, file_of
 
 ROOT = Path(__file__).resolve().parents[1]
 MARKED = re.compile(r"(<!-- seconds of tests -->\n).*?(<!-- end -->)", re.DOTALL)
-"""The part of CONTRIBUTING.md that a command writes."""
+"""The part of `tests/README.md` that a command writes."""
 
 
 class SecondsRecorder:
@@ -80,7 +80,7 @@ def describe_machine() -> dict[str, str]:
 def group_of(file: str) -> str:
     """Returns the package of a test file: `tests/model`, `tests/pipelines/data/feed`."""
     parts = file.split("/")
-    return "/".join(parts[: min(len(parts) - 1, 3 if parts[1] == "pipelines" else 2)])
+    return "/".join(parts[: min(len(parts) - 1, 4 if parts[1] == "pipelines" else 2)])
 
 
 def render_table(record: dict[str, Any]) -> str:
@@ -103,13 +103,13 @@ def render_table(record: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    """Writes a record's seconds to `tests/seconds.json`, and its table to CONTRIBUTING.md."""
+    """Writes a record's seconds to `tests/seconds.json`, and its table to `tests/README.md`."""
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("record", type=Path)
     record = json.loads(parser.parse_args().record.read_text())
     seconds = {file: {key: round(row[key], 1) for key in ("usual", "long")} for file, row in record["files"].items()}
     SECONDS_FILE.write_text(json.dumps(seconds, indent=0, sort_keys=True) + "\n")
-    page = ROOT / "CONTRIBUTING.md"
+    page = ROOT / "tests" / "README.md"
     page.write_text(MARKED.sub(lambda found: f"{found[1]}{render_table(record)}{found[2]}", page.read_text()))
 
 

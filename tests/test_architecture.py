@@ -17,7 +17,7 @@ from tests import architecture_map
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ["triton_kernels", "model", "pipelines", "ray_jobs"]
 MODULES = [path for package in PACKAGES for path in sorted((ROOT / package).rglob("*.py"))]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "CONTRIBUTING.md"]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "CONTRIBUTING.md", ROOT / "tests" / "README.md"]
 
 
 def _id(path: Path) -> str:

@@ -26,7 +26,7 @@ from tests.some import some
 
 ROOT = Path(__file__).parents[1]
 PAGES = [
-    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "deploy/README.md")),
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "deploy/README.md", "tests/README.md")),
     *sorted((ROOT / "docs").glob("**/*.md")),
     *sorted((ROOT / "deploy").glob("*/README.md")),
 ]

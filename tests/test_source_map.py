@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests import source_map, source_trace
+from tests.seconds import group_of
 from tests.source_map import BUDGET_S, mirrored_tests, select_tests, within_budget
 
 ORDER, ORDER_TESTS = "pipelines/data/feed/order.py", "tests/pipelines/data/feed/test_order.py"
@@ -57,6 +58,13 @@ def test_paths_of_links_and_of_installed_packages_are_those_of_the_project() -> 
     assert source_trace.relative_path("/site-packages/raystride/api.py") == "raystride/api.py"
     assert source_trace.relative_path(f"{source_trace.ROOT}/tests/tiny.py") == "tests/tiny.py"
     assert source_trace.relative_path("/site-packages/torch/nn/__init__.py") is None
+
+
+def test_seconds_are_summed_by_package() -> None:
+    assert group_of(ORDER_TESTS) == "tests/pipelines/data/feed"
+    assert group_of("tests/pipelines/train/test_loop.py") == "tests/pipelines/train"
+    assert group_of("tests/model/deeper/test_loss.py") == "tests/model"
+    assert group_of("tests/test_source_map.py") == "tests"
 
 
 @pytest.mark.skipif(sys.version_info < (3, 12), reason="sys.monitoring came with Python 3.12")
