@@ -3,7 +3,7 @@
 # make test-all   install, then run all tests, as continuous integration does
 # make test-changed  the tests that a change needs, within about a minute, by tests/source_map.json
 # make test-weekly   further cases of what daily tests prove, and larger ones
-# make test-map   make test, traced, which writes tests/source_map.json: needs Python 3.12, in an environment of its own
+# make test-map   make test, traced, which writes tests/source_map.json; half again as long, on Python 3.12 no longer
 # make test-table  the seconds of the last make test-all, into tests/seconds.json and tests/README.md
 # make test-of X  the tests of one package: make test-of feed, make test-of NAME=triton_kernels
 # make test-processors  all tests three times, as on other processors: either product, and neither AVX-512 nor AMX
@@ -34,7 +34,6 @@ NEXT := .venv-ray-next
 # Results of the compilers, by kernel and Triton: what has not changed is not compiled again.
 KEPT := --kept build/compiled
 AUDIT := .venv-audit
-TRACED := .venv-3.12
 # Two processes more than there are cores, six at most: tests wait for a third of their time. A file's tests stay in one process,
 # which has their trainings; tests/schedule.py orders the files.
 WORKERS ?= $(shell cores=$$(getconf _NPROCESSORS_ONLN); echo $$((cores < 4 ? cores + 2 : 6)))
@@ -78,8 +77,8 @@ test-changed: install
 test-weekly: install
 	@$(PYTEST) -m weekly
 
-test-map: $(TRACED)/.installed
-	@$(TRACED)/bin/python -m tests.source_map run -n $(WORKERS)
+test-map: install
+	@$(RUN) -m tests.source_map run -n $(WORKERS)
 
 test-table:
 	@$(RUN) -m tests.seconds build/test-seconds.json

@@ -1,6 +1,7 @@
 """Which test files run which source files: made by one run of the usual tests, and kept in `tests/source_map.json`.
 
     python -m tests.source_map run -n 3      # `make test-map`: runs the usual tests, traced, and writes the map
+    python -m tests.source_map run -n 3 tests/model      # those of a folder, whose entries are renewed
     python -m tests.source_map changed       # `make test-changed`: the tests that a change needs, within about a minute
 
 Import graphs do not fit, as modules are imported inside functions and most code runs in forked workers, jobs and Ray's
@@ -15,12 +16,13 @@ import subprocess
 import sys
 import sysconfig
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import pytest
 
 from tests import source_trace
+from tests.architecture_map import list_wings
 from tests.schedule import UNKNOWN_FILE_S, file_of, load_seconds
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -31,6 +33,14 @@ BUDGET_S = 120.0
 """Seconds of test processes that a change may take: about a minute on two cores."""
 EVERYWHERE = 0.5
 """A source that more than this share of test files runs says little about which of them a change needs."""
+LAYERS: tuple[tuple[str, ...], ...] = (
+    ("triton_kernels/",),
+    ("model/",),
+    ("pipelines/__init__.py",),
+    *((f"pipelines/{wing}/",) for wing in list_wings()),
+    ("raystride/", "ray_jobs/", "configs/", "deploy/", "benchmarks/"),
+)
+"""From the ground up: a layer's code runs only that of its own and those before it."""
 
 
 class CurrentTestFile:
@@ -41,6 +51,12 @@ class CurrentTestFile:
         self._file = ""
         (folder / "current").write_text("")
         self._trace = source_trace.start()
+
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        """Notes a test file, which may have none but long tests; one that is skipped here stays unknown to the map."""
+        if report.passed and report.nodeid.endswith(".py"):
+            with (self._folder / "collected.tsv").open("a") as collected:
+                collected.write(f"{report.nodeid}\t\n")
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> None:
@@ -63,13 +79,13 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def read_traces(folder: Path) -> dict[str, set[str]]:
-    """Returns the source files that ran with each test file."""
+    """Returns the source files that ran with each test file; none for one without usual tests."""
     found: dict[str, set[str]] = defaultdict(set)
     for trace in folder.rglob("*.tsv"):
         for line in trace.read_text().splitlines():
             test, _, source = line.partition("\t")
-            if source and (ROOT / source).exists() and (ROOT / test).exists():
-                found[test].add(source)
+            if (ROOT / test).exists():
+                found[test].update([source] if source and (ROOT / source).exists() else [])
     return found
 
 
@@ -91,9 +107,7 @@ def load_map() -> dict[str, set[str]]:
 
 
 def trace_usual_tests(arguments: list[str]) -> int:
-    """Runs the usual tests with every interpreter of this environment traced, and writes the map. Needs Python 3.12."""
-    if sys.version_info < (3, 12):
-        sys.exit(f"the map needs Python 3.12 or newer, whose monitoring costs nothing; this is {sys.version.split()[0]}")
+    """Runs the usual tests with every interpreter of this environment traced, and renews their entries in the map."""
     shutil.rmtree(TRACED, ignore_errors=True)
     TRACED.mkdir(parents=True)
     hook = Path(sysconfig.get_path("purelib")) / "raystride-source-map.pth"
@@ -107,7 +121,7 @@ def trace_usual_tests(arguments: list[str]) -> int:
         done = subprocess.run([*USUAL_TESTS, *arguments], cwd=ROOT, env=variables, check=False)
     finally:
         hook.unlink()
-    write_map(read_traces(TRACED))
+    write_map({test: sources for test, sources in load_map().items() if (ROOT / test).exists()} | read_traces(TRACED))
     return done.returncode
 
 
@@ -137,11 +151,35 @@ def mirrored_tests(source: str) -> list[str]:
     return [] if at_top else [str(file.relative_to(ROOT)) for file in sorted(folder.rglob("test_*.py"))]
 
 
-def select_tests(changed: Iterable[str], known: Mapping[str, set[str]]) -> list[str]:
+def unmapped_tests(known: Mapping[str, set[str]]) -> list[str]:
+    """Returns the test files that the map does not know."""
+    files = (str(path.relative_to(ROOT)) for path in sorted((ROOT / "tests").rglob("test_*.py")))
+    return [file for file in files if file not in known]
+
+
+def _layer(path: str, other: int) -> int:
+    return next((number for number, folders in enumerate(LAYERS) if path.startswith(folders)), other)
+
+
+def rank_unmapped(test: str, source: str) -> int | None:
+    """Returns how much a test file that the map does not know needs a changed file; None: it cannot run it.
+
+    It needs its own package first, then what its layer may import. A helper of tests is needed by those of its folder.
+    """
+    home = test.removeprefix("tests/").rpartition("/")[0] + "/"
+    if source.startswith("tests/"):
+        return 4 if test.startswith(source.rpartition("/")[0] + "/") else None
+    if source.startswith(home):
+        return 4
+    return 5 if _layer(source, len(LAYERS)) <= _layer(home, len(LAYERS) - 1) else None
+
+
+def select_tests(changed: Iterable[str], known: Mapping[str, set[str]], unmapped: Sequence[str] = ()) -> list[str]:
     """Returns the test files that changed files need, the most telling ones first.
 
     These are changed test files, each module's own, then those that run a changed file: first those that run few others.
-    A file that the map does not know has the tests of its package.
+    A source that the map does not know has the tests of its package. Last come `unmapped` test files, which the map does
+    not know, if they could run a changed file.
     """
     found: dict[str, tuple[int, int]] = {}
     by_source: dict[str, set[str]] = defaultdict(set)
@@ -165,6 +203,9 @@ def select_tests(changed: Iterable[str], known: Mapping[str, set[str]]) -> list[
         else:
             for test in mirrored_tests(file):
                 need(test, 2)
+        for test in unmapped:
+            if (rank := rank_unmapped(test, file)) is not None:
+                need(test, rank)
     return sorted(found, key=lambda test: (*found[test], test))
 
 
@@ -183,10 +224,13 @@ def within_budget(tests: Iterable[str], seconds: Mapping[str, Mapping[str, float
 
 def run_changed(base: str, arguments: list[str]) -> int:
     """Runs the usual tests that a change needs, and names those that it leaves out."""
-    changed = changed_files(base)
-    taken, left_out = within_budget(select_tests(changed, load_map()), load_seconds())
+    changed, known, seconds = changed_files(base), load_map(), load_seconds()
+    unmapped = unmapped_tests(known)
+    taken, left_out = within_budget(select_tests(changed, known, unmapped), seconds)
     print(f"{len(changed)} changed files need {len(taken) + len(left_out)} test files; these run now:")
     print("".join(f"  {test}\n" for test in taken) or "  none")
+    if unmapped:
+        print(f"the map lacks {len(unmapped)} test files, which are chosen by their packages: make test-map makes it anew")
     if left_out:
         print("left out, beyond about a minute (make test runs them):", *left_out, sep="\n  ")
     if not taken:

@@ -3,14 +3,16 @@
 A `.pth` file of the environment imports this module in each of its interpreters, if $RAYSTRIDE_MAP names a folder. It holds
 `current`, the path of the test file that runs, and gets a file a process: a line for each pair of test file and source file,
 written at once, so that SIGKILL loses none. A source counts if a function of it runs, a page or template if it is opened.
-Each function is looked at once a process and test file, which costs next to nothing, but needs Python 3.12.
+Python 3.12 and later show each function once a process and test file (`sys.monitoring`), which costs next to nothing. Python
+3.11 shows every call (`sys.settrace`), but none in threads that are not Python's, such as those of Ray's concurrent actors.
 
     RAYSTRIDE_MAP=build/map/gw0 python -c "import tests.source_trace"      # in a .pth file: see tests/source_map.py
 """
 
 import os
 import sys
-from types import CodeType
+import threading
+from types import CodeType, FrameType
 from typing import Any
 
 ROOT = os.path.realpath(os.path.join(os.path.dirname(os.path.abspath(__file__)), os.pardir))
@@ -19,6 +21,8 @@ MONITORING_TOOL = 4
 """The number under which `sys.monitoring` knows this module; coverage's and debuggers' are others."""
 CO_OPTIMIZED = 1
 """Flag of a function's code, which those of modules and classes lack."""
+HAS_MONITORING = sys.version_info >= (3, 12)
+_is_traced = False
 
 
 def relative_path(path: str) -> str | None:
@@ -51,13 +55,20 @@ class SourceTrace:
         except OSError:
             self._current = ""
         self._written.clear()
-        sys.monitoring.restart_events()
+        if HAS_MONITORING:
+            sys.monitoring.restart_events()
 
     def on_start(self, code: CodeType, offset: int) -> object:
         """Notes the file of a function that begins for the first time."""
         if code.co_flags & CO_OPTIMIZED:
             self._note(code.co_filename)
         return sys.monitoring.DISABLE
+
+    def on_call(self, frame: FrameType, event: str, argument: object) -> None:
+        """Notes the file of a function that is called; returns None, so that nothing inside the function is traced."""
+        code = frame.f_code
+        if code.co_filename not in self._written and code.co_flags & CO_OPTIMIZED:
+            self._note(code.co_filename)
 
     def on_event(self, event: str, arguments: tuple[Any, ...]) -> None:
         """Notes a page, template or data file that is opened; an audit hook."""
@@ -79,15 +90,23 @@ class SourceTrace:
 
 
 def start() -> SourceTrace | None:
-    """Traces this process and those that it forks, if $RAYSTRIDE_MAP names a folder of a pytest process."""
+    """Traces this process and those that it forks, if $RAYSTRIDE_MAP names a folder of a pytest process.
+
+    Returns None if it does not, or the process is traced already. Threads that run already are not traced on Python 3.11.
+    """
+    global _is_traced
     folder = os.environ.get("RAYSTRIDE_MAP")
-    traced = sys.monitoring.get_tool(MONITORING_TOOL) is not None
-    if traced or not folder or not os.path.exists(os.path.join(folder, "current")):
+    if _is_traced or not folder or not os.path.exists(os.path.join(folder, "current")):
         return None
-    sys.monitoring.use_tool_id(MONITORING_TOOL, "raystride-source-map")
+    _is_traced = True
     trace = SourceTrace(folder)
     os.register_at_fork(after_in_child=trace.restart)
     sys.addaudithook(trace.on_event)
-    sys.monitoring.register_callback(MONITORING_TOOL, sys.monitoring.events.PY_START, trace.on_start)
-    sys.monitoring.set_events(MONITORING_TOOL, sys.monitoring.events.PY_START)
+    if HAS_MONITORING:
+        sys.monitoring.use_tool_id(MONITORING_TOOL, "raystride-source-map")
+        sys.monitoring.register_callback(MONITORING_TOOL, sys.monitoring.events.PY_START, trace.on_start)
+        sys.monitoring.set_events(MONITORING_TOOL, sys.monitoring.events.PY_START)
+    else:
+        threading.settrace(trace.on_call)
+        sys.settrace(trace.on_call)
     return trace
