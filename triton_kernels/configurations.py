@@ -1,8 +1,8 @@
 """Tile configurations of the attention kernels by architecture, head size and dtype, and alternatives worth timing.
 
-A tile is chosen once, here, from its compilation (`compile_report`): no registers spilled, shared memory that fits, tensor
-cores used. There is no autotuning at run time, since another tile sums in another order and so gives other bits.
-`list_tiles` lists candidates for timing on a real device, best guess first.
+A tile is chosen once, here, from its compilation (`benchmarks.kernel_tools.compile_report`): no registers spilled, shared
+memory that fits, tensor cores used. There is no autotuning at run time, since another tile sums in another order and so
+gives other bits. `list_tiles` lists candidates for timing on a real device, best guess first.
 
 The speed of no tile is measured: no GPU was at hand. Each table names the property of the compilation for
 which it departs from the table before.
@@ -227,7 +227,7 @@ class TileCase(NamedTuple):
 
 
 CORRECTIONS = Path(__file__).with_name("tile_corrections.json")
-"""By Triton's version, tiles of cases that spill with those of the tables; written by `tile_search`."""
+"""By Triton's version, tiles of cases that spill with the tables'; written by `benchmarks.kernel_tools.tile_search`."""
 
 
 def tile(

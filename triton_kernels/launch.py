@@ -1,7 +1,7 @@
 """The single entry point of kernel launches, so that launches can also be recorded or checked.
 
-`compile_report` replaces the launcher to record the kernels of an operation, with types and constants, and compiles exactly
-those for other architectures. The tests replace it to put guard bands around every tensor.
+`benchmarks.kernel_tools.compile_report` replaces the launcher to record the kernels of an operation, with types and
+constants, and compiles exactly those for other architectures. The tests replace it to put guard bands around every tensor.
 
     launch(_gelu_forward_kernel, (cdiv(n, 1024),), x, y, n, BLOCK=1024, num_warps=4)
 """

@@ -59,7 +59,7 @@ class MeasuredWindow:
     step_seconds: float
     """Mean of its steps."""
     shares: Mapping[str, float]
-    """Shares of its time, by part of a step; see `phases`."""
+    """Shares of its time, by part of a step; see `observability.phases`."""
     loss: float | None
     """Mean training loss of its steps; None if it is not finite."""
 

@@ -47,7 +47,7 @@ class Resources:
 
     @classmethod
     def of_this_machine(cls, *, gpus: bool = True) -> "Resources":
-        """Returns this machine's resources that this process may use (`limits`). Without `gpus`, GPUs are not queried."""
+        """Returns the resources that this process may use (`system.limits`). Without `gpus`, GPUs are not queried."""
         memory = float(usable_memory())
         if not gpus:
             return cls(float(usable_cores()), 0.0, memory, None)
