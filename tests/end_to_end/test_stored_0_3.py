@@ -139,6 +139,13 @@ def test_every_module_has_its_old_name(stored: Path) -> None:
     assert [name for name in NEW_NAMES if name not in names] == []
 
 
+def test_the_page_has_each_row() -> None:
+    page = (ROOT / "docs" / "moved.md").read_text()
+    rows = [(old, NEW_NAMES[old]) for old in some(NEW_NAMES)]
+    short = [[name.removeprefix("raystride.pipelines.") for name in row] for row in rows]
+    assert [old for old, new in short if f"| `{old}` | `{new}` |" not in page] == []
+
+
 def test_deployment_files_name_no_module() -> None:
     texts = {path: path.read_text() for path in some(sorted((ROOT / "deploy").rglob("*"))) if path.is_file()}
     assert [str(path) for path, text in texts.items() if "raystride.pipelines" in text] == []
