@@ -28,6 +28,11 @@ READER_GONE = (EPIPE, EIO)
 _unshown: deque[str] = deque(maxlen=MAX_UNSHOWN_LINES)
 
 
+def print_warning(text: str) -> None:
+    """Prints a warning on standard error."""
+    print(f"warning: {text}", file=sys.stderr)
+
+
 class ProtectedStream(io.TextIOBase):
     """A text stream around another one, or around None; its writes never raise."""
 

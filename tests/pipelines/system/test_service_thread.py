@@ -55,6 +55,38 @@ def test_who_is_told_may_end_it_and_a_log_that_fails_does_not() -> None:
     assert isinstance(thread.error, KeyError)
 
 
+def test_errors_are_said_on_standard_error_by_default_and_so_are_those_of_who_is_told(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    calls: list[None] = []
+
+    def work() -> bool:
+        calls.append(None)
+        if len(calls) == 1:
+            raise KeyError("word")
+        return True
+
+    def tell(error: Exception) -> None:
+        raise OSError("nobody hears it")
+
+    ServiceThread("failing", work, every_s=0.0, on_error=tell).start().join()
+    assert capsys.readouterr().err == (
+        "warning: failing: KeyError: 'word'; tried again\nwarning: failing: OSError: nobody hears it; tried again\n"
+    )
+
+
+def test_a_pause_is_ended_by_waking_and_by_stopping() -> None:
+    calls: list[None] = []
+    thread = ServiceThread("waiting", lambda: calls.append(None), every_s=3600.0).start()
+    for number in (1, 2):
+        thread.wake()
+        wait_until(lambda number=number: len(calls) == number, "the call")  # type: ignore[misc]
+    assert not thread.join(0.0)
+    thread.stop()
+    assert thread.join()
+    assert len(calls) == 2
+
+
 def test_it_ends_with_its_block() -> None:
     with ServiceThread("waiting", lambda: None, every_s=600.0):
         assert _lives("waiting")
