@@ -109,7 +109,7 @@ def train_on_workers(
     fast_start = job.config.launch.fast_start and not allocation.min_workers
     run = partial(train_on_ray, job, allocation, recorder, fast_start=fast_start)
     hooks = replace(hooks, pending_reason=PlacementWatcher(allocation, job.config.launch.placement_timeout_s).describe_wait)
-    with IsolationWatcher(recorder.heartbeats, recorder.node_id, hooks.give_up):
+    with IsolationWatcher(recorder.heartbeats, recorder.node_id, hooks.give_up, hooks.screen.warn):
         return run_session(job, recorder, run, hooks)
 
 

@@ -17,12 +17,12 @@ from tempfile import NamedTemporaryFile, gettempdir
 from typing import Any, TypeVar
 
 from raystride.pipelines.config import LaunchConfig
-from raystride.pipelines.launch.cluster.fallback import print_warning
 from raystride.pipelines.launch.cluster.internals import is_submitted_job, listen_on_loopback
 from raystride.pipelines.launch.cluster.recorder_handle import scrubbed_environment
 from raystride.pipelines.launch.cluster.versions import find_version_mismatch, parse_ray_mismatch
 from raystride.pipelines.system.credentials import redact
 from raystride.pipelines.system.limits import local_ray_resources
+from raystride.pipelines.system.output import print_warning
 
 T = TypeVar("T")
 RAY_ENVIRONMENT = {

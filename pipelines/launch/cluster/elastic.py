@@ -8,10 +8,8 @@ nodes: a `GroupState` is read, `ElasticPolicy` makes a `ResizeDecision` of it, a
     summary = train_on_nodes(fit, allocation, recorder, every_s=60.0)    # fit(StartPlan(max_workers=8)) trains one group
 """
 
-import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Set
-from contextlib import suppress
 from dataclasses import dataclass
 from statistics import median
 
@@ -26,9 +24,10 @@ from raystride.pipelines.launch.cluster.recorder_handle import RecorderHandle
 from raystride.pipelines.launch.cluster.resources import Allocation
 from raystride.pipelines.launch.hang.heartbeat import Heartbeat
 from raystride.pipelines.observability.record.summary import RunSummary
+from raystride.pipelines.system.service_thread import ServiceThread
 
 POLL_S = 1.0
-"""Seconds between two polls of the nodes."""
+"""Seconds between two polls of the nodes, also after an error: a node may be gone 30 s after its notice."""
 NEVER_S = 1e9
 """Interval that turns Ray Train's own growing off."""
 COMPARED_S = 30.0
@@ -63,10 +62,9 @@ def train_on_nodes(
     start, left_nodes = StartPlan(allocation.workers), set[str]()
     while True:
         watch = NodeWatcher(start, allocation, recorder, every_s, left_nodes, drop_slower_than)
-        try:
+        # The block waits for a poll in progress at its end, as the poll's request would stop the next group.
+        with ServiceThread("node-watch", watch.poll, every_s=POLL_S, max_pause_s=POLL_S, log=recorder.warn):
             summary = fit(start)
-        finally:
-            watch.end()
         if not (watch.next and summary.get("ending") == "stopped" and recorder.end_resize()):
             return summary
         start = watch.next
@@ -161,7 +159,7 @@ class ElasticPolicy:
 
 
 class NodeWatcher:
-    """Background thread that polls the nodes while a group trains, and requests a stop for each decision of the policy."""
+    """Polls the nodes while a group trains, and requests a stop for each decision of the policy."""
 
     def __init__(
         self,
@@ -172,7 +170,7 @@ class NodeWatcher:
         left_nodes: set[str],
         drop_slower_than: float,
     ) -> None:
-        """Starts the thread. `left_nodes`: draining nodes that earlier groups have left; this group adds its own."""
+        """`left_nodes` are the draining nodes that earlier groups have left; this group adds its own."""
         self.next: StartPlan | None = None
         """Plan of the next group; None if the group was not asked to stop."""
         self._start, self._allocation, self._recorder = start, allocation, recorder
@@ -180,41 +178,31 @@ class NodeWatcher:
         self._policy = ElasticPolicy(allocation, drop_slower_than)
         self._unanswered: Callable[[], None] | None = None
         """The request that the recorder has not acknowledged yet."""
-        self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="node-watch", daemon=True)
-        self._thread.start()
+        self._known_nodes, self._looked_at = set[str](), time.monotonic()
 
-    def end(self) -> None:
-        """Ends the thread and waits for a poll in progress, as its request would stop the next group."""
-        self._ended.set()
-        self._thread.join()
-
-    def _run(self) -> None:
-        known: set[str] = set()
-        looked = time.monotonic()
-        while not self._ended.wait(POLL_S):
-            with suppress(Exception):  # the recorder may be restarting, or Ray be busy: the next poll will do
-                if self._unanswered:
-                    self._unanswered()
-                state = self._read_state()
-                if decision := self._policy.leave_draining_nodes(state):
-                    self._left_nodes |= decision.excluded_nodes & state.node_names.keys()
-                    self._request(decision)
-                if not self._allocation.min_workers:
-                    continue  # not elastic
-                if not state.workers:
-                    cancel_lost_requests(self._recorder.warn)
-                if (nodes := list_alive_nodes()) != known:
-                    refresh_node_view(state.workers > 0, self._recorder.warn)
-                    known = nodes
-                if self.next:
-                    continue  # the group is stopping already
-                if decision := self._policy.drop_slow_node(state):
-                    self._request(decision)
-                elif time.monotonic() - looked >= self._every_s:
-                    looked = time.monotonic()
-                    if decision := self._policy.grow(state):
-                        self._request(decision)
+    def poll(self) -> None:
+        """Polls once. Raises errors of the recorder, which may be restarting, and of Ray: the next poll will do."""
+        if self._unanswered:
+            self._unanswered()
+        state = self._read_state()
+        if decision := self._policy.leave_draining_nodes(state):
+            self._left_nodes |= decision.excluded_nodes & state.node_names.keys()
+            self._request(decision)
+        if not self._allocation.min_workers:
+            return  # not elastic
+        if not state.workers:
+            cancel_lost_requests(self._recorder.warn)
+        if (nodes := list_alive_nodes()) != self._known_nodes:
+            refresh_node_view(state.workers > 0, self._recorder.warn)
+            self._known_nodes = nodes
+        if self.next:
+            return  # the group is stopping already
+        if decision := self._policy.drop_slow_node(state):
+            self._request(decision)
+        elif time.monotonic() - self._looked_at >= self._every_s:
+            self._looked_at = time.monotonic()
+            if decision := self._policy.grow(state):
+                self._request(decision)
 
     def _read_state(self) -> GroupState:
         """Polls Ray and the recorder; the latter only for what a decision needs."""

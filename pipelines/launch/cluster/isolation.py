@@ -1,6 +1,6 @@
 """Detects that the driver is cut off from its cluster: another driver may resume the run then, and this one must give it up.
 
-    with IsolationWatcher(recorder.heartbeats, recorder.node_id, lease.give_up):
+    with IsolationWatcher(recorder.heartbeats, recorder.node_id, lease.give_up, screen.warn):
         train()
 
 After a network partition the driver and its recorder, on the same host, stay alive. The driver is isolated if for
@@ -8,14 +8,12 @@ After a network partition the driver and its recorder, on the same host, stay al
 refuses connections, and that counts as an answer; if the head is lost, heartbeats of other hosts' workers still arrive.
 """
 
-import contextlib
 import socket
-import threading
 import time
 from collections.abc import Callable, Mapping
-from typing import Self
 
 from raystride.pipelines.launch.hang.heartbeat import ENDED, Heartbeat
+from raystride.pipelines.system.service_thread import ServiceThread
 
 ISOLATED_S = 20.0
 """Seconds of silence: four heartbeats, and as long as the head takes to give up a host."""
@@ -24,7 +22,7 @@ CONNECT_TIMEOUT_S = 3.0
 """Seconds within which the head's host must answer."""
 
 
-class IsolationWatcher(contextlib.AbstractContextManager["IsolationWatcher"]):
+class IsolationWatcher(ServiceThread):
     """Thread that runs during the block and calls `on_isolated` once with the reason."""
 
     def __init__(
@@ -32,34 +30,34 @@ class IsolationWatcher(contextlib.AbstractContextManager["IsolationWatcher"]):
         heartbeats: Callable[[], Mapping[int, Heartbeat]],
         node_id: str,
         on_isolated: Callable[[str], None],
+        log: Callable[[str], None],
         *,
         head: tuple[str, int] | None = None,
     ) -> None:
         """`node_id` is the driver's node. `head` defaults to the address of Ray's head, and then needs ray.init."""
+        super().__init__("isolation", self._poll, every_s=POLL_S, max_pause_s=POLL_S, log=log)
         self._heartbeats, self._node_id, self._on_isolated = heartbeats, node_id, on_isolated
         self._head = head or _head_address()
-        self._ended = threading.Event()
+        self._answered_at = time.monotonic()
         self._heard: dict[int, tuple[int, float]] = {}
         """By rank of each worker on another host: number and arrival time of its newest heartbeat."""
 
-    def __enter__(self) -> Self:
-        threading.Thread(target=self._run, name="isolation", daemon=True).start()
-        return self
-
     def __exit__(self, *error: object) -> None:
-        self._ended.set()
+        self.stop()  # without waiting for a poll in progress: a recorder that is away takes half a minute
 
-    def _run(self) -> None:
-        answered_at = time.monotonic()
-        while not self._ended.wait(POLL_S):
-            with contextlib.suppress(Exception):  # the recorder may be restarting
-                self._record_heartbeats()
-            if _is_reachable(*self._head):
-                answered_at = time.monotonic()
-            silent_s = time.monotonic() - answered_at
-            if silent_s > ISOLATED_S and self._others_are_silent():
-                self._on_isolated(f"for {silent_s:.0f} s neither the head nor any worker on another host was heard")
-                return
+    def _poll(self) -> None:
+        try:
+            self._record_heartbeats()
+        finally:  # also while the recorder is restarting
+            self._check_silence()
+
+    def _check_silence(self) -> None:
+        if _is_reachable(*self._head):
+            self._answered_at = time.monotonic()
+        silent_s = time.monotonic() - self._answered_at
+        if silent_s > ISOLATED_S and self._others_are_silent():
+            self.stop()
+            self._on_isolated(f"for {silent_s:.0f} s neither the head nor any worker on another host was heard")
 
     def _record_heartbeats(self) -> None:
         others = {

@@ -32,6 +32,7 @@ from raystride.pipelines.observability.record.relay import MAX_DIRECT, Call, Rel
 from raystride.pipelines.observability.record.sender import Receipt, Sender
 from raystride.pipelines.observability.record.state import TrainingState
 from raystride.pipelines.observability.record.summary import RunSummary
+from raystride.pipelines.system.output import print_warning
 from raystride.pipelines.system.service_thread import ServiceThread
 
 LOGINS = ("MLFLOW_TRACKING_USERNAME", "MLFLOW_TRACKING_PASSWORD", "MLFLOW_TRACKING_TOKEN", "MLFLOW_TRACKING_URI")
@@ -68,6 +69,8 @@ def _strip_logins(job: str) -> str:
 
 
 STOP_POLL_S = 0.5
+WARN_S = 5.0
+"""Seconds that a warning waits for its answer."""
 HEARTBEAT_S = 10.0
 """Seconds that a heartbeat waits for its answer."""
 MAX_SILENCE_S = 3.0
@@ -172,10 +175,11 @@ class RecorderHandle:
         return cast(Receipt, ray.get(self.actor.receive.remote(sender, entries, recorder), timeout=30))
 
     def warn(self, text: str) -> None:
-        """Records a warning for users, from the driver."""
+        """Records a warning for users, from the driver; prints it if the recorder does not answer."""
         sender = Sender(self.post, "driver")
         sender.warn(text)
-        sender.close()
+        if not sender.close(WARN_S):
+            print_warning(text)
 
     def state(self) -> TrainingState:
         """Returns the newest figures, for the progress line."""
@@ -264,10 +268,11 @@ def _get_relay(handle: RecorderHandle) -> Relay | None:
 class StopPoll:
     """Background poll for a stop request, so that the training loop only reads a flag."""
 
-    def __init__(self, is_stop_requested: Callable[[], bool]) -> None:
+    def __init__(self, is_stop_requested: Callable[[], bool], log: Callable[[str], None] = print_warning) -> None:
         self._is_stop_requested = is_stop_requested
         self._stop_seen = False
-        self._service = ServiceThread("stop-poll", self._poll, every_s=STOP_POLL_S, max_pause_s=STOP_POLL_S).start()
+        self._service = ServiceThread("stop-poll", self._poll, every_s=STOP_POLL_S, max_pause_s=STOP_POLL_S, log=log)
+        self._service.start()
 
     def __call__(self) -> bool:
         """Returns whether a stop was requested at the last poll."""

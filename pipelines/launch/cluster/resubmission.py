@@ -11,13 +11,13 @@ import logging
 import os
 import re
 import signal
-import threading
 import time
 from collections.abc import Callable
 from typing import Any
 
 from raystride.pipelines.config import LaunchConfig
 from raystride.pipelines.launch.cluster.internals import submission_id
+from raystride.pipelines.system.service_thread import ServiceThread
 
 log = logging.getLogger(__name__)
 
@@ -62,7 +62,7 @@ def start_resubmission(dashboard: str, submission: str, max_resubmissions: int) 
         lifetime="detached",
         max_restarts=-1,
         label_selector={"ray.io/node-id": f"!in({here})"} if elsewhere else None,
-    )(ResubmissionActor).remote(dashboard, submission)
+    )(ResubmissionActor).remote(dashboard, submission, _kill_own_actor)
     ray.get(actor.ping.remote())
     return True
 
@@ -90,35 +90,25 @@ def is_driver_lost(error_type: str | None, exit_code: int | None) -> bool:
 
 
 class ResubmissionActor:
-    """Actor that polls the job until it ends, and then ends itself."""
+    """Actor that polls the job, and calls `end` when the job has ended, was deleted, or did not answer for too long."""
 
-    def __init__(self, dashboard: str, submission: str) -> None:
-        self._dashboard, self._submission = dashboard, submission
-        threading.Thread(target=self._run, name="resubmission", daemon=True).start()
+    def __init__(self, dashboard: str, submission: str, end: Callable[[], object]) -> None:
+        self._dashboard, self._submission, self._end = dashboard, submission, end
+        self._refusals, self._answered_at = 0, time.monotonic()
+        name, told = f"job {submission}", self._handle_error
+        ServiceThread(name, self._check_job, every_s=POLL_S, max_pause_s=POLL_S, log=log.warning, on_error=told).start()
 
     def ping(self) -> bool:
         """Readiness probe."""
         return True
 
-    def _run(self) -> None:
-        import ray
-
-        self._watch_job()
-        ray.kill(ray.get_runtime_context().current_actor)
-
-    def _watch_job(self) -> None:
-        """Polls the job until it has ended or was deleted, or there is no answer for too long."""
-        refusals, last_answer = 0, time.monotonic()
-        while refusals < MAX_REFUSALS and time.monotonic() - last_answer < MAX_SILENCE_S:
-            time.sleep(POLL_S)
-            try:
-                if self._check_job():
-                    return
-            except Exception as error:  # the head may be restarting, or the job be gone
-                refusals = refusals + 1 if _is_refusal(error) else 0
-                log.warning("job %s cannot be looked at: %s", self._submission, error)
-            else:
-                refusals, last_answer = 0, time.monotonic()
+    def _handle_error(self, error: Exception) -> bool:
+        """Ends the polling if the job is gone rather than the head restarting; returns whether it did."""
+        self._refusals = self._refusals + 1 if _is_refusal(error) else 0
+        if self._refusals < MAX_REFUSALS and time.monotonic() - self._answered_at < MAX_SILENCE_S:
+            return False
+        self._end()
+        return True
 
     def _check_job(self) -> bool:
         """Resubmits the job if it was lost; returns whether the polling is over."""
@@ -131,13 +121,21 @@ class ResubmissionActor:
         else:
             lost = not _is_node_alive(job.driver_node_id)
             if not lost:
+                self._refusals, self._answered_at = 0, time.monotonic()
                 return False
         new_name = next_job_name(self._submission)
         # This actor may have done so before it was restarted itself.
         if lost and all(job_info.submission_id != new_name for job_info in client.list_jobs()):
             runtime_env, metadata = _strip_added(job.runtime_env or {}), _strip_added(job.metadata or {})
             client.submit_job(entrypoint=job.entrypoint, submission_id=new_name, runtime_env=runtime_env, metadata=metadata)
+        self._end()
         return True
+
+
+def _kill_own_actor() -> None:
+    import ray
+
+    ray.kill(ray.get_runtime_context().current_actor)
 
 
 def _is_refusal(error: Exception) -> bool:

@@ -33,7 +33,7 @@ from raystride.pipelines.observability.report import (
 from raystride.pipelines.observability.report.figures import Figures, Points
 from raystride.pipelines.observability.report.run_figures import rate_unit
 from raystride.pipelines.system.output import take_unshown
-from raystride.pipelines.system.service_thread import ServiceThread
+from raystride.pipelines.system.service_thread import ServiceThread, format_error
 from raystride.pipelines.system.signals import signal_exception, termination_signals
 from raystride.pipelines.system.storage.folder import Folder
 from raystride.pipelines.train.worker.job import Job
@@ -139,13 +139,21 @@ def _train_and_watch(
     with hooks.screen.start_progress() as progress:
         progress.update({"phase": phase})
         thread.start()
-        began_at, looked_at, stop_logged, link = time.monotonic(), 0.0, False, ""
+        began_at, looked_at, stop_logged, outage_logged, link = time.monotonic(), 0.0, False, False, ""
         while thread.is_alive():
             try:
                 thread.join(POLL_S)
                 hooks.check()
-                if (state := _poll_state(recorder)) is None:
+                try:
+                    state = recorder.state()
+                    if received_signals:  # with each poll: the recorder that received it may have died since
+                        recorder.request_stop()
+                except Exception as error:
+                    if not outage_logged:
+                        outage_logged = True
+                        hooks.screen.warn(f"the recorder does not answer, and training goes on: {format_error(error)}")
                     continue
+                outage_logged = False
                 if not state.get("step") and time.monotonic() - max(began_at, looked_at) > START_LOOK_S:
                     looked_at = time.monotonic()
                     phase = hooks.pending_reason() or phase
@@ -154,9 +162,6 @@ def _train_and_watch(
                 progress.update(state | {"phase": waiting})
                 if not link and (link := state.get("mlflow") or ""):
                     progress.log(f"mlflow   {link}")
-                if received_signals:
-                    with suppress(Exception):  # repeated with each poll: the recorder that received it may have died since
-                        recorder.request_stop()
                 if received_signals and not stop_logged:
                     stop_logged = True
                     progress.log("stopping: all workers save and end at the same step (once more to end at once)")
@@ -165,13 +170,6 @@ def _train_and_watch(
                 return error
         progress.close()
     return outcome[0]
-
-
-def _poll_state(recorder: RunRecorder) -> TrainingState | None:
-    try:
-        return recorder.state()
-    except Exception:  # the recorder may be restarting; the training does not depend on it
-        return None
 
 
 @dataclass(frozen=True)

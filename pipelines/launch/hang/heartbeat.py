@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 
 from raystride.pipelines.launch.hang.process import Process
 from raystride.pipelines.observability.phases import PHASES, innermost_phase, phase
+from raystride.pipelines.system.service_thread import ServiceThread
 from raystride.pipelines.train.worker.job import WorkerInfo
 
 LEASE_S = 45.0
@@ -76,33 +77,33 @@ class HeartbeatSender:
         every_s: float,
         on_lease_expired: Callable[[], None] | None = None,
     ) -> None:
-        self._send, self._every_s, self._on_lease_expired = send, every_s, on_lease_expired
+        self._send, self._on_lease_expired = send, on_lease_expired
         self._process = Process.current(worker, node_id)
-        self._number = 0
-        self._ended = threading.Event()
-        threading.Thread(target=self._send_periodically, name="heartbeats", daemon=True).start()
+        self._number, self._answered_at = 0, time.monotonic()
+        self._is_ending = self._is_last = False
+        self._service = ServiceThread(
+            "heartbeats", self._send_heartbeat, every_s=every_s, max_pause_s=every_s, on_error=self._handle_error
+        )
+        self._service.start().wake()
 
     def end(self) -> None:
         """Stops the thread; its last heartbeat reports that the worker has ended by itself."""
-        self._ended.set()
+        self._is_ending = True
+        self._service.wake()
 
-    def _send_periodically(self) -> None:
-        answered = time.monotonic()
-        while True:
-            ended = self._ended.is_set()
-            self._number += 1
-            heartbeat = Heartbeat.capture(self._process, self._number)
-            try:
-                self._send(replace(heartbeat, current_phase=ENDED) if ended else heartbeat)
-                answered = time.monotonic()
-            except DriverUnreachable:
-                if self._on_lease_expired and time.monotonic() - answered > LEASE_S:
-                    self._on_lease_expired()
-            except Exception:  # the recorder may be restarting: wait for the next heartbeat
-                answered = time.monotonic()
-            if ended:
-                return
-            self._ended.wait(self._every_s)
+    def _send_heartbeat(self) -> bool:
+        self._is_last, self._number = self._is_ending, self._number + 1
+        heartbeat = Heartbeat.capture(self._process, self._number)
+        self._send(replace(heartbeat, current_phase=ENDED) if self._is_last else heartbeat)
+        self._answered_at = time.monotonic()
+        return self._is_last
+
+    def _handle_error(self, error: Exception) -> bool:
+        if not isinstance(error, DriverUnreachable):  # an answer: the recorder may be restarting
+            self._answered_at = time.monotonic()
+        elif self._on_lease_expired and time.monotonic() - self._answered_at > LEASE_S:
+            self._on_lease_expired()
+        return self._is_last
 
 
 def exit_unreachable_worker() -> None:

@@ -9,7 +9,6 @@ finally:
     watch.end()
 """
 
-import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable
@@ -22,6 +21,7 @@ from raystride.pipelines.launch.hang.process import Process
 from raystride.pipelines.launch.hang.stack_dump import StackDump, dump_stacks, kill_processes
 from raystride.pipelines.observability.record.entry import Entry, new_entry
 from raystride.pipelines.observability.record.sender import Post, Receipt, Sender
+from raystride.pipelines.system.service_thread import ServiceThread
 from raystride.pipelines.system.storage.folder import Folder
 
 MAX_INTERVAL_S = 5.0
@@ -42,6 +42,10 @@ class HeartbeatSource(Protocol):
         """Receives a sender's entries, in order; see `record.sender.Post`."""
         ...
 
+    def warn(self, text: str) -> None:
+        """Records a warning for users."""
+        ...
+
 
 def heartbeat_interval_s(hang_s: HangTimeout) -> float:
     """Returns the seconds between two heartbeats of a worker, and between two checks."""
@@ -54,29 +58,28 @@ class HangWatch:
     def __init__(self, recorder: HeartbeatSource, folder: Folder, hang_s: HangTimeout) -> None:
         self._recorder, self._folder, self._hang_s = recorder, folder, hang_s
         self._hung: Hung | None = None
-        self._ended = threading.Event()
+        every_s = heartbeat_interval_s(hang_s)
+        self._detector = HangDetector(hang_s, every_s)
+        # At the same pace after an error: the detector counts at most the time between two checks.
+        self._service = ServiceThread("hang-watch", self._check, every_s=every_s, max_pause_s=every_s, log=recorder.warn)
         if hang_s:
-            threading.Thread(target=self._watch_heartbeats, name="hang-watch", daemon=True).start()
+            self._service.start()
 
     def end(self) -> None:
         """Stops watching: later hangs are ignored."""
-        self._ended.set()
+        self._service.stop()
 
     def cause(self, error: Exception) -> Exception:
         """Returns the hang for which the last group was killed, or else the error itself."""
         return self._hung or error
 
-    def _watch_heartbeats(self) -> None:
-        every_s = heartbeat_interval_s(self._hang_s)
-        detector = HangDetector(self._hang_s, every_s)
-        while not self._ended.wait(every_s):
-            with suppress(Exception):  # the recorder may be restarting, or a node be lost: wait for the next check
-                heartbeats = self._recorder.heartbeats()
-                if self._hung and any(heartbeat.process not in self._hung.processes for heartbeat in heartbeats.values()):
-                    self._hung = None  # a new group trains: the old hang is not the cause of its errors
-                if hang := detector.check(heartbeats, time.monotonic()):
-                    detector = HangDetector(self._hang_s, every_s)
-                    self._end_group(hang)
+    def _check(self) -> None:
+        heartbeats = self._recorder.heartbeats()
+        if self._hung and any(heartbeat.process not in self._hung.processes for heartbeat in heartbeats.values()):
+            self._hung = None  # a new group trains: the old hang is not the cause of its errors
+        if hang := self._detector.check(heartbeats, time.monotonic()):
+            self._detector = HangDetector(self._hang_s, heartbeat_interval_s(self._hang_s))
+            self._end_group(hang)
 
     def _end_group(self, hang: Hang) -> None:
         """Saves the workers' stacks, reports the culprits, and kills all workers, since they would wait for each other."""

@@ -22,6 +22,7 @@ from typing import Self
 from raystride.pipelines.config import SettingError
 from raystride.pipelines.launch.cluster.cluster import CannotRun
 from raystride.pipelines.launch.hang.process import machine_id, process_start_ticks
+from raystride.pipelines.system.service_thread import ServiceThread
 from raystride.pipelines.system.storage.folder import Folder
 from raystride.pipelines.system.storage.locks import file_lock
 from raystride.pipelines.train.checkpoint.fence import read_claim
@@ -132,10 +133,12 @@ class RunLease:
 
     def __init__(self, folder: Folder, attempt: str) -> None:
         self.folder, self.owner = folder, Owner.this_process(attempt)
-        self._released = threading.Event()
+        self._is_released = False
         self._writing = threading.Lock()
         self._error: RunLocked | DriverIsolated | None = None
-        self._thread = threading.Thread(target=self._renew, name="owner", daemon=True)
+        # Errors of a full or unreachable storage may pass before the lease expires. The run is lost only if the file names
+        # another owner.
+        self._renewal = ServiceThread(f"lease of {folder.name}", self._renew_once, every_s=RENEW_S, max_pause_s=RENEW_S)
 
     @classmethod
     def acquire(cls, folder: Folder, attempt: str, log: Log | None = None, *, wait: bool = False) -> "RunLease":
@@ -177,7 +180,7 @@ class RunLease:
             if (now := _read_file(folder).owner) and lease._is_lost_to(now):
                 message = f"process {now.pid} on {now.host} took the run {folder} at the same moment"
                 raise RunLocked(message, run=folder.name, owner=now)
-        lease._thread.start()
+        lease._renewal.start()
         return lease
 
     def check(self) -> None:
@@ -197,7 +200,8 @@ class RunLease:
 
         Removes the file if the run has not begun.
         """
-        self._released.set()
+        self._is_released = True
+        self._renewal.stop()
         with (
             self._writing,
             suppress(Exception),
@@ -224,23 +228,15 @@ class RunLease:
         earlier_version = not other.term
         return other.attempt != self.owner.attempt and (earlier_version or other.term >= self.owner.term)
 
-    def _renew(self) -> None:
-        while not self._released.wait(RENEW_S):
-            # Errors of a full or unreachable storage may pass before the lease expires. The run is lost only if the file
-            # names another owner.
-            with suppress(Exception):
-                self._renew_once()
-            if self._error:
-                return
+    def _renew_once(self) -> bool:
+        """Reads, then writes the file; returns whether the lease is over.
 
-    def _renew_once(self) -> None:
-        """Reads, then writes the file. On a disk, a lock keeps others from taking over the run between the two.
-
-        On a store without locks a delayed write may come after another owner's: both see the higher term.
+        On a disk, a lock keeps others from taking over the run between the two. On a store without locks a delayed write may
+        come after another owner's: both see the higher term.
         """
         with self._writing, _exclusive(self.folder):
-            if self._released.is_set():
-                return
+            if self._is_released:
+                return True
             content = _read_file(self.folder)
             if content.owner and self._is_lost_to(content.owner):
                 self._error = _taken_over_error(self.folder, content.owner)
@@ -248,6 +244,7 @@ class RunLease:
                 self._error = _taken_over_error(self.folder, None)
             else:
                 self._write_file()
+            return self._error is not None
 
 
 def _owned_error(folder: Folder, other: Owner) -> RunLocked:

@@ -17,6 +17,8 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from raystride.pipelines.observability.record.entry import Entry, new_entry, redact_entry, warning_entry
+from raystride.pipelines.system.output import print_warning
+from raystride.pipelines.system.service_thread import format_error
 
 
 class Receipt(NamedTuple):
@@ -72,6 +74,8 @@ class Sender:
         self._has_entries = False
         self._num_flushing = 0  # number of callers in `flush`
         self._closed = False
+        self._error: Exception | None = None
+        """The last post's error; None if it succeeded."""
         self._thread = threading.Thread(target=self._deliver_loop, name=f"sender-{name}", daemon=True)
         self._thread.start()
 
@@ -101,8 +105,11 @@ class Sender:
                 self._num_flushing -= 1
 
     def close(self, timeout_s: float = 5.0) -> bool:
-        """Flushes and ends the thread; returns whether all entries were acknowledged."""
+        """Flushes and ends the thread; returns whether all entries were acknowledged, and prints a warning if not."""
         delivered = self.flush(timeout_s)
+        if not delivered:
+            reason = format_error(self._error) if self._error else "no answer"
+            print_warning(f"{len(self._waiting)} entries of {self.name} may be missing in the record ({reason})")
         with self._changed:
             self._closed = True
             self._changed.notify_all()
@@ -155,11 +162,12 @@ class Sender:
                 continue
             try:
                 receipt = self._post(self.name, batch, self._recorder)
-            except Exception:
+            except Exception as error:
                 # Whatever fails on the way to the recorder (a dead actor, a timeout), the training goes on; retry later.
+                self._error = error
                 pause = min(MAX_BACKOFF_INTERVALS * self._interval_s, 2 * max(pause, self._interval_s))
                 continue
-            pause = self._interval_s
+            self._error, pause = None, self._interval_s
             with self._changed:
                 self._recorder, self._posted = receipt.recorder, receipt.received
                 while self._waiting and self._waiting[0]["sequence"] <= receipt.durable:

@@ -1,6 +1,7 @@
 """A driver is isolated if its head's host is silent and so are all workers elsewhere, and in no other case."""
 
 import contextlib
+import itertools
 import socket
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -43,10 +44,12 @@ def short(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @contextlib.contextmanager
-def _watching(heartbeats: Callable[[], dict[int, Heartbeat]], head: Address) -> Iterator[list[str]]:
+def _watching(
+    heartbeats: Callable[[], dict[int, Heartbeat]], head: Address, log: Callable[[str], None] = pytest.fail
+) -> Iterator[list[str]]:
     """Yields the reasons that are told."""
     told: list[str] = []
-    with IsolationWatcher(heartbeats, "here", told.append, head=head):
+    with IsolationWatcher(heartbeats, "here", told.append, log, head=head):
         yield told
 
 
@@ -55,6 +58,23 @@ def test_silence_of_all_others_is_isolation_told_once(nobody: Address) -> None:
         wait_until(lambda: told, "isolation")
     assert len(told) == 1
     assert "neither the head nor any worker on another host" in told[0]
+
+
+@pytest.mark.parametrize("failing", [range(1, 5), range(2, 10**9)])
+def test_heartbeats_that_cannot_be_read_are_said_once_and_isolation_is_told(failing: range, nobody: Address) -> None:
+    """They come again, or were read before."""
+    looks = itertools.count(1)
+    said: list[str] = []
+
+    def heartbeats() -> dict[int, Heartbeat]:
+        if next(looks) in failing:
+            raise AttributeError("no such method")
+        return {1: _beat(1, "there")}
+
+    with _watching(heartbeats, nobody, said.append) as told:
+        wait_until(lambda: told, "isolation")
+    assert len(told) == 1
+    assert said == ["isolation: AttributeError: no such method; tried again"]
 
 
 def _looks(least: int, make: Callable[[int], dict[int, Heartbeat]], head: Address) -> list[str]:

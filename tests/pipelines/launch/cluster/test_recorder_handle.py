@@ -65,6 +65,14 @@ def test_a_worker_process_posts_through_the_same_wire(started: RecorderHandle) -
     assert started.state()["loss"] == 1.5
 
 
+def test_a_warning_is_printed_while_no_recorder_answers(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(recorder_handle, "WARN_S", 0.2)
+    RecorderHandle(actor=object(), node_id="").warn("a node is lost")
+    assert "warning: a node is lost\n" in capsys.readouterr().err
+
+
 def test_a_killed_recorder_comes_back_with_what_was_recorded(started: RecorderHandle) -> None:
     import ray
 

@@ -21,6 +21,7 @@ from raystride.pipelines.launch.cluster.resubmission import (
 )
 from raystride.pipelines.launch.console.screen import Screen
 from tests.ports import hold_port
+from tests.waiting import wait_until
 
 
 @given(st.text(max_size=20), st.integers(1, 20))
@@ -69,29 +70,33 @@ class Dashboard(BaseHTTPRequestHandler):
         """Says nothing."""
 
 
+def _poll_to_the_end(dashboard: str) -> None:
+    ended = threading.Event()
+    ResubmissionActor(dashboard, "raysubmit_gone", ended.set)
+    wait_until(ended.is_set, "the end of the polling")
+
+
 @pytest.mark.parametrize(("statuses", "looks"), [([404], 3), ([401], 3), ([404, 500, 404, 404, 503, 404], 8)])
 def test_a_job_that_was_deleted_is_not_looked_at_for_ever(
-    statuses: list[int], looks: int, monkeypatch: pytest.MonkeyPatch
+    statuses: list[int], looks: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(resubmission, "POLL_S", 0.0)
     monkeypatch.setattr(Dashboard, "statuses", list(statuses))
     monkeypatch.setattr(Dashboard, "asked", [])
     with ThreadingHTTPServer(("127.0.0.1", 0), Dashboard) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
-        watch = object.__new__(ResubmissionActor)
-        watch._dashboard, watch._submission = f"http://127.0.0.1:{server.server_port}", "raysubmit_gone"
-        watch._watch_job()
+        _poll_to_the_end(f"http://127.0.0.1:{server.server_port}")
         server.shutdown()
+    (message,) = caplog.messages
+    assert message.startswith("job raysubmit_gone: ")
     assert len([path for path in Dashboard.asked if path.startswith("/api/jobs/")]) == looks
 
 
 def test_a_head_that_never_answers_is_not_asked_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resubmission, "POLL_S", 0.0)
     monkeypatch.setattr(resubmission, "MAX_SILENCE_S", 0.5)
-    watch = object.__new__(ResubmissionActor)
     with hold_port() as port:
-        watch._dashboard, watch._submission = f"http://127.0.0.1:{port}", "raysubmit_gone"
-        watch._watch_job()
+        _poll_to_the_end(f"http://127.0.0.1:{port}")
 
 
 def test_nobody_can_submit_a_job_again_that_was_not_submitted(capsys: pytest.CaptureFixture[str]) -> None:

@@ -125,3 +125,34 @@ def test_a_stop_request_is_repeated_so_that_a_recorder_that_starts_again_hears_o
 
     outcome = session._train_and_watch(train, recorder, SessionHooks(Screen(), Watcher()), "training", ["SIGTERM"])
     assert outcome == {"status": "stopped"}
+
+
+def test_a_recorder_that_does_not_answer_is_said_once_an_outage(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(session, "POLL_S", 0.001)
+    answered = threading.Event()
+    outcomes = iter([False, False, True, False, False, True])
+
+    class Failing:
+        """A recorder with two outages of two polls each."""
+
+        def state(self) -> TrainingState:
+            if (outcome := next(outcomes, None)) is False:
+                raise AttributeError("no such method")
+            if outcome is None:
+                answered.set()
+            return {"step": 1}
+
+        def request_stop(self) -> None: ...
+
+    recorder: Any = Failing()
+
+    def train() -> RunSummary:
+        answered.wait()
+        return {"status": "finished"}
+
+    outcome = session._train_and_watch(train, recorder, SessionHooks(Screen(), Watcher()), "training", [])
+    assert outcome == {"status": "finished"}
+    line = "warning: the recorder does not answer, and training goes on: AttributeError: no such method\n"
+    assert capsys.readouterr().err == 2 * line

@@ -8,6 +8,7 @@ import pytest
 from raystride.pipelines.launch.hang import heartbeat
 from raystride.pipelines.launch.hang.heartbeat import DriverUnreachable, Heartbeat, HeartbeatSender
 from raystride.pipelines.train.worker.job import WorkerInfo
+from tests.waiting import wait_until
 
 
 @pytest.fixture
@@ -42,6 +43,22 @@ def test_a_worker_of_which_nothing_is_heard_is_cut_off(clock: SimpleNamespace) -
     assert (
         _cut_off_after([None, *[DriverUnreachable("no answer")] * 9], clock) == 5
     )  # more than three seconds after the first
+
+
+def test_an_error_is_said_once_and_the_worker_that_ends_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    told: list[Heartbeat] = []
+
+    def tell(beat: Heartbeat) -> None:
+        told.append(beat)
+        if len(told) < 4:
+            raise AttributeError("no such method")
+
+    sender = HeartbeatSender(tell, WorkerInfo(), "node", 0.001)
+    wait_until(lambda: len(told) > 4, "heartbeats after the error")
+    sender.end()
+    wait_until(lambda: told[-1].current_phase == heartbeat.ENDED, "the last heartbeat")
+    assert [beat.number for beat in told] == list(range(1, len(told) + 1))
+    assert capsys.readouterr().err == "warning: heartbeats: AttributeError: no such method; tried again\n"
 
 
 def test_one_that_is_answered_now_and_then_is_not(clock: SimpleNamespace) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -166,7 +167,9 @@ def test_who_was_taken_over_hears_of_it_and_leaves_the_file(folder: Folder, monk
     assert _attempt(folder) == "theirs"
 
 
-def test_who_cannot_write_for_a_while_goes_on(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_cannot_write_for_a_while_says_so_once_and_goes_on(
+    folder: Folder, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr(owner, "RENEW_S", 0.02)
     with RunLease.acquire(folder, "mine") as mine:
         assert folder.local
@@ -180,6 +183,8 @@ def test_who_cannot_write_for_a_while_goes_on(folder: Folder, monkeypatch: pytes
         (folder.local / "owner.json").rmdir()
         wait_until(lambda: read_owner(folder), "the owner, written again")
         assert _attempt(folder) == "mine"
+    (line,) = capsys.readouterr().err.splitlines()
+    assert re.fullmatch(r"warning: lease of run: \w+Error: .*; tried again", line)
 
 
 def _until(check: Callable[[], None]) -> None:

@@ -6,6 +6,7 @@ import time
 from typing import Any
 from uuid import uuid4
 
+import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -129,6 +130,15 @@ def test_notes_alone_do_not_grow_for_ever_and_errors_and_checkpoints_stay() -> N
     assert notes[-1]["step"] == 2999
     (thinned,) = [entry for entry in posted if entry["kind"] == "event" and entry["values"]["name"] == "thinned"]
     assert f"so {3000 - len(notes)} older entries were left out" in thinned["values"]["text"]
+
+
+def test_entries_that_were_never_taken_are_said_with_the_error(capsys: pytest.CaptureFixture[str]) -> None:
+    sender = Sender(RecorderAway().post, "rank0", interval_s=0.01)
+    sender.put(new_entry("metrics", {"train_loss": 1.0}, step=1))
+    wait_until(lambda: sender._error, "an error")
+    assert not sender.close(0.01)
+    line = f"warning: 1 entries of {sender.name} may be missing in the record (ConnectionError: away)\n"
+    assert capsys.readouterr().err == line
 
 
 def test_entries_keep_the_time_they_were_given() -> None:
