@@ -12,6 +12,7 @@ from before the first step to the end, including validation, checkpoints and the
 import os
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -46,44 +47,43 @@ class GpuMonitor(BackgroundObserver):
         self._sender = sender
         self._every_s = every_s
         self._powercap = powercap
-        self._steps = 0
+        self._steps = self._num_readings = 0
+        self._sampler: DeviceSampler | None = None
+        self._is_ending = False
 
     def on_start(self, run: RunFacts) -> None:
         if run.local_rank == 0:
-            self._start_thread("gpu-monitor", self._run_monitor, run)
+            self._start_thread("gpu-monitor", partial(self._send_reading, run), self._every_s, self._sender.warn).wake()
 
     def on_step(self, step: int) -> None:
         self._steps += 1
 
     def _stop_thread(self) -> None:
-        super()._stop_thread()
-        if self._thread is not None and self._thread.is_alive():
-            self._log("the GPUs' driver did not answer at the end, so the figures of energy end earlier than the training")
+        self._is_ending = True
+        if self._thread is not None and not self._thread.wake().join(self._join_timeout_s):
+            self._thread.stop()
+            self._sender.warn(
+                "the GPUs' driver did not answer at the end, so the figures of energy end earlier than the training"
+            )
         self._thread = None
 
-    def _log(self, text: str) -> None:
-        self._sender.warn(text)
-
-    def _run_monitor(self, run: RunFacts) -> None:
-        try:
-            self._sample_periodically(run)
-        except Exception as error:  # no driver error may end the training
-            self._log(f"{run.node}'s GPUs are no longer watched ({type(error).__name__}: {error})")
-
-    def _sample_periodically(self, run: RunFacts) -> None:
-        devices = find_devices(run, self._powercap, self._log)
-        if not devices:
-            return
-        sampler = DeviceSampler(devices, run, self._log)
-        prefix = run.system_prefix
-        sampler.sample(time.monotonic(), self._steps)
-        number, last = 0, False
-        while not last:
-            last = self._stop_event.wait(self._every_s)
-            figures = sampler.sample(time.monotonic(), self._steps, last)
-            self._sender.put(new_entry("system", {prefix + name: value for name, value in figures.items()}, step=number))
-            self._sender.put(new_entry("totals", {**sampler.totals(), "source": self._sender.name}))
-            number += 1
+    def _send_reading(self, run: RunFacts) -> bool:
+        """Sends a reading, after a first one to compare with; returns whether it was the last, or there is no device."""
+        last = self._is_ending
+        if self._sampler is None:
+            devices = find_devices(run, self._powercap, self._sender.warn)
+            if not devices:
+                return True
+            self._sampler = DeviceSampler(devices, run, self._sender.warn)
+            self._sampler.sample(time.monotonic(), self._steps)
+            if not last:
+                return False
+        figures = self._sampler.sample(time.monotonic(), self._steps, last)
+        values = {run.system_prefix + name: value for name, value in figures.items()}
+        self._sender.put(new_entry("system", values, step=self._num_readings))
+        self._sender.put(new_entry("totals", {**self._sampler.totals(), "source": self._sender.name}))
+        self._num_readings += 1
+        return last
 
 
 class DeviceSampler:

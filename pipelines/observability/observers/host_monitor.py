@@ -9,6 +9,7 @@ start. With one node the names are `system/cpu_utilization_percentage` and so on
 """
 
 import os
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from raystride.pipelines.observability.observers.observer import BackgroundObserver, RunFacts
@@ -26,24 +27,25 @@ class HostMonitor(BackgroundObserver):
         super().__init__()
         self._sender = sender
         self._every_s = every_s
+        self._network_at_start: Any = None
+        self._num_readings = -1
 
     def on_start(self, run: RunFacts) -> None:
         if run.local_rank == 0:
-            self._start_thread("host-monitor", self._sample_periodically, run.system_prefix)
+            send_reading = partial(self._send_reading, run.system_prefix)
+            self._start_thread("host-monitor", send_reading, self._every_s, self._sender.warn).wake()
 
-    def _sample_periodically(self, prefix: str) -> None:
+    def _send_reading(self, prefix: str) -> None:
+        """Sends a reading; the first call only takes what the others compare with, for the processor in this thread."""
         import psutil
 
-        psutil.cpu_percent()  # the first reading has nothing to compare with and is always 0
-        network = psutil.net_io_counters()
-        sample = 0
-        while not self._stop_event.wait(self._every_s):
-            try:
-                values = read_host(network)
-            except (OSError, psutil.Error):
-                continue  # a file of /proc can be missing for a moment; wait for the next reading
-            self._sender.put(new_entry("system", {prefix + name: value for name, value in values.items()}, step=sample))
-            sample += 1
+        if self._num_readings < 0:
+            psutil.cpu_percent()
+            self._network_at_start = psutil.net_io_counters()
+        else:
+            values = {prefix + name: value for name, value in read_host(self._network_at_start).items()}
+            self._sender.put(new_entry("system", values, step=self._num_readings))
+        self._num_readings += 1
 
 
 def read_host(network_at_start: Any) -> dict[str, float]:

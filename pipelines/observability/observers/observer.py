@@ -9,14 +9,11 @@ a thread of its own inherits from `BackgroundObserver`, which ends it with the l
             print(step, measured["train_loss"])
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from raystride.pipelines.observability.record.summary import RunSummary
-import threading
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from raystride.pipelines.system.service_thread import ServiceThread
 
 if TYPE_CHECKING:
     from raystride.pipelines.observability.record.summary import RunSummary
@@ -90,12 +87,14 @@ class BackgroundObserver(Observer):
 
     def __init__(self, join_timeout_s: float = 5.0) -> None:
         self._join_timeout_s = join_timeout_s
-        self._stop_event = threading.Event()
-        self._thread: threading.Thread | None = None
+        self._thread: ServiceThread | None = None
 
-    def _start_thread(self, name: str, work: Callable[..., None], *arguments: Any) -> None:
-        self._thread = threading.Thread(target=work, args=arguments, name=name, daemon=True)
-        self._thread.start()
+    def _start_thread(
+        self, name: str, work: Callable[[], object], every_s: float, log: Callable[[str], None]
+    ) -> ServiceThread:
+        """Starts and returns a thread that calls `work` every `every_s` seconds until the end, or until it returns True."""
+        self._thread = ServiceThread(name, work, every_s=every_s, log=log).start()
+        return self._thread
 
     def on_error(self, error: BaseException) -> None:
         self._stop_thread()
@@ -104,6 +103,6 @@ class BackgroundObserver(Observer):
         self._stop_thread()
 
     def _stop_thread(self) -> None:
-        self._stop_event.set()
         if self._thread is not None:
+            self._thread.stop()
             self._thread.join(self._join_timeout_s)

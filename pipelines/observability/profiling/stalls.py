@@ -50,7 +50,7 @@ class StallWatch(BackgroundObserver):
         self._run = run
         self._before = _loop_seconds()
         if self._factor:
-            self._start_thread("stall-watch", self._watch_loop)
+            self._start_thread("stall-watch", self._check_step, self._poll_s, self._sender.warn)
 
     def on_step(self, step: int) -> None:
         self._steps += 1
@@ -64,16 +64,17 @@ class StallWatch(BackgroundObserver):
             return max(FIRST_STEPS_S, self._min_s)
         return max(self._min_s, self._factor * (_loop_seconds() - self._before) / counted)
 
-    def _watch_loop(self) -> None:
-        while not self._stop_event.wait(self._poll_s) and len(self._dumps) < MAX_DUMPS:
-            began = phase("step").began or phase("data").began
-            lasted = perf_counter() - began
-            if began and began != self._seen_at and lasted > (limit := self.stall_limit_s()):
-                self._seen_at = began
-                try:
-                    self._save_stacks(lasted, limit)
-                except OSError as error:  # an unreachable storage must not end the watch
-                    self._sender.warn(f"rank {self._run.rank} stands still, and its stacks could not be written: {error}")
+    def _check_step(self) -> bool:
+        """Writes a dump if the step has stalled; returns whether it was the last one."""
+        began = phase("step").began or phase("data").began
+        lasted = perf_counter() - began
+        if began and began != self._seen_at and lasted > (limit := self.stall_limit_s()):
+            self._seen_at = began
+            try:
+                self._save_stacks(lasted, limit)
+            except OSError as error:
+                self._sender.warn(f"rank {self._run.rank} stands still, and its stacks could not be written: {error}")
+        return len(self._dumps) >= MAX_DUMPS
 
     def _save_stacks(self, lasted: float, limit: float) -> None:
         name = f"profiles/stacks-rank{self._run.rank}.txt"

@@ -6,12 +6,14 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
 from raystride.pipelines.observability.observers.gpu_monitor import GpuMonitor
 from raystride.pipelines.observability.observers.observer import RunFacts
+from raystride.pipelines.system import service_thread
+from tests.waiting import wait_until
 
 COMPILER = shutil.which("cc") or shutil.which("gcc")
 
@@ -321,6 +323,37 @@ def test_without_a_driver_a_warning_says_so_and_nothing_is_read(library: Path) -
     ran = run_beside(library, THREAD)
     (entry,) = ran["entries"]
     assert "the GPUs of left are not watched (NVMLError_DriverNotLoaded" in entry["values"]["text"]
+
+
+def test_an_error_is_said_once_and_the_next_readings_are_sent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    package = tmp_path / "intel-rapl:0"
+    package.mkdir()
+    for name, text in (("name", "package-0"), ("max_energy_range_uj", "1000"), ("energy_uj", "1")):
+        (package / name).write_text(text)
+    monkeypatch.setattr(service_thread, "FIRST_PAUSE_S", 0.01)
+
+    class FailingSender:
+        """A sender that fails twice, and then takes entries."""
+
+        name, failures = "node.1", 2
+        sent: ClassVar[list[Any]] = []
+        warnings: ClassVar[list[str]] = []
+
+        def put(self, entry: Any) -> None:
+            if self.failures:
+                self.failures -= 1
+                raise KeyError("word")
+            self.sent.append(entry)
+
+        def warn(self, text: str) -> None:
+            self.warnings.append(text)
+
+    sender: Any = FailingSender()
+    monitor = GpuMonitor(sender, 0.01, tmp_path)
+    monitor.on_start(RunFacts(run="r", attempt="a1", device="cpu"))
+    wait_until(lambda: len(sender.sent) >= 2, "a reading")
+    monitor.on_end({})
+    assert sender.warnings == ["gpu-monitor: KeyError: 'word'; tried again"]
 
 
 def test_only_the_first_worker_of_a_node_reads_and_a_step_costs_nothing() -> None:

@@ -10,7 +10,9 @@ from raystride.pipelines.observability.observers.host_monitor import HostMonitor
 from raystride.pipelines.observability.observers.observer import RunFacts
 from raystride.pipelines.observability.record import Sender
 from raystride.pipelines.observability.record.sender import Entry, Receipt
+from raystride.pipelines.system import service_thread
 from tests.receipts import taken
+from tests.waiting import wait_until
 
 
 @pytest.mark.parametrize(("nodes", "prefix"), [(1, "system/"), (2, "system/left/")])
@@ -42,6 +44,30 @@ def test_the_host_monitor_sends_mlflows_names_with_times(nodes: int, prefix: str
         assert 0 < entry["values"][f"{prefix}system_memory_usage_percentage"] < 100
     assert max(entry["values"][f"{prefix}cpu_utilization_percentage"] for entry in posted) > 0
     assert "host-monitor" not in [thread.name for thread in threading.enumerate()]
+
+
+def test_a_reading_that_fails_is_said_once_and_the_next_ones_are_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    import psutil
+
+    posted: list[Entry] = []
+    failures, usage = iter([True, True]), psutil.disk_usage
+
+    def disk_usage(path: str) -> Any:
+        if next(failures, False):
+            raise FileNotFoundError(path)
+        return usage(path)
+
+    monkeypatch.setattr(psutil, "disk_usage", disk_usage)
+    monkeypatch.setattr(service_thread, "FIRST_PAUSE_S", 0.01)
+    sender = Sender(lambda name, entries, recorder: posted.extend(entries) or taken(entries), "node", interval_s=0.01)  # type: ignore[func-returns-value]
+    monitor = HostMonitor(sender, every_s=0.01)
+    monitor.on_start(RunFacts(run="r", attempt="a1"))
+    wait_until(lambda: len(posted) >= 3, "readings")
+    monitor.on_end({})
+    assert sender.close(60.0)
+    (warning,) = [entry["values"]["text"] for entry in posted if entry["kind"] == "event"]
+    assert warning == "host-monitor: FileNotFoundError: /; tried again"
+    assert [entry["step"] for entry in posted if entry["kind"] == "system"][:2] == [0, 1]
 
 
 def test_mlflows_own_names_are_used() -> None:

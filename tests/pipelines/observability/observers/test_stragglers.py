@@ -4,6 +4,7 @@ import threading
 import time
 from pathlib import Path
 
+import pytest
 import torch
 
 from raystride.pipelines.config import Config, TrainConfig, ValidationConfig
@@ -15,6 +16,7 @@ from raystride.pipelines.observability.profiling.stalls import StallWatch, forma
 from raystride.pipelines.observability.record import Recorder, Sender, read_entries
 from raystride.pipelines.observability.record.sender import Entry, Receipt
 from raystride.pipelines.observability.report import closing_screen
+from raystride.pipelines.system import service_thread
 from raystride.pipelines.system.storage.folder import Folder
 from raystride.pipelines.train.worker.job import Job, WorkerInfo
 from tests.distributed import run_distributed
@@ -102,6 +104,30 @@ def test_a_step_that_does_not_end_has_its_stacks_written(tmp_path: Path) -> None
     (warning,) = [entry["values"]["text"] for entry in posted if entry["kind"] == "event"]
     assert warning.startswith("rank 0 on left has been in reduce for")
     assert [entry["values"]["name"] for entry in posted if entry["kind"] == "artifact"] == ["profiles/stacks-rank0.txt"]
+
+
+def test_an_error_of_any_kind_is_said_and_the_next_stall_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    failures, limit_s = iter([True]), StallWatch.stall_limit_s
+    posted: list[Entry] = []
+
+    def fail_once(watch: StallWatch) -> float:
+        if next(failures, False):
+            raise ZeroDivisionError("no steps")
+        return limit_s(watch)
+
+    monkeypatch.setattr(StallWatch, "stall_limit_s", fail_once)
+    monkeypatch.setattr(stalls, "FIRST_STEPS_S", 0.1)
+    monkeypatch.setattr(service_thread, "FIRST_PAUSE_S", 0.01)
+    sender = Sender(lambda name, entries, recorder: posted.extend(entries) or taken(entries), "rank0", interval_s=0.01)  # type: ignore[func-returns-value]
+    watch = StallWatch(3.0, Folder(str(tmp_path)), sender, min_s=0.1, poll_s=0.01)
+    watch.on_start(RunFacts(run="r", attempt="a1"))
+    with phase("step"):
+        wait_until((tmp_path / "profiles/stacks-rank0.txt").exists, "the stacks")
+    watch.on_end({})
+    assert sender.close(60.0)
+    warnings = [entry["values"]["text"] for entry in posted if entry["kind"] == "event"]
+    assert warnings[0] == "stall-watch: ZeroDivisionError: no steps; tried again"
+    assert len(warnings) == 2
 
 
 def test_the_main_thread_comes_first_among_very_many() -> None:
