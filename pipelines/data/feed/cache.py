@@ -33,6 +33,7 @@ import numpy as np
 from raystride.pipelines.config import DataConfig
 from raystride.pipelines.data.feed.ledger import DATABASE, Ledger, PieceStatus
 from raystride.pipelines.system.node_folder import CACHE_VARIABLE, ensure_private, node_folder
+from raystride.pipelines.system.service_thread import format_error
 from raystride.pipelines.system.storage.folder import Folder
 from raystride.pipelines.system.storage.ranged_file import RangedFile
 
@@ -226,6 +227,13 @@ class NodeCache:
                 return
             time.sleep(POLL_S)
 
+    def _fetch_or_log(self, piece: RemotePiece) -> None:
+        """Fetches a piece ahead; logs an error, since its reader fetches it again and raises what remains."""
+        try:
+            self._fetch_and_store(piece)
+        except Exception as error:
+            self.log(f"{piece.folder / piece.file} is fetched again when it is read: {format_error(error)}")
+
     def _fetch_and_store(self, piece: RemotePiece) -> None:
         """Fetches a piece that the ledger has assigned to this reader. Raises OSError."""
         try:
@@ -293,9 +301,8 @@ def _run_fetch_thread(fetch_queue: _FetchQueue, cache_ref: weakref.ref[NodeCache
     """Fetches the queued pieces until the cache is garbage-collected."""
     while (task := fetch_queue.get()) is not None:
         piece, future = task
-        with suppress(Exception):  # the reader of the piece fetches it again and gets the error
-            if cache := cache_ref():
-                cache._fetch_and_store(piece)
+        if cache := cache_ref():
+            cache._fetch_or_log(piece)
         cache = None
         future.set_result(None)
 

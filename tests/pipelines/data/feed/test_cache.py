@@ -90,6 +90,21 @@ def test_pieces_that_are_fetched_ahead_are_read_without_another_fetch(far: Path,
     assert _read(cache, pieces[9]) == b"\x09" * 5
 
 
+def test_a_piece_that_cannot_be_fetched_ahead_is_said_and_fetched_when_it_is_read(far: Path, tmp_path: Path) -> None:
+    failures, said = iter([True]), list[str]()
+
+    def verify(content: bytes) -> bool:
+        if next(failures, False):
+            raise ValueError("no such hash")
+        return True
+
+    cache, piece = NodeCache(tmp_path / "cache", 4 * SIZE, log=said.append), _piece(far, 1, verify=verify)
+    cache.fetch([piece])
+    (line,) = said
+    assert line.endswith("/1.arrow is fetched again when it is read: ValueError: no such hash")
+    assert _read(cache, piece) == b"\x01" * 5
+
+
 def test_threads_that_ask_at_once_have_one_ledger(tmp_path: Path) -> None:
     """The loader and its read-ahead do. Since Python 3.12 each got one, and the pieces of the dropped one were removed."""
     for number in range(20):
