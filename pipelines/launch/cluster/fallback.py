@@ -10,7 +10,6 @@ except PrivateApiMissing as error:
 """
 
 import inspect
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib import import_module
@@ -22,11 +21,6 @@ Warn = Callable[[str], None]
 
 class PrivateApiMissing(Exception):
     """A private part of Ray is missing or has changed; the message names it."""
-
-
-def print_warning(text: str) -> None:
-    """Prints a warning to stderr, for callers that have no recorder yet."""
-    print(f"warning: {text}", file=sys.stderr)
 
 
 _warned: set[str] = set()

@@ -21,10 +21,10 @@ from raystride.pipelines.launch.cluster.fallback import (
     fallback_warning,
     guard_private_api,
     import_private,
-    print_warning,
 )
 from raystride.pipelines.launch.cluster.internals import RAY_TRAIN
 from raystride.pipelines.launch.cluster.meeting import find_free_address, set_master_address, set_up_rendezvous
+from raystride.pipelines.system.output import print_warning
 
 GROUP_MODULE, GROUP_STATE_MODULE = (f"{RAY_TRAIN}.execution.worker_group.{name}" for name in ("worker_group", "state"))
 """Modules that start and end the SynchronizationActor of a group of workers."""

@@ -35,9 +35,9 @@ from raystride.pipelines.launch.cluster.fallback import (
     check_signature,
     guard_private_api,
     import_private,
-    print_warning,
     warn_fallback,
 )
+from raystride.pipelines.system.output import print_warning
 from raystride.pipelines.train.distributed.process_group import LOOPBACK
 
 RAY_TRAIN = "ray.train.v2._internal"

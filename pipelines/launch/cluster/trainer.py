@@ -147,7 +147,7 @@ def worker_main(config: dict[str, Any]) -> RunSummary:
         node=ray.util.get_node_ip_address(),
     )
     # One rank's request reaches all in the next step, so only rank 0 polls.
-    stopping = StopPoll(partial(recorder.stop_requested, world)) if worker.rank == 0 else None
+    stopping = StopPoll(partial(recorder.stop_requested, world), recorder.warn) if worker.rank == 0 else None
     hang_s, node_id = config["job"].config.launch.hang_s, ray.get_runtime_context().get_node_id()
     cut_off = exit_unreachable_worker if node_id != recorder.node_id else None
     heartbeats = (

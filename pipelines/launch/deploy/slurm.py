@@ -20,6 +20,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from types import FrameType
 
 from raystride.pipelines.launch.cluster.cluster import CannotRun
@@ -34,6 +35,7 @@ from raystride.pipelines.launch.deploy.own_ray import (
 )
 from raystride.pipelines.launch.run_store.resume import newest_step
 from raystride.pipelines.system.limits import usable_cores
+from raystride.pipelines.system.service_thread import ServiceThread
 from raystride.pipelines.system.signals import INTERRUPTED, TERMINATED
 from raystride.pipelines.system.storage.folder import Folder
 
@@ -281,23 +283,19 @@ def join_head(address: str) -> int:
     try:
         with RayNode.join_cluster(address, host, cpus=count_job_cpus(os.environ), environment={}) as ray:
             print(f"{JOINED_MESSAGE} {name}", flush=True)
-            wanted = threading.Event()
-            wanted.set()
-            threading.Thread(target=_watch_ray, args=(ray, name, wanted), daemon=True).start()
-            sys.stdin.read()
-            wanted.clear()
+            with ServiceThread("ray", partial(_report_end, ray, name), every_s=POLL_S):
+                sys.stdin.read()
     except CannotRun as error:
         print(f"{name}: {error}", flush=True)
         return CANNOT_RUN
     return 0
 
 
-def _watch_ray(ray: RayNode, name: str, wanted: threading.Event) -> None:
-    """Prints a line if Ray ends on this node while it is still `wanted`."""
-    while wanted.is_set() and ray.is_alive():
-        time.sleep(POLL_S)
-    if wanted.is_set():
+def _report_end(ray: RayNode, name: str) -> bool:
+    """Prints a line if Ray has ended on this node; returns whether it has."""
+    if is_over := not ray.is_alive():
         print(f"{name}: Ray has ended here", flush=True)
+    return is_over
 
 
 def _log(text: str) -> None:
