@@ -14,6 +14,7 @@ import json
 import math
 import os
 import shutil
+import stat
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
@@ -218,14 +219,15 @@ class Folder:
         """Returns whether a file or folder of that name (or this folder itself) exists."""
         if self.local:
             path = self.local / name
-            return retry(path.exists)
+            return retry(lambda: _local_status(path)) is not None
         return bool(self._file_info(name).type)
 
     def size(self, name: str) -> int | None:
         """Returns the size of a file in bytes; None if it does not exist."""
         if self.local:
             path = self.local / name
-            return retry(lambda: path.stat().st_size if path.is_file() else None)
+            found = retry(lambda: _local_status(path))
+            return found.st_size if found and stat.S_ISREG(found.st_mode) else None
         size: int | None = self._file_info(name).size
         return size
 
@@ -237,7 +239,7 @@ class Folder:
         """Returns the names of the folder's files and folders, sorted, without temporary ones. Empty if it is missing."""
         local = self.local
         if local:
-            found = retry(lambda: os.listdir(local) if local.is_dir() else [])
+            found = retry(lambda: _local_names(local))
         else:
             found = [info.base_name for info in self._list_remote(recursive=False)]
         # A temporary file is still being written, or its writer was killed.
@@ -335,9 +337,28 @@ def _read_local_chunks(source: Path) -> Iterator[bytes]:
             yield piece
 
 
+def _local_status(path: Path) -> os.stat_result | None:
+    """Returns the status of a path, None if there is nothing. `Path.exists` of Python 3.14 takes every error for that."""
+    try:
+        return path.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+
+
+def _local_names(folder: Path) -> list[str]:
+    try:
+        return os.listdir(folder)
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+
+
 def _local_sizes(folder: Path) -> dict[str, int]:
+    def raise_others(error: OSError) -> None:
+        if not isinstance(error, FileNotFoundError | NotADirectoryError):
+            raise error
+
     found = {}
-    for path, _, names in os.walk(folder):
+    for path, _, names in os.walk(folder, onerror=raise_others):  # by default a folder that cannot be read is left out
         for name in names:
             file = os.path.join(path, name)
             with suppress(FileNotFoundError):  # removed since it was listed

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from raystride.pipelines.system.storage.folder import CHUNK_BYTES, Folder, absolute_uri
+from tests.privileges import bound_by_permissions
 from tests.storage import Faults, Proxy, uri
 
 
@@ -56,6 +57,20 @@ def test_a_missing_file_is_an_error(folder: Folder, tmp_path: Path) -> None:
     for missing in (folder.read, folder.sha256, lambda name: folder.download(name, tmp_path / "x")):
         with pytest.raises(FileNotFoundError):
             missing("none")
+
+
+def test_a_folder_that_cannot_be_read_is_not_an_empty_one(tmp_path: Path) -> None:
+    folder = Folder(str(tmp_path))
+    folder.put("closed/inside/a", b"1")
+    (tmp_path / "closed").chmod(0)
+    with bound_by_permissions():
+        for ask in (folder.sizes, (folder / "closed").names, lambda: folder.exists("closed/inside")):
+            with pytest.raises(PermissionError):
+                ask()
+    (tmp_path / "closed").chmod(0o700)
+    assert folder.sizes() == {"closed/inside/a": 1}
+    assert (folder / "closed/inside/a").sizes() == (folder / "closed/inside/a/b").sizes() == {}
+    assert not folder.exists("closed/inside/a/b")
 
 
 def test_removing_takes_files_and_folders(folder: Folder) -> None:
