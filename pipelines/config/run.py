@@ -179,6 +179,9 @@ class LaunchConfig(Section):
     max_resubmissions: int = setting(0, at_least=0, since="0.3", was="launch.resubmit", renamed="0.3")
     """Maximum number of resubmissions after the driver was lost. For jobs of `ray job submit` whose driver died with its
     host or by SIGKILL."""
+    start_over: bool = setting(False, since="0.4", also="overwrite_output_dir restart_from_scratch")
+    """Begin at step 0 under the name of an earlier run. Its checkpoints are moved to `checkpoints-before-ATTEMPT` in its
+    folder; nothing is deleted. Holds for one attempt: the next start goes on."""
     hang_s: Literal["auto"] | int = setting("auto", at_least=0, also="ddp_timeout nccl_timeout")
     """Kill and restart the workers if no step makes progress for this many seconds. A worker that sends no heartbeat for
     half as long counts as hung, too. Stack traces are saved, and the restart counts as after a worker's death. The first

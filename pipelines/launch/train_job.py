@@ -33,6 +33,7 @@ from raystride.pipelines.launch.run_store.admission import admit_run
 from raystride.pipelines.launch.run_store.lease import RunLease, new_attempt
 from raystride.pipelines.launch.run_store.location import locate_run, with_absolute_paths
 from raystride.pipelines.launch.run_store.resume import refuse_changes, write_settings
+from raystride.pipelines.launch.run_store.start_over import move_checkpoints_aside
 from raystride.pipelines.observability.record.summary import RunSummary
 from raystride.pipelines.system.signals import EXIT_CODES
 from raystride.pipelines.system.storage.folder import Folder
@@ -171,6 +172,8 @@ def train(
             # Checked again, as only the prepared data shows whether the same settings still mean the same data.
             refuse_changes(previous, config, prepared.identity)
         milestones["data"] = time.time()
+        if admission.starts_over:
+            move_checkpoints_aside(folder, attempt, screen.log)
         environment = describe_run(config.launch, resources, allocation, attempt, admission.base, prepared, previous)
         job = Job(
             config=config,

@@ -23,6 +23,7 @@ from raystride.pipelines.launch.run_store.resume import (
     refuse_fewer_steps,
     with_previous_base,
 )
+from raystride.pipelines.launch.run_store.start_over import starts_over
 from raystride.pipelines.observability.record.tensorboard_log import check_tensorboard
 from raystride.pipelines.observability.report import closing_screen
 from raystride.pipelines.system.commands import shell_command
@@ -39,6 +40,8 @@ class Admission:
     previous: PreviousAttempt | None
     is_complete: bool = False
     """Whether nothing is left to do; base and data are not checked then."""
+    starts_over: bool = False
+    """Whether the checkpoints are to be moved aside before the workers start."""
     base: BaseInfo | None = None
     """Description of a new run's base, if that is a folder or model of the hub."""
 
@@ -51,19 +54,23 @@ def admit_run(context: RunContext) -> Admission:
     previous = read_previous_attempt(context.run_folder)
     if previous:
         context = context.with_config(with_previous_base(previous, context.config))
-    if _has_nothing_left(context, previous):
+    again = starts_over(context.config.launch, context.run_folder, context.log)
+    if _has_nothing_left(context, previous, again):
         return Admission(context, previous, is_complete=True)
-    base = _check_base(context.config, previous, context.log)
+    base = _check_base(context.config, None if again else previous, context.log)
     if previous:
         context = _with_kept_preparations(context, previous)
     check_data(context)
-    return Admission(context, previous, base=base)
+    return Admission(context, previous, starts_over=again, base=base)
 
 
-def _has_nothing_left(context: RunContext, previous: PreviousAttempt | None) -> bool:
-    """Shows the run and whether it resumes; returns whether nothing is left to do. Raises SettingError."""
+def _has_nothing_left(context: RunContext, previous: PreviousAttempt | None, again: bool = False) -> bool:
+    """Shows the run and whether it resumes; returns whether nothing is left to do. `again`: it starts over. Raises
+    SettingError.
+    """
     config, folder, log = context.config, context.run_folder, context.log
-    reached, step = (describe_completion(previous, config), newest_step(folder)) if previous else (None, None)
+    goes_on_from = previous if not again else None
+    reached, step = (describe_completion(goes_on_from, config), newest_step(folder)) if goes_on_from else (None, None)
     goes_on = f", going on from step {step}" if step and not reached else ""
     log(f"run {config.run} in {context.storage}{goes_on}")
     _check_settings(context, previous)

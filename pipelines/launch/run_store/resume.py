@@ -395,8 +395,8 @@ def write_settings(folder: Folder, attempt: str, config: Config, environment: En
     Removes the previous attempt's summary: if this attempt were killed, that summary would be taken for its own.
     """
     folder.remove("summary.json")
-    text = to_yaml(config)
-    (folder / "attempts" / attempt).put(SETTINGS_FILE, text)
+    (folder / "attempts" / attempt).put(SETTINGS_FILE, to_yaml(config))
     (folder / "attempts" / attempt).put_json(ENVIRONMENT_FILE, environment)
-    folder.put(SETTINGS_FILE, text)
+    # The run goes on with these: what was to be started over once would start over again.
+    folder.put(SETTINGS_FILE, to_yaml(replace(config, launch=replace(config.launch, start_over=False))))
     folder.put_json(ENVIRONMENT_FILE, environment)
