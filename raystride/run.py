@@ -147,7 +147,7 @@ class Run:
             The module.
 
         Raises:
-            SettingError: there is no such checkpoint, or shapes differ.
+            SettingError: there is no such checkpoint, it is damaged, or shapes differ.
         """
         from raystride.pipelines.evaluate.load_run import load_into, open_run
 

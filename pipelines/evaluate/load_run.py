@@ -232,17 +232,21 @@ def load_task(config: Config, place: Folder, task_class: Any = None) -> Task:
 
 
 def _select_checkpoints(storage: Folder, run: str, checkpoint: str | int, average: int) -> "tuple[ValidCheckpoint, ...]":
-    """Returns as many whole checkpoints of a run, the newest first. Raises SettingError if there are fewer."""
+    """Returns as many whole checkpoints of a run, the newest first.
+
+    Raises SettingError if there are fewer, or the named one is not whole, and Unreadable.
+    """
     from raystride.pipelines.train.checkpoint.manager import Checkpoints  # after other errors, as it takes PyTorch's import
 
     checkpoints = Checkpoints(storage / run / "checkpoints", attempt="", keep=1)
     if isinstance(checkpoint, int):
-        chosen = [found for found in checkpoints.find_whole() if found.step == checkpoint]
-        if not chosen:
-            raise SettingError(f"--run {run}: it has no whole checkpoint of step {checkpoint}", setting="run", value=run)
+        chosen = [checkpoints.find_step(checkpoint)]
+    elif average > 1:
+        chosen = list(islice(checkpoints.find_whole(), average))
     else:
-        best = checkpoints.find_by_hint("best") if checkpoint == "best" and average == 1 else None
-        chosen = [best] if best else list(islice(checkpoints.find_whole(), average))
+        best = checkpoints.find_by_hint("best") if checkpoint == "best" else None
+        found = best or checkpoints.find_newest()
+        chosen = [found] if found else []
     if len(chosen) < average:
         raise SettingError(
             f"--run {run}: it has {len(chosen)} whole checkpoint(s), and {average} are asked for; train it with a "

@@ -1,4 +1,4 @@
-"""The error of a setting that cannot work, which all packages raise."""
+"""Errors that all packages raise: of a setting that cannot work, and of a storage that cannot be read."""
 
 from typing import Any, Self
 
@@ -21,3 +21,7 @@ class SettingError(ValueError):
         """Returns the same error as one of a setting, with those of the fields that it has."""
         known = {name: getattr(error, name) for name in ("setting", "value", "allowed") if hasattr(error, name)}
         return cls(str(error), **known)
+
+
+class Unreadable(OSError):
+    """A storage could not be read, after all retries. What is there may be whole: this is never taken for damage."""

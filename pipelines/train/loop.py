@@ -180,7 +180,7 @@ class Training:
         self._notify_commits()
         if (found := self.checkpoints.find_newest()) is None:
             raise Diverged("there is no whole checkpoint to go back to; set guard.policy skip")
-        self.checkpoints.load(found, self.model, self.optimizer)
+        found = self.checkpoints.load_newest(found, self.model, self.optimizer)
         previous_state, self.state = self.state, found.state
         self.state.left_out = previous_state.left_out + slots
         self.state.rewinds = previous_state.rewinds + 1

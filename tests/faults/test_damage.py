@@ -1,5 +1,6 @@
 """Checkpoints that lie damaged on the disk: the newest whole one is used, and the run ends with the same bits."""
 
+import re
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -105,14 +106,16 @@ def test_the_one_before_a_damaged_one_is_used(
     assert audit(job.folder / "checkpoints").samples == undisturbed["samples_seen"]
 
 
-def test_where_none_is_whole_the_run_begins_again(folder: Path, undisturbed: dict[str, Any], killed: Job) -> None:
+def test_where_none_is_whole_the_run_does_not_begin_again(folder: Path, killed: Job) -> None:
     job, checkpoints = _copy(killed, "none")
     for step in checkpoints.glob("step-*"):
         _flip(step)
-    after = finish(job, 3, folder)
-    assert after["resumed_from"] is None
-    assert after["parameters_sha256"] == undisturbed["parameters_sha256"]
-    assert audit(job.folder / "checkpoints").samples == undisturbed["samples_seen"]
+    before = {path: path.read_bytes() for path in checkpoints.glob("step-*/**/*") if path.is_file()}
+    group = Group(replace(job, attempt="after"), 3, folder)
+    assert group.codes() == [1, 1, 1]
+    for error in group.errors().values():
+        assert re.search(r"SettingError: run none has 4 checkpoint\(s\), and none that is whole", error), error
+    assert before == {path: path.read_bytes() for path in checkpoints.glob("step-*/**/*") if path.is_file()}
 
 
 @pytest.mark.parametrize("damage", [_flip, _cut_the_manifest, _lose_the_manifest])

@@ -14,6 +14,7 @@ from raystride.pipelines.launch.cluster.resubmission import ISOLATED_EXIT_CODE
 from raystride.pipelines.launch.console.failure import TrainingFailed, find_remedies
 from raystride.pipelines.launch.run_store.lease import DriverIsolated
 from raystride.pipelines.system.credentials import MissingSecret, redact_exception
+from raystride.pipelines.system.errors import Unreadable
 from raystride.pipelines.system.output import protected_output
 from raystride.pipelines.system.signals import exit_code_of, raise_on_signals, report_interruption, sigint_is_ignored
 from raystride.pipelines.system.storage.folder import UNWRITABLE_ERRNOS
@@ -43,6 +44,8 @@ def _run_with_exit_code(job: Callable[[], int], own_handlers: bool) -> int:
     except KeyboardInterrupt as signalled:
         return report_interruption(signalled)
     except TrainingFailed as failed:  # its screen was already shown
+        if isinstance(failed.cause, SettingError):  # only workers could find it out
+            return WRONG_SETTINGS
         return exit_code_of(failed.cause) if isinstance(failed.cause, KeyboardInterrupt) else FAILED
     except (SettingError, DataError, MissingSecret) as error:
         print(f"error: {error}", file=sys.stderr)
@@ -50,7 +53,7 @@ def _run_with_exit_code(job: Callable[[], int], own_handlers: bool) -> int:
     except DriverIsolated as error:  # this code counts as a lost driver, so the job is resubmitted
         print(f"error: {error}", file=sys.stderr)
         return ISOLATED_EXIT_CODE
-    except CannotRun as error:
+    except (CannotRun, Unreadable) as error:
         print(f"error: {error}", file=sys.stderr)
         return CANNOT_RUN
     except OSError as error:

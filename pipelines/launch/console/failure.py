@@ -10,6 +10,7 @@ from pathlib import Path
 
 from raystride.pipelines.launch.hang.detector import Hung
 from raystride.pipelines.system.credentials import redact
+from raystride.pipelines.system.errors import SettingError
 from raystride.pipelines.system.storage.folder import Folder
 
 MAX_FRAMES = 4
@@ -76,6 +77,8 @@ def failure_screen(error: BaseException, *, step: int | None, folder: Folder) ->
     cause = _root_cause(wrapped_error)
     location = f"rank {rank}" if rank is not None else "all workers" if isinstance(error, Hung) else "the driver"
     step_text = f", step {step:,}" if step is not None else ""
+    if isinstance(cause, SettingError):  # it says what to change: no line of ours does, and the same command ends so again
+        return f"training failed: {location}{step_text}\n  {cause}\n  Record: {folder}"
     lines = [f"training failed: {location}{step_text}", f"  {_error_name(cause)}: {_error_message(cause)}"]
     lines += [f"    {line}" for line in _relevant_frames(wrapped_error)]
     lines += [f"  try: {remedy}" for remedy in find_remedies(cause)]

@@ -187,11 +187,13 @@ def _walk_manifests(checkpoints: Folder) -> Iterator[dict[str, Any]]:
 
 
 def _read_manifest(checkpoints: Folder, name: str) -> dict[str, Any] | None:
-    """Returns a manifest, or None if it cannot be read or lacks a key that an audit needs."""
+    """Returns a manifest, or None if it is missing, damaged or lacks a key that an audit needs. Raises AuditFailed."""
     try:
         manifest = dict(checkpoints.read_json(f"{name}/{MANIFEST}"))
-    except (OSError, ValueError):
+    except (FileNotFoundError, IsADirectoryError, NotADirectoryError, ValueError):
         return None
+    except OSError as error:
+        raise AuditFailed(f"the manifest of {name} cannot be read, and may be whole ({error})") from error
     return manifest if {"step", "parent_step", "positions", "fed", "order", "world", "attempt"} <= manifest.keys() else None
 
 

@@ -8,7 +8,7 @@ them by PyTorch Distributed Checkpoint.
     checkpoints.fence_older_groups()                          # earlier writers can no longer commit
     checkpoints.save(model, optimizer, state, header, best=False)    # returns when parameters are copied
     checkpoints.finish()                                      # raises if the last one could not be written
-    checkpoints.load(checkpoints.find_newest(), model, optimizer)    # for any number of workers
+    checkpoints.load_newest(checkpoints.find_newest(), model, optimizer)    # for any number of workers
 """
 
 import json
@@ -26,16 +26,16 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from raystride.pipelines.system.errors import SettingError, Unreadable
 from raystride.pipelines.system.storage.folder import Folder
-from raystride.pipelines.system.storage.retries import is_transient
 from raystride.pipelines.train.checkpoint.fence import AttemptSuperseded, Claim, claim_checkpoints, commit_fence
-from raystride.pipelines.train.checkpoint.layout import MANIFEST, checkpoint_names, step_name
+from raystride.pipelines.train.checkpoint.layout import MANIFEST, checkpoint_names, parse_step, step_name
 from raystride.pipelines.train.checkpoint.pieces import unwrap_part, wrap_part
 from raystride.pipelines.train.checkpoint.retention import data_folder, prune_checkpoints, read_hint
 from raystride.pipelines.train.checkpoint.staging import Staging
 from raystride.pipelines.train.checkpoint.train_state import TrainState, Updater
-from raystride.pipelines.train.checkpoint.verify import FORMAT, INDEXED, check_file, read_local
-from raystride.pipelines.train.distributed.collectives import all_reduce_object
+from raystride.pipelines.train.checkpoint.verify import FORMAT, INDEXED, MISSING, check_file, read_local
+from raystride.pipelines.train.distributed.collectives import all_reduce_object, first_failure, picklable_error
 from raystride.pipelines.train.strategies.parameter_layout import saved_buffers, saved_parameters
 
 
@@ -46,15 +46,17 @@ def read(
     rank: int = 0,
     group: dist.ProcessGroup | None = None,
 ) -> None:
-    """Fills the tensors, or this worker's parts of them; all ranks of `group` call it together. Raises OSError."""
+    """Fills the tensors, or this worker's parts of them if it is in a `group`. Raises OSError."""
     if group or not read_local(targets, folder, manifest):
         from raystride.pipelines.train.checkpoint.writer import CheckpointReader, load
 
-        load(targets, CheckpointReader(folder, manifest, rank, targets), group)
+        load(targets, CheckpointReader(folder, manifest, rank, targets))
 
 
 Log = Callable[[str], None]
 Answer = TypeVar("Answer")
+MAX_LISTED_FAULTS = 10
+"""Number of damaged checkpoints that a refusal names, the newest ones."""
 LINGER_S = 30.0
 """Seconds to wait for a running save after an error."""
 
@@ -293,7 +295,7 @@ class Checkpoints:
             if self._best:
                 self.folder.put("best", f"{self._best}\n")
                 self._best = ""
-            prune_checkpoints(self.folder, name, self.keep)
+            prune_checkpoints(self.folder, name, self.keep, self.data)
         except Exception as error:
             self._warnings.append(f"what checkpoint {name} replaces could not be cleared ({type(error).__name__}: {error})")
 
@@ -303,97 +305,206 @@ class Checkpoints:
         return checkpoint_names(name for name, _, inside in found if inside == MANIFEST)
 
     def find_newest(self) -> ValidCheckpoint | None:
-        """Returns the newest complete checkpoint, equal on all ranks. Raises OSError if the store is unreachable."""
-        return next(self.find_whole(), None)
+        """Returns the newest complete checkpoint, equal on all ranks; None if the run has no manifest.
 
-    def find_whole(self) -> Iterator[ValidCheckpoint]:
-        """Yields the complete checkpoints, newest first; logs and skips others."""
+        Raises SettingError if it has manifests, and no complete checkpoint; Unreadable.
+        """
+        faults: dict[str, str] = {}
+        if (newest := next(self.find_whole(faults), None)) or not faults:
+            return newest
+        listed = [f"{name}: {fault}" for name, fault in faults.items()]
+        if len(listed) > MAX_LISTED_FAULTS:
+            listed[MAX_LISTED_FAULTS:] = [f"and {len(listed) - MAX_LISTED_FAULTS} older ones"]
+        run = self.folder.parent.name
+        raise SettingError(
+            f"run {run} has {len(faults)} checkpoint(s), and none that is whole:\n  " + "\n  ".join(listed) + "\n"
+            "  a training begins anew under another name (--run NAME), or under this one by --launch.start_over true, which "
+            "moves the checkpoints aside and deletes nothing",
+            setting="run",
+            value=run,
+        )
+
+    def find_whole(self, faults: dict[str, str] | None = None, before: int | None = None) -> Iterator[ValidCheckpoint]:
+        """Yields the complete checkpoints, newest first, of steps below `before` if it is given; logs and skips others.
+
+        `faults` receives the names of those with their faults. Raises Unreadable: such a checkpoint may be complete.
+        """
         for name in reversed(self._ask_rank_0(self.list_names)):
+            if before is not None and (parse_step(name) or 0) >= before:
+                continue
             problem, manifest = self._find_problem(self.folder / name)
             if problem is None:
                 yield ValidCheckpoint(manifest["step"], self.folder / name, manifest, self.rank, self.world)
-            elif self.rank == 0:
+                continue
+            if faults is not None:
+                faults[name] = problem
+            if self.rank == 0:
                 self.log(f"warning: checkpoint {name} is passed over: {problem}")
 
     def find_by_hint(self, hint: str) -> ValidCheckpoint | None:
-        """Returns the checkpoint that `best` or `last` names, None if there is none or it is damaged."""
-        if not (name := self._ask_rank_0(lambda: read_hint(self.folder, hint))):
-            return None
-        folder = self.folder / name
+        """Returns the checkpoint that `best` or `last` names, None if there is no such file.
+
+        Raises SettingError if that checkpoint is not complete: another one is not what was asked for. Raises Unreadable.
+        """
+        name = self._ask_rank_0(lambda: read_hint(self.folder, hint))
+        while name:
+            problem, manifest = self._find_problem(self.folder / name)
+            if problem is None:
+                return ValidCheckpoint(manifest["step"], self.folder / name, manifest, self.rank, self.world)
+            before, name = name, self._ask_rank_0(lambda: read_hint(self.folder, hint))
+            if name == before:  # else the run went on, and removed what it no longer needs
+                raise self._unusable_error(f"{hint}, {name},", problem, hint)
+        return None
+
+    def find_step(self, step: int) -> ValidCheckpoint:
+        """Returns the checkpoint of a step. Raises SettingError if it is not complete, and Unreadable."""
+        folder = self.step_folder(step)
         problem, manifest = self._find_problem(folder)
-        return None if problem else ValidCheckpoint(manifest["step"], folder, manifest, self.rank, self.world)
+        if problem:
+            raise self._unusable_error(f"{step}, {folder.name},", problem, step)
+        return ValidCheckpoint(step, folder, manifest, self.rank, self.world)
+
+    def _unusable_error(self, named: str, problem: str, value: str | int) -> SettingError:
+        """Returns the error for a checkpoint that was named; it lists the steps whose data is there, by one listing."""
+        files = (file.split("/") for file in self._ask_rank_0(self.folder.sizes))
+        with_data = checkpoint_names({parts[0] for parts in files if len(parts) > 2} & {*self._ask_rank_0(self.list_names)})
+        steps = [str(parse_step(name)) for name in with_data]
+        return SettingError(
+            f"checkpoint {named} of run {self.folder.parent.name} cannot be used: {problem}. Another one is taken only by "
+            f"name: --checkpoint last is the newest that is whole; there is data of steps {', '.join(steps) or 'none'}",
+            setting="checkpoint",
+            value=value,
+            allowed=("last", *steps),
+        )
 
     def _find_problem(self, folder: Folder) -> tuple[str | None, dict[str, Any]]:
         """Returns a checkpoint's problem, if any, and its manifest; the ranks share out the files and exchange results.
 
-        Raises OSError on all ranks if one cannot reach the store: an unreachable checkpoint is not damaged.
+        Raises Unreadable on all ranks if one cannot read a file: it may be complete.
         """
         # Read once: the manifest of eight thousand ranks has megabytes, and each of them would request it at once.
-        content, problem, unreachable = self._ask_rank_0(partial(_read_manifest, folder))
+        content, problem = self._ask_rank_0(partial(_read_manifest, folder))
         manifest: dict[str, Any] = {}
+        unreadable: str | None = None
         if not problem:
             try:
                 manifest = json.loads(content)
                 if manifest["format"] not in (FORMAT, INDEXED):
                     return f"its format is {manifest['format']}, this version reads {FORMAT} and {INDEXED}", {}
+                int(manifest["step"])
                 files = sorted(manifest["files"].items())[self.rank :: self.world]
                 problem = next(filter(None, (check_file(folder, name, stated) for name, stated in files)), None)
-            except (ValueError, KeyError, TypeError, OSError) as error:
-                problem, unreachable = _describe_corruption(error, folder)
+            except (ValueError, KeyError, TypeError, AttributeError) as error:
+                problem = f"its manifest cannot be read ({type(error).__name__}: {error})"
+            except Unreadable as error:
+                problem = unreadable = str(error)
         # A rank with damaged files must also take part, so its result is a value and not an exception.
         if self.group:
-            # Unreachable takes precedence over damaged, and then the first rank's problem counts.
-            problems = [(unreachable is None, self.rank, problem, unreachable)] if problem else []
+            # Unreadable takes precedence over damaged, and then the first rank's problem counts.
+            problems = [(unreadable is None, self.rank, problem, unreadable)] if problem else []
             problems = all_reduce_object(problems, lambda one, other: sorted(one + other)[:1], self.group)
-            _, _, problem, unreachable = problems[0] if problems else (True, 0, None, None)
-        if unreachable:
-            raise OSError(unreachable)
+            _, _, problem, unreadable = problems[0] if problems else (True, 0, None, None)
+        if unreadable:
+            raise Unreadable(unreadable)
         return problem, manifest
 
     def _ask_rank_0(self, ask: Callable[[], Answer]) -> Answer:
-        """Broadcasts rank 0's answer: asked by each rank, a store could answer differently. Raises OSError."""
-        if not self.group:
-            return ask()
+        """Broadcasts rank 0's answer: asked by each rank, a store could answer differently. Raises Unreadable."""
         reply: list[Any] = [None, None]
         if self.rank == 0:
             try:
                 reply[0] = ask()
             except Exception as error:
-                reply[1] = f"{type(error).__name__}: {error}"
-        dist.broadcast_object_list(reply, src=0, group=self.group)
+                if not (self.group or isinstance(error, OSError)):
+                    raise
+                reply[1] = (
+                    f"{self.folder} cannot be read ({type(error).__name__}: {error}). Its checkpoints may be whole, and "
+                    "none is passed over"
+                )
+        if self.group:
+            dist.broadcast_object_list(reply, src=0, group=self.group)
         if reply[1]:
-            raise OSError(reply[1])
+            raise Unreadable(reply[1])
         return reply[0]  # type: ignore[no-any-return]
 
+    def load_newest(self, found: ValidCheckpoint, model: nn.Module, optimizer: Updater | None = None) -> ValidCheckpoint:
+        """Fills the model from `found`, or if that fails from the newest complete one before it; returns the one loaded.
+
+        Says so in a line. Raises the error of `found` if none can be loaded; Unreadable, and errors of memory, at once:
+        those are not the checkpoint's.
+        """
+        first = error = self._try_load(found, model, optimizer)
+        while error:
+            if isinstance(error, MemoryError | torch.cuda.OutOfMemoryError):
+                raise error
+            if isinstance(error, OSError) and not isinstance(error, MISSING):
+                raise Unreadable(
+                    f"{found.folder} cannot be read ({type(error).__name__}: {error}). The checkpoint may be whole, and is "
+                    "not passed over"
+                ) from error
+            earlier = next(self.find_whole(before=found.step), None)
+            if earlier is None:
+                raise first or error
+            if self.rank == 0:
+                problem = f"{type(error).__name__}: {error}"
+                self.log(
+                    f"warning: checkpoint {found.folder.name} cannot be loaded ({problem}); {earlier.folder.name} is instead"
+                )
+            found = earlier
+            error = self._try_load(found, model, optimizer)
+        return found
+
     def load(self, found: ValidCheckpoint, model: nn.Module, optimizer: Updater | None = None) -> None:
-        """Fills the model and optionally the optimiser, whatever number of workers wrote the checkpoint."""
+        """Fills the model and optionally the optimiser, whatever number of workers wrote the checkpoint. Raises the first
+        rank's error on all ranks.
+        """
+        if error := self._try_load(found, model, optimizer):
+            raise error
+
+    def _try_load(self, found: ValidCheckpoint, model: nn.Module, optimizer: Updater | None) -> Exception | None:
+        """Loads as `load` does; returns the first rank's error, equal on all ranks, or None."""
         wanted: dict[str, torch.Tensor] = {}
-        stored = found.manifest["tensors"]
-        for name, parameter in saved_parameters(model):
-            if not parameter.requires_grad and f"model.{name}" not in stored:  # by an earlier version
-                continue
-            targets = _load_targets(name, parameter, stored, optimizer if parameter.requires_grad else None)
-            wanted |= {key: wrap_part(model, name, tensor) for key, tensor in targets.items()}
-        wanted |= {f"model.{name}": buffer for name, buffer in saved_buffers(model)}
-        read(wanted, found.folder, found.manifest, self.rank, self.group)
-        if optimizer is not None:
+
+        def fill() -> None:
+            stored = found.manifest["tensors"]
             for name, parameter in saved_parameters(model):
-                if parameter.requires_grad:
+                if not parameter.requires_grad and f"model.{name}" not in stored:  # by an earlier version
+                    continue
+                targets = _load_targets(name, parameter, stored, optimizer if parameter.requires_grad else None)
+                wanted.update({key: wrap_part(model, name, tensor) for key, tensor in targets.items()})
+            wanted.update({f"model.{name}": buffer for name, buffer in saved_buffers(model)})
+            read(wanted, found.folder, found.manifest, self.rank, self.group)
+            if optimizer:
+                _ = found.state  # raises if the loop's state is not one
+
+        def fill_optimizer() -> None:
+            for name, parameter in saved_parameters(model):
+                if optimizer and parameter.requires_grad:
                     optimizer.load_state(parameter, _loaded_state(name, wanted, optimizer))
 
+        # What the optimiser does may be collective, so all ranks agree first that each has read its part.
+        return self._attempt(fill) or self._attempt(fill_optimizer)
 
-def _read_manifest(folder: Folder) -> tuple[bytes, str | None, str | None]:
-    """Returns a checkpoint's manifest as stored; or b"" and the results of `_describe_corruption`."""
+    def _attempt(self, work: Callable[[], None]) -> Exception | None:
+        """Returns the first error that `work` raises on any rank, equal on all ranks; None if all succeed."""
+        failures: dict[int, BaseException] = {}
+        try:
+            work()
+        except Exception as error:
+            if not self.group:
+                return error
+            failures[self.rank] = picklable_error(error)
+        if self.group:
+            failures = all_reduce_object(failures, lambda one, other: one | other, self.group)
+        return first_failure(failures, self.world) if failures else None  # type: ignore[return-value]
+
+
+def _read_manifest(folder: Folder) -> tuple[bytes, str | None]:
+    """Returns a checkpoint's manifest as stored, or b"" and its problem. Raises OSError."""
     try:
-        return folder.read(MANIFEST), None, None
-    except (ValueError, OSError) as error:
-        return b"", *_describe_corruption(error, folder)
-
-
-def _describe_corruption(error: Exception, folder: Folder) -> tuple[str, str | None]:
-    """Describes an unreadable checkpoint; the second text is set if it may be complete but is unreachable."""
-    unreachable = f"{folder}: {error}" if folder.local is None and is_transient(error) else None
-    return f"its manifest cannot be read ({error})", unreachable
+        return folder.read(MANIFEST), None
+    except MISSING as error:
+        return b"", f"its manifest cannot be read ({error})"
 
 
 def named_tensors(model: nn.Module, optimizer: Updater) -> dict[str, torch.Tensor]:

@@ -162,13 +162,6 @@ def file_entries(results: Iterable[Any]) -> dict[str, Any]:
     return files
 
 
-def first_failure(failures: Failures, world: int) -> BaseException:
-    """Returns the first rank's error, with a note of how many ranks failed."""
-    rank = min(failures)
-    failures[rank].add_note(f"on rank {rank} of {world}, of which {len(failures)} failed")
-    return failures[rank]
-
-
 def _is_writer(name: str, tensor: "DTensor") -> bool:
     """Whether this rank writes its shard: one of the ranks that hold the same, a different one for each tensor."""
     digest_number = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little")

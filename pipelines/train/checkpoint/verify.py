@@ -13,18 +13,30 @@ from typing import Any
 
 import torch
 
+from raystride.pipelines.system.errors import Unreadable
 from raystride.pipelines.system.storage.folder import Folder
 
 FORMAT, INDEXED = 1, 2
 """Formats of manifests: with the locations of all pieces, and with an index file per rank."""
 
 
+MISSING = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
+"""Errors of a file that is not there: missing, or replaced. Any other error of reading says nothing about the file."""
+
+
 def check_file(folder: Folder, name: str, stated: dict[str, Any]) -> str | None:
-    """Returns a problem with a file of a checkpoint, or None: missing, or of another hash."""
+    """Returns a problem with a file of a checkpoint, or None: missing, or of another hash. Raises Unreadable."""
     try:
         actual = folder.sha256(name)
-    except FileNotFoundError:
+    except MISSING:
         return f"{name} is missing"
+    except ValueError:  # a name that no file can have
+        raise
+    except Exception as error:
+        raise Unreadable(
+            f"{folder / name} cannot be read ({type(error).__name__}: {error}). The checkpoint may be whole, and is not "
+            "passed over"
+        ) from None
     if actual != stated["sha256"]:
         return f"{name} differs from the manifest's SHA-256"
     return None

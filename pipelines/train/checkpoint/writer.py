@@ -10,7 +10,7 @@ file with its SHA-256 in the manifest.
       <attempt>-<group>/rank-0.bin ...  bytes of tensors;  tokenizer/... and other small files
 
     save(tensors, CheckpointWriter(folder, attempt, data, rank, header, fed_digest, extra), group)
-    load(tensors, CheckpointReader(folder, manifest, rank, tensors), group)
+    load(tensors, CheckpointReader(folder, manifest, rank, tensors))
 """
 
 import hashlib
@@ -38,10 +38,10 @@ from torch.futures import Future
 from raystride.pipelines.system.storage.folder import CHUNK_BYTES, Folder
 from raystride.pipelines.train.checkpoint.index import encode_index, find_pieces, index_file_name, to_dcp_metadata
 from raystride.pipelines.train.checkpoint.layout import MANIFEST
-from raystride.pipelines.train.checkpoint.plan import file_entries, first_failure, save_by_rank
+from raystride.pipelines.train.checkpoint.plan import file_entries, save_by_rank
 from raystride.pipelines.train.checkpoint.retention import data_folder
 from raystride.pipelines.train.checkpoint.verify import FORMAT, INDEXED
-from raystride.pipelines.train.distributed.collectives import all_reduce_object, picklable_error
+from raystride.pipelines.train.distributed.collectives import first_failure
 
 # One worker saves and loads without a process group; DCP warns of it.
 warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized", module="torch.distributed")
@@ -330,20 +330,15 @@ def save(tensors: dict[str, torch.Tensor], writer: CheckpointWriter, group: dist
         raise CheckpointSaveError(_first_cause(error)) from None
 
 
-def load(tensors: dict[str, torch.Tensor], reader: CheckpointReader, group: dist.ProcessGroup | None) -> None:
-    """Fills `tensors` in place; all ranks of `group` call it together. Raises the first rank's error.
+def load(tensors: dict[str, torch.Tensor], reader: CheckpointReader) -> None:
+    """Fills `tensors` in place. Raises the error of reading.
 
     Each rank reads for itself: nothing needs common planning, and the plans of all would not fit into one of them.
     """
-    failures: dict[int, BaseException] = {}
     try:
         dcp.state_dict_loader.load(tensors, storage_reader=reader, no_dist=True)
     except CheckpointException as error:
-        failures[reader.rank] = picklable_error(_first_cause(error))
-    if group:
-        failures = all_reduce_object(failures, lambda one, other: one | other, group)
-    if failures:
-        raise first_failure(failures, dist.get_world_size(group) if group else 1) from None
+        raise _first_cause(error) from None
 
 
 def _first_cause(error: CheckpointException) -> BaseException:

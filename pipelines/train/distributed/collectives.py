@@ -49,6 +49,13 @@ def all_reduce_object(value: T, merge: Callable[[T, T], T], group: dist.ProcessG
     return broadcast_object(tree_reduce_object(value, merge, group), group)
 
 
+def first_failure(failures: dict[int, BaseException], world: int) -> BaseException:
+    """Returns the first rank's error, with a note of how many ranks failed."""
+    rank = min(failures)
+    failures[rank].add_note(f"on rank {rank} of {world}, of which {len(failures)} failed")
+    return failures[rank]
+
+
 def picklable_error(error: BaseException) -> BaseException:
     """Returns the error itself if it survives pickling, else a RuntimeError with its text."""
     try:

@@ -77,7 +77,7 @@ def init_adapters(model: nn.Module, config: Config, found: ValidCheckpoint | Non
     lora = config.lora
     start_adapters(model, lora, config.seed)
     if found and lora.init in ("pissa", "olora"):
-        checkpoints.load(found, model)
+        checkpoints.load_newest(found, model)
     elif lora.init_from and not found:
         read_adapter(model, lora, Folder(lora.init_from))
 

@@ -90,11 +90,17 @@ def _read_base_ids(data: Folder) -> dict[str, list[int]]:
 
 
 def _best_checkpoint(folder: Folder, log: Callable[[str], None]) -> "ValidCheckpoint | None":
-    """Returns a run's checkpoint with the least validation loss, or its newest one; None if none is complete."""
+    """Returns a run's checkpoint with the least validation loss, or its newest one if it has not validated; None if it has
+    saved none. Raises SettingError if that checkpoint is not complete, and Unreadable.
+    """
     from raystride.pipelines.train.checkpoint.manager import Checkpoints
 
     checkpoints = Checkpoints(folder / "checkpoints", attempt="", keep=1, log=log)
-    return checkpoints.find_by_hint("best") or checkpoints.find_newest()
+    try:
+        return checkpoints.find_by_hint("best") or checkpoints.find_newest()
+    except SettingError as error:
+        remedy = "`raystride export --checkpoint STEP` makes a folder of one, which model.init_from may name"
+        raise _setting_error(folder, f"{error}; {remedy}") from None
 
 
 def init_weights_from_run(model: "nn.Module", folder: Folder, task: Task, log: Callable[[str], None]) -> None:
@@ -104,7 +110,7 @@ def init_weights_from_run(model: "nn.Module", folder: Folder, task: Task, log: C
     """
     found = _best_checkpoint(folder, log)
     if found is None:
-        raise _setting_error(folder, "that run has no whole checkpoint")
+        raise _setting_error(folder, "that run has no checkpoint")
     _check_ids(folder, found.data, task)
     try:
         _load_base_parameters(model, found)

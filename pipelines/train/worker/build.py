@@ -175,7 +175,7 @@ def _build_model(
         base = base or finalize_base(model)  # a split network has its full parameters only after `prepare_model`
         check_base(found, base, config.model)
     if found:
-        checkpoints.load(found, model, optimizer)
+        found = checkpoints.load_newest(found, model, optimizer)
         log(f"resumed from step {found.step}")
     state = found.state if found else TrainState()
     return _BuiltModel(task, network, model, optimizer, precision, checkpoints, found, state, base)

@@ -1,12 +1,14 @@
 """A run is opened at the requested checkpoint, with its own tokenizer; missing runs are named."""
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
+import raystride
 from raystride.pipelines.config import CheckpointConfig, TokenizerConfig, ValidationConfig
 from raystride.pipelines.config.parse import to_yaml
 from raystride.pipelines.evaluate.load_run import open_cached, open_run, select_run
@@ -61,8 +63,6 @@ def test_the_tokenizer_is_the_one_it_was_trained_with(storage: Folder) -> None:
 
 
 def test_it_opens_without_the_data_it_was_prepared_from(storage: Folder, tmp_path: Path) -> None:
-    import shutil
-
     shutil.copytree(f"{storage}/trained", tmp_path / "trained")
     assert open_run(Folder(str(tmp_path)), "trained", "last").step == 6
 
@@ -80,6 +80,18 @@ def test_an_empty_storage_has_none(tmp_path: Path) -> None:
 def test_a_run_without_a_checkpoint_says_how_to_get_one(storage: Folder) -> None:
     with refused("run", "unsaved", names=["checkpoint.every"]):
         open_run(storage, "unsaved")
+
+
+def test_a_damaged_best_is_not_replaced_by_another(storage: Folder, tmp_path: Path) -> None:
+    shutil.copytree(f"{storage}/trained", tmp_path / "trained")
+    (data,) = (tmp_path / "trained" / "checkpoints" / "step-00000002").glob("*/rank-0.bin")
+    data.write_bytes(data.read_bytes()[:-1] + b"?")
+    run = raystride.Run.open("trained", str(tmp_path))
+    with refused("checkpoint", "best", names=["step-00000002", "rank-0.bin differs", "--checkpoint last", "4, 6"]):
+        run.load_model()
+    with refused("checkpoint", 2, names=["step-00000002", "rank-0.bin differs"]):
+        run.load_model(2)
+    assert parameters_sha256(run.load_model("last")) == json.loads((storage / "trained").read("trained.json"))
 
 
 def test_a_model_is_loaded_once_until_another_one_is_asked_for(storage: Folder) -> None:

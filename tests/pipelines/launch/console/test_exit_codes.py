@@ -14,6 +14,7 @@ from raystride.pipelines.launch.cluster.cluster import CannotRun
 from raystride.pipelines.launch.console.exit_codes import CANNOT_RUN, DONE, FAILED, WRONG_SETTINGS, run_with_exit_code
 from raystride.pipelines.launch.console.failure import TrainingFailed
 from raystride.pipelines.system.credentials import MissingSecret
+from raystride.pipelines.system.errors import Unreadable
 from raystride.pipelines.system.signals import HUNG_UP, INTERRUPTED, TERMINATED, HungUp, Terminated, signal_exception
 from raystride.pipelines.system.storage.folder import UNWRITABLE_ERRNOS
 
@@ -49,7 +50,9 @@ def test_codes_are_those_that_shells_know() -> None:
         (KeyboardInterrupt(), INTERRUPTED, "interrupted by Ctrl-C; the same command goes on from what is done\n"),
         (HungUp(), HUNG_UP, "interrupted by SIGHUP; the same command goes on from what is done\n"),
         (Terminated(), TERMINATED, "interrupted by SIGTERM; the same command goes on from what is done\n"),
+        (Unreadable("a checkpoint"), CANNOT_RUN, "error: a checkpoint\n"),
         (failed_by(ValueError()), FAILED, ""),
+        (failed_by(SettingError()), WRONG_SETTINGS, ""),
         (failed_by(KeyboardInterrupt()), INTERRUPTED, ""),
         (failed_by(Terminated()), TERMINATED, ""),
     ],

@@ -2,6 +2,8 @@
 
 import json
 import pickletools
+import resource
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ import torch.distributed as dist
 
 from raystride.model.transformer import Decoder
 from raystride.pipelines.data.feed.loader import Step
+from raystride.pipelines.system.errors import Unreadable
 from raystride.pipelines.system.storage.folder import Folder
 from raystride.pipelines.train.checkpoint import index
 from raystride.pipelines.train.checkpoint.manager import Checkpoints, ValidCheckpoint, named_tensors
@@ -18,7 +21,9 @@ from raystride.pipelines.train.checkpoint.pieces import parameters_sha256
 from raystride.pipelines.train.checkpoint.train_state import TrainState
 from raystride.pipelines.train.strategies.strategy import Single
 from tests.distributed import run_distributed
+from tests.errors import refused
 from tests.pipelines.train.checkpoints import SHAPE, fed, open_checkpoints, save, train_model
+from tests.privileges import bound_by_permissions
 from tests.some import some
 from tests.storage import KEYS
 from tests.storage import uri as uri_of
@@ -121,6 +126,124 @@ def test_damage_is_found_and_the_one_before_is_used(tmp_path: Path, damage: str)
     assert found is not None
     assert found.step == 1
     assert bool(said) is (damage != "no manifest")
+
+
+@pytest.mark.parametrize("place", ["a1/rank-0.bin", "MANIFEST.json", ""])
+def test_what_cannot_be_read_is_not_damaged(tmp_path: Path, place: str) -> None:
+    save(tmp_path, 1)
+    save(tmp_path, 2)
+    closed = tmp_path / "step-00000002" / place
+    closed.chmod(0)
+    said: list[str] = []
+    with bound_by_permissions(), pytest.raises(Unreadable, match=rf"{closed}.* may be whole"):
+        open_checkpoints(tmp_path, said).find_newest()
+    assert not said
+    closed.chmod(0o700)
+    found = open_checkpoints(tmp_path).find_newest()
+    assert found is not None
+    assert found.step == 2
+
+
+def test_too_many_open_files_are_no_damage(tmp_path: Path) -> None:
+    save(tmp_path, 1)
+    checkpoints, limits = open_checkpoints(tmp_path), resource.getrlimit(resource.RLIMIT_NOFILE)
+    with Path("/dev/null").open() as stream:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (stream.fileno(), limits[1]))
+        try:
+            with pytest.raises(Unreadable, match="Too many open files"):
+                checkpoints.find_newest()
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+
+def _flip(data: Path) -> None:
+    content = bytearray(data.read_bytes())
+    content[100] ^= 1
+    data.write_bytes(bytes(content))
+
+
+def test_where_none_is_whole_each_is_named_with_its_fault(tmp_path: Path) -> None:
+    assert open_checkpoints(tmp_path).find_newest() is None  # a run that has saved nothing begins
+    place = tmp_path / "r" / "checkpoints"
+    place.mkdir(parents=True)
+    for step in (1, 2, 3):
+        save(place, step)
+    _flip(place / "step-00000002" / "a1" / "rank-0.bin")
+    (place / "step-00000003" / "MANIFEST.json").write_text("[1]")
+    faults = [
+        "step-00000003: its manifest cannot be read",
+        "step-00000002: a1/rank-0.bin differs",
+        "step-00000001: a1/rank-0.bin is missing",
+    ]
+    with refused("run", "r", names=[*faults, "--launch.start_over true", "--run NAME"]):
+        open_checkpoints(place).find_newest()
+
+
+def test_a_named_checkpoint_is_the_one_or_an_error(tmp_path: Path) -> None:
+    for step in (1, 2, 3):
+        save(tmp_path, step, best=step == 1)
+    _flip(tmp_path / "step-00000001" / "a1" / "rank-0.bin")
+    checkpoints = open_checkpoints(tmp_path)
+    assert checkpoints.find_step(2).step == 2
+    with refused("checkpoint", "best", names=["step-00000001", "a1/rank-0.bin differs", "--checkpoint last", "1, 2, 3"]):
+        checkpoints.find_by_hint("best")
+    with refused("checkpoint", 4, names=["step-00000004", "MANIFEST.json", "--checkpoint last"]):
+        checkpoints.find_step(4)
+    (tmp_path / "best").unlink()
+    assert checkpoints.find_by_hint("best") is None
+
+
+def _lose_a_state(step: Path) -> None:
+    """Has a manifest say that a tensor of the optimiser lies elsewhere, which its hashes do not show."""
+    manifest = json.loads((step / "MANIFEST.json").read_text())
+    name = next(name for name in reversed(manifest["tensors"]) if name.startswith("optimizer."))
+    manifest["tensors"][name]["chunks"][0]["offset"] = 10**9
+    (step / "MANIFEST.json").write_text(json.dumps(manifest))
+
+
+def test_a_load_that_fails_is_that_of_the_one_before(tmp_path: Path) -> None:
+    before = save(tmp_path, 1)
+    save(tmp_path, 2)
+    _lose_a_state(tmp_path / "step-00000002")
+    said: list[str] = []
+    checkpoints = open_checkpoints(tmp_path, said)
+    found = checkpoints.find_newest()
+    assert found is not None
+    assert found.step == 2
+    model, optimizer = train_model(9)
+    assert checkpoints.load_newest(found, model, optimizer).step == 1
+    assert parameters_sha256(model, optimizer) == parameters_sha256(before)
+    (line,) = said
+    assert line.startswith("warning: checkpoint step-00000002 cannot be loaded (ValueError: ")
+    assert line.endswith("step-00000001 is instead")
+    _lose_a_state(tmp_path / "step-00000001")
+    with pytest.raises(ValueError, match="offset"):
+        checkpoints.load_newest(found, model, optimizer)
+
+
+def _faulty(rank: int, world: int, folder: str) -> list[Any]:
+    model, optimizer = train_model(9)
+    checkpoints = Checkpoints(Folder.from_uri(folder), "a2", keep=2, group=dist.new_group(backend="gloo"))
+    found = checkpoints.find_newest()
+    assert found is not None
+    loaded = checkpoints.load_newest(found, model, optimizer)
+    with bound_by_permissions() if rank else nullcontext():
+        try:
+            checkpoints.find_newest()
+        except Unreadable as error:
+            return [found.step, loaded.step, parameters_sha256(model), str(error)]
+    return []
+
+
+def test_ranks_agree_on_what_one_cannot_load_or_read(tmp_path: Path) -> None:
+    before = save(tmp_path, 1)
+    save(tmp_path, 2)
+    _lose_a_state(tmp_path / "step-00000002")
+    (tmp_path / "step-00000002" / "a1" / "tokenizer" / "kind.json").chmod(0)  # the second rank's share
+    one, other = run_distributed(_faulty, 2, str(tmp_path))
+    assert one == other
+    assert one[:3] == [2, 1, parameters_sha256(before)]
+    assert "kind.json" in one[3]
 
 
 def test_nothing_in_a_checkpoint_is_a_pickle(tmp_path: Path) -> None:

@@ -3,9 +3,12 @@
 import json
 from pathlib import Path
 
+import pytest
+
 from raystride.pipelines.launch.run_store.resume import newest_step, read_previous_bits
 from raystride.pipelines.system.storage.folder import Folder
 from raystride.pipelines.train.checkpoint.manager import Checkpoints
+from raystride.pipelines.train.checkpoint.retention import prune_checkpoints
 from raystride.pipelines.train.checkpoint.train_state import TrainState
 from tests.pipelines.train.checkpoints import fed, open_checkpoints, save, train_model
 from tests.storage import Proxy
@@ -22,6 +25,23 @@ def test_old_data_goes_and_manifests_stay(tmp_path: Path) -> None:
     found = open_checkpoints(tmp_path).find_by_hint("best")
     assert found is not None
     assert found.step == 2
+
+
+def test_nothing_goes_before_the_new_one_is_whole(tmp_path: Path) -> None:
+    for step in (1, 2):
+        save(tmp_path, step, attempt="a1", keep=2)
+    data = tmp_path / "step-00000002" / "a1" / "rank-0.bin"
+    whole = data.read_bytes()
+    folder = Folder.from_uri(str(tmp_path))
+    with pytest.raises(OSError, match="is of a1 and not of a2: nothing is removed"):
+        prune_checkpoints(folder, "step-00000002", 1, "a2")
+    data.write_bytes(whole[:-1])
+    with pytest.raises(OSError, match=rf"rank-0\.bin has {len(whole) - 1} bytes and not {len(whole)}: nothing is removed"):
+        prune_checkpoints(folder, "step-00000002", 1, "a1")
+    assert (tmp_path / "step-00000001" / "a1").exists()
+    data.write_bytes(whole)
+    prune_checkpoints(folder, "step-00000002", 1, "a1")
+    assert not (tmp_path / "step-00000001" / "a1").exists()
 
 
 def test_steps_of_nine_digits_are_newer_than_those_of_eight(tmp_path: Path) -> None:

@@ -35,7 +35,7 @@ def _empty(checkpoint: ValidCheckpoint) -> dict[str, torch.Tensor]:
 def test_it_reads_the_same_bits(checkpoint: ValidCheckpoint) -> None:
     ours, theirs = _empty(checkpoint), _empty(checkpoint)
     assert read_local(ours, checkpoint.folder, checkpoint.manifest)
-    load(theirs, CheckpointReader(checkpoint.folder, checkpoint.manifest, 0, theirs), None)
+    load(theirs, CheckpointReader(checkpoint.folder, checkpoint.manifest, 0, theirs))
     assert len(ours) > 3
     for name, tensor in ours.items():
         assert torch.equal(tensor, theirs[name]), name

@@ -57,7 +57,7 @@ def _save_and_read_sharded(rank: int, world: int, folder: str) -> tuple[list[str
     seen = {name: stated for name, stated in manifest["files"].items() if name.startswith(f"a1-x/rank-{rank}.")}
     empty: dict[str, torch.Tensor] = {"weight": distribute_tensor(torch.zeros(ROWS, COLUMNS), mesh, [Shard(0)])}
     reader = CheckpointReader(place, manifest | {"files": seen}, rank, empty)
-    load(empty, reader, group)
+    load(empty, reader)
     return files, torch.equal(empty["weight"].full_tensor(), whole)  # type: ignore[attr-defined]
 
 
@@ -68,5 +68,5 @@ def test_a_rank_finds_in_its_own_file_what_it_wrote_itself(tmp_path: Path) -> No
     manifest = json.loads((tmp_path / MANIFEST).read_text())
     assert manifest["tensors"] == {"weight": {"dtype": "float32", "size": [ROWS, COLUMNS]}}
     whole = {"weight": torch.zeros(ROWS, COLUMNS)}
-    load(whole, CheckpointReader(Folder(str(tmp_path)), manifest, 0, whole), None)
+    load(whole, CheckpointReader(Folder(str(tmp_path)), manifest, 0, whole))
     assert torch.equal(whole["weight"], torch.arange(ROWS * COLUMNS, dtype=torch.float32).reshape(ROWS, COLUMNS))

@@ -53,6 +53,16 @@ def test_a_run_begins_with_anothers_best_weights(earlier: tuple[Config, Training
     assert all(torch.equal(a, b) for a, b in zip(first.model.parameters(), second.model.parameters(), strict=True))
 
 
+def test_damaged_best_weights_are_refused_and_not_replaced(earlier: tuple[Config, Training], tmp_path: Path) -> None:
+    config, _ = earlier
+    name = (tmp_path / "first" / "checkpoints" / "best").read_text().strip()
+    (data,) = (tmp_path / "first" / "checkpoints" / name).glob("*/rank-0.bin")
+    data.write_bytes(data.read_bytes()[:-1] + b"?")
+    again = replace(config, model=replace(config.model, init_from=str(tmp_path / "first")))
+    with refused("model.init_from", str(tmp_path / "first"), names=["best", name, "rank-0.bin differs", "raystride export"]):
+        _training(again, tmp_path, "second")
+
+
 def test_adapters_on_a_run_of_ours_leave_it_as_it_was(earlier: tuple[Config, Training], tmp_path: Path) -> None:
     config, first = earlier
     again = replace(config, model=replace(config.model, init_from=str(tmp_path / "first")), lora=LoraConfig(rank=2))
