@@ -8,7 +8,6 @@ workers, written as the recorder writes it; its prepared data ten thousand shard
 """
 
 import argparse
-import json
 import os
 import shutil
 import subprocess
@@ -28,6 +27,7 @@ from raystride.pipelines.observability.record.entry import Entry, WorkerTime, ne
 from raystride.pipelines.observability.record.group import Aggregator
 from raystride.pipelines.observability.record.journal import Journal
 from raystride.pipelines.system.storage.folder import Folder
+from raystride.pipelines.system.storage.sealed import put_sealed, read_sealed
 from raystride.pipelines.train.checkpoint.layout import checkpoint_names
 
 ATTEMPT = "20260101-000000-aaaa"
@@ -90,14 +90,14 @@ def make_journal(folder: Folder, steps: int, workers: int) -> None:
 def make_checkpoints(folder: Path, count: int) -> None:
     """Has the newest checkpoint's manifest stand for later ones, of which the last has its data."""
     newest = folder / "checkpoints" / checkpoint_names(os.listdir(folder / "checkpoints"))[-1]
-    manifest = json.loads((newest / "MANIFEST.json").read_text())
+    manifest = read_sealed(Folder(str(newest)), "MANIFEST.json")
     first, (begin, end) = manifest["step"], manifest["positions"]
     for step in range(first + 1, first + count + 1):
         later, moved = newest.with_name(f"step-{step:08}"), (end - begin) * (step - first)
         later.mkdir()
         state = manifest["state"] | {"step": step, "position": end + moved}
         told = {"step": step, "parent_step": step - 1, "positions": [begin + moved, end + moved], "state": state}
-        (later / "MANIFEST.json").write_text(json.dumps(manifest | told))
+        put_sealed(Folder(str(later)), "MANIFEST.json", manifest | told)
     shutil.copytree(newest / manifest["folder"], later / manifest["folder"])
 
 

@@ -4,7 +4,6 @@ PyTorch's own stand-in for a group (`fake`) has this process be one rank of so m
 of all others are written by the real code from what these ranks would have written.
 """
 
-import json
 import tempfile
 import time
 from collections.abc import Iterator
@@ -20,6 +19,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from benchmarks.scale_rows import Row
 from raystride.pipelines.system.storage.folder import Folder
+from raystride.pipelines.system.storage.sealed import parse_sealed, put_sealed
 from raystride.pipelines.train.checkpoint.index import (
     encode_index,
     encode_table,
@@ -68,7 +68,7 @@ def write_files(folder: Folder, names: list[str], ranks: int) -> dict[str, Any]:
     fed = {str(rank): f"{rank:016x}" for rank in range(ranks)}
     tensors = {name: {"dtype": "float32", "size": [ROWS, WIDTH]} for name in names}
     manifest = {"format": 2, "folder": "d", "world": ranks, "fed": fed, "files": files, "tensors": tensors}
-    folder.put_json(MANIFEST, manifest)
+    put_sealed(folder, MANIFEST, manifest)
     return manifest
 
 
@@ -97,7 +97,7 @@ def checkpoint_rows(ranks: int) -> Iterator[Row]:
         yield Row("checkpoint, index files of all", ranks, bytes=size, note=note)
         began = time.perf_counter()
         content = folder.read(MANIFEST)
-        manifest = json.loads(content)
+        manifest = parse_sealed(content, MANIFEST)
         seconds = time.perf_counter() - began
         yield Row("resume, manifest", ranks, seconds=seconds, bytes=len(content), note="read by one, told all")
         for readers, said in ((ranks, "as many ranks"), (ranks // 2, "half of them"), (ranks * 3 // 4, "three quarters")):

@@ -107,8 +107,8 @@ validation/00001.arrow validation/00001.hashes
 """
 KEYS = {
     "checkpoints/step-00000006/MANIFEST.json": """
-attempt bits commit data device fed files folder format order parent_step positions python run state step tensors threads
-versions world
+attempt bits commit data device fed files folder format order parent_step positions python run sha256 state step tensors
+threads versions world writer
 """,
     "environment.json": """
 attempt base command commit content cores cpu data dirty gpus host memory_bytes platform prepared_at python versions

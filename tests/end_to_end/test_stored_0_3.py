@@ -69,6 +69,8 @@ def test_a_run_opens_and_goes_on(stored: Path, expected: dict[str, Any], name: s
     assert (on.summary["resumed_from"], on.summary["steps"]) == (6, 8)
     assert (Folder.from_uri(runs) / ".prepared").names() == prepared, "nothing was prepared again"
     assert audit(on.folder / "checkpoints").samples == 8 * 8
+    sealed = {step for step in (3, 6, 8) if "sha256" in on.folder.read_json(f"checkpoints/step-{step:08}/MANIFEST.json")}
+    assert sealed == {8}, "those of 0.3 stay as they are"
     if name == "plugged":
         assert on.metrics("twice_the_step").to_pandas()["twice_the_step"].iloc[-1] == 16.0
         with pytest.warns(FutureWarning, match=r"raystride\.pipelines\.tasks is raystride\.pipelines\.data\.tasks now"):

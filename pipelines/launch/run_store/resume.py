@@ -43,7 +43,8 @@ from raystride.pipelines.observability.record.summary import RunSummary
 from raystride.pipelines.system.commands import launch_command
 from raystride.pipelines.system.credentials import redact_all_uris
 from raystride.pipelines.system.storage.folder import Folder, absolute_uri
-from raystride.pipelines.train.checkpoint.layout import BEFORE_PRODUCTS, MANIFEST, checkpoint_names, parse_step, step_name
+from raystride.pipelines.system.storage.sealed import read_sealed
+from raystride.pipelines.train.checkpoint.layout import BEFORE_PRODUCTS, MANIFEST, checkpoint_names, parse_step
 
 S = TypeVar("S", ModelConfig, TokenizerConfig)
 PATH_SETTINGS = ("data.source", "data.validation_source", "data.target_source", "tokenizer.file")
@@ -99,7 +100,7 @@ def read_previous_attempt(folder: Folder) -> PreviousAttempt | None:
 
 def _read_json(folder: Folder, name: str) -> dict[str, Any]:
     try:
-        return dict(folder.read_json(name))
+        return read_sealed(folder, name)
     except (FileNotFoundError, ValueError):
         return {}
 
@@ -320,9 +321,10 @@ def newest_step(folder: Folder) -> int | None:
 
 
 def newest_manifest(folder: Folder) -> dict[str, Any]:
-    """Returns the manifest of a run's newest checkpoint, empty if there is none."""
-    step = newest_step(folder)
-    return {} if step is None else _read_json(folder / "checkpoints" / step_name(step), MANIFEST)
+    """Returns the newest manifest of a run's checkpoints that can be read, empty if there is none."""
+    checkpoints = folder / "checkpoints"
+    names = reversed(checkpoint_names(checkpoints.names()))
+    return next(filter(None, (_read_json(checkpoints / name, MANIFEST) for name in names)), {})
 
 
 def refuse_fewer_steps(config: Config, reached: int | None) -> None:

@@ -7,6 +7,8 @@ A driver has a higher term than its predecessor (`run_store.lease`); a token dis
         folder.put_json(...)
 """
 
+import hashlib
+import re
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -17,12 +19,13 @@ from raystride.pipelines.system.storage.locks import file_lock
 
 FILE = "attempt"
 """The claim's file, beside the checkpoints."""
+_FORM = re.compile(r"(\S+) (\S+)(?: ([0-9]+))?( [0-9a-f]{64})?\n")
 LOCK_S = 5.0
 """Seconds to wait for another process's lock, held for the time of a manifest's put; it may hang there."""
 
 
 class AttemptSuperseded(RuntimeError):
-    """A later start of the run has replaced this one."""
+    """A later start of the run has replaced this one, or nobody can know whether one has."""
 
 
 @dataclass(frozen=True)
@@ -36,16 +39,28 @@ class Claim:
     """The driver's term; 0: unknown, and every other claim may be replaced."""
 
     def __str__(self) -> str:
-        return f"{self.attempt} {self.token} {self.term}\n"
+        """Returns the file's line; it ends with the SHA-256 of the text before it."""
+        text = f"{self.attempt} {self.token} {self.term}"
+        return f"{text} {hashlib.sha256(text.encode()).hexdigest()}\n"
 
 
 def read_claim(folder: Folder) -> Claim | None:
-    """Returns the newest claim; None if there is none yet. Claims of earlier versions have no term."""
+    """Returns the newest claim; None if there is none yet. Claims of 0.3 have no seal, earlier ones no term.
+
+    Raises AttemptSuperseded if the file is not as it was written.
+    """
     try:
-        attempt, token, *term = folder.read(FILE).decode().split()
-    except (FileNotFoundError, ValueError):
+        text = folder.read(FILE).decode(errors="replace")
+    except FileNotFoundError:
         return None
-    return Claim(attempt, token, int(term[0]) if term and term[0].isdecimal() else 0)
+    found = _FORM.fullmatch(text)
+    claim = Claim(found[1], found[2], int(found[3] or 0)) if found else None
+    if claim is None or (found and found[4] and text != str(claim)):
+        raise AttemptSuperseded(
+            f"{folder / FILE} is not as it was written, so nobody knows which driver may save checkpoints: remove it if no "
+            "other driver trains this run"
+        )
+    return claim
 
 
 def claim_checkpoints(folder: Folder, claim: Claim) -> Claim:

@@ -1,6 +1,6 @@
 """File names of a run's checkpoints, for code that reads them without PyTorch.
 
-checkpoints.read_json(f"{step_name(500)}/{MANIFEST}")      # checkpoints/step-00000500/MANIFEST.json
+read_sealed(checkpoints / step_name(500), MANIFEST)        # checkpoints/step-00000500/MANIFEST.json
 newest = checkpoint_names(checkpoints.names())[-1]         # "step-00000500"
 """
 

@@ -11,7 +11,6 @@ them by PyTorch Distributed Checkpoint.
     checkpoints.load_newest(checkpoints.find_newest(), model, optimizer)    # for any number of workers
 """
 
-import json
 import secrets
 import threading
 import time
@@ -28,6 +27,7 @@ from torch import nn
 
 from raystride.pipelines.system.errors import SettingError, Unreadable
 from raystride.pipelines.system.storage.folder import Folder
+from raystride.pipelines.system.storage.sealed import SealBroken, parse_sealed
 from raystride.pipelines.train.checkpoint.fence import AttemptSuperseded, Claim, claim_checkpoints, commit_fence
 from raystride.pipelines.train.checkpoint.layout import MANIFEST, checkpoint_names, parse_step, step_name
 from raystride.pipelines.train.checkpoint.pieces import unwrap_part, wrap_part
@@ -388,12 +388,14 @@ class Checkpoints:
         unreadable: str | None = None
         if not problem:
             try:
-                manifest = json.loads(content)
+                manifest = parse_sealed(content, "its manifest")
                 if manifest["format"] not in (FORMAT, INDEXED):
                     return f"its format is {manifest['format']}, this version reads {FORMAT} and {INDEXED}", {}
                 int(manifest["step"])
                 files = sorted(manifest["files"].items())[self.rank :: self.world]
                 problem = next(filter(None, (check_file(folder, name, stated) for name, stated in files)), None)
+            except SealBroken as error:
+                problem = str(error)
             except (ValueError, KeyError, TypeError, AttributeError) as error:
                 problem = f"its manifest cannot be read ({type(error).__name__}: {error})"
             except Unreadable as error:

@@ -7,6 +7,7 @@ read_hint(run / "checkpoints", "best")                    # "step-00000400", or 
 from typing import Any
 
 from raystride.pipelines.system.storage.folder import Folder
+from raystride.pipelines.system.storage.sealed import read_sealed
 from raystride.pipelines.train.checkpoint.layout import MANIFEST, checkpoint_names, parse_step
 
 
@@ -62,6 +63,6 @@ def data_folder(manifest: dict[str, Any]) -> str:
 def _manifest_data_folder(folder: Folder) -> str | None:
     """Returns the data folder that a checkpoint's manifest names; None if it cannot be read."""
     try:
-        return data_folder(folder.read_json(MANIFEST))
+        return data_folder(read_sealed(folder, MANIFEST))
     except (ValueError, KeyError, TypeError, FileNotFoundError):
         return None

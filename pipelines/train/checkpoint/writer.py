@@ -6,7 +6,7 @@ storage pickles. Here nothing is pickled, so loading cannot run code: the manife
 file with its SHA-256 in the manifest.
 
     step-00000500/
-      MANIFEST.json                     written last: without it there is no checkpoint
+      MANIFEST.json                     written last, and sealed: without it there is no checkpoint
       <attempt>-<group>/rank-0.bin ...  bytes of tensors;  tokenizer/... and other small files
 
     save(tensors, CheckpointWriter(folder, attempt, data, rank, header, fed_digest, extra), group)
@@ -36,6 +36,7 @@ from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, W
 from torch.futures import Future
 
 from raystride.pipelines.system.storage.folder import CHUNK_BYTES, Folder
+from raystride.pipelines.system.storage.sealed import put_sealed
 from raystride.pipelines.train.checkpoint.index import encode_index, find_pieces, index_file_name, to_dcp_metadata
 from raystride.pipelines.train.checkpoint.layout import MANIFEST
 from raystride.pipelines.train.checkpoint.plan import file_entries, save_by_rank
@@ -173,7 +174,8 @@ class CheckpointWriter(StorageWriter):  # type: ignore[misc]
                 self.folder.put(path, content)
                 files[path] = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
             with self.fence():
-                self.folder.put_json(
+                put_sealed(
+                    self.folder,
                     MANIFEST,
                     {
                         "format": INDEXED if self.indexed else FORMAT,

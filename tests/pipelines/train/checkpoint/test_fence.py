@@ -16,6 +16,8 @@ from raystride.pipelines.train.checkpoint.fence import (
     commit_fence,
     read_claim,
 )
+from tests.flips import flip
+from tests.some import some
 
 
 @pytest.fixture(params=["disk", "store"])
@@ -50,6 +52,27 @@ def test_terms_only_grow(terms: list[int]) -> None:
         found = read_claim(place)
         assert found
         assert found.term == newest
+
+
+def test_a_claim_with_any_bit_turned_lets_nobody_write(folder: Folder) -> None:
+    mine = claim_checkpoints(folder, Claim("20261125-101112-abcd", "0f3e5a7b", 3))
+    whole = folder.read("attempt")
+    for bit in some(range(8 * len(whole))):
+        folder.put("attempt", flip(whole, bit))
+        with pytest.raises(AttemptSuperseded, match=r"attempt is not as it was written, .* remove it if no other driver"):
+            check_claim(folder, mine)
+        with pytest.raises(AttemptSuperseded, match="is not as it was written"):
+            claim_checkpoints(folder, Claim("next", "0f3e", 4))
+    folder.remove("attempt")
+    claim_checkpoints(folder, Claim("next", "0f3e", 4))
+
+
+def test_0_3_reads_a_claim_and_writes_one_that_is_read(folder: Folder) -> None:
+    claim_checkpoints(folder, Claim("now", "aaaa", 2))
+    attempt, token, *term = folder.read("attempt").decode().split()  # as 0.3 does
+    assert (attempt, token, term[0]) == ("now", "aaaa", "2")
+    folder.put("attempt", "before bbbb 3\n")
+    assert read_claim(folder) == Claim("before", "bbbb", 3)
 
 
 def test_claims_of_earlier_versions_and_without_a_driver_are_replaced(folder: Folder) -> None:

@@ -4,17 +4,21 @@ import json
 import pickletools
 import resource
 from contextlib import nullcontext
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
 
 from raystride.model.transformer import Decoder
 from raystride.pipelines.data.feed.loader import Step
 from raystride.pipelines.system.errors import Unreadable
 from raystride.pipelines.system.storage.folder import Folder
+from raystride.pipelines.system.storage.sealed import read_sealed
 from raystride.pipelines.train.checkpoint import index
 from raystride.pipelines.train.checkpoint.manager import Checkpoints, ValidCheckpoint, named_tensors
 from raystride.pipelines.train.checkpoint.pieces import parameters_sha256
@@ -22,6 +26,7 @@ from raystride.pipelines.train.checkpoint.train_state import TrainState
 from raystride.pipelines.train.strategies.strategy import Single
 from tests.distributed import run_distributed
 from tests.errors import refused
+from tests.flips import flip
 from tests.pipelines.train.checkpoints import SHAPE, fed, open_checkpoints, save, train_model
 from tests.privileges import bound_by_permissions
 from tests.some import some
@@ -246,6 +251,29 @@ def test_ranks_agree_on_what_one_cannot_load_or_read(tmp_path: Path) -> None:
     assert "kind.json" in one[3]
 
 
+@pytest.fixture(scope="module")
+def two_checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with checkpoints of two steps."""
+    folder = tmp_path_factory.mktemp("two")
+    save(folder, 1)
+    save(folder, 2)
+    return folder
+
+
+@given(number=st.integers(0, 2**30))
+def test_a_manifest_with_any_bit_turned_is_passed_over(two_checkpoints: Path, number: int) -> None:
+    manifest = two_checkpoints / "step-00000002" / "MANIFEST.json"
+    whole, said = manifest.read_bytes(), list[str]()
+    manifest.write_bytes(flip(whole, number % (8 * len(whole))))
+    try:
+        found = open_checkpoints(two_checkpoints, said).find_newest()
+        assert found is not None
+        assert found.step == 1
+        assert re.match("warning: checkpoint step-00000002 is passed over: its manifest (does not|is no JSON) ", said[0])
+    finally:
+        manifest.write_bytes(whole)
+
+
 def test_nothing_in_a_checkpoint_is_a_pickle(tmp_path: Path) -> None:
     save(tmp_path, 1)
     for path in some(path for path in tmp_path.rglob("*") if path.is_file()):
@@ -364,10 +392,10 @@ def test_two_groups_of_an_attempt_share_no_file(tmp_path: Path) -> None:
 
 def test_a_checkpoint_of_an_earlier_version_is_opened(tmp_path: Path) -> None:
     saved = save(tmp_path, 1)
-    path = tmp_path / "step-00000001" / "MANIFEST.json"
-    manifest = json.loads(path.read_text())
+    folder = Folder(str(tmp_path / "step-00000001"))
+    manifest = read_sealed(folder, "MANIFEST.json")
     assert manifest.pop("folder") == "a1"
-    path.write_text(json.dumps(manifest))
+    folder.put_json("MANIFEST.json", manifest)
     found = open_checkpoints(tmp_path).find_newest()
     assert found is not None
     assert found.data.local == tmp_path / "step-00000001" / "a1"

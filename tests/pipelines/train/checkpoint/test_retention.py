@@ -1,12 +1,12 @@
 """Retention after a new checkpoint: old data, leftovers of dead groups and refused saves; and its cost on a store."""
 
-import json
 from pathlib import Path
 
 import pytest
 
 from raystride.pipelines.launch.run_store.resume import newest_step, read_previous_bits
 from raystride.pipelines.system.storage.folder import Folder
+from raystride.pipelines.system.storage.sealed import put_sealed, read_sealed
 from raystride.pipelines.train.checkpoint.manager import Checkpoints
 from raystride.pipelines.train.checkpoint.retention import prune_checkpoints
 from raystride.pipelines.train.checkpoint.train_state import TrainState
@@ -58,8 +58,8 @@ def test_steps_of_nine_digits_are_newer_than_those_of_eight(tmp_path: Path) -> N
     assert found.step == newest_step(Folder.from_uri(str(tmp_path))) == last + 2
     assert open_checkpoints(checkpoints).list_names()[0] == "step-99999998"
     for number, name in enumerate(("step-99999999", "step-100000001")):
-        manifest = checkpoints / name / "MANIFEST.json"
-        manifest.write_text(json.dumps(json.loads(manifest.read_text()) | {"bits": {"made": number}}))
+        folder = Folder(str(checkpoints / name))
+        put_sealed(folder, "MANIFEST.json", read_sealed(folder, "MANIFEST.json") | {"bits": {"made": number}})
     assert read_previous_bits(Folder.from_uri(str(checkpoints))) == ("step-100000001", {"made": 1})
 
 

@@ -1,0 +1,65 @@
+"""JSON files that prove themselves: their last key is the SHA-256 of the exact bytes before it.
+
+    put_sealed(folder, "state.json", {"step": 5})              # {"step": 5, "writer": "0.3.0", "sha256": "9f2c..."}
+    read_sealed(folder, "state.json")                          # {"step": 5}; SealBroken if a byte is another one
+
+A file without a seal is one of 0.3 or before, and is taken as it is. A sealed file also names its writer's version, so one
+that lost its seal is damaged. Before there were seals, some files were written again with all keys that they had, sorted:
+there the seal lies before the writer and is of earlier content. Sealed files have it behind.
+"""
+
+import hashlib
+import json
+from typing import Any
+
+from raystride.locations import __version__
+from raystride.pipelines.system.storage.folder import Folder, strict_json
+
+SEAL, WRITER = "sha256", "writer"
+_MARK = f',\n "{SEAL}": "'.encode()
+
+
+class SealBroken(ValueError):
+    """A file is not as it was written; the message names it and, where there is one, the remedy."""
+
+
+def seal_json(content: dict[str, Any]) -> bytes:
+    """Returns the content as strict JSON with its writer's version and its seal."""
+    body = strict_json(content | {WRITER: __version__}, indent=1, sort_keys=True).removesuffix("\n}").encode()
+    return body + _MARK + _ending(body)
+
+
+def _ending(body: bytes) -> bytes:
+    return f'{hashlib.sha256(body).hexdigest()}"\n}}\n'.encode()
+
+
+def parse_sealed(data: bytes, name: str) -> dict[str, Any]:
+    """Returns the content of a sealed file, or of one of 0.3, without seal and writer.
+
+    Raises SealBroken, with `name`, if it is not as it was written, or no JSON object.
+    """
+    body, _, ending = data.rpartition(_MARK)
+    is_whole = bool(body) and ending == _ending(body)
+    try:
+        content = json.loads(data)
+    except ValueError as error:
+        raise SealBroken(f"{name} is no JSON ({error})") from None
+    if not isinstance(content, dict):
+        raise SealBroken(f"{name} is no JSON object")
+    marks = [key for key in content if key in (SEAL, WRITER)]
+    if marks and not is_whole and marks != [SEAL, WRITER]:
+        raise SealBroken(f"{name} does not match its own SHA-256")
+    return {key: value for key, value in content.items() if key not in marks}
+
+
+def put_sealed(folder: Folder, name: str, content: dict[str, Any]) -> None:
+    """Writes a sealed JSON file, atomically."""
+    folder.put(name, seal_json(content))
+
+
+def read_sealed(folder: Folder, name: str, remedy: str = "") -> dict[str, Any]:
+    """Returns the content of a sealed JSON file, or of one of 0.3. Raises FileNotFoundError, or SealBroken with `remedy`."""
+    try:
+        return parse_sealed(folder.read(name), str(folder / name))
+    except SealBroken as error:
+        raise SealBroken(f"{error}{remedy and ': '}{remedy}") from None
