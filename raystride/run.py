@@ -226,11 +226,9 @@ class Run:
     def mlflow_url(self) -> str | None:
         """The URL of the run's page in MLflow (of a database: while `raystride ui` runs); None if MLflow has none."""
         from raystride.pipelines.observability.record.mlflow.links import run_link
-        from raystride.pipelines.observability.record.mlflow.log import MLFLOW_REFERENCE
+        from raystride.pipelines.observability.record.mlflow.log import read_reference
 
-        if not self.folder.exists(MLFLOW_REFERENCE):
-            return None
-        return run_link(self.folder.read_json(MLFLOW_REFERENCE))
+        return run_link(read_reference(self.folder))
 
 
 def evaluate(

@@ -14,9 +14,10 @@ from raystride.pipelines.observability.record.entry import Entry, new_entry
 from raystride.pipelines.observability.record.journal import Journal, join_segments, stream_entries, to_json_value
 from raystride.pipelines.observability.record.mlflow.database import stored_uri
 from raystride.pipelines.observability.record.mlflow.follower import Follower, replay_command
-from raystride.pipelines.observability.record.mlflow.log import MLFLOW_REFERENCE, MlflowLog
+from raystride.pipelines.observability.record.mlflow.log import MlflowLog, read_reference
 from raystride.pipelines.system.credentials import redact
 from raystride.pipelines.system.storage.folder import Folder
+from raystride.pipelines.system.storage.sealed import SealBroken
 
 SENDER = "evaluation"
 
@@ -68,7 +69,7 @@ class ReopenedRun:
 
 def reopen_run(run: Folder, record: RecordConfig, storage: Folder) -> ReopenedRun | None:
     """Returns the MLflow run of a training; None if MLflow is off. Raises SettingError as `MlflowLog.for_run` does."""
-    reference = run.read_json(MLFLOW_REFERENCE) if run.exists(MLFLOW_REFERENCE) else {}
+    reference = read_reference(run)
     settings = replace(record, mlflow_uri=record.mlflow_uri or stored_uri(reference))
     log = MlflowLog.for_run(run, run.name, settings, storage)
     # Evaluations come after the training, whose end does not change.
@@ -88,7 +89,7 @@ def _read_summary(run: Folder) -> dict[str, Any]:
 def _update_mlflow(run: Folder, record: RecordConfig, storage: Folder) -> str | None:
     try:
         reopened = reopen_run(run, record, storage)
-    except SettingError as error:
+    except (SettingError, SealBroken) as error:
         return f"MLflow lacks it: {error}"
     if reopened is None:
         return None

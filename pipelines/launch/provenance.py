@@ -31,7 +31,7 @@ from raystride.pipelines.launch.run_store.resume import (
 from raystride.pipelines.observability.record import describe_environment
 from raystride.pipelines.observability.record.environment import DataFingerprints, Environment, RunEnvironment, describe_node
 from raystride.pipelines.observability.record.mlflow.links import is_on_server, job_link, run_link
-from raystride.pipelines.observability.record.mlflow.log import MLFLOW_REFERENCE
+from raystride.pipelines.observability.record.mlflow.log import read_reference
 from raystride.pipelines.system.storage.folder import Folder
 
 
@@ -148,7 +148,7 @@ def show_pages(folder: Folder, tags: dict[str, str], log: Callable[[str], None])
     """Shows the links to the run's pages at the beginning of a submitted job's log."""
     if page := tags.get("raystride.ray_job"):
         log(f"ray      {page}")
-    with suppress(FileNotFoundError, ValueError):
-        reference = folder.read_json(MLFLOW_REFERENCE)
+    with suppress(ValueError):
+        reference = read_reference(folder)
         if is_on_server(reference):
             log(f"mlflow   {run_link(reference)}")

@@ -22,6 +22,7 @@ from raystride.pipelines.observability.phases import EXCLUSIVE_PHASES
 from raystride.pipelines.observability.record.journal import to_json_value
 from raystride.pipelines.sweep.space import Candidate
 from raystride.pipelines.system.storage.folder import Folder
+from raystride.pipelines.system.storage.sealed import put_sealed, read_sealed
 
 Status = Literal["measured", "stopped_early", "out_of_memory", "failed", "hung", "refused", "too_large"]
 """How a trial ended. `refused`: the settings contradict each other; `too_large`: the memory estimate ruled it out before it
@@ -199,7 +200,7 @@ def relative_half_width(values: Sequence[float]) -> float:
 def save_result(sweep: Folder, result: Result) -> None:
     """Writes a result into the sweep's folder, atomically."""
     # An infinite loss stays infinite: null would mean none, and the training loss would replace it.
-    sweep.put_json(f"{TRIALS_FOLDER}/{result.key}.json", to_json_value(asdict(result)))
+    put_sealed(sweep, f"{TRIALS_FOLDER}/{result.key}.json", to_json_value(asdict(result)))
 
 
 def remove_result(sweep: Folder, key: str) -> None:
@@ -208,9 +209,12 @@ def remove_result(sweep: Folder, key: str) -> None:
 
 
 def load_result(sweep: Folder, key: str) -> Result | None:
-    """Returns the result of the trial of this key, or None. Fields unknown to this version are left out."""
+    """Returns the result of the trial of this key, or None. Fields unknown to this version are left out.
+
+    Raises SealBroken, with the remedy, if the file is not as it was written.
+    """
     try:
-        stored: dict[str, Any] = (sweep / TRIALS_FOLDER).read_json(f"{key}.json")
+        stored = read_sealed(sweep / TRIALS_FOLDER, f"{key}.json", "remove it, and the sweep measures this trial again")
     except FileNotFoundError:
         return None
     known = {item.name for item in fields(Result)}

@@ -17,10 +17,11 @@ from raystride.pipelines.config.sweep import SweepJobConfig
 from raystride.pipelines.observability.record.entry import Entry, new_entry
 from raystride.pipelines.observability.record.mlflow.follower import Follower
 from raystride.pipelines.observability.record.mlflow.links import comparison_link
-from raystride.pipelines.observability.record.mlflow.log import MLFLOW_REFERENCE, MlflowLog
+from raystride.pipelines.observability.record.mlflow.log import MlflowLog, read_reference
 from raystride.pipelines.sweep.result import Result
 from raystride.pipelines.system.credentials import redact
 from raystride.pipelines.system.storage.folder import Folder
+from raystride.pipelines.system.storage.sealed import SealBroken
 
 SUMMARY = "summary.json"
 
@@ -50,7 +51,7 @@ class SweepTracking:
         folder = self._storage / result.run
         if not folder.exists("journal") or not self._attempt(lambda: self._log_trial(result, folder, number)):
             return result
-        return replace(result, mlflow_run_id=folder.read_json(MLFLOW_REFERENCE).get("run_id"))
+        return replace(result, mlflow_run_id=read_reference(folder).get("run_id"))
 
     def end(self, status: str) -> None:
         """Logs the sweep's files, and ends its run with `status`, a key of `record.STATUSES`."""
@@ -63,8 +64,11 @@ class SweepTracking:
 
     def comparison_url(self, results: list[Result]) -> str | None:
         """Returns the page that shows the trials side by side."""
-        folders = [self._storage / result.run for result in results]
-        return comparison_link(folder.read_json(MLFLOW_REFERENCE) for folder in folders if folder.exists(MLFLOW_REFERENCE))
+        try:
+            return comparison_link([read_reference(self._storage / result.run) for result in results])
+        except SealBroken as error:
+            _warn(str(error))
+            return None
 
     def _log_settings(self) -> None:
         """Logs the sweep's settings once."""

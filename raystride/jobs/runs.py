@@ -26,6 +26,7 @@ from raystride.pipelines.observability.record.mlflow.links import UI_PORT
 from raystride.pipelines.system.credentials import MissingSecret, redact
 from raystride.pipelines.system.errors import SettingError
 from raystride.pipelines.system.storage.folder import Folder
+from raystride.pipelines.system.storage.sealed import SealBroken
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -34,7 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     verb, storage = given.pop("verb"), Folder.from_uri(given.pop("storage"))
     try:
         return int(verb(storage, **given) or 0)
-    except (CommandRefused, SettingError, MissingSecret) as refusal:
+    except (CommandRefused, SettingError, MissingSecret, SealBroken) as refusal:
         print(redact(str(refusal)), file=sys.stderr)
         return 2
 

@@ -113,7 +113,7 @@ threads versions world writer
     "environment.json": """
 attempt base command commit content cores cpu data dirty gpus host memory_bytes platform prepared_at python versions
 """,
-    "mlflow.json": "experiment_id logged names run_id token uri",
+    "mlflow.json": "experiment_id logged names run_id sha256 token uri writer",
     "owner.json": "released term",
 }
 """Keys of files in a run's folder, beside those of the summary."""

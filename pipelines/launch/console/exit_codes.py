@@ -18,6 +18,7 @@ from raystride.pipelines.system.errors import Unreadable
 from raystride.pipelines.system.output import protected_output
 from raystride.pipelines.system.signals import exit_code_of, raise_on_signals, report_interruption, sigint_is_ignored
 from raystride.pipelines.system.storage.folder import UNWRITABLE_ERRNOS
+from raystride.pipelines.system.storage.sealed import SealBroken
 
 DONE, FAILED, WRONG_SETTINGS, CANNOT_RUN = range(4)
 """Success; the training failed; wrong settings or data; the cluster or a disk cannot run the job."""
@@ -53,7 +54,7 @@ def _run_with_exit_code(job: Callable[[], int], own_handlers: bool) -> int:
     except DriverIsolated as error:  # this code counts as a lost driver, so the job is resubmitted
         print(f"error: {error}", file=sys.stderr)
         return ISOLATED_EXIT_CODE
-    except (CannotRun, Unreadable) as error:
+    except (CannotRun, SealBroken, Unreadable) as error:
         print(f"error: {error}", file=sys.stderr)
         return CANNOT_RUN
     except OSError as error:

@@ -15,7 +15,7 @@ from raystride.pipelines.launch.cluster.internals import update_job_metadata
 from raystride.pipelines.launch.console.progress import progress_line
 from raystride.pipelines.launch.console.session import Watcher
 from raystride.pipelines.observability.record.mlflow.links import is_on_server, run_link
-from raystride.pipelines.observability.record.mlflow.log import MLFLOW_REFERENCE
+from raystride.pipelines.observability.record.mlflow.log import read_reference
 from raystride.pipelines.observability.record.state import TrainingState
 from raystride.pipelines.system.storage.folder import Folder
 
@@ -39,8 +39,8 @@ def job_metadata(run: str, storage: str, mlflow: bool) -> dict[str, str]:
 def mlflow_metadata(folder: Folder) -> dict[str, str]:
     """Returns the link of the run's page on a tracking server, or {} if it has none (yet)."""
     try:
-        reference = folder.read_json(MLFLOW_REFERENCE)
-    except (FileNotFoundError, ValueError):
+        reference = read_reference(folder)
+    except ValueError:
         return {}
     link = run_link(reference) if is_on_server(reference) else None
     return {"raystride.mlflow": link} if link else {}

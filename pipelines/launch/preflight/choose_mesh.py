@@ -21,6 +21,7 @@ from raystride.pipelines.config.run import ScalingConfig
 from raystride.pipelines.launch.cluster.resources import Allocation, Resources, resolve_allocation
 from raystride.pipelines.launch.preflight.checks import GIB, check_settings, estimate_memory
 from raystride.pipelines.system.storage.folder import Folder
+from raystride.pipelines.system.storage.sealed import put_sealed, read_sealed
 
 MESH_SETTINGS = ("tensor", "pipeline", "schedule", "context", "context_exchange", "strategy", "shard_workers")
 """Settings of a stored recommendation."""
@@ -55,7 +56,8 @@ def choose_mesh(
 def store_mesh(storage: Folder, recommended: Config, sweep: str) -> None:
     """Stores a sweep's recommended mesh for later trainings with the same steps."""
     scaling = recommended.scaling
-    storage.put_json(_mesh_file(recommended), {name: getattr(scaling, name) for name in MESH_SETTINGS} | {"sweep": sweep})
+    mesh = {name: getattr(scaling, name) for name in MESH_SETTINGS}
+    put_sealed(storage, _mesh_file(recommended), mesh | {"sweep": sweep})
 
 
 def _mesh_file(config: Config) -> str:
@@ -80,7 +82,7 @@ def _resolve_if_passing(config: Config, resources: Resources, scaling: ScalingCo
 def _list_candidates(config: Config, resources: Resources, storage: Folder | None) -> Iterator[tuple[ScalingConfig, str]]:
     """Yields meshes and why one would be taken: a sweep's recommendation, then the others from small to large."""
     if storage and storage.exists(_mesh_file(config)):
-        stored = storage.read_json(_mesh_file(config))
+        stored = read_sealed(storage, _mesh_file(config), "remove it: it only says what a sweep recommended")
         recommended = replace(config.scaling, **{name: stored[name] for name in MESH_SETTINGS})
         yield recommended, f"as sweep {stored['sweep']} recommends"
     for scaling in _list_meshes(config, resources):

@@ -19,7 +19,7 @@ from raystride.pipelines.observability.record.journal import join_segments, stre
 from raystride.pipelines.observability.record.mlflow.database import stored_uri
 from raystride.pipelines.observability.record.mlflow.follower import Follower
 from raystride.pipelines.observability.record.mlflow.links import UI_PORT, comparison_link, is_on_server, runs_link
-from raystride.pipelines.observability.record.mlflow.log import MLFLOW_REFERENCE, MlflowLog
+from raystride.pipelines.observability.record.mlflow.log import MlflowLog, read_reference
 from raystride.pipelines.observability.record.summary import RunSummary
 from raystride.pipelines.observability.report import closing_screen, gather_figures, text_curve
 from raystride.pipelines.observability.report.closing import format_figures
@@ -51,8 +51,8 @@ class StoredRun:
 
     @property
     def mlflow_reference(self) -> dict[str, Any]:
-        """Id and server of its MLflow run; empty if MLflow does not know it."""
-        return dict(self.folder.read_json(MLFLOW_REFERENCE)) if self.folder.exists(MLFLOW_REFERENCE) else {}
+        """Id and server of its MLflow run; empty if MLflow does not know it. Raises SealBroken with the remedy."""
+        return read_reference(self.folder)
 
 
 def list_runs(storage: Folder) -> None:

@@ -24,7 +24,10 @@ from raystride.pipelines.sweep.result import (
     seconds_to_loss,
 )
 from raystride.pipelines.system.storage.folder import Folder
+from raystride.pipelines.system.storage.sealed import SealBroken, put_sealed, read_sealed
+from tests.flips import flip
 from tests.pipelines.sweep.test_report_page import trial
+from tests.some import some
 
 parts_of_windows = st.lists(
     st.lists(st.floats(0, 1 / len(EXCLUSIVE_PHASES)), min_size=len(EXCLUSIVE_PHASES), max_size=len(EXCLUSIVE_PHASES)),
@@ -101,12 +104,23 @@ def test_results_come_back_as_they_were_and_what_is_unknown_is_left_out(tmp_path
     one, other = trial(100, 1), replace(trial(200, 2), status="stopped_early", loss=1.5, seconds_to_loss=7.0)
     for result in (one, other):
         save_result(folder, result)
-    file = tmp_path / "trials" / f"{one.key}.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | {"of_a_later_version": [1]}))
+    trials, name = folder / "trials", f"{one.key}.json"
+    put_sealed(trials, name, read_sealed(trials, name) | {"of_a_later_version": [1]})
     assert load_results(folder) == {one.key: one, other.key: other}
     remove_result(folder, one.key)
     remove_result(folder, one.key)
     assert load_results(folder) == {other.key: other}
+
+
+def test_a_result_with_any_bit_turned_is_named_with_the_remedy(tmp_path: Path) -> None:
+    folder, result = Folder(str(tmp_path)), trial(100, 1)
+    save_result(folder, result)
+    file = tmp_path / "trials" / f"{result.key}.json"
+    whole = file.read_bytes()
+    for bit in some(range(0, 8 * len(whole), 37)):  # each bit of a byte, along the file
+        file.write_bytes(flip(whole, bit))
+        with pytest.raises(SealBroken, match=rf"{file.name} .*: remove it, and the sweep measures this trial again"):
+            load_results(folder)
 
 
 @pytest.mark.parametrize("loss", [math.nan, math.inf, -math.inf])

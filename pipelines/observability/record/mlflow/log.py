@@ -47,6 +47,7 @@ from raystride.pipelines.observability.record.mlflow.names import (
 from raystride.pipelines.observability.record.summary import STATUSES
 from raystride.pipelines.system.credentials import public_uri
 from raystride.pipelines.system.storage.folder import Folder
+from raystride.pipelines.system.storage.sealed import SealBroken, put_sealed, read_sealed
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -74,8 +75,18 @@ ENVIRONMENT = {
 }
 
 
+def read_reference(folder: Folder) -> dict[str, Any]:
+    """Returns the content of a run's `mlflow.json`, {} before MLflow has the run. Raises SealBroken with the remedy."""
+    try:
+        return read_sealed(folder, MLFLOW_REFERENCE, f"remove it, and `runs replay {folder.name}` fills a new run in MLflow")
+    except FileNotFoundError:
+        return {}
+
+
 class MlflowLog:
-    """One run in MLflow. Methods raise MlflowException, OSError or errors of the database's driver."""
+    """One run in MLflow. Methods raise MlflowException, OSError or errors of the database's driver, and SealBroken for an
+    `mlflow.json` that is not as it was written.
+    """
 
     def __init__(self, folder: Folder, run: str, uri: str, settings: RecordConfig) -> None:
         self._folder, self._run, self.uri = folder, run, uri
@@ -85,12 +96,14 @@ class MlflowLog:
         own = folder.parent.local and uri == database_uri(folder.parent)
         self._stored_uri = OWN_DATABASE if own else public_uri(uri)
         self.reference: dict[str, Any] = {"logged": {}}
+        self._damage: SealBroken | None = None
+        """Raised when the log connects: a run trains on without MLflow."""
         try:
-            stored = folder.read_json(MLFLOW_REFERENCE)
-            if (stored_uri(stored) or OWN_DATABASE) == self._stored_uri:
+            stored = read_reference(folder)
+            if stored and (stored_uri(stored) or OWN_DATABASE) == self._stored_uri:
                 self.reference = stored | {"uri": self._stored_uri}
-        except (FileNotFoundError, ValueError):
-            pass
+        except SealBroken as error:
+            self._damage = error
 
     @classmethod
     def for_run(cls, folder: Folder, run: str, settings: RecordConfig, storage: Folder) -> "MlflowLog | None":
@@ -179,6 +192,8 @@ class MlflowLog:
         client.set_terminated(run_id, STATUSES[status], round(ended_at * 1000))
 
     def _open_run(self) -> "MlflowClient":
+        if self._damage:
+            raise self._damage
         load_mlflow()
         from mlflow import MlflowClient
 
@@ -195,7 +210,7 @@ class MlflowLog:
         return client
 
     def _save_reference(self) -> None:
-        self._folder.put_json(MLFLOW_REFERENCE, self.reference)
+        put_sealed(self._folder, MLFLOW_REFERENCE, self.reference)
 
     def _find_run(self, client: "MlflowClient") -> "Run | None":
         """Returns the run of an earlier attempt, or one created just before a crash; None if MLflow has lost it."""

@@ -23,8 +23,9 @@ from raystride.pipelines.observability.record.mlflow.database import (
     schema_lock,
 )
 from raystride.pipelines.observability.record.mlflow.links import UI_PORT, run_link, runs_link
-from raystride.pipelines.observability.record.mlflow.log import ENVIRONMENT, MLFLOW_REFERENCE
+from raystride.pipelines.observability.record.mlflow.log import ENVIRONMENT, MLFLOW_REFERENCE, read_reference
 from raystride.pipelines.system.storage.folder import Folder
+from raystride.pipelines.system.storage.sealed import SealBroken
 
 START_TIMEOUT_S = 120.0
 STOP_TIMEOUT_S = 5.0
@@ -136,7 +137,10 @@ def describe_newest_run(storage: Folder, port: int) -> str:
     if not references:
         return f"MLflow shows the runs: http://127.0.0.1:{port}"
     run = max(references)[1]
-    reference = (storage / run).read_json(MLFLOW_REFERENCE)
+    try:
+        reference = read_reference(storage / run)
+    except SealBroken as error:
+        return f"MLflow shows the runs: http://127.0.0.1:{port}\nwarning: {error}"
     return f"MLflow shows the newest run, {run}: {run_link(reference, port)}\nand all runs: {runs_link(reference, port)}"
 
 

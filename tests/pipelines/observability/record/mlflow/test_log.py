@@ -21,10 +21,14 @@ from raystride.pipelines.observability.record.mlflow.log import (
     RUN_TAG,
     MlflowLog,
     _tags_of_entry,
+    read_reference,
 )
 from raystride.pipelines.observability.record.mlflow.names import MAX_NAME_LENGTH, metric_name
 from raystride.pipelines.system.storage.folder import Folder
+from raystride.pipelines.system.storage.sealed import SealBroken, put_sealed
+from tests.flips import flip
 from tests.pipelines.observability.record.conftest import history, only_run
+from tests.some import some
 
 AT = 1e9
 
@@ -105,8 +109,32 @@ def test_a_reference_to_another_server_is_not_taken_up(tmp_path: Path) -> None:
     assert same.link == "http://host:1/#/experiments/7/runs/r?workflowType=machine_learning"
     other = MlflowLog(folder, "r", "http://host:2", RecordConfig())
     assert (other.run_id, other.reference, other.link) == (None, {"logged": {}}, None)
-    folder.put(MLFLOW_REFERENCE, b"{")
-    assert MlflowLog(folder, "r", "http://host:1", RecordConfig()).reference == {"logged": {}}
+
+
+def test_a_reference_with_any_bit_turned_is_named_with_the_remedy(tmp_path: Path) -> None:
+    folder = Folder(str(tmp_path / "r"))
+    assert read_reference(folder) == {}
+    kept = {"uri": "http://host:1", "run_id": "ab12", "experiment_id": "7", "logged": {"a1": 3}, "token": "c" * 32}
+    put_sealed(folder, MLFLOW_REFERENCE, kept)
+    assert read_reference(folder) == kept
+    whole = folder.read(MLFLOW_REFERENCE)
+    for bit in some(range(0, 8 * len(whole), 7)):  # each bit of a byte, and each byte with one of them
+        (tmp_path / "r" / MLFLOW_REFERENCE).write_bytes(flip(whole, bit))
+        with pytest.raises(
+            SealBroken, match=r"/r/mlflow\.json .*: remove it, and `runs replay r` fills a new run in MLflow"
+        ):
+            read_reference(folder)
+    log = MlflowLog(folder, "r", "http://host:1", RecordConfig())  # a training begins all the same
+    with pytest.raises(SealBroken, match="remove it"):
+        log.connect()
+
+
+def test_a_reference_that_0_3_wrote_again_is_taken_up(tmp_path: Path) -> None:
+    """It keeps the seal of before."""
+    folder = Folder(str(tmp_path))
+    put_sealed(folder, MLFLOW_REFERENCE, {"uri": "http://host:1", "run_id": "r", "logged": {"a1": 3}})
+    folder.put_json(MLFLOW_REFERENCE, folder.read_json(MLFLOW_REFERENCE) | {"logged": {"a1": 4}})
+    assert MlflowLog(folder, "r", "http://host:1", RecordConfig()).reference["logged"] == {"a1": 4}
 
 
 def test_tags_of_entries_say_where_a_run_stands() -> None:
