@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, overload
 import numpy as np
 
 from raystride.pipelines.system.storage.folder import Folder
+from raystride.pipelines.system.storage.sealed import put_sealed_beside, read_sealed_beside
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -190,21 +191,20 @@ class Manifest:
             del content["sources"]
         if sum(map(len, self.splits.values())) <= MAX_LISTED:
             listed = {name: [asdict(shard) for shard in shards] for name, shards in self.splits.items()}
-            folder.put_json(FILE, content | {"format": FORMAT, "splits": listed})
+            put_sealed_beside(folder, FILE, content | {"format": FORMAT, "splits": listed})
             return
         counts = {name: len(shards) for name, shards in self.splits.items()}
-        folder.put_json(
-            FILE, content | {"format": FORMAT_PACKED, "splits": counts, "columns": _write_columns(folder, self.splits)}
-        )
+        columns = _write_columns(folder, self.splits)
+        put_sealed_beside(folder, FILE, content | {"format": FORMAT_PACKED, "splits": counts, "columns": columns})
 
     @classmethod
     def load(cls, folder: Folder) -> "Manifest":
         """Reads the manifest of a folder, and maps its columns, if it has any.
 
-        Raises FileNotFoundError if the preparation is not finished, ValueError for another format, or if the columns differ
-        from the committed ones.
+        Raises FileNotFoundError if the preparation is not finished, ValueError for another format, or if the manifest or the
+        columns differ from the committed ones.
         """
-        content = folder.read_json(FILE)
+        content = read_sealed_beside(folder, FILE, "remove both to prepare it again")
         form, splits = content.pop("format", None), content.pop("splits", {})
         if form == FORMAT:
             known = {name: Shards.from_shards(Shard(**shard) for shard in shards) for name, shards in splits.items()}

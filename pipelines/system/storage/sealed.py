@@ -6,6 +6,9 @@
 A file without a seal is one of 0.3 or before, and is taken as it is. A sealed file also names its writer's version, so one
 that lost its seal is damaged. Before there were seals, some files were written again with all keys that they had, sorted:
 there the seal lies before the writer and is of earlier content. Sealed files have it behind.
+
+Where 0.3 takes no further key, the hash lies in a file beside, `NAME.sha256`, that `sha256sum -c` reads. It is put before
+the file, whose put stays the commit, and only for files that are written once: 0.3 would leave it behind as it was.
 """
 
 import hashlib
@@ -63,3 +66,29 @@ def read_sealed(folder: Folder, name: str, remedy: str = "") -> dict[str, Any]:
         return parse_sealed(folder.read(name), str(folder / name))
     except SealBroken as error:
         raise SealBroken(f"{error}{remedy and ': '}{remedy}") from None
+
+
+def put_sealed_beside(folder: Folder, name: str, content: Any) -> None:
+    """Writes a JSON file, and before it its hash in a file beside."""
+    data = (strict_json(content, indent=1, sort_keys=True) + "\n").encode()
+    folder.put(f"{name}.{SEAL}", 2 * (_line(data, name) + b"\n"))
+    folder.put(name, data)
+
+
+def _line(data: bytes, name: str) -> bytes:
+    return f"{hashlib.sha256(data).hexdigest()}  {name}".encode()
+
+
+def read_sealed_beside(folder: Folder, name: str, remedy: str) -> Any:
+    """Returns the content of a JSON file; without a hash beside, it is one of 0.3.
+
+    Raises FileNotFoundError, ValueError if it is no JSON, and SealBroken with `remedy`.
+    """
+    data = folder.read(name)
+    try:
+        # The line stands there twice: a turned bit in it does not cost the file.
+        if _line(data, name) not in folder.read(f"{name}.{SEAL}"):
+            raise SealBroken(f"{folder / name} does not match {name}.{SEAL} beside it: {remedy}")
+    except FileNotFoundError:
+        pass
+    return json.loads(data)

@@ -8,8 +8,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raystride.pipelines.data.prepare.manifest import COLUMNS, MAX_LISTED, Manifest, Shard, Shards, concatenate_shards
+from raystride.pipelines.data.prepare.manifest import (
+    COLUMNS,
+    MAX_LISTED,
+    Manifest,
+    Shard,
+    Shards,
+    concatenate_shards,
+    load_finished_manifest,
+)
 from raystride.pipelines.system.storage.folder import Folder
+from raystride.pipelines.system.storage.sealed import SealBroken
+from tests.flips import flip
+from tests.some import some
 
 offsets = st.integers(0, 2**40)
 drawn_shards = st.builds(
@@ -99,6 +110,25 @@ def test_numbers_of_any_size_come_back_as_they_were(tmp_path: Path) -> None:
     assert Manifest.load(Folder(str(tmp_path))) == again
 
 
+def test_a_manifest_with_any_bit_turned_is_refused_and_its_seal_may_have_one(tmp_path: Path) -> None:
+    folder, saved = Folder(str(tmp_path)), manifest(train=many("train", 2))
+    saved.save(folder)
+    file, seal = tmp_path / "manifest.json", tmp_path / "manifest.json.sha256"
+    whole, sealed = file.read_bytes(), seal.read_bytes()
+    assert sealed.decode() == 2 * f"{folder.sha256('manifest.json')}  manifest.json\n", "as sha256sum has it"
+    for bit in some(range(0, 8 * len(whole), 37)):  # each bit of a byte, along the file
+        file.write_bytes(flip(whole, bit))
+        with pytest.raises(SealBroken, match=r"manifest\.json does not match .* beside it: remove both to prepare it again"):
+            Manifest.load(folder)
+    assert load_finished_manifest(folder) is None
+    file.write_bytes(whole)
+    for bit in some(range(0, 8 * len(sealed), 11)):
+        seal.write_bytes(flip(sealed, bit))
+        assert Manifest.load(folder).splits == saved.splits
+    seal.unlink()
+    assert Manifest.load(folder) == saved, "one of 0.3"
+
+
 def test_columns_of_an_earlier_version_are_read(tmp_path: Path) -> None:
     """Format 2: hashes as digits, all numbers of eight bytes."""
     saved, folder = manifest(train=many("train", MAX_LISTED + 5)), Folder(str(tmp_path))
@@ -109,6 +139,7 @@ def test_columns_of_an_earlier_version_are_read(tmp_path: Path) -> None:
         places[name], offset = [offset, column.dtype.str], offset + column.nbytes
     folder.put(COLUMNS, b"".join(column.tobytes() for column in columns.values()))
     folder.put_json("manifest.json", content | {"format": 2, "columns": {"bytes": offset, "places": places}})
+    folder.remove("manifest.json.sha256")
     assert columns["sha256"].dtype.str == "|S64"
     assert Manifest.load(folder) == saved
 

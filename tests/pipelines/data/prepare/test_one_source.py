@@ -214,6 +214,7 @@ def test_a_preparation_keeps_only_its_results_and_reuses_them(tmp_path: Path) ->
         "files.parquet",
         GENERATIONS_FOLDER,
         "manifest.json",
+        "manifest.json.sha256",
         "stages.json",
         "tokenizer",
         "train",

@@ -77,7 +77,15 @@ def test_a_finished_preparation_is_reused_until_a_file_is_lost(corpus: Path, tmp
     assert (first.reused, again.reused) == (False, True)
     assert again.manifest == first.manifest
     assert "prepared before" in lines[-1]
-    assert first.folder.names() == ["files.parquet", "manifest.json", SPEED_FILE, "tokenizer", "train", "validation"]
+    assert first.folder.names() == [
+        "files.parquet",
+        "manifest.json",
+        "manifest.json.sha256",
+        SPEED_FILE,
+        "tokenizer",
+        "train",
+        "validation",
+    ]
     assert first.folder.local
     for shard in (shard for split in first.manifest.splits.values() for shard in split):
         parse_hash_list(first.folder.read(hash_list_name(shard.file)), shard.top_hash)

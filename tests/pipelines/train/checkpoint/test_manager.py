@@ -2,9 +2,9 @@
 
 import json
 import pickletools
+import re
 import resource
 from contextlib import nullcontext
-import re
 from pathlib import Path
 from typing import Any
 
