@@ -18,7 +18,7 @@ from raystride.model.transformer import Decoder
 from raystride.pipelines.data.feed.loader import Step
 from raystride.pipelines.system.errors import Unreadable
 from raystride.pipelines.system.storage.folder import Folder
-from raystride.pipelines.system.storage.sealed import read_sealed
+from raystride.pipelines.system.storage.sealed import put_sealed, read_sealed
 from raystride.pipelines.train.checkpoint import index
 from raystride.pipelines.train.checkpoint.manager import Checkpoints, ValidCheckpoint, named_tensors
 from raystride.pipelines.train.checkpoint.pieces import parameters_sha256
@@ -176,7 +176,7 @@ def test_where_none_is_whole_each_is_named_with_its_fault(tmp_path: Path) -> Non
     _flip(place / "step-00000002" / "a1" / "rank-0.bin")
     (place / "step-00000003" / "MANIFEST.json").write_text("[1]")
     faults = [
-        "step-00000003: its manifest cannot be read",
+        "step-00000003: its manifest is no JSON object",
         "step-00000002: a1/rank-0.bin differs",
         "step-00000001: a1/rank-0.bin is missing",
     ]
@@ -200,10 +200,10 @@ def test_a_named_checkpoint_is_the_one_or_an_error(tmp_path: Path) -> None:
 
 def _lose_a_state(step: Path) -> None:
     """Has a manifest say that a tensor of the optimiser lies elsewhere, which its hashes do not show."""
-    manifest = json.loads((step / "MANIFEST.json").read_text())
+    manifest = read_sealed(Folder(str(step)), "MANIFEST.json")
     name = next(name for name in reversed(manifest["tensors"]) if name.startswith("optimizer."))
     manifest["tensors"][name]["chunks"][0]["offset"] = 10**9
-    (step / "MANIFEST.json").write_text(json.dumps(manifest))
+    put_sealed(Folder(str(step)), "MANIFEST.json", manifest)
 
 
 def test_a_load_that_fails_is_that_of_the_one_before(tmp_path: Path) -> None:
