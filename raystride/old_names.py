@@ -132,6 +132,6 @@ class _OldNames:
 
 
 def install() -> None:
-    """Has the old names found from now on in this process."""
+    """Makes the old names importable in this process."""
     if not any(isinstance(finder, _OldNames) for finder in sys.meta_path):
         sys.meta_path.insert(0, _OldNames())  # a folder that an earlier checkout left would be found as a package

@@ -193,8 +193,7 @@ def _measure_missing(
     with cluster(base.launch, metadata):
         if not base.sweep.share_base:
             update_job_metadata(metadata)
-        if base.scaling.min_nodes:
-            wait_for_nodes(base.scaling.min_nodes, base.launch, screen.log)
+        wait_for_nodes(base.scaling.min_nodes, base.launch, screen.log)
         _prepare_all(base, storage, missing, screen)
         is_shared = base.sweep.share_base
         resources = Resources.of_this_machine() if is_shared else Resources.of_cluster()

@@ -30,7 +30,7 @@ ROOT = Path(__file__).resolve().parents[2]
 MADE_AT = "/tmp/raystride-0.3.0"
 TEXT_TIME_NS = 1_700_000_000_000_000_000
 """When its text was written, which prepared data is known by."""
-GONE = ("triton_kernels.", "pipelines.launch.deploy.validate", "pipelines.deploy.validate")
+GONE = ("triton_kernels.", "pipelines.deploy.validate")
 """Modules that left the package: the compilers' tools are in `benchmarks/kernel_tools`, checks of templates in the tests."""
 
 

@@ -21,8 +21,11 @@ ListNodes = Callable[[], Sequence[Mapping[str, Any]]]
 def wait_for_nodes(min_nodes: int, launch: LaunchConfig, log: Callable[[str], None]) -> None:
     """Waits until the cluster has `min_nodes` compute nodes; logs their number as it changes. Needs ray.init.
 
-    Raises CannotRun after `launch.cluster_timeout_s`, and at once for a job that has started its own Ray on one node.
+    With 0, at once. Raises CannotRun after `launch.cluster_timeout_s`, and at once for a job that has started its own Ray on
+    one node.
     """
+    if not min_nodes:
+        return
     import ray
 
     is_joined = uses_running_cluster(launch)

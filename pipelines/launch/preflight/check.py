@@ -96,7 +96,7 @@ def resolve_resources(context: RunContext) -> ResolvedRun:
     CannotRun if nodes are missing.
     """
     config = context.config
-    if config.scaling.min_nodes and not context.is_inline:
+    if not context.is_inline:
         wait_for_nodes(config.scaling.min_nodes, config.launch, context.log)
     uses_gpus = config.scaling.device != "cpu"
     resources = Resources.of_this_machine(gpus=uses_gpus) if context.is_inline else Resources.of_cluster(gpus=uses_gpus)

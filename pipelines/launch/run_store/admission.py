@@ -54,23 +54,21 @@ def admit_run(context: RunContext) -> Admission:
     previous = read_previous_attempt(context.run_folder)
     if previous:
         context = context.with_config(with_previous_base(previous, context.config))
-    again = starts_over(context.config.launch, context.run_folder, context.log)
-    if _has_nothing_left(context, previous, again):
+    begins_anew = starts_over(context.config.launch, context.run_folder, context.log)
+    if _has_nothing_left(context, previous, begins_anew):
         return Admission(context, previous, is_complete=True)
-    base = _check_base(context.config, None if again else previous, context.log)
+    base = _check_base(context.config, None if begins_anew else previous, context.log)
     if previous:
         context = _with_kept_preparations(context, previous)
     check_data(context)
-    return Admission(context, previous, starts_over=again, base=base)
+    return Admission(context, previous, starts_over=begins_anew, base=base)
 
 
-def _has_nothing_left(context: RunContext, previous: PreviousAttempt | None, again: bool = False) -> bool:
-    """Shows the run and whether it resumes; returns whether nothing is left to do. `again`: it starts over. Raises
-    SettingError.
-    """
+def _has_nothing_left(context: RunContext, previous: PreviousAttempt | None, begins_anew: bool = False) -> bool:
+    """Shows the run and whether it resumes; returns whether nothing is left to do. Raises SettingError."""
     config, folder, log = context.config, context.run_folder, context.log
-    goes_on_from = previous if not again else None
-    reached, step = (describe_completion(goes_on_from, config), newest_step(folder)) if goes_on_from else (None, None)
+    resumed = None if begins_anew else previous
+    reached, step = (describe_completion(resumed, config), newest_step(folder)) if resumed else (None, None)
     goes_on = f", going on from step {step}" if step and not reached else ""
     log(f"run {config.run} in {context.storage}{goes_on}")
     _check_settings(context, previous)

@@ -34,7 +34,7 @@ from raystride.pipelines.train.checkpoint.pieces import unwrap_part, wrap_part
 from raystride.pipelines.train.checkpoint.retention import data_folder, prune_checkpoints, read_hint
 from raystride.pipelines.train.checkpoint.staging import Staging
 from raystride.pipelines.train.checkpoint.train_state import TrainState, Updater
-from raystride.pipelines.train.checkpoint.verify import FORMAT, INDEXED, MISSING, check_file, read_local
+from raystride.pipelines.train.checkpoint.verify import FORMAT, INDEXED, MISSING, check_file, read_local, unreadable_error
 from raystride.pipelines.train.distributed.collectives import all_reduce_object, first_failure, picklable_error
 from raystride.pipelines.train.strategies.parameter_layout import saved_buffers, saved_parameters
 
@@ -419,10 +419,7 @@ class Checkpoints:
             except Exception as error:
                 if not (self.group or isinstance(error, OSError)):
                     raise
-                reply[1] = (
-                    f"{self.folder} cannot be read ({type(error).__name__}: {error}). Its checkpoints may be whole, and "
-                    "none is passed over"
-                )
+                reply[1] = str(unreadable_error(self.folder, error))
         if self.group:
             dist.broadcast_object_list(reply, src=0, group=self.group)
         if reply[1]:
@@ -440,10 +437,7 @@ class Checkpoints:
             if isinstance(error, MemoryError | torch.cuda.OutOfMemoryError):
                 raise error
             if isinstance(error, OSError) and not isinstance(error, MISSING):
-                raise Unreadable(
-                    f"{found.folder} cannot be read ({type(error).__name__}: {error}). The checkpoint may be whole, and is "
-                    "not passed over"
-                ) from error
+                raise unreadable_error(found.folder, error) from error
             earlier = next(self.find_whole(before=found.step), None)
             if earlier is None:
                 raise first or error

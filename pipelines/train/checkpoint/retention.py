@@ -26,7 +26,7 @@ def prune_checkpoints(folder: Folder, newest: str, keep: int, writer: str) -> No
         step = parse_step(name)
         if step is not None and last is not None and inside and step <= last:
             files.setdefault(name, set()).add(inside.partition("/")[0])
-    manifest = folder.read_json(f"{newest}/{MANIFEST}")
+    manifest = read_sealed(folder / newest, MANIFEST)
     if data_folder(manifest) != writer:
         raise OSError(f"{folder / newest} is of {data_folder(manifest)} and not of {writer}: nothing is removed")
     for name, stated in manifest["files"].items():

@@ -24,6 +24,12 @@ MISSING = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
 """Errors of a file that is not there: missing, or replaced. Any other error of reading says nothing about the file."""
 
 
+def unreadable_error(place: Folder, error: Exception) -> Unreadable:
+    """Returns the error for checkpoints or a file of one that cannot be read."""
+    problem = f"{type(error).__name__}: {error}"
+    return Unreadable(f"{place} cannot be read ({problem}). What is there may be whole, and is not passed over")
+
+
 def check_file(folder: Folder, name: str, stated: dict[str, Any]) -> str | None:
     """Returns a problem with a file of a checkpoint, or None: missing, or of another hash. Raises Unreadable."""
     try:
@@ -33,10 +39,7 @@ def check_file(folder: Folder, name: str, stated: dict[str, Any]) -> str | None:
     except ValueError:  # a name that no file can have
         raise
     except Exception as error:
-        raise Unreadable(
-            f"{folder / name} cannot be read ({type(error).__name__}: {error}). The checkpoint may be whole, and is not "
-            "passed over"
-        ) from None
+        raise unreadable_error(folder / name, error) from None
     if actual != stated["sha256"]:
         return f"{name} differs from the manifest's SHA-256"
     return None

@@ -7,8 +7,6 @@ from typing import Any
 import pytest
 
 from raystride.pipelines.config import RecordConfig, TrainConfig
-from raystride.pipelines.launch.cluster import fallback
-from raystride.pipelines.launch.cluster.cluster import RAY_ENVIRONMENT
 from raystride.pipelines.launch.cluster.fast_start import GROUP_MODULE, GROUP_STATE_MODULE
 from raystride.pipelines.launch.cluster.internals import RAY_TRAIN
 from raystride.pipelines.launch.cluster.recorder_handle import RecorderHandle
@@ -23,21 +21,7 @@ from tests.receipts import accept
 from tests.tiny import tiny, write_text
 from tests.waiting import wait_until
 
-pytestmark = pytest.mark.usefixtures("ray_cluster")
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _ray_train_is_imported() -> None:
-    """Before a name goes that it uses: in another Ray it would use none that is gone."""
-    import_module("ray.train.torch")
-
-
-@pytest.fixture(autouse=True)
-def _quiet(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What `cluster` sets for every job; and nothing has been warned of yet."""
-    monkeypatch.setattr(fallback, "_warned", set())
-    for name, value in RAY_ENVIRONMENT.items():
-        monkeypatch.setenv(name, value)
+pytestmark = pytest.mark.usefixtures("ray_cluster", "ray_train_is_imported", "nothing_warned")
 
 
 def _trained(job: Job, fast_start: bool) -> dict[str, Any]:

@@ -12,8 +12,7 @@ from typing import Any
 
 import pytest
 
-from raystride.pipelines.launch.cluster import fallback, internals
-from raystride.pipelines.launch.cluster.cluster import RAY_ENVIRONMENT
+from raystride.pipelines.launch.cluster import internals
 from raystride.pipelines.launch.cluster.internals import (
     CLUSTER_CONSTANT,
     CLUSTER_VARIABLE,
@@ -30,21 +29,7 @@ from raystride.pipelines.launch.cluster.internals import (
 from tests.pipelines.launch.cluster.controller import Controller
 from tests.waiting import wait_until
 
-pytestmark = pytest.mark.usefixtures("ray_cluster")
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _ray_train_is_imported() -> None:
-    """Before a name goes that it uses: in another Ray it would use none that is gone."""
-    import_module("ray.train.torch")
-
-
-@pytest.fixture(autouse=True)
-def _quiet(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What `cluster` sets for every job; and nothing has been warned of yet."""
-    monkeypatch.setattr(fallback, "_warned", set())
-    for name, value in RAY_ENVIRONMENT.items():
-        monkeypatch.setenv(name, value)
+pytestmark = pytest.mark.usefixtures("ray_cluster", "ray_train_is_imported", "nothing_warned")
 
 
 STATE = "ray._private.state"
