@@ -71,10 +71,15 @@ class Forked:
             raise subprocess.TimeoutExpired("job", timeout or 0.0)
         return self._process.exitcode
 
+    @property
+    def printed(self) -> str:
+        """What it has printed so far."""
+        return (self._place / "1").read_text()
+
     def communicate(self, timeout: float | None = None) -> tuple[str, str]:
         """Waits for its end; what it printed. Raises subprocess.TimeoutExpired."""
         self.wait(timeout)
-        return (self._place / "1").read_text(), (self._place / "2").read_text()
+        return self.printed, (self._place / "2").read_text()
 
     def send_signal(self, number: int) -> None:
         """Sends a signal, unless it has ended."""

@@ -20,7 +20,7 @@ from raystride.pipelines.system.storage.folder import Folder
 from raystride.pipelines.train.checkpoint.audit import audit
 from tests.children import find_children
 from tests.gated import write_plugin, write_source
-from tests.ray_jobs.jobs import Process, finish_job, start_script
+from tests.ray_jobs.jobs import Forked, Process, finish_job, start_script
 from tests.tiny import tiny
 from tests.waiting import LIMIT_S, wait_until
 
@@ -180,11 +180,12 @@ def test_a_preparation_and_a_training_run_at_once(source: Path, tmp_path: Path, 
     wait_until(lambda: list(tmp_path.glob(".prepared/*/generations/000000/manifest.json")), "no generation")
     training = Training(source, tmp_path)
     training.begun()
+    assert isinstance(training.process, Forked)
+    wait_until(lambda: "another process prepares" in training.process.printed, "no word")
     alone.gate.touch()
     for each in (alone, training):
         code, output = each.end()
         assert code == 0, output
-    assert "another process prepares" in output
     assert training.same(undisturbed)
 
 

@@ -113,26 +113,23 @@ def test_where_it_does_not_listen_it_is_said_once(monkeypatch: pytest.MonkeyPatc
 
 
 IMPORTS = """
-import sys, threading, time
+import sys, time
+from types import SimpleNamespace
 import ray
 from raystride.pipelines.launch.cluster import elastic, internals
 
 class Watch:  # in place of the one that looks each second: it asks for the parts at once
     def __init__(self, *given):
         self.next, self.found = None, []
-        self.thread = threading.Thread(target=self.look)
-        self.thread.start()
 
-    def look(self):
+    def poll(self):
         while "ray.train" not in sys.modules:  # the other thread imports it now, or has
             time.sleep(0)
         try:
             internals.import_private(internals._COORDINATOR_CLIENT, "AUTOSCALING_REQUESTS_EXPIRE_TIME_S")
         except Exception as error:
             print(error)
-
-    def end(self):
-        self.thread.join()
+        return True
 
 def fit(start):
     from ray.train import FailureConfig
@@ -141,7 +138,8 @@ def fit(start):
 
 from raystride.pipelines.launch.cluster.resources import Allocation
 elastic.NodeWatcher = Watch
-elastic.train_on_nodes(fit, Allocation(workers=2, device="cpu", threads=1, min_workers=1), None, 5.0)
+recorder = SimpleNamespace(warn=print)
+elastic.train_on_nodes(fit, Allocation(workers=2, device="cpu", threads=1, min_workers=1), recorder, 5.0)
 """
 
 

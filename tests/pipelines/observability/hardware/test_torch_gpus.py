@@ -18,7 +18,7 @@ from tests.tiny import tiny, write_text
 
 COMPILER = shutil.which("cc") or shutil.which("gcc")
 needs_none = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU that PyTorch can use")
-SOURCE = Path(__file__).parents[2] / "observers" / "scripted_nvml.c"
+SOURCE = Path(__file__).parents[1] / "observers" / "scripted_nvml.c"
 
 
 @pytest.fixture(scope="module")

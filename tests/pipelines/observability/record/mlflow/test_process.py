@@ -12,6 +12,7 @@ from raystride.pipelines.observability.record.mlflow import process as mlflow_pr
 from raystride.pipelines.observability.record.mlflow.log import MlflowLog
 from raystride.pipelines.observability.record.mlflow.process import MlflowFailed, MlflowProcess
 from raystride.pipelines.system.storage.folder import Folder
+from raystride.pipelines.system.storage.sealed import read_sealed
 from tests.children import find_children
 from tests.pipelines.observability.record.conftest import history
 
@@ -41,7 +42,7 @@ def test_what_it_logs_is_in_mlflow_also_after_its_death(log: MlflowProcess, stor
     log.connect()
     assert log.log([new_entry("metrics", {"train_loss": 0.5}, step=3, time=1e9)]) == []
     assert history(storage, str(log.run_id), "train/loss") == [(3, 0.5, 10**12)]
-    assert folder.read_json("mlflow.json") == log.reference
+    assert read_sealed(folder, "mlflow.json") == log.reference
     first = _process()
     first.kill()
     with pytest.raises(MlflowFailed, match="another one follows"):
