@@ -24,6 +24,7 @@ from raystride.pipelines.launch.console.screen import Screen, SilentScreen
 from raystride.pipelines.launch.preflight.check import resolve_resources, run_preflight
 from raystride.pipelines.launch.preparing import prepare_data
 from raystride.pipelines.launch.run_store.location import locate_run
+from raystride.pipelines.observability.record.summary import read_summary
 from raystride.pipelines.system.signals import EXIT_CODES, HungUp, Terminated, exit_code_of, raise_on_signals
 from raystride.pipelines.system.storage.folder import Folder
 from raystride.run import PathOrUri, Run, Settings
@@ -226,7 +227,7 @@ def sweep(
     except (Terminated, HungUp) as signalled:
         raise SweepTerminated(answer_so_far(base, place), exit_code_of(signalled)) from None
     # Ray Tune handles Ctrl-C itself: it ends the trial and returns. A trial that failed is no missing one.
-    missing = (place / str(base.run)).read_json("summary.json").get("unfinished", 0) if not base.sweep.shard else 0
+    missing = read_summary(place / str(base.run)).get("unfinished", 0) if not base.sweep.shard else 0
     if missing:
         interrupted = SweepInterrupted(answer, missing)
         if ipython_shell() is None:

@@ -15,7 +15,9 @@ from typing import TYPE_CHECKING, Any, overload
 
 from raystride.pipelines.config import Config, SampleConfig, SettingError
 from raystride.pipelines.config.jobs import ApplyConfig, EvaluateConfig, ExportConfig, GenerateConfig, PredictConfig
-from raystride.pipelines.config.parse import from_yaml, load_settings
+from raystride.pipelines.config.parse import load_settings
+from raystride.pipelines.config.stored_run import read_settings
+from raystride.pipelines.observability.record.summary import read_summary
 from raystride.pipelines.system.storage.folder import Folder
 
 if TYPE_CHECKING:
@@ -78,12 +80,12 @@ class Run:
     @property
     def summary(self) -> dict[str, Any]:
         """The keys of `summary.json`; empty before the run has ended."""
-        return dict(self.folder.read_json("summary.json")) if self.folder.exists("summary.json") else {}
+        return read_summary(self.folder)
 
     @cached_property
     def settings(self) -> Config:
-        """The settings of the newest attempt. Raises FileNotFoundError if there is none."""
-        return from_yaml(Config, self.folder.read("config.yaml").decode())
+        """The settings of the newest attempt. Raises FileNotFoundError if there is none, SettingError if edited."""
+        return read_settings(self.folder)
 
     def metrics(self, names: str | Sequence[str] | None = None) -> "pa.Table":
         """Returns the metrics by step, oldest first; `.to_pandas()` works.

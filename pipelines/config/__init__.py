@@ -18,6 +18,7 @@ from raystride.pipelines.config.run import (
     PredictorConfig,
     ProfileConfig,
     RecordConfig,
+    ResumeConfig,
     SampleConfig,
     ScalingConfig,
 )
@@ -48,6 +49,7 @@ __all__ = [
     "PredictorConfig",
     "ProfileConfig",
     "RecordConfig",
+    "ResumeConfig",
     "SampleConfig",
     "ScalingConfig",
     "Section",

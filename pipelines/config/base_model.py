@@ -23,6 +23,7 @@ from raystride.model.hugging_face_config import (
     trained_context,
 )
 from raystride.model.hugging_face_encoders import head_settings
+from raystride.pipelines.config.attempts import check_settings_file, read_environment
 from raystride.pipelines.config.data import TokenizerConfig
 from raystride.pipelines.config.model import ModelConfig
 from raystride.pipelines.system.errors import SettingError
@@ -148,6 +149,7 @@ def _tokenizer_from(place: str, given: Collection[str]) -> dict[str, Any]:
 
 def _from_run(folder: Folder, settings: Mapping[str, Any], given: Collection[str]) -> dict[str, Any]:
     """Returns the settings of `model` and `tokenizer` with which a run of ours has its network."""
+    check_settings_file(folder)
     stored = yaml.safe_load(folder.read("config.yaml"))
     taken: dict[str, Any] = {}
     for section in (ModelConfig, TokenizerConfig):
@@ -166,7 +168,7 @@ def _from_run(folder: Folder, settings: Mapping[str, Any], given: Collection[str
 
 def _trained_tokenizer(folder: Folder) -> str | None:
     """Returns the path of the `tokenizer.json` that a run trained on its data; None if it is gone."""
-    environment = folder.read_json("environment.json") if folder.exists("environment.json") else {}
+    environment = read_environment(folder)
     if not (prepared := environment.get("data")):
         return None
     file = folder.parent / ".prepared" / prepared / "tokenizer" / TOKENIZER[0]

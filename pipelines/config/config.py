@@ -25,6 +25,7 @@ from raystride.pipelines.config.run import (
     LaunchConfig,
     ProfileConfig,
     RecordConfig,
+    ResumeConfig,
     SampleConfig,
     ScalingConfig,
     is_argument,
@@ -95,6 +96,8 @@ class Config(Section):
     """Number of workers and parallelism."""
     launch: LaunchConfig = LaunchConfig()
     """Start, restart and supervision of the workers."""
+    resume: ResumeConfig = ResumeConfig()
+    """Resuming: what is taken from the run's folder."""
     record: RecordConfig = RecordConfig()
     """Logging: MLflow, TensorBoard and hardware metrics."""
     profile: ProfileConfig = ProfileConfig()

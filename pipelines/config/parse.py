@@ -26,7 +26,7 @@ from raystride.pipelines.config.help import Usage, help_text
 from raystride.pipelines.config.presets import find_config, presets
 from raystride.pipelines.config.renamed import Tell, with_new_flags, with_new_names
 from raystride.pipelines.config.run import ARGUMENTS, is_argument
-from raystride.pipelines.config.section import nearest
+from raystride.pipelines.config.section import find_alias, nearest
 from raystride.pipelines.config.words import refuse_words, words_to_flags
 from raystride.pipelines.system.credentials import MissingSecret, redact_all_uris
 from raystride.pipelines.system.errors import SettingError
@@ -340,7 +340,9 @@ def _section_error(cls: Any, name: str, value: Any, where: str = "", section: An
     section = section or _annotation(cls, name)
     example = f"{name}.{SHORT_FORMS.get(name) or fields(section)[0].name}"
     rule = f"must hold settings by name, such as {example}; --help {name} lists them"
-    return SettingError(f"{where}{name} is {value!r}: it {rule}", setting=name, value=value, allowed=rule)
+    meant = find_alias(name, [*_keys(cls)])
+    hint = f"; did you mean {meant}?" if meant else ""
+    return SettingError(f"{where}{name} is {value!r}: it {rule}{hint}", setting=name, value=value, allowed=rule)
 
 
 def _with_content(arguments: Sequence[str], file: str, content: dict[str, Any]) -> list[str]:

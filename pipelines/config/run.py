@@ -201,6 +201,17 @@ class LaunchConfig(Section):
 
 
 @dataclass(frozen=True, kw_only=True)
+class ResumeConfig(Section):
+    """What a training that resumes a run takes from its folder."""
+
+    name: ClassVar[str] = "resume"
+
+    edited: bool = setting(False, since="0.4")
+    """Take a `config.yaml` that was edited by hand since the run wrote it. Its differences are shown either way; without
+    this setting they are refused. Holds for one attempt, which writes the file anew."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class PredictorLaunchConfig(LaunchConfig):
     """Start of the processes that run inference with a trained model."""
 

@@ -20,7 +20,7 @@ from raystride.pipelines.config import PredictorConfig, SettingError
 from raystride.pipelines.data.prepare.cleaning import build_cleaning
 from raystride.pipelines.data.prepare.fingerprint import compute_fingerprint, open_sources
 from raystride.pipelines.data.prepare.parts import divide_into_parts, divide_without_validation
-from raystride.pipelines.data.prepare.raw_files import describe_changes, find_changed_files
+from raystride.pipelines.data.prepare.raw_files import describe_changed_files, find_changed_files
 from raystride.pipelines.data.sources.checking import check_source
 from raystride.pipelines.data.sources.faults import DataError, NoFiles
 from raystride.pipelines.data.sources.pieces import Part, Reader
@@ -252,7 +252,9 @@ def _open_split(chosen: SelectedRun, split: PreparedName, settings: PredictorCon
         ) from None
     changes = _find_changes(chosen, run, source, validation)
     if prepared and (changes or build_cleaning(config, task)):
-        return _prepared_data(prepared, f"raw files have changed since ({describe_changes(changes)})" if changes else "")
+        return _prepared_data(
+            prepared, f"raw files have changed since ({describe_changed_files(changes)})" if changes else ""
+        )
     data = replace(config.data, on_error=settings.on_error)
     parts = divide_into_parts(source, validation, with_part_size(data, source, _min_part_bytes(task)))
     readers = {"": source.reader, "train": source.reader, "validation": (validation or source).reader}
@@ -260,8 +262,8 @@ def _open_split(chosen: SelectedRun, split: PreparedName, settings: PredictorCon
     if changes:
         lines.insert(
             0,
-            f"raw files have changed since this run prepared them ({describe_changes(changes)}), and what was prepared "
-            f"cannot be scored: what is scored is --split {split} of the data as it is now",
+            f"raw files have changed since this run prepared them ({describe_changed_files(changes)}), and what was "
+            f"prepared cannot be scored: what is scored is --split {split} of the data as it is now",
         )
     identity = [opened.identity for opened in (source, source, validation or source)]
     return _SplitData(

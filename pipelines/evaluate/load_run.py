@@ -15,7 +15,8 @@ from threading import Lock
 from typing import TYPE_CHECKING, Any
 
 from raystride.pipelines.config import Config, ModelConfig
-from raystride.pipelines.config.parse import from_yaml
+from raystride.pipelines.config.attempts import ATTEMPTS
+from raystride.pipelines.config.stored_run import read_settings
 from raystride.pipelines.data.plugins import FIT, RUN_TASKS, SCRIPT, TASKS, load_plugins
 from raystride.pipelines.data.tasks import Task, build_task
 from raystride.pipelines.data.tasks.contract import refuse_missing
@@ -161,14 +162,14 @@ def select_run(storage: Folder, run: str, checkpoint: str | int = "best", averag
 
 def _load_config(storage: Folder, run: str) -> Config:
     folder = storage / run
-    if not folder.exists("config.yaml"):
+    if not folder.exists("config.yaml") and not (folder / ATTEMPTS).names():
         existing_runs = [name for name in storage.names() if (storage / name).exists("config.yaml")]
         raise SettingError(
             f"--run {run}: there is no such run in {storage} (there is: {', '.join(existing_runs) or 'none'})",
             setting="run",
             value=run,
         )
-    return from_yaml(Config, folder.read("config.yaml").decode())
+    return read_settings(folder)
 
 
 def _find_script_task(config: Config, folder: Folder) -> Any:
@@ -244,7 +245,7 @@ def _select_checkpoints(storage: Folder, run: str, checkpoint: str | int, averag
     elif average > 1:
         chosen = list(islice(checkpoints.find_whole(), average))
     else:
-        best = checkpoints.find_by_hint("best") if checkpoint == "best" else None
+        best = checkpoints.find_best() if checkpoint == "best" else None
         found = best or checkpoints.find_newest()
         chosen = [found] if found else []
     if len(chosen) < average:

@@ -12,6 +12,7 @@ from typing import Literal
 
 import numpy as np
 
+from raystride.pipelines.config.attempts import read_environment
 from raystride.pipelines.data.feed.cache import node_cache
 from raystride.pipelines.data.feed.stream import TokenStream
 from raystride.pipelines.data.prepare.manifest import Manifest
@@ -72,8 +73,8 @@ class PreparedSplit:
 def prepared_folder(run: Folder) -> Folder | None:
     """Returns the folder of the preparation that a run has begun with, complete or not; None if the run does not name it."""
     try:
-        return run.parent / ".prepared" / str(run.read_json("environment.json")["data"])
-    except (FileNotFoundError, ValueError, KeyError):
+        return run.parent / ".prepared" / str(read_environment(run)["data"])
+    except KeyError:
         return None
 
 
@@ -84,7 +85,7 @@ def find_prepared(chosen: SelectedRun, run: Folder, split: Literal["train", "val
         return None
     try:
         shards = Manifest.load(folder).splits[split]
-    except (FileNotFoundError, ValueError, KeyError):
+    except KeyError:
         return None
     if (shards.column("rows") < shards.column("documents")).any():  # an earlier version did not write where rows begin
         return None

@@ -6,7 +6,6 @@ problem = log_scores(result, "test", storage / "my-run", 500, config.record, sto
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import Any
 
 from raystride.pipelines.config import RecordConfig, SettingError
 from raystride.pipelines.evaluate.evaluation import EvaluationResult, Split
@@ -15,6 +14,7 @@ from raystride.pipelines.observability.record.journal import Journal, join_segme
 from raystride.pipelines.observability.record.mlflow.database import stored_uri
 from raystride.pipelines.observability.record.mlflow.follower import Follower, replay_command
 from raystride.pipelines.observability.record.mlflow.log import MlflowLog, read_reference
+from raystride.pipelines.observability.record.summary import put_summary, read_summary
 from raystride.pipelines.system.credentials import redact
 from raystride.pipelines.system.storage.folder import Folder
 from raystride.pipelines.system.storage.sealed import SealBroken
@@ -33,17 +33,17 @@ def named_scores(scored: EvaluationResult, split: Split) -> dict[str, float]:
 def log_scores(
     scored: EvaluationResult, split: Split, run: Folder, step: int, record: RecordConfig, storage: Folder
 ) -> str | None:
-    """Adds an evaluation to the run's record; returns the reason if MLflow lacks it. Raises OSError."""
+    """Adds an evaluation to the run's record; returns the reason if MLflow lacks it. Raises OSError, SealBroken."""
     figures = named_scores(scored, split)
     artifacts = [f"evaluate/{split}/{name}" for name in scored.files]
     attempt = f"evaluation-{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}"
     # An attempt of its own in the journal, for a later replay if MLflow is unreachable now.
     Journal(run, attempt).append(list(_journal_entries(attempt, step, figures, artifacts)))
     join_segments(run)
-    summary = _read_summary(run)
+    summary = read_summary(run) or {"run": run.name}
     logged = {name: to_json_value(value) for name, value in figures.items() if "/" not in name}  # not each label's
     summary["metrics"] = (summary.get("metrics") or {}) | logged
-    run.put_json("summary.json", summary)
+    put_summary(run, summary)
     return _update_mlflow(run, record, storage)
 
 
@@ -74,16 +74,8 @@ def reopen_run(run: Folder, record: RecordConfig, storage: Folder) -> ReopenedRu
     log = MlflowLog.for_run(run, run.name, settings, storage)
     # Evaluations come after the training, whose end does not change.
     times = (float(entry["time"]) for entry in stream_entries(run) if entry["sender"] != SENDER)
-    status = _read_summary(run).get("status") or "stopped"
+    status = read_summary(run).get("status") or "stopped"
     return ReopenedRun(log, status, max(times, default=time.time())) if log else None
-
-
-def _read_summary(run: Folder) -> dict[str, Any]:
-    try:
-        found: dict[str, Any] = run.read_json("summary.json")
-        return found
-    except (FileNotFoundError, ValueError):
-        return {"run": run.name}
 
 
 def _update_mlflow(run: Folder, record: RecordConfig, storage: Folder) -> str | None:

@@ -21,7 +21,7 @@ from raystride.pipelines.launch.console.session import stop_signals
 from raystride.pipelines.launch.inline import process_settings_kept
 from raystride.pipelines.launch.preflight.check import resolve_and_check
 from raystride.pipelines.launch.preparing import prepare_data
-from raystride.pipelines.observability.record.summary import RunSummary
+from raystride.pipelines.observability.record.summary import RunSummary, put_summary
 from raystride.pipelines.system.storage.folder import Folder
 
 TrainFunction = Callable[..., RunSummary]
@@ -83,7 +83,7 @@ def train_adapters(config: Config, storage: Folder, screen: Screen, train: Train
         summaries.append({"run": adapter_config.run, **outcome})
     stopped = any(summary.get("ending") == "stopped" for summary in summaries)
     combined: Any = {"run": config.run, "status": "stopped" if stopped else "finished", "adapters": summaries}
-    (storage / str(config.run)).put_json("summary.json", combined)
+    put_summary(storage / str(config.run), combined)
     result: RunSummary = combined | ({"interrupted_by": received_signals[0]} if received_signals else {})
     return result
 

@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from raystride.pipelines.config import Config, LoraConfig, SettingError
+from raystride.pipelines.config import LoraConfig, SettingError
 from raystride.pipelines.config.jobs import ApplyConfig, EvaluateConfig, ExportConfig, PredictConfig, ServeConfig
-from raystride.pipelines.config.parse import from_yaml
+from raystride.pipelines.config.stored_run import read_settings
 from raystride.pipelines.data.plugins import TASKS
 from raystride.pipelines.launch.cluster.answering import make_part_runner
 from raystride.pipelines.launch.run_store.lease import read_owner
@@ -239,7 +239,7 @@ def push_run(settings: ExportConfig, folder: Folder, step: int) -> str:
     from raystride.pipelines.evaluate.export import ADAPTER_FILES, MODEL_FILES
 
     name, run = settings.push or "", Folder.from_uri(settings.storage) / settings.run
-    adapter = writes_adapter(settings, from_yaml(Config, run.read("config.yaml").decode()).lora)
+    adapter = writes_adapter(settings, read_settings(run).lora)
     try:
         return push(folder, ADAPTER_FILES if adapter else MODEL_FILES, name, model_card(run, name, step, adapter=adapter))
     except ValueError as error:

@@ -31,6 +31,7 @@ from raystride.pipelines.launch.preflight.choose_mesh import store_mesh
 from raystride.pipelines.launch.run_store.admission import check_metric
 from raystride.pipelines.launch.run_store.lease import RunLease, new_attempt
 from raystride.pipelines.launch.run_store.location import locate_run
+from raystride.pipelines.observability.record.summary import put_summary
 from raystride.pipelines.sweep.answer import Answer, build_answer, describe_horizon
 from raystride.pipelines.sweep.choice import needs_more_seeds, resolve_price
 from raystride.pipelines.sweep.progress import ProgressBoard
@@ -327,7 +328,7 @@ def _write_answer(
         tracking.log_artifact("recommended.yaml")
     if outcome.best and set(MESH_SETTINGS) & set(outcome.best.settings):
         store_mesh(folder.parent, Candidate(base, outcome.best.settings).recommended, str(base.run))
-    folder.put_json("summary.json", outcome.summary | {"mlflow_run_id": tracking.run_id, "unfinished": unfinished})
+    put_summary(folder, outcome.summary | {"mlflow_run_id": tracking.run_id, "unfinished": unfinished})
     tracking.end("finished" if outcome.best and not unfinished else "stopped" if unfinished else "failed")
     _show_summary(folder, outcome, tracking, unfinished, screen)
     return outcome

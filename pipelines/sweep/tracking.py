@@ -18,6 +18,7 @@ from raystride.pipelines.observability.record.entry import Entry, new_entry
 from raystride.pipelines.observability.record.mlflow.follower import Follower
 from raystride.pipelines.observability.record.mlflow.links import comparison_link
 from raystride.pipelines.observability.record.mlflow.log import MlflowLog, read_reference
+from raystride.pipelines.observability.record.summary import read_summary
 from raystride.pipelines.sweep.result import Result
 from raystride.pipelines.system.credentials import redact
 from raystride.pipelines.system.storage.folder import Folder
@@ -85,7 +86,7 @@ class SweepTracking:
         Follower(folder, log, _warn).catch_up()
         tags = {"raystride.trial": result.label, "raystride.outcome": result.status}
         log.log([new_entry("tags", {"mlflow.parentRunId": str(self.run_id), **tags})])
-        status = folder.read_json(SUMMARY).get("status", "failed") if folder.exists(SUMMARY) else "failed"
+        status = read_summary(folder).get("status", "failed")
         log.end_run(status, time.time())
         if result.speed:  # last, so that a retry after a failure adds no second point
             self._log_entry(new_entry("metrics", {"trial_tokens_per_second": result.speed}, number))

@@ -18,6 +18,7 @@ from typing import Any
 import psutil
 
 from raystride.pipelines.config import SettingError
+from raystride.pipelines.config.attempts import read_environment
 from raystride.pipelines.config.sweep import SweepConfig, SweepJobConfig
 from raystride.pipelines.data.plugins import PluginBundle
 from raystride.pipelines.data.sources.faults import DataError
@@ -33,6 +34,7 @@ from raystride.pipelines.observability.record import read_entries
 from raystride.pipelines.observability.record.entry import Entry
 from raystride.pipelines.observability.record.journal import JournalTail
 from raystride.pipelines.observability.record.state import TrainingState
+from raystride.pipelines.observability.record.summary import read_summary
 from raystride.pipelines.sweep.result import (
     KEPT_FIGURES,
     STATUSES_WITH_FIGURES,
@@ -213,7 +215,7 @@ def build_result(
         return result_without_figures(
             candidate, "failed" if status in STATUSES_WITH_FIGURES else status, cause or without, seconds
         )
-    summary = folder.read_json("summary.json") if folder.exists("summary.json") else {}
+    summary = read_summary(folder)
     training_s = sum(window.step_seconds * (window.end - window.begin) for window in windows)
     reported = [entry["values"] for entry in entries if entry["kind"] == "parameters"]
     parameters: Mapping[str, Any] = reported[-1] if reported else {}
@@ -267,7 +269,7 @@ def _final_metric(base: SweepJobConfig, summary: Mapping[str, Any]) -> dict[str,
 
 def _device_name(folder: Folder, kind: str) -> str:
     """Returns the device of a worker: `cpu`, or the name of the head node's GPUs."""
-    gpus = folder.read_json("environment.json").get("gpus") if kind == "cuda" else None
+    gpus = read_environment(folder).get("gpus") if kind == "cuda" else None
     return str(gpus[0]["name"]) if gpus else kind
 
 

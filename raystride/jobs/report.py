@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from shlex import quote
 
 from raystride.pipelines.observability.record.journal import stream_entries
+from raystride.pipelines.observability.record.summary import read_summary
 from raystride.pipelines.observability.report import gather_figures, write_page
 from raystride.pipelines.system.commands import launch_command, shell_command, storage_flag
 from raystride.pipelines.system.storage.folder import Folder
@@ -27,10 +28,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if figures.began is None:
         print(f"error: there is no journal of a run in {folder}. Is --storage right?", file=sys.stderr)
         return 2
-    try:
-        summary = dict(folder.read_json("summary.json"))
-    except (FileNotFoundError, ValueError):
-        summary = {"run": given.run, "status": "not ended"}
+    summary = read_summary(folder) or {"run": given.run, "status": "not ended"}
     write_page(folder, figures, summary)
     storage = str(Folder.from_uri(given.storage))
     print(f"results  {folder / 'report.html'}")

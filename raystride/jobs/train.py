@@ -12,11 +12,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from yaml import YAMLError
-
-from raystride.pipelines.config import Config
-from raystride.pipelines.config.parse import Parsed, command, from_yaml, to_yaml
+from raystride.pipelines.config import Config, SettingError
+from raystride.pipelines.config.parse import Parsed, command, to_yaml
 from raystride.pipelines.config.presets import presets
+from raystride.pipelines.config.stored_run import parse_settings
 from raystride.pipelines.config.words import last_value, words_to_flags
 from raystride.pipelines.launch.run_store.location import storage_base
 from raystride.pipelines.system.storage.folder import Folder
@@ -38,8 +37,8 @@ def stored_settings(arguments: Sequence[str]) -> Iterator[list[str]]:
     folder = storage / run
     try:
         # Settings unknown to this version are dropped; a damaged file is reported when the run is resumed.
-        text = to_yaml(from_yaml(Config, folder.read("config.yaml").decode()))
-    except (OSError, ValueError, TypeError, AttributeError, YAMLError):
+        text = to_yaml(parse_settings(folder))
+    except (OSError, SettingError):
         yield list(arguments)
         return
     with tempfile.TemporaryDirectory() as place:

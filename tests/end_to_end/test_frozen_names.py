@@ -34,7 +34,7 @@ SETTINGS = Path(__file__).with_name("frozen_settings.json")
 
 LIBRARY = """
 CannotRun CheckpointConfig Config DataConfig DataError FitConfig GuardConfig LaunchConfig LoraConfig ModelConfig
-ObjectiveConfig Observer OptimizerConfig ProfileConfig RecordConfig Run SampleConfig ScalingConfig SettingError
+ObjectiveConfig Observer OptimizerConfig ProfileConfig RecordConfig ResumeConfig Run SampleConfig ScalingConfig SettingError
 SweepConfig SweepInterrupted SweepJobConfig SweepTerminated Task TokenizerConfig TrainConfig TrainingFailed
 TrainingInterrupted TrainingTerminated ValidationConfig check evaluate export fit generate predict prepare
 register_model register_observer register_source register_task sweep train
@@ -97,7 +97,8 @@ FILES = """
 .lock attempts/ATTEMPT/config.yaml attempts/ATTEMPT/environment.json checkpoints/.attempt-GROUP.lock checkpoints/attempt
 checkpoints/best checkpoints/last checkpoints/step-00000006/ATTEMPT-GROUP/facts.json
 checkpoints/step-00000006/ATTEMPT-GROUP/rank-0.bin
-checkpoints/step-00000006/ATTEMPT-GROUP/tokenizer/tokenizer_kind.json checkpoints/step-00000006/MANIFEST.json config.yaml
+checkpoints/step-00000006/ATTEMPT-GROUP/tokenizer/tokenizer_kind.json checkpoints/step-00000006/MANIFEST-1.json
+checkpoints/step-00000006/MANIFEST.json config.yaml
 curve.png environment.json journal/ATTEMPT-000001.jsonl log.txt metrics.jsonl mlflow.json owner.json report.html sample.txt
 summary.json
 """
@@ -107,14 +108,15 @@ train/00000.hashes validation/00001.arrow validation/00001.hashes
 """
 KEYS = {
     "checkpoints/step-00000006/MANIFEST.json": """
-attempt bits commit data device fed files folder format order parent_step positions python run sha256 state step tensors
+attempt bits commit data device fed files folder format order parent_step positions python run sha256 state step tensors term
 threads versions world writer
 """,
     "environment.json": """
-attempt base command commit content cores cpu data dirty gpus host memory_bytes platform prepared_at python versions
+attempt base command commit content cores cpu data dirty gpus host memory_bytes platform prepared_at python
+settings_sha256 sha256 versions writer
 """,
     "mlflow.json": "experiment_id logged names run_id sha256 token uri writer",
-    "owner.json": "released term",
+    "owner.json": "released sha256 term writer",
 }
 """Keys of files in a run's folder, beside those of the summary."""
 MANIFEST_PARTS = {

@@ -34,7 +34,7 @@ LIMIT_S = 270.0
 Moment = Literal["between steps", "forward", "backward", "reduction", "data", "manifest", "hint", "pruning"]
 SYSTEM_CALLS: dict[str, tuple[str, str]] = {
     "data": ("os.rename", r"step-{step:08d}/{attempt}-\w+/rank-{rank}\.bin"),  # it is written, and about to get its name
-    "manifest": ("os.rename", r"step-{step:08d}/MANIFEST\.json"),
+    "manifest": ("os.link", r"step-{step:08d}/MANIFEST-\d+\.json"),
     "hint": ("os.rename", "checkpoints/last"),
     "pruning": ("os.remove", r"rank-0\.bin"),
 }
@@ -60,7 +60,7 @@ def short_job(text: Path, storage: Path, run: str, **changes: Any) -> Job:
         "checkpoint": CheckpointConfig(every=4, keep=2),
         "scaling": ScalingConfig(bucket_mib=0.01),
     }
-    return exact_job(text, storage, run, **settings | changes)
+    return replace(exact_job(text, storage, run, **settings | changes), term=1)
 
 
 class Group:
@@ -102,7 +102,7 @@ class Group:
 
 def finish(job: Job, world: int, scratch: Path, attempt: str = "after") -> dict[str, Any]:
     """Runs another attempt that nothing disturbs; rank 0's summary."""
-    return Group(replace(job, attempt=attempt), world, scratch).summary()
+    return Group(replace(job, attempt=attempt, term=job.term + 1), world, scratch).summary()
 
 
 def _worker(job: Job, rank: int, world: int, steps: Any, place: Path, blow: Blow | None) -> None:
@@ -157,7 +157,7 @@ def _lie_in_wait(blow: Blow, job: Job, step: Callable[[], int]) -> Callable[...,
 
 
 def _on_system_call(event: str, ending: str, strike: Callable[[], None]) -> None:
-    position = 1 if event == "os.rename" else 0
+    position = 0 if event == "os.remove" else 1
 
     def hook(name: str, arguments: tuple[Any, ...]) -> None:
         if name == event:

@@ -100,7 +100,7 @@ def run_schedule(job: Job, schedule: Sequence[Attempt], scratch: Path) -> Outcom
     for number, attempt in enumerate([*schedule, Attempt(1)]):
         now = attempt.job or job
         config = replace(now.config, scaling=attempt.scaling or now.config.scaling)
-        summary = _attempt(replace(now, attempt=f"a{number}", config=config), attempt, scratch)
+        summary = _attempt(replace(now, attempt=f"a{number}", term=number + 1, config=config), attempt, scratch)
         if summary:
             resumed += bool(summary["resumed_from"])
             if summary["complete"]:

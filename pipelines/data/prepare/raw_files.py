@@ -133,7 +133,7 @@ def with_stamps(
     return restore_source("train", source), validation and restore_source("validation", validation)
 
 
-def describe_changes(changes: Sequence[str], max_shown: int = 3) -> str:
+def describe_changed_files(changes: Sequence[str], max_shown: int = 3) -> str:
     """Returns the first changes in a line, and the number of further ones."""
     more = len(changes) - max_shown
     return "; ".join(changes[:max_shown]) + (f"; and {more:,} more" if more > 0 else "")

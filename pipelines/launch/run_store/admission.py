@@ -20,6 +20,7 @@ from raystride.pipelines.launch.run_store.resume import (
     newest_step,
     read_previous_attempt,
     refuse_changes,
+    refuse_edits,
     refuse_fewer_steps,
     with_previous_base,
 )
@@ -53,6 +54,7 @@ def admit_run(context: RunContext) -> Admission:
     """
     previous = read_previous_attempt(context.run_folder)
     if previous:
+        refuse_edits(previous, context.config, context.log)
         context = context.with_config(with_previous_base(previous, context.config))
     begins_anew = starts_over(context.config.launch, context.run_folder, context.log)
     if _has_nothing_left(context, previous, begins_anew):

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from typing import Any
+from typing import Any, cast
 
 from raystride.pipelines.config.run import RecordConfig
 from raystride.pipelines.launch.run_store.lease import Owner, read_owner
@@ -20,14 +20,16 @@ from raystride.pipelines.observability.record.mlflow.database import stored_uri
 from raystride.pipelines.observability.record.mlflow.follower import Follower
 from raystride.pipelines.observability.record.mlflow.links import UI_PORT, comparison_link, is_on_server, runs_link
 from raystride.pipelines.observability.record.mlflow.log import MlflowLog, read_reference
-from raystride.pipelines.observability.record.summary import RunSummary
+from raystride.pipelines.observability.record.summary import RunSummary, read_summary
 from raystride.pipelines.observability.report import closing_screen, gather_figures, text_curve
 from raystride.pipelines.observability.report.closing import format_figures
 from raystride.pipelines.observability.report.run_figures import list_metrics, list_run_figures
 from raystride.pipelines.system.commands import shell_command
 from raystride.pipelines.system.credentials import redact
 from raystride.pipelines.system.storage.folder import Folder
+from raystride.pipelines.system.storage.sealed import SealBroken
 from raystride.pipelines.train.checkpoint.layout import checkpoint_names
+from raystride.pipelines.train.checkpoint.retention import best_name, read_hint
 
 
 class CommandRefused(Exception):
@@ -46,7 +48,7 @@ class StoredRun:
 
     @property
     def status(self) -> str:
-        """`running`, the status of its summary, or `interrupted` if it ended without one."""
+        """`running`, the status of its summary (`damaged` if that is), or `interrupted` if it ended without one."""
         return "running" if self.owner else str(self.summary.get("status") or "interrupted")
 
     @property
@@ -133,7 +135,7 @@ def prune_run(storage: Folder, name: str, *, keep: int = 1, whole: bool = False)
         return
     checkpoints = run.folder / "checkpoints"
     with_data = [step for step in checkpoint_names(checkpoints.names()) if _data_folders(checkpoints / step)]
-    hinted = {_read_hint(checkpoints, hint) for hint in ("best", "last")}
+    hinted = {best_name(checkpoints), read_hint(checkpoints, "last")}
     kept = set(with_data[-keep:]) | hinted
     freed = 0
     for step in with_data:
@@ -171,7 +173,7 @@ def replay_run(storage: Folder, name: str, *, mlflow_uri: str | None = None, exp
     try:
         Follower(run.folder, log, warn=print).catch_up()
         # The end time is that of the last entry, not now.
-        log.end_run(run.summary.get("status") or "stopped", float(last["time"]))
+        log.end_run(read_summary(run.folder).get("status") or "stopped", float(last["time"]))
     except Exception as error:
         cause = redact(f"{type(error).__name__}: {error}")
         print(f"MLflow at {log.public_uri} cannot be reached ({cause})", file=sys.stderr)
@@ -214,9 +216,9 @@ def find_run(storage: Folder, name: str) -> StoredRun:
 
 def _read_run(folder: Folder, name: str) -> StoredRun:
     try:
-        summary = folder.read_json("summary.json")
-    except (FileNotFoundError, ValueError):
-        summary = {}
+        summary = cast(RunSummary, read_summary(folder))
+    except SealBroken:
+        summary = {"status": "damaged"}
     owner = read_owner(folder)
     return StoredRun(name, folder, summary, owner if owner and owner.is_alive else None)
 
@@ -229,14 +231,6 @@ def folder_size_bytes(folder: Folder) -> int:
 def _data_folders(step: Folder) -> list[str]:
     """Returns the names of a checkpoint's data folders, one for each attempt that saved it."""
     return [name for name in step.names() if not name.endswith(".json")]
-
-
-def _read_hint(checkpoints: Folder, name: str) -> str | None:
-    """Returns the step named in the file `best` or `last`, None without the file."""
-    try:
-        return checkpoints.read(name).decode().strip()
-    except FileNotFoundError:
-        return None
 
 
 def _last_written(folder: Folder) -> str | None:

@@ -25,6 +25,7 @@ from raystride.pipelines.launch.hang.process import machine_id, process_start_ti
 from raystride.pipelines.system.service_thread import ServiceThread
 from raystride.pipelines.system.storage.folder import Folder
 from raystride.pipelines.system.storage.locks import file_lock
+from raystride.pipelines.system.storage.sealed import put_sealed, read_sealed
 from raystride.pipelines.train.checkpoint.fence import read_claim
 
 OWNER_FILE = "owner.json"
@@ -118,7 +119,7 @@ class _OwnerFile:
 
 def _read_file(folder: Folder) -> _OwnerFile:
     try:
-        content = folder.read_json(OWNER_FILE)
+        content = read_sealed(folder, OWNER_FILE)
         if content.get("released"):
             return _OwnerFile(term=int(content["term"]))
         known = {field.name for field in fields(Owner)}
@@ -210,7 +211,7 @@ class RunLease:
             current = _read_file(self.folder)
             if current.owner and current.owner.attempt == self.owner.attempt:
                 if self.folder.exists(BEGUN_FILE):
-                    self.folder.put_json(OWNER_FILE, {"released": True, "term": current.term})
+                    put_sealed(self.folder, OWNER_FILE, {"released": True, "term": current.term})
                 else:
                     self.folder.remove(OWNER_FILE)
 
@@ -221,7 +222,7 @@ class RunLease:
         self.release()
 
     def _write_file(self) -> None:
-        self.folder.put_json(OWNER_FILE, asdict(self.owner) | {"renewed": time.time()})
+        put_sealed(self.folder, OWNER_FILE, asdict(self.owner) | {"renewed": time.time()})
 
     def _is_lost_to(self, other: Owner) -> bool:
         """Returns whether the other owner has taken over the run, rather than written its file late."""

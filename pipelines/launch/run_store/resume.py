@@ -9,24 +9,23 @@ refuse_different_bits(folder / "checkpoints", bits)       # train.exact: raises 
 
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from shlex import quote
 from typing import Any, TypeVar, cast
 
-from yaml import YAMLError
-
 from raystride.pipelines.config import Config, ModelConfig, SettingError, TokenizerConfig
+from raystride.pipelines.config.attempts import SETTINGS_FILE, read_environment
 from raystride.pipelines.config.base_model import can_be_read
 from raystride.pipelines.config.mixture import defines_source
-from raystride.pipelines.config.parse import from_yaml, to_yaml
+from raystride.pipelines.config.stored_run import describe_changes, parse_settings, put_attempt, read_attempt_settings
 from raystride.pipelines.data.prepare.fingerprint import Identity, KeptPreparations, compute_fingerprint, open_sources
 from raystride.pipelines.data.prepare.manifest import FILE as PREPARED_MANIFEST
 from raystride.pipelines.data.prepare.manifest import load_finished_manifest
 from raystride.pipelines.data.prepare.raw_files import (
     MAX_HASHED,
-    describe_changes,
+    describe_changed_files,
     find_changed_files,
     hash_raw_files,
     list_raw_files,
@@ -39,18 +38,22 @@ from raystride.pipelines.data.sources.source import Source
 from raystride.pipelines.data.tasks import Task, build_task
 from raystride.pipelines.launch.cluster.resources import Allocation
 from raystride.pipelines.observability.record.environment import Environment
-from raystride.pipelines.observability.record.summary import RunSummary
+from raystride.pipelines.observability.record.summary import SUMMARY_FILE, RunSummary, read_summary
 from raystride.pipelines.system.commands import launch_command
 from raystride.pipelines.system.credentials import redact_all_uris
 from raystride.pipelines.system.storage.folder import Folder, absolute_uri
 from raystride.pipelines.system.storage.sealed import read_sealed
-from raystride.pipelines.train.checkpoint.layout import BEFORE_PRODUCTS, MANIFEST, checkpoint_names, parse_step
+from raystride.pipelines.train.checkpoint.layout import (
+    BEFORE_PRODUCTS,
+    checkpoint_names,
+    is_manifest,
+    parse_step,
+    read_manifest,
+)
 
 S = TypeVar("S", ModelConfig, TokenizerConfig)
 PATH_SETTINGS = ("data.source", "data.validation_source", "data.target_source", "tokenizer.file")
 """Settings that are paths of data: different spellings can mean the same."""
-SETTINGS_FILE = "config.yaml"
-ENVIRONMENT_FILE = "environment.json"
 
 
 @dataclass(frozen=True)
@@ -68,6 +71,8 @@ class PreviousAttempt:
     """Fingerprint of the facts learned from all sources together."""
     content: Mapping[str, str] = field(default_factory=dict)
     """Hashes of the raw files' content by source name, "" for a single source; empty for runs of earlier versions."""
+    edits: Sequence[str] = field(default_factory=list)
+    """Settings that differ in `config.yaml` since the attempt wrote it, a line each."""
 
     @property
     def fingerprints(self) -> Mapping[str, str]:
@@ -76,26 +81,48 @@ class PreviousAttempt:
 
 
 def read_previous_attempt(folder: Folder) -> PreviousAttempt | None:
-    """Returns the newest attempt of the run in this folder, None if there is none. Raises SettingError if it is damaged."""
-    if not folder.exists(SETTINGS_FILE):
-        return None
+    """Returns the newest attempt of the run in this folder, None if there is none.
+
+    Raises SettingError, and SealBroken for its summary, if it is damaged.
+    """
     try:
-        config = from_yaml(Config, folder.read(SETTINGS_FILE).decode())
-    except (ValueError, TypeError, AttributeError, YAMLError) as error:
+        config = parse_settings(folder)
+    except FileNotFoundError:
+        if not (folder / "checkpoints").names():
+            return None
         raise SettingError(
-            f"{folder / SETTINGS_FILE} of the earlier attempt cannot be read ({error}): use another --run",
+            f"{folder} has checkpoints and no {SETTINGS_FILE}: put it back, or use another --run",
             setting="run",
             value=folder.name,
         ) from None
-    environment, summary = _read_json(folder, ENVIRONMENT_FILE), cast(RunSummary, _read_json(folder, "summary.json")) or None
+    wrote = read_attempt_settings(folder)
+    changes = describe_changes(wrote, config) if wrote else []
+    environment, summary = read_environment(folder), cast(RunSummary, read_summary(folder)) or None
     return PreviousAttempt(
-        config,
+        wrote or config,
         environment.get("data"),
         summary,
         environment.get("sources", {}),
         environment.get("learned", ""),
         environment.get("content", {}),
+        changes,
     )
+
+
+def refuse_edits(previous: PreviousAttempt, config: Config, log: Callable[[str], None]) -> None:
+    """Shows what was edited in `config.yaml` by hand. Raises SettingError unless `resume.edited` takes it."""
+    if not previous.edits:
+        return
+    listed = f"{SETTINGS_FILE} was edited since this run wrote it:\n  " + "\n  ".join(previous.edits)
+    if not config.resume.edited:
+        raise SettingError(
+            f"{listed}\n  take the change by --resume.edited true, or put the file back: the newest folder in attempts/ has "
+            "a copy",
+            setting="resume.edited",
+            value=False,
+            allowed=True,
+        )
+    log(listed)
 
 
 def _read_json(folder: Folder, name: str) -> dict[str, Any]:
@@ -201,8 +228,8 @@ def keep_preparations(previous: PreviousAttempt, context: RunContext) -> KeptPre
             )
         if changes:
             log(
-                f"data: raw files{label} have changed since this run began ({describe_changes(changes)}); it goes on with "
-                "what was prepared then. To train on the new data, give another --run NAME"
+                f"data: raw files{label} have changed since this run began ({describe_changed_files(changes)}); it goes on "
+                "with what was prepared then. To train on the new data, give another --run NAME"
             )
         kept[name] = before
     return KeptPreparations(previous.learned, kept)
@@ -317,14 +344,14 @@ def newest_step(folder: Folder) -> int | None:
     """Returns the step of the newest committed checkpoint, None if there is none."""
     checkpoints = folder / "checkpoints"
     names = reversed(checkpoint_names(checkpoints.names()))
-    return next((parse_step(name) for name in names if checkpoints.exists(f"{name}/{MANIFEST}")), None)
+    return next((parse_step(name) for name in names if any(map(is_manifest, (checkpoints / name).names()))), None)
 
 
 def newest_manifest(folder: Folder) -> dict[str, Any]:
     """Returns the newest manifest of a run's checkpoints that can be read, empty if there is none."""
     checkpoints = folder / "checkpoints"
     names = reversed(checkpoint_names(checkpoints.names()))
-    return next(filter(None, (_read_json(checkpoints / name, MANIFEST) for name in names)), {})
+    return next(filter(None, (read_manifest(checkpoints / name) for name in names)), {})
 
 
 def refuse_fewer_steps(config: Config, reached: int | None) -> None:
@@ -370,7 +397,7 @@ def _exact_matmul_backend(model: ModelConfig, before: Mapping[str, object] | Non
 def read_previous_bits(checkpoints: Folder) -> tuple[str, dict[str, object] | None]:
     """Returns the name and the bit conditions of the newest checkpoint that has them; None if none has."""
     for name in reversed(checkpoint_names(checkpoints.names())):
-        if (before := _read_json(checkpoints / name, MANIFEST).get("bits")) is not None:
+        if (before := read_manifest(checkpoints / name).get("bits")) is not None:
             return name, before
     return "", None
 
@@ -392,13 +419,9 @@ def refuse_different_bits(checkpoints: Folder, bits: Mapping[str, object]) -> No
 
 
 def write_settings(folder: Folder, attempt: str, config: Config, environment: Environment) -> None:
-    """Stores the resolved settings and the environment of an attempt; the newest also under the plain names.
+    """Stores the resolved settings and the environment of an attempt.
 
     Removes the previous attempt's summary: if this attempt were killed, that summary would be taken for its own.
     """
-    folder.remove("summary.json")
-    (folder / "attempts" / attempt).put(SETTINGS_FILE, to_yaml(config))
-    (folder / "attempts" / attempt).put_json(ENVIRONMENT_FILE, environment)
-    # The run goes on with these: what was to be started over once would start over again.
-    folder.put(SETTINGS_FILE, to_yaml(replace(config, launch=replace(config.launch, start_over=False))))
-    folder.put_json(ENVIRONMENT_FILE, environment)
+    folder.remove(SUMMARY_FILE)
+    put_attempt(folder, attempt, config, environment)

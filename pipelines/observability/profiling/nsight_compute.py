@@ -14,6 +14,7 @@ from raystride.pipelines.observability.profiling.nsight_commands import read_csv
 from raystride.pipelines.observability.profiling.profile import PROFILES_FOLDER
 from raystride.pipelines.observability.record.entry import new_entry
 from raystride.pipelines.observability.record.mlflow.log import MlflowLog
+from raystride.pipelines.observability.record.summary import read_summary
 from raystride.pipelines.system.credentials import redact
 from raystride.pipelines.system.storage.folder import Folder
 
@@ -90,6 +91,6 @@ def store_report(run: str, record: RecordConfig, storage: Folder, scratch: Path)
         return
     try:
         log.log([new_entry("artifact", {"name": name}) for name in names])
-        log.end_run(folder.read_json("summary.json")["status"], time.time())
+        log.end_run(read_summary(folder)["status"], time.time())
     except Exception as error:  # the tracking server is unreachable; the files are in the run's folder
         print(redact(f"warning: the profile is not in MLflow ({type(error).__name__}: {error})"), file=sys.stderr)

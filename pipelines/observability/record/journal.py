@@ -4,16 +4,18 @@ A segment is written by one atomic put, so on any storage a reader sees only who
 hundred segments are merged into one file, `<attempt>-<first>..<last>.jsonl`. Readers hold one file at a time, however long
 the run is. A line is one entry as strict JSON: `attempt`, `sender`, `sequence`, `time` (seconds since 1970), `kind`, `step`,
 `values`. JSON has neither NaN nor infinity: they are written as the strings "NaN", "Infinity" and "-Infinity", and `float()`
-reads these.
+reads these. A segment's last line, of kind `seal`, has the SHA-256 of those before it, and readers leave out what does not
+match; segments of 0.3 have none.
 
     journal = Journal(run_folder, "a1")
     journal.append([{"sender": "rank0", "sequence": 1, "time": 1.0, "kind": "metrics", "step": 1, "values": {"loss": 2.3}}])
     for entry in read_entries(run_folder): ...
 """
 
+import hashlib
 import json
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -21,8 +23,10 @@ from io import BytesIO
 from time import localtime, strftime
 from typing import Any, NamedTuple
 
+from raystride.locations import __version__
 from raystride.pipelines.observability.record.entry import Entry, new_entry
 from raystride.pipelines.system.storage.folder import Folder
+from raystride.pipelines.system.storage.sealed import SEAL, WRITER
 
 JOINED_FILE = "metrics.jsonl"
 TEXT_LOG_FILE = "log.txt"
@@ -34,6 +38,8 @@ NUM_READERS = 16
 """Segments read in parallel from remote storage, since each read costs a round trip."""
 SEGMENTS_PER_FILE = 100
 """Segments per merged file. Without merging, a month with a segment every ten seconds makes 260,000 files."""
+SENDER = "journal"
+"""Sender of seals and of events of damage."""
 MAX_MERGES_DURING_READ = 100
 """Number of merges that a reader tolerates while it reads one attempt."""
 
@@ -68,7 +74,8 @@ class Journal:
     def append(self, entries: list[Entry]) -> Segment:
         """Writes entries as the next segment. If it raises OSError, nothing was written."""
         segment = Segment(self._attempt, self._next, self._next)
-        self._folder.put(segment.name, "".join(encode_entry(entry) for entry in entries))
+        content = "".join(encode_entry(entry) for entry in entries)
+        self._folder.put(segment.name, content + _seal_line(content.encode(), self._attempt, entries))
         self._next += 1
         self._unmerged.append(segment)
         if self._run_folder.local:
@@ -105,7 +112,14 @@ class Journal:
                 self._folder.remove(name)
 
 
-def encode_entry(entry: Entry) -> str:
+def _seal_line(content: bytes, attempt: str, entries: list[Entry]) -> str:
+    values = {SEAL: hashlib.sha256(content).hexdigest(), WRITER: __version__}
+    time = entries[-1]["time"] if entries else 0.0
+    seal = {"kind": "seal", "time": time, "step": None, "values": values}
+    return encode_entry(seal | {"attempt": attempt, "sender": SENDER, "sequence": 0})
+
+
+def encode_entry(entry: Mapping[str, Any]) -> str:
     """Returns an entry as one line of strict JSON; other types become numbers if possible, else strings."""
     return json.dumps(to_json_value(entry), allow_nan=False, separators=(",", ":")) + "\n"
 
@@ -292,15 +306,32 @@ def _read_segment_lines(run_folder: Folder, segment: Segment) -> Iterator[Line]:
 
 
 def _parse_lines(lines: Iterable[bytes], segment: Segment) -> Iterator[Line]:
-    """Parses a segment's lines; a line damaged by a disk fault becomes an event `damaged`."""
-    time = 0.0
+    """Parses a segment's lines; a line damaged by a disk fault, and lines that do not match their seal, become an event
+    `damaged`.
+    """
+
+    def damaged(text: str) -> Line:
+        entry = new_entry("event", {"name": "damaged", "text": text}, time=time)
+        entry |= {"attempt": segment.attempt, "sender": SENDER, "sequence": 0}
+        return encode_entry(entry).encode(), entry
+
+    time, unsealed, hashed = 0.0, list[Line](), hashlib.sha256()
     for number, line in enumerate(lines, start=1):
         try:
             entry = json.loads(line)
-            entry["sender"], entry["sequence"], entry["values"]
+            entry["sender"], entry["sequence"]
+            seal = entry["values"].get(SEAL) if entry["kind"] == "seal" else None
             time = float(entry["time"])
-        except (ValueError, KeyError, TypeError):
-            entry = new_entry("event", {"name": "damaged", "text": f"line {number} of {segment.name} is damaged"}, time=time)
-            entry |= {"attempt": segment.attempt, "sender": "journal", "sequence": 0}
-            line = encode_entry(entry).encode()
-        yield line, entry
+        except (ValueError, KeyError, TypeError, AttributeError):
+            unsealed.append(damaged(f"line {number} of {segment.name} is damaged"))
+        else:
+            if entry["kind"] == "seal":
+                if seal != hashed.hexdigest():
+                    text = f"the lines of {segment.name} before line {number} do not match their SHA-256, and are left out"
+                    unsealed = [damaged(text)]
+                yield from unsealed
+                unsealed, hashed = [], hashlib.sha256()
+                continue
+            unsealed.append((line, entry))
+        hashed.update(line)
+    yield from unsealed

@@ -33,7 +33,7 @@ from raystride.pipelines.observability.record.mlflow.log import MlflowLog
 from raystride.pipelines.observability.record.mlflow.process import MlflowProcess
 from raystride.pipelines.observability.record.sender import Receipt
 from raystride.pipelines.observability.record.state import StateTracker, TrainingState, run_figures
-from raystride.pipelines.observability.record.summary import RunSummary, build_summary
+from raystride.pipelines.observability.record.summary import RunSummary, build_summary, put_summary
 from raystride.pipelines.observability.record.tensorboard_log import TensorboardLog
 from raystride.pipelines.system.storage.folder import Folder
 
@@ -171,12 +171,12 @@ class Recorder:
         self._try_or_warn(lambda: self._folder.remove(self._sums_file), "the end of the group's sums")
         self._try_or_warn(lambda: join_segments(self._folder), "the joined journal")
         result["mlflow_run_id"] = self._follower.run_id if self._follower else None
-        self._try_or_warn(lambda: self._folder.put_json("summary.json", result), "summary.json")
+        self._try_or_warn(lambda: put_summary(self._folder, result), "summary.json")
         self._finish_mlflow(status)
         # The MLflow run may have been created only while its end was logged.
         if self._follower and self._follower.run_id != result["mlflow_run_id"]:
             result["mlflow_run_id"] = self._follower.run_id
-            self._try_or_warn(lambda: self._folder.put_json("summary.json", result), "summary.json")
+            self._try_or_warn(lambda: put_summary(self._folder, result), "summary.json")
         with self._lock:
             self._state.status = status
         return result

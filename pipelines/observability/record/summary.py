@@ -9,12 +9,17 @@ GPUs. With several workers, `straggler_loss_share` is the share of the steps' ti
 and `waiting_share` the average share that workers waited for each other; both by the hosts' clocks.
 
     summary = build_summary(run="my-run", status="finished", newest={"train_loss": 1.9}, given={"steps": 500})
+    put_summary(run, summary); read_summary(run)["steps"]    # 500
 """
 
 from collections.abc import Mapping
 from typing import Any, TypedDict, cast
 
 from raystride.pipelines.observability.record.journal import to_json_value
+from raystride.pipelines.system.storage.folder import Folder
+from raystride.pipelines.system.storage.sealed import put_sealed, read_sealed
+
+SUMMARY_FILE = "summary.json"
 
 
 class _SummaryKeys(TypedDict, total=False):
@@ -108,3 +113,16 @@ def build_summary(run: str, status: str, newest: Mapping[str, Any], given: Mappi
 
 def _to_int(value: Any) -> Any:
     return int(value) if isinstance(value, float) and value.is_integer() else to_json_value(value)
+
+
+def put_summary(run: Folder, summary: Mapping[str, Any]) -> None:
+    """Writes a run's `summary.json`, sealed. Raises OSError."""
+    put_sealed(run, SUMMARY_FILE, dict(summary))
+
+
+def read_summary(run: Folder) -> dict[str, Any]:
+    """Returns the content of a run's `summary.json`, empty if there is none. Raises SealBroken if it is not as written."""
+    try:
+        return read_sealed(run, SUMMARY_FILE, "remove it; a training of this run writes it again")
+    except FileNotFoundError:
+        return {}

@@ -6,6 +6,7 @@ card = model_card(storage / "tickets", "me/tickets", step=1000)   # Markdown wit
 from collections.abc import Mapping
 from typing import Any
 
+from raystride.pipelines.observability.record.summary import read_summary
 from raystride.pipelines.observability.report.origin import Origin, load_origin
 from raystride.pipelines.observability.report.run_figures import list_metrics, list_run_figures
 from raystride.pipelines.system.hub import is_hub_name, name_and_revision
@@ -23,7 +24,7 @@ def model_card(run: Folder, name: str, step: int, *, adapter: bool = False) -> s
     origin = load_origin(run)
     base = (origin.config.model.init_from if origin.config else None) or ""
     task = origin.config.task if origin.config else ""
-    summary = run.read_json("summary.json") if run.exists("summary.json") else {}
+    summary = read_summary(run)
     metrics = summary.get("metrics") or {}
     figures = [[each.label, each.text] for each in list_run_figures(summary) if each.key in (*CARD_FIGURES, *metrics)]
     if summary.get("parameters_sha256"):

@@ -12,8 +12,10 @@ from typing import Any
 from yaml import YAMLError
 
 from raystride.pipelines.config import Config
-from raystride.pipelines.config.parse import from_yaml
+from raystride.pipelines.config.attempts import read_environment
+from raystride.pipelines.config.stored_run import parse_settings
 from raystride.pipelines.system.storage.folder import Folder
+from raystride.pipelines.system.storage.sealed import read_sealed
 
 MAX_SAMPLE_CHARACTERS = 2000
 """Maximum length of the sample in characters."""
@@ -72,12 +74,12 @@ def load_origin(folder: Folder) -> Origin:
     """Loads the origin from a run's folder; missing or damaged files are ignored."""
     config, environment, sample, answers = None, {}, "", {}
     with suppress(OSError, ValueError, TypeError, AttributeError, YAMLError):
-        config = from_yaml(Config, folder.read("config.yaml").decode())
+        config = parse_settings(folder)
     with suppress(OSError, ValueError):
-        environment = dict(folder.read_json("environment.json"))
+        environment = read_environment(folder)
     with suppress(OSError):
         sample = folder.read("sample.txt").decode(errors="replace")[:MAX_SAMPLE_CHARACTERS]
     with suppress(OSError, ValueError):
-        found = dict(folder.read_json("answers.json"))
+        found = read_sealed(folder, "answers.json")
         answers = found if found.keys() >= {"step", "labels", "confusion", "documents"} else {}
     return Origin(config, environment, sample, answers)

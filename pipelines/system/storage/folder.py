@@ -153,6 +153,14 @@ class Folder:
         data = content.encode() if isinstance(content, str) else content
         self.put_chunks(name, lambda: (data,))
 
+    def put_new(self, name: str, content: bytes) -> None:
+        """Writes a file as `put` does, but on a disk replaces none: raises FileExistsError if there is one."""
+        if self.local is None:
+            self.put(name, content)
+            return
+        target = self.local / name
+        retry(lambda: _write_new(target, content))
+
     def put_json(self, name: str, content: Any) -> None:
         """Writes `content` as strict JSON, atomically."""
         self.put(name, strict_json(content, indent=1, sort_keys=True) + "\n")
@@ -380,6 +388,25 @@ def _local_writer(target: Path) -> Iterator[IO[bytes]]:
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
+    _fsync_folder(target.parent)
+
+
+def _write_new(target: Path, content: bytes) -> None:
+    """Writes a file, atomically. Raises FileExistsError if there is one; a disk without hard links may replace it."""
+    temporary = target.with_name(temporary_name(target.name))
+    with _local_writer(temporary) as stream:
+        stream.write(content)
+    try:
+        os.link(temporary, target)
+    except FileExistsError:
+        if target.read_bytes() != content:  # else a network disk has lost the answer to this link, and it is tried again
+            raise
+    except OSError as error:
+        if error.errno not in (errno.EPERM, errno.ENOTSUP, errno.ENOSYS):
+            raise
+        temporary.replace(target)
+    finally:
+        temporary.unlink(missing_ok=True)
     _fsync_folder(target.parent)
 
 

@@ -64,6 +64,8 @@ def read_sealed(folder: Folder, name: str, remedy: str = "") -> dict[str, Any]:
     """Returns the content of a sealed JSON file, or of one of 0.3. Raises FileNotFoundError, or SealBroken with `remedy`."""
     try:
         return parse_sealed(folder.read(name), str(folder / name))
+    except IsADirectoryError:
+        raise SealBroken(f"{folder / name} is a folder and no file{remedy and ': '}{remedy}") from None
     except SealBroken as error:
         raise SealBroken(f"{error}{remedy and ': '}{remedy}") from None
 

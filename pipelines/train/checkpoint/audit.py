@@ -25,8 +25,7 @@ from raystride.pipelines.data.feed.growth import AppendableOrder
 from raystride.pipelines.data.feed.mixture import SAMPLE_BITS, Mixture, split_samples
 from raystride.pipelines.data.feed.order import Order, digest
 from raystride.pipelines.system.storage.folder import Folder
-from raystride.pipelines.system.storage.sealed import read_sealed
-from raystride.pipelines.train.checkpoint.layout import MANIFEST, checkpoint_names, step_name
+from raystride.pipelines.train.checkpoint.layout import checkpoint_names, read_manifest, step_name
 
 CHUNK = 1 << 20
 """Positions per chunk: 8 MiB of numbers."""
@@ -190,9 +189,7 @@ def _walk_manifests(checkpoints: Folder) -> Iterator[dict[str, Any]]:
 def _read_manifest(checkpoints: Folder, name: str) -> dict[str, Any] | None:
     """Returns a manifest, or None if it is missing, damaged or lacks a key that an audit needs. Raises AuditFailed."""
     try:
-        manifest = read_sealed(checkpoints / name, MANIFEST)
-    except (FileNotFoundError, IsADirectoryError, NotADirectoryError, ValueError):
-        return None
+        manifest = read_manifest(checkpoints / name)
     except OSError as error:
         raise AuditFailed(f"the manifest of {name} cannot be read, and may be whole ({error})") from error
     return manifest if {"step", "parent_step", "positions", "fed", "order", "world", "attempt"} <= manifest.keys() else None

@@ -1,20 +1,30 @@
-"""File names of a run's checkpoints, for code that reads them without PyTorch.
+"""Names and manifests of a run's checkpoints, for code that reads them without PyTorch.
 
-read_sealed(checkpoints / step_name(500), MANIFEST)        # checkpoints/step-00000500/MANIFEST.json
-newest = checkpoint_names(checkpoints.names())[-1]         # "step-00000500"
+A manifest is named by the term of the driver that wrote it, so a late writer writes a file that nobody reads: of several,
+the one of the highest term counts that is as it was written, and none above the newest claim (`checkpoint.fence`).
+`MANIFEST.json` beside it has the same content, for 0.3; alone, it is of 0.3 and counts as term 0.
+
+    read_manifest(checkpoints / step_name(500))            # step-00000500/MANIFEST-3.json, or MANIFEST.json
+    newest = checkpoint_names(checkpoints.names())[-1]     # "step-00000500"
 """
 
+import math
 import re
 from collections.abc import Iterable
+from typing import Any
+
+from raystride.pipelines.system.storage.folder import Folder
+from raystride.pipelines.system.storage.sealed import SealBroken, read_sealed
+from raystride.pipelines.train.checkpoint.fence import AttemptSuperseded, read_claim
 
 MANIFEST = "MANIFEST.json"
-"""The last file of a checkpoint to be written: without it there is no checkpoint."""
+"""The last file of a checkpoint to be written: without a manifest there is no checkpoint."""
 
 BEFORE_PRODUCTS = "as before 0.3"
 """Marks the linear products of an exact run that began before they were measured, in its checkpoints."""
 
 
-_STEP = re.compile(r"step-(\d+)")
+_STEP, _MANIFEST = re.compile(r"step-(\d+)"), re.compile(r"MANIFEST(?:-(\d+))?\.json")
 
 
 def step_name(step: int) -> str:
@@ -32,3 +42,43 @@ def checkpoint_names(names: Iterable[str]) -> list[str]:
     """Returns the names that are checkpoint folders, each once, sorted by step: from 10^8 on text sorts differently."""
     found = {name: step for name in names if (step := parse_step(name)) is not None}
     return sorted(found, key=found.__getitem__)
+
+
+def manifest_name(term: int) -> str:
+    """Returns the name of a manifest that a driver of this term writes; 0: it has no term."""
+    return f"MANIFEST-{term}.json" if term else MANIFEST
+
+
+def is_manifest(name: str) -> bool:
+    """Returns whether a checkpoint's file is a manifest."""
+    return _MANIFEST.fullmatch(name) is not None
+
+
+def manifest_names(step: Folder) -> list[str]:
+    """Returns the names of a checkpoint's manifests, the highest term first, without those above the newest claim."""
+    try:
+        claim = read_claim(step.parent)
+    except AttemptSuperseded:  # damaged: it forbids writing, and says nothing about what is there
+        claim = None
+    newest = (claim.term if claim else 0) or math.inf  # claims of 0.2 have no term
+    terms = {name: int(found[1] or 0) for name in step.names() if (found := _MANIFEST.fullmatch(name))}
+    return sorted((name for name in terms if terms[name] <= newest), key=terms.__getitem__, reverse=True)
+
+
+def check_manifest(manifest: dict[str, Any], step: Folder, name: str) -> None:
+    """Raises SealBroken if a manifest is another step's or driver's."""
+    stated = manifest_name(manifest.get("term", 0))
+    if step_name(manifest["step"]) != step.name or (stated != name and name != MANIFEST):
+        raise SealBroken(f"{step / name} is the manifest {stated} of {step_name(manifest['step'])}")
+
+
+def read_manifest(step: Folder) -> dict[str, Any]:
+    """Returns a checkpoint's manifest, without a look at its data; empty if none is as it was written. Raises OSError."""
+    for name in manifest_names(step):
+        try:
+            manifest = read_sealed(step, name)
+            check_manifest(manifest, step, name)
+        except (FileNotFoundError, ValueError, KeyError, TypeError):
+            continue
+        return manifest
+    return {}

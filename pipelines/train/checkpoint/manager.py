@@ -28,10 +28,17 @@ from torch import nn
 from raystride.pipelines.system.errors import SettingError, Unreadable
 from raystride.pipelines.system.storage.folder import Folder
 from raystride.pipelines.system.storage.sealed import SealBroken, parse_sealed
-from raystride.pipelines.train.checkpoint.fence import AttemptSuperseded, Claim, claim_checkpoints, commit_fence
-from raystride.pipelines.train.checkpoint.layout import MANIFEST, checkpoint_names, parse_step, step_name
+from raystride.pipelines.train.checkpoint.fence import AttemptSuperseded, Claim, check_claim, claim_checkpoints, commit_fence
+from raystride.pipelines.train.checkpoint.layout import (
+    check_manifest,
+    checkpoint_names,
+    is_manifest,
+    manifest_names,
+    parse_step,
+    step_name,
+)
 from raystride.pipelines.train.checkpoint.pieces import unwrap_part, wrap_part
-from raystride.pipelines.train.checkpoint.retention import data_folder, prune_checkpoints, read_hint
+from raystride.pipelines.train.checkpoint.retention import best_name, data_folder, prune_checkpoints
 from raystride.pipelines.train.checkpoint.staging import Staging
 from raystride.pipelines.train.checkpoint.train_state import TrainState, Updater
 from raystride.pipelines.train.checkpoint.verify import FORMAT, INDEXED, MISSING, check_file, read_local, unreadable_error
@@ -271,8 +278,9 @@ class Checkpoints:
         from raystride.pipelines.train.checkpoint.writer import CheckpointSaveError, CheckpointWriter, save
 
         names = self.step_folder(pending_save.step), self.attempt, self.data
+        term = self._claim.term if self._claim else 0
         options = self._commit_fence, wait_for_copies, self.world > index.MAX_LISTED_RANKS
-        writer = CheckpointWriter(*names, self.rank, header, pending_save.fed_digest, self.extra, *options)
+        writer = CheckpointWriter(*names, self.rank, header, pending_save.fed_digest, self.extra, *options, term)
         try:
             save(tensors, writer, self.group)
             self._refusal = None
@@ -291,6 +299,8 @@ class Checkpoints:
         """Updates the hints and prunes after a commit; if it fails, the next commit repeats it."""
         self._best = name if best else self._best
         try:
+            if self._claim:
+                check_claim(self.folder, self._claim)
             self.folder.put("last", f"{name}\n")
             if self._best:
                 self.folder.put("best", f"{self._best}\n")
@@ -302,7 +312,7 @@ class Checkpoints:
     def list_names(self) -> list[str]:
         """Returns the names of the checkpoints with a manifest, oldest first; one listing."""
         found = (file.partition("/") for file in self.folder.sizes())
-        return checkpoint_names(name for name, _, inside in found if inside == MANIFEST)
+        return checkpoint_names(name for name, _, inside in found if is_manifest(inside))
 
     def find_newest(self) -> ValidCheckpoint | None:
         """Returns the newest complete checkpoint, equal on all ranks; None if the run has no manifest.
@@ -341,19 +351,19 @@ class Checkpoints:
             if self.rank == 0:
                 self.log(f"warning: checkpoint {name} is passed over: {problem}")
 
-    def find_by_hint(self, hint: str) -> ValidCheckpoint | None:
-        """Returns the checkpoint that `best` or `last` names, None if there is no such file.
+    def find_best(self) -> ValidCheckpoint | None:
+        """Returns the best checkpoint by the newest manifest, None if nothing was validated.
 
         Raises SettingError if that checkpoint is not complete: another one is not what was asked for. Raises Unreadable.
         """
-        name = self._ask_rank_0(lambda: read_hint(self.folder, hint))
+        name = self._ask_rank_0(lambda: best_name(self.folder))
         while name:
             problem, manifest = self._find_problem(self.folder / name)
             if problem is None:
                 return ValidCheckpoint(manifest["step"], self.folder / name, manifest, self.rank, self.world)
-            before, name = name, self._ask_rank_0(lambda: read_hint(self.folder, hint))
+            before, name = name, self._ask_rank_0(lambda: best_name(self.folder))
             if name == before:  # else the run went on, and removed what it no longer needs
-                raise self._unusable_error(f"{hint}, {name},", problem, hint)
+                raise self._unusable_error(f"best, {name},", problem, "best")
         return None
 
     def find_step(self, step: int) -> ValidCheckpoint:
@@ -382,13 +392,28 @@ class Checkpoints:
 
         Raises Unreadable on all ranks if one cannot read a file: it may be complete.
         """
-        # Read once: the manifest of eight thousand ranks has megabytes, and each of them would request it at once.
-        content, problem = self._ask_rank_0(partial(_read_manifest, folder))
+        first, previous = None, b""
+        for name in self._ask_rank_0(lambda: manifest_names(folder)):
+            # Read once: the manifest of eight thousand ranks has megabytes, and each of them would request it at once.
+            content, problem = self._ask_rank_0(partial(_read_bytes, folder, name))
+            if problem or content != previous:  # the copy for 0.3 has the same faults
+                problem, manifest = self._check_manifest(folder, name, content, problem)
+                if problem is None:
+                    return None, manifest
+                previous = content if manifest else previous
+            first = first or problem
+        return first or "it has no MANIFEST.json that this run has written", {}
+
+    def _check_manifest(
+        self, folder: Folder, name: str, content: bytes, problem: str | None
+    ) -> tuple[str | None, dict[str, Any]]:
         manifest: dict[str, Any] = {}
         unreadable: str | None = None
         if not problem:
             try:
-                manifest = parse_sealed(content, "its manifest")
+                parsed = parse_sealed(content, "its manifest")
+                check_manifest(parsed, folder, name)
+                manifest = parsed
                 if manifest["format"] not in (FORMAT, INDEXED):
                     return f"its format is {manifest['format']}, this version reads {FORMAT} and {INDEXED}", {}
                 int(manifest["step"])
@@ -495,10 +520,10 @@ class Checkpoints:
         return first_failure(failures, self.world) if failures else None  # type: ignore[return-value]
 
 
-def _read_manifest(folder: Folder) -> tuple[bytes, str | None]:
+def _read_bytes(folder: Folder, name: str) -> tuple[bytes, str | None]:
     """Returns a checkpoint's manifest as stored, or b"" and its problem. Raises OSError."""
     try:
-        return folder.read(MANIFEST), None
+        return folder.read(name), None
     except MISSING as error:
         return b"", f"its manifest cannot be read ({error})"
 

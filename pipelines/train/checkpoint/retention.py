@@ -4,20 +4,30 @@ prune_checkpoints(run / "checkpoints", newest="step-00000500", keep=3, writer="2
 read_hint(run / "checkpoints", "best")                    # "step-00000400", or "" if there is none
 """
 
+import os
+from collections.abc import Mapping
 from typing import Any
 
 from raystride.pipelines.system.storage.folder import Folder
-from raystride.pipelines.system.storage.sealed import read_sealed
-from raystride.pipelines.train.checkpoint.layout import MANIFEST, checkpoint_names, parse_step
+from raystride.pipelines.train.checkpoint.layout import (
+    checkpoint_names,
+    is_manifest,
+    parse_step,
+    read_manifest,
+    step_name,
+)
+
+MAX_READ_BACK = 2**30
+"""Bytes of a new checkpoint that are read back before others are removed."""
 
 
 def prune_checkpoints(folder: Folder, newest: str, keep: int, writer: str) -> None:
     """Removes the data of all but the newest `keep` checkpoints and the best, and files that no manifest mentions.
 
     `newest` was just saved by the group of this name, and is first compared with its manifest: raises OSError, with nothing
-    removed, if it is another's or a file has another size. Steps later than `newest` are kept: they were damaged when this
-    attempt began, so they must not count, and this attempt will reach them. One listing, however many checkpoints there have
-    been.
+    removed, if it is another's or a file has another size or, read back from the disk, other bytes. Steps later than
+    `newest` are kept: they were damaged when this attempt began, so they must not count, and this attempt will reach them.
+    One listing, however many checkpoints there have been.
     """
     files: dict[str, set[str]] = {}
     last, sizes = parse_step(newest), folder.sizes(temporary=True)
@@ -26,25 +36,44 @@ def prune_checkpoints(folder: Folder, newest: str, keep: int, writer: str) -> No
         step = parse_step(name)
         if step is not None and last is not None and inside and step <= last:
             files.setdefault(name, set()).add(inside.partition("/")[0])
-    manifest = read_sealed(folder / newest, MANIFEST)
-    if data_folder(manifest) != writer:
-        raise OSError(f"{folder / newest} is of {data_folder(manifest)} and not of {writer}: nothing is removed")
+    manifest = read_manifest(folder / newest)
+    if not manifest or data_folder(manifest) != writer:
+        raise OSError(f"{folder / newest} is not of {writer}: nothing is removed")
     for name, stated in manifest["files"].items():
         if (found := sizes.get(f"{newest}/{name}")) != stated["bytes"]:
             raise OSError(f"{folder / newest / name} has {found} bytes and not {stated['bytes']}: nothing is removed")
-    whole = checkpoint_names(name for name, inside in files.items() if MANIFEST in inside)
-    kept = {*whole[-keep:], read_hint(folder, "best")}
+    _verify_contents(folder / newest, manifest["files"])
+    whole = checkpoint_names(name for name, inside in files.items() if any(map(is_manifest, inside)))
+    kept = {*whole[-keep:], read_hint(folder, "best"), step_name(manifest.get("state", {}).get("best_step", 0))}
     for name in checkpoint_names(files):
         if name not in whole:
             folder.remove(name)
             continue
-        data = files[name] - {MANIFEST}
+        data = {entry for entry in files[name] if not is_manifest(entry)}
         if name in kept:
             # Mostly there is one data folder, the manifest's.
             owner = _manifest_data_folder(folder / name) if len(data) > 1 else None
             data = data - {owner} if owner else set()  # damaged: its files are unknown
         for entry in sorted(data):
             folder.remove(f"{name}/{entry}")
+
+
+def _verify_contents(step: Folder, files: Mapping[str, Any]) -> None:
+    """Reads the files back from the disk, up to `MAX_READ_BACK`. Raises OSError if one is not as it was written.
+
+    A store compares what it got with the client's checksum by itself.
+    """
+    left, place = MAX_READ_BACK, step.local
+    if place is None:
+        return
+    for name, stated in sorted(files.items()):
+        left -= stated["bytes"]
+        if left < 0:
+            return
+        with (place / name).open("rb") as stream:
+            os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)  # else memory would answer for the disk
+        if step.sha256(name) != stated["sha256"]:
+            raise OSError(f"{step / name} is not as it was written: nothing is removed")
 
 
 def read_hint(folder: Folder, hint: str) -> str:
@@ -60,9 +89,21 @@ def data_folder(manifest: dict[str, Any]) -> str:
     return str(manifest.get("folder") or manifest["attempt"])
 
 
+def best_name(folder: Folder) -> str:
+    """Returns the best checkpoint's name by the newest manifest; "" if there is none. Raises OSError.
+
+    The file `best` counts where that manifest's best step has no checkpoint, because the store refused it.
+    """
+    for name in reversed(checkpoint_names(folder.names())):
+        if state := read_manifest(folder / name).get("state"):
+            best = step_name(state.get("best_step", 0))
+            if any(map(is_manifest, (folder / best).names())):
+                return best
+            break
+    return read_hint(folder, "best")
+
+
 def _manifest_data_folder(folder: Folder) -> str | None:
     """Returns the data folder that a checkpoint's manifest names; None if it cannot be read."""
-    try:
-        return data_folder(read_sealed(folder, MANIFEST))
-    except (ValueError, KeyError, TypeError, FileNotFoundError):
-        return None
+    manifest = read_manifest(folder)
+    return data_folder(manifest) if manifest else None

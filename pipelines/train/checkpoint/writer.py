@@ -6,7 +6,8 @@ storage pickles. Here nothing is pickled, so loading cannot run code: the manife
 file with its SHA-256 in the manifest.
 
     step-00000500/
-      MANIFEST.json                     written last, and sealed: without it there is no checkpoint
+      MANIFEST-<term>.json              written last, and sealed: without it there is no checkpoint
+      MANIFEST.json                     the same content, for 0.3
       <attempt>-<group>/rank-0.bin ...  bytes of tensors;  tokenizer/... and other small files
 
     save(tensors, CheckpointWriter(folder, attempt, data, rank, header, fed_digest, extra), group)
@@ -36,9 +37,10 @@ from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, W
 from torch.futures import Future
 
 from raystride.pipelines.system.storage.folder import CHUNK_BYTES, Folder
-from raystride.pipelines.system.storage.sealed import put_sealed
+from raystride.pipelines.system.storage.sealed import seal_json
+from raystride.pipelines.train.checkpoint.fence import AttemptSuperseded
 from raystride.pipelines.train.checkpoint.index import encode_index, find_pieces, index_file_name, to_dcp_metadata
-from raystride.pipelines.train.checkpoint.layout import MANIFEST
+from raystride.pipelines.train.checkpoint.layout import MANIFEST, manifest_name
 from raystride.pipelines.train.checkpoint.plan import file_entries, save_by_rank
 from raystride.pipelines.train.checkpoint.retention import data_folder
 from raystride.pipelines.train.checkpoint.verify import FORMAT, INDEXED
@@ -80,7 +82,10 @@ class CheckpointWriter(StorageWriter):  # type: ignore[misc]
         fence: Callable[[], AbstractContextManager[None]] = nullcontext,
         wait_for_copies: Callable[[], None] = lambda: None,
         indexed: bool = False,
+        term: int = 0,
     ) -> None:
+        self.term = term
+        """The term that names the manifest; see `checkpoint.layout`."""
         self.folder, self.attempt, self.rank, self.header = folder, attempt, rank, header
         self.data = data
         """The folder of this group's files inside the checkpoint's: no two groups of workers ever write the same file."""
@@ -173,20 +178,33 @@ class CheckpointWriter(StorageWriter):  # type: ignore[misc]
                 path = f"{self.data}/{name}"
                 self.folder.put(path, content)
                 files[path] = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+            content = seal_json(
+                {
+                    "format": INDEXED if self.indexed else FORMAT,
+                    "attempt": self.attempt,
+                    "term": self.term,
+                    "folder": self.data,
+                    **self.header,
+                    "fed": self.fed,
+                    "files": files,
+                    "tensors": tensors,
+                }
+            )
             with self.fence():
-                put_sealed(
-                    self.folder,
-                    MANIFEST,
-                    {
-                        "format": INDEXED if self.indexed else FORMAT,
-                        "attempt": self.attempt,
-                        "folder": self.data,
-                        **self.header,
-                        "fed": self.fed,
-                        "files": files,
-                        "tensors": tensors,
-                    },
-                )
+                self._put_manifest(content)
+
+    def _put_manifest(self, content: bytes) -> None:
+        """Commits. A group that was stopped since it looked whether there is one replaces none of a later group."""
+        name = manifest_name(self.term)
+        if self.term:
+            if self.folder.exists(name):  # of this group, after a validation, or of one that this group replaces
+                self.folder.put(name, content)
+            else:
+                try:
+                    self.folder.put_new(name, content)
+                except FileExistsError:
+                    raise AttemptSuperseded(f"a later group of {self.attempt} has saved this step") from None
+        self.folder.put(MANIFEST, content)
 
 
 class CheckpointReader(StorageReader):  # type: ignore[misc]

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from raystride.pipelines.config import Config, SettingError
 from raystride.pipelines.config.base_model import FREE, is_run
-from raystride.pipelines.config.parse import from_yaml
+from raystride.pipelines.config.stored_run import read_settings
 from raystride.pipelines.data.tasks import Task
 from raystride.pipelines.data.tokenizers import load_tokenizer
 from raystride.pipelines.data.tokenizers.byte_pairs import CharacterEncoder
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 def check_run(config: Config, folder: Folder) -> None:
     """Raises SettingError if the run in a folder trained another network, or adapters."""
-    run_config = from_yaml(Config, folder.read("config.yaml").decode())
+    run_config = read_settings(folder)
     if run_config.lora.rank:
         raise _setting_error(folder, "that run has trained adapters; merge them first, `raystride export --merge true`")
     if run_config.task != config.task and "classification" in (run_config.task, config.task):
@@ -97,7 +97,7 @@ def _best_checkpoint(folder: Folder, log: Callable[[str], None]) -> "ValidCheckp
 
     checkpoints = Checkpoints(folder / "checkpoints", attempt="", keep=1, log=log)
     try:
-        return checkpoints.find_by_hint("best") or checkpoints.find_newest()
+        return checkpoints.find_best() or checkpoints.find_newest()
     except SettingError as error:
         remedy = "`raystride export --checkpoint STEP` makes a folder of one, which model.init_from may name"
         raise _setting_error(folder, f"{error}; {remedy}") from None

@@ -37,6 +37,7 @@ from raystride.pipelines.observability.profiling.stalls import StallWatch
 from raystride.pipelines.observability.record.entry import new_entry
 from raystride.pipelines.observability.record.sender import Post, Sender
 from raystride.pipelines.observability.record.summary import RunSummary
+from raystride.pipelines.system.storage.sealed import put_sealed
 from raystride.pipelines.train.checkpoint.pieces import parameters_sha256
 from raystride.pipelines.train.distributed.process_group import count_nodes, leave_group
 from raystride.pipelines.train.loop import Ending, Training
@@ -84,7 +85,7 @@ def _write_answers(job: Job, worker: WorkerInfo, training: Training, task: Label
     if worker.rank == 0:
         confusion = counts.astype(int).reshape(len(task.labels), -1).tolist()
         content = {"step": training.state.step, "labels": task.labels, "confusion": confusion, "documents": documents}
-        job.folder.put_json("answers.json", content)
+        put_sealed(job.folder, "answers.json", content)
 
 
 def _answer_documents(training: Training, task: LabelTask) -> list[dict[str, Any]]:

@@ -134,7 +134,7 @@ def test_a_setting_that_is_added_later_names_a_run_only_where_it_was_changed() -
         ("max_steps", "train.steps"), ("n_layer", "model.layers"), ("n_head", "model.heads"),
         ("n_embd", "model.hidden_size"),
         ("gradient_accumulation_steps", "train.slots"), ("num_workers", "scaling.workers"),
-        ("mixed_precision", "train.precision"), ("output_dir", "storage"), ("resume", "run"), ("train.seed", "seed"),
+        ("mixed_precision", "train.precision"), ("output_dir", "storage"), ("train.seed", "seed"),
         ("weight_decay", "optimizer.weight_decay"), ("warmup_steps", "optimizer.warmup_steps"),
         ("train.lr", "optimizer.learning_rate"),
     ],
@@ -142,6 +142,11 @@ def test_a_setting_that_is_added_later_names_a_run_only_where_it_was_changed() -
 def test_names_that_everyone_knows_lead_to_ours(written: str, meant: str) -> None:
     with pytest.raises(SettingError, match=rf"no setting --{written}; did you mean {meant}\?"):
         parse(Config, [f"--{written}", "3"], program="train")
+
+
+def test_a_name_that_is_a_section_here_leads_to_the_setting_that_others_call_so() -> None:
+    with pytest.raises(SettingError, match=r"resume is '3'.*did you mean run\?"):
+        parse(Config, ["--resume", "3"], program="train")
 
 
 OTHERS = {

@@ -180,7 +180,8 @@ def test_a_preparation_and_a_training_run_at_once(source: Path, tmp_path: Path, 
     wait_until(lambda: list(tmp_path.glob(".prepared/*/generations/000000/manifest.json")), "no generation")
     training = Training(source, tmp_path)
     training.begun()
-    assert isinstance(forked := training.process, Forked)
+    forked = training.process
+    assert isinstance(forked, Forked)
     wait_until(lambda: "another process prepares" in forked.printed, "no word")
     alone.gate.touch()
     for each in (alone, training):

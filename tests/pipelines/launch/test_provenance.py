@@ -47,7 +47,7 @@ def test_a_checkpoint_says_where_it_was_made_and_an_exact_one_what_its_bits_depe
     exact = replace(config, train=replace(config.train, exact=True))
     facts = checkpoint_facts(exact, folder, environment(), share)
     assert facts.keys() == plain.keys() | {"bits"}
-    (folder / "checkpoints" / "step-00000002").put_json("MANIFEST.json", {"bits": facts["bits"]})
+    (folder / "checkpoints" / "step-00000002").put_json("MANIFEST.json", {"step": 2, "bits": facts["bits"]})
     assert checkpoint_facts(exact, folder, environment(), share) == facts
     with refused("train.exact", True):
         checkpoint_facts(exact, folder, environment(), Allocation(2, "cpu", 4))

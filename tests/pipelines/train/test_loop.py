@@ -144,7 +144,7 @@ def test_early_stopping_keeps_the_best(folder: Path) -> None:
     assert ending is Ending.EARLY
     assert training.state.step < 1000
     assert training.checkpoints is not None
-    best = training.checkpoints.find_by_hint("best")
+    best = training.checkpoints.find_best()
     assert best is not None
     assert best.step == training.state.best_step
     again = _training(folder, config, "early")
@@ -188,7 +188,7 @@ def test_what_is_no_finite_number_is_never_the_best(
     assert training.run()[0] is Ending.EARLY
     assert (training.state.best, training.state.best_step) == (best, steps)
     assert training.checkpoints is not None
-    found = training.checkpoints.find_by_hint("best")
+    found = training.checkpoints.find_best()
     assert (found and found.step) == (steps or None)
     _strict(folder / run / "checkpoints")
 

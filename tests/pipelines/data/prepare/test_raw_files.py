@@ -16,7 +16,7 @@ from raystride.pipelines.data.prepare import raw_files
 from raystride.pipelines.data.prepare.raw_files import (
     BLOCK_BYTES,
     NUM_BLOCKS,
-    describe_changes,
+    describe_changed_files,
     find_changed_files,
     hash_raw_files,
     list_raw_files,
@@ -152,6 +152,6 @@ def test_time_stamps_that_were_noted_can_be_put_back(raw: Path, prepared: Folder
 
 @given(st.lists(st.text("ab", min_size=1, max_size=5), max_size=9), st.integers(1, 4))
 def test_a_description_names_the_first_and_counts_the_rest(changes: list[str], max_shown: int) -> None:
-    text = describe_changes(changes, max_shown)
+    text = describe_changed_files(changes, max_shown)
     assert text.split("; ")[: min(max_shown, len(changes))] == changes[:max_shown] or not changes
     assert ("more" in text) == (len(changes) > max_shown)

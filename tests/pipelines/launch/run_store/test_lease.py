@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -239,14 +238,14 @@ def test_a_driver_that_was_given_up_takes_nothing_back(folder: Folder, monkeypat
     monkeypatch.setattr(owner, "RENEW_S", 3600.0)
     old = RunLease.acquire(store, "old")
     _elsewhere(monkeypatch)
-    real, news = Folder.put_json, list[RunLease]()
+    real, news = Folder.put, list[RunLease]()
 
-    def hang(place: Folder, name: str, content: Any) -> None:
-        monkeypatch.setattr(Folder, "put_json", real)
+    def hang(place: Folder, name: str, content: bytes | str) -> None:
+        monkeypatch.setattr(Folder, "put", real)
         news.append(RunLease.acquire(store, "new"))
         real(place, name, content)
 
-    monkeypatch.setattr(Folder, "put_json", hang)
+    monkeypatch.setattr(Folder, "put", hang)
     old._renew_once()
     (new,) = news
     assert _attempt(store) == "old"  # for the moment
@@ -284,19 +283,19 @@ def test_a_file_that_is_away_for_a_moment_is_no_release(folder: Folder, monkeypa
     store.put("config.yaml", "a run")
     monkeypatch.setattr(owner, "LEASE_S", 0.2)
     monkeypatch.setattr(owner, "POLL_S", 0.02)
-    real, looks = Folder.read_json, iter([False])
+    real, looks = Folder.read, iter([False])
 
-    def read(place: Folder, name: str) -> Any:
+    def read(place: Folder, name: str) -> bytes:
         if next(looks, True):
             _write(store, attempt="theirs", machine="another", renewed=time.time())
             return real(place, name)
         raise FileNotFoundError(name)
 
-    monkeypatch.setattr(Folder, "read_json", read)
+    monkeypatch.setattr(Folder, "read", read)
     with pytest.raises(RunLocked, match="attempt theirs"):
         RunLease.acquire(store, "now")
     store.remove("owner.json")
-    monkeypatch.setattr(Folder, "read_json", real)
+    monkeypatch.setattr(Folder, "read", real)
     RunLease.acquire(store, "now").release()
 
 

@@ -13,11 +13,14 @@ from raystride.pipelines.config import (
     ModelConfig,
     OptimizerConfig,
     RecordConfig,
+    ResumeConfig,
     ScalingConfig,
     SettingError,
     TrainConfig,
     ValidationConfig,
 )
+from raystride.pipelines.config.parse import to_yaml
+from raystride.pipelines.config.stored_run import read_settings
 from raystride.pipelines.data.prepare.fingerprint import Identity
 from raystride.pipelines.launch.cluster.resources import Allocation
 from raystride.pipelines.launch.run_store.resume import (
@@ -28,11 +31,16 @@ from raystride.pipelines.launch.run_store.resume import (
     read_previous_attempt,
     refuse_changes,
     refuse_different_bits,
+    refuse_edits,
     refuse_fewer_steps,
     write_settings,
 )
+from raystride.pipelines.observability.record.summary import put_summary
 from raystride.pipelines.system.storage.folder import Folder
+from raystride.pipelines.system.storage.sealed import SealBroken
 from tests.errors import refused
+from tests.flips import flip
+from tests.some import some
 from tests.tiny import tiny
 
 CONFIG = tiny(Path("text.txt"))
@@ -85,8 +93,8 @@ def _bits(share: Allocation | None = None, **versions: str) -> dict[str, Any]:
 def test_an_exact_run_goes_on_where_bits_are_the_same(tmp_path: Path) -> None:
     checkpoints = Folder(str(tmp_path))
     refuse_different_bits(checkpoints, _bits())  # nothing there yet
-    (checkpoints / "step-00000002").put_json("MANIFEST.json", {"bits": _bits(torch="2.12.0")})
-    (checkpoints / "step-00000004").put_json("MANIFEST.json", {"bits": _bits()})
+    (checkpoints / "step-00000002").put_json("MANIFEST.json", {"step": 2, "bits": _bits(torch="2.12.0")})
+    (checkpoints / "step-00000004").put_json("MANIFEST.json", {"step": 4, "bits": _bits()})
     (checkpoints / "step-00000006").put("MANIFEST.json", "{half")
     refuse_different_bits(checkpoints, _bits())
     refuse_different_bits(checkpoints, _bits(Allocation(3, "cpu", 1)))  # workers may come and go
@@ -104,7 +112,7 @@ def test_an_exact_run_goes_on_where_bits_are_the_same(tmp_path: Path) -> None:
 )
 def test_an_exact_run_says_why_its_bits_would_change(tmp_path: Path, now: dict[str, Any], before: dict[str, Any]) -> None:
     checkpoints = Folder(str(tmp_path))
-    (checkpoints / "step-00000002").put_json("MANIFEST.json", {"bits": _bits()})
+    (checkpoints / "step-00000002").put_json("MANIFEST.json", {"step": 2, "bits": _bits()})
     lines = [f"\n  {key}: {value} before, {now[key]} now" for key, value in before.items()]
     with refused("train.exact", True, names=["step-00000002", "--run NAME", *lines]) as refusal:
         refuse_different_bits(checkpoints, now)
@@ -225,3 +233,105 @@ def test_places_are_compared_and_not_their_writing(tmp_path: Path, monkeypatch: 
     with pytest.raises(SettingError, match=r"data\.source"):
         refuse_changes(_earlier(before), now)
     refuse_changes(_earlier(before), now, has_same_data=lambda: True)
+
+
+def _written(tmp_path: Path) -> Folder:
+    folder = Folder(str(tmp_path / "run"))
+    write_settings(folder, "a1", CONFIG, {"data": "d0"})
+    write_settings(folder, "a2", CONFIG, {"data": "d1", "sources": {}})
+    return folder
+
+
+def test_an_edited_file_is_taken_only_by_name_and_says_what_it_changes(tmp_path: Path) -> None:
+    folder, said = _written(tmp_path), list[str]()
+    whole = folder.read("config.yaml").decode()
+    folder.put("config.yaml", "# a comment of mine\n" + whole)
+    refuse_edits(previous_attempt(folder), CONFIG, said.append)  # the same settings
+    rate = CONFIG.optimizer.learning_rate
+    folder.put("config.yaml", whole.replace(f"learning_rate: {rate}", "learning_rate: 0.5"))
+    change = f"optimizer.learning_rate: {rate} before, 0.5 now"
+    with refused("resume.edited", False, names=["config.yaml", change, "--resume.edited true"]):
+        refuse_edits(previous_attempt(folder), CONFIG, said.append)
+    with refused("run", "run", names=["config.yaml", change, "--resume.edited true", "attempts/a2/config.yaml"]):
+        read_settings(folder)
+    refuse_edits(previous_attempt(folder), replace(CONFIG, resume=ResumeConfig(edited=True)), said.append)
+    assert change in said[0]
+    assert previous_attempt(folder).config == CONFIG  # with which others are compared
+    write_settings(folder, "a3", replace(CONFIG, resume=ResumeConfig(edited=True)), {"data": "d1"})
+    assert not read_settings(folder).resume.edited
+
+
+def test_a_start_that_was_cut_between_the_two_files_is_no_edit(tmp_path: Path) -> None:
+    folder = _written(tmp_path)
+    before = folder.read("config.yaml")
+    write_settings(folder, "a3", replace(CONFIG, scaling=ScalingConfig(workers=3)), {"data": "d1"})
+    folder.put("config.yaml", before)
+    assert read_settings(folder).scaling.workers == CONFIG.scaling.workers
+
+
+def test_any_bit_that_is_turned_is_refused_by_the_file_s_name_or_changes_nothing(tmp_path: Path) -> None:
+    folder = _written(tmp_path)
+    for name in ("config.yaml", "environment.json"):
+        whole = folder.read(name)
+        for bit in some(range(0, 8 * len(whole), 3989 if name == "config.yaml" else 13)):
+            folder.put(name, flip(whole, bit))
+            found = _previous_or_refusal(folder)
+            if isinstance(found, str):
+                assert name in found
+                continue
+            assert (found.config, found.data) == (CONFIG, "d1")
+            assert not found.edits or name == "config.yaml"
+        folder.put(name, whole)
+
+
+def test_of_the_environment_the_newest_whole_copy_counts(tmp_path: Path) -> None:
+    folder = _written(tmp_path)
+    for name in ("environment.json", "attempts/a2/environment.json", "attempts/a1/environment.json"):
+        folder.put(name, folder.read(name).replace(b'"data"', b'"date"'))
+        if name != "attempts/a1/environment.json":
+            assert previous_attempt(folder).data == ("d1" if name == "environment.json" else "d0")
+    with refused("run", "run", names=["environment.json does not match its own SHA-256", "--run"]):
+        previous_attempt(folder)
+
+
+def test_a_run_that_0_3_goes_on_with_is_believed_as_one_of_0_3(tmp_path: Path) -> None:
+    folder = _written(tmp_path)
+    (folder / "attempts" / "a3").put("config.yaml", to_yaml(replace(CONFIG, scaling=ScalingConfig(workers=3))))
+    folder.put("config.yaml", (folder / "attempts" / "a3").read("config.yaml"))
+    for place in (folder / "attempts" / "a3", folder):
+        place.put_json("environment.json", {"data": "d3"})
+    found = previous_attempt(folder)
+    assert (found.config.scaling.workers, found.data, found.edits) == (3, "d3", [])
+
+
+def test_checkpoints_without_settings_are_no_new_run(tmp_path: Path) -> None:
+    folder = Folder(str(tmp_path / "run"))
+    folder.put("checkpoints/step-00000002/MANIFEST.json", "{}")
+    with refused("run", "run", names=["config.yaml", "--run"]):
+        read_previous_attempt(folder)
+    write_settings(folder, "a1", CONFIG, {"data": "d1"})
+    folder.remove("config.yaml")
+    with refused("run", "run", names=["attempts/a1/config.yaml"]):
+        read_previous_attempt(folder)
+
+
+def test_a_damaged_summary_does_not_let_a_run_train_on(tmp_path: Path) -> None:
+    folder = _written(tmp_path)
+    put_summary(folder, {"status": "finished", "complete": True, "steps": 12, "ending": "stopped_early"})
+    folder.put("summary.json", folder.read("summary.json").replace(b"true", b"null"))
+    with pytest.raises(SealBroken, match=r"summary\.json does not match its own SHA-256: remove it"):
+        read_previous_attempt(folder)
+
+
+def _previous_or_refusal(folder: Folder) -> PreviousAttempt | str:
+    try:
+        return previous_attempt(folder)
+    except SettingError as error:
+        return str(error)
+
+
+def previous_attempt(folder: Folder) -> PreviousAttempt:
+    """The newest attempt of a run that has one."""
+    found = read_previous_attempt(folder)
+    assert found
+    return found

@@ -24,6 +24,8 @@ from raystride.pipelines.observability.record.journal import (
     to_json_value,
 )
 from raystride.pipelines.system.storage.folder import Folder
+from tests.flips import flip
+from tests.some import some
 from tests.storage import uri as uri_of
 
 
@@ -173,3 +175,34 @@ def test_a_tail_reads_each_entry_once(place: Folder) -> None:
     read += tail.read_new()
     assert [line["sequence"] for line in read] == list(range(1, journal_module.SEGMENTS_PER_FILE + 9))
     assert tail.read_new() == []
+
+
+def test_entries_with_any_bit_turned_are_left_out_and_told(tmp_path: Path) -> None:
+    folder = Folder(str(tmp_path))
+    journal = Journal(folder, "a1")
+    for first in (1, 4):
+        journal.append([entry(number, loss=0.5 + number) for number in range(first, first + 3)])
+    right = read_entries(folder)
+    assert [each["sequence"] for each in right] == [1, 2, 3, 4, 5, 6]
+    merged = b"".join(folder.read(f"journal/a1-{number:06}.jsonl") for number in (1, 2))
+    for name, whole in (("a1-000002.jsonl", folder.read("journal/a1-000002.jsonl")), ("a1-000001..000002.jsonl", merged)):
+        for bit in some(range(0, 8 * len(whole), 31)):
+            folder.put(f"journal/{name}", flip(whole, bit))
+            found = read_entries(folder)
+            kept = [each for each in found if each["kind"] == "metrics" and each["sequence"]]
+            assert all(each in right for each in kept)
+            damaged = [each["values"]["text"] for each in found if each["values"].get("name") == "damaged"]
+            assert len(kept) == 6 or any(name in text for text in damaged)
+        folder.put(f"journal/{name}", whole)
+    assert read_entries(folder) == right
+
+
+def test_segments_of_0_3_and_what_0_3_reads_of_ours(tmp_path: Path) -> None:
+    folder = Folder(str(tmp_path))
+    folder.put("journal/a1-000001.jsonl", "".join(encode_entry(entry(number)) for number in (1, 2)))
+    Journal(folder, "a1").append([entry(3)])
+    assert [each["sequence"] for each in read_entries(folder)] == [1, 2, 3]
+    for line in folder.read("journal/a1-000002.jsonl").splitlines():  # as 0.3 does
+        read = json.loads(line, parse_constant=refuse)
+        assert {"sender", "sequence", "values", "time", "kind"} <= read.keys()
+    assert b"seal" not in folder.read("log.txt")

@@ -16,7 +16,12 @@ from raystride.pipelines.train.checkpoint.fence import (
     commit_fence,
     read_claim,
 )
+from raystride.pipelines.train.checkpoint.layout import MANIFEST, manifest_name, manifest_names, read_manifest
+from raystride.pipelines.train.checkpoint.manager import Checkpoints
+from raystride.pipelines.train.checkpoint.pieces import parameters_sha256
+from raystride.pipelines.train.checkpoint.train_state import TrainState
 from tests.flips import flip
+from tests.pipelines.train.checkpoints import train_model
 from tests.some import some
 
 
@@ -110,3 +115,80 @@ def test_who_committed_late_on_a_store_learns_of_it(tmp_path: Path) -> None:
     old = claim_checkpoints(folder, Claim("old", "aaaa", 1))
     with pytest.raises(AttemptSuperseded, match="attempt new"), commit_fence(folder, old):
         claim_checkpoints(folder, Claim("new", "bbbb", 2))
+
+
+def _group(folder: Folder, attempt: str, term: int) -> Checkpoints:
+    group = Checkpoints(folder, attempt, keep=9, log=[].append, term=term)
+    group.fence_older_groups()
+    return group
+
+
+def _save(group: Checkpoints, step: int, seed: int) -> str:
+    model, optimizer = train_model(seed)
+    group.save(model, optimizer, TrainState(step=step), {}, best=False)
+    group.wait_for_save()
+    return parameters_sha256(model)
+
+
+def _newest(folder: Folder) -> str:
+    """The hash of the parameters that a resumed run begins with."""
+    reader, (model, _) = Checkpoints(folder, "r", keep=9, log=[].append), train_model(99)
+    found = reader.find_newest()
+    assert found
+    reader.load(found, model)
+    return parameters_sha256(model)
+
+
+@pytest.mark.parametrize("late", [MANIFEST, manifest_name(1)], ids=["MANIFEST.json", "of its term"])
+def test_a_group_that_was_stopped_inside_its_commit_writes_what_nobody_reads(folder: Folder, late: str) -> None:
+    """It has looked who may write, and puts its manifest after another driver has saved the step and removed its data."""
+    old = _group(folder, "old", 1)
+    before = _save(old, 4, seed=1)
+    stopped = folder.read("step-00000004/MANIFEST-1.json")
+    assert _newest(folder) == before
+    after = _save(_group(folder, "new", 2), 4, seed=2)
+    folder.remove(f"step-00000004/{old.data}")
+    folder.put(f"step-00000004/{late}", stopped)  # continues
+    assert _newest(folder) == after
+    assert read_manifest(folder / "step-00000004")["attempt"] == "new"
+
+
+def test_a_late_link_replaces_no_manifest(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of two groups of one driver the first is stopped between its look and its put."""
+    if not folder.local:
+        pytest.skip("a store has no links: its groups are told apart by their claims")
+    old, put_new = _group(folder, "a", 1), Folder.put_new
+
+    def stopped(place: Folder, name: str, content: bytes) -> None:
+        monkeypatch.setattr(Folder, "put_new", put_new)
+        _save(_group(folder, "a", 1), 4, seed=2)
+        put_new(place, name, content)
+
+    monkeypatch.setattr(Folder, "put_new", stopped)
+    with pytest.raises(AttemptSuperseded, match="a later group of a has saved this step"):
+        _save(old, 4, seed=1)
+    assert _newest(folder) == parameters_sha256(train_model(2)[0])
+
+
+def test_manifests_of_terms_that_nobody_has_claimed_are_not_read(folder: Folder) -> None:
+    right = _save(_group(folder, "a", 2), 4, seed=1)
+    content = folder.read("step-00000004/MANIFEST-2.json")
+    folder.put("step-00000004/MANIFEST-3.json", content)
+    assert manifest_names(folder / "step-00000004") == ["MANIFEST-2.json", MANIFEST]
+    assert _newest(folder) == right
+    folder.put("step-00000009/MANIFEST-2.json", content)  # of another step
+    folder.put("step-00000004/MANIFEST-1.json", content)  # of another term
+    folder.remove("step-00000004/MANIFEST-2.json")
+    assert _newest(folder) == right  # by the copy, which names no term
+
+
+def test_what_0_3_reads_is_the_newest_step_and_what_it_saves_counts(folder: Folder) -> None:
+    """It knows `MANIFEST.json` alone, and puts it into a step that it saves again."""
+    _save(_group(folder, "a", 1), 4, seed=1)
+    assert folder.read("step-00000004/MANIFEST.json") == folder.read("step-00000004/MANIFEST-1.json")
+    claim_checkpoints(folder, Claim("b", "bbbb", 2))
+    theirs = Checkpoints(folder, "b", keep=9, log=[].append)
+    right = _save(theirs, 6, seed=3)
+    assert folder.exists("step-00000006/MANIFEST.json")
+    assert not folder.exists("step-00000006/MANIFEST-2.json")
+    assert _newest(folder) == right

@@ -191,11 +191,11 @@ def test_a_named_checkpoint_is_the_one_or_an_error(tmp_path: Path) -> None:
     checkpoints = open_checkpoints(tmp_path)
     assert checkpoints.find_step(2).step == 2
     with refused("checkpoint", "best", names=["step-00000001", "a1/rank-0.bin differs", "--checkpoint last", "1, 2, 3"]):
-        checkpoints.find_by_hint("best")
+        checkpoints.find_best()
     with refused("checkpoint", 4, names=["step-00000004", "MANIFEST.json", "--checkpoint last"]):
         checkpoints.find_step(4)
     (tmp_path / "best").unlink()
-    assert checkpoints.find_by_hint("best") is None
+    assert checkpoints.find_best() is None
 
 
 def _lose_a_state(step: Path) -> None:

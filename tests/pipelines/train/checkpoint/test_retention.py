@@ -10,6 +10,7 @@ from raystride.pipelines.system.storage.sealed import put_sealed, read_sealed
 from raystride.pipelines.train.checkpoint.manager import Checkpoints
 from raystride.pipelines.train.checkpoint.retention import prune_checkpoints
 from raystride.pipelines.train.checkpoint.train_state import TrainState
+from tests.flips import flip
 from tests.pipelines.train.checkpoints import fed, open_checkpoints, save, train_model
 from tests.storage import Proxy
 
@@ -22,7 +23,7 @@ def test_old_data_goes_and_manifests_stay(tmp_path: Path) -> None:
     assert len(list(tmp_path.glob("step-*/MANIFEST.json"))) == 5
     assert (tmp_path / "best").read_text().strip() == "step-00000002"
     assert (tmp_path / "last").read_text().strip() == "step-00000005"
-    found = open_checkpoints(tmp_path).find_by_hint("best")
+    found = open_checkpoints(tmp_path).find_best()
     assert found is not None
     assert found.step == 2
 
@@ -33,7 +34,7 @@ def test_nothing_goes_before_the_new_one_is_whole(tmp_path: Path) -> None:
     data = tmp_path / "step-00000002" / "a1" / "rank-0.bin"
     whole = data.read_bytes()
     folder = Folder.from_uri(str(tmp_path))
-    with pytest.raises(OSError, match="is of a1 and not of a2: nothing is removed"):
+    with pytest.raises(OSError, match="is not of a2: nothing is removed"):
         prune_checkpoints(folder, "step-00000002", 1, "a2")
     data.write_bytes(whole[:-1])
     with pytest.raises(OSError, match=rf"rank-0\.bin has {len(whole) - 1} bytes and not {len(whole)}: nothing is removed"):
@@ -42,6 +43,34 @@ def test_nothing_goes_before_the_new_one_is_whole(tmp_path: Path) -> None:
     data.write_bytes(whole)
     prune_checkpoints(folder, "step-00000002", 1, "a1")
     assert not (tmp_path / "step-00000001" / "a1").exists()
+
+
+def test_nothing_goes_while_the_disk_does_not_have_what_was_written(tmp_path: Path) -> None:
+    for step in (1, 2):
+        save(tmp_path, step, attempt="a1", keep=2)
+    data = tmp_path / "step-00000002" / "a1" / "rank-0.bin"
+    data.write_bytes(flip(data.read_bytes(), 77))
+    with pytest.raises(OSError, match=r"rank-0\.bin is not as it was written: nothing is removed"):
+        prune_checkpoints(Folder(str(tmp_path)), "step-00000002", 1, "a1")
+    assert (tmp_path / "step-00000001" / "a1").exists()
+
+
+def test_the_best_one_is_what_the_newest_manifest_says(tmp_path: Path) -> None:
+    """The file `best` is for people, and for 0.3."""
+    checkpoints, (model, optimizer) = Checkpoints(Folder(str(tmp_path)), "a1", keep=3), train_model(0)
+    for step, best in ((1, 1), (2, 2), (3, 2)):
+        checkpoints.save(model, optimizer, TrainState(step=step, best=0.5, best_step=best), {}, best=step == best)
+    checkpoints.finish()
+    for hint in ("step-00000003\n", "step-00000001\n", "step-0000000\xb2", None):
+        if hint:
+            (tmp_path / "best").write_text(hint)
+        else:
+            (tmp_path / "best").unlink()
+        found = open_checkpoints(tmp_path).find_best()
+        assert found
+        assert found.step == 2
+    prune_checkpoints(Folder(str(tmp_path)), "step-00000003", 1, "a1")
+    assert (tmp_path / "step-00000002" / "a1").exists()
 
 
 def test_steps_of_nine_digits_are_newer_than_those_of_eight(tmp_path: Path) -> None:

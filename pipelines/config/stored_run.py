@@ -1,0 +1,97 @@
+"""The settings of a stored run, which prove that they are as the run wrote them.
+
+A file edited by hand is refused with its differences, unless a training takes it by `resume.edited`.
+
+    config = read_settings(storage / "mine")                  # SettingError if config.yaml was edited or damaged
+    put_attempt(run, "20261129-0712-ab12", config, {"cpu": "..."})
+"""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from yaml import YAMLError
+
+from raystride.pipelines.config.attempts import (
+    ATTEMPTS,
+    ENVIRONMENT_FILE,
+    SETTINGS_FILE,
+    SETTINGS_HASHES,
+    copies,
+    has_written,
+    newest_attempt,
+    setting_error,
+    sha256,
+)
+from raystride.pipelines.config.config import Config
+from raystride.pipelines.config.parse import from_yaml, to_yaml
+from raystride.pipelines.system.storage.folder import Folder
+from raystride.pipelines.system.storage.sealed import put_sealed
+
+
+def read_settings(run: Folder) -> Config:
+    """Returns the newest settings of a run. Raises FileNotFoundError, and SettingError if they are not those it wrote."""
+    found, wrote = parse_settings(run), read_attempt_settings(run)
+    if wrote is None or not (changed := describe_changes(wrote, found)):
+        return found
+    raise setting_error(
+        run,
+        f"{run / SETTINGS_FILE} was changed by hand since the run wrote it:\n  " + "\n  ".join(changed) + "\n"
+        f"  copy {newest_attempt(run) / SETTINGS_FILE} over it, or take the change by a training with "
+        f"--run {run.name} --resume.edited true",
+    )
+
+
+def read_attempt_settings(run: Folder) -> Config | None:
+    """Returns the settings that the newest attempt wrote if `config.yaml` is another file now, None if it is not, or the
+    run is of 0.3.
+
+    Raises SettingError if both files are damaged.
+    """
+    if has_written(run, run.read(SETTINGS_FILE)):
+        return None
+    place = newest_attempt(run)
+    if not place.exists(SETTINGS_FILE) or not has_written(run, place.read(SETTINGS_FILE)):
+        message = f"{run / SETTINGS_FILE} and its copy in {place} are not as they were written: use another --run"
+        raise setting_error(run, message)
+    return parse_settings(place)
+
+
+def parse_settings(folder: Folder) -> Config:
+    """Returns the settings of `config.yaml` as it is. Raises FileNotFoundError, and SettingError if it is none."""
+    try:
+        return from_yaml(Config, folder.read(SETTINGS_FILE).decode())
+    except (FileNotFoundError, IsADirectoryError, ValueError, TypeError, AttributeError, YAMLError) as error:
+        others = (place / SETTINGS_FILE for place in copies(folder) if place != folder and place.exists(SETTINGS_FILE))
+        if (copy := next(others, None)) is None and isinstance(error, FileNotFoundError):
+            raise
+        remedy = f"copy {copy} over it" if copy else "use another --run"
+        raise setting_error(folder, f"{folder / SETTINGS_FILE} cannot be read ({error}): {remedy}") from None
+
+
+def put_attempt(run: Folder, attempt: str, config: Config, environment: Mapping[str, Any]) -> None:
+    """Stores the settings and the environment of an attempt; the newest also under the plain names.
+
+    The run goes on with the plain ones, which no longer start it over or take an edited file.
+    """
+    files = to_yaml(_without_one_time_settings(config)), to_yaml(config)
+    hashes = [sha256(text.encode()) for text in files]
+    if run.exists(SETTINGS_FILE):
+        hashes.append(sha256(run.read(SETTINGS_FILE)))
+    place, sealed = run / ATTEMPTS / attempt, {**environment, SETTINGS_HASHES: hashes}
+    place.put(SETTINGS_FILE, files[1])
+    put_sealed(place, ENVIRONMENT_FILE, sealed)
+    put_sealed(run, ENVIRONMENT_FILE, sealed)
+    run.put(SETTINGS_FILE, files[0])
+
+
+def describe_changes(before: Config, now: Config) -> list[str]:
+    """Returns the settings that differ, a line each, but those that hold for one attempt."""
+    earlier, current = (_without_one_time_settings(config).flat() for config in (before, now))
+    keys = [key for key in {**earlier, **current} if earlier.get(key) != current.get(key)]
+    return [f"{key}: {earlier.get(key)!r} before, {current.get(key)!r} now" for key in keys]
+
+
+def _without_one_time_settings(config: Config) -> Config:
+    launch, resume = replace(config.launch, start_over=False), replace(config.resume, edited=False)
+    return replace(config, launch=launch, resume=resume)
