@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, overload
 
 from raystride.pipelines.config import Config, SampleConfig, SettingError
 from raystride.pipelines.config.jobs import ApplyConfig, EvaluateConfig, ExportConfig, GenerateConfig, PredictConfig
-from raystride.pipelines.config.parse import from_yaml, load_settings
+from raystride.pipelines.config.parse import load_settings, read_stored_settings
 from raystride.pipelines.system.storage.folder import Folder
 
 if TYPE_CHECKING:
@@ -83,7 +83,7 @@ class Run:
     @cached_property
     def settings(self) -> Config:
         """The settings of the newest attempt. Raises FileNotFoundError if there is none."""
-        return from_yaml(Config, self.folder.read("config.yaml").decode())
+        return read_stored_settings(Config, self.folder)
 
     def metrics(self, names: str | Sequence[str] | None = None) -> "pa.Table":
         """Returns the metrics by step, oldest first; `.to_pandas()` works.
@@ -135,25 +135,29 @@ class Run:
             StoredCheckpoint(int(name.removeprefix("step-")), (kept.folder / name).uri) for name in sorted(kept.list_names())
         ]
 
-    def load_model(self, checkpoint: str | int = "best", *, into: "nn.Module | None" = None) -> "nn.Module":
+    def load_model(
+        self, checkpoint: str | int = "best", *, into: "nn.Module | None" = None, plugins: Sequence[str] = ()
+    ) -> "nn.Module":
         """Returns the trained network in evaluation mode, on the CPU.
 
         Args:
             checkpoint: `best`, `last`, or a step.
             into: a module of the same shape, which is filled and returned: where the code of the run is not at hand, such as
                 that of a script that called `raystride.fit`.
+            plugins: plug-ins, as modules or files, in place of those that the run's stored settings name.
 
         Returns:
             The module.
 
         Raises:
-            SettingError: there is no such checkpoint, it is damaged, or shapes differ.
+            SettingError: there is no such checkpoint, it is damaged, shapes differ, or the run names code that must not be
+                loaded (docs/security.md).
         """
         from raystride.pipelines.evaluate.load_run import load_into, open_run
 
         if into is not None:
             return load_into(into, Folder(self.storage), self.name, checkpoint)
-        model = open_run(Folder(self.storage), self.name, checkpoint).model
+        model = open_run(Folder(self.storage), self.name, checkpoint, plugins=plugins).model
         return getattr(model, "users_module", model)
 
     def generate(self, prompt: str = "", settings: Mapping[str, Any] | None = None) -> str:
@@ -356,10 +360,10 @@ def generate(run: Run | str, prompt: str = "", settings: Settings | None = None,
         raystride.generate("mine", "def main():", {"sample.tokens": 40})
     """
     from raystride.pipelines.data.tasks.text_generation import write_text
-    from raystride.pipelines.evaluate.load_run import open_cached, select_run
+    from raystride.pipelines.evaluate.load_run import open_cached, select_named_run
 
     given = load_settings(GenerateConfig, _run_settings(run, storage) | dict(settings or {})).settings
-    opened = open_cached(select_run(Folder.from_uri(given.storage), given.run, given.checkpoint, given.average))
+    opened = open_cached(select_named_run(given))
     sample: SampleConfig = replace(given.sample, prompt=prompt)
     return "".join(write_text(opened.writer, opened.task, sample))
 

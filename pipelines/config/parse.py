@@ -27,11 +27,15 @@ from raystride.pipelines.config.presets import find_config, presets
 from raystride.pipelines.config.renamed import Tell, with_new_flags, with_new_names
 from raystride.pipelines.config.run import ARGUMENTS, is_argument
 from raystride.pipelines.config.section import nearest
+from raystride.pipelines.config.stored import find_stored_folder, mark_stored, stored_names
 from raystride.pipelines.config.words import refuse_words, words_to_flags
 from raystride.pipelines.system.credentials import MissingSecret, redact_all_uris
 from raystride.pipelines.system.errors import SettingError
+from raystride.pipelines.system.storage.folder import Folder
 
 T = TypeVar("T")
+SETTINGS_FILE = "config.yaml"
+"""A run's stored settings, in its folder."""
 SHORT_FORMS = {"launch": "mode"}
 """Sections whose name stands for one of their settings: `--launch inline`, `launch: inline`."""
 
@@ -63,8 +67,12 @@ def parse(
     description: str = "",
     common: Sequence[str] = (),
     examples: Sequence[str] = (),
+    stored_in: str = "",
 ) -> Parsed[T]:
     """Reads settings of a dataclass. `--help` and `--print_config` print and leave.
+
+    `stored_in` is the folder of the stored settings of which the files in `arguments` are copies. Names of code in stored
+    settings are marked (`config.stored`), in those of any file that lies in a storage.
 
     Raises SettingError for an unknown key (naming the nearest), a wrong value, or a file that cannot be read.
     """
@@ -79,14 +87,21 @@ def parse(
     _check_flags(given, known)
     refuse_words(given, presets())
     files = _config_files(given)
-    written = set(_written_flags(given, known))
+    named = set(_written_flags(given, known))
+    """Settings that the caller gives himself."""
+    written = set(named)
     given = cut_batch_of_flags(given)
     for file in dict.fromkeys(files):
         content = _read_file(file, cls, known, _warn)
-        written |= set(_given_keys(content, known))
+        keys = set(_given_keys(content, known))
+        written |= keys
+        folder = stored_in or find_stored_folder(file)
+        stored_in, named = (folder, named) if folder else (stored_in, named | keys)
         given = _with_content(given, file, cut_batch_of_content(content))
     parser = _parser(cls)  # type: ignore[arg-type]
     settings = _instantiate(cls, parser, lambda: parser.parse_args(given) if given else parser.get_defaults(), written)
+    if stored_in:
+        settings = mark_stored(settings, stored_in, named)
     return Parsed(settings, Path(files[-1]).stem if files else "run", _names_source(written))
 
 
@@ -95,7 +110,7 @@ def load_settings(cls: type[T], given: Any, changes: Mapping[str, Any] | None = 
 
     Mappings are nested, or have full names (`train.steps`) as keys. Raises SettingError as `parse` does.
     """
-    known, preset = set(_keys(cls)), "run"
+    known, preset, stored_in, names = set(_keys(cls)), "run", "", None
     tell = logging.getLogger("raystride").warning
     written: set[str] = set()
     if isinstance(given, cls):
@@ -106,19 +121,23 @@ def load_settings(cls: type[T], given: Any, changes: Mapping[str, Any] | None = 
             _merge(content, _nest(without_base), known)
             flat |= without_base
         written = {name for name, value in flat.items() if value != defaults[name]}
+        names = list(stored_names(given))
+        stored_in = names[0].run if names else ""
     elif isinstance(given, Mapping):
         content = _complete_sections(with_new_names(_nest(given), cls, tell), cls)
     else:
         file = find_config(str(given))
-        content, preset = _read_file(file, cls, known, tell), Path(file).stem
+        content, preset, stored_in = _read_file(file, cls, known, tell), Path(file).stem, find_stored_folder(file)
     over = _complete_sections(with_new_names(_nest(changes or {}), cls, tell), cls)
-    written |= set(_given_keys(over if isinstance(given, cls) else content, known)) | set(_given_keys(over, known))
+    named = set(_given_keys(over, known))
+    written |= named if isinstance(given, cls) else named | set(_given_keys(content, known))
     content, over = cut_batch_of_content(content), cut_batch_of_content(over)
     _merge(content, over, known)
     _check_keys(content, known, "settings")
     parser = _parser(cls)  # type: ignore[arg-type]
     has_source = isinstance(given, cls) or _names_source(written)
-    return Parsed(_instantiate(cls, parser, lambda: parser.parse_object(content), written), preset, has_source)
+    settings = _instantiate(cls, parser, lambda: parser.parse_object(content), written)
+    return Parsed(mark_stored(settings, stored_in, named, names) if stored_in else settings, preset, has_source)
 
 
 def _names_source(written: Collection[str]) -> bool:
@@ -206,6 +225,8 @@ def _to_plain(value: Any) -> Any:
         return {key: _to_plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [_to_plain(item) for item in value]
+    if isinstance(value, str):
+        return str(value)  # a marked name is a string of its own class
     return os.fspath(value) if isinstance(value, os.PathLike) else value
 
 
@@ -213,6 +234,14 @@ def from_yaml(cls: type[T], text: str) -> T:
     """Settings from YAML as `to_yaml` wrote it. Keys that this version does not know are left out. Raises SettingError."""
     settings: T = _build(cls, with_new_names(yaml.safe_load(text) or {}, cls, None))
     return settings
+
+
+def read_stored_settings(cls: type[T], folder: Folder) -> T:
+    """Returns the stored settings of a run or sweep, with its names of code marked as such.
+
+    Raises FileNotFoundError if there are none, and as `from_yaml` does.
+    """
+    return mark_stored(from_yaml(cls, folder.read(SETTINGS_FILE).decode()), folder.uri)
 
 
 def _build(cls: Any, content: dict[str, Any]) -> Any:
@@ -475,16 +504,18 @@ def command(
     description: str,
     common: Sequence[str] = (),
     examples: Sequence[str] = (),
+    stored_in: str = "",
 ) -> int:
     """A job's whole command line: parses it (what the process was given, if nothing is) and runs `job`; the exit code.
 
-    `common` and `examples` are settings and lines that the first screen of its help shows.
+    `common` and `examples` are settings and lines that the first screen of its help shows. `stored_in`: see `parse`.
 
     Wrong settings, whether the parser finds them or the job does, are one line and exit code 2.
     """
     try:
         given = sys.argv[1:] if arguments is None else arguments
-        return job(parse(cls, given, program=program, description=description, common=common, examples=examples))
+        usage = {"program": program, "description": description}
+        return job(parse(cls, given, **usage, common=common, examples=examples, stored_in=stored_in))
     except (SettingError, MissingSecret) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

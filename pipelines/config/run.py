@@ -245,6 +245,9 @@ class FinishedRunConfig(Section):
     """Checkpoint of the run: the best, the last, or that of a step (a number)."""
     average: int = setting(1, at_least=1, at_most=1000)
     """Average the last N checkpoints (needs `checkpoint.keep` ≥ N). Used instead of `checkpoint`. 1: no averaging."""
+    plugins: tuple[str, ...] = setting((), since="0.4")
+    """Plug-ins, as modules or files, in place of those that the run's stored settings name. Needed if their code has changed
+    since the run began, or lies elsewhere. Empty: those of the run."""
 
     def __post_init__(self) -> None:
         """Raises SettingError where a field is out of range, or no run is named."""

@@ -27,7 +27,7 @@ from raystride.model.hugging_face_layout import NO_WEIGHT, check_tensors, full_n
 from raystride.pipelines.config import Config, ModelConfig, SettingError, TokenizerConfig
 from raystride.pipelines.config.base_model import is_run, settings_from_description
 from raystride.pipelines.config.combinations import DECODERS
-from raystride.pipelines.config.parse import from_yaml
+from raystride.pipelines.config.parse import read_stored_settings
 from raystride.pipelines.data.tokenizers import load_tokenizer
 from raystride.pipelines.data.tokenizers.chat import parse_tokenizer
 from raystride.pipelines.data.tokenizers.loading import PROBE
@@ -155,7 +155,7 @@ def find_base(model: ModelConfig) -> BaseReference | None:
         if not path_or_name:
             return None
         if is_run(path_or_name):
-            return find_base(from_yaml(Config, Folder(path_or_name).read("config.yaml").decode()).model)
+            return find_base(read_stored_settings(Config, Folder(path_or_name)).model)
         description = read_description(path_or_name)
         kind = described_type(description)
         stored = remote_tensors(path_or_name) if is_hub_name(path_or_name) else read_headers(Folder(path_or_name))

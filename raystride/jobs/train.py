@@ -15,7 +15,7 @@ from pathlib import Path
 from yaml import YAMLError
 
 from raystride.pipelines.config import Config
-from raystride.pipelines.config.parse import Parsed, command, from_yaml, to_yaml
+from raystride.pipelines.config.parse import Parsed, command, read_stored_settings, to_yaml
 from raystride.pipelines.config.presets import presets
 from raystride.pipelines.config.words import last_value, words_to_flags
 from raystride.pipelines.launch.run_store.location import storage_base
@@ -27,18 +27,12 @@ EXPLICIT_FLAGS = ("config", "print_config", "help")
 @contextmanager
 def stored_settings(arguments: Sequence[str]) -> Iterator[list[str]]:
     """Yields the arguments, preceded by the run's stored settings if they name an existing run and no configuration."""
-    run, given = (
-        last_value(arguments, "run"),
-        {argument[2:].partition("=")[0] for argument in arguments if argument[:2] == "--"},
-    )
-    if not run or given & set(EXPLICIT_FLAGS) or "/" in run or run.startswith(".") or not run.strip():
+    if (folder := _named_run(arguments)) is None:
         yield list(arguments)
         return
-    storage = Folder.from_uri(last_value(arguments, "storage") or "runs", storage_base())
-    folder = storage / run
     try:
-        # Settings unknown to this version are dropped; a damaged file is reported when the run is resumed.
-        text = to_yaml(from_yaml(Config, folder.read("config.yaml").decode()))
+        # A damaged file is reported when the run is resumed.
+        text = to_yaml(read_stored_settings(Config, folder))
     except (OSError, ValueError, TypeError, AttributeError, YAMLError):
         yield list(arguments)
         return
@@ -46,7 +40,18 @@ def stored_settings(arguments: Sequence[str]) -> Iterator[list[str]]:
         file = Path(place) / "settings.yaml"
         file.write_text(text)
         # The stored path is ignored, as the storage may have been moved.
-        yield ["--config", str(file), "--storage", storage.uri, *arguments]
+        yield ["--config", str(file), "--storage", folder.parent.uri, *arguments]
+
+
+def _named_run(arguments: Sequence[str]) -> Folder | None:
+    """Returns the folder of the run that the arguments name, None if they name none, or a configuration."""
+    run, given = (
+        last_value(arguments, "run"),
+        {argument[2:].partition("=")[0] for argument in arguments if argument[:2] == "--"},
+    )
+    if not run or given & set(EXPLICIT_FLAGS) or "/" in run or run.startswith(".") or not run.strip():
+        return None
+    return Folder.from_uri(last_value(arguments, "storage") or "runs", storage_base()) / run
 
 
 COMMON = (
@@ -66,6 +71,7 @@ EXAMPLES = (
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command line; returns the exit code."""
     words = words_to_flags(Config, sys.argv[1:] if arguments is None else arguments, presets())
+    folder = _named_run(words)
     with stored_settings(words) as given:
         return command(
             Config,
@@ -75,6 +81,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             description="Train or resume a run.",
             common=COMMON,
             examples=EXAMPLES,
+            stored_in=folder.uri if folder else "",
         )
 
 

@@ -20,7 +20,7 @@ from typing import Any
 
 from raystride.model.shape import ENCODERS
 from raystride.pipelines.config import Config, DataConfig, SettingError, TokenizerConfig
-from raystride.pipelines.config.parse import from_yaml
+from raystride.pipelines.config.parse import read_stored_settings
 from raystride.pipelines.data.prepare.fingerprint import open_sources
 from raystride.pipelines.data.sources.faults import DataError, Fault
 from raystride.pipelines.data.sources.source import first_items
@@ -49,7 +49,7 @@ def choose_task(config: Config, storage: Folder | None = None) -> Config:
         return config
     folder = storage / config.run if storage and config.run else None
     if folder and folder.exists("config.yaml"):
-        return _with_stored_task(config, from_yaml(Config, folder.read("config.yaml").decode()))
+        return _with_stored_task(config, read_stored_settings(Config, folder))
     if config.model.architecture in ENCODERS:
         return replace(config, task="classification")  # the only task with encoders
     faults = []

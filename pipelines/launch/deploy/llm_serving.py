@@ -13,7 +13,7 @@ import yaml
 from raystride.pipelines.config import Config, SettingError
 from raystride.pipelines.config.combinations import DECODERS
 from raystride.pipelines.config.deploy import DeployServeConfig
-from raystride.pipelines.config.parse import from_yaml
+from raystride.pipelines.config.parse import read_stored_settings
 from raystride.pipelines.launch.deploy.plan import load_place
 from raystride.pipelines.launch.deploy.render import write_files
 from raystride.pipelines.system.commands import shell_command
@@ -34,7 +34,7 @@ def write_serving_config(settings: DeployServeConfig) -> list[str]:
             setting="run",
             value=settings.run,
         )
-    config = from_yaml(Config, folder.read("config.yaml").decode())
+    config = read_stored_settings(Config, folder)
     text = render_serving_config(settings, config)
     flags = f"--checkpoint {settings.checkpoint} --average {settings.average} --to hugging_face"
     flags += " --merge true" if config.lora.rank else ""

@@ -20,7 +20,7 @@ from yaml import YAMLError
 from raystride.pipelines.config import Config, ModelConfig, SettingError, TokenizerConfig
 from raystride.pipelines.config.base_model import can_be_read
 from raystride.pipelines.config.mixture import defines_source
-from raystride.pipelines.config.parse import from_yaml, to_yaml
+from raystride.pipelines.config.parse import SETTINGS_FILE, read_stored_settings, to_yaml
 from raystride.pipelines.data.prepare.fingerprint import Identity, KeptPreparations, compute_fingerprint, open_sources
 from raystride.pipelines.data.prepare.manifest import FILE as PREPARED_MANIFEST
 from raystride.pipelines.data.prepare.manifest import load_finished_manifest
@@ -49,7 +49,6 @@ from raystride.pipelines.train.checkpoint.layout import BEFORE_PRODUCTS, MANIFES
 S = TypeVar("S", ModelConfig, TokenizerConfig)
 PATH_SETTINGS = ("data.source", "data.validation_source", "data.target_source", "tokenizer.file")
 """Settings that are paths of data: different spellings can mean the same."""
-SETTINGS_FILE = "config.yaml"
 ENVIRONMENT_FILE = "environment.json"
 
 
@@ -80,7 +79,7 @@ def read_previous_attempt(folder: Folder) -> PreviousAttempt | None:
     if not folder.exists(SETTINGS_FILE):
         return None
     try:
-        config = from_yaml(Config, folder.read(SETTINGS_FILE).decode())
+        config = read_stored_settings(Config, folder)
     except (ValueError, TypeError, AttributeError, YAMLError) as error:
         raise SettingError(
             f"{folder / SETTINGS_FILE} of the earlier attempt cannot be read ({error}): use another --run",

@@ -12,7 +12,7 @@ from typing import Any
 from yaml import YAMLError
 
 from raystride.pipelines.config import Config
-from raystride.pipelines.config.parse import from_yaml
+from raystride.pipelines.config.parse import read_stored_settings
 from raystride.pipelines.system.storage.folder import Folder
 
 MAX_SAMPLE_CHARACTERS = 2000
@@ -72,7 +72,7 @@ def load_origin(folder: Folder) -> Origin:
     """Loads the origin from a run's folder; missing or damaged files are ignored."""
     config, environment, sample, answers = None, {}, "", {}
     with suppress(OSError, ValueError, TypeError, AttributeError, YAMLError):
-        config = from_yaml(Config, folder.read("config.yaml").decode())
+        config = read_stored_settings(Config, folder)
     with suppress(OSError, ValueError):
         environment = dict(folder.read_json("environment.json"))
     with suppress(OSError):

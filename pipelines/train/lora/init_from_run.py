@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from raystride.pipelines.config import Config, SettingError
 from raystride.pipelines.config.base_model import FREE, is_run
-from raystride.pipelines.config.parse import from_yaml
+from raystride.pipelines.config.parse import read_stored_settings
 from raystride.pipelines.data.tasks import Task
 from raystride.pipelines.data.tokenizers import load_tokenizer
 from raystride.pipelines.data.tokenizers.byte_pairs import CharacterEncoder
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 def check_run(config: Config, folder: Folder) -> None:
     """Raises SettingError if the run in a folder trained another network, or adapters."""
-    run_config = from_yaml(Config, folder.read("config.yaml").decode())
+    run_config = read_stored_settings(Config, folder)
     if run_config.lora.rank:
         raise _setting_error(folder, "that run has trained adapters; merge them first, `raystride export --merge true`")
     if run_config.task != config.task and "classification" in (run_config.task, config.task):
