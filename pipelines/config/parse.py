@@ -20,6 +20,7 @@ from typing import Any, Generic, Literal, TypeVar, get_args, get_origin, get_typ
 
 import yaml
 
+from raystride.locations import __version__
 from raystride.pipelines.config.base_model import defaults_without_base, settings_from_base
 from raystride.pipelines.config.batch import batch_error, cut_batch_of_content, cut_batch_of_flags, with_slots
 from raystride.pipelines.config.help import Usage, help_text
@@ -32,6 +33,7 @@ from raystride.pipelines.config.words import refuse_words, words_to_flags
 from raystride.pipelines.system.credentials import MissingSecret, redact_all_uris
 from raystride.pipelines.system.errors import SettingError
 from raystride.pipelines.system.storage.folder import Folder
+from raystride.pipelines.system.writer import refuse_unknown
 
 T = TypeVar("T")
 SETTINGS_FILE = "config.yaml"
@@ -220,6 +222,38 @@ def to_yaml(settings: Any) -> str:
     return yaml.safe_dump(redact_all_uris(_to_plain(asdict(settings))), sort_keys=False, allow_unicode=True)
 
 
+WRITER_COMMENT, CHANGED_COMMENT = "# writer: ", "# not at their defaults: "
+"""Lines at the head of stored settings: the version that wrote them, and the full names of those settings."""
+
+
+def to_stored_yaml(settings: Any) -> str:
+    """The settings as YAML for a run's folder: headed by its writer's version, and by the names that are not at their
+    defaults, for versions that do not know them (`system.writer`)."""
+    defaults = dict(_iterate_settings(type(settings)()))
+    changed = [name for name, value in _iterate_settings(settings) if value != defaults[name]]
+    return f"{WRITER_COMMENT}{__version__}\n{CHANGED_COMMENT}{', '.join(changed)}\n{to_yaml(settings)}"
+
+
+def _refuse_newer_settings(cls: type, text: str, content: dict[str, Any], file: str) -> None:
+    """Raises WrittenByNewer if a newer version wrote the settings, and one that is not known here is not at its default."""
+    head = {mark: line.removeprefix(mark) for line in text.splitlines()[:2] for mark in _COMMENTS if line.startswith(mark)}
+    known, values = set(_keys(cls)), dict(_flatten_keys(content))
+    changed = (name.strip() for name in head.get(CHANGED_COMMENT, "").split(","))
+    unknown = {name: values.get(name) for name in changed if name and name not in known}
+    refuse_unknown(file, head.get(WRITER_COMMENT), unknown)
+
+
+_COMMENTS = (WRITER_COMMENT, CHANGED_COMMENT)
+
+
+def _flatten_keys(content: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yields each value of nested mappings by its full name, those of mappings as well."""
+    for key, value in content.items():
+        yield f"{prefix}{key}", value
+        if isinstance(value, dict):
+            yield from _flatten_keys(value, f"{prefix}{key}.")
+
+
 def _to_plain(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _to_plain(item) for key, item in value.items()}
@@ -230,9 +264,14 @@ def _to_plain(value: Any) -> Any:
     return os.fspath(value) if isinstance(value, os.PathLike) else value
 
 
-def from_yaml(cls: type[T], text: str) -> T:
-    """Settings from YAML as `to_yaml` wrote it. Keys that this version does not know are left out. Raises SettingError."""
-    settings: T = _build(cls, with_new_names(yaml.safe_load(text) or {}, cls, None))
+def from_yaml(cls: type[T], text: str, file: str = "the settings") -> T:
+    """Settings from YAML as `to_yaml` or `to_stored_yaml` wrote it. Keys that this version does not know are left out.
+
+    Raises SettingError, and WrittenByNewer with the name of the file if that would change the settings of a newer version.
+    """
+    content = with_new_names(yaml.safe_load(text) or {}, cls, None)
+    _refuse_newer_settings(cls, text, content, file)
+    settings: T = _build(cls, content)
     return settings
 
 
@@ -241,7 +280,7 @@ def read_stored_settings(cls: type[T], folder: Folder) -> T:
 
     Raises FileNotFoundError if there are none, and as `from_yaml` does.
     """
-    return mark_stored(from_yaml(cls, folder.read(SETTINGS_FILE).decode()), folder.uri)
+    return mark_stored(from_yaml(cls, folder.read(SETTINGS_FILE).decode(), str(folder / SETTINGS_FILE)), folder.uri)
 
 
 def _build(cls: Any, content: dict[str, Any]) -> Any:

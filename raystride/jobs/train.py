@@ -20,19 +20,25 @@ from raystride.pipelines.config.presets import presets
 from raystride.pipelines.config.words import last_value, words_to_flags
 from raystride.pipelines.launch.run_store.location import storage_base
 from raystride.pipelines.system.storage.folder import Folder
+from raystride.pipelines.system.writer import WrittenByNewer
 
 EXPLICIT_FLAGS = ("config", "print_config", "help")
 
 
 @contextmanager
 def stored_settings(arguments: Sequence[str]) -> Iterator[list[str]]:
-    """Yields the arguments, preceded by the run's stored settings if they name an existing run and no configuration."""
+    """Yields the arguments, preceded by the run's stored settings if they name an existing run and no configuration.
+
+    Raises WrittenByNewer.
+    """
     if (folder := _named_run(arguments)) is None:
         yield list(arguments)
         return
     try:
         # A damaged file is reported when the run is resumed.
         text = to_yaml(read_stored_settings(Config, folder))
+    except WrittenByNewer:
+        raise
     except (OSError, ValueError, TypeError, AttributeError, YAMLError):
         yield list(arguments)
         return
@@ -72,17 +78,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command line; returns the exit code."""
     words = words_to_flags(Config, sys.argv[1:] if arguments is None else arguments, presets())
     folder = _named_run(words)
-    with stored_settings(words) as given:
-        return command(
-            Config,
-            _run_job,
-            given,
-            program="raystride train",
-            description="Train or resume a run.",
-            common=COMMON,
-            examples=EXAMPLES,
-            stored_in=folder.uri if folder else "",
-        )
+    try:
+        with stored_settings(words) as given:
+            return command(
+                Config,
+                _run_job,
+                given,
+                program="raystride train",
+                description="Train or resume a run.",
+                common=COMMON,
+                examples=EXAMPLES,
+                stored_in=folder.uri if folder else "",
+            )
+    except WrittenByNewer as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
 
 
 def _run_job(parsed: Parsed[Config]) -> int:

@@ -9,7 +9,7 @@ refuse_different_bits(folder / "checkpoints", bits)       # train.exact: raises 
 
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from shlex import quote
@@ -20,7 +20,7 @@ from yaml import YAMLError
 from raystride.pipelines.config import Config, ModelConfig, SettingError, TokenizerConfig
 from raystride.pipelines.config.base_model import can_be_read
 from raystride.pipelines.config.mixture import defines_source
-from raystride.pipelines.config.parse import SETTINGS_FILE, read_stored_settings, to_yaml
+from raystride.pipelines.config.parse import SETTINGS_FILE, read_stored_settings, to_stored_yaml
 from raystride.pipelines.data.prepare.fingerprint import Identity, KeptPreparations, compute_fingerprint, open_sources
 from raystride.pipelines.data.prepare.manifest import FILE as PREPARED_MANIFEST
 from raystride.pipelines.data.prepare.manifest import load_finished_manifest
@@ -44,7 +44,14 @@ from raystride.pipelines.system.commands import launch_command
 from raystride.pipelines.system.credentials import redact_all_uris
 from raystride.pipelines.system.storage.folder import Folder, absolute_uri
 from raystride.pipelines.system.storage.sealed import read_sealed
-from raystride.pipelines.train.checkpoint.layout import BEFORE_PRODUCTS, MANIFEST, checkpoint_names, parse_step
+from raystride.pipelines.system.writer import WrittenByNewer
+from raystride.pipelines.train.checkpoint.layout import (
+    BEFORE_PRODUCTS,
+    MANIFEST,
+    MANIFEST_KEYS,
+    checkpoint_names,
+    parse_step,
+)
 
 S = TypeVar("S", ModelConfig, TokenizerConfig)
 PATH_SETTINGS = ("data.source", "data.validation_source", "data.target_source", "tokenizer.file")
@@ -80,6 +87,8 @@ def read_previous_attempt(folder: Folder) -> PreviousAttempt | None:
         return None
     try:
         config = read_stored_settings(Config, folder)
+    except WrittenByNewer:
+        raise
     except (ValueError, TypeError, AttributeError, YAMLError) as error:
         raise SettingError(
             f"{folder / SETTINGS_FILE} of the earlier attempt cannot be read ({error}): use another --run",
@@ -97,9 +106,11 @@ def read_previous_attempt(folder: Folder) -> PreviousAttempt | None:
     )
 
 
-def _read_json(folder: Folder, name: str) -> dict[str, Any]:
+def _read_json(folder: Folder, name: str, known: Collection[str] | None = None) -> dict[str, Any]:
     try:
-        return read_sealed(folder, name)
+        return read_sealed(folder, name, known=known)
+    except WrittenByNewer:
+        raise
     except (FileNotFoundError, ValueError):
         return {}
 
@@ -320,10 +331,10 @@ def newest_step(folder: Folder) -> int | None:
 
 
 def newest_manifest(folder: Folder) -> dict[str, Any]:
-    """Returns the newest manifest of a run's checkpoints that can be read, empty if there is none."""
+    """Returns the newest manifest of a run's checkpoints that can be read, empty if there is none. Raises WrittenByNewer."""
     checkpoints = folder / "checkpoints"
     names = reversed(checkpoint_names(checkpoints.names()))
-    return next(filter(None, (_read_json(checkpoints / name, MANIFEST) for name in names)), {})
+    return next(filter(None, (_read_json(checkpoints / name, MANIFEST, MANIFEST_KEYS) for name in names)), {})
 
 
 def refuse_fewer_steps(config: Config, reached: int | None) -> None:
@@ -396,8 +407,8 @@ def write_settings(folder: Folder, attempt: str, config: Config, environment: En
     Removes the previous attempt's summary: if this attempt were killed, that summary would be taken for its own.
     """
     folder.remove("summary.json")
-    (folder / "attempts" / attempt).put(SETTINGS_FILE, to_yaml(config))
+    (folder / "attempts" / attempt).put(SETTINGS_FILE, to_stored_yaml(config))
     (folder / "attempts" / attempt).put_json(ENVIRONMENT_FILE, environment)
     # The run goes on with these: what was to be started over once would start over again.
-    folder.put(SETTINGS_FILE, to_yaml(replace(config, launch=replace(config.launch, start_over=False))))
+    folder.put(SETTINGS_FILE, to_stored_yaml(replace(config, launch=replace(config.launch, start_over=False))))
     folder.put_json(ENVIRONMENT_FILE, environment)

@@ -26,7 +26,8 @@ from raystride.pipelines.data.feed.mixture import SAMPLE_BITS, Mixture, split_sa
 from raystride.pipelines.data.feed.order import Order, digest
 from raystride.pipelines.system.storage.folder import Folder
 from raystride.pipelines.system.storage.sealed import read_sealed
-from raystride.pipelines.train.checkpoint.layout import MANIFEST, checkpoint_names, step_name
+from raystride.pipelines.system.writer import WrittenByNewer
+from raystride.pipelines.train.checkpoint.layout import MANIFEST, MANIFEST_KEYS, checkpoint_names, step_name
 
 CHUNK = 1 << 20
 """Positions per chunk: 8 MiB of numbers."""
@@ -190,7 +191,9 @@ def _walk_manifests(checkpoints: Folder) -> Iterator[dict[str, Any]]:
 def _read_manifest(checkpoints: Folder, name: str) -> dict[str, Any] | None:
     """Returns a manifest, or None if it is missing, damaged or lacks a key that an audit needs. Raises AuditFailed."""
     try:
-        manifest = read_sealed(checkpoints / name, MANIFEST)
+        manifest = read_sealed(checkpoints / name, MANIFEST, known=MANIFEST_KEYS)
+    except WrittenByNewer as error:
+        raise AuditFailed(str(error)) from error
     except (FileNotFoundError, IsADirectoryError, NotADirectoryError, ValueError):
         return None
     except OSError as error:

@@ -7,6 +7,13 @@ newest = checkpoint_names(checkpoints.names())[-1]         # "step-00000500"
 import re
 from collections.abc import Iterable
 
+MANIFEST_KEYS = frozenset(
+    [
+        *("attempt", "bits", "commit", "data", "device", "fed", "files", "folder", "format", "lora", "order", "parent_step"),
+        *("positions", "python", "run", "state", "step", "tensors", "threads", "versions", "world"),
+    ]
+)
+"""All keys of manifests up to this version; one of a newer version may have more."""
 MANIFEST = "MANIFEST.json"
 """The last file of a checkpoint to be written: without it there is no checkpoint."""
 

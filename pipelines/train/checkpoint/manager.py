@@ -28,8 +28,9 @@ from torch import nn
 from raystride.pipelines.system.errors import SettingError, Unreadable
 from raystride.pipelines.system.storage.folder import Folder
 from raystride.pipelines.system.storage.sealed import SealBroken, parse_sealed
+from raystride.pipelines.system.writer import WrittenByNewer
 from raystride.pipelines.train.checkpoint.fence import AttemptSuperseded, Claim, claim_checkpoints, commit_fence
-from raystride.pipelines.train.checkpoint.layout import MANIFEST, checkpoint_names, parse_step, step_name
+from raystride.pipelines.train.checkpoint.layout import MANIFEST, MANIFEST_KEYS, checkpoint_names, parse_step, step_name
 from raystride.pipelines.train.checkpoint.pieces import unwrap_part, wrap_part
 from raystride.pipelines.train.checkpoint.retention import data_folder, prune_checkpoints, read_hint
 from raystride.pipelines.train.checkpoint.staging import Staging
@@ -380,7 +381,7 @@ class Checkpoints:
     def _find_problem(self, folder: Folder) -> tuple[str | None, dict[str, Any]]:
         """Returns a checkpoint's problem, if any, and its manifest; the ranks share out the files and exchange results.
 
-        Raises Unreadable on all ranks if one cannot read a file: it may be complete.
+        Raises Unreadable on all ranks if one cannot read a file: it may be complete. Raises WrittenByNewer on all ranks.
         """
         # Read once: the manifest of eight thousand ranks has megabytes, and each of them would request it at once.
         content, problem = self._ask_rank_0(partial(_read_manifest, folder))
@@ -388,12 +389,14 @@ class Checkpoints:
         unreadable: str | None = None
         if not problem:
             try:
-                manifest = parse_sealed(content, "its manifest")
+                manifest = parse_sealed(content, str(folder / MANIFEST), MANIFEST_KEYS)
                 if manifest["format"] not in (FORMAT, INDEXED):
                     return f"its format is {manifest['format']}, this version reads {FORMAT} and {INDEXED}", {}
                 int(manifest["step"])
                 files = sorted(manifest["files"].items())[self.rank :: self.world]
                 problem = next(filter(None, (check_file(folder, name, stated) for name, stated in files)), None)
+            except WrittenByNewer:  # on all ranks: they have the same content
+                raise
             except SealBroken as error:
                 problem = str(error)
             except (ValueError, KeyError, TypeError, AttributeError) as error:

@@ -4,7 +4,7 @@ import hashlib
 import json
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -90,11 +90,11 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def victim(trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Victim]:
+def victim(trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Victim:
     found = Victim(tmp_path)
     shutil.copytree(trained / "runs", found.storage)
     monkeypatch.chdir(found.project)
-    yield found
+    return found
 
 
 def in_storage(name: str, file: Path) -> str:
@@ -201,7 +201,7 @@ def test_only_the_project_and_pythons_path_hold_code(victim: Victim, monkeypatch
 def test_a_file_is_not_replaced_by_one_of_its_base_name(victim: Victim) -> None:
     file = victim.write_code(victim.project / "moved.py")
     victim.store(file, plugins=["/gone/project/moved.py"])
-    with pytest.raises(raystride.SettingError, match="there is no file '/gone/project/moved.py'"):
+    with pytest.raises(raystride.SettingError, match=r"there is no file '/gone/project/moved\.py'"):
         DOORS["load_model"](victim)
     assert not victim.was_run
 
