@@ -190,6 +190,9 @@ class LaunchConfig(Section):
     cluster_timeout_s: float = setting(60.0, above=0, was="launch.timeout_s", renamed="0.4")
     """Seconds that a start waits for the cluster: its address, its nodes (`scaling.min_nodes`) and their answers. Then the
     job ends with exit code 3."""
+    accept_other_code: bool = setting(False, since="0.4")
+    """Accept nodes whose files of Raystride differ from the driver's. For developers who try changes on some nodes; the
+    record names the driver's commit only. false: such a node is an error that names the first files."""
     placement_timeout_s: float = setting(0.0, at_least=0, since="0.2", was="launch.wait_s", renamed="0.3")
     """Seconds that the workers wait for placement on a busy cluster. The job ends after that. 0: no limit."""
 

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import re
 import shutil
 import tempfile
 from collections.abc import Callable
@@ -16,6 +17,8 @@ from raystride.command import run as run_command
 from raystride.pipelines.config.stored import find_stored_folder
 from raystride.pipelines.data.stored_code import check_stored_name
 from tests.tiny import write_text
+
+ROOT = Path(__file__).resolve().parents[3]
 
 SETTINGS = {
     "data": {"kind": "text", "validation": "tail", "validation_fraction": 0.1},
@@ -240,6 +243,29 @@ def test_runs_of_earlier_versions_have_no_hash(victim: Victim, capsys: pytest.Ca
     assert f"warning: plugins: of_0_3.py has no recorded hash, as runs of 0.3 have none; it is loaded from {file}" in (
         capsys.readouterr().err
     )
+
+
+def test_nobody_is_told_to_install_a_name_that_is_not_ours_or_given_here() -> None:
+    """Whoever takes a free name on the package index gets his code onto the machines of all who follow the line.
+
+    A new line belongs into the list if its names are of `pyproject.toml`, or real packages written out.
+    """
+    files = [*(ROOT / "pipelines").rglob("*.py"), *(ROOT / "raystride").rglob("*.py"), *(ROOT / "deploy").rglob("*.j2")]
+    found = {line for file in files for line in re.findall(r"pip install (?:--\S+ )*([^\n]+)", file.read_text())}
+    shown = {re.split(r", |'?\)|\"$| # |; else", line.replace("\\", ""))[0].strip("'\" ") for line in found}
+    assert shown == {
+        "raystride[serve]",
+        "raystride[deepspeed]",
+        "raystride[tensorboard]",
+        "raystride[{extra}]",  # dedup or languages
+        "{package}",  # of SacreBLEU, by a table of that package
+        '{packages}"] if packages else []',  # ray and torch
+        "onnx onnxscript",
+        "nvtx",
+        "nvtx==0.2.10; or take a newer Nsight Systems",
+        "torch=={plain}{index} (docs/gpus.md",
+        '$wheel" "ray[default]=={{ ray_version }}',
+    }
 
 
 def test_names_of_the_caller_are_his(victim: Victim, tmp_path: Path) -> None:
