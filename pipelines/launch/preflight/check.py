@@ -8,7 +8,7 @@ run_preflight(resolved)                                   # a training's preflig
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from raystride.pipelines.config import Config, LaunchConfig, SettingError
+from raystride.pipelines.config import Config, LaunchConfig, SettingError, TrainConfig
 from raystride.pipelines.config.parse import Parsed
 from raystride.pipelines.data.feed.open_dataset import share_notes
 from raystride.pipelines.data.feed.samples import count_windows
@@ -115,14 +115,14 @@ def resolve_and_check(context: RunContext, warn: Callable[[str], None]) -> Resol
     if resolved.resources.gpu_problem and context.config.scaling.device == "auto":
         warn(f"training on CPUs: {resolved.resources.gpu_problem}")
     raise_for_failures(run_preflight(resolved), "cluster")
-    _check_packages(resolved.context.config, warn)
+    refuse_other_packages(resolved.context.config.train, warn)
     return resolved
 
 
-def _check_packages(config: Config, warn: Callable[[str], None]) -> None:
+def refuse_other_packages(train: TrainConfig, warn: Callable[[str], None]) -> None:
     """Warns of each node that has other versions of packages than this driver. Raises CannotRun if the run is exact."""
     lines = describe_other_packages()
-    if lines and config.train.exact:
+    if lines and train.exact:
         found = "; ".join(lines)
         raise CannotRun(
             f"train.exact is true, and nodes have other versions of packages: {found}. Have the same on all nodes",

@@ -20,8 +20,7 @@ from raystride.pipelines.launch.cluster.versions import (
     find_version_mismatch,
     parse_ray_mismatch,
 )
-from raystride.pipelines.launch.preflight.check import _check_packages
-from tests.tiny import tiny, write_text
+from raystride.pipelines.launch.preflight.check import refuse_other_packages
 
 ALIKE = {"raystride": "0.2.0", "python": "3.11", "ray": "2.60.0", "torch": "2.13.0"}
 
@@ -95,7 +94,7 @@ def test_a_node_with_other_code_is_refused_by_its_files_and_accepted_by_develope
 
 
 def test_other_packages_of_a_node_are_a_line_and_an_error_if_exact(
-    ray_cluster: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ray_cluster: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """This driver finds a package of another version first on its path."""
     (tmp_path / "numpy-9.8.7.dist-info").mkdir()
@@ -105,11 +104,11 @@ def test_other_packages_of_a_node_are_a_line_and_an_error_if_exact(
     assert find_version_mismatch(60.0) is None
     (line,) = describe_other_packages()
     assert re.fullmatch(r"\S+ has numpy 2\S+, and this driver numpy 9\.8\.7", line)
-    text, warned = write_text(tmp_path), list[str]()
-    _check_packages(tiny(text), warned.append)
+    warned = list[str]()
+    refuse_other_packages(TrainConfig(), warned.append)
     assert warned == [f"{line}: have the same on all nodes"]
     with pytest.raises(CannotRun, match=r"train\.exact is true, and nodes have other versions of packages: \S+ has numpy"):
-        _check_packages(tiny(text, train=TrainConfig(steps=1, exact=True)), warned.append)
+        refuse_other_packages(TrainConfig(exact=True), warned.append)
     versions._other_packages.clear()
     versions._matching_nodes.clear()
     assert describe_other_packages() == []
