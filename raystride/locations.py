@@ -2,7 +2,8 @@
 
 from pathlib import Path
 
-__version__ = "0.3.0"
+__version__ = "0.4.0.dev1"
+"""Between two releases the next one's with `.devN`."""
 
 PACKAGE = Path(__file__).parent
 """The package `raystride`, with configurations, deployment templates and all modules."""

@@ -11,7 +11,8 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from raystride.pipelines.config import SettingError
-from raystride.pipelines.data.plugins import FIT, RUN_TASKS, SCRIPT, SOURCES, TASKS, register_task
+from raystride.pipelines.data.plugins import FIT, RUN_TASKS, SOURCES, TASKS, register_task
+from raystride.pipelines.data.stored_code import SCRIPT
 from raystride.pipelines.launch.console.screen import Screen, SilentScreen
 from raystride.pipelines.system.storage.folder import Folder
 from raystride.pipelines.train.own_model.definition import OwnModel

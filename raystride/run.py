@@ -137,25 +137,29 @@ class Run:
             StoredCheckpoint(int(name.removeprefix("step-")), (kept.folder / name).uri) for name in sorted(kept.list_names())
         ]
 
-    def load_model(self, checkpoint: str | int = "best", *, into: "nn.Module | None" = None) -> "nn.Module":
+    def load_model(
+        self, checkpoint: str | int = "best", *, into: "nn.Module | None" = None, plugins: Sequence[str] = ()
+    ) -> "nn.Module":
         """Returns the trained network in evaluation mode, on the CPU.
 
         Args:
             checkpoint: `best`, `last`, or a step.
             into: a module of the same shape, which is filled and returned: where the code of the run is not at hand, such as
                 that of a script that called `raystride.fit`.
+            plugins: plug-ins, as modules or files, in place of those that the run's stored settings name.
 
         Returns:
             The module.
 
         Raises:
-            SettingError: there is no such checkpoint, it is damaged, or shapes differ.
+            SettingError: there is no such checkpoint, it is damaged, shapes differ, or the run names code that must not be
+                loaded (docs/security.md).
         """
         from raystride.pipelines.evaluate.load_run import load_into, open_run
 
         if into is not None:
             return load_into(into, Folder(self.storage), self.name, checkpoint)
-        model = open_run(Folder(self.storage), self.name, checkpoint).model
+        model = open_run(Folder(self.storage), self.name, checkpoint, plugins=plugins).model
         return getattr(model, "users_module", model)
 
     def generate(self, prompt: str = "", settings: Mapping[str, Any] | None = None) -> str:
@@ -358,10 +362,10 @@ def generate(run: Run | str, prompt: str = "", settings: Settings | None = None,
         raystride.generate("mine", "def main():", {"sample.tokens": 40})
     """
     from raystride.pipelines.data.tasks.text_generation import write_text
-    from raystride.pipelines.evaluate.load_run import open_cached, select_run
+    from raystride.pipelines.evaluate.load_run import open_cached, select_named_run
 
     given = load_settings(GenerateConfig, _run_settings(run, storage) | dict(settings or {})).settings
-    opened = open_cached(select_run(Folder.from_uri(given.storage), given.run, given.checkpoint, given.average))
+    opened = open_cached(select_named_run(given))
     sample: SampleConfig = replace(given.sample, prompt=prompt)
     return "".join(write_text(opened.writer, opened.task, sample))
 

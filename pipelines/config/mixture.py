@@ -130,6 +130,8 @@ def _entry(data: DataConfig, name: str, content: object) -> Entry:
     changes: dict[str, Any] = {key: value for key, value in content.items() if key not in OWN}
     try:
         changes = {key: parse_value(DataConfig, key, value) for key, value in changes.items()}
+        if "transforms" in changes:  # the names themselves, which may be marked as stored ones
+            changes["transforms"] = tuple(content["transforms"])
         return Entry(replace(data, sources={}, curriculum=(), weights="given", **changes), **own)
     except SettingError as error:
         own_name = f"{where}.{error.setting.removeprefix('data.')}"

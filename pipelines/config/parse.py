@@ -20,6 +20,7 @@ from typing import Any, Generic, Literal, TypeVar, get_args, get_origin, get_typ
 
 import yaml
 
+from raystride.locations import __version__
 from raystride.pipelines.config.base_model import defaults_without_base, settings_from_base
 from raystride.pipelines.config.batch import batch_error, cut_batch_of_content, cut_batch_of_flags, with_slots
 from raystride.pipelines.config.help import Usage, help_text
@@ -27,11 +28,16 @@ from raystride.pipelines.config.presets import find_config, presets
 from raystride.pipelines.config.renamed import Tell, with_new_flags, with_new_names
 from raystride.pipelines.config.run import ARGUMENTS, is_argument
 from raystride.pipelines.config.section import find_alias, nearest
+from raystride.pipelines.config.stored import find_stored_folder, mark_stored, stored_names
 from raystride.pipelines.config.words import refuse_words, words_to_flags
 from raystride.pipelines.system.credentials import MissingSecret, redact_all_uris
 from raystride.pipelines.system.errors import SettingError
+from raystride.pipelines.system.storage.folder import Folder
+from raystride.pipelines.system.writer import refuse_unknown
 
 T = TypeVar("T")
+SETTINGS_FILE = "config.yaml"
+"""A run's stored settings, in its folder."""
 SHORT_FORMS = {"launch": "mode"}
 """Sections whose name stands for one of their settings: `--launch inline`, `launch: inline`."""
 
@@ -63,8 +69,12 @@ def parse(
     description: str = "",
     common: Sequence[str] = (),
     examples: Sequence[str] = (),
+    stored_in: str = "",
 ) -> Parsed[T]:
     """Reads settings of a dataclass. `--help` and `--print_config` print and leave.
+
+    `stored_in` is the folder of the stored settings of which the files in `arguments` are copies. Names of code in stored
+    settings are marked (`config.stored`), in those of any file that lies in a storage.
 
     Raises SettingError for an unknown key (naming the nearest), a wrong value, or a file that cannot be read.
     """
@@ -79,14 +89,21 @@ def parse(
     _check_flags(given, known)
     refuse_words(given, presets())
     files = _config_files(given)
-    written = set(_written_flags(given, known))
+    named = set(_written_flags(given, known))
+    """Settings that the caller gives himself."""
+    written = set(named)
     given = cut_batch_of_flags(given)
     for file in dict.fromkeys(files):
         content = _read_file(file, cls, known, _warn)
-        written |= set(_given_keys(content, known))
+        keys = set(_given_keys(content, known))
+        written |= keys
+        folder = stored_in or find_stored_folder(file)
+        stored_in, named = (folder, named) if folder else (stored_in, named | keys)
         given = _with_content(given, file, cut_batch_of_content(content))
     parser = _parser(cls)  # type: ignore[arg-type]
     settings = _instantiate(cls, parser, lambda: parser.parse_args(given) if given else parser.get_defaults(), written)
+    if stored_in:
+        settings = mark_stored(settings, stored_in, named)
     return Parsed(settings, Path(files[-1]).stem if files else "run", _names_source(written))
 
 
@@ -95,7 +112,7 @@ def load_settings(cls: type[T], given: Any, changes: Mapping[str, Any] | None = 
 
     Mappings are nested, or have full names (`train.steps`) as keys. Raises SettingError as `parse` does.
     """
-    known, preset = set(_keys(cls)), "run"
+    known, preset, stored_in, names = set(_keys(cls)), "run", "", None
     tell = logging.getLogger("raystride").warning
     written: set[str] = set()
     if isinstance(given, cls):
@@ -106,19 +123,23 @@ def load_settings(cls: type[T], given: Any, changes: Mapping[str, Any] | None = 
             _merge(content, _nest(without_base), known)
             flat |= without_base
         written = {name for name, value in flat.items() if value != defaults[name]}
+        names = list(stored_names(given))
+        stored_in = names[0].run if names else ""
     elif isinstance(given, Mapping):
         content = _complete_sections(with_new_names(_nest(given), cls, tell), cls)
     else:
         file = find_config(str(given))
-        content, preset = _read_file(file, cls, known, tell), Path(file).stem
+        content, preset, stored_in = _read_file(file, cls, known, tell), Path(file).stem, find_stored_folder(file)
     over = _complete_sections(with_new_names(_nest(changes or {}), cls, tell), cls)
-    written |= set(_given_keys(over if isinstance(given, cls) else content, known)) | set(_given_keys(over, known))
+    named = set(_given_keys(over, known))
+    written |= named if isinstance(given, cls) else named | set(_given_keys(content, known))
     content, over = cut_batch_of_content(content), cut_batch_of_content(over)
     _merge(content, over, known)
     _check_keys(content, known, "settings")
     parser = _parser(cls)  # type: ignore[arg-type]
     has_source = isinstance(given, cls) or _names_source(written)
-    return Parsed(_instantiate(cls, parser, lambda: parser.parse_object(content), written), preset, has_source)
+    settings = _instantiate(cls, parser, lambda: parser.parse_object(content), written)
+    return Parsed(mark_stored(settings, stored_in, named, names) if stored_in else settings, preset, has_source)
 
 
 def _names_source(written: Collection[str]) -> bool:
@@ -201,18 +222,65 @@ def to_yaml(settings: Any) -> str:
     return yaml.safe_dump(redact_all_uris(_to_plain(asdict(settings))), sort_keys=False, allow_unicode=True)
 
 
+WRITER_COMMENT, CHANGED_COMMENT = "# writer: ", "# not at their defaults: "
+"""Lines at the head of stored settings: the version that wrote them, and the full names of those settings."""
+
+
+def to_stored_yaml(settings: Any) -> str:
+    """The settings as YAML for a run's folder: headed by its writer's version, and by the names that are not at their
+    defaults, for versions that do not know them (`system.writer`)."""
+    defaults = dict(_iterate_settings(type(settings)()))
+    changed = [name for name, value in _iterate_settings(settings) if value != defaults[name]]
+    return f"{WRITER_COMMENT}{__version__}\n{CHANGED_COMMENT}{', '.join(changed)}\n{to_yaml(settings)}"
+
+
+def _refuse_newer_settings(cls: type, text: str, content: dict[str, Any], file: str) -> None:
+    """Raises WrittenByNewer if a newer version wrote the settings, and one that is not known here is not at its default."""
+    head = {mark: line.removeprefix(mark) for line in text.splitlines()[:2] for mark in _COMMENTS if line.startswith(mark)}
+    known, values = set(_keys(cls)), dict(_flatten_keys(content))
+    changed = (name.strip() for name in head.get(CHANGED_COMMENT, "").split(","))
+    unknown = {name: values.get(name) for name in changed if name and name not in known}
+    refuse_unknown(file, head.get(WRITER_COMMENT), unknown)
+
+
+_COMMENTS = (WRITER_COMMENT, CHANGED_COMMENT)
+
+
+def _flatten_keys(content: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yields each value of nested mappings by its full name, those of mappings as well."""
+    for key, value in content.items():
+        yield f"{prefix}{key}", value
+        if isinstance(value, dict):
+            yield from _flatten_keys(value, f"{prefix}{key}.")
+
+
 def _to_plain(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _to_plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [_to_plain(item) for item in value]
+    if isinstance(value, str):
+        return str(value)  # a marked name is a string of its own class
     return os.fspath(value) if isinstance(value, os.PathLike) else value
 
 
-def from_yaml(cls: type[T], text: str) -> T:
-    """Settings from YAML as `to_yaml` wrote it. Keys that this version does not know are left out. Raises SettingError."""
-    settings: T = _build(cls, with_new_names(yaml.safe_load(text) or {}, cls, None))
+def from_yaml(cls: type[T], text: str, file: str = "the settings") -> T:
+    """Settings from YAML as `to_yaml` or `to_stored_yaml` wrote it. Keys that this version does not know are left out.
+
+    Raises SettingError, and WrittenByNewer with the name of the file if that would change the settings of a newer version.
+    """
+    content = with_new_names(yaml.safe_load(text) or {}, cls, None)
+    _refuse_newer_settings(cls, text, content, file)
+    settings: T = _build(cls, content)
     return settings
+
+
+def read_stored_settings(cls: type[T], folder: Folder) -> T:
+    """Returns the stored settings of a run or sweep, with its names of code marked as such.
+
+    Raises FileNotFoundError if there are none, and as `from_yaml` does.
+    """
+    return mark_stored(from_yaml(cls, folder.read(SETTINGS_FILE).decode(), str(folder / SETTINGS_FILE)), folder.uri)
 
 
 def _build(cls: Any, content: dict[str, Any]) -> Any:
@@ -477,16 +545,18 @@ def command(
     description: str,
     common: Sequence[str] = (),
     examples: Sequence[str] = (),
+    stored_in: str = "",
 ) -> int:
     """A job's whole command line: parses it (what the process was given, if nothing is) and runs `job`; the exit code.
 
-    `common` and `examples` are settings and lines that the first screen of its help shows.
+    `common` and `examples` are settings and lines that the first screen of its help shows. `stored_in`: see `parse`.
 
     Wrong settings, whether the parser finds them or the job does, are one line and exit code 2.
     """
     try:
         given = sys.argv[1:] if arguments is None else arguments
-        return job(parse(cls, given, program=program, description=description, common=common, examples=examples))
+        usage = {"program": program, "description": description}
+        return job(parse(cls, given, **usage, common=common, examples=examples, stored_in=stored_in))
     except (SettingError, MissingSecret) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -190,6 +190,9 @@ class LaunchConfig(Section):
     cluster_timeout_s: float = setting(60.0, above=0, was="launch.timeout_s", renamed="0.4")
     """Seconds that a start waits for the cluster: its address, its nodes (`scaling.min_nodes`) and their answers. Then the
     job ends with exit code 3."""
+    accept_other_code: bool = setting(False, since="0.4")
+    """Accept nodes whose files of Raystride differ from the driver's. For developers who try changes on some nodes; the
+    record names the driver's commit only. false: such a node is an error that names the first files."""
     placement_timeout_s: float = setting(0.0, at_least=0, since="0.2", was="launch.wait_s", renamed="0.3")
     """Seconds that the workers wait for placement on a busy cluster. The job ends after that. 0: no limit."""
 
@@ -256,6 +259,9 @@ class FinishedRunConfig(Section):
     """Checkpoint of the run: the best, the last, or that of a step (a number)."""
     average: int = setting(1, at_least=1, at_most=1000)
     """Average the last N checkpoints (needs `checkpoint.keep` ≥ N). Used instead of `checkpoint`. 1: no averaging."""
+    plugins: tuple[str, ...] = setting((), since="0.4")
+    """Plug-ins, as modules or files, in place of those that the run's stored settings name. Needed if their code has changed
+    since the run began, or lies elsewhere. Empty: those of the run."""
 
     def __post_init__(self) -> None:
         """Raises SettingError where a field is out of range, or no run is named."""

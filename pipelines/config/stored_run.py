@@ -24,9 +24,10 @@ from raystride.pipelines.config.attempts import (
     sha256,
 )
 from raystride.pipelines.config.config import Config
-from raystride.pipelines.config.parse import from_yaml, to_yaml
+from raystride.pipelines.config.parse import read_stored_settings, to_stored_yaml
 from raystride.pipelines.system.storage.folder import Folder
 from raystride.pipelines.system.storage.sealed import put_sealed
+from raystride.pipelines.system.writer import WrittenByNewer
 
 
 def read_settings(run: Folder) -> Config:
@@ -60,7 +61,9 @@ def read_attempt_settings(run: Folder) -> Config | None:
 def parse_settings(folder: Folder) -> Config:
     """Returns the settings of `config.yaml` as it is. Raises FileNotFoundError, and SettingError if it is none."""
     try:
-        return from_yaml(Config, folder.read(SETTINGS_FILE).decode())
+        return read_stored_settings(Config, folder)
+    except WrittenByNewer:
+        raise
     except (FileNotFoundError, IsADirectoryError, ValueError, TypeError, AttributeError, YAMLError) as error:
         others = (place / SETTINGS_FILE for place in copies(folder) if place != folder and place.exists(SETTINGS_FILE))
         if (copy := next(others, None)) is None and isinstance(error, FileNotFoundError):
@@ -74,7 +77,7 @@ def put_attempt(run: Folder, attempt: str, config: Config, environment: Mapping[
 
     The run goes on with the plain ones, which no longer start it over or take an edited file.
     """
-    files = to_yaml(_without_one_time_settings(config)), to_yaml(config)
+    files = to_stored_yaml(_without_one_time_settings(config)), to_stored_yaml(config)
     hashes = [sha256(text.encode()) for text in files]
     if run.exists(SETTINGS_FILE):
         hashes.append(sha256(run.read(SETTINGS_FILE)))

@@ -15,7 +15,6 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
-from hashlib import sha256
 from importlib import import_module
 from importlib.metadata import entry_points
 from importlib.util import find_spec, module_from_spec, spec_from_file_location
@@ -23,14 +22,11 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from raystride.pipelines.config import Config, SettingError
+from raystride.pipelines.data.stored_code import FILE_PREFIX, SCRIPT, check_stored_name, find_plugin_file, name_module
 
 OWN_PACKAGE = "raystride"
-FILE_PREFIX = "raystride_plugin_"
-"""How the modules begin that plug-ins in files become."""
 ENTRY_POINT_GROUP = "raystride.plugins"
 """The entry-point group in which installed packages list modules that register plug-ins."""
-SCRIPT = "__main__"
-"""In a run's settings, the script that trained it."""
 
 FIT = "fit"
 """The task of all runs of `raystride.fit`."""
@@ -140,11 +136,14 @@ def _check_not_registered(kind: str, name: str, known: Any, new: Any) -> None:
 def load_plugins(plugins: Iterable[str]) -> None:
     """Imports these modules and files in this process, each once.
 
-    Raises SettingError, which names the plug-in, if one is missing or fails.
+    Raises SettingError, which names the plug-in, if one is missing or fails, or if a stored file names it and it must not be
+    loaded (`stored_code`).
     """
-    for plugin in plugins:
+    listed = tuple(plugins)
+    for plugin in listed:
         if plugin != SCRIPT:
-            _load_plugin(plugin)
+            check_stored_name(plugin, "plugins", listed)
+            _load_plugin(str(plugin))
 
 
 @cache
@@ -166,25 +165,13 @@ def _load_plugin(plugin: str) -> None:
         if error.name is None or not f"{plugin}.".startswith(f"{error.name}."):
             raise SettingError(f"plugins: {plugin!r} fails: {error!r}", setting="plugins", value=plugin) from error
         raise SettingError(
-            f"plugins: there is no module {plugin!r} on Python's path; install it, start the job in its project's folder, "
-            "or name its file",
+            f"plugins: there is no module {plugin!r} on Python's path: start the job in its project's folder, install that "
+            "project, or name its file",
             setting="plugins",
             value=plugin,
         ) from None
     except Exception as error:
         raise SettingError(f"plugins: {plugin!r} fails: {error!r}", setting="plugins", value=plugin) from error
-
-
-def find_plugin_file(plugin: str) -> Path | None:
-    """Returns a plug-in's file, searched here and on `sys.path`; None for a module. Raises SettingError."""
-    if not plugin.endswith(".py"):
-        return None
-    for place in ("", *sys.path):
-        for name in (plugin, Path(plugin).name):
-            if (found := Path(place) / name).is_file():
-                return found.resolve()
-    message = f"plugins: there is no file {plugin!r}, neither here nor on Python's path"
-    raise SettingError(message, setting="plugins", value=plugin)
 
 
 def plugin_paths(plugins: Iterable[str]) -> list[str]:
@@ -203,7 +190,7 @@ def plugin_paths(plugins: Iterable[str]) -> list[str]:
 
 def _load_file(file: Path) -> None:
     """Imports a file under a unique module name; its classes are pickled by value, as other processes lack that module."""
-    name = f"{FILE_PREFIX}{file.stem}_{sha256(str(file).encode()).hexdigest()[:8]}"
+    name = name_module(file)
     spec = spec_from_file_location(name, file)
     assert spec is not None
     assert spec.loader is not None

@@ -43,6 +43,7 @@ from raystride.pipelines.system.hub import (
     remote_tensors,
 )
 from raystride.pipelines.system.storage.folder import Folder
+from raystride.pipelines.system.writer import WrittenByNewer
 
 if TYPE_CHECKING:
     import torch
@@ -159,6 +160,8 @@ def find_base(model: ModelConfig) -> BaseReference | None:
         description = read_description(path_or_name)
         kind = described_type(description)
         stored = remote_tensors(path_or_name) if is_hub_name(path_or_name) else read_headers(Folder(path_or_name))
+    except WrittenByNewer:
+        raise
     except (OSError, ValueError):
         return None
     names = full_names(layout_of(model, kind), stored)

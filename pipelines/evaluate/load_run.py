@@ -8,16 +8,18 @@ chosen = select_run(storage, "my-run")                    # without the paramete
 
 import hashlib
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from threading import Lock
 from typing import TYPE_CHECKING, Any
 
-from raystride.pipelines.config import Config, ModelConfig
+from raystride.pipelines.config import Config, FinishedRunConfig, ModelConfig
 from raystride.pipelines.config.attempts import ATTEMPTS
 from raystride.pipelines.config.stored_run import read_settings
-from raystride.pipelines.data.plugins import FIT, RUN_TASKS, SCRIPT, TASKS, load_plugins
+from raystride.pipelines.data.plugins import FIT, RUN_TASKS, TASKS, load_plugins
+from raystride.pipelines.data.stored_code import SCRIPT, admit_stored_code
 from raystride.pipelines.data.tasks import Task, build_task
 from raystride.pipelines.data.tasks.contract import refuse_missing
 from raystride.pipelines.data.tasks.encoder import Encoder
@@ -144,20 +146,36 @@ _cached: "tuple[tuple[str, ...], nn.Module] | None" = None
 _cache_lock = Lock()
 
 
-def open_run(storage: Folder, run: str, checkpoint: str | int = "best", average: int = 1) -> LoadedModel:
+def open_run(
+    storage: Folder, run: str, checkpoint: str | int = "best", average: int = 1, plugins: Sequence[str] = ()
+) -> LoadedModel:
     """Opens a run at its `best` or `last` checkpoint, or at the mean of its newest ones (Vaswani et al., 2017, 6.1).
 
     Raises SettingError if there is no such run, or not that many checkpoints.
     """
-    return select_run(storage, run, checkpoint, average).open()
+    return select_run(storage, run, checkpoint, average, plugins).open()
 
 
-def select_run(storage: Folder, run: str, checkpoint: str | int = "best", average: int = 1) -> SelectedRun:
-    """Selects the checkpoints that `open_run` opens. Raises SettingError as it does, and if a plug-in is missing."""
+def select_run(
+    storage: Folder, run: str, checkpoint: str | int = "best", average: int = 1, plugins: Sequence[str] = ()
+) -> SelectedRun:
+    """Selects the checkpoints that `open_run` opens.
+
+    `plugins` are the caller's, in place of those that the run names. Raises SettingError as `open_run` does, and if code of
+    the run is missing or must not be loaded (`stored_code`).
+    """
     config = _load_config(storage, run)
+    config = replace(config, plugins=tuple(plugins)) if plugins else config
     load_plugins(config.plugins)  # a missing one is reported before a cluster is started
+    config = admit_stored_code(config)
     chosen = _select_checkpoints(storage, run, checkpoint, average)
     return SelectedRun(config, chosen, _find_script_task(config, storage / run))
+
+
+def select_named_run(settings: FinishedRunConfig) -> SelectedRun:
+    """Selects the run, checkpoints and plug-ins that a job's settings name. Raises SettingError as `select_run` does."""
+    storage = Folder.from_uri(settings.storage)
+    return select_run(storage, settings.run, settings.checkpoint, settings.average, settings.plugins)
 
 
 def _load_config(storage: Folder, run: str) -> Config:

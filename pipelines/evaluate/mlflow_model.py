@@ -18,7 +18,7 @@ from typing import Any
 
 from raystride.locations import PACKAGE
 from raystride.pipelines.config import SampleConfig
-from raystride.pipelines.config.parse import to_yaml
+from raystride.pipelines.config.parse import to_stored_yaml
 from raystride.pipelines.data.plugins import plugin_paths
 from raystride.pipelines.evaluate.load_run import LoadedModel
 from raystride.pipelines.evaluate.recording import ReopenedRun
@@ -104,7 +104,7 @@ def _write_files(opened: LoadedModel, sample: SampleConfig, folder: Folder) -> N
     from safetensors.torch import save_model
 
     assert folder.local
-    folder.put(CONFIG, to_yaml(opened.config))
+    folder.put(CONFIG, to_stored_yaml(opened.config))
     save_model(opened.model, str(folder.local / WEIGHTS))
     folder.put_json(SAMPLE, asdict(sample))
     folder.put_json("facts.json", dict(opened.task.facts) | {"tokenizers": list(opened.task.tokenizers)})

@@ -5,6 +5,8 @@
         http://127.0.0.1:5000/invocations
 """
 
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pandas as pd  # type: ignore[import-untyped]
@@ -32,8 +34,9 @@ class MlflowModel(PythonModel):  # type: ignore[misc]
         """Opens the model in a folder."""
         place = Folder.from_uri(folder)
         config = from_yaml(Config, place.read(CONFIG).decode())
-        task = load_task(config, place)
         assert place.local
+        config = replace(config, plugins=tuple(_find_exported(plugin, place.local) for plugin in config.plugins))
+        task = load_task(config, place)
         opened = LoadedModel(config, task, load_weights(config.model, task, place.local / WEIGHTS), step=0, place=place)
         self._predictor = Predictor(
             opened, PredictorConfig(run=config.run or "served"), SampleConfig(**place.read_json(SAMPLE))
@@ -50,3 +53,9 @@ class MlflowModel(PythonModel):  # type: ignore[misc]
             examples += predictor.build_examples(piece)
         answers = pd.DataFrame(list(predictor.predict_examples(examples)))
         return answers.drop(columns=[column.name for column in columns])
+
+
+def _find_exported(plugin: str, folder: Path) -> str:
+    """Returns a plug-in's file in the code of the exported model, whose artifact `run` is the folder, else its name."""
+    exported = folder.parents[1] / "code" / Path(plugin).name
+    return str(exported) if plugin.endswith(".py") and exported.is_file() else plugin

@@ -40,7 +40,7 @@ def evaluate_run(settings: EvaluateConfig, log: Log = print) -> "tuple[Evaluatio
 
     Raises SettingError, DataError, CannotRun.
     """
-    from raystride.pipelines.evaluate.load_run import select_run
+    from raystride.pipelines.evaluate.load_run import select_named_run
 
     storage = Folder.from_uri(settings.storage)
     run = storage / settings.run
@@ -51,7 +51,7 @@ def evaluate_run(settings: EvaluateConfig, log: Log = print) -> "tuple[Evaluatio
             setting="run",
             value=settings.run,
         )
-    chosen = select_run(storage, settings.run, settings.checkpoint, settings.average)
+    chosen = select_named_run(settings)
     _refuse_own_model(
         chosen,
         "scores of a model of your own on its validation are in the run's summary; on other data "
@@ -75,9 +75,9 @@ def predict_files(settings: PredictConfig, log: Log = print) -> "PredictionResul
     Raises SettingError if there is no such run, or the folder holds predictions of another input; DataError for the input;
     CannotRun if there is no cluster.
     """
-    from raystride.pipelines.evaluate.load_run import select_run
+    from raystride.pipelines.evaluate.load_run import select_named_run
 
-    chosen = select_run(Folder.from_uri(settings.storage), settings.run, settings.checkpoint, settings.average)
+    chosen = select_named_run(settings)
     _refuse_own_model(chosen, ASK_BY_FUNCTION)
     from raystride.pipelines.evaluate.prediction import InputData, predict
 
@@ -108,9 +108,9 @@ def predict_inputs(settings: PredictConfig, inputs: Sequence[Any]) -> list[dict[
 
     Raises SettingError if there is no such run or device, or the task cannot read an input.
     """
-    from raystride.pipelines.evaluate.load_run import open_cached, select_run
+    from raystride.pipelines.evaluate.load_run import open_cached, select_named_run
 
-    chosen = select_run(Folder.from_uri(settings.storage), settings.run, settings.checkpoint, settings.average)
+    chosen = select_named_run(settings)
     _refuse_own_model(chosen, ASK_BY_FUNCTION)
     # Imported only after the run was found.
     from raystride.pipelines.data.sources.faults import Fault
@@ -147,10 +147,10 @@ def apply_function(
 
     Raises SettingError if there is no such run or the function returns something else, DataError, CannotRun.
     """
-    from raystride.pipelines.evaluate.load_run import select_run
+    from raystride.pipelines.evaluate.load_run import select_named_run
 
     storage = Folder.from_uri(settings.storage)
-    chosen = select_run(storage, settings.run, settings.checkpoint, settings.average)
+    chosen = select_named_run(settings)
     from raystride.pipelines.evaluate.apply_own_model import ApplyJob, cut_dataset
     from raystride.pipelines.evaluate.prediction import predict_all
     from raystride.pipelines.train.own_model.streams import is_stream, store_stream
@@ -170,10 +170,10 @@ def export_run(settings: ExportConfig) -> "tuple[Folder, LoadedModel]":
 
     Raises SettingError if there is no such run or checkpoint, or the format cannot represent the model.
     """
-    from raystride.pipelines.evaluate.load_run import select_run
+    from raystride.pipelines.evaluate.load_run import select_named_run
 
     storage = Folder.from_uri(settings.storage)
-    chosen = select_run(storage, settings.run, settings.checkpoint, settings.average)
+    chosen = select_named_run(settings)
     if settings.merge and not chosen.config.lora.rank:
         message = f"merge is True: it must be false, since run {settings.run} trained no adapters (lora.rank is 0)"
         raise SettingError(message, setting="merge", value=True)
@@ -216,10 +216,10 @@ def export_for_serving(settings: ServeConfig) -> "tuple[Folder, LoadedModel]":
     Raises SettingError as `export_run` does.
     """
     from raystride.pipelines.evaluate.export import export_hugging_face
-    from raystride.pipelines.evaluate.load_run import open_run
+    from raystride.pipelines.evaluate.load_run import select_named_run
 
     storage = Folder.from_uri(settings.storage)
-    opened = open_run(storage, settings.run, settings.checkpoint, settings.average)
+    opened = select_named_run(settings).open()
     _ = opened.decoder  # raises for other networks
     _merge_adapters(opened)
     # A separate folder: the output of `export` may be the base of other adapters, which identify it by its hash.

@@ -1,7 +1,7 @@
 """Provenance of a run: the environment and data that it records, its tags, and the links to its pages.
 
-environment = describe_run(config.launch, resources, allocation, attempt, base, prepared, previous)    # environment.json
-tags = run_tags(environment, config.scaling, allocation, dashboard)                                     # of its MLflow run
+environment = describe_run(config, resources, allocation, attempt, base, prepared, previous)    # environment.json
+tags = run_tags(environment, config.scaling, allocation, dashboard)                              # of its MLflow run
 """
 
 import getpass
@@ -18,6 +18,7 @@ from raystride.pipelines.data.prepare.one_source import PreparedData
 from raystride.pipelines.data.prepare.progress import describe_speeds, load_stages
 from raystride.pipelines.data.prepare.raw_files import hash_raw_files, read_raw_files
 from raystride.pipelines.data.pretrained import BaseInfo
+from raystride.pipelines.data.stored_code import hash_named_code
 from raystride.pipelines.launch.cluster.cluster import has_several_nodes, run_on_node
 from raystride.pipelines.launch.cluster.internals import submission_id
 from raystride.pipelines.launch.cluster.resources import Allocation, Resources
@@ -41,7 +42,7 @@ def driver_start(fallback: float) -> float:
 
 
 def describe_run(
-    launch: LaunchConfig,
+    config: Config,
     resources: Resources,
     allocation: Allocation,
     attempt: str,
@@ -49,11 +50,12 @@ def describe_run(
     prepared: PreparedData,
     previous: PreviousAttempt | None,
 ) -> RunEnvironment:
-    """Returns the content of a run's `environment.json`: machine, versions, base and data. Needs ray.init unless inline."""
+    """Returns the content of a run's `environment.json`: machine, versions, base, code, data. Needs Ray unless inline."""
     return {
-        **describe_surroundings(launch, resources, allocation),
+        **describe_surroundings(config.launch, resources, allocation),
         "attempt": attempt,
         "base": asdict(base) if base else {},
+        "code_sha256": hash_named_code(config),
         **describe_data(prepared, previous),
     }
 

@@ -174,7 +174,7 @@ def train(
         milestones["data"] = time.time()
         if admission.starts_over:
             move_checkpoints_aside(folder, attempt, screen.log)
-        environment = describe_run(config.launch, resources, allocation, attempt, admission.base, prepared, previous)
+        environment = describe_run(config, resources, allocation, attempt, admission.base, prepared, previous)
         job = Job(
             config=config,
             run=str(config.run),

@@ -13,7 +13,7 @@ from functools import partial
 from shlex import quote
 
 from raystride.pipelines.config import Config, SettingError
-from raystride.pipelines.config.parse import Parsed, to_yaml
+from raystride.pipelines.config.parse import SETTINGS_FILE, Parsed, to_stored_yaml
 from raystride.pipelines.config.sweep import SweepJobConfig
 from raystride.pipelines.config.train import LARGER_IS_BETTER
 from raystride.pipelines.data.plugins import PluginBundle
@@ -109,7 +109,7 @@ def run_trials(base: SweepJobConfig, storage: Folder, screen: Screen) -> Answer:
             )
             return build_answer(base, list(known.values()), described)
     with RunLease.acquire(folder, new_attempt()):
-        folder.put("config.yaml", to_yaml(replace(base, sweep=replace(base.sweep, shard=""))))
+        folder.put(SETTINGS_FILE, to_stored_yaml(replace(base, sweep=replace(base.sweep, shard=""))))
         tracking = SweepTracking(folder, base, storage)
         try:
             if base.sweep.retry and not base.sweep.shard:

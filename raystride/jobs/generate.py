@@ -23,10 +23,10 @@ def _run_job(parsed: Parsed[GenerateConfig]) -> int:
 
 
 def _generate_and_print(settings: GenerateConfig) -> int:
-    from raystride.pipelines.evaluate.load_run import open_run
+    from raystride.pipelines.evaluate.load_run import select_named_run
 
     storage = Folder.from_uri(settings.storage)
-    opened = open_run(storage, settings.run, settings.checkpoint, settings.average)
+    opened = select_named_run(settings).open()
     from raystride.pipelines.data.tasks.text_generation import write_texts
 
     prompts = [settings.prompt] if isinstance(settings.prompt, str) else list(settings.prompt)

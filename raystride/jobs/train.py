@@ -19,25 +19,25 @@ from raystride.pipelines.config.stored_run import parse_settings
 from raystride.pipelines.config.words import last_value, words_to_flags
 from raystride.pipelines.launch.run_store.location import storage_base
 from raystride.pipelines.system.storage.folder import Folder
+from raystride.pipelines.system.writer import WrittenByNewer
 
 EXPLICIT_FLAGS = ("config", "print_config", "help")
 
 
 @contextmanager
 def stored_settings(arguments: Sequence[str]) -> Iterator[list[str]]:
-    """Yields the arguments, preceded by the run's stored settings if they name an existing run and no configuration."""
-    run, given = (
-        last_value(arguments, "run"),
-        {argument[2:].partition("=")[0] for argument in arguments if argument[:2] == "--"},
-    )
-    if not run or given & set(EXPLICIT_FLAGS) or "/" in run or run.startswith(".") or not run.strip():
+    """Yields the arguments, preceded by the run's stored settings if they name an existing run and no configuration.
+
+    Raises WrittenByNewer.
+    """
+    if (folder := _named_run(arguments)) is None:
         yield list(arguments)
         return
-    storage = Folder.from_uri(last_value(arguments, "storage") or "runs", storage_base())
-    folder = storage / run
     try:
         # Settings unknown to this version are dropped; a damaged file is reported when the run is resumed.
         text = to_yaml(parse_settings(folder))
+    except WrittenByNewer:
+        raise
     except (OSError, SettingError):
         yield list(arguments)
         return
@@ -45,7 +45,18 @@ def stored_settings(arguments: Sequence[str]) -> Iterator[list[str]]:
         file = Path(place) / "settings.yaml"
         file.write_text(text)
         # The stored path is ignored, as the storage may have been moved.
-        yield ["--config", str(file), "--storage", storage.uri, *arguments]
+        yield ["--config", str(file), "--storage", folder.parent.uri, *arguments]
+
+
+def _named_run(arguments: Sequence[str]) -> Folder | None:
+    """Returns the folder of the run that the arguments name, None if they name none, or a configuration."""
+    run, given = (
+        last_value(arguments, "run"),
+        {argument[2:].partition("=")[0] for argument in arguments if argument[:2] == "--"},
+    )
+    if not run or given & set(EXPLICIT_FLAGS) or "/" in run or run.startswith(".") or not run.strip():
+        return None
+    return Folder.from_uri(last_value(arguments, "storage") or "runs", storage_base()) / run
 
 
 COMMON = (
@@ -65,16 +76,22 @@ EXAMPLES = (
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command line; returns the exit code."""
     words = words_to_flags(Config, sys.argv[1:] if arguments is None else arguments, presets())
-    with stored_settings(words) as given:
-        return command(
-            Config,
-            _run_job,
-            given,
-            program="raystride train",
-            description="Train or resume a run.",
-            common=COMMON,
-            examples=EXAMPLES,
-        )
+    folder = _named_run(words)
+    try:
+        with stored_settings(words) as given:
+            return command(
+                Config,
+                _run_job,
+                given,
+                program="raystride train",
+                description="Train or resume a run.",
+                common=COMMON,
+                examples=EXAMPLES,
+                stored_in=folder.uri if folder else "",
+            )
+    except WrittenByNewer as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
 
 
 def _run_job(parsed: Parsed[Config]) -> int:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from raystride.pipelines.launch.cluster.versions import _make_readers
 from tests.end_to_end.installed import MINE, SETTINGS, python_in
 
 pytestmark = pytest.mark.long
@@ -44,6 +45,13 @@ for wrong, error in (({"plugins": ["nowhere.tasks"]}, "nowhere.tasks"), ({"train
     else:
         raise AssertionError(wrong)
 """
+
+
+def test_a_wheel_has_the_files_by_which_nodes_are_compared(site: Path, tmp_path: Path) -> None:
+    """Nodes with a wheel and a driver in the checkout that it was built from have the same code."""
+    module = "raystride.pipelines.launch.cluster.versions"
+    code = f"from {module} import _make_readers; print(sorted(_make_readers()[1]().items()))"
+    assert python_in(site, tmp_path, "-c", code).strip() == str(sorted(_make_readers()[1]().items()))
 
 
 @pytest.mark.parametrize(("mode", "workers"), [("inline", 1), pytest.param("ray", 2, marks=pytest.mark.weekly)])

@@ -290,7 +290,7 @@ def test_other_versions_are_one_line(head: Head, site: Path, work: Path) -> None
     said, _ = process.communicate(timeout=LIMIT_S)
     (line,) = {line for line in said.splitlines() if line.startswith("error: ")}
     assert re.search(rf"this driver has raystride 9.8.7; the workers on \S+ have raystride {raystride.__version__}", line)
-    assert f"pip install raystride=={raystride.__version__}" in line
+    assert f"the wheel of Raystride {raystride.__version__} (docs/cluster.md)" in line
     assert "Traceback" not in said
     assert head.info(job)["driver_exit_code"] == 3
 

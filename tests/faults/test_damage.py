@@ -44,17 +44,18 @@ def _lose_all_files(step: Path) -> None:
 
 
 def _lose_the_manifest(step: Path) -> None:
-    (step / "MANIFEST.json").unlink()
+    for manifest in step.glob("MANIFEST*.json"):
+        manifest.unlink()
 
 
 def _cut_the_manifest(step: Path) -> None:
-    manifest = step / "MANIFEST.json"
-    manifest.write_bytes(manifest.read_bytes()[:1000])
+    for manifest in step.glob("MANIFEST*.json"):
+        manifest.write_bytes(manifest.read_bytes()[:1000])
 
 
 def _flip_in_the_manifest(step: Path) -> None:
-    manifest = step / "MANIFEST.json"
-    manifest.write_text(manifest.read_text().replace('"sha256": "', '"sha256": "0', 1))
+    for manifest in step.glob("MANIFEST*.json"):
+        manifest.write_text(manifest.read_text().replace('"sha256": "', '"sha256": "0', 1))
 
 
 DAMAGES = [_flip, _lose_a_file, _cut_the_manifest]

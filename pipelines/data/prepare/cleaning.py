@@ -23,6 +23,7 @@ import pyarrow as pa
 from raystride.pipelines.config import Config, DataConfig
 from raystride.pipelines.data.sources.faults import DataError, Fault, parse_place
 from raystride.pipelines.data.sources.pieces import Piece
+from raystride.pipelines.data.stored_code import check_stored_name
 from raystride.pipelines.data.tasks.task import Document, Task
 
 PLACE_COLUMN = "place"
@@ -190,6 +191,7 @@ def fingerprint_cleaning(data: DataConfig) -> dict[str, Any]:
 
 def find_step(data: DataConfig, name: str) -> Callable[[pa.Table], pa.Table]:
     """Returns the function of an import path. Raises SettingError if there is none, or its module fails."""
+    check_stored_name(name, "data.transforms")
     module, _, attribute = name.rpartition(".")
     try:
         function = getattr(import_module(module), attribute)

@@ -18,7 +18,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from raystride.pipelines.data.plugins import FILE_PREFIX, OWN_PACKAGE, SCRIPT
+from raystride.pipelines.data.plugins import OWN_PACKAGE
+from raystride.pipelines.data.stored_code import FILE_PREFIX, SCRIPT
 
 Name = tuple[str, str]
 """A module and a name in it; "*" for the whole module."""

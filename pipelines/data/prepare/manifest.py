@@ -20,6 +20,7 @@ import numpy as np
 
 from raystride.pipelines.system.storage.folder import Folder
 from raystride.pipelines.system.storage.sealed import put_sealed_beside, read_sealed_beside
+from raystride.pipelines.system.writer import WrittenByNewer, refuse_unknown
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -202,19 +203,31 @@ class Manifest:
         """Reads the manifest of a folder, and maps its columns, if it has any.
 
         Raises FileNotFoundError if the preparation is not finished, ValueError for another format, or if the manifest or the
-        columns differ from the committed ones.
+        columns differ from the committed ones, and WrittenByNewer for one of a newer version with unknown keys.
         """
-        content = read_sealed_beside(folder, FILE, "remove both to prepare it again")
+        content, writer = read_sealed_beside(folder, FILE, "remove both to prepare it again")
         form, splits = content.pop("format", None), content.pop("splits", {})
         if form == FORMAT:
-            known = {name: Shards.from_shards(Shard(**shard) for shard in shards) for name, shards in splits.items()}
+            listed = {
+                name: [_known_fields(Shard, shard, folder, writer) for shard in shards] for name, shards in splits.items()
+            }
+            known = {name: Shards.from_shards(Shard(**shard) for shard in shards) for name, shards in listed.items()}
         elif form in (FORMAT_COLUMNS, FORMAT_PACKED):
             known = _read_columns(folder, splits, content.pop("columns"))
         else:
             raise ValueError(
                 f"{folder / FILE} has another format than {FORMAT_PACKED}: remove the folder to prepare it again"
             )
-        return cls(splits=known, **content)
+        return cls(splits=known, **_known_fields(cls, content, folder, writer))
+
+
+def _known_fields(cls: type, content: dict[str, Any], folder: Folder, writer: str) -> dict[str, Any]:
+    """Returns the fields of a dataclass in JSON; those of a newer version that are at their defaults are left out."""
+    names = {column.name for column in fields(cls)}
+    if unknown := {key: value for key, value in content.items() if value and key not in names}:
+        refuse_unknown(str(folder / FILE), writer, unknown)
+        raise ValueError(f"{folder / FILE} has {next(iter(unknown))}, which no version has written: prepare it again")
+    return {key: value for key, value in content.items() if key in names}
 
 
 def _write_columns(folder: Folder, splits: Mapping[str, Shards]) -> dict[str, Any]:
@@ -314,9 +327,14 @@ def _read_columns(folder: Folder, counts: Mapping[str, int], columns: Mapping[st
 
 
 def load_finished_manifest(folder: Folder) -> Manifest | None:
-    """Returns the manifest of a finished preparation, with all shards present in their sizes; None if it is not finished."""
+    """Returns the manifest of a finished preparation, with all shards present in their sizes; None if it is not finished.
+
+    Raises WrittenByNewer.
+    """
     try:
         manifest = Manifest.load(folder)
+    except WrittenByNewer:  # not to be prepared again in its place
+        raise
     except (FileNotFoundError, ValueError):
         return None
     shards = [shard for some in manifest.splits.values() for shard in some]

@@ -4,6 +4,7 @@ from importlib import import_module
 
 from raystride.pipelines.config import Config, SettingError
 from raystride.pipelines.data import plugins
+from raystride.pipelines.data.stored_code import SCRIPT
 from raystride.pipelines.data.tasks.encoder import Encoders
 from raystride.pipelines.data.tasks.task import Facts, Task
 
@@ -34,7 +35,7 @@ def build_task(config: Config, facts: Facts | None = None, encoders: Encoders | 
     if config.task in plugins.TASKS:
         registered: type[Task] = plugins.TASKS[config.task]
         return registered(config, facts, encoders)
-    if plugins.SCRIPT in config.plugins:
+    if SCRIPT in config.plugins:
         raise SettingError(
             f"task is {config.task!r}: the script that trained this run has registered it, and only there it can be opened; "
             "put it into a module of its own and name that in plugins",

@@ -73,7 +73,7 @@ def cluster(settings: LaunchConfig, metadata: Mapping[str, str] | None = None) -
     """Joins or starts Ray for the block, unless the launch is inline; yields the address of its dashboard, if any.
 
     A running cluster's dashboard shows `metadata` for the driver; for a submitted job see `console.ray_job_status`.
-    Raises NoCluster with suggestions, and CannotRun if the versions of driver and workers differ.
+    Raises NoCluster with suggestions, and CannotRun if versions or code of driver and workers differ.
     """
     if settings.mode == "inline":
         yield None
@@ -224,7 +224,7 @@ def _short_session_folder() -> dict[str, str]:
 
 
 def _check_versions(settings: LaunchConfig) -> None:
-    if line := find_version_mismatch(settings.cluster_timeout_s):
+    if line := find_version_mismatch(settings.cluster_timeout_s, accept_other_code=settings.accept_other_code):
         raise CannotRun(line)
 
 

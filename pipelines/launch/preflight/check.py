@@ -8,7 +8,7 @@ run_preflight(resolved)                                   # a training's preflig
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from raystride.pipelines.config import Config, LaunchConfig, SettingError
+from raystride.pipelines.config import Config, LaunchConfig, SettingError, TrainConfig
 from raystride.pipelines.config.parse import Parsed
 from raystride.pipelines.data.feed.open_dataset import share_notes
 from raystride.pipelines.data.feed.samples import count_windows
@@ -16,9 +16,10 @@ from raystride.pipelines.data.prepare.manifest import load_finished_manifest
 from raystride.pipelines.data.prepare.prepare import check_first_rows
 from raystride.pipelines.data.prepare.run_context import RunContext
 from raystride.pipelines.data.sources.faults import DataError
-from raystride.pipelines.launch.cluster.cluster import cluster, uses_running_cluster
+from raystride.pipelines.launch.cluster.cluster import CannotRun, cluster, uses_running_cluster
 from raystride.pipelines.launch.cluster.network import measure_network
 from raystride.pipelines.launch.cluster.resources import Allocation, Resources
+from raystride.pipelines.launch.cluster.versions import describe_other_packages
 from raystride.pipelines.launch.cluster.wait_for_nodes import wait_for_nodes
 from raystride.pipelines.launch.console.exit_codes import CANNOT_RUN, DONE, run_with_exit_code
 from raystride.pipelines.launch.preflight.checks import Check, preflight, raise_for_failures
@@ -114,7 +115,23 @@ def resolve_and_check(context: RunContext, warn: Callable[[str], None]) -> Resol
     if resolved.resources.gpu_problem and context.config.scaling.device == "auto":
         warn(f"training on CPUs: {resolved.resources.gpu_problem}")
     raise_for_failures(run_preflight(resolved), "cluster")
+    refuse_other_packages(resolved.context.config.train, warn)
     return resolved
+
+
+def refuse_other_packages(train: TrainConfig, warn: Callable[[str], None]) -> None:
+    """Warns of each node that has other versions of packages than this driver. Raises CannotRun if the run is exact."""
+    lines = describe_other_packages()
+    if lines and train.exact:
+        found = "; ".join(lines)
+        raise CannotRun(
+            f"train.exact is true, and nodes have other versions of packages: {found}. Have the same on all nodes",
+            problems=[("packages", found)],
+            setting="train.exact",
+            value=True,
+        )
+    for line in lines:
+        warn(f"{line}: have the same on all nodes")
 
 
 def run_preflight(resolved: ResolvedRun) -> list[Check]:

@@ -17,6 +17,7 @@ from raystride.pipelines.launch.run_store.resume import (
     describe_completion,
     has_same_data,
     keep_preparations,
+    newest_manifest,
     newest_step,
     read_previous_attempt,
     refuse_changes,
@@ -55,6 +56,7 @@ def admit_run(context: RunContext) -> Admission:
     previous = read_previous_attempt(context.run_folder)
     if previous:
         refuse_edits(previous, context.config, context.log)
+        newest_manifest(context.run_folder)  # raises if a newer version has written what this one does not know
         context = context.with_config(with_previous_base(previous, context.config))
     begins_anew = starts_over(context.config.launch, context.run_folder, context.log)
     if _has_nothing_left(context, previous, begins_anew):

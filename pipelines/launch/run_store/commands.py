@@ -15,7 +15,7 @@ from typing import Any, cast
 from raystride.pipelines.config.run import RecordConfig
 from raystride.pipelines.launch.run_store.lease import Owner, read_owner
 from raystride.pipelines.launch.run_store.resume import read_previous_attempt
-from raystride.pipelines.observability.record.journal import join_segments, stream_entries
+from raystride.pipelines.observability.record.journal import join_segments, refuse_newer_entries, stream_entries
 from raystride.pipelines.observability.record.mlflow.database import stored_uri
 from raystride.pipelines.observability.record.mlflow.follower import Follower
 from raystride.pipelines.observability.record.mlflow.links import UI_PORT, comparison_link, is_on_server, runs_link
@@ -153,11 +153,13 @@ def prune_run(storage: Folder, name: str, *, keep: int = 1, whole: bool = False)
 def replay_run(storage: Folder, name: str, *, mlflow_uri: str | None = None, experiment: str | None = None) -> int:
     """Logs the missing entries of a run's journal and its final status to MLflow; returns the exit code.
 
-    Raises CommandRefused if there is no such run, it is running, it has no journal, or no MLflow server is known.
+    Raises CommandRefused if there is no such run, it is running, it has no journal, or no MLflow server is known, and
+    WrittenByNewer for a journal of a newer version with entries that this one does not know.
     """
     run = find_run(storage, name)
     if run.owner:
         raise CommandRefused(f"{run.name} is running, and replays by itself as soon as MLflow answers")
+    refuse_newer_entries(run.folder)
     previous = read_previous_attempt(run.folder)
     stored_record = (
         previous.config.record if previous else RecordConfig()

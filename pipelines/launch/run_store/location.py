@@ -14,6 +14,7 @@ from raystride.pipelines.config.parse import Parsed
 from raystride.pipelines.data.plugins import TASKS, load_plugins
 from raystride.pipelines.data.prepare.choose_task import choose_task
 from raystride.pipelines.data.sources.registry import registered_sources
+from raystride.pipelines.data.stored_code import admit_stored_code
 from raystride.pipelines.launch.cluster.cluster import CannotRun
 from raystride.pipelines.launch.cluster.internals import is_submitted_job
 from raystride.pipelines.observability.record.mlflow.database import MAX_DATABASE_BYTES, database_uri
@@ -77,8 +78,8 @@ def locate_run(parsed: Parsed[Config]) -> tuple[Config, Folder]:
 
 def with_data(parsed: Parsed[Any]) -> Any:
     """Returns the settings of a Config, in which a model of one's own is its own data. Raises SettingError without data."""
-    config = parsed.settings
-    load_plugins(config.plugins)
+    load_plugins(parsed.settings.plugins)
+    config = admit_stored_code(parsed.settings)
     if not parsed.has_source and getattr(TASKS.get(config.task), "reads_dataset", False):
         return replace(config, data=replace(config.data, source=config.task))
     parsed.require_source()

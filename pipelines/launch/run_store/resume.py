@@ -88,7 +88,7 @@ def read_previous_attempt(folder: Folder) -> PreviousAttempt | None:
     try:
         config = parse_settings(folder)
     except FileNotFoundError:
-        if not (folder / "checkpoints").names():
+        if newest_step(folder) is None:
             return None
         raise SettingError(
             f"{folder} has checkpoints and no {SETTINGS_FILE}: put it back, or use another --run",
@@ -348,7 +348,7 @@ def newest_step(folder: Folder) -> int | None:
 
 
 def newest_manifest(folder: Folder) -> dict[str, Any]:
-    """Returns the newest manifest of a run's checkpoints that can be read, empty if there is none."""
+    """Returns the newest manifest of a run's checkpoints that can be read, empty if there is none. Raises WrittenByNewer."""
     checkpoints = folder / "checkpoints"
     names = reversed(checkpoint_names(checkpoints.names()))
     return next(filter(None, (read_manifest(checkpoints / name) for name in names)), {})

@@ -186,6 +186,8 @@ Entry = (
 )
 KINDS = frozenset(kind for entry_type in get_args(Entry) for kind in get_args(entry_type.__annotations__["kind"]))
 
+ENTRY_KEYS = frozenset({*_EntryBase.__annotations__, "kind", "values"})
+
 _Step = int | None
 _Time = float | None
 

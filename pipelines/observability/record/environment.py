@@ -88,6 +88,8 @@ class RunEnvironment(Environment, DataFingerprints):
     attempt: str
     base: dict[str, Any]
     """The base model of a new run, as its folder describes it: family, parameters, context, vocabulary."""
+    code_sha256: dict[str, str]
+    """Hashes of the files of plug-ins and transforms, by their names in the settings."""
 
 
 def describe_environment() -> Environment:

@@ -3,9 +3,9 @@
 A segment is written by one atomic put, so on any storage a reader sees only whole segments, and a crash loses none. Every
 hundred segments are merged into one file, `<attempt>-<first>..<last>.jsonl`. Readers hold one file at a time, however long
 the run is. A line is one entry as strict JSON: `attempt`, `sender`, `sequence`, `time` (seconds since 1970), `kind`, `step`,
-`values`. JSON has neither NaN nor infinity: they are written as the strings "NaN", "Infinity" and "-Infinity", and `float()`
-reads these. A segment's last line, of kind `seal`, has the SHA-256 of those before it, and readers leave out what does not
-match; segments of 0.3 have none.
+`values`. The first of each segment also has `writer`, the version that wrote it. JSON has neither NaN nor infinity: they are
+written as the strings "NaN", "Infinity" and "-Infinity", and `float()` reads these. A segment's last line, of kind `seal`,
+has the SHA-256 of those before it, and readers leave out what does not match; segments of 0.3 have none.
 
     journal = Journal(run_folder, "a1")
     journal.append([{"sender": "rank0", "sequence": 1, "time": 1.0, "kind": "metrics", "step": 1, "values": {"loss": 2.3}}])
@@ -24,9 +24,10 @@ from time import localtime, strftime
 from typing import Any, NamedTuple
 
 from raystride.locations import __version__
-from raystride.pipelines.observability.record.entry import Entry, new_entry
+from raystride.pipelines.observability.record.entry import ENTRY_KEYS, KINDS, Entry, new_entry
 from raystride.pipelines.system.storage.folder import Folder
-from raystride.pipelines.system.storage.sealed import SEAL, WRITER
+from raystride.pipelines.system.storage.sealed import SEAL
+from raystride.pipelines.system.writer import WRITER, refuse_unknown
 
 JOINED_FILE = "metrics.jsonl"
 TEXT_LOG_FILE = "log.txt"
@@ -74,7 +75,8 @@ class Journal:
     def append(self, entries: list[Entry]) -> Segment:
         """Writes entries as the next segment. If it raises OSError, nothing was written."""
         segment = Segment(self._attempt, self._next, self._next)
-        content = "".join(encode_entry(entry) for entry in entries)
+        lines = ({WRITER: __version__, **entry} if number == 0 else entry for number, entry in enumerate(entries))
+        content = "".join(encode_entry(line) for line in lines)
         self._folder.put(segment.name, content + _seal_line(content.encode(), self._attempt, entries))
         self._next += 1
         self._unmerged.append(segment)
@@ -113,7 +115,7 @@ class Journal:
 
 
 def _seal_line(content: bytes, attempt: str, entries: list[Entry]) -> str:
-    values = {SEAL: hashlib.sha256(content).hexdigest(), WRITER: __version__}
+    values = {SEAL: hashlib.sha256(content).hexdigest()}
     time = entries[-1]["time"] if entries else 0.0
     seal = {"kind": "seal", "time": time, "step": None, "values": values}
     return encode_entry(seal | {"attempt": attempt, "sender": SENDER, "sequence": 0})
@@ -173,6 +175,20 @@ def stream_entries(run_folder: Folder) -> Iterator[Entry]:
 def read_entries(run_folder: Folder) -> list[Entry]:
     """Returns all entries of a run at once, for short runs. Raises OSError."""
     return list(stream_entries(run_folder))
+
+
+def refuse_newer_entries(run_folder: Folder) -> None:
+    """Raises WrittenByNewer if a newer version wrote the journal, and entries of it are of a kind or have keys that this one
+    does not know. Readers that only show a run pass over these. Raises OSError.
+    """
+    known = {*ENTRY_KEYS, WRITER}
+    writer: object = None
+    for entry in stream_entries(run_folder):
+        writer = entry.get(WRITER, writer)
+        unknown = {key: value for key, value in entry.items() if value and key not in known}
+        if entry["kind"] not in KINDS:
+            unknown[f"entries `{entry['kind']}`"] = entry["step"]
+        refuse_unknown(str(run_folder / "journal"), writer, unknown)
 
 
 def join_segments(run_folder: Folder) -> Entry | None:

@@ -1,24 +1,28 @@
 """JSON files that prove themselves: their last key is the SHA-256 of the exact bytes before it.
 
-    put_sealed(folder, "state.json", {"step": 5})              # {"step": 5, "writer": "0.3.0", "sha256": "9f2c..."}
+    put_sealed(folder, "state.json", {"step": 5})              # {"step": 5, "writer": "0.4.0", "sha256": "9f2c..."}
     read_sealed(folder, "state.json")                          # {"step": 5}; SealBroken if a byte is another one
 
 A file without a seal is one of 0.3 or before, and is taken as it is. A sealed file also names its writer's version, so one
 that lost its seal is damaged. Before there were seals, some files were written again with all keys that they had, sorted:
 there the seal lies before the writer and is of earlier content. Sealed files have it behind.
 
-Where 0.3 takes no further key, the hash lies in a file beside, `NAME.sha256`, that `sha256sum -c` reads. It is put before
+Where 0.3 takes no further key, both lie in a file beside, `NAME.sha256`, that `sha256sum -c` reads. It is put before
 the file, whose put stays the commit, and only for files that are written once: 0.3 would leave it behind as it was.
 """
 
 import hashlib
 import json
+from collections.abc import Collection
 from typing import Any
 
 from raystride.locations import __version__
 from raystride.pipelines.system.storage.folder import Folder, strict_json
+from raystride.pipelines.system.writer import WRITER, refuse_unknown
 
-SEAL, WRITER = "sha256", "writer"
+SEAL = "sha256"
+_WRITER_COMMENT = f"# {WRITER}: "
+"""`sha256sum -c` passes over comments."""
 _MARK = f',\n "{SEAL}": "'.encode()
 
 
@@ -36,10 +40,11 @@ def _ending(body: bytes) -> bytes:
     return f'{hashlib.sha256(body).hexdigest()}"\n}}\n'.encode()
 
 
-def parse_sealed(data: bytes, name: str) -> dict[str, Any]:
+def parse_sealed(data: bytes, name: str, known: Collection[str] | None = None) -> dict[str, Any]:
     """Returns the content of a sealed file, or of one of 0.3, without seal and writer.
 
-    Raises SealBroken, with `name`, if it is not as it was written, or no JSON object.
+    Raises SealBroken, with `name`, if it is not as it was written, or no JSON object, and WrittenByNewer if it is of a newer
+    version and has other keys than the `known` ones.
     """
     body, _, ending = data.rpartition(_MARK)
     is_whole = bool(body) and ending == _ending(body)
@@ -52,6 +57,12 @@ def parse_sealed(data: bytes, name: str) -> dict[str, Any]:
     marks = [key for key in content if key in (SEAL, WRITER)]
     if marks and not is_whole and marks != [SEAL, WRITER]:
         raise SealBroken(f"{name} does not match its own SHA-256")
+    if known is not None:
+        refuse_unknown(
+            name,
+            content.get(WRITER),
+            {key: value for key, value in content.items() if value and key not in (*known, *marks)},
+        )
     return {key: value for key, value in content.items() if key not in marks}
 
 
@@ -60,10 +71,13 @@ def put_sealed(folder: Folder, name: str, content: dict[str, Any]) -> None:
     folder.put(name, seal_json(content))
 
 
-def read_sealed(folder: Folder, name: str, remedy: str = "") -> dict[str, Any]:
-    """Returns the content of a sealed JSON file, or of one of 0.3. Raises FileNotFoundError, or SealBroken with `remedy`."""
+def read_sealed(folder: Folder, name: str, remedy: str = "", known: Collection[str] | None = None) -> dict[str, Any]:
+    """Returns the content of a sealed JSON file, or of one of 0.3.
+
+    Raises FileNotFoundError, SealBroken with `remedy`, and WrittenByNewer as `parse_sealed` does.
+    """
     try:
-        return parse_sealed(folder.read(name), str(folder / name))
+        return parse_sealed(folder.read(name), str(folder / name), known)
     except IsADirectoryError:
         raise SealBroken(f"{folder / name} is a folder and no file{remedy and ': '}{remedy}") from None
     except SealBroken as error:
@@ -71,9 +85,9 @@ def read_sealed(folder: Folder, name: str, remedy: str = "") -> dict[str, Any]:
 
 
 def put_sealed_beside(folder: Folder, name: str, content: Any) -> None:
-    """Writes a JSON file, and before it its hash in a file beside."""
+    """Writes a JSON file, and before it its hash and its writer's version in a file beside."""
     data = (strict_json(content, indent=1, sort_keys=True) + "\n").encode()
-    folder.put(f"{name}.{SEAL}", 2 * (_line(data, name) + b"\n"))
+    folder.put(f"{name}.{SEAL}", 2 * (_line(data, name) + b"\n") + f"{_WRITER_COMMENT}{__version__}\n".encode())
     folder.put(name, data)
 
 
@@ -81,16 +95,19 @@ def _line(data: bytes, name: str) -> bytes:
     return f"{hashlib.sha256(data).hexdigest()}  {name}".encode()
 
 
-def read_sealed_beside(folder: Folder, name: str, remedy: str) -> Any:
-    """Returns the content of a JSON file; without a hash beside, it is one of 0.3.
+def read_sealed_beside(folder: Folder, name: str, remedy: str) -> tuple[Any, str]:
+    """Returns the content of a JSON file, and its writer's version; without a hash beside, it is one of 0.3.
 
     Raises FileNotFoundError, ValueError if it is no JSON, and SealBroken with `remedy`.
     """
-    data = folder.read(name)
+    data, writer = folder.read(name), ""
     try:
+        beside = folder.read(f"{name}.{SEAL}")
         # The line stands there twice: a turned bit in it does not cost the file.
-        if _line(data, name) not in folder.read(f"{name}.{SEAL}"):
+        if _line(data, name) not in beside:
             raise SealBroken(f"{folder / name} does not match {name}.{SEAL} beside it: {remedy}")
+        _, mark, last = beside.decode(errors="replace").partition(_WRITER_COMMENT)
+        writer = last.strip() if mark else ""
     except FileNotFoundError:
         pass
-    return json.loads(data)
+    return json.loads(data), writer

@@ -25,6 +25,7 @@ from raystride.pipelines.data.feed.growth import AppendableOrder
 from raystride.pipelines.data.feed.mixture import SAMPLE_BITS, Mixture, split_samples
 from raystride.pipelines.data.feed.order import Order, digest
 from raystride.pipelines.system.storage.folder import Folder
+from raystride.pipelines.system.writer import WrittenByNewer
 from raystride.pipelines.train.checkpoint.layout import checkpoint_names, read_manifest, step_name
 
 CHUNK = 1 << 20
@@ -190,6 +191,8 @@ def _read_manifest(checkpoints: Folder, name: str) -> dict[str, Any] | None:
     """Returns a manifest, or None if it is missing, damaged or lacks a key that an audit needs. Raises AuditFailed."""
     try:
         manifest = read_manifest(checkpoints / name)
+    except WrittenByNewer as error:
+        raise AuditFailed(str(error)) from error
     except OSError as error:
         raise AuditFailed(f"the manifest of {name} cannot be read, and may be whole ({error})") from error
     return manifest if {"step", "parent_step", "positions", "fed", "order", "world", "attempt"} <= manifest.keys() else None

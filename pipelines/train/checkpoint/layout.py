@@ -15,8 +15,16 @@ from typing import Any
 
 from raystride.pipelines.system.storage.folder import Folder
 from raystride.pipelines.system.storage.sealed import SealBroken, read_sealed
+from raystride.pipelines.system.writer import WrittenByNewer
 from raystride.pipelines.train.checkpoint.fence import AttemptSuperseded, read_claim
 
+MANIFEST_KEYS = frozenset(
+    [
+        *("attempt", "bits", "commit", "data", "device", "fed", "files", "folder", "format", "lora", "order", "parent_step"),
+        *("positions", "python", "run", "state", "step", "tensors", "term", "threads", "versions", "world"),
+    ]
+)
+"""All keys of manifests up to this version; one of a newer version may have more."""
 MANIFEST = "MANIFEST.json"
 """The last file of a checkpoint to be written: without a manifest there is no checkpoint."""
 
@@ -73,11 +81,16 @@ def check_manifest(manifest: dict[str, Any], step: Folder, name: str) -> None:
 
 
 def read_manifest(step: Folder) -> dict[str, Any]:
-    """Returns a checkpoint's manifest, without a look at its data; empty if none is as it was written. Raises OSError."""
+    """Returns a checkpoint's manifest, without a look at its data; empty if none is as it was written.
+
+    Raises OSError, WrittenByNewer.
+    """
     for name in manifest_names(step):
         try:
-            manifest = read_sealed(step, name)
+            manifest = read_sealed(step, name, known=MANIFEST_KEYS)
             check_manifest(manifest, step, name)
+        except WrittenByNewer:
+            raise
         except (FileNotFoundError, ValueError, KeyError, TypeError):
             continue
         return manifest

@@ -28,8 +28,10 @@ from torch import nn
 from raystride.pipelines.system.errors import SettingError, Unreadable
 from raystride.pipelines.system.storage.folder import Folder
 from raystride.pipelines.system.storage.sealed import SealBroken, parse_sealed
+from raystride.pipelines.system.writer import WrittenByNewer
 from raystride.pipelines.train.checkpoint.fence import AttemptSuperseded, Claim, check_claim, claim_checkpoints, commit_fence
 from raystride.pipelines.train.checkpoint.layout import (
+    MANIFEST_KEYS,
     check_manifest,
     checkpoint_names,
     is_manifest,
@@ -390,7 +392,7 @@ class Checkpoints:
     def _find_problem(self, folder: Folder) -> tuple[str | None, dict[str, Any]]:
         """Returns a checkpoint's problem, if any, and its manifest; the ranks share out the files and exchange results.
 
-        Raises Unreadable on all ranks if one cannot read a file: it may be complete.
+        Raises Unreadable on all ranks if one cannot read a file: it may be complete. Raises WrittenByNewer on all ranks.
         """
         first, previous = None, b""
         for name in self._ask_rank_0(lambda: manifest_names(folder)):
@@ -411,7 +413,7 @@ class Checkpoints:
         unreadable: str | None = None
         if not problem:
             try:
-                parsed = parse_sealed(content, "its manifest")
+                parsed = parse_sealed(content, str(folder / name), MANIFEST_KEYS)
                 check_manifest(parsed, folder, name)
                 manifest = parsed
                 if manifest["format"] not in (FORMAT, INDEXED):
@@ -419,6 +421,8 @@ class Checkpoints:
                 int(manifest["step"])
                 files = sorted(manifest["files"].items())[self.rank :: self.world]
                 problem = next(filter(None, (check_file(folder, name, stated) for name, stated in files)), None)
+            except WrittenByNewer:  # on all ranks: they have the same content
+                raise
             except SealBroken as error:
                 problem = str(error)
             except (ValueError, KeyError, TypeError, AttributeError) as error:

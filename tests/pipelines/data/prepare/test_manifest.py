@@ -1,5 +1,7 @@
 """A manifest is read as it was written, with listed shards or with a file of columns, and any shard alone."""
 
+import json
+import subprocess
 from dataclasses import replace
 from pathlib import Path
 
@@ -8,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import raystride
 from raystride.pipelines.data.prepare.manifest import (
     COLUMNS,
     MAX_LISTED,
@@ -17,8 +20,10 @@ from raystride.pipelines.data.prepare.manifest import (
     concatenate_shards,
     load_finished_manifest,
 )
+from raystride.pipelines.system.storage import sealed as seals
 from raystride.pipelines.system.storage.folder import Folder
-from raystride.pipelines.system.storage.sealed import SealBroken
+from raystride.pipelines.system.storage.sealed import SealBroken, put_sealed_beside
+from raystride.pipelines.system.writer import WrittenByNewer
 from tests.flips import flip
 from tests.some import some
 
@@ -115,7 +120,9 @@ def test_a_manifest_with_any_bit_turned_is_refused_and_its_seal_may_have_one(tmp
     saved.save(folder)
     file, seal = tmp_path / "manifest.json", tmp_path / "manifest.json.sha256"
     whole, sealed = file.read_bytes(), seal.read_bytes()
-    assert sealed.decode() == 2 * f"{folder.sha256('manifest.json')}  manifest.json\n", "as sha256sum has it"
+    line = f"{folder.sha256('manifest.json')}  manifest.json\n"
+    assert sealed.decode() == f"{line}{line}# writer: {raystride.__version__}\n", "as sha256sum has it"
+    subprocess.run(["sha256sum", "--check", "--strict", "--quiet", seal.name], cwd=tmp_path, check=True)
     for bit in some(range(0, 8 * len(whole), 37)):  # each bit of a byte, along the file
         file.write_bytes(flip(whole, bit))
         with pytest.raises(SealBroken, match=r"manifest\.json does not match .* beside it: remove both to prepare it again"):
@@ -127,6 +134,28 @@ def test_a_manifest_with_any_bit_turned_is_refused_and_its_seal_may_have_one(tmp
         assert Manifest.load(folder).splits == saved.splits
     seal.unlink()
     assert Manifest.load(folder) == saved, "one of 0.3"
+
+
+def test_a_key_of_a_newer_version_is_refused_by_name_and_passes_at_its_default(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, saved = Folder(str(tmp_path)), manifest(train=many("train", 2))
+    saved.save(folder)
+    content = json.loads(folder.read("manifest.json"))
+    put_sealed_beside(folder, "manifest.json", content | {"packing": "new"})
+    with pytest.raises(ValueError, match="has packing, which no version has written: prepare it again"):
+        Manifest.load(folder)
+    assert load_finished_manifest(folder) is None
+    monkeypatch.setattr(seals, "__version__", "9.8.7")
+    put_sealed_beside(folder, "manifest.json", content | {"packing": ""})
+    assert Manifest.load(folder) == saved
+    shard = content["splits"]["train"][0] | {"crc": "77"}
+    for key, newer in (("packing", {"packing": "new"}), ("crc", {"splits": {"train": [shard]}})):
+        put_sealed_beside(folder, "manifest.json", content | newer)
+        named = rf"manifest\.json was written by Raystride 9\.8\.7, and this is {raystride.__version__}, which .* {key} \("
+        for read in (Manifest.load, load_finished_manifest):  # not to be prepared again in its place
+            with pytest.raises(WrittenByNewer, match=named):
+                read(folder)
 
 
 def test_columns_of_an_earlier_version_are_read(tmp_path: Path) -> None:

@@ -1,15 +1,21 @@
 """A run that is named goes on with its own settings; flags go over them."""
 
+import json
 import shlex
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+import raystride
+from raystride.command import run as run_command
 from raystride.jobs.train import stored_settings
 from raystride.pipelines.config import Config
-from raystride.pipelines.config.parse import parse, to_yaml
+from raystride.pipelines.config.parse import from_yaml, parse, to_stored_yaml, to_yaml
 from raystride.pipelines.launch.run_store.location import locate_run, with_absolute_paths
+from raystride.pipelines.system.storage import sealed
+from raystride.pipelines.system.storage.folder import Folder
+from raystride.pipelines.system.storage.sealed import put_sealed, read_sealed
 from raystride.run import Run
 from tests.ray_jobs.jobs import ROOT, Forked, Outcome, finish_job
 from tests.tiny import tiny, write_text
@@ -57,6 +63,69 @@ def test_places_are_kept_as_they_are_meant(tmp_path: Path, monkeypatch: pytest.M
     for name in ("python", "digits", "owner/name", "s3://bucket/a.txt"):
         config = tiny(tmp_path)
         assert with_absolute_paths(replace(config, data=replace(config.data, source=name))).data.source == name
+
+
+NEWER, OURS = "# writer: 9.8.7\n", f"# writer: {raystride.__version__}\n"
+
+
+def test_stored_settings_say_who_wrote_them_and_what_is_not_at_its_default(tmp_path: Path) -> None:
+    config = tiny(tmp_path / "text.txt", run="mine")
+    text = to_stored_yaml(config)
+    writer, changed, *rest = text.splitlines(keepends=True)
+    assert writer == OURS
+    assert changed.startswith("# not at their defaults: run, data.source, data.kind, ")
+    assert "".join(rest) == to_yaml(config), "versions that read no comments read the same"
+    assert from_yaml(Config, text) == config
+
+
+def test_settings_of_a_newer_version_are_refused_by_name_and_pass_at_their_defaults(tmp_path: Path) -> None:
+    config = tiny(tmp_path / "text.txt")
+    newer = to_stored_yaml(config).replace(OURS, NEWER).replace("  learning_rate: 0.01\n", "  peak_rate: 0.01\n")
+    changed = newer.replace("optimizer.learning_rate", "optimizer.peak_rate")
+    with pytest.raises(
+        raystride.SettingError, match=r"^f was written by .* does not know optimizer\.peak_rate \(0\.01\): use"
+    ):
+        from_yaml(Config, changed, "f")
+    assert from_yaml(Config, changed.replace(NEWER, "# writer: 0.3.9\n"), "f"), "of an older version: it is gone"
+    at_default = to_stored_yaml(config).replace(OURS, NEWER) + "whole_new: {section: 3}\n"
+    assert from_yaml(Config, at_default, "f") == config
+    false = at_default.replace("defaults: ", "defaults: whole_new.section, ").replace("3}", "false}")
+    with pytest.raises(raystride.SettingError, match=r"does not know whole_new\.section \(False\)"):
+        from_yaml(Config, false, "f")
+
+
+def test_a_run_of_a_newer_version_is_not_gone_on_with_by_defaults(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    storage = str(tmp_path / "runs")
+    config = tiny(write_text(tmp_path))
+    run = raystride.train(config, {"launch.mode": "inline", "train.steps": 3}, run="one", storage=storage)
+    file = tmp_path / "runs" / "one" / "config.yaml"
+    ours = file.read_text()
+    newer = ours.replace(OURS, NEWER).replace("  learning_rate: 0.01\n", "  peak_rate: 0.01\n")
+    file.write_text(newer.replace("optimizer.learning_rate", "optimizer.peak_rate"))
+    stored = file.read_bytes()
+    for words in (["train", "--train.steps", "6"], ["evaluate", "--split", "validation"], ["generate"]):
+        assert run_command([words[0], "--run", "one", "--storage", storage, *words[1:]]) == 2
+        assert f"error: {file} was written by Raystride 9.8.7" in (said := capsys.readouterr().err)
+        assert "optimizer.peak_rate (0.01)" in said
+    with pytest.raises(raystride.SettingError, match=r"peak_rate"):
+        raystride.train(config, {"launch.mode": "inline", "train.steps": 6}, run="one", storage=storage)
+    assert file.read_bytes() == stored
+    file.write_text(ours)
+    # The same of its newest checkpoint: the one before is not taken instead.
+    folder = Folder(storage) / "one" / "checkpoints" / "step-00000003"
+    manifest = read_sealed(folder, "MANIFEST.json")
+    monkeypatch.setattr(sealed, "__version__", "9.8.7")
+    put_sealed(folder, "MANIFEST.json", manifest | {"momentum_of": "all"})
+    for act in (run.load_model, lambda: raystride.train(config, {"launch.mode": "inline"}, run="one", storage=storage)):
+        with pytest.raises(
+            raystride.SettingError, match=r"MANIFEST\.json was written by .* does not know momentum_of \('all'"
+        ):
+            act()
+    put_sealed(folder, "MANIFEST.json", manifest | {"momentum_of": None})
+    assert run.load_model()
+    assert json.loads(folder.read("MANIFEST.json"))["writer"] == "9.8.7"
 
 
 def _run(*words: str) -> Outcome:

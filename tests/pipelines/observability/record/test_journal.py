@@ -20,10 +20,12 @@ from raystride.pipelines.observability.record.journal import (
     join_segments,
     list_segments,
     read_entries,
+    refuse_newer_entries,
     stream_entries,
     to_json_value,
 )
 from raystride.pipelines.system.storage.folder import Folder
+from raystride.pipelines.system.writer import WrittenByNewer
 from tests.flips import flip
 from tests.some import some
 from tests.storage import uri as uri_of
@@ -206,3 +208,22 @@ def test_segments_of_0_3_and_what_0_3_reads_of_ours(tmp_path: Path) -> None:
         read = json.loads(line, parse_constant=refuse)
         assert {"sender", "sequence", "values", "time", "kind"} <= read.keys()
     assert b"seal" not in folder.read("log.txt")
+
+
+def test_entries_of_a_newer_version_are_refused_by_name_where_one_would_act_on_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = Folder(str(tmp_path))
+    Journal(folder, "a1").append([entry(1), entry(2, kind="unheard_of")])
+    refuse_newer_entries(folder)  # of this version: a kind that went away
+    monkeypatch.setattr(journal_module, "__version__", "9.8.7")
+    Journal(folder, "a2").append([entry(1, attempt="a2"), entry(2, attempt="a2") | {"unit": ""}])
+    refuse_newer_entries(folder)
+    for number, newer in enumerate(({"unit": "s"}, {"kind": "unheard_of"})):
+        writer = Journal(folder, f"b{number}")
+        writer.append([entry(1, attempt=f"b{number}"), entry(2, attempt=f"b{number}") | newer])
+        named = "unit" if "unit" in newer else "entries `unheard_of`"
+        with pytest.raises(WrittenByNewer, match=rf"journal was written by Raystride 9\.8\.7, .* does not know {named} \("):
+            refuse_newer_entries(folder)
+        assert len(read_entries(folder)) == 6, "who only shows them does"
+        (folder / "journal").remove(list_segments(folder)[-1].name)

@@ -9,8 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from raystride.pipelines.system.storage import sealed
 from raystride.pipelines.system.storage.folder import Folder
 from raystride.pipelines.system.storage.sealed import SealBroken, parse_sealed, put_sealed, read_sealed, seal_json
+from raystride.pipelines.system.writer import WrittenByNewer, is_newer, release_order
 from tests.flips import flip
 from tests.some import some
 
@@ -84,3 +86,19 @@ def test_an_error_names_file_and_remedy(tmp_path: Path) -> None:
     (tmp_path / "state.json").write_text("[]")
     with pytest.raises(SealBroken, match=r"state\.json is no JSON object$"):
         read_sealed(folder, "state.json")
+
+
+def test_a_key_of_a_newer_version_is_refused_by_name_and_passes_at_its_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert parse_sealed(seal_json(CONTENT | {"more": 1}), "f", CONTENT) == CONTENT | {"more": 1}, "of this version"
+    monkeypatch.setattr(sealed, "__version__", "9.8.7")
+    assert parse_sealed(seal_json(CONTENT | {"more": []}), "f", CONTENT)["more"] == []
+    with pytest.raises(WrittenByNewer, match=r"^f was written by Raystride 9\.8\.7, .* does not know more \(1\), other"):
+        parse_sealed(seal_json(CONTENT | {"more": 1, "other": "x" * 99}), "f", CONTENT)
+    monkeypatch.setattr(sealed, "__version__", "0.3.0")
+    assert "gone" in parse_sealed(seal_json(CONTENT | {"gone": 1}), "f", CONTENT), "of an older version"
+
+
+def test_versions_are_ordered() -> None:
+    ordered = ["0.2.0", "0.3.0", "0.3.1", "0.4.0.dev1", "0.4.0.dev10", "0.4.0", "0.10.0", "1.0.0", "of nobody"]
+    assert sorted(set(ordered), key=release_order) == ordered
+    assert [is_newer(version) for version in ("0.3.0", "9.8.7", "?")] == [False, True, True]

@@ -1,0 +1,78 @@
+"""Names of code in stored settings: whoever may write a storage chooses them, so they are marked as they are read.
+
+    config = mark_stored(config, "/data/runs/mine")           # plug-ins and transforms become StoredNames of that run
+    find_stored_folder("/data/runs/mine/config.yaml")         # "/data/runs/mine"; "" for a file of the caller's
+
+`pipelines.data.stored_code` decides whether the code of a marked name is loaded; a plain name is the caller's. A mark
+stays in `dataclasses.replace` and in pickles, and is lost in YAML.
+"""
+
+from collections.abc import Collection, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+RUN_FILES, PREPARED_FOLDER = ("environment.json", "attempts"), ".prepared"
+"""Beside a `config.yaml` the first make a folder a run's; the second makes one a storage."""
+
+
+class StoredName(str):
+    """A plug-in or transform that the stored settings of a run name."""
+
+    run: str = ""
+    """The URI of the folder of these settings."""
+
+
+def mark_name(name: str, run: str) -> StoredName:
+    """Returns the name as one of the stored settings in the folder `run`."""
+    marked = StoredName(name)
+    marked.run = run
+    return marked
+
+
+def mark_stored(settings: T, run: str, given: Collection[str] = (), only: Collection[str] | None = None) -> T:
+    """Returns settings whose names of code are those of the stored settings in the folder `run`.
+
+    Settings in `given` (full names) are the caller's and stay; with `only`, no other names than these are marked.
+    """
+
+    def mark(names: Collection[str]) -> tuple[str, ...]:
+        return tuple(mark_name(name, run) if only is None or name in only else name for name in names)
+
+    plugins, data = getattr(settings, "plugins", ()), getattr(settings, "data", None)
+    changes: dict[str, Any] = {"plugins": mark(plugins)} if plugins and "plugins" not in given else {}
+    of_data: dict[str, Any] = {}
+    if getattr(data, "transforms", ()) and "data.transforms" not in given:
+        of_data["transforms"] = mark(data.transforms)  # type: ignore[union-attr]
+    if getattr(data, "sources", {}) and "data.sources" not in given:
+        of_data["sources"] = {
+            name: {**entry, "transforms": list(mark(entry["transforms"]))} if "transforms" in entry else entry
+            for name, entry in data.sources.items()  # type: ignore[union-attr]
+        }
+    if of_data:
+        changes["data"] = replace(data, **of_data)  # type: ignore[type-var]
+    return replace(settings, **changes) if changes else settings  # type: ignore[type-var]
+
+
+def stored_names(settings: Any) -> Iterator[StoredName]:
+    """Yields the marked names in settings."""
+    data = getattr(settings, "data", None)
+    sources = getattr(data, "sources", {}).values()
+    listed = (getattr(settings, "plugins", ()), getattr(data, "transforms", ()), *(s.get("transforms", ()) for s in sources))
+    return (name for names in listed for name in names if isinstance(name, StoredName))
+
+
+def find_storage(path: Path) -> Path | None:
+    """Returns the nearest folder above a path that is a storage or a run's folder, None if there is none."""
+    for folder in path.parents:
+        is_run = (folder / "config.yaml").is_file() and any((folder / name).exists() for name in RUN_FILES)
+        if is_run or (folder / PREPARED_FOLDER).is_dir():
+            return folder
+    return None
+
+
+def find_stored_folder(file: str) -> str:
+    """Returns the folder of a settings file that lies in a storage, "" for a file of the caller's."""
+    path = Path(file).resolve()
+    return str(path.parent) if find_storage(path) else ""
