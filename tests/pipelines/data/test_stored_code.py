@@ -16,6 +16,7 @@ import raystride
 from raystride.command import run as run_command
 from raystride.pipelines.config.stored import find_stored_folder
 from raystride.pipelines.data.stored_code import check_stored_name
+from raystride.pipelines.system.storage.sealed import parse_sealed, seal_json
 from tests.tiny import write_text
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -69,13 +70,15 @@ class Victim:
         names = [*settings.get("plugins", []), *settings.get("data", {}).get("transforms", [])]
         for path in self.run.rglob("environment.json"):
             hashes = {name: hashlib.sha256(file.read_bytes()).hexdigest() for name in names} if file else {}
-            path.write_text(json.dumps(json.loads(path.read_text()) | {"code_sha256": hashes}))
+            written = [hashlib.sha256(each.read_bytes()).hexdigest() for each in self.run.rglob("config.yaml")]
+            content = parse_sealed(path.read_bytes(), path.name)
+            path.write_bytes(seal_json(content | {"code_sha256": hashes, "settings_sha256": written}))
 
     def forget_hashes(self) -> None:
         """Makes the run one of 0.3."""
         for path in self.run.rglob("environment.json"):
-            content = json.loads(path.read_text())
-            del content["code_sha256"]
+            content = parse_sealed(path.read_bytes(), path.name)
+            del content["code_sha256"], content["settings_sha256"]
             path.write_text(json.dumps(content))
 
     @property
