@@ -84,18 +84,21 @@ def _attention_placements(outputs: int, inputs: int, *arguments: Any) -> Sequenc
 
 def _rope_placements(q: Any, k: Any, cos: Any, sin: Any, q_weight: Any, k_weight: Any, eps: float) -> Sequence[Placements]:
     """Shards heads; they share the tables. Replicated with norms: their saved statistics are a vector over heads."""
-    statistics, rest = _replicated(cos, sin), _replicated(cos, sin, q_weight, k_weight)
+    (replicated,) = _replicated_or_sharded([])
+    rest = _replicated(cos, sin, q_weight, k_weight)
     return [
-        ([placement, placement, *statistics], [placement, placement, *rest, None])
+        ([placement, placement, replicated, replicated], [placement, placement, *rest, None])
         for placement in _replicated_or_sharded([1] if q_weight is None else [])
     ]
 
 
-def _rope_backward_placements(grad_q: Any, grad_k: Any, *rest: Any) -> Sequence[Placements]:
-    placed = _replicated(*rest)
-    q_weight = rest[4]
+def _rope_backward_placements(
+    grad_q: Any, grad_k: Any, q: Any, k: Any, cos: Any, sin: Any, q_weight: Any, *others: Any
+) -> Sequence[Placements]:
+    (replicated,) = _replicated_or_sharded([])
+    rest = _replicated(q, k, cos, sin, q_weight, *others)
     return [
-        ([placement, placement, *_replicated(grad_q, grad_k)], [placement, placement, *placed])
+        ([placement, placement, replicated, replicated], [placement, placement, *rest])
         for placement in _replicated_or_sharded([1] if q_weight is None else [])
     ]
 
