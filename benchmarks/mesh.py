@@ -156,7 +156,7 @@ class _Watch:
 
 def follow(job: Job, place: WorkerInfo) -> Course:
     """The course of a job; all its workers call it together, with a process group if there are several."""
-    from raystride.pipelines.train.strategies.parameter_layout import full_gradients
+    from raystride.pipelines.train.strategies.parameter_layout import gather_tensors
     from raystride.pipelines.train.worker.build import build_training
 
     course = Course()
@@ -166,7 +166,8 @@ def follow(job: Job, place: WorkerInfo) -> Course:
     def reduced(measured: torch.Tensor) -> torch.Tensor:
         total = reduce(measured)
         if next(steps) in (1, STEPS):
-            course.gradients.append({name: each.clone() for name, each in full_gradients(training.model)})
+            gathered = gather_tensors(training.model, lambda p: torch.zeros_like(p) if p.grad is None else p.grad)
+            course.gradients.append({name: each.clone() for name, each in gathered})
         return total
 
     training.strategy.reduce_gradients = reduced  # type: ignore[method-assign]

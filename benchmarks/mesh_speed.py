@@ -29,14 +29,13 @@ import torch.distributed as dist
 
 from benchmarks import runs
 from benchmarks.mesh import write_documents
+from benchmarks.mesh_traffic import bytes_exchanged, bytes_sent
 from benchmarks.pairs import machine, machine_line
 from benchmarks.workers import make_job, read_job, settings, write_job
 from raystride.pipelines.config import Config
 from raystride.pipelines.system.storage.folder import Folder
 from raystride.pipelines.train.worker.job import Job, WorkerInfo
-from raystride.triton_kernels.attention_context import bytes_sent
 from raystride.triton_kernels.context_plan import context_plan
-from raystride.triton_kernels.linear_cross_entropy_sharded import bytes_exchanged
 
 MESHES = {
     2: (

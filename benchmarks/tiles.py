@@ -1,4 +1,4 @@
-"""Attention's shipped tiles beside the few alternatives of `triton_kernels/configurations.py`, timed on this GPU.
+"""Attention's shipped tiles beside the few alternatives of `kernel_tools/tile_candidates.py`, timed on this GPU.
 
 Each kernel is tried alone, the others keep their shipped tiles; ways take turns. Where an alternative is faster by more than
 its spread, put it into the table: nothing is tuned while a program runs, since another tile gives other bits.
@@ -14,9 +14,10 @@ from functools import partial
 
 import torch
 
+from benchmarks.kernel_tools.tile_candidates import list_tiles
 from benchmarks.pairs import Comparison, command_line, machine, machine_line, report, take_turns
 from raystride.triton_kernels.attention import attention
-from raystride.triton_kernels.configurations import KERNELS, Tile, forced_tile, list_tiles
+from raystride.triton_kernels.configurations import KERNELS, Tile, forced_tile
 from raystride.triton_kernels.launch import architecture
 
 WIDTH, TOKENS = 2_048, 16_384

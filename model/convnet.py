@@ -17,7 +17,7 @@ from torch import nn
 
 from raystride.model.linear import Linear, Products
 from raystride.model.loss import cross_entropy
-from raystride.model.shape import IGNORED, convnet_flops
+from raystride.model.shape import IGNORED
 from raystride.triton_kernels.convolution import convolution
 from raystride.triton_kernels.mse import mse
 from raystride.triton_kernels.relu import relu
@@ -65,8 +65,7 @@ class ConvNet(nn.Module):
         `mean` and `deviation` normalise pixels in [0, 1], one number a channel; by default pixels are mapped to [-1, 1].
         """
         super().__init__()
-        self.image, self.classes = image, classes
-        self.channels, self.hidden = channels, hidden
+        self.classes, self.hidden = classes, hidden
         self.loss, self.label_smoothing = loss, label_smoothing
         self.register_buffer("mean", torch.tensor(mean).view(-1, 1, 1) if mean else None, persistent=False)
         self.register_buffer("deviation", torch.tensor(deviation).view(-1, 1, 1) if mean else None, persistent=False)
@@ -119,7 +118,3 @@ class ConvNet(nn.Module):
         for layer in self.layers[:-1]:
             x = relu(layer(x))
         return self.layers[-1](x)  # type: ignore[no-any-return]
-
-    def flops_per_image(self) -> float:
-        """Returns the FLOPs to train on an image."""
-        return convnet_flops(self.image, self.classes, channels=self.channels, hidden=self.hidden)

@@ -1,8 +1,8 @@
-"""Shape settings of a network, and its parameter counts and FLOPs without building it.
+"""Shape settings of a network, and sizes and FLOPs without building it.
 
 `raystride.pipelines.config.Model` has all of these attributes, so the model needs no import from there.
 
-    count_parameters(ModelConfig(hidden_size=768, layers=12, heads=12), vocabulary_size=50257)
+    flops_per_token(ModelConfig(hidden_size=768, layers=12, heads=12), vocabulary_size=50257)
 """
 
 from itertools import pairwise
@@ -183,29 +183,6 @@ def is_tied(shape: DecoderShape) -> bool:
     return shape.architecture != "llama" if shape.tie_embeddings is None else shape.tie_embeddings
 
 
-def count_parameters(shape: DecoderShape, vocabulary_size: int) -> int:
-    """Returns the number of parameters of the decoder, tied ones once, without building it."""
-    embeddings = vocabulary_size * shape.hidden_size * (1 if is_tied(shape) else 2)
-    return embeddings + _position_parameters(shape) + shape.layers * _block_parameters(shape) + _final_norm_parameters(shape)
-
-
-def count_classifier_parameters(shape: ClassifierShape, vocabulary_size: int, classes: int) -> int:
-    """Returns the number of parameters of the classifier, without building it."""
-    pooling = shape.hidden_size if shape.pooling == "attention" else sum(window_sizes(shape))
-    blocks = shape.layers * _block_parameters(shape) + _final_norm_parameters(shape) + sum(dense_sizes(shape))
-    if shape.architecture in ENCODERS:
-        blocks += _norm_parameters(shape) * (
-            1 if has_first_norm(shape, 0) else 0
-        )  # a norm of the embedding, and maybe one fewer
-    return (
-        vocabulary_size * shape.hidden_size
-        + _position_parameters(shape)
-        + blocks
-        + pooling
-        + (pooled_width(shape) + 1) * classes
-    )
-
-
 def pooled_width(shape: ClassifierShape) -> int:
     """Returns the input width of a classifier's head."""
     return len(shape.windows) * shape.window_channels if shape.pooling == "windows" else shape.hidden_size
@@ -252,14 +229,6 @@ def attention_weights(shape: DecoderShape) -> int:
     return shape.hidden_size * (2 * query_width(shape) + 2 * key_width(shape))
 
 
-def count_translator_parameters(shape: TranslatorShape, source_vocabulary: int, target_vocabulary: int | None = None) -> int:
-    """Returns the number of parameters of the translator, without building it; `target_vocabulary` None: a shared one."""
-    words = source_vocabulary + (target_vocabulary or 0)
-    blocks = (shape.encoder_layers or shape.layers) * _block_parameters(shape)
-    blocks += shape.layers * (_block_parameters(shape) + _attention_parameters(shape) + _norm_parameters(shape))
-    return words * shape.hidden_size + 2 * _position_parameters(shape) + blocks + 2 * _final_norm_parameters(shape)
-
-
 def translator_flops_per_token(shape: TranslatorShape, target_vocabulary: int, tokens: float | None = None) -> float:
     """Returns FLOPs to train on a target token and a source token, if both sides have `tokens`."""
     encoder_layers = shape.encoder_layers or shape.layers
@@ -267,13 +236,6 @@ def translator_flops_per_token(shape: TranslatorShape, target_vocabulary: int, t
     attentions = encoder_layers + 2 * shape.layers
     attention = 12.0 * attentions * query_width(shape) * (tokens or shape.context)
     return 6.0 * (weights + target_vocabulary * shape.hidden_size) + attention
-
-
-def count_convnet_parameters(
-    image: tuple[int, int, int], classes: int, *, channels: tuple[int, ...], hidden: tuple[int, ...]
-) -> int:
-    """Returns the number of parameters of the ConvNet for images (channels, height, width), without building it."""
-    return sum((inputs + 1) * outputs for inputs, outputs, _ in convnet_layers(image, classes, channels, hidden))
 
 
 def convnet_flops(image: tuple[int, int, int], classes: int, *, channels: tuple[int, ...], hidden: tuple[int, ...]) -> float:
@@ -300,31 +262,3 @@ def convnet_layers(
 def block_matrix_weights(shape: DecoderShape) -> int:
     """Returns the number of weights in a block's matrices."""
     return attention_weights(shape) + (3 if is_gated(shape) else 2) * shape.hidden_size * hidden_width(shape)
-
-
-def _block_parameters(shape: DecoderShape) -> int:
-    """Returns the number of parameters of a block with one attention."""
-    biases = hidden_width(shape) + shape.hidden_size if has_biases(shape) else 0
-    own = query_width(shape) + 2 * key_width(shape) if shape.qkv_bias and not has_biases(shape) else 0
-    own += shape.qk_norm * 2 * head_size(shape) + (shape.out_bias and not has_biases(shape)) * shape.hidden_size
-    norms = (4 if is_sandwich_norm(shape) else 2) * _norm_parameters(shape)
-    return block_matrix_weights(shape) - attention_weights(shape) + biases + _attention_parameters(shape) + own + norms
-
-
-def _attention_parameters(shape: DecoderShape) -> int:
-    """Returns the number of parameters of an attention, without Qwen's biases and norms."""
-    biases = query_width(shape) + 2 * key_width(shape) + shape.hidden_size if has_biases(shape) else 0
-    return attention_weights(shape) + biases
-
-
-def _norm_parameters(shape: DecoderShape) -> int:
-    return 2 * shape.hidden_size if has_biases(shape) else shape.hidden_size
-
-
-def _final_norm_parameters(shape: DecoderShape) -> int:
-    return 0 if is_post_norm(shape) else _norm_parameters(shape)
-
-
-def _position_parameters(shape: DecoderShape) -> int:
-    """Returns the number of parameters of learned positions."""
-    return shape.context * shape.hidden_size if has_learned_positions(shape) else 0

@@ -329,25 +329,6 @@ def _adamw(
     )  # fmt: skip
 
 
-@_adamw.register_fake
-def _(
-    parameters: list[torch.Tensor],
-    gradients: list[torch.Tensor],
-    exp_avgs: list[torch.Tensor],
-    exp_avg_sqs: list[torch.Tensor],
-    steps: list[torch.Tensor],
-    copies: list[torch.Tensor],
-    learning_rate: float,
-    beta1: float,
-    beta2: float,
-    eps: float,
-    decay: float,
-    skip: torch.Tensor,
-    seed: torch.Tensor | None,
-) -> None:
-    return None
-
-
 def adamw(
     parameters: Tensors,
     gradients: Tensors,

@@ -40,7 +40,7 @@ from raystride.triton_kernels.attention_partial import (
 )
 from raystride.triton_kernels.attention_problem import Rules
 from raystride.triton_kernels.attention_ring import ring_attention
-from raystride.triton_kernels.context_plan import ContextPlan, forwarded_rows, needed_rows, plan_key_exchange
+from raystride.triton_kernels.context_plan import ContextPlan, plan_key_exchange
 from raystride.triton_kernels.dispatch import takes_triton
 
 Form = Literal["ring", "heads", "keys"]
@@ -94,7 +94,7 @@ def attention_context(
         q.shape[-1] ** -0.5 if scale is None else scale, causal, window, dropout, softcap, seed if dropout else None
     )
     call = _Call(plan, rank, group, scale, PartRules(rules, first_head, triton))
-    return _dispatch_form(q, k, v, form, call)
+    return _run_form(q, k, v, form, call)
 
 
 class _Call(NamedTuple):
@@ -114,18 +114,6 @@ def _run_form(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, form: Form, cal
     if form == "ring":
         return ring_attention(q, k, v, call.plan, call.rank, call.group, call.part_rules)
     return (_attend_own_heads if form == "heads" else _attend_fetched_keys)(q, k, v, call)
-
-
-_dispatch_form = _run_form
-
-
-def exclude_context_from_compile() -> None:
-    """Excludes all forms from torch.compile, which would recompile for each plan, and so for each packed batch.
-
-    Not a decorator, as in attention_packed.
-    """
-    global _dispatch_form
-    _dispatch_form = torch.compiler.disable(_run_form)
 
 
 def _check_arguments(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: ContextPlan, form: str, ranks: int) -> None:
@@ -295,35 +283,3 @@ def _exchange_rows_and_heads(
     arrived = torch.empty_like(out)
     dist.all_to_all_single(arrived, out, group=group)
     return arrived.flatten(0, 1)[order[1]] if to_heads else arrived.transpose(0, 1).contiguous()
-
-
-def bytes_sent(
-    plan: ContextPlan,
-    form: Form,
-    *,
-    heads: int,
-    kv_heads: int,
-    head_size: int,
-    itemsize: int,
-    window: int = 0,
-    backward: bool = False,
-) -> list[int]:
-    """Returns the bytes that each rank sends to others in one forward, or in one backward, of a layer.
-
-    In a ring gradients have at least 4 bytes a number, since each rank adds to them.
-    """
-    ranks, keys = plan.ranks, 2 * kv_heads * head_size
-    if form == "heads":
-        # The backward reverses all transfers.
-        return [plan.tokens // ranks * (ranks - 1) * (2 * heads * head_size + keys) // ranks * itemsize] * ranks
-    if form == "keys":
-        needed = [[len(rows) for rows in to] for to in needed_rows(plan, window)]
-        rows = [sum(to) if backward else sum(to[rank] for to in needed) for rank, to in enumerate(needed)]
-        return [count * keys * itemsize for count in rows]
-    num_forwarded = [[*(len(rows) for rows in forwarded_rows(plan, source, window)), 0] for source in range(ranks)]
-    num_sent = [sum(num_forwarded[(rank - hop) % ranks][hop + 1] for hop in range(ranks)) for rank in range(ranks)]
-    if not backward:
-        return [count * keys * itemsize for count in num_sent]
-    # Rows that arrived at a hop are either forwarded or end: their gradient is sent once in any case.
-    num_returned = [sum(num_forwarded[(rank - hop) % ranks][hop] for hop in range(1, ranks)) for rank in range(ranks)]
-    return [keys * (a * itemsize + b * max(4, itemsize)) for a, b in zip(num_sent, num_returned, strict=True)]

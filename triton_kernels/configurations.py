@@ -1,8 +1,8 @@
-"""Tile configurations of the attention kernels by architecture, head size and dtype, and alternatives worth timing.
+"""Tile configurations of the attention kernels by architecture, head size and dtype.
 
 A tile is chosen once, here, from its compilation (`benchmarks.kernel_tools.compile_report`): no registers spilled, shared
 memory that fits, tensor cores used. There is no autotuning at run time, since another tile sums in another order and so
-gives other bits. `list_tiles` lists candidates for timing on a real device, best guess first.
+gives other bits. `benchmarks.kernel_tools.tile_candidates` has candidates for timing on a real device.
 
 The speed of no tile is measured: no GPU was at hand. Each table names the property of the compilation for
 which it departs from the table before.
@@ -12,10 +12,9 @@ which it departs from the table before.
 """
 
 import json
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from functools import cache, lru_cache
-from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -45,25 +44,21 @@ class Tile(NamedTuple):
 
 
 class TileFamily(NamedTuple):
-    """Parameters of an architecture in the cost model, from its data sheets and programming guides."""
+    """Parameters of an architecture, from its data sheets and programming guides."""
 
     processors: int
     shared: int
     """Bytes of shared memory that a program can have."""
-    flops: int
-    """FLOPs of 16-bit matrix products a cycle and processor."""
-    accumulator_registers: int
-    """Registers of a thread for accumulators and scores before the compiler spills, from sweeps."""
     min_rows: int
     """Rows of a product below which it uses an older and slower instruction."""
 
 
 FAMILIES = {
-    "sm_80": TileFamily(108, 163 << 10, 2048, 150, 16),
-    "sm_86": TileFamily(84, 99 << 10, 1024, 150, 16),
-    "sm_90": TileFamily(132, 227 << 10, 4096, 180, 64),
-    "sm_100": TileFamily(148, 227 << 10, 8192, 180, 64),
-    "gfx942": TileFamily(304, 64 << 10, 2048, 300, 16),
+    "sm_80": TileFamily(108, 163 << 10, 16),
+    "sm_86": TileFamily(84, 99 << 10, 16),
+    "sm_90": TileFamily(132, 227 << 10, 64),
+    "sm_100": TileFamily(148, 227 << 10, 64),
+    "gfx942": TileFamily(304, 64 << 10, 16),
 }
 """Families by their representative architecture. sm_86 represents all with 99 KiB of shared memory."""
 KERNELS = ("attention_forward", "attention_backward_keys", "attention_backward_queries", "attention_decoding")
@@ -187,26 +182,6 @@ _SINGLE: dict[str, dict[int, Tile]] = {
     "attention_decoding": {64: Tile(16, 32, 4, 2), 128: Tile(16, 32, 4, 1), 256: Tile(16, 16, 8, 1)},
 }
 """fp32: compiled without spills; speed not measured."""
-_SIZES = (16, 32, 64, 128)
-_CANDIDATES = tuple(Tile(*four) for four in product(_SIZES, _SIZES, (4, 8), (1, 2, 3)))
-_TWO_PROGRAMS = tuple(Tile(*four, 128) for four in product(_SIZES, _SIZES, (8,), (1, 2, 3)))
-"""Candidates of the forward: two programs of 8 warps with 128 registers a thread, so that one computes while one waits."""
-_WIDE = tuple(Tile(*four) for four in product(_SIZES, _SIZES, (16,), (1, 2)))
-"""Candidates of the backward: twice the warps hold a block twice as large, so that more products reuse its loads."""
-_ALTERNATIVES = 4
-"""Number of alternatives to time beside the shipped tile, and its persistent one: a second or two of compilation each."""
-_REGISTERS = 1 << 16
-"""Registers of a processor, on all NVIDIA families."""
-_OTHER_REGISTERS = 16
-"""Registers of a thread besides accumulators and scores: addresses, bounds, loads."""
-_LENGTH = 4096
-"""Sequence length in the cost model, with 64 heads."""
-_EXPONENTIALS = 16
-"""Exponentials a cycle and processor, on all families."""
-_BYTES = 64
-"""Bytes a cycle and processor from the L2 cache."""
-
-_forced: dict[str, Tile] = {}
 
 
 class TileCase(NamedTuple):
@@ -249,15 +224,14 @@ def tile(
     whose random numbers dK and dV have the fewest registers. `mixed`: the combination of rules, as in `_MIXED` and `_BOUND`.
     `variant`: as in `TileCase`.
     """
-    if kernel in _forced:
-        return _forced[kernel]
     case = _find_case(kernel, architecture, head_size, dtype, lean, capped, dropped, mixed, variant)
-    for listener in _listeners:
-        listener(case)
+    for choose in reversed(_choosers):
+        if chosen := choose(case):
+            return chosen
     return _corrections(triton_version()).get(case) or shipped_tile(case)
 
 
-_listeners: list[Callable[[TileCase], None]] = []
+_choosers: list[Callable[[TileCase], Tile | None]] = []
 
 
 @lru_cache(maxsize=256)
@@ -280,12 +254,13 @@ def triton_version() -> str:
 def _corrections(version: str) -> dict[TileCase, Tile]:
     """Returns the corrections for a Triton; for one that is newer than all known, those for the newest."""
     by_version = read_corrections()
-    newest = max(by_version, key=_version_key, default="")
-    newer = version and newest and _version_key(version) > _version_key(newest)
+    newest = max(by_version, key=version_key, default="")
+    newer = version and newest and version_key(version) > version_key(newest)
     return by_version.get(newest if newer else version, {})
 
 
-def _version_key(version: str) -> tuple[int, ...]:
+def version_key(version: str) -> tuple[int, ...]:
+    """Returns a version such as "3.10" as its numbers, by which versions are ordered."""
     return tuple(int(part) for part in version.split("."))
 
 
@@ -293,16 +268,6 @@ def read_corrections() -> dict[str, dict[TileCase, Tile]]:
     """Returns all corrections, by Triton's version."""
     stored: dict[str, list[list[list[Any]]]] = json.loads(CORRECTIONS.read_text())
     return {version: {TileCase(*case): Tile(*chosen) for case, chosen in rows} for version, rows in stored.items()}
-
-
-def write_corrections(corrections: dict[str, dict[TileCase, Tile]]) -> None:
-    """Writes the corrections, one a line."""
-    versions = []
-    for version in sorted(corrections, key=_version_key):
-        rows = [json.dumps([case, chosen]) for case, chosen in sorted(corrections[version].items())]
-        versions.append(f"{json.dumps(version)}: [" + ",".join(f"\n  {row}" for row in rows) + "\n]")
-    CORRECTIONS.write_text("{\n" + ",\n".join(versions) + "\n}\n")
-    _corrections.cache_clear()
 
 
 @lru_cache(maxsize=256)
@@ -335,113 +300,6 @@ def _table_tile(case: TileCase) -> Tile:
         fewer = family == "sm_100" or mixed == "dropout and window"
         return Tile(32, 16, 8, 1) if fewer and size == 128 else half._replace(warps=8)
     return known.get(size) or half
-
-
-def list_corrections(case: TileCase) -> list[Tile]:
-    """Returns tiles of at most the shipped one's blocks, best guess first, to be tried where that one spills.
-
-    Those that load the columns of a score in chunks come last.
-    """
-    shipped, width = shipped_tile(case), 4 if case.single else 2
-    family, size = FAMILIES[case.family], case.head_size
-    fewer = [[n for n in _SIZES if n <= most] for most in shipped[:2]]
-    tiles = {Tile(*five) for five in product(*fewer, (4, 8), range(1, shipped.stages + 1), (shipped.registers, 255))}
-    fitting = [one for one in tiles if estimate_shared_bytes(case.kernel, one, size, width) <= family.shared]
-    chunked = [one._replace(chunk=16 if case.single else 32) for one in fitting if one.stages == 1]
-
-    def cost(candidate: Tile) -> tuple[float, int, int]:
-        cycles = _estimate_cycles(case.kernel, candidate, size, width, family)
-        return cycles, -candidate.stages, candidate.registers
-
-    return [*sorted(set(fitting) - {shipped}, key=cost), *sorted(chunked, key=cost)]
-
-
-def list_tiles(kernel: str, architecture: str, head_size: int, dtype: torch.dtype) -> list[Tile]:
-    """Returns the shipped tile, then the other fitting ones with the lowest estimated cost, best first."""
-    size, width = max(16, 1 << (head_size - 1).bit_length()), dtype.itemsize
-    shipped, tile_family = tile(kernel, architecture, head_size, dtype), FAMILIES[architecture_family(architecture)]
-    min_rows = tile_family.min_rows if width == 2 else 16
-
-    def rank_candidates(candidates: Iterable[Tile]) -> list[Tile]:
-        fitting = [
-            candidate
-            for candidate in candidates
-            if candidate != shipped
-            and estimate_shared_bytes(kernel, candidate, size, width) <= tile_family.shared
-            and _estimate_registers(kernel, candidate, size) <= _available_registers(candidate, tile_family) * 2 // width
-            and (
-                candidate.block_m == shipped.block_m
-                if kernel == "attention_decoding"
-                else _accumulator_rows(kernel, candidate) >= min_rows
-            )
-            and min(candidate.block_m, candidate.block_n) >= (32 if size < 256 else 16)
-        ]
-        return sorted(fitting, key=lambda candidate: _estimate_cycles(kernel, candidate, size, width, tile_family))
-
-    # Special tiles, for which the cost model is least accurate, get one slot of their own.
-    special = [] if architecture.startswith("gfx") else rank_candidates(_SPECIAL.get(kernel, ()))[:1]
-    found = [shipped, *rank_candidates(_CANDIDATES)[: _ALTERNATIVES - len(special)], *special]
-    if kernel in ("attention_forward", "attention_backward_queries"):
-        together = min(tile_family.shared // estimate_shared_bytes(kernel, shipped, size, width), 16 // shipped.warps)
-        found.append(shipped._replace(programs=max(1, together)))
-    return found
-
-
-_SPECIAL = {
-    "attention_forward": _TWO_PROGRAMS,
-    "attention_backward_keys": _WIDE,
-    "attention_backward_queries": _WIDE,
-}
-
-
-def _available_registers(candidate: Tile, tile_family: TileFamily) -> int:
-    """Returns the registers of a thread available for accumulators and scores."""
-    return min(
-        tile_family.accumulator_registers, (candidate.registers or _REGISTERS // (32 * candidate.warps)) - _OTHER_REGISTERS
-    )
-
-
-def estimate_shared_bytes(kernel: str, candidate: Tile, head_size: int, width: int) -> int:
-    """Estimates bytes of shared memory: tensors that stay for the program, and both tensors of every stage."""
-    stays, streams = (
-        (candidate.block_n, candidate.block_m)
-        if kernel == "attention_backward_keys"
-        else (candidate.block_m, candidate.block_n)
-    )
-    staying = (1 if kernel in ("attention_forward", "attention_decoding") else 2) * stays
-    return (staying + 2 * streams * candidate.stages) * head_size * width + candidate.block_m * candidate.block_n * width
-
-
-def _accumulator_rows(kernel: str, candidate: Tile) -> int:
-    """Returns the rows of a program's accumulators."""
-    return candidate.block_n if kernel == "attention_backward_keys" else candidate.block_m
-
-
-def _estimate_registers(kernel: str, candidate: Tile, head_size: int) -> int:
-    """Estimates registers of a thread: accumulators, and scores in fp32 and rounded; in the backward also gradients."""
-    scores = candidate.block_m * candidate.block_n
-    words = {
-        "attention_backward_keys": 2 * candidate.block_n * head_size + 5 * scores // 2,
-        "attention_backward_queries": candidate.block_m * head_size + 5 * scores // 2,
-    }.get(kernel, candidate.block_m * head_size + 3 * scores // 2)
-    return words // (32 * candidate.warps)
-
-
-def _estimate_cycles(kernel: str, candidate: Tile, head_size: int, width: int, tile_family: TileFamily) -> float:
-    """Estimates cycles of a launch: tensor cores, exponentials and loads of a step, its steps, and waves of programs."""
-    products = {"attention_backward_keys": 4, "attention_backward_queries": 3}.get(kernel, 2)
-    streams = candidate.block_m if kernel == "attention_backward_keys" else candidate.block_n
-    scores = candidate.block_m * candidate.block_n
-    compute = products * 2 * scores * head_size / (tile_family.flops if width == 2 else tile_family.flops / 8)
-    parts = (compute, scores / _EXPONENTIALS, 2 * streams * head_size * width / _BYTES)
-    shared = estimate_shared_bytes(kernel, candidate, head_size, width)
-    together = max(1, min(tile_family.shared // shared, 16 // candidate.warps, 2))
-    # Prefetched blocks, and a second program on the processor, overlap the smaller parts with the largest.
-    hidden = 1 - 1 / (together + (candidate.stages > 1))
-    step = max(parts) + (1 - hidden) * (sum(parts) - max(parts)) + 40 / together
-    programs = 64 * _LENGTH // _accumulator_rows(kernel, candidate)
-    waves = -(-programs // (tile_family.processors * together))
-    return waves * together * step * _LENGTH / streams
 
 
 COVERED = {
@@ -495,35 +353,15 @@ def takes_descriptors(architecture: str) -> bool:
 
 
 @contextmanager
-def listening(listener: Callable[[TileCase], None]) -> Iterator[None]:
-    """Calls `listener` with the case of each tile that is chosen inside the block."""
-    _listeners.append(listener)
+def choosing_tiles(choose: Callable[[TileCase], Tile | None]) -> Iterator[None]:
+    """Asks `choose` for the tile of each case inside the block, for tuning; None: the one outside it."""
+    _choosers.append(choose)
     try:
         yield
     finally:
-        _listeners.remove(listener)
+        _choosers.remove(choose)
 
 
-@contextmanager
-def corrected_tile(case: TileCase, chosen: Tile) -> Iterator[None]:
-    """Corrects the tile of a case inside the block."""
-    corrections = _corrections(triton_version())
-    before = dict(corrections)
-    corrections[case] = chosen
-    try:
-        yield
-    finally:
-        corrections.clear()
-        corrections.update(before)
-
-
-@contextmanager
-def forced_tile(kernel: str, chosen: Tile) -> Iterator[None]:
+def forced_tile(kernel: str, chosen: Tile) -> AbstractContextManager[None]:
     """Forces a kernel's tile inside the block, for tuning and for tests of block borders."""
-    before = dict(_forced)
-    _forced[kernel] = chosen
-    try:
-        yield
-    finally:
-        _forced.clear()
-        _forced.update(before)
+    return choosing_tiles(lambda case: chosen if case.kernel == kernel else None)

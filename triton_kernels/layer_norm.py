@@ -257,20 +257,12 @@ def _add_layer_norm(
 
 @_add_layer_norm.register_fake
 def _(
-    x: torch.Tensor,
-    residual: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    eps: float,
-    dtype: torch.dtype | None,
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, *rest: Any
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     wide = torch.promote_types(x.dtype, residual.dtype)
     total = torch.empty_like(x, dtype=wide, memory_format=torch.contiguous_format)
-    return (
-        torch.empty_like(total, dtype=dtype),
-        total,
-        x.new_empty((2, x.numel() // max(1, weight.numel())), dtype=torch.float32),
-    )
+    statistics = x.new_empty((2, x.numel() // max(1, weight.numel())), dtype=torch.float32)
+    return torch.empty_like(total, dtype=rest[-1]), total, statistics
 
 
 @operation("raystride::layer_norm_backward")
@@ -301,14 +293,9 @@ def _layer_norm_backward(
 
 @_layer_norm_backward.register_fake
 def _(
-    grad: torch.Tensor,
-    grad_total: torch.Tensor | None,
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias_dtype: torch.dtype | None,
-    statistics: torch.Tensor,
-    needs_weight: bool,
+    grad: Any, grad_total: Any, x: torch.Tensor, weight: torch.Tensor, bias_dtype: torch.dtype | None, *rest: Any
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    needs_weight = rest[-1]
     grad_x = torch.empty_like(x, memory_format=torch.contiguous_format)
     grad_weight = weight.new_empty(weight.shape if needs_weight else 0)
     return grad_x, grad_weight, weight.new_empty(weight.shape if bias_dtype else 0, dtype=bias_dtype or weight.dtype)

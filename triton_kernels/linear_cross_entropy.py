@@ -235,16 +235,8 @@ class ChunkSum:
 
 
 @_linear_cross_entropy.register_fake
-def _(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    targets: torch.Tensor,
-    ignore_index: int,
-    label_smoothing: float,
-    z_loss: float,
-    for_x: bool,
-    for_weight: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+def _(x: torch.Tensor, weight: torch.Tensor, *rest: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    for_x, for_weight = rest[-2:]
     loss, counted = x.new_empty((), dtype=torch.float32), x.new_empty((), dtype=torch.int64)
     grad_x = torch.empty_like(x, memory_format=torch.contiguous_format) if for_x else x.new_empty(0)
     return loss, counted, grad_x, torch.empty_like(weight) if for_weight else weight.new_empty(0)

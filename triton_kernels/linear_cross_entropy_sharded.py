@@ -414,11 +414,3 @@ def _check_arguments(x: torch.Tensor, weight: torch.Tensor, targets: torch.Tenso
         raise ValueError(
             f"{_NAME}: rows {shard.first} to {after - 1} are not among {shard.words} words, or not all of one worker"
         )
-
-
-def bytes_exchanged(tokens: int, label_smoothing: float = 0.0, *, itemsize: int = 4) -> int:
-    """Returns the bytes that each of several workers all-reduces in a forward; a backward has no communication.
-
-    `itemsize` is that of a sum: 4, or 8 for x in float64.
-    """
-    return tokens * itemsize * (4 if label_smoothing else 3)

@@ -97,15 +97,8 @@ def _linear_log_probabilities_backward(
 
 
 @_linear_log_probabilities_backward.register_fake
-def _(
-    grad: torch.Tensor,
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    targets: torch.Tensor,
-    ignore_index: int,
-    for_x: bool,
-    for_weight: bool,
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _(grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, *rest: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    for_x, for_weight = rest[-2:]
     grad_x = torch.empty_like(x, memory_format=torch.contiguous_format) if for_x else x.new_empty(0)
     return grad_x, torch.empty_like(weight) if for_weight else weight.new_empty(0)
 

@@ -242,14 +242,8 @@ def _rms_norm_backward(
 
 
 @_rms_norm_backward.register_fake
-def _(
-    grad: torch.Tensor,
-    grad_total: torch.Tensor | None,
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    inverse: torch.Tensor,
-    needs_weight: bool,
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _(grad: Any, grad_total: Any, x: torch.Tensor, weight: torch.Tensor, *rest: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    needs_weight = rest[-1]
     grad_x = torch.empty_like(x, memory_format=torch.contiguous_format)
     return grad_x, weight.new_empty(weight.shape if needs_weight else 0)
 

@@ -244,15 +244,7 @@ def _rope(
 
 
 @_rope.register_fake
-def _(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    q_weight: torch.Tensor | None,
-    k_weight: torch.Tensor | None,
-    eps: float,
-) -> Four:
+def _(q: torch.Tensor, k: torch.Tensor, cos: Any, sin: Any, q_weight: torch.Tensor | None, *_: Any) -> Four:
     q, k = _with_contiguous_rows(q), _with_contiguous_rows(k)
     inverse_q, inverse_k = (q.new_empty(0 if q_weight is None else _count_rows(x), dtype=torch.float32) for x in (q, k))
     return torch.empty_like(q), torch.empty_like(k), inverse_q, inverse_k
@@ -302,18 +294,8 @@ def _rope_backward(
 
 
 @_rope_backward.register_fake
-def _(
-    grad_q: torch.Tensor,
-    grad_k: torch.Tensor,
-    q: torch.Tensor | None,
-    k: torch.Tensor | None,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    q_weight: torch.Tensor | None,
-    k_weight: torch.Tensor | None,
-    inverse_q: torch.Tensor,
-    inverse_k: torch.Tensor,
-) -> Four:
+def _(grad_q: torch.Tensor, grad_k: torch.Tensor, q: Any, k: Any, cos: torch.Tensor, *rest: Any) -> Four:
+    _, q_weight, k_weight, *_ = rest
     dq, dk = torch.empty_like(_with_contiguous_rows(grad_q)), torch.empty_like(_with_contiguous_rows(grad_k))
     weights = [cos.new_empty(0) if weight is None else torch.empty_like(weight) for weight in (q_weight, k_weight)]
     return dq, dk, weights[0], weights[1]

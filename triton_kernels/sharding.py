@@ -12,6 +12,7 @@ DTensor takes a second to import, so nothing is registered until `register_shard
 """
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -40,31 +41,26 @@ def register_shardings() -> None:
 
     operations: Any = torch.ops.raystride
     for name, outputs, inputs in (("gelu", 1, 1), ("gelu_backward", 1, 2), ("relu", 1, 1), ("relu_backward", 1, 2)):
-        register_sharding(getattr(operations, name).default)(_Elementwise(outputs, inputs))
+        register_sharding(getattr(operations, name).default)(partial(_elementwise_placements, outputs, inputs))
     for name in ("swiglu", "geglu"):
-        register_sharding(getattr(operations, name).default)(_Elementwise(1, 2))
-        register_sharding(getattr(operations, f"{name}_backward").default)(_Elementwise(2, 3))
-    register_sharding(operations.attention.default)(_attention_placements)
-    register_sharding(operations.attention_backward.default)(_attention_backward_placements)
+        register_sharding(getattr(operations, name).default)(partial(_elementwise_placements, 1, 2))
+        register_sharding(getattr(operations, f"{name}_backward").default)(partial(_elementwise_placements, 2, 3))
+    register_sharding(operations.attention.default)(partial(_attention_placements, 2, 3))
+    register_sharding(operations.attention_backward.default)(partial(_attention_placements, 3, 6))
     register_sharding(operations.rope.default)(_rope_placements)
     register_sharding(operations.rope_backward.default)(_rope_backward_placements)
     register_sharding(operations.rms_norm.default)(_rms_norm_placements)
-    register_sharding(operations.add_rms_norm.default)(_add_rms_norm_placements)
+    register_sharding(operations.add_rms_norm.default)(_rms_norm_placements)
     register_sharding(operations.rms_norm_backward.default)(_rms_norm_backward_placements)
 
 
-class _Elementwise:
-    """Rule of elementwise operations: any dimension, the same for all tensors."""
-
-    def __init__(self, outputs: int, inputs: int) -> None:
-        self._outputs, self._inputs = outputs, inputs
-
-    def __call__(self, *arguments: Any) -> Sequence[Placements]:
-        rest = [None] * (len(arguments) - self._inputs)
-        return [
-            ([placement] * self._outputs, [placement] * self._inputs + rest)
-            for placement in _replicated_or_sharded(range(len(arguments[0].shape)))
-        ]
+def _elementwise_placements(outputs: int, inputs: int, *arguments: Any) -> Sequence[Placements]:
+    """Shards any dimension, the same for all tensors."""
+    rest = [None] * (len(arguments) - inputs)
+    return [
+        ([placement] * outputs, [placement] * inputs + rest)
+        for placement in _replicated_or_sharded(range(len(arguments[0].shape)))
+    ]
 
 
 def _replicated_or_sharded(dimensions: Sequence[int]) -> list[Any]:
@@ -73,74 +69,49 @@ def _replicated_or_sharded(dimensions: Sequence[int]) -> list[Any]:
     return [Replicate(), *(Shard(dimension) for dimension in dimensions)]
 
 
-def _attention_placements(q: Any, k: Any, v: Any, key_lengths: Any, seed: Any, *settings: Any) -> Sequence[Placements]:
+def _replicated(*tensors: Any) -> list[Any]:
+    """Returns a placement for each tensor, None for one that there is not."""
+    return [None if x is None else _replicated_or_sharded([])[0] for x in tensors]
+
+
+def _attention_placements(outputs: int, inputs: int, *arguments: Any) -> Sequence[Placements]:
     """Shards batch and heads. Not with dropout: it depends on the head's index; not the batch with key lengths."""
-    optional, rest = (
-        [None if x is None else _replicated_or_sharded([])[0] for x in (key_lengths, seed)],
-        [None] * len(settings),
-    )
-    return [
-        ([placement] * 2, [placement] * 3 + optional + rest)
-        for placement in _replicated_or_sharded(_shardable_dimensions(key_lengths, seed))
-    ]
-
-
-def _attention_backward_placements(
-    grad: Any, q: Any, k: Any, v: Any, o: Any, lse: Any, key_lengths: Any, seed: Any, *settings: Any
-) -> Sequence[Placements]:
-    optional, rest = (
-        [None if x is None else _replicated_or_sharded([])[0] for x in (key_lengths, seed)],
-        [None] * len(settings),
-    )
-    return [
-        ([placement] * 3, [placement] * 6 + optional + rest)
-        for placement in _replicated_or_sharded(_shardable_dimensions(key_lengths, seed))
-    ]
-
-
-def _shardable_dimensions(key_lengths: Any, seed: Any) -> list[int]:
-    """Returns the dimensions over which attention is independent: batch and heads."""
-    if seed is not None:
-        return []
-    return [1] if key_lengths is not None else [0, 1]
+    key_lengths, seed, *settings = arguments[inputs:]
+    independent = [] if seed is not None else [1] if key_lengths is not None else [0, 1]
+    rest = [*_replicated(key_lengths, seed), *[None] * len(settings)]
+    return [([placement] * outputs, [placement] * inputs + rest) for placement in _replicated_or_sharded(independent)]
 
 
 def _rope_placements(q: Any, k: Any, cos: Any, sin: Any, q_weight: Any, k_weight: Any, eps: float) -> Sequence[Placements]:
     """Shards heads; they share the tables. Replicated with norms: their saved statistics are a vector over heads."""
-    replicated = _replicated_or_sharded([])[0]
-    weights = [None if x is None else replicated for x in (q_weight, k_weight)]
-    found = [replicated] if q_weight is not None else _replicated_or_sharded([1])
+    (replicated,) = _replicated_or_sharded([])
+    rest = _replicated(cos, sin, q_weight, k_weight)
     return [
-        ([placement, placement, replicated, replicated], [placement, placement, replicated, replicated, *weights, None])
-        for placement in found
+        ([placement, placement, replicated, replicated], [placement, placement, *rest, None])
+        for placement in _replicated_or_sharded([1] if q_weight is None else [])
     ]
 
 
 def _rope_backward_placements(
-    grad_q: Any, grad_k: Any, q: Any, k: Any, cos: Any, sin: Any, q_weight: Any, k_weight: Any, *inverse: Any
+    grad_q: Any, grad_k: Any, q: Any, k: Any, cos: Any, sin: Any, q_weight: Any, *others: Any
 ) -> Sequence[Placements]:
-    replicated = _replicated_or_sharded([])[0]
-    rest = [None if x is None else replicated for x in (q, k)] + [replicated] * 2
-    rest += [None if x is None else replicated for x in (q_weight, k_weight)] + [replicated] * 2
-    found = [replicated] if q_weight is not None else _replicated_or_sharded([1])
-    return [([placement, placement, replicated, replicated], [placement, placement, *rest]) for placement in found]
-
-
-def _rms_norm_placements(x: Any, weight: Any, eps: float, dtype: Any) -> Sequence[Placements]:
-    """Shards rows. The saved statistics are a vector over a device's own rows."""
-    replicated, *rows = _replicated_or_sharded(range(len(x.shape) - 1))
-    vector = _replicated_or_sharded([0])[1]
+    (replicated,) = _replicated_or_sharded([])
+    rest = _replicated(q, k, cos, sin, q_weight, *others)
     return [
-        ([replicated, replicated], [replicated, replicated, None, None]),
-        *(([placement, vector], [placement, replicated, None, None]) for placement in rows),
+        ([placement, placement, replicated, replicated], [placement, placement, *rest])
+        for placement in _replicated_or_sharded([1] if q_weight is None else [])
     ]
 
 
-def _add_rms_norm_placements(x: Any, residual: Any, weight: Any, eps: float, dtype: Any) -> Sequence[Placements]:
-    replicated, *rows = _replicated_or_sharded(range(len(x.shape) - 1))
-    vector = _replicated_or_sharded([0])[1]
-    split = [([placement, placement, vector], [placement, placement, replicated, None, None]) for placement in rows]
-    return [([replicated] * 3, [replicated] * 3 + [None] * 2), *split]
+def _rms_norm_placements(*arguments: Any) -> Sequence[Placements]:
+    """Shards rows, of a residual too. The saved statistics are a vector over a device's own rows."""
+    streams = arguments[:-3]
+    replicated, *rows = _replicated_or_sharded(range(len(streams[0].shape) - 1))
+    vector, count = _replicated_or_sharded([0])[1], len(streams)
+    return [
+        ([replicated] * (count + 1), [replicated] * (count + 1) + [None] * 2),
+        *(([placement] * count + [vector], [placement] * count + [replicated, None, None]) for placement in rows),
+    ]
 
 
 def _rms_norm_backward_placements(
@@ -150,15 +121,9 @@ def _rms_norm_backward_placements(
 
     replicated, *rows = _replicated_or_sharded(range(len(x.shape) - 1))
     vector = _replicated_or_sharded([0])[1]
-    found = [
-        (
-            [replicated, replicated],
-            [replicated, None if grad_total is None else replicated, replicated, replicated, replicated, None],
-        )
-    ]
+    summed = Partial() if needs_weight else replicated
+    found = [([replicated] * 2, [*_replicated(grad, grad_total, x, weight, inverse), None])]
     for placement in rows:
         other = None if grad_total is None else placement
-        found.append(
-            ([placement, Partial() if needs_weight else replicated], [placement, other, placement, replicated, vector, None])
-        )
+        found.append(([placement, summed], [placement, other, placement, replicated, vector, None]))
     return found

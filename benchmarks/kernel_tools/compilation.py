@@ -26,7 +26,7 @@ import torch
 
 from benchmarks.kernel_tools.architectures import ARCHITECTURES, Architecture, occupancy
 from benchmarks.kernel_tools.specimens import Specimen, list_specimens
-from raystride.triton_kernels.configurations import TileCase, listening
+from raystride.triton_kernels.configurations import TileCase, choosing_tiles
 from raystride.triton_kernels.dispatch import use_kernels
 from raystride.triton_kernels.language import HAS_TRITON, INTERPRETING
 from raystride.triton_kernels.launch import Grid, assumed_architecture, use_launcher
@@ -143,7 +143,7 @@ def record_specimens(architecture: str, selects: Callable[[Specimen], bool]) -> 
     def note_case(case: TileCase) -> None:
         cases[case.kernel] = case
 
-    with use_launcher(record_launch), assumed_architecture(architecture), listening(note_case):
+    with use_launcher(record_launch), assumed_architecture(architecture), choosing_tiles(note_case):
         use_kernels("triton")
         for specimen in filter(selects, list_specimens(torch.device("cpu"))):
             current.append(specimen)

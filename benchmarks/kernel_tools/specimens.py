@@ -12,11 +12,12 @@ from typing import Any
 
 import torch
 
+from benchmarks.kernel_tools.tile_candidates import list_tiles
 from raystride.triton_kernels.adamw import adamw
 from raystride.triton_kernels.attention import attention, unsupported_reason
 from raystride.triton_kernels.attention_packed import attention_packed
 from raystride.triton_kernels.byte_pack import byte_pack, byte_pack_sequence
-from raystride.triton_kernels.configurations import KERNELS, forced_tile, list_tiles
+from raystride.triton_kernels.configurations import KERNELS, forced_tile
 from raystride.triton_kernels.convolution import convolution
 from raystride.triton_kernels.geglu import geglu
 from raystride.triton_kernels.gelu import gelu

@@ -8,10 +8,12 @@ case has one. The result replaces this Triton's part of `tile_corrections.json`.
 """
 
 import argparse
+import json
 import os
 import sys
 from collections import defaultdict
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import AbstractContextManager
 from multiprocessing import get_context
 from pathlib import Path
 
@@ -21,6 +23,7 @@ if __name__ == "__main__":
 from benchmarks.kernel_tools.architectures import ARCHITECTURES
 from benchmarks.kernel_tools.compilation import compile_launch, record_launches, record_specimens
 from benchmarks.kernel_tools.compile_report import find_faults
+from benchmarks.kernel_tools.tile_candidates import list_corrections
 from raystride.triton_kernels import configurations
 from raystride.triton_kernels.configurations import Tile, TileCase
 from raystride.triton_kernels.processes import end_with_parent
@@ -34,8 +37,8 @@ def find_correction(architecture: str, case: TileCase, labels: frozenset[str], k
 
     None if the shipped tile has none. Raises RuntimeError if no tile is found.
     """
-    for tried in [None, *configurations.list_corrections(case)[:_ATTEMPTS]]:
-        with configurations.corrected_tile(case, tried or configurations.shipped_tile(case)):
+    for tried in [None, *list_corrections(case)[:_ATTEMPTS]]:
+        with corrected_tile(case, tried or configurations.shipped_tile(case)):
             launches = record_specimens(
                 architecture, lambda one: one.shipped and one.operation == "attention" and one.label in labels
             )
@@ -51,6 +54,20 @@ def list_cases(architecture: str) -> dict[TileCase, frozenset[str]]:
         if launch.case:
             labels[launch.case].add(launch.label)
     return {case: frozenset(found) for case, found in labels.items()}
+
+
+def corrected_tile(case: TileCase, chosen: Tile) -> AbstractContextManager[None]:
+    """Corrects the tile of a case inside the block."""
+    return configurations.choosing_tiles(lambda one: chosen if one == case else None)
+
+
+def write_corrections(corrections: dict[str, dict[TileCase, Tile]]) -> None:
+    """Writes the corrections, one a line."""
+    versions = []
+    for version in sorted(corrections, key=configurations.version_key):
+        rows = [json.dumps([case, chosen]) for case, chosen in sorted(corrections[version].items())]
+        versions.append(f"{json.dumps(version)}: [" + ",".join(f"\n  {row}" for row in rows) + "\n]")
+    configurations.CORRECTIONS.write_text("{\n" + ",\n".join(versions) + "\n}\n")
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -84,7 +101,7 @@ def main(arguments: list[str] | None = None) -> int:
             if chosen:
                 found[case] = chosen
                 print(f"{number}/{len(running)}  {case}: {configurations.shipped_tile(case)} -> {chosen}", flush=True)
-    configurations.write_corrections(corrections | {version: found})
+    write_corrections(corrections | {version: found})
     changed = sum(before.get(case) != found.get(case) for case in before | found)
     print(f"Triton {version}: {len(found)} corrections, {changed} changed, {failed} cases without a tile")
     return int(failed > 0)

@@ -304,7 +304,6 @@ def _remove_other_answers(answers: Folder, origin: dict[str, Any]) -> None:
 
 
 def _concatenate_files(answers: Folder, files: list[str], folder: Folder) -> None:
-    """Concatenates the files of the parts."""
     from pyarrow.parquet import ParquetFile, ParquetWriter
 
     writer: Any = None

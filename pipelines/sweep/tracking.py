@@ -8,7 +8,6 @@ Trials write their journals only; their measurements are logged to MLflow from t
 server causes a warning; missed entries are logged at the end, and when the sweep is started again.
 """
 
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -21,6 +20,7 @@ from raystride.pipelines.observability.record.mlflow.log import MlflowLog, read_
 from raystride.pipelines.observability.record.summary import read_summary
 from raystride.pipelines.sweep.result import Result
 from raystride.pipelines.system.credentials import redact
+from raystride.pipelines.system.output import print_warning
 from raystride.pipelines.system.storage.folder import Folder
 from raystride.pipelines.system.storage.sealed import SealBroken
 
@@ -68,7 +68,7 @@ class SweepTracking:
         try:
             return comparison_link([read_reference(self._storage / result.run) for result in results])
         except SealBroken as error:
-            _warn(str(error))
+            print_warning(str(error))
             return None
 
     def _log_settings(self) -> None:
@@ -83,7 +83,7 @@ class SweepTracking:
     def _log_trial(self, result: Result, folder: Folder, number: int) -> None:
         log = MlflowLog.for_run(folder, result.run, self._base.record, self._storage)
         assert log
-        Follower(folder, log, _warn).catch_up()
+        Follower(folder, log, print_warning).catch_up()
         tags = {"raystride.trial": result.label, "raystride.outcome": result.status}
         log.log([new_entry("tags", {"mlflow.parentRunId": str(self.run_id), **tags})])
         status = read_summary(folder).get("status", "failed")
@@ -94,7 +94,7 @@ class SweepTracking:
     def _log_entry(self, entry: Entry) -> None:
         assert self._log
         for problem in self._log.log([entry]):
-            _warn(problem)
+            print_warning(problem)
 
     def _attempt(self, action: Callable[[], object]) -> bool:
         """Returns True if MLflow is on and the action succeeded; warns once an outage."""
@@ -107,12 +107,8 @@ class SweepTracking:
             self._log.disconnect()
             if not self._is_unreachable:
                 cause = redact(f"{type(error).__name__}: {error}")[:200]
-                _warn(f"MLflow at {self._log.public_uri} cannot be told; the same command again tells it ({cause})")
+                print_warning(f"MLflow at {self._log.public_uri} cannot be told; the same command again tells it ({cause})")
             self._is_unreachable = True
             return False
         self._is_unreachable = False
         return True
-
-
-def _warn(text: str) -> None:
-    print(f"warning: {text}", file=sys.stderr)

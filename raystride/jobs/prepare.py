@@ -24,8 +24,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run_job(parsed: Parsed[Config]) -> int:
-    from raystride.pipelines.launch.preparing import (
-        run_preparation,  # after the settings are parsed: it takes most of a second
-    )
+    # After the settings are parsed: it takes most of a second.
+    from raystride.pipelines.launch.preparing import run_preparation
 
     return run_preparation(parsed)

@@ -8,7 +8,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from raystride.model.classifier import Classifier
-from raystride.model.shape import count_classifier_parameters
 from raystride.pipelines.config import ModelConfig, TrainConfig
 from raystride.pipelines.train.strategies.recompute import recompute
 from tests.some import some
@@ -37,12 +36,6 @@ def _model(shape: ModelConfig, **changes: Any) -> Classifier:
 
 
 MODELS = [_model(shape).double() for shape in SHAPES]
-
-
-@pytest.mark.parametrize("shape", SHAPES)
-def test_parameters_are_counted_without_building(shape: ModelConfig) -> None:
-    model = Classifier(shape, WORDS, CLASSES)
-    assert count_classifier_parameters(shape, WORDS, CLASSES) == sum(p.numel() for p in model.parameters())
 
 
 @settings(max_examples=40, deadline=None)

@@ -11,7 +11,7 @@ from raystride.model.hugging_face import encoder_from_hugging_face, encoder_to_h
 from raystride.model.hugging_face_config import differing_settings, trained_context
 from raystride.model.hugging_face_encoders import head_settings
 from raystride.model.hugging_face_layout import check_tensors
-from raystride.model.shape import UnfitError, count_classifier_parameters
+from raystride.model.shape import UnfitError
 from raystride.pipelines.config import ModelConfig
 from tests.some import some
 
@@ -155,13 +155,6 @@ def test_a_head_goes_by_the_names_of_its_labels() -> None:
     assert torch.equal(mine.head.weight, model.classifier.weight[rows])
     _, begun = ours("bert", model, ["calm", "cross", "sad"])
     assert begun == ["head"]
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_parameters_are_counted_without_building(kind: str) -> None:
-    shape = shape_for(described(theirs(kind)))
-    model = Classifier(shape, WORDS, 3)
-    assert count_classifier_parameters(shape, WORDS, 3) == sum(parameter.numel() for parameter in model.parameters())
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 from raystride.model.attention import rotation_table
 from raystride.model.block import sinusoidal_positions
-from raystride.model.shape import count_parameters
 from raystride.model.transformer import Decoder, PackedDecoder, document_positions
 from raystride.pipelines.config import ModelConfig, OptimizerConfig
 from raystride.pipelines.train.optimizer import build_optimizer
@@ -64,11 +63,6 @@ FLAVOURS = [
 ]
 
 
-@pytest.mark.parametrize("shape", FLAVOURS)
-def test_parameters_are_counted_without_building(shape: ModelConfig) -> None:
-    assert count_parameters(shape, 65) == sum(p.numel() for p in Decoder(shape, 65).parameters())
-
-
 LLAMA = ModelConfig(
     architecture="llama", layers=16, heads=32, kv_heads=8, hidden_size=2048, ffn_size=8192, tie_embeddings=True
 )
@@ -84,7 +78,9 @@ PUBLISHED = {
 
 @pytest.mark.parametrize(("shape", "vocabulary", "published"), PUBLISHED.values(), ids=PUBLISHED.keys())
 def test_published_models_have_their_published_sizes(shape: ModelConfig, vocabulary: int, published: int) -> None:
-    assert count_parameters(shape, vocabulary) == published
+    with torch.device("meta"):
+        model = Decoder(shape, vocabulary)
+    assert sum(p.numel() for p in model.parameters()) == published
 
 
 @pytest.mark.parametrize("shape", FLAVOURS)

@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.kernel_tools import tile_search
+from benchmarks.kernel_tools.tile_candidates import estimate_shared_bytes, list_corrections, list_tiles
 from raystride.triton_kernels import configurations
 from raystride.triton_kernels.attention import MAX_HEAD_SIZE, unsupported_reason
 from raystride.triton_kernels.attention_problem import Rules, Sequences, mixed_rules
@@ -18,9 +20,7 @@ from raystride.triton_kernels.configurations import (
     Tile,
     TileCase,
     architecture_family,
-    estimate_shared_bytes,
     forced_tile,
-    list_tiles,
     num_processors,
     takes_descriptors,
     tile,
@@ -98,8 +98,8 @@ def test_each_correction_is_another_tile_that_fits() -> None:
         assert chosen != shipped
         assert chosen.block_m <= shipped.block_m
         assert chosen.block_n <= shipped.block_n
-        assert chosen in configurations.list_corrections(case)
-        shared = configurations.estimate_shared_bytes(case.kernel, chosen, case.head_size, width)
+        assert chosen in list_corrections(case)
+        shared = estimate_shared_bytes(case.kernel, chosen, case.head_size, width)
         assert shared <= configurations.FAMILIES[case.family].shared
 
 
@@ -110,11 +110,11 @@ def test_a_correction_is_taken_and_written_as_it_is_read(monkeypatch: pytest.Mon
     dtype = torch.float32 if case.single else torch.bfloat16
     rules = {"lean": case.lean, "capped": case.capped, "dropped": case.dropped, "mixed": case.mixed, "variant": case.variant}
     assert tile(case.kernel, case.family, case.head_size, dtype, **rules) == chosen  # type: ignore[arg-type]
-    with configurations.corrected_tile(case, Tile(16, 16, 4, 1)):
+    with tile_search.corrected_tile(case, Tile(16, 16, 4, 1)):
         assert tile(case.kernel, case.family, case.head_size, dtype, **rules) == Tile(16, 16, 4, 1)  # type: ignore[arg-type]
     assert tile(case.kernel, case.family, case.head_size, dtype, **rules) == chosen  # type: ignore[arg-type]
     monkeypatch.setattr(configurations, "CORRECTIONS", tmp_path / "corrections.json")
-    configurations.write_corrections(stored)
+    tile_search.write_corrections(stored)
     assert configurations.read_corrections() == stored
 
 

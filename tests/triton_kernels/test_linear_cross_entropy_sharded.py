@@ -13,11 +13,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.checkpoint import checkpoint
 
+from benchmarks.mesh_traffic import bytes_exchanged
 from raystride.triton_kernels import linear_cross_entropy as whole_module
 from raystride.triton_kernels import linear_cross_entropy_sharded as module
 from raystride.triton_kernels.dispatch import kernels_ran, use_kernels
 from raystride.triton_kernels.linear_cross_entropy import ALIGNMENT, linear_cross_entropy, linear_cross_entropy_reference
-from raystride.triton_kernels.linear_cross_entropy_sharded import WordShard, bytes_exchanged, linear_cross_entropy_sharded
+from raystride.triton_kernels.linear_cross_entropy_sharded import WordShard, linear_cross_entropy_sharded
 from tests.distributed import run_distributed
 from tests.some import some
 from tests.triton_kernels.guard import guarded

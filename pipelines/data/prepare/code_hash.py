@@ -172,7 +172,6 @@ def _imported_names(statement: ast.Import | ast.ImportFrom, package: str) -> dic
 
 
 def _bound_names(statement: ast.stmt) -> set[str]:
-    """Returns the names that a statement binds."""
     if isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
         return {statement.name}
     return {

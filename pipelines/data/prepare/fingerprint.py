@@ -2,7 +2,7 @@
 
 It leaves out the storage, the number of workers, and settings that only the feed reads (`data.shuffle`, `data.prefetch`).
 
-    fingerprint(config, task)                                 # "5f1e0c92a83b77d4"
+    identity(config, task).data                               # "5f1e0c92a83b77d4"
 """
 
 import codecs
@@ -128,11 +128,6 @@ def learning_sources(config: Config) -> dict[str, Config]:
     if unknown := [name for name in names if name not in configs]:
         raise config.tokenizer.error("trained_on", f"names {unknown[0]!r}, but data.sources has {', '.join(configs)}")
     return {name: own for name, own in configs.items() if not names or name in names}
-
-
-def fingerprint(config: Config, task: Task) -> str:
-    """Returns the fingerprint of a preparation under these settings. Raises DataError, SettingError."""
-    return identity(config, task).data
 
 
 def _hash_learned_facts(config: Config, task: Task, *, with_code: bool = True) -> str:

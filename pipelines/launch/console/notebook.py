@@ -10,10 +10,9 @@ HTML and SVG alone: it needs no widgets' extension, and stays in the saved noteb
 import sys
 from html import escape
 from time import monotonic
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
-from raystride.pipelines.launch.console.progress import progress_figures
+from raystride.pipelines.launch.console.progress import LiveLine, progress_figures
 from raystride.pipelines.observability.record.state import TrainingState
 
 REDRAW_S = 1.0
@@ -37,8 +36,8 @@ def ipython_shell() -> Any:
     return get_shell() if get_shell else None
 
 
-class NotebookProgress:
-    """Live display of a training's state. Also a context manager that draws the last state."""
+class NotebookProgress(LiveLine):
+    """Live display of a training's state; its end draws the last state."""
 
     def __init__(self) -> None:
         from IPython.display import display
@@ -48,12 +47,6 @@ class NotebookProgress:
         self._curves: dict[str, list[Point]] = {name: [] for name in COLORS}
         self._drawn_at = float("-inf")
         self._handle: Any = display(self, display_id=True)  # type: ignore[no-untyped-call]  # draws, so it comes last
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self.close()
 
     def update(self, state: TrainingState) -> None:
         """Shows `state`, and every new warning in it on a line of its own."""

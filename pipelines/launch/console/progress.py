@@ -26,8 +26,27 @@ SUGGESTED_S, MAX_SUGGESTION_S = 600.0, 3600.0
 may only want to see one."""
 
 
-class Progress:
-    """Live line with a training's state on `stream` (standard output). Also a context manager that ends the line."""
+class LiveLine:
+    """A training's live line, here one that is not shown. Also a context manager that closes it."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def update(self, state: TrainingState) -> None:
+        """Shows the figures of `Recorder.state()`."""
+
+    def log(self, text: str) -> None:
+        """Prints a permanent line above the live one."""
+
+    def close(self) -> None:
+        """Ends the line."""
+
+
+class Progress(LiveLine):
+    """Live line with a training's state on `stream` (standard output)."""
 
     def __init__(self, stream: TextIO | None = None, plain_every_s: float = 10.0) -> None:
         self._stream = stream or sys.stdout
@@ -40,12 +59,6 @@ class Progress:
         self._eta_logged = False
         if self._stream.isatty():
             self._live = _start_live_line(self._stream)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self.close()
 
     def update(self, state: TrainingState) -> None:
         """Shows `state`, and every new warning in it on a line of its own."""
@@ -78,13 +91,9 @@ class Progress:
         else:
             print(text, file=self._stream, flush=True)
 
-    def close(self, state: TrainingState | None = None) -> None:
-        """Ends the line, with a last `state` if given. May be called twice."""
-        if state is not None and self._live is None:
-            self._write(progress_line(state))
+    def close(self) -> None:
+        """Ends the line. May be called twice."""
         if self._live is not None:
-            if state is not None:
-                self._live.update(_to_rich_text(progress_line(state)), refresh=True)
             self._live.stop()
             self._live = None
 

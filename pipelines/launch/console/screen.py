@@ -7,35 +7,10 @@ with screen.start_progress() as progress: progress.update(recorder.state())
 
 import logging
 import sys
-from types import TracebackType
-from typing import Protocol, Self
 
 from raystride.pipelines.launch.console.notebook import NotebookProgress, in_notebook
-from raystride.pipelines.launch.console.progress import Progress
-from raystride.pipelines.observability.record.state import TrainingState
+from raystride.pipelines.launch.console.progress import LiveLine, Progress
 from raystride.pipelines.system.credentials import redact
-
-
-class LiveLine(Protocol):
-    """Interface of a live progress line; see `Progress`."""
-
-    def __enter__(self) -> Self: ...
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None: ...
-
-    def update(self, state: TrainingState) -> None:
-        """Shows the figures of `Recorder.state()`."""
-        ...
-
-    def log(self, text: str) -> None:
-        """Prints a permanent line above the live one."""
-        ...
-
-    def close(self) -> None:
-        """Ends the line."""
-        ...
 
 
 class Screen:
@@ -78,21 +53,4 @@ class SilentScreen(Screen):
 
     def start_progress(self) -> LiveLine:
         """Returns a live line without output."""
-        return _HiddenProgress()
-
-
-class _HiddenProgress:
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        pass
-
-    def update(self, state: TrainingState) -> None:
-        pass
-
-    def log(self, text: str) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
+        return LiveLine()

@@ -17,7 +17,7 @@ B T / context / tensor of them; p, t, c are the workers along pipeline, tensor a
                section 3)
     pipeline   the stream once forward and once backward over each border between stages
     context    keys and values, round a ring or all at once, or tokens for heads, as many bytes as
-               `triton_kernels.attention_context.bytes_sent` returns
+               `benchmarks.mesh_traffic.bytes_sent` counts
 
     mesh = WorkMesh(tensor=8, pipeline=4, layers=60, width=10240)
     mesh.bubble(28, recompute=False)                          # 0.107 of a worker's compute time
@@ -31,7 +31,7 @@ from typing import Literal
 
 Dimension = Literal["tensor", "context", "pipeline"]
 LOSS_BYTES = 12
-"""Bytes a token for the loss with a sharded vocabulary; as `triton_kernels.linear_cross_entropy_sharded.bytes_exchanged`."""
+"""Bytes a token for the loss with a sharded vocabulary; as `benchmarks.mesh_traffic.bytes_exchanged` counts."""
 
 
 @dataclass(frozen=True)

@@ -7,11 +7,10 @@ strategy = DataParallel(torch.device("cpu"), rank=0, world=2, buckets=buckets)
 from collections.abc import Callable, Iterable
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from raystride.pipelines.train.strategies.reduction import Buckets
-from raystride.pipelines.train.strategies.strategy import LocalStrategy, Optimizer, broadcast_parameters, global_norm
+from raystride.pipelines.train.strategies.strategy import LocalStrategy, Optimizer, broadcast_parameters
 
 
 class DataParallel(LocalStrategy):
@@ -47,19 +46,6 @@ class DataParallel(LocalStrategy):
 
     def local_gradients(self) -> list[torch.Tensor]:
         """Returns the gradient buckets, flat fp32 vectors; summed over the workers after `reduce_gradients`."""
+        # The buckets are the same on any number of workers, and so is the order in which their norms are added to that of
+        # the gradient: train.exact needs it.
         return self._buckets.local_gradients()
-
-    def gradient_norm(self) -> torch.Tensor:
-        """Returns the Euclidean norm of the full gradient, a scalar: the norm of the buckets' norms. Call after
-        `reduce_gradients`."""
-        # The buckets are the same on any number of workers, and so is the order in which this adds: train.exact needs it.
-        return global_norm(self.local_gradients(), self.device)
-
-    def all_reduce_sum(self, values: torch.Tensor) -> torch.Tensor:
-        """Sums `values` over the workers in place; all of them must call it."""
-        if self.world > 1:
-            dist.all_reduce(values)
-        return values
-
-    def reset_after_eval(self) -> None:
-        """Does nothing: a forward leaves no state that affects the next step."""

@@ -81,9 +81,6 @@ class ZeRO(Sharded):
         """Returns the norm over all partitions, equal on every worker."""
         return self._sharded_norm(self.world)
 
-    def reset_after_eval(self) -> None:
-        """Does nothing: DeepSpeed drops gathered parameters as soon as they are used."""
-
     def _step_engine(self, learning_rate: float, skip: torch.Tensor | None) -> None:
         self._base.learning_rate, self._base.skip = learning_rate, skip
         self._engine.step()

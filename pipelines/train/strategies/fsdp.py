@@ -58,7 +58,6 @@ class FullySharded(Sharded):
         self._reshard = reshard
         self._offload: OffloadPolicy = CPUOffloadPolicy() if offload else OffloadPolicy()
         self._precision = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
-        self._parameters: list[nn.Parameter] = []
         self._models: list[nn.Module] = []
         self._mesh = mesh
 
@@ -103,11 +102,6 @@ class FullySharded(Sharded):
             offload_policy=self._offload,
             ignored_params=set(unsharded),
         )
-
-    def zero_gradients(self) -> None:
-        """Drops the gradients of the previous step."""
-        for parameter in self._parameters:
-            parameter.grad = None
 
     def backward(self, loss: torch.Tensor, measured: torch.Tensor, *, slot: int, last: bool) -> None:
         """Adds gradients; unsharded gradients stay local until the last micro-batch reduce-scatters them."""

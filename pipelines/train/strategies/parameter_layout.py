@@ -86,11 +86,6 @@ def full_parameters(model: nn.Module, optimizer: StatefulOptimizer | None = None
     return gather_tensors(model, value)
 
 
-def full_gradients(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields name and full gradient of each saved parameter, sorted by name, after the reduction. Collective."""
-    return gather_tensors(model, lambda parameter: torch.zeros_like(parameter) if parameter.grad is None else parameter.grad)
-
-
 def full_base_parameters(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """Yields name and full value of each frozen parameter, sorted by name. Collective."""
     return gather_tensors(model, lambda parameter: parameter.detach(), saved=False)

@@ -21,10 +21,6 @@ class Sharded(LocalStrategy):
         self.device, self.rank, self.world = device, rank, world
         self._pending_sum: dist.Work | None = None
 
-    def local_gradients(self) -> list[torch.Tensor]:
-        """Returns this worker's gradient shards. Raises NotImplementedError: each strategy implements it."""
-        raise NotImplementedError
-
     def _start_measured_sum(self, measured: torch.Tensor) -> None:
         """Starts the all-reduce of the measured values, while the last backward runs."""
         if self.world > 1:
@@ -43,9 +39,3 @@ class Sharded(LocalStrategy):
         if num_workers > 1:
             dist.all_reduce(square, group=group)
         return square.sqrt()
-
-    def all_reduce_sum(self, values: torch.Tensor) -> torch.Tensor:
-        """Sums `values` over the workers in place; all of them must call it."""
-        if self.world > 1:
-            dist.all_reduce(values)
-        return values

@@ -115,12 +115,21 @@ class Strategy(Protocol):
 class LocalStrategy:
     """Base of strategies that run whole micro-batches on each worker, one after another."""
 
+    device: torch.device
+    world: int
     needs_equal_micro_batches = is_slot_per_micro_batch = sharded = is_collective = False
     reports_loss = is_group_leader = True
+    _parameters: Sequence[nn.Parameter] = ()
+    """Those whose gradients a step drops."""
 
     def build_network(self, make_model: Callable[[], nn.Module]) -> nn.Module:
         """Builds a fresh network without changes."""
         return make_model()
+
+    def zero_gradients(self) -> None:
+        """Drops the gradients: the first backward then stores its own instead of adding them to zeros."""
+        for parameter in self._parameters:
+            parameter.grad = None
 
     def run_micro_batches(self, model: nn.Module, batches: Sequence[MicroBatchLike], forward: Forward) -> None:
         """Runs forward and backward of a step's micro-batches."""
@@ -136,6 +145,23 @@ class LocalStrategy:
         """Adds the gradients of a micro-batch. Raises NotImplementedError: each strategy implements it."""
         raise NotImplementedError
 
+    def local_gradients(self) -> list[torch.Tensor]:
+        """Returns the tensors that hold this worker's gradients. Raises NotImplementedError: each strategy implements it."""
+        raise NotImplementedError
+
+    def gradient_norm(self) -> torch.Tensor:
+        """Returns the Euclidean norm of the full gradient where each worker holds all of it, a scalar."""
+        return global_norm(self.local_gradients(), self.device)
+
+    def all_reduce_sum(self, values: torch.Tensor) -> torch.Tensor:
+        """Sums `values` over the workers in place; all of them must call it."""
+        if self.world > 1:
+            torch.distributed.all_reduce(values)
+        return values
+
+    def reset_after_eval(self) -> None:
+        """Does nothing: a forward leaves no state that affects the next step."""
+
 
 class Single(LocalStrategy):
     """Strategy of one worker, without communication."""
@@ -145,7 +171,6 @@ class Single(LocalStrategy):
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._parameters: list[nn.Parameter] = []
 
     def prepare_model(
         self, model: nn.Module, make_optimizer: Callable[[nn.Module], Optimizer]
@@ -154,11 +179,6 @@ class Single(LocalStrategy):
         model = model.to(self.device)
         self._parameters = [p for p in model.parameters() if p.requires_grad]
         return model, make_optimizer(model)
-
-    def zero_gradients(self) -> None:
-        """Drops the gradients: the first backward then stores its own instead of adding them to zeros."""
-        for parameter in self._parameters:
-            parameter.grad = None
 
     def backward(self, loss: torch.Tensor, measured: torch.Tensor, *, slot: int, last: bool) -> None:
         """Adds the gradients of a micro-batch to those of the step."""
@@ -171,17 +191,6 @@ class Single(LocalStrategy):
     def local_gradients(self) -> list[torch.Tensor]:
         """Returns the existing gradients, for scaling in place."""
         return [p.grad for p in self._parameters if p.grad is not None]
-
-    def gradient_norm(self) -> torch.Tensor:
-        """Returns the Euclidean norm of the full gradient, a scalar."""
-        return global_norm(self.local_gradients(), self.device)
-
-    def all_reduce_sum(self, values: torch.Tensor) -> torch.Tensor:
-        """Returns `values` unchanged: there is no other worker."""
-        return values
-
-    def reset_after_eval(self) -> None:
-        """Does nothing: a forward leaves no state."""
 
 
 def global_norm(tensors: list[torch.Tensor], device: torch.device) -> torch.Tensor:

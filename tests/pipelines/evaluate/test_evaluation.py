@@ -12,7 +12,7 @@ import pytest
 from pyarrow import parquet
 
 from raystride.pipelines.config import Config, DataConfig, PredictorConfig, RecordConfig
-from raystride.pipelines.data.prepare.fingerprint import fingerprint
+from raystride.pipelines.data.prepare.fingerprint import identity
 from raystride.pipelines.data.prepare.manifest import Manifest
 from raystride.pipelines.data.sources.pieces import Part
 from raystride.pipelines.data.tasks.language_model import LanguageModel
@@ -83,7 +83,7 @@ def source(trained: Folder) -> Iterator[Path]:
 def _name_preparation(storage: Folder, run: str) -> SelectedRun:
     """Writes of a run what the driver writes: which preparation it began with."""
     chosen = select_run(storage, run, "last")
-    storage.put_json(f"{run}/environment.json", {"data": fingerprint(chosen.config, chosen.task)})
+    storage.put_json(f"{run}/environment.json", {"data": identity(chosen.config, chosen.task).data})
     return chosen
 
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from raystride.model.shape import count_parameters
+from raystride.model.transformer import Decoder
 from raystride.pipelines.config import Config, ModelConfig, ScalingConfig, TokenizerConfig, TrainConfig
 from raystride.pipelines.sweep.observed import MIB, build_observation
 from raystride.pipelines.sweep.result import Result
@@ -14,7 +14,7 @@ from tests.pipelines.sweep.test_report_page import trial
 
 MODEL = ModelConfig(layers=3, heads=2, hidden_size=64, context=64)
 BASE = Config(tokenizer=TokenizerConfig(kind="bytes"), model=MODEL, train=TrainConfig(slots=8, slot_size=4))
-PARAMETERS = count_parameters(MODEL, BASE.tokenizer.vocabulary_size)
+PARAMETERS = sum(p.numel() for p in Decoder(MODEL, BASE.tokenizer.vocabulary_size).parameters())
 TWO: Result = replace(trial(1000.0, 2), tokens_per_step=8 * 4 * 64, figures={"joules_per_token": 0.5})
 
 

@@ -46,7 +46,7 @@ class TokenShards:
     def split_tokens(self, x: torch.Tensor) -> torch.Tensor:
         """Returns this worker's tokens of a stream that all workers have."""
         self.tokens = x.shape[1]
-        return _SplitTokens.apply(x, self.group)  # type: ignore[no-any-return, no-untyped-call]
+        return _Shorten.apply(x, self.group, False)  # type: ignore[no-any-return, no-untyped-call]
 
     def gather_tokens(self, x: torch.Tensor) -> torch.Tensor:
         """All-gathers tokens for different computations on each worker: gradients are summed over the workers."""
@@ -58,7 +58,7 @@ class TokenShards:
 
     def reduce_scatter(self, y: torch.Tensor) -> torch.Tensor:
         """Returns this worker's tokens of the sum over the workers' results for all tokens."""
-        return _ReduceScatter.apply(y, self.group)  # type: ignore[no-any-return, no-untyped-call]
+        return _Shorten.apply(y, self.group, True)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def _pad_tokens(x: torch.Tensor, size: int) -> torch.Tensor:
@@ -87,15 +87,17 @@ def _reduce_scatter_tokens(y: torch.Tensor, group: dist.ProcessGroup) -> torch.T
     return own_sum
 
 
-class _SplitTokens(torch.autograd.Function):
+class _Shorten(torch.autograd.Function):
+    """Keeps a worker's own tokens, `summed` over the workers or not."""
+
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup, summed: bool) -> torch.Tensor:
         ctx.group, ctx.tokens = group, x.shape[1]
-        return _own_tokens(x, group)
+        return (_reduce_scatter_tokens if summed else _own_tokens)(x, group)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return _all_gather_tokens(grads[0], ctx.group, ctx.tokens), None
+        return _all_gather_tokens(grads[0], ctx.group, ctx.tokens), None, None
 
 
 class _AllGather(torch.autograd.Function):
@@ -107,17 +109,6 @@ class _AllGather(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         return (_reduce_scatter_tokens if ctx.summed else _own_tokens)(grads[0], ctx.group), None, None, None
-
-
-class _ReduceScatter(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, y: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-        ctx.group, ctx.tokens = group, y.shape[1]
-        return _reduce_scatter_tokens(y, group)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return _all_gather_tokens(grads[0], ctx.group, ctx.tokens), None
 
 
 class _AllReduce(torch.autograd.Function):

@@ -10,7 +10,7 @@ import pytest
 
 from raystride.pipelines.config import Config, DataConfig
 from raystride.pipelines.data.prepare.cleaning import build_cleaning
-from raystride.pipelines.data.prepare.fingerprint import fingerprint
+from raystride.pipelines.data.prepare.fingerprint import identity
 from raystride.pipelines.data.prepare.progress import describe_speeds, load_stages
 from raystride.pipelines.data.tasks import build_task
 from tests.errors import refused, unreadable
@@ -130,7 +130,7 @@ def test_a_missing_step_raises(step: str, cause: str) -> None:
     with refused("data.transforms", (step,), names=[f"names {step!r}", cause]):
         build_cleaning(config, build_task(config))
     with refused("data.transforms", (step,)):
-        fingerprint(config, build_task(config))
+        identity(config, build_task(config))
 
 
 def test_names_other_than_import_paths_raise() -> None:
@@ -160,9 +160,9 @@ def test_the_code_of_a_step_is_part_of_the_fingerprint(tmp_path: Path, monkeypat
         linecache.clearcache()
         sys.dont_write_bytecode, before = True, sys.dont_write_bytecode
         config = settings(source, transforms=("own_cleaning.clean",))
-        found.append(fingerprint(config, build_task(config)))
+        found.append(identity(config, build_task(config)).data)
         sys.dont_write_bytecode = before
-    found += [fingerprint(each, build_task(each)) for each in (settings(source), settings(source, min_characters=1))]
+    found += [identity(each, build_task(each)).data for each in (settings(source), settings(source, min_characters=1))]
     assert len(set(found)) == 4
     sys.modules.pop("own_cleaning", None)
 

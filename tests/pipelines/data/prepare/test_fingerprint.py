@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from raystride.pipelines.config import Config, TokenizerConfig
-from raystride.pipelines.data.prepare.fingerprint import Identity, fingerprint
+from raystride.pipelines.data.prepare.fingerprint import Identity, identity
 from raystride.pipelines.data.tasks.language_model import LanguageModel
 from tests.pipelines.conftest import settings
 
@@ -22,7 +22,7 @@ def corpus(tmp_path: Path) -> Path:
 
 
 def _fingerprint(config: Config) -> str:
-    return fingerprint(config, LanguageModel(config))
+    return identity(config, LanguageModel(config)).data
 
 
 @pytest.mark.parametrize(

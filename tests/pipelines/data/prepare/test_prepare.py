@@ -18,7 +18,7 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 from raystride.pipelines.config import Config, LaunchConfig, TokenizerConfig, TrainConfig
-from raystride.pipelines.data.prepare.fingerprint import fingerprint as fingerprint_for
+from raystride.pipelines.data.prepare.fingerprint import identity
 from raystride.pipelines.data.prepare.hash_list import SUFFIX, hash_list_name, parse_hash_list
 from raystride.pipelines.data.prepare.prepare import needs_ray, prepare
 from raystride.pipelines.data.prepare.progress import SPEED_FILE
@@ -34,7 +34,7 @@ from tests.some import some
 
 def fingerprint(config: Config) -> str:
     """Returns the fingerprint of a preparation for a language model."""
-    return fingerprint_for(config, LanguageModel(config))
+    return identity(config, LanguageModel(config)).data
 
 
 LINES = "".join(f"line {i}: some words of text\n" for i in range(20_000))
@@ -355,9 +355,9 @@ def test_the_fingerprint_knows_the_columns_and_the_task(tmp_path: Path) -> None:
         replace(config, data=replace(data, encoding="latin-1")),
         replace(config, tokenizer=TokenizerConfig(kind="characters")),
     ]
-    assert len({fingerprint_for(each, Labelled(each)) for each in same}) == 1
-    found = {fingerprint_for(each, Labelled(each)) for each in other}
-    assert len(found | {fingerprint_for(config, Shaped(config)), fingerprint_for(config, Pictures(config))}) == 7
+    assert len({identity(each, Labelled(each)).data for each in same}) == 1
+    found = {identity(each, Labelled(each)).data for each in other}
+    assert len(found | {identity(config, Shaped(config)).data, identity(config, Pictures(config)).data}) == 7
 
 
 def test_numbers_that_are_out_of_bounds_are_a_defect(tmp_path: Path) -> None:

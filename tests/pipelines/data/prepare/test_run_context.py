@@ -3,7 +3,7 @@
 from dataclasses import replace
 from pathlib import Path
 
-from raystride.pipelines.data.prepare.fingerprint import KeptPreparations, fingerprint
+from raystride.pipelines.data.prepare.fingerprint import KeptPreparations, identity
 from raystride.pipelines.data.prepare.prepare import prepare
 from raystride.pipelines.data.prepare.run_context import RunContext
 from raystride.pipelines.system.storage.folder import Folder
@@ -19,7 +19,7 @@ def test_data_is_prepared_once_its_manifest_is_there_or_that_of_the_kept_prepara
     prepared = prepare(context, context.task, on_ray=False)
     assert prepared.identity == context.identity()
     assert str(context.prepared_folder) == str(prepared.folder)
-    assert context.identity().data == fingerprint(concurrent, context.task)
+    assert context.identity().data == identity(concurrent, context.task).data
     assert context.is_prepared
     assert not context.with_config(config).is_prepared, "a training that waits for all data asks nobody"
     kept = replace(context, kept=KeptPreparations(fingerprints={"": "0" * 16}))

@@ -14,7 +14,7 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 from raystride.pipelines.config import Config, DataConfig
-from raystride.pipelines.data.prepare.fingerprint import fingerprint
+from raystride.pipelines.data.prepare.fingerprint import identity
 from raystride.pipelines.data.sources.faults import DataError, Fault
 from raystride.pipelines.data.sources.source import open_source
 from raystride.pipelines.data.tasks import build_task
@@ -130,12 +130,12 @@ def test_what_was_prepared_before_is_found_again(tmp_path: Path) -> None:
     path.write_bytes(b"label,text\r\n1,one\r\n")
     os.utime(path, ns=(10**18, 10**18))
     config = replace(Config(), data=DataConfig(source=str(path)))
-    before = fingerprint(config, build_task(config))
+    before = identity(config, build_task(config)).data
     assert before == "ae74bc2a9b3addfb"
     assert replace(config, data=DataConfig(source="rows.csv")).default_run("p") == "p-8cef1478"
     for change in ({"header": True}, {"delimiter": "comma"}, {"columns": ("a", "text")}):
         other = replace(config, data=replace(config.data, **change))  # type: ignore[arg-type]
-        assert fingerprint(other, build_task(other)) != before
+        assert identity(other, build_task(other)).data != before
     assert replace(config, data=replace(config.data, header=False)).default_run("p") != config.default_run("p")
 
 
@@ -281,9 +281,9 @@ def test_what_comes_otherwise_than_before_is_prepared_anew(tmp_path: Path) -> No
         path.write_bytes(content)
         os.utime(path, ns=(10**18, 10**18))
         config = replace(Config(), data=DataConfig(source=str(path)))
-        found[name] = fingerprint(config, build_task(config))
+        found[name] = identity(config, build_task(config)).data
         explicit = replace(config, data=replace(config.data, quote="none"))
-        assert (fingerprint(explicit, build_task(config)) == found[name]) == (name == "stray.tsv")
+        assert (identity(explicit, build_task(config)).data == found[name]) == (name == "stray.tsv")
     assert found | {"stray.tsv": ""} == BEFORE_QUOTE
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from raystride.pipelines.config import DataConfig
-from raystride.pipelines.data.prepare.fingerprint import fingerprint
+from raystride.pipelines.data.prepare.fingerprint import identity
 from raystride.pipelines.data.sources.faults import Fault, FaultError
 from raystride.pipelines.data.sources.fields import build_document, data_uri
 from raystride.pipelines.data.sources.image_files import ANY_FILE, MAX_BYTES, NO_FILES, ImageAccess, read_image
@@ -136,7 +136,7 @@ def test_what_is_left_out_makes_other_data(data: Path) -> None:
     path = data / "rows.jsonl"
     path.write_text(json.dumps({"image": "pictures/bird.png", "label": "bird"}))
     hashes = [
-        fingerprint(config, Pictures(config))
+        identity(config, Pictures(config))
         for skip in ("raise", "skip")
         for root in (None, str(data))
         for config in [settings(path, on_error=skip, image_root=root)]

@@ -79,10 +79,10 @@ def test_dictionaries_give_their_values(tmp_path: Path, class_names: bool) -> No
 
 
 def test_only_names_that_are_wanted_ask_for_another_preparation(classes: Path) -> None:
-    from raystride.pipelines.data.prepare.fingerprint import fingerprint
+    from raystride.pipelines.data.prepare.fingerprint import identity
 
     plain, named = (settings(classes, **changes) for changes in ({}, {"class_names": True}))
-    assert fingerprint(plain, Labelled(plain)) != fingerprint(named, Labelled(named))
+    assert identity(plain, Labelled(plain)).data != identity(named, Labelled(named)).data
 
 
 @pytest.mark.parametrize("same", [False, True])

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from raystride.model.transformer import Decoder
 from raystride.pipelines.config import Config, ModelConfig, PredictorConfig, TokenizerConfig, TrainConfig
 from raystride.pipelines.data.feed.samples import count_windows
-from raystride.pipelines.data.prepare.fingerprint import fingerprint
+from raystride.pipelines.data.prepare.fingerprint import identity
 from raystride.pipelines.data.prepare.prepare import prepare
 from raystride.pipelines.data.prepare.run_context import RunContext
 from raystride.pipelines.data.sources.pieces import Piece
@@ -193,8 +193,8 @@ def test_a_beginning_is_prepared_once_a_document_and_changes_no_other_fingerprin
         assert (np.array(row["ids"]) == begin).sum() == row["begins"]
         assert (row["ids"][-1] == end) == row["ends"]
     without = replace(config, tokenizer=replace(asked, begin="none"))
-    assert fingerprint(without, build_task(without)) == "a1b94dfba30626fc"
-    assert fingerprint(config, build_task(config)) == prepared.manifest.fingerprint != "a1b94dfba30626fc"
+    assert identity(without, build_task(without)).data == "a1b94dfba30626fc"
+    assert identity(config, build_task(config)).data == prepared.manifest.fingerprint != "a1b94dfba30626fc"
 
 
 def test_a_graded_document_is_predicted_from_its_beginning(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks.mesh_traffic import bytes_exchanged, bytes_sent
 from benchmarks.scaling_model import TABLES, described, read
 from raystride.model.shape import DecoderShape
 from raystride.pipelines.config import ModelConfig
@@ -26,9 +27,7 @@ from raystride.pipelines.sweep.scaling_model import (
 from raystride.pipelines.sweep.scaling_model.mesh import LOSS_BYTES
 from raystride.pipelines.sweep.scaling_model.terms import Route, bubble_fraction, step_traffic
 from raystride.pipelines.train.strategies.mesh.pipeline_plan import assign_stages, split_into_stages
-from raystride.triton_kernels.attention_context import bytes_sent
 from raystride.triton_kernels.context_plan import context_plan
-from raystride.triton_kernels.linear_cross_entropy_sharded import bytes_exchanged
 from tests.pipelines.sweep.scaling_model.synthetic import LARGE, SMALL, TRUTH, measure, seconds, step_parts
 from tests.pipelines.train.strategies.mesh.test_pipeline_plan import order_of
 

@@ -11,12 +11,6 @@ import torch
 from benchmarks.storages import Storages, size_of
 from raystride.model.classifier import Classifier
 from raystride.model.convnet import ConvNet
-from raystride.model.shape import (
-    count_classifier_parameters,
-    count_convnet_parameters,
-    count_parameters,
-    count_translator_parameters,
-)
 from raystride.model.transformer import Decoder
 from raystride.model.translator import Translator
 from raystride.pipelines.config import Config, ModelConfig, ScalingConfig, TrainConfig
@@ -189,19 +183,7 @@ def test_states_follow_the_parameters() -> None:
     assert rounded.optimizer == need.optimizer
 
 
-COUNTS = {
-    "language_model": lambda config, words: count_parameters(config.model, words),
-    "classification": lambda config, words: count_classifier_parameters(config.model, words, 4),
-    "translation": lambda config, words: count_translator_parameters(
-        config.model, words, None if config.tokenizer.shared else words // 2
-    ),
-    "images": lambda config, words: count_convnet_parameters(
-        (3, 16, 20), 4, channels=config.model.channels, hidden=config.model.hidden
-    ),
-}
-
-
-@pytest.mark.parametrize("task", COUNTS)
+@pytest.mark.parametrize("task", ["language_model", "classification", "translation", "images"])
 @pytest.mark.parametrize("seed", range(10))
 def test_parameters_are_those_of_the_model(seed: int, task: str) -> None:
     config, words = _random_decoder(seed)
@@ -209,7 +191,6 @@ def test_parameters_are_those_of_the_model(seed: int, task: str) -> None:
     network = describe_network(config, _facts(words), slots=1, arithmetic=Arithmetic())
     assert network
     assert network.sizes == [p.numel() for p in _build(config, words)[0].parameters()]
-    assert network.num_parameters == COUNTS[task](config, words)
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -218,7 +199,6 @@ def test_parameters_are_those_of_an_encoder(seed: int) -> None:
     network = describe_network(config, _facts(words), slots=1, arithmetic=Arithmetic())
     assert network
     assert network.sizes == [p.numel() for p in _build(config, words)[0].parameters()]
-    assert network.num_parameters == COUNTS["classification"](config, words)
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -227,7 +207,6 @@ def test_parameters_are_those_of_gemma(seed: int) -> None:
     network = describe_network(config, _facts(words), slots=1, arithmetic=Arithmetic())
     assert network
     assert network.sizes == [p.numel() for p in _build(config, words)[0].parameters()]
-    assert network.num_parameters == count_parameters(config.model, words)
 
 
 @pytest.mark.parametrize("seed", range(6))
