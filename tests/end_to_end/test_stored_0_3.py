@@ -9,12 +9,14 @@ does not read it.
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 import tarfile
 import warnings
 from collections.abc import Iterator
 from importlib import import_module
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +29,8 @@ from raystride.pipelines.train.checkpoint.audit import audit
 from tests.some import some
 
 ROOT = Path(__file__).resolve().parents[2]
+COMMIT = "64c7177f7ab52238665323736b08c4d436f22e81"
+"""0.3.0, before the eight wings."""
 MADE_AT = "/tmp/raystride-0.3.0"
 TEXT_TIME_NS = 1_700_000_000_000_000_000
 """When its text was written, which prepared data is known by."""
@@ -165,3 +169,56 @@ def _import_anew(name: str) -> None:
     finder._named.clear()  # type: ignore[attr-defined]
     del sys.modules[name]
     import_module(name)
+
+
+FLAGS = shlex.split(
+    """
+    --data.source text.txt --data.validation tail --train.slots 4 --train.slot_size 2 --model.layers 1 --model.hidden_size 16
+    --model.heads 2 --model.context 16 --train.exact true --launch.mode inline --checkpoint.every 2 --checkpoint.keep 2
+    --validation.every 2 --record.mlflow false --sample.tokens 0
+    """
+)
+
+
+@pytest.fixture(scope="module")
+def code_of_0_3(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The package of 0.3.0, out of this repository's history."""
+    place = tmp_path_factory.mktemp("0.3.0")
+    packed = subprocess.run(["git", "archive", COMMIT], cwd=ROOT, capture_output=True, check=False)
+    if packed.returncode:
+        pytest.skip("the history of this checkout has no 0.3.0")
+    with tarfile.open(fileobj=BytesIO(packed.stdout)) as archive:
+        archive.extractall(place, filter="data")
+    return place
+
+
+@pytest.mark.long
+def test_a_storage_that_0_3_and_this_version_use_in_turn(code_of_0_3: Path, tmp_path: Path) -> None:
+    """Neither finds fewer checkpoints than there are, and the bits are those of a run that this version alone has made."""
+    (tmp_path / "text.txt").write_text("".join(f"line {number} of a text that has words in it\n" for number in range(400)))
+
+    def command(package: Path, *words: str) -> str:
+        variables = {key: value for key, value in os.environ.items() if not key.startswith(("RAY_", "RAYSTRIDE_"))}
+        done = subprocess.run(
+            [sys.executable, "-m", "raystride", *words, "--storage", "runs"],
+            env=variables | {"PYTHONPATH": str(package), "PYTHONDONTWRITEBYTECODE": "1"},
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    def summary(run: str) -> dict[str, Any]:
+        return dict(json.loads((tmp_path / "runs" / run / "summary.json").read_text()))
+
+    for steps, package in enumerate((ROOT, code_of_0_3, ROOT, code_of_0_3), start=2):
+        said = command(package, "train", "--run", "turns", *FLAGS, "--train.steps", str(2 * steps))
+        assert "passed over" not in said
+        assert (summary("turns")["resumed_from"] or 2) == 2 * (steps - 1)
+    for package in (ROOT, code_of_0_3):
+        assert "80 samples" in command(package, "runs", "audit", "turns")
+        command(package, "evaluate", "--run", "turns", "--split", "validation")
+    command(ROOT, "train", "--run", "alone", *FLAGS, "--train.steps", "10")
+    assert summary("turns")["parameters_sha256"] == summary("alone")["parameters_sha256"]
