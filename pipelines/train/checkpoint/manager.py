@@ -389,14 +389,14 @@ class Checkpoints:
         unreadable: str | None = None
         if not problem:
             try:
-                manifest = parse_sealed(content, str(folder / MANIFEST), MANIFEST_KEYS)
+                manifest = parse_sealed(content, "its manifest", MANIFEST_KEYS)
                 if manifest["format"] not in (FORMAT, INDEXED):
                     return f"its format is {manifest['format']}, this version reads {FORMAT} and {INDEXED}", {}
                 int(manifest["step"])
                 files = sorted(manifest["files"].items())[self.rank :: self.world]
                 problem = next(filter(None, (check_file(folder, name, stated) for name, stated in files)), None)
-            except WrittenByNewer:  # on all ranks: they have the same content
-                raise
+            except WrittenByNewer as error:  # on all ranks: they have the same content
+                raise WrittenByNewer(f"checkpoint {folder}: {error}", setting=error.setting, value=error.value) from None
             except SealBroken as error:
                 problem = str(error)
             except (ValueError, KeyError, TypeError, AttributeError) as error:
