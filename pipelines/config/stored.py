@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 RUN_FILES, PREPARED_FOLDER = ("environment.json", "attempts"), ".prepared"
 """Beside a `config.yaml` the first make a folder a run's; the second makes one a storage."""
+SETTINGS_OF_SWEEPS = ("config.yaml", "recommended.yaml")
 
 
 class StoredName(str):
@@ -65,14 +66,18 @@ def stored_names(settings: Any) -> Iterator[StoredName]:
 
 def find_storage(path: Path) -> Path | None:
     """Returns the nearest folder above a path that is a storage or a run's folder, None if there is none."""
-    for folder in path.parents:
-        is_run = (folder / "config.yaml").is_file() and any((folder / name).exists() for name in RUN_FILES)
-        if is_run or (folder / PREPARED_FOLDER).is_dir():
-            return folder
-    return None
+    return next((folder for folder in path.parents if _is_run(folder) or (folder / PREPARED_FOLDER).is_dir()), None)
+
+
+def _is_run(folder: Path) -> bool:
+    return (folder / "config.yaml").is_file() and any((folder / name).exists() for name in RUN_FILES)
 
 
 def find_stored_folder(file: str) -> str:
-    """Returns the folder of a settings file that lies in a storage, "" for a file of the caller's."""
+    """Returns the folder of a settings file that a run or a sweep has stored, "" for a file of the caller's.
+
+    A file of the caller's may lie in a project that is its own storage.
+    """
     path = Path(file).resolve()
-    return str(path.parent) if find_storage(path) else ""
+    is_sweeps = path.name in SETTINGS_OF_SWEEPS and (path.parents[1] / PREPARED_FOLDER).is_dir()
+    return str(path.parent) if is_sweeps or any(map(_is_run, path.parents)) else ""

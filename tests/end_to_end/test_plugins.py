@@ -72,7 +72,9 @@ def test_an_installed_one_is_found_everywhere(desk: Path, site: Path, tmp_path: 
         done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=280)
         assert done.returncode == 2, done.stderr
         (line,) = done.stderr.splitlines()
-        assert line.startswith("error: plugins: there is no module 'ticket_desk.plug_in' on Python's path; install it"), line
+        assert line.startswith(
+            "error: plugins: there is no module 'ticket_desk.plug_in' on Python's path: start the job in"
+        ), line
 
 
 SWEEPS = (

@@ -32,7 +32,7 @@ def find_version_mismatch(seconds: float, *, accept_other_code: bool = False) ->
     Skips nodes that do not answer within `seconds` or die.
     """
     import ray
-    from ray.exceptions import RayError
+    from ray.exceptions import GetTimeoutError, RayError
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     read_versions, list_files = _make_readers()
@@ -54,6 +54,8 @@ def find_version_mismatch(seconds: float, *, accept_other_code: bool = False) ->
                 return line
             if found["code"] != local_versions["code"] and not accept_other_code:
                 return describe_other_code(list_files(), ray.get(ask(list_files, node), timeout=seconds), address)
+        except GetTimeoutError:
+            return describe_other_code({}, {}, address)
         except RayError:
             continue
         differing = [name for name in OTHERS if found.get(name) != local_versions.get(name)]
@@ -146,11 +148,12 @@ def describe_mismatch(
 def describe_other_code(ours: Mapping[str, str], theirs: Mapping[str, str], address: str) -> str:
     """Returns one line with the first files of Raystride that differ between this driver and a node, and a remedy."""
     differing = sorted(name for name in {*ours, *theirs} if ours.get(name) != theirs.get(name))
-    where = {True: "", False: " (only there)"}
-    listed = [f"{name}{where[name in ours] if name in theirs else ' (only here)'}" for name in differing[:MAX_LISTED_FILES]]
+    missing = [" (only here)" if name not in theirs else " (only there)" if name not in ours else "" for name in differing]
+    first = zip(differing[:MAX_LISTED_FILES], missing, strict=False)
+    listed = ", ".join(f"{name}{note}" for name, note in first) or "it did not list them in time"
     more = f" and {len(differing) - MAX_LISTED_FILES} more" if len(differing) > MAX_LISTED_FILES else ""
     return (
-        f"code differs: Raystride on {address} has the version of this driver, and other files: {', '.join(listed)}{more}. "
+        f"code differs: Raystride on {address} has the version of this driver, and other files: {listed}{more}. "
         f"Install one wheel on all nodes (docs/cluster.md){_on_head()}. Developers: --launch.accept_other_code true"
     )
 

@@ -88,13 +88,7 @@ def read_previous_attempt(folder: Folder) -> PreviousAttempt | None:
     try:
         config = parse_settings(folder)
     except FileNotFoundError:
-        if newest_step(folder) is None:
-            return None
-        raise SettingError(
-            f"{folder} has checkpoints and no {SETTINGS_FILE}: put it back, or use another --run",
-            setting="run",
-            value=folder.name,
-        ) from None
+        return None
     wrote = read_attempt_settings(folder)
     changes = describe_changes(wrote, config) if wrote else []
     environment, summary = read_environment(folder), cast(RunSummary, read_summary(folder)) or None

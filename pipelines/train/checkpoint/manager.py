@@ -421,8 +421,8 @@ class Checkpoints:
                 int(manifest["step"])
                 files = sorted(manifest["files"].items())[self.rank :: self.world]
                 problem = next(filter(None, (check_file(folder, name, stated) for name, stated in files)), None)
-            except WrittenByNewer:  # on all ranks: they have the same content
-                raise
+            except WrittenByNewer as error:  # on all ranks: they have the same content
+                raise WrittenByNewer(f"checkpoint {folder}: {error}", setting=error.setting, value=error.value) from None
             except SealBroken as error:
                 problem = str(error)
             except (ValueError, KeyError, TypeError, AttributeError) as error:

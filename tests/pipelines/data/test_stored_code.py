@@ -14,7 +14,10 @@ import yaml
 
 import raystride
 from raystride.command import run as run_command
+from raystride.pipelines.config import Config
+from raystride.pipelines.config.parse import load_settings
 from raystride.pipelines.config.stored import find_stored_folder
+from raystride.pipelines.data.plugins import load_plugins
 from raystride.pipelines.data.stored_code import check_stored_name
 from raystride.pipelines.system.storage.sealed import parse_sealed, seal_json
 from tests.tiny import write_text
@@ -277,3 +280,12 @@ def test_names_of_the_caller_are_his(victim: Victim, tmp_path: Path) -> None:
     assert find_stored_folder(str(settings)) == ""
     assert find_stored_folder(str(victim.run / "config.yaml")) == str(victim.run)
     check_stored_name("/nowhere/mine.py", "plugins")
+    # Also in a project that is its own storage.
+    (victim.project / ".prepared").mkdir()
+    assert find_stored_folder(str(settings)) == ""
+    (victim.project / "tried").mkdir()
+    for name in ("config.yaml", "recommended.yaml"):
+        assert find_stored_folder(str(victim.project / "tried" / name)) == str(victim.project / "tried")
+    victim.write_code(victim.project / "mine.py")
+    load_plugins(load_settings(Config, str(settings)).settings.plugins)
+    assert victim.was_run

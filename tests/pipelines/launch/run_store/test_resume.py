@@ -304,15 +304,12 @@ def test_a_run_that_0_3_goes_on_with_is_believed_as_one_of_0_3(tmp_path: Path) -
     assert (found.config.scaling.workers, found.data, found.edits) == (3, "d3", [])
 
 
-def test_checkpoints_without_settings_are_no_new_run(tmp_path: Path) -> None:
-    folder = Folder(str(tmp_path / "run"))
-    folder.put("checkpoints/step-00000002/MANIFEST.json", "{}")
-    with refused("run", "run", names=["config.yaml", "--run"]):
-        read_previous_attempt(folder)
-    write_settings(folder, "a1", CONFIG, {"data": "d1"})
+def test_a_run_whose_settings_are_gone_is_no_new_run(tmp_path: Path) -> None:
+    folder = _written(tmp_path)
     folder.remove("config.yaml")
-    with refused("run", "run", names=["attempts/a1/config.yaml"]):
-        read_previous_attempt(folder)
+    for read in (read_previous_attempt, read_settings):
+        with refused("run", "run", names=["copy", "attempts/a2/config.yaml"]):
+            read(folder)
 
 
 def test_a_damaged_summary_does_not_let_a_run_train_on(tmp_path: Path) -> None:

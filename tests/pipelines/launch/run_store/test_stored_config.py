@@ -115,17 +115,17 @@ def test_a_run_of_a_newer_version_is_not_gone_on_with_by_defaults(
     file.write_text(ours)
     # The same of its newest checkpoint: the one before is not taken instead.
     folder = Folder(storage) / "one" / "checkpoints" / "step-00000003"
-    manifest = read_sealed(folder, "MANIFEST.json")
+    manifest = read_sealed(folder, "MANIFEST-1.json")
     monkeypatch.setattr(sealed, "__version__", "9.8.7")
-    put_sealed(folder, "MANIFEST.json", manifest | {"momentum_of": "all"})
+    put_sealed(folder, "MANIFEST-1.json", manifest | {"momentum_of": "all"})
     for act in (run.load_model, lambda: raystride.train(config, {"launch.mode": "inline"}, run="one", storage=storage)):
         with pytest.raises(
-            raystride.SettingError, match=r"MANIFEST\.json was written by .* does not know momentum_of \('all'"
+            raystride.SettingError, match=r"step-00000003.* was written by .* does not know momentum_of \('all'"
         ):
             act()
-    put_sealed(folder, "MANIFEST.json", manifest | {"momentum_of": None})
+    put_sealed(folder, "MANIFEST-1.json", manifest | {"momentum_of": None})
     assert run.load_model()
-    assert json.loads(folder.read("MANIFEST.json"))["writer"] == "9.8.7"
+    assert json.loads(folder.read("MANIFEST-1.json"))["writer"] == "9.8.7"
 
 
 def _run(*words: str) -> Outcome:
