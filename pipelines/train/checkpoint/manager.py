@@ -141,6 +141,8 @@ class Checkpoints:
         self._committed: deque[int] = deque()
         self._claim: Claim | None = None
         self.data = attempt
+        self.verify_data: Callable[[], None] = lambda: None
+        """Called before a checkpoint is written; it is not committed if this raises on any rank."""
         self._staging = Staging()
 
     def fence_older_groups(self) -> None:
@@ -270,8 +272,12 @@ class Checkpoints:
         from raystride.pipelines.train.checkpoint import index
         from raystride.pipelines.train.checkpoint.writer import CheckpointSaveError, CheckpointWriter, save
 
+        def finish_copies() -> None:
+            wait_for_copies()
+            self.verify_data()
+
         names = self.step_folder(pending_save.step), self.attempt, self.data
-        options = self._commit_fence, wait_for_copies, self.world > index.MAX_LISTED_RANKS
+        options = self._commit_fence, finish_copies, self.world > index.MAX_LISTED_RANKS
         writer = CheckpointWriter(*names, self.rank, header, pending_save.fed_digest, self.extra, *options)
         try:
             save(tensors, writer, self.group)
