@@ -302,6 +302,8 @@ class Training:
             self._log_metrics(self._newest)
         else:
             self._interval_loss()
+        if not self.checkpoints:  # else a save does so in its own thread
+            self.loader.beside.finish()
         improved = False
         finished = ending is not Ending.STOPPED
         if finished and self._validated_at != self.state.step:

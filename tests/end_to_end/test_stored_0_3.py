@@ -10,6 +10,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -24,8 +25,10 @@ import pytest
 
 import raystride
 from raystride.old_names import LAST_VERSION, NEW_NAMES, new_name
+from raystride.pipelines.data.prepare.manifest import Manifest
 from raystride.pipelines.system.storage.folder import Folder
 from raystride.pipelines.train.checkpoint.audit import audit
+from tests.flips import flip_bit, without_hash_lists
 from tests.some import some
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -79,6 +82,25 @@ def test_a_run_opens_and_goes_on(stored: Path, expected: dict[str, Any], name: s
         assert on.metrics("twice_the_step").to_pandas()["twice_the_step"].iloc[-1] == 16.0
         with pytest.warns(FutureWarning, match=r"raystride\.pipelines\.tasks is raystride\.pipelines\.data\.tasks now"):
             _import_anew("raystride.pipelines.tasks")
+
+
+def test_a_turned_bit_in_data_that_0_3_prepared_is_refused(stored: Path, tmp_path: Path) -> None:
+    """Its shards have lists of hashes; without them, as those of 0.2, the whole file is hashed. Then the run goes on."""
+    shutil.copytree(stored / "runs", tmp_path / "runs")
+    runs = Folder(str(tmp_path / "runs"))
+    prepared = runs / ".prepared" / runs.read_json("labels/environment.json")["data"]
+    shard = Path(f"{prepared}/{Manifest.load(prepared).splits['train'][0].file}")
+    config = tmp_path / "runs" / "labels" / "config.yaml"
+    settings = {"train.steps": 12, "launch": "inline"}
+    for form in ("with lists", "without"):
+        flip_bit(shard, shard.stat().st_size // 2)
+        with pytest.raises(raystride.TrainingFailed, match=re.escape(f"{shard}: bytes 0 to")) as failed:
+            raystride.train(str(config), settings, run="labels", storage=str(runs))
+        assert isinstance(failed.value.cause, raystride.DataError), form
+        assert raystride.Run.open("labels", str(runs)).checkpoints[-1].step == 6, form
+        flip_bit(shard, shard.stat().st_size // 2)
+        without_hash_lists(prepared)
+    assert raystride.train(str(config), settings, run="labels", storage=str(runs)).summary["steps"] == 12
 
 
 def test_the_parameters_are_those_that_were_saved(stored: Path, expected: dict[str, Any]) -> None:

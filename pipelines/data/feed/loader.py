@@ -26,6 +26,7 @@ from raystride.pipelines.data.feed.order import digest
 from raystride.pipelines.data.feed.plan import Plan
 from raystride.pipelines.data.feed.read_ahead import ReadAhead, fetch_and_pin
 from raystride.pipelines.data.feed.samples import Samples
+from raystride.pipelines.data.feed.verification import BesideTraining
 from raystride.pipelines.data.tasks.task import Inputs, Task
 from raystride.pipelines.observability.phases import phase
 
@@ -140,6 +141,8 @@ class Loader:
     that all can read and the requests to any worker. All workers call it before the same steps."""
     agreed_requests: Requests = NO_REQUESTS
     """Requests that ended the iteration, the same on all workers."""
+    beside: BesideTraining = field(default_factory=BesideTraining)
+    """Verifies whole files beside the training; its errors end the reading."""
     read_ahead: ReadAhead | None = None
     """Prefetches pieces of remote shards before they are read; None if all shards are local."""
 
@@ -264,6 +267,7 @@ class Loader:
 
     def _request_step(self, number: int) -> Callable[[], Step]:
         """Requests the batches of a step; returns the function that reads them, with the micro-batches on the host."""
+        self.beside.raise_error()
         worker_slots = self.plan.worker_slots(self.rank, self.world)
         group = 1 if self.every_slot else self.micro_batch_slots or len(worker_slots)
         batches: list[Callable[[], MicroBatch]] = []

@@ -8,7 +8,7 @@ feed.held_out                                             # {"": samples}; for a
 import hashlib
 import math
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from raystride.pipelines.config import Config, DataConfig, SettingError
@@ -21,6 +21,7 @@ from raystride.pipelines.data.feed.read_ahead import ReadAhead
 from raystride.pipelines.data.feed.samples import MixedSamples, Samples, open_samples
 from raystride.pipelines.data.feed.shuffling import RemoteReading, choose_shuffle
 from raystride.pipelines.data.feed.stream import TokenStream
+from raystride.pipelines.data.feed.verification import BesideTraining
 from raystride.pipelines.data.prepare.generations import read_generation
 from raystride.pipelines.data.prepare.manifest import Manifest
 from raystride.pipelines.data.tasks.task import Task
@@ -39,6 +40,8 @@ class Feed:
     """Share of each source in the validation samples."""
     cache: NodeCache
     """Node cache for remote shards."""
+    beside: BesideTraining = field(default_factory=BesideTraining)
+    """Verifies whole files beside the training; to be started by who trains."""
 
     def read_ahead(self, data: DataConfig, rank: int, world: int) -> ReadAhead | None:
         """Creates the read-ahead of one worker's remote pieces; None if all shards are local."""
@@ -66,28 +69,31 @@ def open_feed(
     incomplete, SettingError for impossible weights.
     """
     cache, manifest = node_cache(config.data, clock, log), open_manifest(config.data, prepared, past)
+    beside = BesideTraining()
     if task.reads_dataset:
-        own_samples = task.open_samples("train")
+        own_samples, own_held_out = (task.open_samples(split) for split in ("train", "validation"))
+        own_samples.verify(beside)
+        own_held_out.verify(beside)
         plan = build_plan(config, own_samples.num_samples, step, position)
-        return Feed(plan, own_samples, {"": task.open_samples("validation")}, {"": 1.0}, cache)
+        return Feed(plan, own_samples, {"": own_held_out}, {"": 1.0}, cache, beside)
     if manifest.growing:
-        return _open_streaming_feed(config, task, prepared, manifest, cache, past, step, position, log)
+        return _open_streaming_feed(config, task, prepared, manifest, cache, beside, past, step, position, log)
     splits: dict[str, dict[str, Samples]] = {"train": {}, "validation": {}}
     for name, (folder, source_manifest) in manifest.by_source(prepared).items():
         for split, samples in splits.items():
-            samples[name] = open_samples(config, task, TokenStream(folder, source_manifest, split, cache))
+            samples[name] = open_samples(config, task, TokenStream(folder, source_manifest, split, cache, beside))
     train, held_out = splits["train"], splits["validation"]
     config = replace(config, data=choose_shuffle(config.data, _describe_reading(train.values(), cache), past, log))
     if not manifest.sources:
         plan = build_plan(config, train[""].num_samples, step, position)
-        return Feed(plan, train[""], held_out, {"": 1.0}, cache)
+        return Feed(plan, train[""], held_out, {"": 1.0}, cache, beside)
     past_mixture = Mixture.from_json(past) if past else None
     sizes = {name: source_samples.num_samples for name, source_samples in train.items()}
     mixture = build_mixture(config, sizes, past_mixture, position)
     for note in share_notes(config.data, sizes, mixture.max_period):
         log(note)
     plan = build_plan(config, 0, step, position, mixture)
-    return Feed(plan, MixedSamples(task, train, mixture), held_out, mixture.shares(), cache)
+    return Feed(plan, MixedSamples(task, train, mixture), held_out, mixture.shares(), cache, beside)
 
 
 def _describe_reading(samples_list: Iterable[Samples], cache: NodeCache) -> RemoteReading | None:
@@ -117,13 +123,14 @@ def _open_streaming_feed(
     prepared: Folder,
     first: Manifest,
     cache: NodeCache,
+    beside: BesideTraining,
     past: Mapping[str, Any] | None,
     step: int,
     position: int,
     log: Callable[[str], None],
 ) -> Feed:
     """Opens the data of a run that trains while its data is being prepared."""
-    stream, held_out = (TokenStream(prepared, first, split, cache) for split in ("train", "validation"))
+    stream, held_out = (TokenStream(prepared, first, split, cache, beside) for split in ("train", "validation"))
     samples = open_samples(config, task, stream)
     # The final size is unknown, so the shuffle is chosen by the current one.
     data = choose_shuffle(config.data, _describe_reading([samples], cache), past, log)
@@ -133,7 +140,7 @@ def _open_streaming_feed(
     order = StreamingOrder(replace(known, complete=False), dataset, log)
     order.is_ready(position + 1)
     plan = build_plan(config, 0, step, position, order)
-    return Feed(plan, samples, {"": open_samples(config, task, held_out)}, {"": 1.0}, cache)
+    return Feed(plan, samples, {"": open_samples(config, task, held_out)}, {"": 1.0}, cache, beside)
 
 
 def build_mixture(config: Config, samples: Mapping[str, int], past: Mixture | None = None, since: int = 0) -> Mixture:

@@ -17,8 +17,14 @@ from functools import lru_cache, partial
 import numpy as np
 
 from raystride.pipelines.data.feed.cache import MAX_TRIES, NodeCache, RemotePiece
-from raystride.pipelines.data.feed.shard_files import ShardFiles
-from raystride.pipelines.data.prepare.hash_list import LEAF_BYTES, HashList, hash_list_name, parse_hash_list
+from raystride.pipelines.data.feed.shard_files import ROW, ShardFiles
+from raystride.pipelines.data.prepare.hash_list import (
+    LEAF_BYTES,
+    MAX_HASH_LISTS,
+    HashList,
+    hash_list_name,
+    parse_hash_list,
+)
 from raystride.pipelines.data.prepare.manifest import MISSING, Shards
 from raystride.pipelines.system.storage.folder import Folder
 
@@ -29,9 +35,6 @@ MIN_PIECES = 512
 CACHE_PIECES_PER_MAP, MIN_MAPS = 2, 8
 """A stream maps at most one in `CACHE_PIECES_PER_MAP` of the cache's pieces, as many as are prefetched; of unpinned pieces
 at most `MIN_MAPS`, since a mapped piece occupies disk after its eviction."""
-MAX_HASH_LISTS = 4096
-"""Number of hash lists kept in memory, 8 KiB for a shard of 32 MiB."""
-ROW = np.dtype("<i8")
 
 Pieces = tuple[np.ndarray, np.ndarray]
 """Piece numbers, (n) int64, in reading order, and the sample of each, (n) int64."""

@@ -23,6 +23,7 @@ from raystride.pipelines.data.feed.mixture import Mixture, split_samples
 from raystride.pipelines.data.feed.order import uniform
 from raystride.pipelines.data.feed.remote_shards import Pieces, RemoteShards, order_by_sample
 from raystride.pipelines.data.feed.stream import TokenStream
+from raystride.pipelines.data.feed.verification import BesideTraining
 from raystride.pipelines.data.tasks.task import Document, Inputs, Rows, Task
 
 if TYPE_CHECKING:
@@ -142,6 +143,10 @@ class Samples(Protocol):
             return self.task.collate(rows, masks)
         drawn = uniform(self.task.config.seed, epochs, samples, self.task.draws)
         return self.task.collate_drawn(rows, masks, drawn)
+
+    def verify(self, beside: BesideTraining) -> None:
+        """Has the files verified that are not when they are read."""
+        return
 
     @property
     def requests_ahead(self) -> int:

@@ -1,18 +1,36 @@
 """Shard access for a token stream: ids, loss masks and row starts, by memory map for local shards.
 
-files: ShardFiles = MappedShards(folder, np.dtype("<u2"), shards)
+A leaf of a local shard is verified by the shard's list of hashes when this node first reads it, as a remote piece is when it
+is fetched; `feed.verification` remembers it. A shard of an older version, without a list, is verified as a whole.
+
+files: ShardFiles = MappedShards(folder, np.dtype("<u2"), shards, NodeMarks(f"{folder}/train"))
 files.read_ids(3, 100, 200)                               # (100) uint16, of the fourth shard
 files.row_starts(3, 0, 2)                                 # (3) int64: first tokens of its rows 0, 1 and 2
 """
 
+import mmap
+import os
 from collections import OrderedDict
+from dataclasses import dataclass
+from functools import lru_cache, partial
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import numpy as np
 
+from raystride.pipelines.data.feed.verification import BesideTraining, NodeMarks, WholeFile, file_key
+from raystride.pipelines.data.prepare.hash_list import (
+    LEAF_BYTES,
+    MAX_HASH_LISTS,
+    HashList,
+    hash_list_name,
+    parse_hash_list,
+)
 from raystride.pipelines.data.prepare.manifest import Shards
+from raystride.pipelines.data.sources.faults import DataError
 
+ROW = np.dtype("<i8")
+"""Type of the rows' first tokens."""
 MAX_MAPPED = 96
 """Maximum shards mapped at once by a stream, each an open file: a process may have 1,024, a long run ten thousand shards."""
 
@@ -36,53 +54,163 @@ class ShardFiles(Protocol):
         """Returns the first tokens of the rows [first, end] of a shard, end included, (end - first + 1) int64."""
         ...
 
+    def expect_whole_read(self, shard: int) -> None:
+        """Called before a shard is read from end to end."""
+        return
 
-class _ShardArrays(NamedTuple):
-    """Views into a shard's memory map."""
 
+@dataclass(slots=True)
+class _MappedShard:
+    """Views into a shard's memory map, and which of its leaves are verified."""
+
+    file: np.ndarray
+    """All bytes, uint8."""
     ids: np.ndarray
     mask: np.ndarray | None
     starts: np.ndarray
+    ids_offset: int
+    mask_offset: int
+    rows_offset: int
+    key: int
+    """Of the file's present content; see `file_key`."""
+    verified: bytearray
+    """1 for each leaf that need not be verified."""
 
 
 class MappedShards(ShardFiles):
-    """Memory-mapped shards on a local or mounted disk."""
+    """Memory-mapped shards on a local or mounted disk. Reading raises DataError for a leaf that is not what was prepared."""
 
-    def __init__(self, folder: Path, id_type: np.dtype, shards: Shards) -> None:  # type: ignore[type-arg]
-        self._folder, self._id_type, self._shards = folder, id_type, shards
-        self._mapped: OrderedDict[int, _ShardArrays] = OrderedDict()
+    def __init__(
+        self,
+        folder: Path,
+        id_type: np.dtype,  # type: ignore[type-arg]
+        shards: Shards,
+        marks: NodeMarks,
+        beside: BesideTraining | None = None,
+    ) -> None:
+        """`marks` are those of this list of shards. `beside` verifies whole shards; None: they are when they are read."""
+        self._folder, self._id_type, self._marks, self._beside = folder, id_type, marks, beside
+        self._mapped: OrderedDict[int, _MappedShard] = OrderedDict()
+        self._hash_list = lru_cache(MAX_HASH_LISTS)(self._read_hash_list)
+        self.hashed_bytes = 0
+        """Bytes of leaves hashed so far."""
+        self.set_shards(shards)
 
     def set_shards(self, shards: Shards) -> None:
         """Replaces the shard list."""
-        self._shards = shards
+        self._shards, self._leaf_ends = shards, np.cumsum(-(-shards.column("bytes") // LEAF_BYTES))
 
     def read_ids(self, shard: int, first: int, end: int) -> np.ndarray:
         """Returns the ids [first, end) of a shard as a view."""
-        return self._map_shard(shard).ids[first:end]
+        mapped, width = self._map_shard(shard), self._id_type.itemsize
+        self._verify(shard, mapped, mapped.ids_offset + first * width, mapped.ids_offset + end * width)
+        return mapped.ids[first:end]
 
     def read_mask(self, shard: int, first: int, end: int) -> np.ndarray | None:
         """Returns the loss mask of the ids [first, end) as a view; None if the shard has no mask."""
-        mask = self._map_shard(shard).mask
-        return None if mask is None else mask[first:end]
+        mapped = self._map_shard(shard)
+        if mapped.mask is None:
+            return None
+        self._verify(shard, mapped, mapped.mask_offset + first, mapped.mask_offset + end)
+        return mapped.mask[first:end]
 
     def row_starts(self, shard: int, first: int, end: int) -> np.ndarray:
         """Returns the first tokens of the rows [first, end], end included, as a view."""
-        return self._map_shard(shard).starts[first : end + 1]
+        mapped, width = self._map_shard(shard), ROW.itemsize
+        self._verify(shard, mapped, mapped.rows_offset + first * width, mapped.rows_offset + (end + 1) * width)
+        return mapped.starts[first : end + 1]
 
-    def _map_shard(self, number: int) -> _ShardArrays:
-        """Returns a shard's arrays, mapping it if needed; unmaps the least recently used shards."""
+    def expect_whole_read(self, shard: int) -> None:
+        """Has a shard verified beside the training, so that reading it does not wait for that."""
+        mapped = self._map_shard(shard)
+        if self._beside and not all(mapped.verified):
+            self._verify_whole(shard, mapped)
+
+    def _verify(self, number: int, mapped: _MappedShard, first: int, end: int) -> None:
+        """Verifies the leaves of the bytes [first, end) of a shard. Raises DataError."""
+        for leaf in range(first // LEAF_BYTES, (end - 1) // LEAF_BYTES + 1):
+            if not mapped.verified[leaf]:
+                self._verify_leaf(number, mapped, leaf)
+
+    def _verify_leaf(self, number: int, mapped: _MappedShard, leaf: int) -> None:
+        leaf_number = self._first_leaf(number) + leaf
+        if self._marks.read(leaf_number, 1)[0] != mapped.key:  # else another process has verified it since
+            if (hashes := self._hash_list(number)) is None:
+                return self._verify_whole(number, mapped)
+            if not self._is_whole(hashes, mapped, leaf):
+                raise self._damaged(number, leaf * LEAF_BYTES, min((leaf + 1) * LEAF_BYTES, len(mapped.file)))
+            self._marks.write(leaf_number, 1, mapped.key)
+        mapped.verified[leaf] = 1
+        return None
+
+    def _is_whole(self, hashes: HashList, mapped: _MappedShard, leaf: int) -> bool:
+        content = mapped.file[leaf * LEAF_BYTES : (leaf + 1) * LEAF_BYTES]
+        self.hashed_bytes += len(content)
+        return hashes.matches(leaf * LEAF_BYTES, content.data)
+
+    def _verify_whole(self, number: int, mapped: _MappedShard) -> None:
+        """Verifies a shard by its SHA-256: beside the training, or now. Raises DataError."""
+        shard, leaves = self._shards[number], len(mapped.verified)
+        whole = partial(self._marks.write, self._first_leaf(number), leaves, mapped.key)
+        file = WholeFile(self._folder / shard.file, shard.sha256, partial(self._find_damage, number), whole)
+        (beside := self._beside or BesideTraining()).add(file)
+        if not self._beside:
+            beside.finish()
+            self.hashed_bytes += beside.hashed_bytes
+        mapped.verified[:] = bytes([1]) * leaves
+
+    def _find_damage(self, number: int) -> DataError:
+        """Returns the error of a shard of another SHA-256, with its first wrong leaf if it has a list of hashes."""
+        shard, hashes = self._shards[number], self._hash_list(number)
+        with (self._folder / shard.file).open("rb") as stream:
+            for first in range(0, shard.bytes if hashes else 0, LEAF_BYTES):
+                if not hashes.matches(first, stream.read(LEAF_BYTES)):  # type: ignore[union-attr]
+                    return self._damaged(number, first, min(first + LEAF_BYTES, shard.bytes))
+        return self._damaged(number, 0, shard.bytes)
+
+    def _damaged(self, number: int, first: int, end: int) -> DataError:
+        path = self._folder / self._shards[number].file
+        return DataError(
+            f"{path}: bytes {first:,} to {end:,} are not what was prepared: the file was changed, or is damaged where it "
+            f"lies. Copy it again from where it is whole, or remove {self._folder}, which is then prepared anew",
+            file=str(path),
+        )
+
+    def _first_leaf(self, number: int) -> int:
+        """Returns the number of a shard's first leaf, over all shards."""
+        return int(self._leaf_ends[number - 1]) if number else 0
+
+    def _read_hash_list(self, number: int) -> HashList | None:
+        """Returns a shard's list of hashes; None if an older version wrote none, or it is damaged or gone."""
+        shard = self._shards[number]
+        try:
+            with open(f"{self._folder}/{hash_list_name(shard.file)}", "rb", buffering=0) as stream:
+                return parse_hash_list(stream.read(), shard.top_hash)
+        except (FileNotFoundError, ValueError):
+            return None
+
+    def _map_shard(self, number: int) -> _MappedShard:
+        """Returns a shard's views, mapping it if needed; unmaps the least recently used shards. Raises DataError."""
         if number in self._mapped:
             self._mapped.move_to_end(number)
             return self._mapped[number]
         while len(self._mapped) >= MAX_MAPPED:
             self._mapped.popitem(last=False)
         shard = self._shards[number]
-        # np.memmap gives a subclass whose slices cost twice as much as an array's.
-        file = np.asarray(np.memmap(self._folder / shard.file, np.uint8, "r"))
+        path = f"{self._folder}/{shard.file}"  # a Path and np.memmap would take as long as all the rest
+        with open(path, "rb", buffering=0) as stream:
+            status = os.fstat(stream.fileno())
+            if status.st_size != shard.bytes:
+                raise self._damaged(number, min(status.st_size, shard.bytes), max(status.st_size, shard.bytes))
+            file = np.frombuffer(mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ), np.uint8)
         ids = np.frombuffer(file, self._id_type, shard.tokens, shard.ids_offset)
         mask = None if shard.mask_offset is None else np.frombuffer(file, np.uint8, shard.tokens, shard.mask_offset)
         starts = np.empty(0, np.int64)
         if shard.rows_offset is not None:  # preparations of an older version have none, and are redone
-            starts = np.frombuffer(file, "<i8", shard.rows + 1, shard.rows_offset)
-        self._mapped[number] = _ShardArrays(ids, mask, starts)
+            starts = np.frombuffer(file, ROW, shard.rows + 1, shard.rows_offset)
+        leaves, is_hashed = -(-shard.bytes // LEAF_BYTES), bool(shard.sha256)
+        key = file_key(path, status, shard.sha256)
+        verified = self._marks.read(self._first_leaf(number), leaves) == key if is_hashed else np.ones(leaves, bool)
+        offsets = (shard.ids_offset, shard.mask_offset or 0, shard.rows_offset or 0)
+        self._mapped[number] = _MappedShard(file, ids, mask, starts, *offsets, key, bytearray(verified.tobytes()))
         return self._mapped[number]

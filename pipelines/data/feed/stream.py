@@ -10,6 +10,7 @@ import numpy as np
 from raystride.pipelines.data.feed.cache import NodeCache
 from raystride.pipelines.data.feed.remote_shards import RemoteShards
 from raystride.pipelines.data.feed.shard_files import MappedShards, ShardFiles
+from raystride.pipelines.data.feed.verification import BesideTraining, NodeMarks
 from raystride.pipelines.data.prepare.manifest import Manifest, Shards, concatenate_shards
 from raystride.pipelines.system.storage.folder import Folder
 
@@ -22,11 +23,15 @@ Rows = tuple[list[np.ndarray], list[np.ndarray] | None]
 class TokenStream:
     """The tokens of a split in stream order, across its shards."""
 
-    def __init__(self, folder: Folder, manifest: Manifest, split: str, cache: NodeCache) -> None:
+    def __init__(
+        self, folder: Folder, manifest: Manifest, split: str, cache: NodeCache, beside: BesideTraining | None = None
+    ) -> None:
+        """`beside` verifies local shards that cannot be verified leaf by leaf; None: they are when they are read."""
         id_type, shards = np.dtype(manifest.id_type).newbyteorder("<"), manifest.splits[split]
         self.remote_shards = None if folder.local else RemoteShards(folder, id_type, shards, cache)
         """The shards if they are remote, else None."""
-        self._files: ShardFiles = self.remote_shards or MappedShards(folder.local, id_type, shards)  # type: ignore[arg-type]
+        marks = NodeMarks(f"{folder}/{split}")
+        self._files: ShardFiles = self.remote_shards or MappedShards(folder.local, id_type, shards, marks, beside)  # type: ignore[arg-type]
         self._set_shards(shards)
 
     def extend(self, *shards: Shards) -> None:
@@ -82,6 +87,7 @@ class TokenStream:
         """Reads the first id of every row (int64) and every row's length (int64), from all shards."""
         firsts, lengths = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
         for number, (tokens, rows) in enumerate(zip(*map(self._shards.column, ("tokens", "rows")), strict=True)):
+            self._files.expect_whole_read(number)
             ids, starts = self._files.read_ids(number, 0, int(tokens)), self._files.row_starts(number, 0, int(rows))
             firsts.append(ids[np.minimum(starts[:-1], len(ids) - 1)].astype(np.int64))
             lengths.append(np.diff(starts))

@@ -19,6 +19,8 @@ LEAF_BYTES = 64 << 10
 HASH_BYTES = 16
 """Bytes in a hash: 128 bits, enough to make a second content with the same hash infeasible."""
 SUFFIX = ".hashes"
+MAX_HASH_LISTS = 4096
+"""Number of hash lists that a reader keeps in memory, 8 KiB for a shard of 32 MiB."""
 
 
 def hash_list_name(shard: str) -> str:
@@ -46,7 +48,7 @@ class HashList:
 
     leaves: bytes
 
-    def matches(self, first: int, content: bytes) -> bool:
+    def matches(self, first: int, content: bytes | memoryview) -> bool:
         """Returns whether `content` equals the shard from byte `first` on, which begins a leaf, up to the end of a leaf or
         the shard."""
         offset = first // LEAF_BYTES * HASH_BYTES

@@ -45,7 +45,7 @@ def _run_with_exit_code(job: Callable[[], int], own_handlers: bool) -> int:
     except KeyboardInterrupt as signalled:
         return report_interruption(signalled)
     except TrainingFailed as failed:  # its screen was already shown
-        if isinstance(failed.cause, SettingError):  # only workers could find it out
+        if isinstance(failed.cause, SettingError | DataError):  # only workers could find it out
             return WRONG_SETTINGS
         return exit_code_of(failed.cause) if isinstance(failed.cause, KeyboardInterrupt) else FAILED
     except (SettingError, DataError, MissingSecret) as error:

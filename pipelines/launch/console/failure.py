@@ -8,6 +8,7 @@ import traceback
 from collections.abc import Iterator
 from pathlib import Path
 
+from raystride.pipelines.data.sources.faults import DataError
 from raystride.pipelines.launch.hang.detector import Hung
 from raystride.pipelines.system.credentials import redact
 from raystride.pipelines.system.errors import SettingError
@@ -79,6 +80,9 @@ def failure_screen(error: BaseException, *, step: int | None, folder: Folder) ->
     step_text = f", step {step:,}" if step is not None else ""
     if isinstance(cause, SettingError):  # it says what to change: no line of ours does, and the same command ends so again
         return f"training failed: {location}{step_text}\n  {cause}\n  Record: {folder}"
+    if isinstance(cause, DataError):
+        kept = "everything up to the newest checkpoint is kept, and after that the same command resumes it"
+        return f"training failed: {location}{step_text}\n  {cause}\n  {kept}. Record: {folder}"
     lines = [f"training failed: {location}{step_text}", f"  {_error_name(cause)}: {_error_message(cause)}"]
     lines += [f"    {line}" for line in _relevant_frames(wrapped_error)]
     lines += [f"  try: {remedy}" for remedy in find_remedies(cause)]

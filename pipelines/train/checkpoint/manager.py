@@ -150,6 +150,8 @@ class Checkpoints:
         self._committed: deque[int] = deque()
         self._claim: Claim | None = None
         self.data = attempt
+        self.verify_data: Callable[[], None] = lambda: None
+        """Called before a checkpoint is written; it is not committed if this raises on any rank."""
         self._staging = Staging()
 
     def fence_older_groups(self) -> None:
@@ -279,9 +281,13 @@ class Checkpoints:
         from raystride.pipelines.train.checkpoint import index
         from raystride.pipelines.train.checkpoint.writer import CheckpointSaveError, CheckpointWriter, save
 
+        def finish_copies() -> None:
+            wait_for_copies()
+            self.verify_data()
+
         names = self.step_folder(pending_save.step), self.attempt, self.data
         term = self._claim.term if self._claim else 0
-        options = self._commit_fence, wait_for_copies, self.world > index.MAX_LISTED_RANKS
+        options = self._commit_fence, finish_copies, self.world > index.MAX_LISTED_RANKS
         writer = CheckpointWriter(*names, self.rank, header, pending_save.fed_digest, self.extra, *options, term)
         try:
             save(tensors, writer, self.group)

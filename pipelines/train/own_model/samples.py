@@ -27,10 +27,12 @@ import torch
 from raystride.pipelines.data.feed.order import mix64, sample_keys
 from raystride.pipelines.data.feed.remote_shards import Pieces
 from raystride.pipelines.data.feed.samples import ReadRows, Samples
+from raystride.pipelines.data.feed.verification import BesideTraining
 from raystride.pipelines.data.sources.faults import DataError
 from raystride.pipelines.data.tasks.task import IGNORED, Inputs, Task
 from raystride.pipelines.train.own_model.dataset import IndexedDataset, is_plain
 from raystride.pipelines.train.own_model.definition import describe_error
+from raystride.pipelines.train.own_model.streams import StoredRows
 from raystride.triton_kernels.processes import end_with_parent
 
 Collate = Callable[[list[Any]], Any]
@@ -98,6 +100,11 @@ class IndexedSamples(Samples):
     def remote_shards(self) -> tuple[()]:
         """Returns none: the dataset itself decides where its data is."""
         return ()
+
+    def verify(self, beside: BesideTraining) -> None:
+        """Has the file of a stream's rows verified."""
+        if isinstance(self._dataset, StoredRows):
+            self._dataset.verify(beside)
 
     @property
     def requests_ahead(self) -> int:

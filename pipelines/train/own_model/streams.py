@@ -4,16 +4,18 @@ if is_stream(data):                                       # a generator, an Iter
     data = store_stream(data, storage)                    # StoredRows: samples are rows, mappings by column
 """
 
+import hashlib
 import inspect
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from raystride.pipelines.data.feed.verification import BesideTraining, NodeMarks, WholeFile, file_key
 from raystride.pipelines.data.sources.faults import DataError
 from raystride.pipelines.system.storage.folder import Folder
 from raystride.pipelines.train.own_model.dataset import TableRows
@@ -42,9 +44,38 @@ class StoredRows:
     def _rows(self) -> TableRows:
         import pyarrow as pa
 
-        path = self._folder.local
-        source = pa.memory_map(str(path / self.name)) if path else pa.BufferReader(self._folder.read(self.name))
-        return TableRows(pa.ipc.open_file(source).read_all())
+        if path := self._folder.local:
+            source = pa.memory_map(str(path / self.name))
+        else:
+            content = self._folder.read(self.name)
+            if not hashlib.sha256(content).hexdigest().startswith(self._sha256):
+                raise self._damaged()
+            source = pa.BufferReader(content)
+        try:
+            return TableRows(pa.ipc.open_file(source).read_all())
+        except pa.ArrowInvalid as error:
+            raise self._damaged() from error
+
+    @property
+    def _sha256(self) -> str:
+        """The beginning of the content's SHA-256."""
+        return self.name.partition(".")[0]
+
+    def verify(self, beside: BesideTraining) -> None:
+        """Has the file verified beside the training, once a node; a remote one is when it is opened."""
+        if self._folder.local is None:
+            return
+        path = self._folder.local / self.name
+        marks, key = NodeMarks(str(path)), file_key(path, path.stat(), self._sha256)
+        if marks.read(0, 1)[0] != key:
+            beside.add(WholeFile(path, self._sha256, self._damaged, partial(marks.write, 0, 1, key)))
+
+    def _damaged(self) -> DataError:
+        return DataError(
+            f"{self}: its bytes, from 0 on, are not what was stored: the file was changed, or is damaged where it lies. "
+            "Give the same stream again, which stores it anew",
+            file=str(self),
+        )
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -81,8 +112,9 @@ def store_stream(stream: Any, storage: Folder) -> StoredRows:
             if writer is None:
                 raise DataError("data is a stream without rows")
             writer.close()
-        name = f"{place.sha256('rows.arrow')[:16]}.arrow"
-        if folder.size(name) != place.size("rows.arrow"):
+        sha256 = place.sha256("rows.arrow")
+        name = f"{sha256[:16]}.arrow"
+        if not folder.exists(name) or folder.sha256(name) != sha256:
             folder.upload(Path(scratch) / "rows.arrow", name)
     return StoredRows(folder, name)
 

@@ -106,6 +106,8 @@ def build_training(
         built.checkpoints.extra["facts.json"] = json.dumps(facts).encode()
     choice = _choose_matmul_backends(job, config, worker, built.network, feed.train, found, log)
     loader = _build_loader(config, worker, strategy, feed, state)
+    feed.beside.start()  # after the loader has forked its readers
+    built.checkpoints.verify_data = feed.beside.finish
     bits = choice.bits | choose_attention(config, device=device, found=found, rank=worker.rank, world=worker.world, log=log)
     header = {"run": job.run, "bits": bits, "data": manifest.fingerprint}
     return Training(
@@ -242,6 +244,7 @@ def _build_loader(config: Config, worker: WorkerInfo, strategy: Strategy, feed: 
         agree_on_requests=_make_agreement(worker, feed.plan.order),
         device=strategy.device,
         read_ahead=feed.read_ahead(config.data, strategy.rank, strategy.world),
+        beside=feed.beside,
     )
 
 

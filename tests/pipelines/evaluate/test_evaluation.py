@@ -23,7 +23,8 @@ from raystride.pipelines.evaluate.prediction import predict_locally
 from raystride.pipelines.evaluate.recording import log_scores
 from raystride.pipelines.observability.record import read_entries
 from raystride.pipelines.system.storage.folder import Folder
-from tests.errors import refused
+from tests.errors import refused, unreadable
+from tests.flips import flip_bit, without_hash_lists
 from tests.pipelines.evaluate.conftest import texts
 
 
@@ -109,6 +110,22 @@ def test_prepared_data_is_scored_if_the_raw_data_is_gone_or_changed(
                 assert values == expected[name], name
         assert told in lines[-1]
         assert f"--split {split} as this run has prepared it" in lines[-1]
+
+
+@pytest.mark.parametrize("listed", [True, False], ids=["leaf", "file"])
+def test_prepared_data_that_was_changed_is_refused(trained: Folder, source: Path, tmp_path: Path, listed: bool) -> None:
+    shutil.copytree(str(trained), tmp_path / "copy")
+    storage = Folder(str(tmp_path / "copy"))
+    _name_preparation(storage, "labels")
+    prepared = storage / ".prepared" / storage.read_json("labels/environment.json")["data"]
+    if not listed:
+        without_hash_lists(prepared)
+    source.unlink()
+    _evaluate(storage, "labels", "validation")
+    shard = Manifest.load(prepared).splits["validation"][0]
+    flip_bit(Path(f"{prepared}/{shard.file}"), shard.ids_offset)
+    with unreadable(shard.file, names=["bytes 0 to", f"remove {prepared}"]):
+        _evaluate(storage, "labels", "validation")
 
 
 def test_raw_data_that_was_copied_is_the_same(trained: Folder, source: Path) -> None:

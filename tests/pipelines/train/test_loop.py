@@ -3,6 +3,8 @@
 import json
 import math
 import os
+import re
+import shutil
 import threading
 import time
 from collections.abc import Callable
@@ -15,21 +17,26 @@ import pytest
 from raystride.pipelines.config import (
     CheckpointConfig,
     Config,
+    DataConfig,
     GuardConfig,
     ModelConfig,
     OptimizerConfig,
     TrainConfig,
     ValidationConfig,
 )
+from raystride.pipelines.data.prepare.manifest import Manifest
+from raystride.pipelines.data.sources.faults import DataError
 from raystride.pipelines.observability.observers.observer import Observer
+from raystride.pipelines.system.storage.folder import Folder
 from raystride.pipelines.train.checkpoint.fence import FILE as CLAIM
 from raystride.pipelines.train.checkpoint.pieces import parameters_sha256
 from raystride.pipelines.train.guard import Diverged
 from raystride.pipelines.train.loop import Ending, Training
 from raystride.pipelines.train.worker.build import build_training
 from raystride.pipelines.train.worker.job import Job, WorkerInfo
+from tests.flips import flip_bit, without_hash_lists
 from tests.plain_training import train_plainly
-from tests.processes import make_job
+from tests.processes import make_job, start_workers
 from tests.some import some
 from tests.tiny import tiny, write_text
 
@@ -391,3 +398,108 @@ def test_more_epochs_leave_no_sample_out(folder: Path) -> None:
     again.run()
     assert again.state.position == 2 * first.state.position
     assert again.state.tokens_seen == 2 * first.state.tokens_seen
+
+
+# Prepared data that was changed since: local shards are verified where they are read, or beside the training.
+
+
+@pytest.fixture
+def fresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with a text, on a node that has verified nothing."""
+    monkeypatch.setenv("RAYSTRIDE_CACHE", str(tmp_path / "cache"))
+    write_text(tmp_path)
+    return tmp_path
+
+
+def _sharded(folder: Path, **changes: Any) -> Config:
+    """Settings that read four shards one after another."""
+    data = DataConfig(
+        source=str(folder / "text.txt"),
+        kind="lines",
+        validation="tail",
+        validation_fraction=0.1,
+        shard_mib=5e-3,
+        shuffle="none",
+    )
+    train = replace(SHORT, steps=60)
+    return _config(folder, **{"data": data, "train": train} | changes)
+
+
+def _shard(folder: Path, config: Config, split: str, number: int) -> tuple[Folder, Path, int]:
+    """The prepared folder, a shard in it, and the offset of its middle id."""
+    prepared = make_job(config, folder, "any").prepared
+    shard = Manifest.load(prepared).splits[split][number]
+    assert (len(Manifest.load(prepared).splits["train"])) >= 3
+    return prepared, Path(f"{prepared}/{shard.file}"), shard.ids_offset + shard.tokens // 2
+
+
+def _newest_step(folder: Path, config: Config, run: str) -> int:
+    return _training(folder, config, run).state.step
+
+
+def test_a_shard_that_is_wrong_from_the_start_ends_the_run_before_a_checkpoint(fresh: Path) -> None:
+    config = _sharded(fresh)
+    _, shard, offset = _shard(fresh, config, "train", 0)
+    flip_bit(shard, offset)
+    with pytest.raises(DataError, match=re.escape(f"{shard}: bytes 0 to")):
+        _training(fresh, config, "early").run()
+    flip_bit(shard, offset)
+    assert _newest_step(fresh, config, "early") == 0
+
+
+def test_a_shard_that_is_read_late_ends_the_run_and_what_was_saved_goes_on_after_repair(fresh: Path) -> None:
+    config = _sharded(fresh)
+    whole = _training(fresh, config, "whole")
+    whole.run()
+    prepared, shard, offset = _shard(fresh, config, "train", 1)
+    flip_bit(shard, offset)
+    notes = Notes()
+    with pytest.raises(DataError, match=re.escape(f"{shard}: bytes 0 to")):
+        _training(fresh, config, "late", notes).run()
+    saved = max(step for kind, step in notes.calls if kind == "checkpoint")
+    tokens_before = Manifest.load(prepared).splits["train"][0].tokens
+    assert 0 < saved <= tokens_before // (8 * 16) + 1 < 60
+    shutil.rmtree(str(prepared))  # the remedy that the message names
+    resumed = _training(fresh, config, "late")
+    assert resumed.state.step == saved
+    resumed.run()
+    assert parameters_sha256(resumed.model) == parameters_sha256(whole.model)
+
+
+def test_a_wrong_validation_shard_ends_the_run_before_a_checkpoint(fresh: Path) -> None:
+    config = _sharded(fresh)
+    _, shard, offset = _shard(fresh, config, "validation", 0)
+    flip_bit(shard, offset)
+    with pytest.raises(DataError, match=re.escape(f"{shard}: bytes 0 to")):
+        _training(fresh, config, "held").run()
+    flip_bit(shard, offset)
+    assert _newest_step(fresh, config, "held") == 0
+
+
+@pytest.mark.parametrize("every", [3, 0], ids=["checkpoints", "without"])
+def test_a_wrong_shard_without_a_list_ends_the_run_before_a_checkpoint(fresh: Path, every: int) -> None:
+    config = _sharded(fresh, checkpoint=CheckpointConfig(every=every), train=replace(SHORT, steps=3))
+    prepared, shard, offset = _shard(fresh, config, "train", 0)
+    without_hash_lists(prepared)
+    flip_bit(shard, offset)
+    notes = Notes()
+    with pytest.raises(DataError, match=re.escape(f"{shard}: bytes 0 to")):
+        _training(fresh, config, "unlisted", notes).run()
+    assert not [kind for kind, _ in notes.calls if kind == "checkpoint"]
+    flip_bit(shard, offset)
+    assert _newest_step(fresh, config, "unlisted") == 0
+    assert _training(fresh, config, "unlisted").run()[0] is Ending.DONE
+
+
+def test_no_worker_commits_what_another_found_wrong(fresh: Path) -> None:
+    config = _sharded(fresh, train=replace(SHORT, steps=4))
+    prepared, shard, offset = _shard(fresh, config, "train", 0)
+    without_hash_lists(prepared)
+    flip_bit(shard, offset)
+    workers = start_workers(make_job(config, fresh, "two"), 2)
+    for process in workers.processes:
+        process.join()
+        assert process.exitcode == 1
+    assert f"DataError: {shard}: bytes 0 to" in "".join((workers.place / f"error-{rank}").read_text() for rank in (0, 1))
+    flip_bit(shard, offset)
+    assert _newest_step(fresh, config, "two") == 0

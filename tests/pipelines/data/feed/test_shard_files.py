@@ -1,7 +1,10 @@
-"""A stream reads any sample of any number of shards with few open files."""
+"""A stream reads any sample of any number of shards with few open files, and nothing that is not what was prepared."""
 
 import gc
 import os
+import re
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -10,8 +13,13 @@ import pytest
 from raystride.pipelines.data.feed.cache import NodeCache
 from raystride.pipelines.data.feed.shard_files import MAX_MAPPED
 from raystride.pipelines.data.feed.stream import TokenStream
+from raystride.pipelines.data.feed.verification import BesideTraining
+from raystride.pipelines.data.prepare.hash_list import LEAF_BYTES
 from raystride.pipelines.data.prepare.manifest import Manifest, Shard, Shards
+from raystride.pipelines.data.sources.faults import DataError
 from raystride.pipelines.system.storage.folder import Folder
+from tests.flips import flip_bit, without_hash_lists
+from tests.pipelines.data.feed.far import prepared_text
 
 SHARDS = 3 * MAX_MAPPED
 LENGTH = 16
@@ -70,3 +78,130 @@ def test_the_shard_that_was_asked_for_the_longest_ago_is_let_go(stream: TokenStr
     stream.read_rows(np.array([1, MAX_MAPPED + 1]))
     mapped = stream._files._mapped  # type: ignore[attr-defined]
     assert list(mapped) == [*range(3, MAX_MAPPED + 1), 1, MAX_MAPPED + 1]
+
+
+@pytest.fixture
+def prepared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Folder:
+    """Real shards of several leaves, on a node that knows nothing of them."""
+    monkeypatch.setenv("RAYSTRIDE_CACHE", str(tmp_path / "cache"))
+    folder, _, _ = prepared_text(tmp_path, 300_000)
+    return folder
+
+
+def _open(folder: Folder, beside: BesideTraining | None = None, split: str = "train") -> TokenStream:
+    return TokenStream(folder, Manifest.load(folder), split, NodeCache(Path("/none"), 0), beside)
+
+
+def _read_all(stream: TokenStream) -> int:
+    """Reads every row; the bytes that were hashed for it."""
+    before = stream._files.hashed_bytes  # type: ignore[attr-defined]
+    stream.read_rows(np.arange(stream.examples))
+    return int(stream._files.hashed_bytes) - int(before)  # type: ignore[attr-defined]
+
+
+def _shard_bytes(folder: Folder) -> int:
+    return int(Manifest.load(folder).splits["train"].column("bytes").sum())
+
+
+def test_a_wrong_leaf_is_refused_where_it_is_read_and_no_other(prepared: Folder) -> None:
+    shard = Manifest.load(prepared).splits["train"][1]
+    assert shard.bytes > 2 * LEAF_BYTES
+    flip_bit(Path(f"{prepared}/{shard.file}"), LEAF_BYTES + 100)
+    rest = _open(prepared)
+    row_before = Manifest.load(prepared).splits["train"][0].rows
+    rest.read_rows(np.arange(row_before))  # the shard before it
+    rest.read_windows(np.array([0]), 64)
+    text = f"{prepared}/{shard.file}: bytes 65,536 to 131,072 are not what was prepared"
+    with pytest.raises(DataError, match=re.escape(text)) as raised:
+        _read_all(rest)
+    assert f"remove {prepared}, which is then prepared anew" in str(raised.value)
+    assert raised.value.file == f"{prepared}/{shard.file}"
+    with pytest.raises(DataError):  # nor is it remembered as read
+        _read_all(_open(prepared))
+
+
+def test_a_node_hashes_what_it_reads_once(prepared: Folder, tmp_path: Path) -> None:
+    first, total = _open(prepared), _shard_bytes(prepared)
+    first.read_rows(np.array([0]))
+    assert 0 < first._files.hashed_bytes < 3 * LEAF_BYTES  # type: ignore[attr-defined]
+    # Another worker of the node, while this one has the shard mapped.
+    code = (
+        "import sys; from pathlib import Path; from tests.pipelines.data.feed.test_shard_files import _open, _read_all; "
+        "from raystride.pipelines.system.storage.folder import Folder; print(_read_all(_open(Folder(sys.argv[1]))))"
+    )
+    command = [sys.executable, "-c", code, str(prepared)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert total - 3 * LEAF_BYTES < int(done.stdout) < total, "but not what this one had verified"
+    assert _read_all(first) == 0
+    assert _read_all(_open(prepared)) == 0
+    changed = Manifest.load(prepared).splits["train"][1]
+    os.utime(f"{prepared}/{changed.file}")
+    assert 0 < _read_all(_open(prepared)) <= changed.bytes
+    other = Path(f"{prepared}/{changed.file}")
+    other.rename(tmp_path / "kept")
+    other.write_bytes((tmp_path / "kept").read_bytes())  # another inode
+    os.utime(other, ns=((tmp_path / "kept").stat().st_mtime_ns,) * 2)
+    assert 0 < _read_all(_open(prepared)) <= changed.bytes
+
+
+def test_a_node_without_a_private_folder_verifies_too(
+    prepared: Folder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("RAYSTRIDE_CACHE", str(tmp_path / "file"))
+    (tmp_path / "file-verified").touch()
+    stream = _open(prepared)
+    assert _read_all(stream) > 0
+    stream._files._mapped.clear()  # type: ignore[attr-defined]
+    assert _read_all(stream) == 0, "what was unmapped since is known"
+    assert _read_all(_open(prepared)) > 0
+
+
+@pytest.mark.parametrize("damaged", [False, True], ids=["whole", "damaged"])
+def test_shards_without_lists_are_verified_as_a_whole(prepared: Folder, damaged: bool) -> None:
+    without_hash_lists(prepared)
+    shard = Manifest.load(prepared).splits["train"][-1]
+    if damaged:
+        flip_bit(Path(f"{prepared}/{shard.file}"), shard.bytes // 2)
+    beside = BesideTraining()
+    stream = _open(prepared, beside)
+    assert _read_all(stream) == 0, "reading does not wait"
+    if damaged:
+        with pytest.raises(DataError, match=re.escape(f"{shard.file}: bytes 0 to {shard.bytes:,} are not")):
+            beside.finish()
+        with pytest.raises(DataError):
+            beside.raise_error()
+        with pytest.raises(DataError):
+            _read_all(_open(prepared))
+        return
+    beside.finish()
+    assert beside.hashed_bytes == _shard_bytes(prepared)
+    assert _read_all(_open(prepared)) == 0
+
+
+def test_shards_that_are_read_from_end_to_end_are_verified_beside(prepared: Folder) -> None:
+    shard = Manifest.load(prepared).splits["train"][0]
+    flip_bit(Path(f"{prepared}/{shard.file}"), LEAF_BYTES + 1)
+    beside = BesideTraining()
+    stream = _open(prepared, beside)
+    stream.read_heads()
+    assert stream._files.hashed_bytes == 0  # type: ignore[attr-defined]
+    with pytest.raises(DataError, match="bytes 65,536 to 131,072 are not"):
+        beside.finish()
+    with pytest.raises(DataError, match="bytes 65,536 to 131,072 are not"):
+        _open(prepared).read_heads()
+
+
+def test_a_lost_or_wrong_list_of_hashes_is_no_damage_of_the_shard(prepared: Folder) -> None:
+    first, second = (Path(f"{prepared}/{shard.file}") for shard in Manifest.load(prepared).splits["train"][:2])
+    first.with_suffix(".hashes").unlink()
+    flip_bit(second.with_suffix(".hashes"), 3)
+    assert _read_all(_open(prepared)) >= first.stat().st_size + second.stat().st_size
+    assert _read_all(_open(prepared)) == 0
+
+
+def test_a_shard_of_another_size_is_refused(prepared: Folder) -> None:
+    shard = Manifest.load(prepared).splits["train"][0]
+    os.truncate(f"{prepared}/{shard.file}", shard.bytes - 8)
+    with pytest.raises(DataError, match=re.escape(f"bytes {shard.bytes - 8:,} to {shard.bytes:,} are not")):
+        _open(prepared).read_rows(np.array([0]))

@@ -53,6 +53,7 @@ def test_codes_are_those_that_shells_know() -> None:
         (Unreadable("a checkpoint"), CANNOT_RUN, "error: a checkpoint\n"),
         (failed_by(ValueError()), FAILED, ""),
         (failed_by(SettingError()), WRONG_SETTINGS, ""),
+        (failed_by(DataError()), WRONG_SETTINGS, ""),
         (failed_by(KeyboardInterrupt()), INTERRUPTED, ""),
         (failed_by(Terminated()), TERMINATED, ""),
     ],

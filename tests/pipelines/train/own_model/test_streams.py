@@ -11,9 +11,13 @@ import torch
 from torch.utils.data import IterableDataset
 
 import raystride
+from raystride.pipelines.data.feed.verification import BesideTraining
 from raystride.pipelines.data.sources.faults import DataError
+from raystride.pipelines.launch.console.exit_codes import WRONG_SETTINGS, run_with_exit_code
 from raystride.pipelines.system.storage.folder import Folder
-from raystride.pipelines.train.own_model.streams import FOLDER, is_stream, store_stream
+from raystride.pipelines.train.own_model.streams import FOLDER, StoredRows, is_stream, store_stream
+from tests.flips import flip_bit
+from tests.pipelines.data.feed.far import far_folder
 
 COUNT = 2500  # more than two batches of rows
 
@@ -54,6 +58,33 @@ def test_the_same_rows_are_stored_once(tmp_path: Path) -> None:
     assert _open(tmp_path, make_rows).name == _open(tmp_path, Rows()).name
     assert _open(tmp_path, iter([{"a": 1}, {"a": 2}])).name != _open(tmp_path, iter([{"a": 1}, {"a": 3}])).name
     assert len(list((tmp_path / FOLDER).glob("*.arrow"))) == 3
+
+
+def test_a_stored_stream_of_other_content_is_stored_anew(tmp_path: Path) -> None:
+    stored = _open(tmp_path, make_rows)
+    file = tmp_path / FOLDER / stored.name
+    content = file.read_bytes()
+    flip_bit(file, len(content) // 2)
+    assert _open(tmp_path, make_rows).name == stored.name
+    assert file.read_bytes() == content
+
+
+def test_a_changed_stream_on_a_store_is_refused_when_it_is_opened(tmp_path: Path) -> None:
+    name = _open(tmp_path, make_rows).name
+    assert len(StoredRows(far_folder(tmp_path / FOLDER), name)) == COUNT
+    flip_bit(tmp_path / FOLDER / name, (tmp_path / FOLDER / name).stat().st_size // 2)
+    with pytest.raises(DataError, match=f"{name}: its bytes, from 0 on, are not what was stored"):
+        len(StoredRows(far_folder(tmp_path / FOLDER), name))
+
+
+def test_a_node_hashes_a_stream_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAYSTRIDE_CACHE", str(tmp_path / "cache"))
+    stored = _open(tmp_path, make_rows)
+    for expected in ((tmp_path / FOLDER / stored.name).stat().st_size, 0):
+        beside = BesideTraining()
+        stored.verify(beside)
+        beside.finish()
+        assert beside.hashed_bytes == expected
 
 
 @pytest.mark.parametrize("data", [[1], {"a": [1]}, lambda: [1], np.ones(3), torch.utils.data.TensorDataset(torch.ones(2))])
@@ -113,3 +144,33 @@ def test_a_training_on_a_stream_says_where_its_rows_are_and_goes_on_with_them(
             storage=tmp_path,
             **parts,
         )
+
+
+def test_a_training_on_a_changed_stream_ends_before_a_checkpoint(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RAYSTRIDE_CACHE", str(tmp_path / "cache"))
+    stored = store_stream(({"x": np.float32(i % 7)} for i in range(5000)), Folder(str(tmp_path)))
+    file = tmp_path / FOLDER / stored.name
+    flip_bit(file, file.stat().st_size // 2)
+    settings = {"launch": "inline", "record.mlflow": False, "train.batch": 8, "train.steps": 4, "checkpoint.every": 2}
+
+    def train() -> int:
+        raystride.fit(
+            lambda: torch.nn.Linear(1, 1),
+            stored,
+            lambda model, batch: model(batch["x"][:, None]).square().mean(),
+            settings=settings | {"scaling.threads": 1},
+            run="changed",
+            storage=tmp_path,
+            progress=True,
+        )
+        return 0
+
+    assert run_with_exit_code(train) == WRONG_SETTINGS
+    screen = capsys.readouterr().err
+    assert f"{file}: its bytes, from 0 on, are not what was stored" in screen
+    assert "everything up to the newest checkpoint is kept" in screen
+    assert raystride.Run.open("changed", tmp_path).checkpoints == []
+    flip_bit(file, file.stat().st_size // 2)
+    assert train() == 0
