@@ -33,6 +33,7 @@ from raystride.pipelines.config import (
     DataConfig,
     LaunchConfig,
     LoraConfig,
+    OptimizerConfig,
     SampleConfig,
     TokenizerConfig,
     TrainConfig,
@@ -82,6 +83,7 @@ def _fit(storage: Path, steps: int) -> None:
 
     settings = {"train.steps": steps, "train.slots": 4, "train.slot_size": 2, "checkpoint.every": 2, "checkpoint.keep": 2}
     settings |= {"launch.mode": "inline", "record.mlflow": False, "data.validation_fraction": 0.2, "validation.every": 2}
+    settings |= {"optimizer.schedule": "constant"}
     raystride.fit(_network, Rows(), _loss, settings=settings, run="fit", storage=storage)
 
 
@@ -91,6 +93,8 @@ def _configs(storage: Path) -> dict[str, Config]:
     decoder = tiny(
         place / "text.txt",
         launch=LaunchConfig(mode="inline"),
+        # Constant: with another last step, the steps since an earlier checkpoint would be others.
+        optimizer=OptimizerConfig(learning_rate=1e-2, warmup_steps=2, schedule="constant"),
         train=TrainConfig(steps=STEPS, slots=4, slot_size=2, log_every=2, exact=True),
         checkpoint=CheckpointConfig(every=2, keep=2),
         validation=ValidationConfig(every=2, samples=8),
@@ -283,8 +287,8 @@ def kind_of(file: str) -> str:
     path = f"{first if first.startswith('.') or not rest else 'RUN'}/{rest}".rstrip("/")
     path = re.sub(r"(/export/mlflow/code)/.*", r"\1", path)  # a copy of this package
     path = re.sub(r"\d{8}-\d{4,6}[-\w]*?(?=[-./]|$)(-[0-9a-f]{4,8}(?=[-./]|$))*", "ATTEMPT", path)
-    path = re.sub(r"(?<![A-Za-z0-9])[0-9a-f]{8,}(?![A-Za-z0-9])", "HASH", path)
-    return re.sub(r"(?<![A-Za-z])\d+", "N", path)
+    path = re.sub(r"(?<![A-Za-z0-9])\d+(?![A-Za-z0-9])", "N", path)
+    return re.sub(r"(?<![A-Za-z0-9])[0-9a-f]{8,}(?![A-Za-z0-9])", "HASH", path)
 
 
 class Walk:

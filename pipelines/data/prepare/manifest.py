@@ -31,6 +31,10 @@ FORMAT, FORMAT_COLUMNS, FORMAT_PACKED = 1, 2, 3
 with columns of the smallest types that hold them, and hashes as bytes: 80 MB instead of 146 for a million shards."""
 MAX_LISTED = 1000
 """Maximum number of shards in a list."""
+TOKENIZER_FILES = "tokenizer_files"
+"""Key of the source in the file, with the hashes of the tokenizers' files."""
+MAX_READ_BYTES = 1 << 30
+"""Bytes of local shards that are read to see whether a preparation is as it was written; the others have their sizes."""
 MISSING = -1
 """Stands in a column for an offset that a shard does not have."""
 
@@ -158,6 +162,8 @@ class Manifest:
     """Other facts that the task learned from the data, the names of labels for instance."""
     sources: dict[str, str] = field(default_factory=dict)
     """For a mixture, which has no shards itself: each source's fingerprint, the name of a folder beside its own."""
+    tokenizer_files: dict[str, str] = field(default_factory=dict, compare=False)
+    """SHA-256 of the tokenizers' files by path, when it was saved; empty: written by an older version."""
     growing: bool = False
     """Whether this is the first generation of data that is still being prepared; set by the reader that opens it."""
 
@@ -186,7 +192,9 @@ class Manifest:
     def save(self, folder: Folder) -> None:
         """Commits the preparation, atomically. Raises OSError; with more than `MAX_LISTED` shards it needs pyarrow."""
         content: dict[str, Any] = {column.name: getattr(self, column.name) for column in fields(self)}
-        del content["growing"]
+        del content["growing"], content["tokenizer_files"]
+        if hashes := {path: folder.sha256(path) for path in _tokenizer_paths(folder, self.tokenizers)}:
+            content["source"] = {**self.source, TOKENIZER_FILES: hashes}  # 0.3 takes no further key beside it
         if not self.sources:  # as in manifests from before there were mixtures
             del content["sources"]
         if sum(map(len, self.splits.values())) <= MAX_LISTED:
@@ -214,7 +222,11 @@ class Manifest:
             raise ValueError(
                 f"{folder / FILE} has another format than {FORMAT_PACKED}: remove the folder to prepare it again"
             )
-        return cls(splits=known, **content)
+        return cls(splits=known, tokenizer_files=content["source"].pop(TOKENIZER_FILES, {}), **content)
+
+
+def _tokenizer_paths(folder: Folder, tokenizers: Sequence[str]) -> list[str]:
+    return [f"{name}/{file}" for name in tokenizers for file in (folder / name).names()]
 
 
 def _write_columns(folder: Folder, splits: Mapping[str, Shards]) -> dict[str, Any]:
@@ -278,16 +290,20 @@ def _column_offsets(file: "pa.Buffer", names: list[str]) -> dict[str, int]:
 
 
 def _columns_sha256(folder: Folder, content: np.ndarray) -> str:
-    """Returns the hash of a folder's columns; a local file is read once a process, unless it was rewritten."""
-    if folder.local is None:
-        return hashlib.sha256(content.data).hexdigest()
-    file_status = (folder.local / COLUMNS).stat()
-    return _file_sha256(folder, file_status.st_ino, file_status.st_mtime_ns, file_status.st_size)
+    """Returns the hash of a folder's columns."""
+    # Not through the mapping: its pages would count as this process's memory.
+    return hashlib.sha256(content.data).hexdigest() if folder.local is None else _file_sha256(folder, COLUMNS)
 
 
-@lru_cache(maxsize=1024)
-def _file_sha256(folder: Folder, *_: int) -> str:
-    return folder.sha256(COLUMNS)  # not through the mapping: its pages would count as this process's memory
+def _file_sha256(folder: Folder, name: str) -> str:
+    """Returns the hash of a local file, which is read once a process, unless it was rewritten."""
+    status = (folder.local / name).stat()  # type: ignore[operator]
+    return _read_sha256(folder, name, status.st_ino, status.st_mtime_ns, status.st_size)
+
+
+@lru_cache(maxsize=1 << 16)
+def _read_sha256(folder: Folder, name: str, *_: int) -> str:
+    return folder.sha256(name)
 
 
 def _read_columns(folder: Folder, counts: Mapping[str, int], columns: Mapping[str, Any]) -> dict[str, Shards]:
@@ -314,11 +330,26 @@ def _read_columns(folder: Folder, counts: Mapping[str, int], columns: Mapping[st
 
 
 def load_finished_manifest(folder: Folder) -> Manifest | None:
-    """Returns the manifest of a finished preparation, with all shards present in their sizes; None if it is not finished."""
+    """Returns the manifest of a finished preparation, None if it is not finished, or not as it was written.
+
+    Tokenizers are read, and local shards up to `MAX_READ_BYTES`, those of the validation first; of the others there are the
+    sizes, and remote ones prove themselves piece by piece.
+    """
     try:
         manifest = Manifest.load(folder)
-    except (FileNotFoundError, ValueError):
+    except (FileNotFoundError, ValueError, TypeError, KeyError, AttributeError):
         return None
-    shards = [shard for some in manifest.splits.values() for shard in some]
+    shards = [shard for split in sorted(manifest.splits, reverse=True) for shard in manifest.splits[split]]
     sizes = folder.sizes()  # one listing: for thousands of shards a request each would take minutes at every start
-    return manifest if all(sizes.get(shard.file) == shard.bytes for shard in shards) else None
+    if any(sizes.get(shard.file) != shard.bytes for shard in shards):
+        return None
+    if folder.local is None:
+        return manifest if all(sizes.get(path) is not None for path in manifest.tokenizer_files) else None
+    hashes, total = dict(manifest.tokenizer_files), 0
+    for shard in shards:
+        if (total := total + shard.bytes) <= MAX_READ_BYTES and shard.sha256:
+            hashes[shard.file] = shard.sha256
+    try:
+        return manifest if all(_file_sha256(folder, path) == known for path, known in hashes.items()) else None
+    except (FileNotFoundError, IsADirectoryError):
+        return None

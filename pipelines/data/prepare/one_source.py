@@ -100,7 +100,9 @@ def prepare_source(
         log(f"data: {_describe_counts(manifest, task)}, prepared before ({folder})")
         return PreparedData(folder, manifest, reused=True)
     if folder.exists(FILE):
-        log(f"data: {folder} was prepared, but its manifest or a shard is not as it was written: it is prepared again")
+        log(f"data: {folder} was prepared, but a file of it is not as it was written: it is prepared again")
+        for name in task.tokenizers:
+            folder.remove(name)
     source, validation = opened or open_sources(config, task)
     if task.reads_dataset:
         manifest = build_manifest(

@@ -3,6 +3,7 @@
 sys.exit(run_with_exit_code(lambda: run(settings)))
 """
 
+import errno
 import os
 import sys
 from collections.abc import Callable
@@ -22,6 +23,8 @@ from raystride.pipelines.system.storage.sealed import SealBroken
 
 DONE, FAILED, WRONG_SETTINGS, CANNOT_RUN = range(4)
 """Success; the training failed; wrong settings or data; the cluster or a disk cannot run the job."""
+MISPLACED_ERRNOS = (errno.EISDIR, errno.ENOTDIR)
+"""Error numbers of a folder that lies where a file belongs, or the other way round."""
 
 
 def run_with_exit_code(job: Callable[[], int], *, own_handlers: bool = False) -> int:
@@ -59,7 +62,7 @@ def _run_with_exit_code(job: Callable[[], int], own_handlers: bool) -> int:
         return CANNOT_RUN
     except OSError as error:
         redact_exception(error)
-        if error.errno not in UNWRITABLE_ERRNOS:
+        if error.errno not in (*UNWRITABLE_ERRNOS, *MISPLACED_ERRNOS):
             raise
         print("\n  try: ".join([f"error: {error}", *find_remedies(error)]), file=sys.stderr)
         return CANNOT_RUN

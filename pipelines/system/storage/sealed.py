@@ -72,7 +72,11 @@ def read_sealed(folder: Folder, name: str, remedy: str = "") -> dict[str, Any]:
 
 def put_sealed_beside(folder: Folder, name: str, content: Any) -> None:
     """Writes a JSON file, and before it its hash in a file beside."""
-    data = (strict_json(content, indent=1, sort_keys=True) + "\n").encode()
+    put_bytes_sealed_beside(folder, name, (strict_json(content, indent=1, sort_keys=True) + "\n").encode())
+
+
+def put_bytes_sealed_beside(folder: Folder, name: str, data: bytes) -> None:
+    """Writes a file, and before it its hash in a file beside."""
     folder.put(f"{name}.{SEAL}", 2 * (_line(data, name) + b"\n"))
     folder.put(name, data)
 
@@ -86,11 +90,21 @@ def read_sealed_beside(folder: Folder, name: str, remedy: str) -> Any:
 
     Raises FileNotFoundError, ValueError if it is no JSON, and SealBroken with `remedy`.
     """
-    data = folder.read(name)
+    return json.loads(read_bytes_sealed_beside(folder, name, remedy))
+
+
+def read_bytes_sealed_beside(folder: Folder, name: str, remedy: str) -> bytes:
+    """Returns the content of a file; without a hash beside, it is one of 0.3. Raises as `read_sealed_beside` does."""
+    try:
+        data = folder.read(name)
+    except IsADirectoryError:
+        raise SealBroken(f"{folder / name} is a folder and no file: {remedy}") from None
     try:
         # The line stands there twice: a turned bit in it does not cost the file.
         if _line(data, name) not in folder.read(f"{name}.{SEAL}"):
             raise SealBroken(f"{folder / name} does not match {name}.{SEAL} beside it: {remedy}")
     except FileNotFoundError:
         pass
-    return json.loads(data)
+    except IsADirectoryError:
+        raise SealBroken(f"{folder / name}.{SEAL} is a folder and no file: {remedy}") from None
+    return data

@@ -11,7 +11,14 @@ import pytest
 from raystride.pipelines.config import SettingError
 from raystride.pipelines.data.sources.faults import DataError
 from raystride.pipelines.launch.cluster.cluster import CannotRun
-from raystride.pipelines.launch.console.exit_codes import CANNOT_RUN, DONE, FAILED, WRONG_SETTINGS, run_with_exit_code
+from raystride.pipelines.launch.console.exit_codes import (
+    CANNOT_RUN,
+    DONE,
+    FAILED,
+    MISPLACED_ERRNOS,
+    WRONG_SETTINGS,
+    run_with_exit_code,
+)
 from raystride.pipelines.launch.console.failure import TrainingFailed
 from raystride.pipelines.system.credentials import MissingSecret
 from raystride.pipelines.system.errors import Unreadable
@@ -65,7 +72,7 @@ def test_an_error_of_the_user_is_a_line_and_a_code(
     assert capsys.readouterr().err == said
 
 
-@pytest.mark.parametrize("number", UNWRITABLE_ERRNOS)
+@pytest.mark.parametrize("number", [*UNWRITABLE_ERRNOS, *MISPLACED_ERRNOS])
 def test_a_disk_that_takes_no_files_cannot_run_it(capsys: pytest.CaptureFixture[str], number: int) -> None:
     assert run_with_exit_code(raising(OSError(number, os.strerror(number), "/runs/x"))) == CANNOT_RUN
     assert capsys.readouterr().err.startswith(f"error: [Errno {number}]")
