@@ -180,8 +180,8 @@ def unify_files(folder: Folder, records: Mapping[int, dict[str, Any]], *, fixed:
             rewrite_file(
                 folder, record["file"], schema, {column.name: column.type for part in own_schemas for column in part}
             )
-            now = {"bytes": folder.size(record["file"]), "file_sha256": folder.sha256(record["file"])}
-            now["schemas"] = [pack_schema(data), pack_schema(answers)]
+            now: dict[str, Any] = {"schemas": [pack_schema(data), pack_schema(answers)]}
+            now |= {"bytes": folder.size(record["file"]), "file_sha256": folder.sha256(record["file"])}
             put_sealed(folder / RECORDS_FOLDER, f"{number:05d}.json", record | now)
 
 

@@ -1,7 +1,7 @@
-"""A walk over the files that runs leave: each kind with faults, and what resume, evaluate, predict, list and report then do.
+"""A walk over the files that runs leave: each kind with faults, and how resume, evaluate, predict, list and report end.
 
-A storage is made by a language model (exact), one with its own tokenizer, a classifier, adapters on a run and on an export, a
-mixture and a `fit`; by their evaluations, predictions and exports. Its kinds of files are those that lie there. A case is one
+A storage is made by a language model (exact), one with its own tokenizer, a classifier, adapters on a run and on an
+export, a mixture and a `fit`; by their evaluations, predictions and exports. Its kinds of files are those that lie there. A case is one
 file, one fault and one operation, and ends right (the bits and figures of an undisturbed one), refused with the file's name,
 or wrong.
 
@@ -144,7 +144,7 @@ def _build(storage: Path) -> None:
 
 
 def _operate(operation: str, run: str, storage: Path) -> Any:
-    """Does one operation as its command does, or `fit` for its run; raises SystemExit with the exit code if it is refused."""
+    """Does one operation as its command does, or `fit` for its run; raises SystemExit with the exit code of a refusal."""
     common = ["--run", run, "--storage", str(storage)]
     if operation == "list":
         _command(["runs", "list", "--storage", str(storage)])
@@ -454,8 +454,9 @@ def main() -> int:
             case = walked.draw(random, kinds[number % len(kinds)])
             outcome = walked.run(replace(case, operation=given.operation) if given.operation else case)
             outcomes.append(outcome)
+            print(f"{number + 1} {outcome.ended}: {case}", file=sys.stderr, flush=True)
             if outcome.ended == "wrong":
-                print(f"WRONG {case}\n{outcome.message}\n", file=sys.stderr, flush=True)
+                print(f"{outcome.message}\n", file=sys.stderr, flush=True)
     print(table(outcomes))
     return any(outcome.ended == "wrong" for outcome in outcomes)
 

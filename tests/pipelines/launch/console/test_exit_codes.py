@@ -24,6 +24,7 @@ from raystride.pipelines.system.credentials import MissingSecret
 from raystride.pipelines.system.errors import Unreadable
 from raystride.pipelines.system.signals import HUNG_UP, INTERRUPTED, TERMINATED, HungUp, Terminated, signal_exception
 from raystride.pipelines.system.storage.folder import UNWRITABLE_ERRNOS
+from raystride.pipelines.system.storage.sealed import SealBroken
 
 
 def raising(error: BaseException) -> Callable[[], int]:
@@ -60,6 +61,7 @@ def test_codes_are_those_that_shells_know() -> None:
         (Unreadable("a checkpoint"), CANNOT_RUN, "error: a checkpoint\n"),
         (failed_by(ValueError()), FAILED, ""),
         (failed_by(SettingError()), WRONG_SETTINGS, ""),
+        (failed_by(SealBroken()), CANNOT_RUN, ""),
         (failed_by(KeyboardInterrupt()), INTERRUPTED, ""),
         (failed_by(Terminated()), TERMINATED, ""),
     ],
