@@ -297,7 +297,7 @@ def _find_changes(chosen: SelectedRun, run: Folder, source: Source, validation: 
 
 
 def _remove_other_answers(answers: Folder, origin: dict[str, Any]) -> None:
-    """Removes the predictions of an interrupted evaluation of something else, as another checkpoint, or of nobody knows what."""
+    """Removes the predictions of an interrupted evaluation of another checkpoint, say, or of nobody knows what."""
     try:
         # Through JSON and back, which has no tuples.
         is_other = read_sealed(answers, MANIFEST)["made_of"] != json.loads(json.dumps(origin))

@@ -9,13 +9,13 @@ A command that names only a run has the run's stored settings.
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from raystride.pipelines.config import Config, SettingError
 from raystride.pipelines.config.parse import Parsed, command, to_yaml
 from raystride.pipelines.config.presets import presets
-from raystride.pipelines.config.stored_run import parse_settings
+from raystride.pipelines.config.stored_run import parse_settings, read_settings
 from raystride.pipelines.config.words import last_value, words_to_flags
 from raystride.pipelines.launch.run_store.location import storage_base
 from raystride.pipelines.system.storage.folder import Folder
@@ -25,7 +25,10 @@ EXPLICIT_FLAGS = ("config", "print_config", "help")
 
 @contextmanager
 def stored_settings(arguments: Sequence[str]) -> Iterator[list[str]]:
-    """Yields the arguments, preceded by the run's stored settings if they name an existing run and no configuration."""
+    """Yields the arguments, preceded by the run's stored settings if they name an existing run and no configuration.
+
+    Raises SettingError if these are not as the run wrote them, unless `resume.edited` takes them.
+    """
     run, given = (
         last_value(arguments, "run"),
         {argument[2:].partition("=")[0] for argument in arguments if argument[:2] == "--"},
@@ -35,10 +38,10 @@ def stored_settings(arguments: Sequence[str]) -> Iterator[list[str]]:
         return
     storage = Folder.from_uri(last_value(arguments, "storage") or "runs", storage_base())
     folder = storage / run
+    read = parse_settings if last_value(arguments, "resume.edited").lower() == "true" else read_settings
     try:
-        # Settings unknown to this version are dropped; a damaged file is reported when the run is resumed.
-        text = to_yaml(parse_settings(folder))
-    except (OSError, SettingError):
+        text = to_yaml(read(folder))  # settings unknown to this version are dropped
+    except OSError:
         yield list(arguments)
         return
     with tempfile.TemporaryDirectory() as place:
@@ -65,7 +68,12 @@ EXAMPLES = (
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command line; returns the exit code."""
     words = words_to_flags(Config, sys.argv[1:] if arguments is None else arguments, presets())
-    with stored_settings(words) as given:
+    with ExitStack() as stack:
+        try:
+            given = stack.enter_context(stored_settings(words))
+        except SettingError as error:
+            print(f"error: {error}", file=sys.stderr)
+            return 2
         return command(
             Config,
             _run_job,

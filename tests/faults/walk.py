@@ -1,9 +1,9 @@
 """A walk over the files that runs leave: each kind with faults, and how resume, evaluate, predict, list and report end.
 
 A storage is made by a language model (exact), one with its own tokenizer, a classifier, adapters on a run and on an
-export, a mixture and a `fit`; by their evaluations, predictions and exports. Its kinds of files are those that lie there. A case is one
-file, one fault and one operation, and ends right (the bits and figures of an undisturbed one), refused with the file's name,
-or wrong.
+export, a mixture and a `fit`; by their evaluations, predictions and exports. Its kinds of files are those that lie there.
+A case is one file, one fault and one operation, and ends right (the bits and figures of an undisturbed one), refused with
+the file's name, or wrong.
 
     python -m tests.faults.walk --cases 400 --seed 7          # a table by kind, in Markdown
 """
