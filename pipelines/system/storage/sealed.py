@@ -81,6 +81,11 @@ def put_bytes_sealed_beside(folder: Folder, name: str, data: bytes) -> None:
     folder.put(name, data)
 
 
+def sealed_names(name: str) -> tuple[str, str]:
+    """Returns the names of a file and of its hash beside."""
+    return name, f"{name}.{SEAL}"
+
+
 def _line(data: bytes, name: str) -> bytes:
     return f"{hashlib.sha256(data).hexdigest()}  {name}".encode()
 
