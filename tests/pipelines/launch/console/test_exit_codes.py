@@ -62,6 +62,7 @@ def test_codes_are_those_that_shells_know() -> None:
         (failed_by(ValueError()), FAILED, ""),
         (failed_by(SettingError()), WRONG_SETTINGS, ""),
         (failed_by(SealBroken()), CANNOT_RUN, ""),
+        (failed_by(IsADirectoryError(errno.EISDIR, "a folder", "/runs/x/sample.txt")), CANNOT_RUN, ""),
         (failed_by(KeyboardInterrupt()), INTERRUPTED, ""),
         (failed_by(Terminated()), TERMINATED, ""),
     ],
