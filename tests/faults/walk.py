@@ -304,12 +304,15 @@ class Walk:
 
     @cached_property
     def files(self) -> dict[str, list[str]]:
-        """The files by kind, as paths below the storage."""
+        """The files by kind, as paths below the storage, in the same order in each storage: hashes differ."""
         kinds: dict[str, list[str]] = {}
         for path in sorted(self._kept.rglob("*")):
             if path.is_file() and not path.is_symlink():
                 name = str(path.relative_to(self._kept))
                 kinds.setdefault(kind_of(name), []).append(name)
+        for kind, names in kinds.items():
+            if kind.startswith(".prepared"):
+                names.sort(key=lambda name: (self.users(name), name.split("/")[2:]))
         return kinds
 
     @cached_property
