@@ -197,7 +197,7 @@ def _read_bytes(folder: Folder, name: str, start: int, stop: int) -> bytes:
 
 
 def _weight_files(folder: Folder) -> list[str]:
-    """Returns the names of the weight files. Raises ValueError if one is missing."""
+    """Returns the names of the weight files. Raises ValueError if one is missing, or no file."""
     if folder.exists(INDEX):
         files = files_in_index(folder.read_json(INDEX))
     elif folder.exists(WEIGHTS):
@@ -205,8 +205,8 @@ def _weight_files(folder: Folder) -> list[str]:
     else:
         raise ValueError(f"it has neither {WEIGHTS} nor {INDEX}, and pickled weights are not read: save as safetensors")
     for file in files:
-        if not folder.exists(file):
-            raise ValueError(f"it has no {file}, which {INDEX} names")
+        if folder.size(file) is None:
+            raise ValueError(f"its {file} is no file" if folder.exists(file) else f"it has no {file}, which {INDEX} names")
     return files
 
 

@@ -45,6 +45,7 @@ from raystride.pipelines.evaluate.prepared import PreparedSplit, find_prepared, 
 from raystride.pipelines.evaluate.rows import to_json
 from raystride.pipelines.observability.report.drawing import MAX_NAMED_LABELS, plot_confusion
 from raystride.pipelines.system.storage.folder import Folder
+from raystride.pipelines.system.storage.sealed import SealBroken, read_sealed
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -296,9 +297,14 @@ def _find_changes(chosen: SelectedRun, run: Folder, source: Source, validation: 
 
 
 def _remove_other_answers(answers: Folder, origin: dict[str, Any]) -> None:
-    """Removes the predictions of an interrupted evaluation of something else, another checkpoint for instance."""
-    # Through JSON and back, which has no tuples.
-    is_other = answers.exists(MANIFEST) and answers.read_json(MANIFEST)["made_of"] != json.loads(json.dumps(origin))
+    """Removes the predictions of an interrupted evaluation of another checkpoint, say, or of nobody knows what."""
+    try:
+        # Through JSON and back, which has no tuples.
+        is_other = read_sealed(answers, MANIFEST)["made_of"] != json.loads(json.dumps(origin))
+    except FileNotFoundError:
+        is_other = False
+    except (SealBroken, KeyError):
+        is_other = True
     if is_other or answers.exists(OLD_MANIFEST):
         answers.remove()
 

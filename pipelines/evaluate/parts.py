@@ -36,6 +36,7 @@ from raystride.pipelines.evaluate.rows import (
     unpack_schema,
 )
 from raystride.pipelines.system.storage.folder import Folder
+from raystride.pipelines.system.storage.sealed import put_sealed, read_sealed
 
 RECORDS_FOLDER = "_raystride"
 """Folder of records: pandas, Arrow and Spark ignore names that begin with `_`."""
@@ -120,11 +121,12 @@ def write_record(
         "written": written,
         "file": name if written else None,
         "bytes": folder.size(name) if written else 0,
+        "file_sha256": folder.sha256(name) if written else None,
         "schemas": [pack_schema(schema) for schema in schemas or ()],
         "skipped": skipped,
         "faults": list(faults),
     }
-    (folder / RECORDS_FOLDER).put_json(f"{part.number:05d}.json", record)
+    put_sealed(folder / RECORDS_FOLDER, f"{part.number:05d}.json", record)
     return record
 
 
@@ -178,18 +180,20 @@ def unify_files(folder: Folder, records: Mapping[int, dict[str, Any]], *, fixed:
             rewrite_file(
                 folder, record["file"], schema, {column.name: column.type for part in own_schemas for column in part}
             )
-            size = folder.size(record["file"])
-            packed = [pack_schema(data), pack_schema(answers)]
-            (folder / RECORDS_FOLDER).put_json(f"{number:05d}.json", record | {"bytes": size, "schemas": packed})
+            now: dict[str, Any] = {"schemas": [pack_schema(data), pack_schema(answers)]}
+            now |= {"bytes": folder.size(record["file"]), "file_sha256": folder.sha256(record["file"])}
+            put_sealed(folder / RECORDS_FOLDER, f"{number:05d}.json", record | now)
 
 
 def load_records(folder: Folder, records_folder: str = RECORDS_FOLDER) -> dict[int, dict[str, Any]]:
-    """Returns the records, by part, of parts with files of the recorded size."""
+    """Returns the records, by part, of parts whose files are as they were written; those of 0.3 are known by their sizes."""
     records = {}
     for name in (folder / records_folder).names():
         try:
-            record = (folder / records_folder).read_json(name)
-            if not record["file"] or folder.size(record["file"]) == record["bytes"]:
+            record = read_sealed(folder / records_folder, name)
+            if (file := record["file"]) and folder.size(file) != record["bytes"]:
+                continue
+            if not (stated := record.get("file_sha256")) or folder.sha256(file) == stated:
                 records[int(record["part"])] = record
         except (OSError, ValueError, KeyError):
             continue  # predicted again

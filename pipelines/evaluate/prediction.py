@@ -38,6 +38,7 @@ from raystride.pipelines.evaluate.load_run import SelectedRun
 from raystride.pipelines.evaluate.parts import RECORDS_FOLDER, PredictJob, load_records, unify_files
 from raystride.pipelines.evaluate.rows import Form, infer_schema, unify
 from raystride.pipelines.system.storage.folder import Folder
+from raystride.pipelines.system.storage.sealed import put_sealed, read_sealed
 
 MANIFEST = "_predictions.json"
 OLD_MANIFEST, OLD_RECORDS_FOLDER = "predictions.json", "parts"
@@ -215,14 +216,15 @@ def predict_all(
     """
     origin, started = json.loads(json.dumps(origin)), time.time()  # as JSON returns it
     try:
-        manifest = job.folder.read_json(MANIFEST)
+        manifest = read_sealed(job.folder, MANIFEST, "remove it, and its parts are done again")
     except FileNotFoundError:
         if (old_result := _load_old_result(job.folder, origin)) is not None:
             return old_result
+        job.folder.remove(RECORDS_FOLDER)  # nothing says what they are made of
         manifest = None
     if manifest is None or (manifest["made_of"] != origin and _clear_if_empty(job.folder, manifest)):
         manifest = {"made_of": origin, "parts": len(parts), "complete": False}
-        job.folder.put_json(MANIFEST, manifest)
+        put_sealed(job.folder, MANIFEST, manifest)
     _check_origin(manifest["made_of"], origin, job.folder)
     done = load_records(job.folder)
     remaining = [part for part in parts if part.number not in done]
@@ -234,7 +236,7 @@ def predict_all(
             run_parts(job, remaining)
         rate = meter.rows / meter.seconds
         done = load_records(job.folder)
-    if job.form == "parquet" and not job.graded and not manifest["complete"]:
+    if job.form == "parquet" and not job.graded and (remaining or not manifest["complete"]):
         unify_files(job.folder, done, fixed=job.fixed)
     rows, skipped = (sum(record[key] for record in done.values()) for key in ("rows", "skipped"))
     files = [done[part.number]["file"] for part in parts if done[part.number]["file"]]
@@ -242,7 +244,7 @@ def predict_all(
     if remaining or not manifest["complete"]:
         job.folder.remove_temporary(before=started)  # a killed job may have left some, which other readers would not ignore
         manifest |= {"complete": True, "rows": rows, "skipped": skipped, "files": files, "faults": faults}
-        job.folder.put_json(MANIFEST, manifest)
+        put_sealed(job.folder, MANIFEST, manifest)
     return PredictionResult(rows=rows, skipped=skipped, faults=faults, files=files, rate=rate)
 
 

@@ -15,7 +15,7 @@ import numpy as np
 from raystride.pipelines.config.attempts import read_environment
 from raystride.pipelines.data.feed.cache import node_cache
 from raystride.pipelines.data.feed.stream import TokenStream
-from raystride.pipelines.data.prepare.manifest import Manifest
+from raystride.pipelines.data.prepare.manifest import Manifest, load_finished_manifest
 from raystride.pipelines.data.sources.pieces import File, Part, Slice
 from raystride.pipelines.data.tasks import Task
 from raystride.pipelines.evaluate.answering import Example, Predictor
@@ -83,10 +83,9 @@ def find_prepared(chosen: SelectedRun, run: Folder, split: Literal["train", "val
     folder = prepared_folder(run)
     if folder is None or type(chosen.task).decode is Task.decode:
         return None
-    try:
-        shards = Manifest.load(folder).splits[split]
-    except KeyError:
+    if (manifest := load_finished_manifest(folder)) is None or split not in manifest.splits:
         return None
+    shards = manifest.splits[split]
     if (shards.column("rows") < shards.column("documents")).any():  # an earlier version did not write where rows begin
         return None
     return PreparedSplit(chosen, folder, split)

@@ -2,7 +2,7 @@
 
     python ray_jobs/report.py --run my-run --storage runs
 
-Exit codes: 0 done, 2 no such run.
+Exit codes: 0 done, 2 no such run, 3 its summary is not as it was written.
 """
 
 import argparse
@@ -10,6 +10,7 @@ import sys
 from collections.abc import Sequence
 from shlex import quote
 
+from raystride.pipelines.launch.console.exit_codes import DONE, WRONG_SETTINGS, run_with_exit_code
 from raystride.pipelines.observability.record.journal import stream_entries
 from raystride.pipelines.observability.record.summary import read_summary
 from raystride.pipelines.observability.report import gather_figures, write_page
@@ -23,16 +24,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--run", required=True, help="the run's name")
     parser.add_argument("--storage", default="runs", help="folder or URI that the run lies in (default: runs)")
     given = parser.parse_args(arguments)
-    folder = Folder.from_uri(given.storage) / given.run
+    return run_with_exit_code(lambda: _report(given.run, given.storage))
+
+
+def _report(run: str, uri: str) -> int:
+    folder = Folder.from_uri(uri) / run
     figures = gather_figures(stream_entries(folder) if folder.exists() else ())
     if figures.began is None:
         print(f"error: there is no journal of a run in {folder}. Is --storage right?", file=sys.stderr)
-        return 2
-    summary = read_summary(folder) or {"run": given.run, "status": "not ended"}
+        return WRONG_SETTINGS
+    summary = read_summary(folder) or {"run": run, "status": "not ended"}
     write_page(folder, figures, summary)
-    storage = str(Folder.from_uri(given.storage))
+    storage = str(Folder.from_uri(uri))
     print(f"results  {folder / 'report.html'}")
     print(f"mlflow   {shell_command('ui', storage=storage)}")
-    show = f"{launch_command()} runs show {quote(given.run)} {storage_flag(storage)}"
+    show = f"{launch_command()} runs show {quote(run)} {storage_flag(storage)}"
     print(f"next     open the page in a browser, or {show}".rstrip())
-    return 0
+    return DONE

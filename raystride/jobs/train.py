@@ -9,17 +9,16 @@ A command that names only a run has the run's stored settings.
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from raystride.pipelines.config import Config, SettingError
 from raystride.pipelines.config.parse import Parsed, command, to_yaml
 from raystride.pipelines.config.presets import presets
-from raystride.pipelines.config.stored_run import parse_settings
+from raystride.pipelines.config.stored_run import parse_settings, read_settings
 from raystride.pipelines.config.words import last_value, words_to_flags
 from raystride.pipelines.launch.run_store.location import storage_base
 from raystride.pipelines.system.storage.folder import Folder
-from raystride.pipelines.system.writer import WrittenByNewer
 
 EXPLICIT_FLAGS = ("config", "print_config", "help")
 
@@ -28,17 +27,15 @@ EXPLICIT_FLAGS = ("config", "print_config", "help")
 def stored_settings(arguments: Sequence[str]) -> Iterator[list[str]]:
     """Yields the arguments, preceded by the run's stored settings if they name an existing run and no configuration.
 
-    Raises WrittenByNewer.
+    Raises SettingError if these are not as the run wrote them, unless `resume.edited` takes them, and WrittenByNewer.
     """
     if (folder := _named_run(arguments)) is None:
         yield list(arguments)
         return
+    read = parse_settings if last_value(arguments, "resume.edited").lower() == "true" else read_settings
     try:
-        # Settings unknown to this version are dropped; a damaged file is reported when the run is resumed.
-        text = to_yaml(parse_settings(folder))
-    except WrittenByNewer:
-        raise
-    except (OSError, SettingError):
+        text = to_yaml(read(folder))
+    except OSError:
         yield list(arguments)
         return
     with tempfile.TemporaryDirectory() as place:
@@ -77,21 +74,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command line; returns the exit code."""
     words = words_to_flags(Config, sys.argv[1:] if arguments is None else arguments, presets())
     folder = _named_run(words)
-    try:
-        with stored_settings(words) as given:
-            return command(
-                Config,
-                _run_job,
-                given,
-                program="raystride train",
-                description="Train or resume a run.",
-                common=COMMON,
-                examples=EXAMPLES,
-                stored_in=folder.uri if folder else "",
-            )
-    except WrittenByNewer as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    with ExitStack() as stack:
+        try:
+            given = stack.enter_context(stored_settings(words))
+        except SettingError as error:
+            print(f"error: {error}", file=sys.stderr)
+            return 2
+        return command(
+            Config,
+            _run_job,
+            given,
+            program="raystride train",
+            description="Train or resume a run.",
+            common=COMMON,
+            examples=EXAMPLES,
+            stored_in=folder.uri if folder else "",
+        )
 
 
 def _run_job(parsed: Parsed[Config]) -> int:

@@ -18,9 +18,11 @@ from raystride.pipelines.data.prepare.manifest import Manifest
 from raystride.pipelines.data.sources.pieces import Part
 from raystride.pipelines.system.service_thread import ServiceThread, format_error
 from raystride.pipelines.system.storage.folder import Folder
+from raystride.pipelines.system.storage.sealed import put_sealed, read_sealed
 
 GENERATIONS_FOLDER = "generations"
 END, FAILED = "end.json", "failed.json"
+PREPARE_AGAIN = "remove the folder to prepare it again"
 POLL_INTERVAL_S = 0.5
 """Seconds between two checks for finished parts."""
 
@@ -40,7 +42,7 @@ def read_generation(folder: Folder, number: int) -> Manifest | None:
 def generations(folder: Folder) -> int | None:
     """Returns the number of generations of a finished preparation; None if it is still running."""
     try:
-        return int((folder / GENERATIONS_FOLDER).read_json(END)["generations"])
+        return int(read_sealed(folder / GENERATIONS_FOLDER, END, PREPARE_AGAIN)["generations"])
     except FileNotFoundError:
         return None
 
@@ -48,14 +50,14 @@ def generations(folder: Folder) -> int | None:
 def read_failure(folder: Folder) -> str:
     """Returns the error of a failed preparation that others read from; "" if it has not failed."""
     try:
-        return str((folder / GENERATIONS_FOLDER).read_json(FAILED)["error"])
+        return str(read_sealed(folder / GENERATIONS_FOLDER, FAILED, "remove it")["error"])
     except FileNotFoundError:
         return ""
 
 
 def publish_failure(folder: Folder, error: str) -> None:
     """Tells all readers that wait for another generation that none will come."""
-    (folder / GENERATIONS_FOLDER).put_json(FAILED, {"error": error})
+    put_sealed(folder / GENERATIONS_FOLDER, FAILED, {"error": error})
 
 
 def clear_failure(folder: Folder) -> None:
@@ -133,7 +135,7 @@ class Publisher:
 
     def end(self) -> None:
         """Records that no other generation follows."""
-        (self._folder / GENERATIONS_FOLDER).put_json(END, {"generations": self._number})
+        put_sealed(self._folder / GENERATIONS_FOLDER, END, {"generations": self._number})
 
     def _publish_unless_storage_error(self, error: Exception) -> None:
         """Publishes an error that another try would meet again."""
@@ -151,7 +153,7 @@ class Publisher:
                 return
             part = self._parts[self.published + len(self._records)]
             try:
-                self._records.append((self._folder / "parts").read_json(f"{part.number:05d}.json"))
+                self._records.append(read_sealed(self._folder / "parts", f"{part.number:05d}.json", PREPARE_AGAIN))
             except FileNotFoundError:
                 return
 

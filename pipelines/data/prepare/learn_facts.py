@@ -19,8 +19,10 @@ from raystride.pipelines.data.tasks.task import Facts, Task
 from raystride.pipelines.data.tokenizers import Tokenizers, load_tokenizer, train_tokenizer
 from raystride.pipelines.data.tokenizers.training import TRAINED_KINDS
 from raystride.pipelines.system.storage.folder import Folder
+from raystride.pipelines.system.storage.sealed import put_sealed_beside, read_sealed_beside
 
 FACTS = "facts.json"
+LEARN_AGAIN = "remove both to learn it again"
 
 
 @dataclass(frozen=True)
@@ -49,7 +51,7 @@ class LearnedFacts:
 
     def facts(self, task: Task) -> Facts:
         """Returns the task's facts about all these sources. Raises FileNotFoundError if learning has not finished."""
-        facts: Facts = self.folder.read_json(FACTS) if task.surveyed else task.learn([])
+        facts: Facts = read_sealed_beside(self.folder, FACTS, LEARN_AGAIN) if task.surveyed else task.learn([])
         return facts
 
 
@@ -133,7 +135,7 @@ def learn_facts(studied: Sequence[LearningSource], folder: Folder, on_ray: bool,
     if not task.surveyed:
         return task.learn([])
     try:
-        found: Facts = folder.read_json(FACTS)
+        found: Facts = read_sealed_beside(folder, FACTS, LEARN_AGAIN)
         return found
     except (FileNotFoundError, ValueError):
         pass
@@ -144,5 +146,5 @@ def learn_facts(studied: Sequence[LearningSource], folder: Folder, on_ray: bool,
         surveys = list(chain.from_iterable(run_each(survey_part, source.job, source.parts) for source in studied))
     else:
         surveys = [survey_part(source.job, part) for source in studied for part in source.parts]
-    folder.put_json(FACTS, task.learn(surveys))
+    put_sealed_beside(folder, FACTS, task.learn(surveys))
     return learn_facts(studied, folder, on_ray, log)  # as read back from JSON, the same for all readers

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, overload
 import numpy as np
 
 from raystride.pipelines.system.storage.folder import Folder
-from raystride.pipelines.system.storage.sealed import put_sealed_beside, read_sealed_beside
+from raystride.pipelines.system.storage.sealed import put_sealed_beside, read_sealed_beside, writer_beside
 from raystride.pipelines.system.writer import WrittenByNewer, refuse_unknown
 
 if TYPE_CHECKING:
@@ -32,6 +32,8 @@ FORMAT, FORMAT_COLUMNS, FORMAT_PACKED = 1, 2, 3
 with columns of the smallest types that hold them, and hashes as bytes: 80 MB instead of 146 for a million shards."""
 MAX_LISTED = 1000
 """Maximum number of shards in a list."""
+TOKENIZER_FILES = "tokenizer_files"
+"""Key of the source in the file, with the hashes of the tokenizers' files."""
 MISSING = -1
 """Stands in a column for an offset that a shard does not have."""
 
@@ -159,6 +161,8 @@ class Manifest:
     """Other facts that the task learned from the data, the names of labels for instance."""
     sources: dict[str, str] = field(default_factory=dict)
     """For a mixture, which has no shards itself: each source's fingerprint, the name of a folder beside its own."""
+    tokenizer_files: dict[str, str] = field(default_factory=dict, compare=False)
+    """SHA-256 of the tokenizers' files by path, when it was saved; empty: written by an older version."""
     growing: bool = False
     """Whether this is the first generation of data that is still being prepared; set by the reader that opens it."""
 
@@ -187,7 +191,9 @@ class Manifest:
     def save(self, folder: Folder) -> None:
         """Commits the preparation, atomically. Raises OSError; with more than `MAX_LISTED` shards it needs pyarrow."""
         content: dict[str, Any] = {column.name: getattr(self, column.name) for column in fields(self)}
-        del content["growing"]
+        del content["growing"], content["tokenizer_files"]
+        if hashes := {path: folder.sha256(path) for path in _tokenizer_paths(folder, self.tokenizers)}:
+            content["source"] = {**self.source, TOKENIZER_FILES: hashes}  # 0.3 takes no further key beside it
         if not self.sources:  # as in manifests from before there were mixtures
             del content["sources"]
         if sum(map(len, self.splits.values())) <= MAX_LISTED:
@@ -205,7 +211,8 @@ class Manifest:
         Raises FileNotFoundError if the preparation is not finished, ValueError for another format, or if the manifest or the
         columns differ from the committed ones, and WrittenByNewer for one of a newer version with unknown keys.
         """
-        content, writer = read_sealed_beside(folder, FILE, "remove both to prepare it again")
+        content = read_sealed_beside(folder, FILE, "remove both to prepare it again")
+        writer = writer_beside(folder, FILE)
         form, splits = content.pop("format", None), content.pop("splits", {})
         if form == FORMAT:
             listed = {
@@ -218,7 +225,8 @@ class Manifest:
             raise ValueError(
                 f"{folder / FILE} has another format than {FORMAT_PACKED}: remove the folder to prepare it again"
             )
-        return cls(splits=known, **_known_fields(cls, content, folder, writer))
+        tokenizer_files = content["source"].pop(TOKENIZER_FILES, {})
+        return cls(splits=known, tokenizer_files=tokenizer_files, **_known_fields(cls, content, folder, writer))
 
 
 def _known_fields(cls: type, content: dict[str, Any], folder: Folder, writer: str) -> dict[str, Any]:
@@ -228,6 +236,10 @@ def _known_fields(cls: type, content: dict[str, Any], folder: Folder, writer: st
         refuse_unknown(str(folder / FILE), writer, unknown)
         raise ValueError(f"{folder / FILE} has {next(iter(unknown))}, which no version has written: prepare it again")
     return {key: value for key, value in content.items() if key in names}
+
+
+def _tokenizer_paths(folder: Folder, tokenizers: Sequence[str]) -> list[str]:
+    return [f"{name}/{file}" for name in tokenizers for file in (folder / name).names()]
 
 
 def _write_columns(folder: Folder, splits: Mapping[str, Shards]) -> dict[str, Any]:
@@ -291,16 +303,20 @@ def _column_offsets(file: "pa.Buffer", names: list[str]) -> dict[str, int]:
 
 
 def _columns_sha256(folder: Folder, content: np.ndarray) -> str:
-    """Returns the hash of a folder's columns; a local file is read once a process, unless it was rewritten."""
-    if folder.local is None:
-        return hashlib.sha256(content.data).hexdigest()
-    file_status = (folder.local / COLUMNS).stat()
-    return _file_sha256(folder, file_status.st_ino, file_status.st_mtime_ns, file_status.st_size)
+    """Returns the hash of a folder's columns."""
+    # Not through the mapping: its pages would count as this process's memory.
+    return hashlib.sha256(content.data).hexdigest() if folder.local is None else _file_sha256(folder, COLUMNS)
 
 
-@lru_cache(maxsize=1024)
-def _file_sha256(folder: Folder, *_: int) -> str:
-    return folder.sha256(COLUMNS)  # not through the mapping: its pages would count as this process's memory
+def _file_sha256(folder: Folder, name: str) -> str:
+    """Returns the hash of a local file, which is read once a process, unless it was rewritten."""
+    status = (folder.local / name).stat()  # type: ignore[operator]
+    return _read_sha256(folder, name, status.st_ino, status.st_mtime_ns, status.st_size)
+
+
+@lru_cache(maxsize=1 << 16)
+def _read_sha256(folder: Folder, name: str, *_: int) -> str:
+    return folder.sha256(name)
 
 
 def _read_columns(folder: Folder, counts: Mapping[str, int], columns: Mapping[str, Any]) -> dict[str, Shards]:
@@ -327,16 +343,27 @@ def _read_columns(folder: Folder, counts: Mapping[str, int], columns: Mapping[st
 
 
 def load_finished_manifest(folder: Folder) -> Manifest | None:
-    """Returns the manifest of a finished preparation, with all shards present in their sizes; None if it is not finished.
+    """Returns the manifest of a finished preparation, None if it is not finished, or not as it was written.
 
-    Raises WrittenByNewer.
+    Tokenizers are read; shards have their sizes, and prove themselves piece by piece. Raises WrittenByNewer.
     """
     try:
         manifest = Manifest.load(folder)
     except WrittenByNewer:  # not to be prepared again in its place
         raise
-    except (FileNotFoundError, ValueError):
+    except (FileNotFoundError, ValueError, TypeError, KeyError, AttributeError):
         return None
     shards = [shard for some in manifest.splits.values() for shard in some]
     sizes = folder.sizes()  # one listing: for thousands of shards a request each would take minutes at every start
-    return manifest if all(sizes.get(shard.file) == shard.bytes for shard in shards) else None
+    if any(sizes.get(shard.file) != shard.bytes for shard in shards):
+        return None
+    if folder.local is None:
+        return manifest if all(sizes.get(path) is not None for path in manifest.tokenizer_files) else None
+    try:
+        return (
+            manifest
+            if all(_file_sha256(folder, path) == known for path, known in manifest.tokenizer_files.items())
+            else None
+        )
+    except (FileNotFoundError, IsADirectoryError):
+        return None

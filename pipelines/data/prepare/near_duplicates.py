@@ -25,9 +25,11 @@ from raystride.pipelines.data.prepare.progress import ProgressMeter, show_progre
 from raystride.pipelines.data.sources.faults import Fault
 from raystride.pipelines.data.sources.pieces import Part, Piece, Reader
 from raystride.pipelines.system.storage.folder import Folder
+from raystride.pipelines.system.storage.sealed import put_sealed_beside, read_sealed_beside
 
 SIGNATURES_FOLDER, DUPLICATES_FILE = "signatures", "near_duplicates.json"
 """In a folder that is being prepared: the parts' signatures, and the documents of each part that are left out."""
+SEARCH_AGAIN = "remove both to search again"
 SHINGLE_WORDS = 5
 """Words of a shingle, the unit of comparison."""
 NUM_HASHES = 128
@@ -119,7 +121,7 @@ def find_duplicates(
     """
     assert job.cleaning
     try:
-        return sum(map(len, job.folder.read_json(DUPLICATES_FILE).values()))
+        return sum(map(len, read_sealed_beside(job.folder, DUPLICATES_FILE, SEARCH_AGAIN).values()))
     except (FileNotFoundError, ValueError):
         pass
     existing = set((job.folder / SIGNATURES_FOLDER).names())
@@ -135,7 +137,7 @@ def find_duplicates(
         signed.append((part.number, first))
         first += sizes[_signature_file(part.number)] // (4 * NUM_HASHES)
     found = _find_similar(job.folder, signed, first, job.cleaning.data.near_duplicates, group or group_bands_locally, log)
-    job.folder.put_json(DUPLICATES_FILE, {str(number): sorted(rows) for number, rows in found.items()})
+    put_sealed_beside(job.folder, DUPLICATES_FILE, {str(number): sorted(rows) for number, rows in found.items()})
     return sum(map(len, found.values()))
 
 
@@ -149,7 +151,7 @@ def read_duplicates(folder: Folder, part: int) -> Set[int]:
 @lru_cache(maxsize=1)
 def _load_duplicates(folder: Folder, size: int) -> dict[str, list[int]]:
     """Reads all duplicates, once a process: every part asks, and for ten million documents they have 25 MB."""
-    return dict(folder.read_json(DUPLICATES_FILE))
+    return dict(read_sealed_beside(folder, DUPLICATES_FILE, SEARCH_AGAIN))
 
 
 def sign_part(job: DuplicatesJob, part: Part) -> None:

@@ -50,6 +50,7 @@ from raystride.pipelines.data.tasks.task import NO_TOKENS, Task
 from raystride.pipelines.data.tokenizers import Tokenizers
 from raystride.pipelines.system.credentials import redact_uris
 from raystride.pipelines.system.storage.folder import Folder
+from raystride.pipelines.system.storage.sealed import read_sealed, sealed_names
 
 MAX_LOCAL_BYTES = 64 << 20
 """Bytes that one process prepares in about the time in which Ray Data starts on two cores: some five seconds."""
@@ -100,7 +101,9 @@ def prepare_source(
         log(f"data: {_describe_counts(manifest, task)}, prepared before ({folder})")
         return PreparedData(folder, manifest, reused=True)
     if folder.exists(FILE):
-        log(f"data: {folder} was prepared, but its manifest or a shard is not as it was written: it is prepared again")
+        log(f"data: {folder} was prepared, but a file of it is not as it was written: it is prepared again")
+        for name in task.tokenizers:
+            folder.remove(name)
     source, validation = opened or open_sources(config, task)
     if task.reads_dataset:
         manifest = build_manifest(
@@ -132,7 +135,7 @@ def prepare_source(
     manifest.save(folder)
     # Only an interrupted preparation needs these files; with the manifest this one is finished.
     try:
-        for name in ("parts", FACTS, SIGNATURES_FOLDER, DUPLICATES_FILE):
+        for name in ("parts", *sealed_names(FACTS), SIGNATURES_FOLDER, *sealed_names(DUPLICATES_FILE)):
             folder.remove(name)
         folder.remove_temporary(before=started)
     except OSError as error:
@@ -253,7 +256,7 @@ def _load_done_records(folder: Folder, wanted: Set[int]) -> dict[int, dict[str, 
         try:
             if int(name.removesuffix(".json")) not in wanted:
                 continue
-            record = (folder / "parts").read_json(name)
+            record = read_sealed(folder / "parts", name)
             if all(is_intact(folder, shard) for shard in record["shards"].values() if shard):
                 records[record["part"]] = record
         except (OSError, ValueError, KeyError):

@@ -19,6 +19,7 @@ import pyarrow.parquet as pq
 from raystride.pipelines.data.sources.pieces import File
 from raystride.pipelines.data.sources.source import Source
 from raystride.pipelines.system.storage.folder import Folder
+from raystride.pipelines.system.storage.sealed import SealBroken, put_bytes_sealed_beside, read_bytes_sealed_beside
 
 FILE = "files.parquet"
 MAX_HASHED = 10_000
@@ -68,18 +69,22 @@ def write_raw_files(folder: Folder, source: Source, validation: Source | None) -
         return
     files = list_raw_files(source, validation)
     columns = {name: [getattr(file, name) for file in files] for name in _SCHEMA.names}
-    with folder.writer(FILE) as stream:
-        pq.write_table(pa.table(columns, _SCHEMA), stream, compression="zstd")
+    sink = pa.BufferOutputStream()
+    pq.write_table(pa.table(columns, _SCHEMA), sink, compression="zstd")
+    put_bytes_sealed_beside(folder, FILE, sink.getvalue().to_pybytes())
 
 
 def read_raw_files(folder: Folder) -> list[RawFile] | None:
-    """Returns the raw files of a preparation; None if an earlier version made it, which did not record them."""
+    """Returns the raw files of a preparation; None if they are not as it recorded them, or an earlier version did not."""
     try:
-        content = folder.read(FILE)
-    except FileNotFoundError:
+        content = read_bytes_sealed_beside(folder, FILE, "remove both")
+    except (FileNotFoundError, SealBroken):
         return None
-    # Not pq.read_table, which imports pandas.
-    return [RawFile(**row) for row in pq.ParquetFile(pa.BufferReader(content)).read().to_pylist()]
+    try:
+        # Not pq.read_table, which imports pandas.
+        return [RawFile(**row) for row in pq.ParquetFile(pa.BufferReader(content)).read().to_pylist()]
+    except (OSError, ValueError, TypeError, pa.ArrowException):  # of 0.3, which has no hash
+        return None
 
 
 def hash_raw_files(files: Sequence[RawFile]) -> str:

@@ -31,6 +31,7 @@ from raystride.pipelines.data.sources.faults import Fault
 from raystride.pipelines.data.sources.pieces import Part, Piece, Reader
 from raystride.pipelines.data.tasks.task import Document, Encoded, Facts, Task
 from raystride.pipelines.system.storage.folder import Folder
+from raystride.pipelines.system.storage.sealed import put_sealed
 
 SPLITS = ("train", "validation")
 
@@ -279,5 +280,5 @@ def write_part(job: Preparation, tables: Iterable[pa.Table]) -> dict[str, Any]:
     stages = {"bytes": round(texts), "documents": documents, "seconds": seconds}
     record = {"part": number, "shards": written, "faults": faults, "skipped": skipped, "cut": cut}
     record |= {"dropped": trailer["dropped"], "stages": stages}
-    (job.folder / "parts").put_json(f"{number:05d}.json", record)
+    put_sealed(job.folder / "parts", f"{number:05d}.json", record)
     return record

@@ -29,6 +29,7 @@ from raystride.pipelines.data.sources.faults import DataError, NoFiles
 from raystride.pipelines.data.sources.pieces import File, Part
 from raystride.pipelines.data.tasks.task import Task
 from raystride.pipelines.system.storage.folder import Folder
+from raystride.pipelines.system.storage.sealed import put_sealed, read_sealed
 
 FILE, SEGMENTS = "followed.json", "followed"
 """File of an earlier version, with all batches in one; and the folder with a file a batch."""
@@ -160,11 +161,11 @@ class WatchedSource:
 
     def _save_batch(self, number: int) -> None:
         """Writes a batch; after the last divided batch of a hundred, merges them into one file."""
-        self._segments.put_json(_segment_name(number, number), {"batches": self._batches[number : number + 1]})
+        put_sealed(self._segments, _segment_name(number, number), {"batches": self._batches[number : number + 1]})
         first = number - number % BATCHES_PER_SEGMENT
         if number - first < BATCHES_PER_SEGMENT - 1 or self._batches[number]["parts"] is None:
             return
-        self._segments.put_json(_segment_name(first, number), {"batches": self._batches[first : number + 1]})
+        put_sealed(self._segments, _segment_name(first, number), {"batches": self._batches[first : number + 1]})
         for merged in range(first, number + 1):
             self._segments.remove(_segment_name(merged, merged))
 
@@ -176,12 +177,12 @@ def _segment_name(first: int, last: int) -> str:
 def _read_batches(folder: Folder) -> list[dict[str, Any]]:
     """Returns all batches: those of an earlier version, written as one file, and those since."""
     try:
-        found: dict[int, dict[str, Any]] = dict(enumerate(folder.read_json(FILE)["batches"]))
+        found: dict[int, dict[str, Any]] = dict(enumerate(read_sealed(folder, FILE)["batches"]))
     except FileNotFoundError:
         found = {}
     # Merged files sort before the single ones that they were made from, some of which may still exist.
     for name in sorted((folder / SEGMENTS).names()):
         first, last = map(int, name.removesuffix(".json").split("-"))
         if first < last or first not in found or found[first]["parts"] is None:
-            found |= dict(enumerate((folder / SEGMENTS).read_json(name)["batches"], first))
+            found |= dict(enumerate(read_sealed(folder / SEGMENTS, name)["batches"], first))
     return [found[number] for number in range(len(found))]

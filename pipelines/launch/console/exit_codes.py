@@ -3,6 +3,7 @@
 sys.exit(run_with_exit_code(lambda: run(settings)))
 """
 
+import errno
 import os
 import sys
 from collections.abc import Callable
@@ -22,6 +23,8 @@ from raystride.pipelines.system.storage.sealed import SealBroken
 
 DONE, FAILED, WRONG_SETTINGS, CANNOT_RUN = range(4)
 """Success; the training failed; wrong settings or data; the cluster or a disk cannot run the job."""
+MISPLACED_ERRNOS = (errno.EISDIR, errno.ENOTDIR)
+"""Error numbers of a folder that lies where a file belongs, or the other way round."""
 
 
 def run_with_exit_code(job: Callable[[], int], *, own_handlers: bool = False) -> int:
@@ -47,6 +50,8 @@ def _run_with_exit_code(job: Callable[[], int], own_handlers: bool) -> int:
     except TrainingFailed as failed:  # its screen was already shown
         if isinstance(failed.cause, SettingError | DataError):  # only workers could find it out
             return WRONG_SETTINGS
+        if isinstance(failed.cause, SealBroken) or getattr(failed.cause, "errno", None) in MISPLACED_ERRNOS:
+            return CANNOT_RUN
         return exit_code_of(failed.cause) if isinstance(failed.cause, KeyboardInterrupt) else FAILED
     except (SettingError, DataError, MissingSecret) as error:
         print(f"error: {error}", file=sys.stderr)
@@ -59,7 +64,7 @@ def _run_with_exit_code(job: Callable[[], int], own_handlers: bool) -> int:
         return CANNOT_RUN
     except OSError as error:
         redact_exception(error)
-        if error.errno not in UNWRITABLE_ERRNOS:
+        if error.errno not in (*UNWRITABLE_ERRNOS, *MISPLACED_ERRNOS):
             raise
         print("\n  try: ".join([f"error: {error}", *find_remedies(error)]), file=sys.stderr)
         return CANNOT_RUN

@@ -39,6 +39,10 @@ REMEDIES = (
         "lower optimizer.learning_rate, lengthen optimizer.warmup_steps, and look at the data",
     ),
     (
+        r"IsADirectoryError|NotADirectoryError",
+        "move away what lies there: it is a folder where a file belongs, or a file where a folder does",
+    ),
+    (
         r"No space left on device|Disk quota",
         "free space under the storage, or lower checkpoint.keep",
     ),

@@ -260,7 +260,9 @@ def _finish_session(job: Job, recorder: RunRecorder, screen: Screen, outcome: Ru
     if training_failed:
         screen.show_failure(str(training_failed))
     curve = text_curve(*losses) if any(losses) else ""
-    sample = job.folder.read("sample.txt").decode() if final_summary and job.folder.exists("sample.txt") else ""
+    sample = (
+        job.folder.read("sample.txt").decode(errors="replace") if final_summary and job.folder.exists("sample.txt") else ""
+    )
     tested = bool(job.config.data.test_source)
     screen.log(closing_screen(summary, job.folder, curve, sample, state.get("mlflow"), has_test_data=tested))
     _log_unshown(job.folder)

@@ -261,7 +261,8 @@ def _read_run_lines(run_folder: Folder) -> Iterator[Line]:
 
 
 def _start_time(run_folder: Folder, attempt: str) -> float:
-    return float(next((entry["time"] for _, entry in _read_attempt_lines(run_folder, attempt)), math.inf))
+    times = (float(entry["time"]) for _, entry in _read_attempt_lines(run_folder, attempt))
+    return next(filter(None, times), math.inf)  # what is damaged at the begin has 0
 
 
 @dataclass
@@ -317,13 +318,16 @@ def _read_segment_lines(run_folder: Folder, segment: Segment) -> Iterator[Line]:
     if not run_folder.local:
         yield from _parse_lines(BytesIO((run_folder / "journal").read(segment.name)), segment)
         return
-    with (run_folder.local / "journal" / segment.name).open("rb") as lines:
-        yield from _parse_lines(lines, segment)
+    try:
+        with (run_folder.local / "journal" / segment.name).open("rb") as lines:
+            yield from _parse_lines(lines, segment)
+    except IsADirectoryError:
+        yield from _parse_lines((), segment)
 
 
 def _parse_lines(lines: Iterable[bytes], segment: Segment) -> Iterator[Line]:
-    """Parses a segment's lines; a line damaged by a disk fault, and lines that do not match their seal, become an event
-    `damaged`.
+    """Parses a segment's lines; a line damaged by a disk fault, lines that do not match their seal, and a segment without
+    any become an event `damaged`.
     """
 
     def damaged(text: str) -> Line:
@@ -331,7 +335,7 @@ def _parse_lines(lines: Iterable[bytes], segment: Segment) -> Iterator[Line]:
         entry |= {"attempt": segment.attempt, "sender": SENDER, "sequence": 0}
         return encode_entry(entry).encode(), entry
 
-    time, unsealed, hashed = 0.0, list[Line](), hashlib.sha256()
+    number, time, unsealed, hashed = 0, 0.0, list[Line](), hashlib.sha256()
     for number, line in enumerate(lines, start=1):
         try:
             entry = json.loads(line)
@@ -350,4 +354,4 @@ def _parse_lines(lines: Iterable[bytes], segment: Segment) -> Iterator[Line]:
                 continue
             unsealed.append((line, entry))
         hashed.update(line)
-    yield from unsealed
+    yield from unsealed if number else (damaged(f"{segment.name} has no lines"),)

@@ -110,7 +110,7 @@ def gather_figures(entries: Iterable[Entry]) -> Figures:
     """Gathers the figures of a journal in one pass."""
     figures = Figures()
     for entry in entries:
-        if figures.began is None:
+        if figures.began is None and float(entry["time"]):  # what is damaged at the begin has 0
             figures.began = float(entry["time"])
         if entry["kind"] == "metrics":
             _add_metrics(figures, entry)

@@ -86,28 +86,52 @@ def read_sealed(folder: Folder, name: str, remedy: str = "", known: Collection[s
 
 def put_sealed_beside(folder: Folder, name: str, content: Any) -> None:
     """Writes a JSON file, and before it its hash and its writer's version in a file beside."""
-    data = (strict_json(content, indent=1, sort_keys=True) + "\n").encode()
+    put_bytes_sealed_beside(folder, name, (strict_json(content, indent=1, sort_keys=True) + "\n").encode())
+
+
+def put_bytes_sealed_beside(folder: Folder, name: str, data: bytes) -> None:
+    """Writes a file, and before it its hash and its writer's version in a file beside."""
     folder.put(f"{name}.{SEAL}", 2 * (_line(data, name) + b"\n") + f"{_WRITER_COMMENT}{__version__}\n".encode())
     folder.put(name, data)
+
+
+def sealed_names(name: str) -> tuple[str, str]:
+    """Returns the names of a file and of its hash beside."""
+    return name, f"{name}.{SEAL}"
 
 
 def _line(data: bytes, name: str) -> bytes:
     return f"{hashlib.sha256(data).hexdigest()}  {name}".encode()
 
 
-def read_sealed_beside(folder: Folder, name: str, remedy: str) -> tuple[Any, str]:
-    """Returns the content of a JSON file, and its writer's version; without a hash beside, it is one of 0.3.
+def read_sealed_beside(folder: Folder, name: str, remedy: str) -> Any:
+    """Returns the content of a JSON file; without a hash beside, it is one of 0.3.
 
     Raises FileNotFoundError, ValueError if it is no JSON, and SealBroken with `remedy`.
     """
-    data, writer = folder.read(name), ""
+    return json.loads(read_bytes_sealed_beside(folder, name, remedy))
+
+
+def read_bytes_sealed_beside(folder: Folder, name: str, remedy: str) -> bytes:
+    """Returns the content of a file; without a hash beside, it is one of 0.3. Raises as `read_sealed_beside` does."""
     try:
-        beside = folder.read(f"{name}.{SEAL}")
-        # The line stands there twice: a turned bit in it does not cost the file.
-        if _line(data, name) not in beside:
-            raise SealBroken(f"{folder / name} does not match {name}.{SEAL} beside it: {remedy}")
-        _, mark, last = beside.decode(errors="replace").partition(_WRITER_COMMENT)
-        writer = last.strip() if mark else ""
+        data, beside = folder.read(name), _read_beside(folder, name)
+    except IsADirectoryError:
+        raise SealBroken(f"{folder / name} or {name}.{SEAL} beside it is a folder and no file: {remedy}") from None
+    # The line stands there twice: a turned bit in it does not cost the file.
+    if beside is not None and _line(data, name) not in beside:
+        raise SealBroken(f"{folder / name} does not match {name}.{SEAL} beside it: {remedy}")
+    return data
+
+
+def writer_beside(folder: Folder, name: str) -> str:
+    """Returns the version that wrote a file with its hash beside; "" for 0.3."""
+    _, _, last = (_read_beside(folder, name) or b"").decode(errors="replace").partition(_WRITER_COMMENT)
+    return last.strip()
+
+
+def _read_beside(folder: Folder, name: str) -> bytes | None:
+    try:
+        return folder.read(f"{name}.{SEAL}")
     except FileNotFoundError:
-        pass
-    return json.loads(data), writer
+        return None

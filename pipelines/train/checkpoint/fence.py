@@ -16,6 +16,7 @@ from pathlib import Path
 
 from raystride.pipelines.system.storage.folder import Folder
 from raystride.pipelines.system.storage.locks import file_lock
+from raystride.pipelines.system.storage.sealed import SealBroken
 
 FILE = "attempt"
 """The claim's file, beside the checkpoints."""
@@ -25,7 +26,11 @@ LOCK_S = 5.0
 
 
 class AttemptSuperseded(RuntimeError):
-    """A later start of the run has replaced this one, or nobody can know whether one has."""
+    """A later start of the run has replaced this one."""
+
+
+class ClaimBroken(AttemptSuperseded, SealBroken):
+    """The claim is not as it was written: nobody can know whether a later start has replaced this one."""
 
 
 @dataclass(frozen=True)
@@ -47,16 +52,18 @@ class Claim:
 def read_claim(folder: Folder) -> Claim | None:
     """Returns the newest claim; None if there is none yet. Claims of 0.3 have no seal, earlier ones no term.
 
-    Raises AttemptSuperseded if the file is not as it was written.
+    Raises ClaimBroken if the file is not as it was written.
     """
     try:
         text = folder.read(FILE).decode(errors="replace")
     except FileNotFoundError:
         return None
+    except IsADirectoryError:
+        text = ""
     found = _FORM.fullmatch(text)
     claim = Claim(found[1], found[2], int(found[3] or 0)) if found else None
     if claim is None or (found and found[4] and text != str(claim)):
-        raise AttemptSuperseded(
+        raise ClaimBroken(
             f"{folder / FILE} is not as it was written, so nobody knows which driver may save checkpoints: remove it if no "
             "other driver trains this run"
         )

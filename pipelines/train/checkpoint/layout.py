@@ -16,7 +16,7 @@ from typing import Any
 from raystride.pipelines.system.storage.folder import Folder
 from raystride.pipelines.system.storage.sealed import SealBroken, read_sealed
 from raystride.pipelines.system.writer import WrittenByNewer
-from raystride.pipelines.train.checkpoint.fence import AttemptSuperseded, read_claim
+from raystride.pipelines.train.checkpoint.fence import ClaimBroken, read_claim
 
 MANIFEST_KEYS = frozenset(
     [
@@ -66,7 +66,7 @@ def manifest_names(step: Folder) -> list[str]:
     """Returns the names of a checkpoint's manifests, the highest term first, without those above the newest claim."""
     try:
         claim = read_claim(step.parent)
-    except AttemptSuperseded:  # damaged: it forbids writing, and says nothing about what is there
+    except ClaimBroken:  # it forbids writing, and says nothing about what is there
         claim = None
     newest = (claim.term if claim else 0) or math.inf  # claims of 0.2 have no term
     terms = {name: int(found[1] or 0) for name in step.names() if (found := _MANIFEST.fullmatch(name))}

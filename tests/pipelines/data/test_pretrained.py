@@ -131,6 +131,11 @@ def _replace_by_pickle(folder: Path) -> None:
     (folder / "pytorch_model.bin").write_bytes(b"\x80\x02.")
 
 
+def _replace_by_folder(folder: Path) -> None:
+    (folder / "model-00001-of-00002.safetensors").unlink()
+    (folder / "model-00001-of-00002.safetensors").mkdir()
+
+
 def _truncate_shard(folder: Path) -> None:
     file = folder / "model-00002-of-00002.safetensors"
     file.write_bytes(file.read_bytes()[:-7])
@@ -148,6 +153,7 @@ def _other_text(folder: Path) -> None:
         (lambda folder: (folder / "config.json").write_text("{"), r"Expecting property name"),
         (_without("model-00002-of-00002.safetensors"), rf"no model-00002-of-00002\.safetensors.*{INDEX}"),
         (_replace_by_pickle, rf"neither {WEIGHTS} nor {INDEX}.*safetensors"),
+        (_replace_by_folder, r"model-00001-of-00002\.safetensors is no file"),
         (_truncate_shard, r"model-00002-of-00002\.safetensors is truncated"),
         (_other_text, r"--tokenizer\.file .*/source/tokenizer\.json"),
     ],

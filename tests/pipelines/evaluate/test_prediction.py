@@ -27,10 +27,12 @@ from raystride.pipelines.config import (
 from raystride.pipelines.data.sources.faults import DataError
 from raystride.pipelines.data.sources.pieces import Part
 from raystride.pipelines.evaluate.load_run import select_run
-from raystride.pipelines.evaluate.parts import PredictJob, predict_part
+from raystride.pipelines.evaluate.parts import RECORDS_FOLDER, PredictJob, predict_part
 from raystride.pipelines.evaluate.prediction import MANIFEST, InputData, PredictionResult, predict, predict_locally
 from raystride.pipelines.system.storage.folder import Folder
+from raystride.pipelines.system.storage.sealed import SealBroken
 from tests.errors import unreadable
+from tests.flips import flip
 from tests.fork_server import CONTEXT
 from tests.pipelines.evaluate.conftest import texts, train, write_rows
 from tests.some import some
@@ -125,9 +127,21 @@ def test_killed_predictions_resume_with_the_same_result(trained: Folder, questio
 
 def test_a_damaged_file_is_made_again(trained: Folder, questions: Path, tmp_path: Path) -> None:
     _predict(trained, questions, tmp_path / "a", form="jsonl")
-    whole = _rows(tmp_path / "a")
-    (tmp_path / "a" / "00001.jsonl").write_text("")
-    _predict(trained, questions, tmp_path / "a", form="jsonl")
+    whole, folder = _rows(tmp_path / "a"), Folder(str(tmp_path / "a"))
+    for name in ("00001.jsonl", f"{RECORDS_FOLDER}/00001.json"):
+        content = folder.read(name)
+        for damaged in (b"", flip(content, 8 * len(content) // 2)):
+            folder.put(name, damaged)
+            assert _predict(trained, questions, tmp_path / "a", form="jsonl").rate
+            assert _rows(tmp_path / "a") == whole
+    written = folder.read(MANIFEST)
+    folder.put(MANIFEST, flip(written, 8 * len(written) // 2))
+    with pytest.raises(SealBroken, match=rf"{MANIFEST}.*: remove it, and its parts are done again"):
+        _predict(trained, questions, tmp_path / "a", form="jsonl")
+    folder.remove(MANIFEST)
+    said: list[str] = []
+    _predict(trained, questions, tmp_path / "a", form="jsonl", log=said.append)
+    assert not [line for line in said if "going on" in line], "nothing says what the parts are made of"
     assert _rows(tmp_path / "a") == whole
 
 

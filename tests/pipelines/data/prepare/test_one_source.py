@@ -1,5 +1,6 @@
 """The end of a preparation: counts of skipped and cut documents, empty splits, and complete shards."""
 
+import hashlib
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -8,6 +9,7 @@ from typing import Any
 import pytest
 
 from raystride.pipelines.config import Config, DataConfig
+from raystride.pipelines.data.prepare import manifest as manifest_module
 from raystride.pipelines.data.prepare.generations import GENERATIONS_FOLDER
 from raystride.pipelines.data.prepare.manifest import Manifest, Shard, Shards
 from raystride.pipelines.data.prepare.one_source import (
@@ -128,16 +130,27 @@ def test_splits_with_documents_pass(tmp_path: Path) -> None:
     _check_splits(config_of(tmp_path / "text.txt").data, manifest_with(1, 1))
 
 
-def test_a_preparation_is_whole_while_all_shards_have_their_sizes(tmp_path: Path) -> None:
-    folder, manifest = Folder(str(tmp_path)), manifest_with(5, 5)
-    for split in ("train", "validation"):
-        folder.put(f"{split}/0.arrow", b"1234")
+def test_a_preparation_is_whole_while_all_files_are_as_they_were_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, written = Folder(str(tmp_path)), {"sha256": hashlib.sha256(b"1234").hexdigest()}
+    names = {split: f"{split}/0.arrow" for split in ("train", "validation")}
+    splits = {split: Shards.from_shards([Shard(**shard(name) | written)]) for split, name in names.items()}
+    manifest = replace(manifest_with(5, 5), splits=splits)
+    for name in (*names.values(), "tokenizer/tokenizer_kind.json"):
+        folder.put(name, b"1234")
     assert load_finished_manifest(folder) is None
     manifest.save(folder)
     assert load_finished_manifest(folder) == manifest
-    folder.put("validation/0.arrow", b"123")
-    assert load_finished_manifest(folder) is None
-    folder.put("validation/0.arrow", b"4321")
+    for name in (*names.values(), "tokenizer/tokenizer_kind.json"):
+        for content in (b"123", b"4321"):
+            folder.put(name, content)
+            assert load_finished_manifest(folder) is None, (name, content)
+        folder.put(name, b"1234")
+    assert load_finished_manifest(folder) == manifest
+    monkeypatch.setattr(manifest_module, "MAX_READ_BYTES", 4)  # then the validation's alone is read
+    folder.put("train/0.arrow", b"4321")
+    assert load_finished_manifest(folder) == manifest
     (tmp_path / "train/0.arrow").unlink()
     assert load_finished_manifest(folder) is None
     folder.put("manifest.json", b"{")
@@ -212,6 +225,7 @@ def test_a_preparation_keeps_only_its_results_and_reuses_them(tmp_path: Path) ->
     assert first.folder == storage / ".prepared" / first.manifest.fingerprint
     assert first.folder.names() == [
         "files.parquet",
+        "files.parquet.sha256",
         GENERATIONS_FOLDER,
         "manifest.json",
         "manifest.json.sha256",
@@ -223,6 +237,10 @@ def test_a_preparation_keeps_only_its_results_and_reuses_them(tmp_path: Path) ->
     again = prepare_source(RunContext(config, storage, log=lines.append), task, on_ray=False)
     assert (first.reused, again.reused, again.manifest) == (False, True, first.manifest)
     assert len([line for line in lines if "prepared before" in line]) == 1
+    first.folder.put("tokenizer/tokenizer_kind.json", '{"format": 1, "kind": "characters", "characters": "a"}')
+    once_more = prepare_source(RunContext(config, storage, log=lines.append), task, on_ray=False)
+    assert (once_more.reused, once_more.manifest) == (False, first.manifest)
+    assert first.folder.read_json("tokenizer/tokenizer_kind.json")["kind"] == "bytes"
     assert PreparedData(first.folder, first.manifest, True, "l").identity.learned == "l"
     assert first.identity.data == first.manifest.fingerprint
 

@@ -79,6 +79,7 @@ def test_a_finished_preparation_is_reused_until_a_file_is_lost(corpus: Path, tmp
     assert "prepared before" in lines[-1]
     assert first.folder.names() == [
         "files.parquet",
+        "files.parquet.sha256",
         "manifest.json",
         "manifest.json.sha256",
         SPEED_FILE,

@@ -11,12 +11,20 @@ import pytest
 from raystride.pipelines.config import SettingError
 from raystride.pipelines.data.sources.faults import DataError
 from raystride.pipelines.launch.cluster.cluster import CannotRun
-from raystride.pipelines.launch.console.exit_codes import CANNOT_RUN, DONE, FAILED, WRONG_SETTINGS, run_with_exit_code
+from raystride.pipelines.launch.console.exit_codes import (
+    CANNOT_RUN,
+    DONE,
+    FAILED,
+    MISPLACED_ERRNOS,
+    WRONG_SETTINGS,
+    run_with_exit_code,
+)
 from raystride.pipelines.launch.console.failure import TrainingFailed
 from raystride.pipelines.system.credentials import MissingSecret
 from raystride.pipelines.system.errors import Unreadable
 from raystride.pipelines.system.signals import HUNG_UP, INTERRUPTED, TERMINATED, HungUp, Terminated, signal_exception
 from raystride.pipelines.system.storage.folder import UNWRITABLE_ERRNOS
+from raystride.pipelines.system.storage.sealed import SealBroken
 
 
 def raising(error: BaseException) -> Callable[[], int]:
@@ -54,6 +62,8 @@ def test_codes_are_those_that_shells_know() -> None:
         (failed_by(ValueError()), FAILED, ""),
         (failed_by(SettingError()), WRONG_SETTINGS, ""),
         (failed_by(DataError()), WRONG_SETTINGS, ""),
+        (failed_by(SealBroken()), CANNOT_RUN, ""),
+        (failed_by(IsADirectoryError(errno.EISDIR, "a folder", "/runs/x/sample.txt")), CANNOT_RUN, ""),
         (failed_by(KeyboardInterrupt()), INTERRUPTED, ""),
         (failed_by(Terminated()), TERMINATED, ""),
     ],
@@ -66,7 +76,7 @@ def test_an_error_of_the_user_is_a_line_and_a_code(
     assert capsys.readouterr().err == said
 
 
-@pytest.mark.parametrize("number", UNWRITABLE_ERRNOS)
+@pytest.mark.parametrize("number", [*UNWRITABLE_ERRNOS, *MISPLACED_ERRNOS])
 def test_a_disk_that_takes_no_files_cannot_run_it(capsys: pytest.CaptureFixture[str], number: int) -> None:
     assert run_with_exit_code(raising(OSError(number, os.strerror(number), "/runs/x"))) == CANNOT_RUN
     assert capsys.readouterr().err.startswith(f"error: [Errno {number}]")

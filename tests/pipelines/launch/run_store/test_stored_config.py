@@ -9,9 +9,10 @@ import pytest
 
 import raystride
 from raystride.command import run as run_command
-from raystride.jobs.train import stored_settings
+from raystride.jobs.train import main, stored_settings
 from raystride.pipelines.config import Config
 from raystride.pipelines.config.parse import from_yaml, parse, to_stored_yaml, to_yaml
+from raystride.pipelines.config.stored_run import put_attempt
 from raystride.pipelines.launch.run_store.location import locate_run, with_absolute_paths
 from raystride.pipelines.system.storage import sealed
 from raystride.pipelines.system.storage.folder import Folder
@@ -52,6 +53,17 @@ def test_what_names_no_run_is_left_as_it_is(
         assert given == list(arguments)
     with stored_settings(("--config", "lm_python", "--run", "my run")) as given:
         assert given == ["--config", "lm_python", "--run", "my run"]
+
+
+def test_a_damaged_file_is_refused_by_name_whatever_it_says(
+    stored: Config, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, words = Folder(str(tmp_path / "runs" / "my run")), ("--run", "my run", "--storage", str(tmp_path / "runs"))
+    put_attempt(run, "20261129-0712-ab12", stored, {})
+    run.put("config.yaml", run.read("config.yaml").replace(b"data:", b"dada:"))  # an unknown section, so there is no source
+    assert main(words) == 2
+    assert f"{run / 'config.yaml'} was changed by hand" in capsys.readouterr().err
+    assert read(*words, "--resume.edited", "true").data.source != stored.data.source
 
 
 def test_places_are_kept_as_they_are_meant(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

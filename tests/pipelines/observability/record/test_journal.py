@@ -103,6 +103,18 @@ def test_a_damaged_line_is_said_and_costs_no_other(tmp_path: Path) -> None:
     assert Journal(folder, "a1").append([entry(4)]).number == 2
 
 
+def test_a_segment_without_lines_is_said_and_costs_no_other(tmp_path: Path) -> None:
+    folder = Folder(str(tmp_path))
+    for number in (1, 2):
+        Journal(folder, "a1").append([entry(number)])
+    path = tmp_path / "journal/a1-000002.jsonl"
+    for damage in (lambda: path.write_bytes(b""), lambda: (path.unlink(), path.mkdir())):
+        damage()
+        (first, said) = read_entries(folder)
+        assert first["sequence"] == 1
+        assert said["values"] == {"name": "damaged", "text": "a1-000002.jsonl has no lines"}
+
+
 def test_a_run_without_a_journal_has_no_entries(tmp_path: Path) -> None:
     assert read_entries(Folder(str(tmp_path / "nothing"))) == []
 

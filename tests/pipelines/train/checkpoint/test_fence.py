@@ -8,9 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from raystride.pipelines.system.storage.folder import Folder
+from raystride.pipelines.system.storage.sealed import SealBroken
 from raystride.pipelines.train.checkpoint.fence import (
     AttemptSuperseded,
     Claim,
+    ClaimBroken,
     check_claim,
     claim_checkpoints,
     commit_fence,
@@ -64,9 +66,9 @@ def test_a_claim_with_any_bit_turned_lets_nobody_write(folder: Folder) -> None:
     whole = folder.read("attempt")
     for bit in some(range(8 * len(whole))):
         folder.put("attempt", flip(whole, bit))
-        with pytest.raises(AttemptSuperseded, match=r"attempt is not as it was written, .* remove it if no other driver"):
+        with pytest.raises(ClaimBroken, match=r"attempt is not as it was written, .* remove it if no other driver"):
             check_claim(folder, mine)
-        with pytest.raises(AttemptSuperseded, match="is not as it was written"):
+        with pytest.raises(SealBroken, match="is not as it was written"):  # for which there is an exit code
             claim_checkpoints(folder, Claim("next", "0f3e", 4))
     folder.remove("attempt")
     claim_checkpoints(folder, Claim("next", "0f3e", 4))
