@@ -10,12 +10,15 @@ With `--workers 2` two processes of one thread share each block's batch, the bar
     python -m benchmarks.loop --workers 2                      # the same for two workers
     python -m benchmarks.loop --ray --rounds 4                 # tokens a second and their ratio, 4 minutes
     python -m benchmarks.loop --off --rounds 4                 # the same, 12 minutes
+    python -m benchmarks.loop --shards-gib 10 --before ../old  # shards read for the first time, beside another checkout
 """
 
 import argparse
 import io
 import itertools
 import os
+import resource
+import shutil
 import sys
 import tempfile
 import time
@@ -32,10 +35,13 @@ import torch.distributed as dist
 from benchmarks import runs
 from benchmarks.pairs import Comparison, command_line, machine, machine_line, report, take_turns
 from benchmarks.workers import make_job, run_workers, settings, write_job
+from raystride.pipelines.data.prepare.hash_list import SUFFIX
+from raystride.pipelines.data.prepare.manifest import Manifest, Shards
 from raystride.pipelines.launch.inline import InlineRecorder
 from raystride.pipelines.observability.observers.observer import Observer, RunFacts
 from raystride.pipelines.observability.record.mlflow.log import MLFLOW_REFERENCE
 from raystride.pipelines.observability.record.sender import Post, Sender
+from raystride.pipelines.system.node_folder import CACHE_VARIABLE
 from raystride.pipelines.system.storage.folder import Folder
 from raystride.pipelines.train.worker.job import Job, WorkerInfo
 from raystride.pipelines.train.worker.rehearsal import discard_entries
@@ -43,6 +49,8 @@ from raystride.pipelines.train.worker.rehearsal import discard_entries
 LOG_EVERY = 10
 LEFT_OUT = 10
 """First steps of a block that are not counted."""
+TEXTS = 290
+"""Copies of the small text in ten shards of 32 MiB; less text has smaller ones."""
 BEGIN_S = 60.0
 """How long MLflow may take to begin."""
 BLOCKS = itertools.count()
@@ -189,6 +197,62 @@ def switch_off(given: argparse.Namespace, flags: list[str], storage: Path) -> No
     report(given, found, runs.compare(take_turns(ways, given.rounds, runs.say), peer="everything on", aims={}))
 
 
+def compare_shards(given: argparse.Namespace, flags: list[str], storage: Path) -> None:
+    """Whole inline runs on many shards: those that this node has not read before, those that it has, another checkout's."""
+    threads = given.threads or torch.get_num_threads()
+    found = machine(f"{threads} threads")
+    ours = [*flags, "--launch=inline", "--record.mlflow=false", f"--scaling.threads={threads}"]
+    folder = make_job(settings(*ours), storage, threads).prepared
+    multiply_shards(folder, given.shards_gib)
+    print(f"{machine_line(found)}\n{given.steps} steps of 768 tokens a run, inline, {given.shards_gib:g} GiB of shards")
+
+    def run(root: Path, *, forget: bool) -> dict[str, float]:
+        if forget:
+            shutil.rmtree(f"{os.environ[CACHE_VARIABLE]}-verified", ignore_errors=True)
+        before = children_cpu_s()
+        summary = runs.train(storage, *ours, root=root)
+        return runs.figures(summary) | {
+            "first_step_s": sum(summary["start"].values()),
+            "cpu_s": children_cpu_s() - before,
+        }
+
+    ways = {
+        "read for the first time": partial(run, runs.ROOT, forget=True),
+        "read before": partial(run, runs.ROOT, forget=False),
+    }
+    if given.before:
+        ways = {"another checkout": partial(run, given.before, forget=False)} | ways
+    results = take_turns(
+        ways, given.rounds, lambda _, got: f"{runs.say(_, got)}, first step after {got['first_step_s']:.2f} s"
+    )
+    peer = next(iter(ways)) if given.before else "read before"
+    comparisons = runs.compare(results, peer=peer, aims={"read for the first time": "at least 0.98"})
+    for key, what in (("first_step_s", "seconds to the first step"), ("cpu_s", "processor seconds of a run")):
+        values = {way: [got[key] for got in taken] for way, taken in results.items()}
+        comparisons.append(Comparison(what, values, peer, {"read for the first time": "at most 1.02"}, ".2f"))
+    report(given, found, comparisons)
+
+
+def children_cpu_s() -> float:
+    """Processor seconds of all ended children, which another load of the machine changes little."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
+def multiply_shards(folder: Folder, gib: float) -> None:
+    """Copies the training's shards of a preparation, with their lists of hashes, until they have so many GiB."""
+    manifest, place = Manifest.load(folder), Path(str(folder))
+    known = list(manifest.splits["train"])
+    shards = list(known)
+    while (len(shards) // len(known)) * sum(shard.bytes for shard in known) < gib * 2**30:
+        for shard in known:
+            name = f"train/copy-{len(shards):05d}.arrow"
+            for suffix in (".arrow", SUFFIX):
+                shutil.copyfile((place / shard.file).with_suffix(suffix), (place / name).with_suffix(suffix))
+            shards.append(replace(shard, file=name))
+    replace(manifest, splits=manifest.splits | {"train": Shards.from_shards(shards)}).save(folder)
+
+
 def main() -> None:
     """Parses the command line and runs what it asks for."""
     parser = command_line("loop", __doc__)
@@ -198,19 +262,26 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=1, help="processes that share each block's batch (1 or 2)")
     parser.add_argument("--ray", action="store_true", help="two workers under Ray beside DistributedDataParallel")
     parser.add_argument("--off", action="store_true", help="whole runs, each with something switched off")
+    parser.add_argument("--shards-gib", type=float, default=0.0, help="whole runs on so many GiB of shards")
+    parser.add_argument("--before", type=Path, help="with --shards-gib: another checkout of the repository")
     given = parser.parse_args()
     if given.workers > 1 and "RANK" not in os.environ:
         os.environ.setdefault("OMP_NUM_THREADS", "1")  # torchrun would set it with a warning
         torchrun = ("-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={given.workers}")
         os.execv(sys.executable, [sys.executable, *torchrun, "-m", "benchmarks.loop", *sys.argv[1:]])
-    whole_runs = given.ray or given.off
+    whole_runs = given.ray or given.off or given.shards_gib
     given.steps = given.steps or (300 if whole_runs else 60)
     given.rounds = given.rounds or (4 if whole_runs else 10)
     with tempfile.TemporaryDirectory(prefix="loop-") as scratch:
         storage = Path(scratch) / "runs"
-        flags = runs.small_setting(runs.small_text(Path(scratch)))
+        os.environ[CACHE_VARIABLE] = str(Path(scratch) / "cache")
+        text = runs.small_text(Path(scratch))
+        if given.shards_gib:
+            text.write_text(text.read_text() * TEXTS)
+        flags = runs.small_setting(text)
         flags += ["--train.steps", str(given.steps), "--train.log_every", str(LOG_EVERY)]
-        measure = compare_workers if given.ray else switch_off if given.off else compare_loops
+        measure = compare_shards if given.shards_gib else compare_workers if given.ray else compare_loops
+        measure = switch_off if given.off else measure
         measure(given, flags, storage)
 
 

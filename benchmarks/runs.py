@@ -50,16 +50,18 @@ class Finished:
         return dict(json.loads(self.output.strip().splitlines()[-1]))
 
 
-def run(*arguments: str, ends: Collection[int] = (0,)) -> Finished:
-    """Runs this Python with arguments in the repository, outside any Ray cluster there may be.
+def run(*arguments: str, ends: Collection[int] = (0,), root: Path = ROOT) -> Finished:
+    """Runs this Python with arguments in the repository, or another checkout, outside any Ray cluster there may be.
 
     Raises Failed where it ends with another exit code than these.
     """
     environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"} | ENVIRONMENT
+    if root != ROOT:
+        environment["PYTHONPATH"] = str(root)
     started_at = time.time()
     done = subprocess.run(
         [sys.executable, *arguments],
-        cwd=ROOT,
+        cwd=root,
         env=environment,
         capture_output=True,
         text=True,
@@ -97,10 +99,10 @@ def prepare(storage: Path, *flags: str) -> None:
     run("ray_jobs/prepare.py", *flags, "--launch", "inline", "--storage", str(storage))
 
 
-def train(storage: Path, *flags: str) -> dict[str, Any]:
+def train(storage: Path, *flags: str, root: Path = ROOT) -> dict[str, Any]:
     """Trains a run of a new name; its summary, and in `start` the seconds of each part of the start."""
     name = f"run-{secrets.token_hex(4)}"
-    run("ray_jobs/train.py", *flags, "--storage", str(storage), "--run", name)
+    run("ray_jobs/train.py", *flags, "--storage", str(storage), "--run", name, root=root)
     return dict(Folder.from_uri(str(storage / name)).read_json("summary.json")) | {"start": start_of(storage, name)}
 
 
