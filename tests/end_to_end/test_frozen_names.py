@@ -45,9 +45,9 @@ certificates check completion deploy evaluate export generate node predict prepa
 SUMMARY = """
 average_power_watts complete data_wait_share ending energy_covers energy_joules flops_per_token gpu_idle_share
 joules_per_token kernels metric metrics mfu mlflow_run_id parameters parameters_sha256 peak_memory_bytes precision products
-resumed_from run samples_seen seconds_to_first_step slowest_node slowest_rank status step_seconds_p50 step_seconds_p95 steps
-straggler_loss_share throttled_seconds throttled_seconds_by_reason tokens_per_second tokens_seen train_loss val_loss
-unit waiting_share workers
+resumed_from run samples_seen seconds_to_first_step sha256 slowest_node slowest_rank status step_seconds_p50 step_seconds_p95
+steps straggler_loss_share throttled_seconds throttled_seconds_by_reason tokens_per_second tokens_seen train_loss val_loss
+unit waiting_share workers writer
 """
 KINDS = "artifact checkpoint error event metrics parameters rank ranks summary system tags totals"
 WRITTEN_KINDS = "checkpoint event metrics parameters summary system tags"
@@ -229,7 +229,7 @@ def test_keys_of_a_runs_files_are_the_same(folder: Path) -> None:
     (prepared,) = (folder.parent / ".prepared").iterdir()
     described = _json(prepared, "manifest.json")
     _same(described, PREPARED)
-    _same(described["source"], "bytes files kind name")
+    _same(described["source"], "bytes files kind name tokenizer_files")
     _same(described["splits"], "train validation")
     _same(described["splits"]["train"][0], SHARD)
 
