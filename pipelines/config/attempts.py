@@ -27,7 +27,11 @@ def read_environment(run: Folder) -> dict[str, Any]:
     damage: SealBroken | None = None
     for place in copies(run):
         try:
-            return read_sealed(place, ENVIRONMENT_FILE)
+            found = read_sealed(place, ENVIRONMENT_FILE)
+            # One of 0.3, which has no folders of attempts, has no hashes of settings.
+            if not found.get(SETTINGS_HASHES) or found.get("attempt") in (None, *(run / ATTEMPTS).names()):
+                return found
+            damage = damage or SealBroken(f"{place / ENVIRONMENT_FILE} is another run's")
         except FileNotFoundError:
             continue
         except SealBroken as error:

@@ -91,13 +91,13 @@ def test_a_turned_bit_in_data_that_0_3_prepared_is_refused(stored: Path, tmp_pat
     prepared = runs / ".prepared" / runs.read_json("labels/environment.json")["data"]
     shard = Path(f"{prepared}/{Manifest.load(prepared).splits['train'][0].file}")
     config = tmp_path / "runs" / "labels" / "config.yaml"
-    settings = {"train.steps": 12, "launch": "inline"}
+    settings, newest = {"train.steps": 12, "launch": "inline"}, raystride.Run.open("labels", str(runs)).checkpoints[-1].step
     for form in ("with lists", "without"):
         flip_bit(shard, shard.stat().st_size // 2)
         with pytest.raises(raystride.TrainingFailed, match=re.escape(f"{shard}: bytes 0 to")) as failed:
             raystride.train(str(config), settings, run="labels", storage=str(runs))
         assert isinstance(failed.value.cause, raystride.DataError), form
-        assert raystride.Run.open("labels", str(runs)).checkpoints[-1].step == 6, form
+        assert raystride.Run.open("labels", str(runs)).checkpoints[-1].step == newest, form
         flip_bit(shard, shard.stat().st_size // 2)
         without_hash_lists(prepared)
     assert raystride.train(str(config), settings, run="labels", storage=str(runs)).summary["steps"] == 12

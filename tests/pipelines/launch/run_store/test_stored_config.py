@@ -11,6 +11,7 @@ import raystride
 from raystride.command import run as run_command
 from raystride.jobs.train import main, stored_settings
 from raystride.pipelines.config import Config
+from raystride.pipelines.config.attempts import read_environment
 from raystride.pipelines.config.parse import from_yaml, parse, to_stored_yaml, to_yaml
 from raystride.pipelines.config.stored_run import put_attempt
 from raystride.pipelines.launch.run_store.location import locate_run, with_absolute_paths
@@ -64,6 +65,14 @@ def test_a_damaged_file_is_refused_by_name_whatever_it_says(
     assert main(words) == 2
     assert f"{run / 'config.yaml'} was changed by hand" in capsys.readouterr().err
     assert read(*words, "--resume.edited", "true").data.source != stored.data.source
+
+
+def test_another_runs_environment_is_not_taken_for_the_runs_own(stored: Config, tmp_path: Path) -> None:
+    runs = [Folder(str(tmp_path / name)) for name in ("one", "other")]
+    for run, attempt in zip(runs, ("20261129-0712-ab12", "20261129-0713-cd34"), strict=True):
+        put_attempt(run, attempt, stored, {"attempt": attempt})
+    runs[0].put("environment.json", runs[1].read("environment.json"))
+    assert read_environment(runs[0])["attempt"] == "20261129-0712-ab12"
 
 
 def test_places_are_kept_as_they_are_meant(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
