@@ -79,7 +79,7 @@ class Run:
 
     @property
     def summary(self) -> dict[str, Any]:
-        """The keys of `summary.json`; empty before the run has ended."""
+        """The keys of `summary.json`; empty before the run has ended. Raises ValueError if the file is damaged."""
         return read_summary(self.folder)
 
     @cached_property

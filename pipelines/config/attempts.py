@@ -28,8 +28,8 @@ def read_environment(run: Folder) -> dict[str, Any]:
     for place in copies(run):
         try:
             found = read_sealed(place, ENVIRONMENT_FILE)
-            # One of 0.3, which has no folders of attempts, has no hashes of settings.
-            if not found.get(SETTINGS_HASHES) or found.get("attempt") in (None, *(run / ATTEMPTS).names()):
+            # One of 0.3, which has no folders of attempts, has no hashes of settings; `run` may be an attempt's own folder.
+            if not found.get(SETTINGS_HASHES) or found.get("attempt") in (None, run.name, *(run / ATTEMPTS).names()):
                 return found
             damage = damage or SealBroken(f"{place / ENVIRONMENT_FILE} is another run's")
         except FileNotFoundError:

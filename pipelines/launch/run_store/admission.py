@@ -55,7 +55,7 @@ def admit_run(context: RunContext) -> Admission:
     """
     previous = read_previous_attempt(context.run_folder)
     if previous:
-        refuse_edits(previous, context.config, context.log)
+        refuse_edits(previous, context.config.resume, context.log)
         newest_manifest(context.run_folder)  # raises if a newer version has written what this one does not know
         context = context.with_config(with_previous_base(previous, context.config))
     begins_anew = starts_over(context.config.launch, context.run_folder, context.log)

@@ -15,7 +15,7 @@ from functools import partial
 from shlex import quote
 from typing import Any, TypeVar, cast
 
-from raystride.pipelines.config import Config, ModelConfig, SettingError, TokenizerConfig
+from raystride.pipelines.config import Config, ModelConfig, ResumeConfig, SettingError, TokenizerConfig
 from raystride.pipelines.config.attempts import SETTINGS_FILE, read_environment
 from raystride.pipelines.config.base_model import can_be_read
 from raystride.pipelines.config.mixture import defines_source
@@ -103,12 +103,12 @@ def read_previous_attempt(folder: Folder) -> PreviousAttempt | None:
     )
 
 
-def refuse_edits(previous: PreviousAttempt, config: Config, log: Callable[[str], None]) -> None:
+def refuse_edits(previous: PreviousAttempt, resume: ResumeConfig, log: Callable[[str], None]) -> None:
     """Shows what was edited in `config.yaml` by hand. Raises SettingError unless `resume.edited` takes it."""
     if not previous.edits:
         return
     listed = f"{SETTINGS_FILE} was edited since this run wrote it:\n  " + "\n  ".join(previous.edits)
-    if not config.resume.edited:
+    if not resume.edited:
         raise SettingError(
             f"{listed}\n  take the change by --resume.edited true, or put the file back: the newest folder in attempts/ has "
             "a copy",

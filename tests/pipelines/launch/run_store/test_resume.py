@@ -246,15 +246,15 @@ def test_an_edited_file_is_taken_only_by_name_and_says_what_it_changes(tmp_path:
     folder, said = _written(tmp_path), list[str]()
     whole = folder.read("config.yaml").decode()
     folder.put("config.yaml", "# a comment of mine\n" + whole)
-    refuse_edits(previous_attempt(folder), CONFIG, said.append)  # the same settings
+    refuse_edits(previous_attempt(folder), CONFIG.resume, said.append)  # the same settings
     rate = CONFIG.optimizer.learning_rate
     folder.put("config.yaml", whole.replace(f"learning_rate: {rate}", "learning_rate: 0.5"))
     change = f"optimizer.learning_rate: {rate} before, 0.5 now"
     with refused("resume.edited", False, names=["config.yaml", change, "--resume.edited true"]):
-        refuse_edits(previous_attempt(folder), CONFIG, said.append)
+        refuse_edits(previous_attempt(folder), CONFIG.resume, said.append)
     with refused("run", "run", names=["config.yaml", change, "--resume.edited true", "attempts/a2/config.yaml"]):
         read_settings(folder)
-    refuse_edits(previous_attempt(folder), replace(CONFIG, resume=ResumeConfig(edited=True)), said.append)
+    refuse_edits(previous_attempt(folder), ResumeConfig(edited=True), said.append)
     assert change in said[0]
     assert previous_attempt(folder).config == CONFIG  # with which others are compared
     write_settings(folder, "a3", replace(CONFIG, resume=ResumeConfig(edited=True)), {"data": "d1"})
