@@ -415,6 +415,10 @@ class Checkpoints:
     def _check_manifest(
         self, folder: Folder, name: str, content: bytes, problem: str | None
     ) -> tuple[str | None, dict[str, Any]]:
+        """Returns the problem of one manifest of a checkpoint or of its files, as `_find_problem` does, and its content.
+
+        `problem` is that of reading it.
+        """
         manifest: dict[str, Any] = {}
         unreadable: str | None = None
         if not problem:

@@ -79,8 +79,8 @@ def _verify_contents(step: Folder, files: Mapping[str, Any]) -> None:
 def read_hint(folder: Folder, hint: str) -> str:
     """Returns the checkpoint that the file `best` or `last` names; "" if there is none."""
     try:
-        return folder.read(hint).decode().strip()
-    except FileNotFoundError:
+        return folder.read(hint).decode(errors="replace").strip()
+    except (FileNotFoundError, IsADirectoryError):
         return ""
 
 

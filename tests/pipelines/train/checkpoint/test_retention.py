@@ -61,11 +61,12 @@ def test_the_best_one_is_what_the_newest_manifest_says(tmp_path: Path) -> None:
     for step, best in ((1, 1), (2, 2), (3, 2)):
         checkpoints.save(model, optimizer, TrainState(step=step, best=0.5, best_step=best), {}, best=step == best)
     checkpoints.finish()
-    for hint in ("step-00000003\n", "step-00000001\n", "step-0000000\xb2", None):
+    for hint in (b"step-00000003\n", b"step-00000001\n", b"step-0000000\xb2", None):
         if hint:
-            (tmp_path / "best").write_text(hint)
+            (tmp_path / "best").write_bytes(hint)
         else:
             (tmp_path / "best").unlink()
+            (tmp_path / "best").mkdir()
         found = open_checkpoints(tmp_path).find_best()
         assert found
         assert found.step == 2
