@@ -23,6 +23,8 @@ from raystride.pipelines.config import (
     TrainConfig,
     ValidationConfig,
 )
+from raystride.pipelines.config.attempts import newest_attempt, read_environment
+from raystride.pipelines.config.stored_run import parse_settings, put_attempt
 from raystride.pipelines.data.prepare.fingerprint import compute_fingerprint, open_sources
 from raystride.pipelines.data.prepare.one_source import prepare_source
 from raystride.pipelines.data.prepare.run_context import RunContext
@@ -84,6 +86,8 @@ def config(trained: Path, tmp_path: Path) -> Config:
     shutil.copytree(trained, place)
     stored = place / "runs" / "r" / "config.yaml"
     stored.write_text(stored.read_text().replace(str(trained), str(place)))
+    run = Folder(str(stored.parent))
+    put_attempt(run, newest_attempt(run).name, parse_settings(run), read_environment(run))
     return _settings(place)
 
 
