@@ -423,7 +423,7 @@ class Checkpoints:
         unreadable: str | None = None
         if not problem:
             try:
-                parsed = parse_sealed(content, str(folder / name), MANIFEST_KEYS)
+                parsed = parse_sealed(content, "its manifest", MANIFEST_KEYS)
                 check_manifest(parsed, folder, name)
                 manifest = parsed
                 if manifest["format"] not in (FORMAT, INDEXED):

@@ -184,10 +184,12 @@ def test_a_single_node_has_no_process_that_synchronizes_for_ray_train() -> None:
     def report(config: dict[str, Any]) -> None:
         ray.train.report({})
 
+    before = {*import_module("ray._private.state").actors()}  # those of a stock trainer in the same session
     trainer = make_trainer(report, _settings(), fast_start=True, warn=print)
     with pytest.raises(ray.train.TrainingFailedError, match=r"ray\.train\.report .* need --launch\.fast_start false"):
         trainer.fit()
-    classes = [actor["ActorClassName"].rpartition(".")[2] for actor in import_module("ray._private.state").actors().values()]
+    new = [actor for name, actor in import_module("ray._private.state").actors().items() if name not in before]
+    classes = [actor["ActorClassName"].rpartition(".")[2] for actor in new]
     assert "RayTrainWorker" in classes
     assert "SynchronizationActor" not in classes
     wait_until(lambda: ray.available_resources().get("CPU") == 2.0, "the place of its worker")
