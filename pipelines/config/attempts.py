@@ -7,7 +7,7 @@
 """
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from raystride.pipelines.system.errors import SettingError
@@ -41,15 +41,15 @@ def read_environment(run: Folder) -> dict[str, Any]:
     raise setting_error(run, f"{damage}, and no attempt has a whole copy of it. Use another --run")
 
 
-def has_written(run: Folder, settings: bytes) -> bool:
-    """Returns whether these bytes are a `config.yaml` that the newest attempt wrote or found; True for a run of 0.3."""
-    hashes = read_environment(run).get(SETTINGS_HASHES)
+def is_written(settings: bytes, environment: Mapping[str, Any]) -> bool:
+    """Returns whether these bytes are a `config.yaml` that an attempt wrote or found, by its environment; True for 0.3."""
+    hashes = environment.get(SETTINGS_HASHES)
     return not hashes or sha256(settings) in hashes
 
 
 def check_settings_file(run: Folder) -> None:
     """Raises SettingError if `config.yaml` is not as the run wrote it, and FileNotFoundError."""
-    if not has_written(run, run.read(SETTINGS_FILE)):
+    if not is_written(run.read(SETTINGS_FILE), read_environment(run)):
         raise setting_error(run, f"{run / SETTINGS_FILE} is not as the run wrote it; {newest_attempt(run)} has a copy")
 
 

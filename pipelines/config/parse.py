@@ -21,6 +21,7 @@ from typing import Any, Generic, Literal, TypeVar, get_args, get_origin, get_typ
 import yaml
 
 from raystride.locations import __version__
+from raystride.pipelines.config.attempts import SETTINGS_FILE
 from raystride.pipelines.config.base_model import defaults_without_base, settings_from_base
 from raystride.pipelines.config.batch import batch_error, cut_batch_of_content, cut_batch_of_flags, with_slots
 from raystride.pipelines.config.help import Usage, help_text
@@ -36,8 +37,6 @@ from raystride.pipelines.system.storage.folder import Folder
 from raystride.pipelines.system.writer import refuse_unknown
 
 T = TypeVar("T")
-SETTINGS_FILE = "config.yaml"
-"""A run's stored settings, in its folder."""
 SHORT_FORMS = {"launch": "mode"}
 """Sections whose name stands for one of their settings: `--launch inline`, `launch: inline`."""
 
@@ -236,14 +235,12 @@ def to_stored_yaml(settings: Any) -> str:
 
 def _refuse_newer_settings(cls: type, text: str, content: dict[str, Any], file: str) -> None:
     """Raises WrittenByNewer if a newer version wrote the settings, and one that is not known here is not at its default."""
-    head = {mark: line.removeprefix(mark) for line in text.splitlines()[:2] for mark in _COMMENTS if line.startswith(mark)}
+    marks = (WRITER_COMMENT, CHANGED_COMMENT)
+    head = {mark: line.removeprefix(mark) for line in text.splitlines()[:2] for mark in marks if line.startswith(mark)}
     known, values = set(_keys(cls)), dict(_flatten_keys(content))
     changed = (name.strip() for name in head.get(CHANGED_COMMENT, "").split(","))
     unknown = {name: values.get(name) for name in changed if name and name not in known}
     refuse_unknown(file, head.get(WRITER_COMMENT), unknown)
-
-
-_COMMENTS = (WRITER_COMMENT, CHANGED_COMMENT)
 
 
 def _flatten_keys(content: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

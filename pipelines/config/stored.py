@@ -12,10 +12,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
+from raystride.pipelines.config.attempts import ATTEMPTS, ENVIRONMENT_FILE, SETTINGS_FILE
+
 T = TypeVar("T")
-RUN_FILES, PREPARED_FOLDER = ("environment.json", "attempts"), ".prepared"
+RUN_FILES, PREPARED_FOLDER = (ENVIRONMENT_FILE, ATTEMPTS), ".prepared"
 """Beside a `config.yaml` the first make a folder a run's; the second makes one a storage."""
-SETTINGS_OF_SWEEPS = ("config.yaml", "recommended.yaml")
+SETTINGS_OF_SWEEPS = (SETTINGS_FILE, "recommended.yaml")
 
 
 class StoredName(str):
@@ -70,7 +72,7 @@ def find_storage(path: Path) -> Path | None:
 
 
 def _is_run(folder: Path) -> bool:
-    return (folder / "config.yaml").is_file() and any((folder / name).exists() for name in RUN_FILES)
+    return (folder / SETTINGS_FILE).is_file() and any((folder / name).exists() for name in RUN_FILES)
 
 
 def find_stored_folder(file: str) -> str:

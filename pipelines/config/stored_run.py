@@ -8,7 +8,7 @@ A file edited by hand is refused with its differences, unless a training takes i
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from yaml import YAMLError
 
@@ -18,8 +18,9 @@ from raystride.pipelines.config.attempts import (
     SETTINGS_FILE,
     SETTINGS_HASHES,
     copies,
-    has_written,
+    is_written,
     newest_attempt,
+    read_environment,
     setting_error,
     sha256,
 )
@@ -30,32 +31,41 @@ from raystride.pipelines.system.storage.sealed import put_sealed
 from raystride.pipelines.system.writer import WrittenByNewer
 
 
+class StoredRun(NamedTuple):
+    """What the newest attempt of a run has stored."""
+
+    settings: Config
+    """Those that it wrote, also where `config.yaml` was edited since."""
+    edits: list[str]
+    """Settings that were edited since, a line each."""
+    environment: dict[str, Any]
+
+
+def read_run(run: Folder) -> StoredRun:
+    """Returns what the newest attempt has stored. Raises FileNotFoundError without settings, SettingError for damage."""
+    found, environment = parse_settings(run), read_environment(run)
+    if is_written(run.read(SETTINGS_FILE), environment):
+        return StoredRun(found, [], environment)
+    place = newest_attempt(run)
+    if not place.exists(SETTINGS_FILE) or not is_written(place.read(SETTINGS_FILE), environment):
+        message = f"{run / SETTINGS_FILE} and its copy in {place} are not as they were written: use another --run"
+        raise setting_error(run, message)
+    wrote = parse_settings(place)
+    edits = _describe_changes(wrote, found)
+    return StoredRun(wrote if edits else found, edits, environment)
+
+
 def read_settings(run: Folder) -> Config:
     """Returns the newest settings of a run. Raises FileNotFoundError, and SettingError if they are not those it wrote."""
-    found, wrote = parse_settings(run), read_attempt_settings(run)
-    if wrote is None or not (changed := describe_changes(wrote, found)):
-        return found
+    stored = read_run(run)
+    if not stored.edits:
+        return stored.settings
     raise setting_error(
         run,
-        f"{run / SETTINGS_FILE} was changed by hand since the run wrote it:\n  " + "\n  ".join(changed) + "\n"
+        f"{run / SETTINGS_FILE} was changed by hand since the run wrote it:\n  " + "\n  ".join(stored.edits) + "\n"
         f"  copy {newest_attempt(run) / SETTINGS_FILE} over it, or take the change by a training with "
         f"--run {run.name} --resume.edited true",
     )
-
-
-def read_attempt_settings(run: Folder) -> Config | None:
-    """Returns the settings that the newest attempt wrote if `config.yaml` is another file now, None if it is not, or the
-    run is of 0.3.
-
-    Raises SettingError if both files are damaged.
-    """
-    if has_written(run, run.read(SETTINGS_FILE)):
-        return None
-    place = newest_attempt(run)
-    if not place.exists(SETTINGS_FILE) or not has_written(run, place.read(SETTINGS_FILE)):
-        message = f"{run / SETTINGS_FILE} and its copy in {place} are not as they were written: use another --run"
-        raise setting_error(run, message)
-    return parse_settings(place)
 
 
 def parse_settings(folder: Folder) -> Config:
@@ -88,7 +98,7 @@ def put_attempt(run: Folder, attempt: str, config: Config, environment: Mapping[
     run.put(SETTINGS_FILE, files[0])
 
 
-def describe_changes(before: Config, now: Config) -> list[str]:
+def _describe_changes(before: Config, now: Config) -> list[str]:
     """Returns the settings that differ, a line each, but those that hold for one attempt."""
     earlier, current = (_without_one_time_settings(config).flat() for config in (before, now))
     keys = [key for key in {**earlier, **current} if earlier.get(key) != current.get(key)]

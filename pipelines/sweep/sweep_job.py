@@ -13,7 +13,8 @@ from functools import partial
 from shlex import quote
 
 from raystride.pipelines.config import Config, SettingError
-from raystride.pipelines.config.parse import SETTINGS_FILE, Parsed, to_stored_yaml
+from raystride.pipelines.config.attempts import SETTINGS_FILE
+from raystride.pipelines.config.parse import Parsed, to_stored_yaml
 from raystride.pipelines.config.sweep import SweepJobConfig
 from raystride.pipelines.config.train import LARGER_IS_BETTER
 from raystride.pipelines.data.plugins import PluginBundle

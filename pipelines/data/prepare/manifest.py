@@ -357,13 +357,12 @@ def load_finished_manifest(folder: Folder) -> Manifest | None:
     sizes = folder.sizes()  # one listing: for thousands of shards a request each would take minutes at every start
     if any(sizes.get(shard.file) != shard.bytes for shard in shards):
         return None
-    if folder.local is None:
-        return manifest if all(sizes.get(path) is not None for path in manifest.tokenizer_files) else None
+
+    def is_written(path: str, sha256: str) -> bool:
+        return path in sizes if folder.local is None else _file_sha256(folder, path) == sha256
+
     try:
-        return (
-            manifest
-            if all(_file_sha256(folder, path) == known for path, known in manifest.tokenizer_files.items())
-            else None
-        )
+        is_whole = all(is_written(path, sha256) for path, sha256 in manifest.tokenizer_files.items())
     except (FileNotFoundError, IsADirectoryError):
         return None
+    return manifest if is_whole else None

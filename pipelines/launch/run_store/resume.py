@@ -16,12 +16,11 @@ from shlex import quote
 from typing import Any, TypeVar, cast
 
 from raystride.pipelines.config import Config, ModelConfig, ResumeConfig, SettingError, TokenizerConfig
-from raystride.pipelines.config.attempts import SETTINGS_FILE, read_environment
+from raystride.pipelines.config.attempts import SETTINGS_FILE
 from raystride.pipelines.config.base_model import can_be_read
 from raystride.pipelines.config.mixture import defines_source
-from raystride.pipelines.config.stored_run import describe_changes, parse_settings, put_attempt, read_attempt_settings
+from raystride.pipelines.config.stored_run import put_attempt, read_run
 from raystride.pipelines.data.prepare.fingerprint import Identity, KeptPreparations, compute_fingerprint, open_sources
-from raystride.pipelines.data.prepare.manifest import FILE as PREPARED_MANIFEST
 from raystride.pipelines.data.prepare.manifest import load_finished_manifest
 from raystride.pipelines.data.prepare.raw_files import (
     MAX_HASHED,
@@ -42,7 +41,6 @@ from raystride.pipelines.observability.record.summary import SUMMARY_FILE, RunSu
 from raystride.pipelines.system.commands import launch_command
 from raystride.pipelines.system.credentials import redact_all_uris
 from raystride.pipelines.system.storage.folder import Folder, absolute_uri
-from raystride.pipelines.system.storage.sealed import read_sealed
 from raystride.pipelines.train.checkpoint.layout import (
     BEFORE_PRODUCTS,
     checkpoint_names,
@@ -86,20 +84,17 @@ def read_previous_attempt(folder: Folder) -> PreviousAttempt | None:
     Raises SettingError, and SealBroken for its summary, if it is damaged.
     """
     try:
-        config = parse_settings(folder)
+        config, edits, environment = read_run(folder)
     except FileNotFoundError:
         return None
-    wrote = read_attempt_settings(folder)
-    changes = describe_changes(wrote, config) if wrote else []
-    environment, summary = read_environment(folder), cast(RunSummary, read_summary(folder)) or None
     return PreviousAttempt(
-        wrote or config,
+        config,
         environment.get("data"),
-        summary,
+        cast(RunSummary, read_summary(folder)) or None,
         environment.get("sources", {}),
         environment.get("learned", ""),
         environment.get("content", {}),
-        changes,
+        edits,
     )
 
 
@@ -117,13 +112,6 @@ def refuse_edits(previous: PreviousAttempt, resume: ResumeConfig, log: Callable[
             allowed=True,
         )
     log(listed)
-
-
-def _read_json(folder: Folder, name: str) -> dict[str, Any]:
-    try:
-        return read_sealed(folder, name)
-    except (FileNotFoundError, ValueError):
-        return {}
 
 
 def with_previous_base(previous: PreviousAttempt, config: Config) -> Config:
@@ -231,7 +219,8 @@ def keep_preparations(previous: PreviousAttempt, context: RunContext) -> KeptPre
 
 def _compare_dataset(folder: Folder, task: Task, log: Callable[[str], None]) -> None:
     """Logs a line if the code of a user's model or data has changed. Raises SettingError if lengths or shapes have."""
-    before = _read_json(folder, PREPARED_MANIFEST).get("learned", {}).get("dataset")
+    manifest = load_finished_manifest(folder)
+    before = manifest.learned.get("dataset") if manifest else None
     if before is None:
         return
     now = json.loads(json.dumps(task.describe_dataset()))

@@ -17,6 +17,7 @@ import sys
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -26,7 +27,7 @@ from raystride.pipelines.data.feed.mixture import SAMPLE_BITS, Mixture, split_sa
 from raystride.pipelines.data.feed.order import Order, digest
 from raystride.pipelines.system.storage.folder import Folder
 from raystride.pipelines.system.writer import WrittenByNewer
-from raystride.pipelines.train.checkpoint.layout import checkpoint_names, read_manifest, step_name
+from raystride.pipelines.train.checkpoint.layout import checkpoint_names, newest_term, read_manifest, step_name
 
 CHUNK = 1 << 20
 """Positions per chunk: 8 MiB of numbers."""
@@ -168,7 +169,11 @@ def _format_steps(steps: tuple[int, ...]) -> str:
 def _walk_manifests(checkpoints: Folder) -> Iterator[dict[str, Any]]:
     """Yields the manifests from the newest readable one back to the start. Raises AuditFailed if the chain breaks."""
     names = reversed(checkpoint_names(checkpoints.names()))
-    manifest = next(filter(None, (_read_manifest(checkpoints, name) for name in names)), None)
+    try:
+        read = partial(_read_manifest, checkpoints, newest_term(checkpoints))  # one request for the claim, not one a step
+    except OSError as error:
+        raise AuditFailed(f"the claim of {checkpoints} cannot be read ({error})") from error
+    manifest = next(filter(None, map(read, names)), None)
     if manifest is None:
         raise AuditFailed("there is no manifest of a checkpoint that could be read")
     while True:
@@ -176,7 +181,7 @@ def _walk_manifests(checkpoints: Folder) -> Iterator[dict[str, Any]]:
         step, parent_step, first = manifest["step"], manifest["parent_step"], manifest["positions"][0]
         if parent_step == 0 and first == 0:
             return
-        parent = _read_manifest(checkpoints, step_name(parent_step)) if parent_step < step else None
+        parent = read(step_name(parent_step)) if parent_step < step else None
         if parent is None:
             message = f"{step_name(step)} follows {step_name(parent_step)}, of which there is no manifest"
             raise AuditFailed(message, step=step, parent_step=parent_step)
@@ -187,10 +192,10 @@ def _walk_manifests(checkpoints: Folder) -> Iterator[dict[str, Any]]:
         manifest = parent
 
 
-def _read_manifest(checkpoints: Folder, name: str) -> dict[str, Any] | None:
+def _read_manifest(checkpoints: Folder, newest: float, name: str) -> dict[str, Any] | None:
     """Returns a manifest, or None if it is missing, damaged or lacks a key that an audit needs. Raises AuditFailed."""
     try:
-        manifest = read_manifest(checkpoints / name)
+        manifest = read_manifest(checkpoints / name, newest)
     except WrittenByNewer as error:
         raise AuditFailed(str(error)) from error
     except OSError as error:

@@ -62,13 +62,21 @@ def is_manifest(name: str) -> bool:
     return _MANIFEST.fullmatch(name) is not None
 
 
-def manifest_names(step: Folder) -> list[str]:
-    """Returns the names of a checkpoint's manifests, the highest term first, without those above the newest claim."""
+def newest_term(checkpoints: Folder) -> float:
+    """Returns the term of the newest claim; infinite if that is not known. Raises OSError."""
     try:
-        claim = read_claim(step.parent)
+        claim = read_claim(checkpoints)
     except ClaimBroken:  # it forbids writing, and says nothing about what is there
         claim = None
-    newest = (claim.term if claim else 0) or math.inf  # claims of 0.2 have no term
+    return (claim.term if claim else 0) or math.inf  # claims of 0.2 have no term
+
+
+def manifest_names(step: Folder, newest: float | None = None) -> list[str]:
+    """Returns the names of a checkpoint's manifests, the highest term first, without those above the newest claim.
+
+    `newest` is that claim's term, if the caller knows it.
+    """
+    newest = newest_term(step.parent) if newest is None else newest
     terms = {name: int(found[1] or 0) for name in step.names() if (found := _MANIFEST.fullmatch(name))}
     return sorted((name for name in terms if terms[name] <= newest), key=terms.__getitem__, reverse=True)
 
@@ -80,12 +88,12 @@ def check_manifest(manifest: dict[str, Any], step: Folder, name: str) -> None:
         raise SealBroken(f"{step / name} is the manifest {stated} of {step_name(manifest['step'])}")
 
 
-def read_manifest(step: Folder) -> dict[str, Any]:
+def read_manifest(step: Folder, newest: float | None = None) -> dict[str, Any]:
     """Returns a checkpoint's manifest, without a look at its data; empty if none is as it was written.
 
-    Raises OSError, WrittenByNewer.
+    `newest`: see `manifest_names`. Raises OSError, WrittenByNewer.
     """
-    for name in manifest_names(step):
+    for name in manifest_names(step, newest):
         try:
             manifest = read_sealed(step, name, known=MANIFEST_KEYS)
             check_manifest(manifest, step, name)
