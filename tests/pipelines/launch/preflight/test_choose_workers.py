@@ -88,7 +88,7 @@ def test_what_is_not_open_stays(
 
 def test_a_run_goes_on_with_what_it_had_where_that_finds_places(tmp_path: Path, rehearsals: list[Any]) -> None:
     job = _job(tmp_path)
-    made = {"world": 3, "threads": 1, "device": "cpu"}
+    made = {"step": 4, "world": 3, "threads": 1, "device": "cpu"}
     (job.folder / "checkpoints" / "step-00000004").put_json("MANIFEST.json", made)
     assert choose_workers(job, _there(), ASKED, LONG, print) == Allocation(3, "cpu", 1)
     assert not rehearsals
