@@ -241,6 +241,8 @@ def _finish_session(job: Job, recorder: RunRecorder, screen: Screen, outcome: Ru
         preview = recorder.preview_summary(status, final_summary)
         figures = gather_figures(stream_entries(job.folder))
         losses = figures.losses
+        for damage in figures.damages:
+            screen.warn(f"the journal is damaged: {damage}")
         _upload_curve(job.folder, figures, rate_unit(preview.get("unit")))
         write_page(job.folder, figures, preview)
     except Exception as problem:

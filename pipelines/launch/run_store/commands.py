@@ -114,10 +114,12 @@ def compare_runs(storage: Folder, names: Sequence[str], port: int = UI_PORT) -> 
 def show_run(storage: Folder, name: str) -> None:
     """Prints a run's curve, sample, figures and path. Raises CommandRefused if there is no such run."""
     run = find_run(storage, name)
-    curve = text_curve(*gather_figures(stream_entries(run.folder)).losses)
+    figures = gather_figures(stream_entries(run.folder))
+    for damage in figures.damages:
+        print(f"warning: the journal is damaged: {damage}", file=sys.stderr)
     sample = run.folder.read("sample.txt").decode(errors="replace") if run.folder.exists("sample.txt") else ""
     summary = run.summary | {"status": run.status, "mlflow_run_id": run.mlflow_reference.get("run_id")}
-    print(closing_screen(summary, run.folder, curve, sample))
+    print(closing_screen(summary, run.folder, text_curve(*figures.losses), sample))
 
 
 def prune_run(storage: Folder, name: str, *, keep: int = 1, whole: bool = False) -> None:

@@ -5,7 +5,8 @@ hundred segments are merged into one file, `<attempt>-<first>..<last>.jsonl`. Re
 the run is. A line is one entry as strict JSON: `attempt`, `sender`, `sequence`, `time` (seconds since 1970), `kind`, `step`,
 `values`. The first of each segment also has `writer`, the version that wrote it. JSON has neither NaN nor infinity: they are
 written as the strings "NaN", "Infinity" and "-Infinity", and `float()` reads these. A segment's last line, of kind `seal`,
-has the SHA-256 of those before it, and readers leave out what does not match; segments of 0.3 have none.
+has the SHA-256 of those before it, and readers leave out what does not match; segments of 0.3 have none. What readers miss
+or leave out is an event `damaged` in its place.
 
     journal = Journal(run_folder, "a1")
     journal.append([{"sender": "rank0", "sequence": 1, "time": 1.0, "kind": "metrics", "step": 1, "values": {"loss": 2.3}}])
@@ -254,7 +255,7 @@ def _read_run_lines(run_folder: Folder) -> Iterator[Line]:
     attempts = dict.fromkeys(segment.attempt for segment in list_segments(run_folder))
     if not attempts:
         with suppress(FileNotFoundError):
-            yield from _parse_lines(BytesIO(run_folder.read(JOINED_FILE)), Segment(JOINED_FILE, 0, 0))
+            yield from _parse_lines(BytesIO(run_folder.read(JOINED_FILE)), _JOINED)
         return
     for attempt in sorted(attempts, key=lambda attempt: _start_time(run_folder, attempt)):
         yield from _read_attempt_lines(run_folder, attempt)
@@ -283,21 +284,37 @@ class _ReadPosition:
 
 def _read_attempt_lines(run_folder: Folder, attempt: str, position: _ReadPosition | None = None) -> Iterator[Line]:
     """Yields an attempt's lines after a position, and advances it; reads segments merged meanwhile from the merged file."""
-    position, num_missing = position or _ReadPosition(), 0
+    position, num_missing, listed = position or _ReadPosition(), 0, list[Segment]()
     while True:
         remaining = [
             segment
             for segment in list_segments(run_folder)
             if segment.attempt == attempt and segment.number > position.segment
         ]
+        gone = _find_gone(position.segment, remaining)
+        if gone and remaining != listed:  # a listing beside a merge may see neither the file nor those merged into it
+            listed = remaining
+            continue
         try:
             for segment, lines in _fetch_segments(run_folder, remaining):
+                if segment in gone:
+                    yield _damaged_line(attempt, f"the journal's segments {gone[segment]} of {attempt} are gone")
                 yield from position.filter_new(lines)
                 position.segment = segment.number
             return
         except FileNotFoundError:
             if (num_missing := num_missing + 1) > MAX_MERGES_DURING_READ:
                 raise
+
+
+def _find_gone(last: int, segments: list[Segment]) -> dict[Segment, str]:
+    """Returns the numbers of the segments that are missing before one of these, the first of which should follow `last`."""
+    before = [last, *(segment.number for segment in segments)]
+    return {
+        segment: f"{number + 1} to {segment.first - 1}"
+        for number, segment in zip(before, segments, strict=False)
+        if segment.first > number + 1
+    }
 
 
 def _fetch_segments(run_folder: Folder, remaining: list[Segment]) -> Iterator[tuple[Segment, Iterable[Line]]]:
@@ -325,17 +342,22 @@ def _read_segment_lines(run_folder: Folder, segment: Segment) -> Iterator[Line]:
         yield from _parse_lines((), segment)
 
 
+def _damaged_line(attempt: str, text: str, time: float = 0.0) -> Line:
+    entry = new_entry("event", {"name": "damaged", "text": text}, time=time)
+    entry |= {"attempt": attempt, "sender": SENDER, "sequence": 0}
+    return encode_entry(entry).encode(), entry
+
+
+_JOINED = Segment(JOINED_FILE, 0, 1)
+"""The joined file, which has no seals."""
+
+
 def _parse_lines(lines: Iterable[bytes], segment: Segment) -> Iterator[Line]:
-    """Parses a segment's lines; a line damaged by a disk fault, lines that do not match their seal, and a segment without
-    any become an event `damaged`.
+    """Parses a segment's lines; a line damaged by a disk fault, lines that do not match their seal or have lost it, and a
+    segment without any become an event `damaged`.
     """
-
-    def damaged(text: str) -> Line:
-        entry = new_entry("event", {"name": "damaged", "text": text}, time=time)
-        entry |= {"attempt": segment.attempt, "sender": SENDER, "sequence": 0}
-        return encode_entry(entry).encode(), entry
-
     number, time, unsealed, hashed = 0, 0.0, list[Line](), hashlib.sha256()
+    missing, is_of_0_3 = segment.number - segment.first + 1, True
     for number, line in enumerate(lines, start=1):
         try:
             entry = json.loads(line)
@@ -343,15 +365,21 @@ def _parse_lines(lines: Iterable[bytes], segment: Segment) -> Iterator[Line]:
             seal = entry["values"].get(SEAL) if entry["kind"] == "seal" else None
             time = float(entry["time"])
         except (ValueError, KeyError, TypeError, AttributeError):
-            unsealed.append(damaged(f"line {number} of {segment.name} is damaged"))
+            unsealed.append(_damaged_line(segment.attempt, f"line {number} of {segment.name} is damaged", time))
         else:
             if entry["kind"] == "seal":
                 if seal != hashed.hexdigest():
                     text = f"the lines of {segment.name} before line {number} do not match their SHA-256, and are left out"
-                    unsealed = [damaged(text)]
+                    unsealed = [_damaged_line(segment.attempt, text, time)]
                 yield from unsealed
-                unsealed, hashed = [], hashlib.sha256()
+                unsealed, hashed, missing, is_of_0_3 = [], hashlib.sha256(), missing - 1, False
                 continue
             unsealed.append((line, entry))
+            is_of_0_3 &= WRITER not in entry
         hashed.update(line)
-    yield from unsealed if number else (damaged(f"{segment.name} has no lines"),)
+    if not number:
+        unsealed = [_damaged_line(segment.attempt, f"{segment.name} has no lines")]
+    elif missing > 0 and not is_of_0_3:
+        text = f"{segment.name} was cut: {missing} of its seals are gone, and the lines after line {number - len(unsealed)}"
+        unsealed = [_damaged_line(segment.attempt, text, time)]
+    yield from unsealed

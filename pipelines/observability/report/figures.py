@@ -24,8 +24,8 @@ MAX_POINTS = 2000
 """Maximum of points per line: twice the width of a page or picture in pixels."""
 LINE_NAMES = ("train_loss", "val_loss", "tokens_per_second", "mfu", *(f"phase_{part}_share" for part in EXCLUSIVE_PHASES))
 """Names of the measurements that are drawn."""
-MAX_METRICS = 8
-"""Maximum of the task's metrics that are drawn."""
+MAX_METRICS, MAX_DAMAGES = 8, 3
+"""Maximum of the task's metrics that are drawn, and of damages of the journal that are said."""
 DEVICE_READINGS = {
     "utilization_percentage": "utilisation, %",
     "power_usage_watts": "power, W",
@@ -88,6 +88,8 @@ class Figures:
 
     metrics: dict[str, Downsampled[float]] = field(default_factory=dict)
     """Lines of the task's own validation metrics of which more is better, at most MAX_METRICS, by name."""
+    damages: list[str] = field(default_factory=list)
+    """What the journal lacks, as sentences, at most MAX_DAMAGES."""
 
     def points(self, name: str) -> Points:
         """Returns the line of a measurement."""
@@ -116,6 +118,8 @@ def gather_figures(entries: Iterable[Entry]) -> Figures:
             _add_metrics(figures, entry)
         elif entry["kind"] == "system":
             _add_readings(figures, entry)
+        elif entry["kind"] == "event" and entry["values"]["name"] == "damaged" and len(figures.damages) < MAX_DAMAGES:
+            figures.damages.append(str(entry["values"]["text"]))
         elif entry["kind"] == "ranks" and entry["step"]:
             times = entry["values"]
             own = {rank: own_s / max(1, times["steps"]) for rank, own_s in zip(times["ranks"], times["own_s"], strict=True)}

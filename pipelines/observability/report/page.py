@@ -73,6 +73,7 @@ def run_page(
     return html_page(
         f"Run {summary.get('run', '')}",
         paragraph(_headline(figures, summary, origin)),
+        *(paragraph(f"The journal is damaged: {damage}.") for damage in figures.damages),
         html_table((), _figure_rows(summary)),
         heading("What to try next"),
         bullet_list(suggest_changes(summary, shares, figures.losses)),

@@ -156,7 +156,7 @@ def file_entries(results: Iterable[Any]) -> dict[str, Any]:
     """Returns the manifest's entries of the files with these pieces."""
     files: dict[str, Any] = {}
     for piece in (result.storage_data for result in results):
-        files[piece.file] = {"bytes": piece.file_bytes, "sha256": piece.sha256}
+        files[piece.file] = {"bytes": piece.file_bytes, "sha256": piece.sha256, "ends": piece.ends}
         if piece.index:
             files[piece.index["file"]] = {"bytes": piece.index["bytes"], "sha256": piece.index["sha256"]}
     return files

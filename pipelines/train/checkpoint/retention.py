@@ -4,6 +4,7 @@ prune_checkpoints(run / "checkpoints", newest="step-00000500", keep=3, writer="2
 read_hint(run / "checkpoints", "best")                    # "step-00000400", or "" if there is none
 """
 
+import hashlib
 import os
 from collections.abc import Mapping
 from typing import Any
@@ -18,14 +19,14 @@ from raystride.pipelines.train.checkpoint.layout import (
 )
 
 MAX_READ_BACK = 2**30
-"""Bytes of a new checkpoint that are read back before others are removed."""
+"""Bytes of a new checkpoint that are read back as a whole before others are removed."""
 
 
 def prune_checkpoints(folder: Folder, newest: str, keep: int, writer: str) -> None:
     """Removes the data of all but the newest `keep` checkpoints and the best, and files that no manifest mentions.
 
     `newest` was just saved by the group of this name, and is first compared with its manifest: raises OSError, with nothing
-    removed, if it is another's or a file has another size or, read back from the disk, other bytes. Steps later than
+    removed, if it is another's or a file has another size or, read back, other bytes. Steps later than
     `newest` are kept: they were damaged when this attempt began, so they must not count, and this attempt will reach them.
     One listing, however many checkpoints there have been.
     """
@@ -59,21 +60,24 @@ def prune_checkpoints(folder: Folder, newest: str, keep: int, writer: str) -> No
 
 
 def _verify_contents(step: Folder, files: Mapping[str, Any]) -> None:
-    """Reads the files back from the disk, up to `MAX_READ_BACK`. Raises OSError if one is not as it was written.
+    """Reads the files back from the disk or store: whole up to `MAX_READ_BACK`, of others the first and the last part.
 
-    A store compares what it got with the client's checksum by itself.
+    Raises OSError if one is not as it was written.
     """
-    left, place = MAX_READ_BACK, step.local
-    if place is None:
-        return
+    left = MAX_READ_BACK
     for name, stated in sorted(files.items()):
+        if step.local:
+            with (step.local / name).open("rb") as stream:
+                os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)  # else memory would answer for the disk
         left -= stated["bytes"]
-        if left < 0:
-            return
-        with (place / name).open("rb") as stream:
-            os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)  # else memory would answer for the disk
-        if step.sha256(name) != stated["sha256"]:
-            raise OSError(f"{step / name} is not as it was written: nothing is removed")
+        ends = stated.get("ends") if left < 0 else None
+        parts = [(0, ends[0]), (stated["bytes"] - ends[1]["bytes"], ends[1])] if ends else [(0, stated)]
+        for start, part in parts:
+            digest = hashlib.sha256()
+            for chunk in step.read_chunks(name, start, start + part["bytes"]):
+                digest.update(chunk)
+            if digest.hexdigest() != part["sha256"]:
+                raise OSError(f"{step / name} is not as it was written: nothing is removed")
 
 
 def read_hint(folder: Folder, hint: str) -> str:

@@ -62,6 +62,8 @@ class StoredPiece:
     sha256: str = field(default="", compare=False)
     """SHA-256 of the whole file."""
     file_bytes: int = field(default=0, compare=False)
+    ends: list[dict[str, Any]] = field(default_factory=list, compare=False)
+    """Size and hash of the file's first and last part."""
     index: dict[str, Any] = field(default_factory=dict, compare=False)
     """Size and hash of the writer's index file, if the manifest does not list the pieces."""
 
@@ -130,17 +132,22 @@ class CheckpointWriter(StorageWriter):  # type: ignore[misc]
         name = f"{self.data}/rank-{self.rank}.bin"
         digest, offset = hashlib.sha256(), 0
         written_items: list[tuple[WriteItem, int, int]] = []
+        ends: list[dict[str, Any]] = []
 
         def pieces() -> Iterator[memoryview]:
-            nonlocal digest, written_items, offset
+            nonlocal digest, written_items, offset, ends
             digest, written_items, offset = hashlib.sha256(), [], 0  # a retry begins at the beginning
+            first = last = memoryview(b"")
             for item in plan.items:
                 data = _tensor_bytes(planner.resolve_data(item))
                 for position in range(0, len(data), CHUNK_BYTES):
-                    digest.update(data[position : position + CHUNK_BYTES])
-                    yield data[position : position + CHUNK_BYTES]
+                    last = data[position : position + CHUNK_BYTES]
+                    first = first or last
+                    digest.update(last)
+                    yield last
                 written_items.append((item, offset, len(data)))
                 offset += len(data)
+            ends = [{"bytes": len(end), "sha256": hashlib.sha256(end).hexdigest()} for end in (first, last)]
 
         index = b""
         if plan.items:
@@ -151,7 +158,7 @@ class CheckpointWriter(StorageWriter):  # type: ignore[misc]
                     self.folder.put(index_file_name(self.data, self.rank), index)
         stated = {"bytes": len(index), "sha256": hashlib.sha256(index).hexdigest()} if index else {}
         stated |= {"file": index_file_name(self.data, self.rank)} if index else {}
-        whole = StoredPiece(name, 0, 0, digest.hexdigest(), offset, stated)
+        whole = StoredPiece(name, 0, 0, digest.hexdigest(), offset, ends, stated)
         future: Future[list[WriteResult]] = Future()
         future.set_result(
             [

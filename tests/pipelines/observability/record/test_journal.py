@@ -95,7 +95,8 @@ def test_a_damaged_line_is_said_and_costs_no_other(tmp_path: Path) -> None:
     folder = Folder(str(tmp_path))
     Journal(folder, "a1").append([entry(1), entry(2), entry(3)])
     path = tmp_path / "journal/a1-000001.jsonl"
-    lines = path.read_bytes().splitlines(keepends=True)
+    lines = path.read_bytes().splitlines(keepends=True)[:-1]  # as of 0.3, without a seal
+    lines[0] = lines[0].replace(f'"writer":"{journal_module.__version__}",'.encode(), b"")
     path.write_bytes(lines[0] + lines[1][:20] + b"\xff\x00\n" + lines[2])
     join_segments(folder)
     assert [json.loads(line)["sequence"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()] == [1, 0, 3]
@@ -209,6 +210,36 @@ def test_entries_with_any_bit_turned_are_left_out_and_told(tmp_path: Path) -> No
             assert len(kept) == 6 or any(name in text for text in damaged)
         folder.put(f"journal/{name}", whole)
     assert read_entries(folder) == right
+
+
+@pytest.mark.parametrize("merged", [False, True])
+def test_lines_that_are_gone_are_told_wherever_a_segment_was_cut(tmp_path: Path, merged: bool) -> None:
+    folder = Folder(str(tmp_path))
+    journal, count = Journal(folder, "a1"), journal_module.SEGMENTS_PER_FILE if merged else 1
+    for first in range(1, 2 * count, 2):
+        journal.append([entry(first), entry(first + 1)])
+    (path,) = (tmp_path / "journal").iterdir()
+    right, lines = read_entries(folder), path.read_bytes().splitlines(keepends=True)
+    for kept in some(range(0, len(lines), 7 if merged else 1)):
+        path.write_bytes(b"".join(lines[:kept]))
+        *found, said = read_entries(folder)
+        assert found == right[: 2 * (kept // 3)]
+        assert said["values"]["name"] == "damaged"
+        assert path.name in said["values"]["text"]
+
+
+def test_segments_that_are_gone_are_told_in_their_place(place: Folder) -> None:
+    journal, tail = Journal(place, "a1"), JournalTail(place)
+    for number in range(1, 8):
+        journal.append([entry(number)])
+    for number in (1, 4, 5):
+        place.remove(f"journal/a1-{number:06}.jsonl")
+    found = read_entries(place)
+    assert [each["sequence"] for each in found] == [0, 2, 3, 0, 6, 7]
+    said = [each["values"]["text"] for each in found if not each["sequence"]]
+    assert said == ["the journal's segments 1 to 1 of a1 are gone", "the journal's segments 4 to 5 of a1 are gone"]
+    assert [each["sequence"] for each in tail.read_new()] == [0, 2, 3, 0, 6, 7]
+    assert tail.read_new() == []
 
 
 def test_segments_of_0_3_and_what_0_3_reads_of_ours(tmp_path: Path) -> None:

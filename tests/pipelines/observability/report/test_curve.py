@@ -68,7 +68,7 @@ def entries() -> list[dict[str, Any]]:
     ]
     values += [(20, {"val_loss": 2.2}), (30, {"train_loss": "Infinity", "tokens_per_second": 90.0})]
     return [{"kind": "metrics", "time": 1.0, "step": step, "values": measured} for step, measured in values] + [
-        {"kind": "event", "time": 2.0}
+        {"kind": "event", "time": 2.0, "values": {"name": "end"}}
     ]
 
 

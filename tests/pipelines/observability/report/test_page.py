@@ -99,6 +99,14 @@ def test_it_says_what_the_journal_and_the_summary_say() -> None:
     assert "model FLOP utilisation" not in text, "what is not known is left out"
 
 
+def test_what_the_journal_lacks_is_on_the_page() -> None:
+    said = {"kind": "event", "step": None, "time": 0.0, "values": {"name": "damaged", "text": "segments 2 to 3 are gone"}}
+    assert (
+        "The journal is damaged: segments 2 to 3 are gone."
+        in _read(run_page(gather_figures([*ENTRIES, said]), SUMMARY)).text
+    )
+
+
 def test_a_run_that_measured_nothing_has_a_page_too() -> None:
     found = _read(run_page(gather_figures([]), {"run": "empty", "status": "failed"}))
     assert "svg" not in found.counts

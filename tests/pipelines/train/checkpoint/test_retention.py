@@ -7,12 +7,13 @@ import pytest
 from raystride.pipelines.launch.run_store.resume import newest_step, read_previous_bits
 from raystride.pipelines.system.storage.folder import Folder
 from raystride.pipelines.system.storage.sealed import put_sealed, read_sealed
+from raystride.pipelines.train.checkpoint import retention
 from raystride.pipelines.train.checkpoint.manager import Checkpoints
 from raystride.pipelines.train.checkpoint.retention import prune_checkpoints
 from raystride.pipelines.train.checkpoint.train_state import TrainState
 from tests.flips import flip
 from tests.pipelines.train.checkpoints import fed, open_checkpoints, save, train_model
-from tests.storage import Proxy
+from tests.storage import Proxy, uri
 
 
 def test_old_data_goes_and_manifests_stay(tmp_path: Path) -> None:
@@ -45,14 +46,28 @@ def test_nothing_goes_before_the_new_one_is_whole(tmp_path: Path) -> None:
     assert not (tmp_path / "step-00000001" / "a1").exists()
 
 
-def test_nothing_goes_while_the_disk_does_not_have_what_was_written(tmp_path: Path) -> None:
+@pytest.mark.parametrize("on_store", [False, True], ids=["disk", "store"])
+@pytest.mark.parametrize("read_back", [retention.MAX_READ_BACK, 0], ids=["whole", "ends"])
+def test_nothing_goes_while_the_storage_does_not_have_what_was_written(
+    tmp_path: Path, on_store: bool, read_back: int, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(retention, "MAX_READ_BACK", read_back)
+    folder = Folder.from_uri(uri(request.getfixturevalue("s3"), f"pruned{tmp_path}") if on_store else str(tmp_path))
+    model, optimizer = train_model(0)
+    checkpoints = Checkpoints(folder, "a1", keep=2)
     for step in (1, 2):
-        save(tmp_path, step, attempt="a1", keep=2)
-    data = tmp_path / "step-00000002" / "a1" / "rank-0.bin"
-    data.write_bytes(flip(data.read_bytes(), 77))
-    with pytest.raises(OSError, match=r"rank-0\.bin is not as it was written: nothing is removed"):
-        prune_checkpoints(Folder(str(tmp_path)), "step-00000002", 1, "a1")
-    assert (tmp_path / "step-00000001" / "a1").exists()
+        checkpoints.save(model, optimizer, TrainState(step=step), {}, best=False)
+    checkpoints.finish()
+    name = "step-00000002/a1/rank-0.bin"
+    whole = folder.read(name)
+    for bit in (5, 8 * len(whole) - 3):
+        folder.put(name, flip(whole, bit))
+        with pytest.raises(OSError, match=r"rank-0\.bin.* is not as it was written: nothing is removed"):
+            prune_checkpoints(folder, "step-00000002", 1, "a1")
+        assert folder.exists("step-00000001/a1/rank-0.bin")
+    folder.put(name, whole)
+    prune_checkpoints(folder, "step-00000002", 1, "a1")
+    assert not folder.exists("step-00000001/a1/rank-0.bin")
 
 
 def test_the_best_one_is_what_the_newest_manifest_says(tmp_path: Path) -> None:
