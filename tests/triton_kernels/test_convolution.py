@@ -1,7 +1,7 @@
 """convolution: values and gradients over drawn shapes, ties and NaN to the bit, groups of pixels, registration, refusals.
 
-Tolerances: a value is a sum of C S S products; the gradient of a weight sums over all pixels, of x over O S S products. They go
-by the largest product, as sums may cancel.
+Tolerances: a value is a sum of C S S products; the gradient of a weight sums over all pixels, of x over O S S products. They
+go by the largest product, as sums may cancel.
 """
 
 import pytest
