@@ -21,7 +21,7 @@ from raystride.pipelines.config import Config
 from raystride.pipelines.data.feed.loader import Loader, Requests, Step
 from raystride.pipelines.observability.phases import phase
 from raystride.pipelines.train.checkpoint.manager import Checkpoints
-from raystride.pipelines.train.checkpoint.train_state import SkippedSlot, TrainState, Updater
+from raystride.pipelines.train.checkpoint.train_state import SkippedSlot, TrainState, Updater, evaluated_weights
 from raystride.pipelines.train.guard import Diagnosis, Diverged, Rewind, StepGuard
 from raystride.pipelines.train.optimizer import learning_rate
 from raystride.pipelines.train.step import (
@@ -261,7 +261,7 @@ class Training:
         """Measures the validation samples; returns whether the chosen metric has improved."""
         began = time.perf_counter()
         average_buffers(self.model, self.strategy)
-        with phase("validation"):
+        with phase("validation"), evaluated_weights(self.optimizer):
             self.metrics = self.validate()
         self._validated_at = self.state.step
         self.state.val_loss = self.metrics.get("val_loss")

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from raystride.pipelines.config import OptimizerConfig
-from raystride.pipelines.train.checkpoint.train_state import Group, State, Updater, local_shard
+from raystride.pipelines.train.checkpoint.train_state import Group, State, Updater, empty_state, local_shard
 from raystride.triton_kernels.adamw import adamw, copy_rounded
 
 
@@ -82,11 +82,9 @@ class FusedUpdater:
         """Returns the state of a parameter, by name, sharded if the parameter is; empty before its first update."""
         return self._state.get(parameter, {})
 
-    def empty_state(self, parameter: nn.Parameter, like_parameter: bool, dtype: torch.dtype) -> torch.Tensor:
-        """Returns zeros as the target of a checkpoint's load: with a parameter's size and sharding, or a scalar."""
-        if like_parameter:
-            return torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
-        return torch.zeros((), dtype=dtype, device=parameter.device)
+    def empty_state(self, parameter: nn.Parameter, size: list[int] | None, dtype: torch.dtype) -> torch.Tensor:
+        """Returns zeros as the target of a checkpoint's load, of a size, or as the parameter is and sharded like it."""
+        return empty_state(parameter, size, dtype)
 
     @torch.no_grad()
     def load_state(self, parameter: nn.Parameter, stored: dict[str, torch.Tensor]) -> None:

@@ -8,7 +8,8 @@ fp64; a task's other counts are integers. So the result does not depend on the a
 """
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
@@ -72,16 +73,26 @@ class Validation:
         return validation_scores(self.task, sums)
 
 
+@contextmanager
+def evaluation_mode(model: nn.Module) -> Iterator[None]:
+    """Puts all modules into evaluation, and puts back the mode that each had: users leave some in it while they train."""
+    modes = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, was_training in modes.items():
+            module.training = was_training
+
+
 def validation_sums(
     strategy: Strategy, model: nn.Module, precision: Precision, task: Task, batches: Iterable[MicroBatch], num_batches: int
 ) -> ValidationSums:
     """Sums over this worker's `batches` out of `num_batches` over all workers; all must call it."""
     sums = torch.zeros(num_batches, 2, dtype=torch.float64, device=strategy.device)
     counts = torch.zeros(task.counted, dtype=torch.float64, device=strategy.device)
-    was_training = model.training
-    model.eval()
     # Not inference mode: a strategy may keep gathered parameters for the next backward.
-    with torch.no_grad(), precision.autocast(strategy.device), without_recompilation():
+    with evaluation_mode(model), torch.no_grad(), precision.autocast(strategy.device), without_recompilation():
         for batch in batches:
             loss_sum, counted, *others = task.measure(model, batch.inputs, batch.targets, together=strategy.sharded)
             if not batch.empty and strategy.reports_loss:
@@ -92,7 +103,6 @@ def validation_sums(
                 for extra_counts in others:
                     counts += extra_counts
     strategy.reset_after_eval()
-    model.train(was_training)
     loss, targets = strategy.all_reduce_sum(sums).sum(0).tolist()
     if task.counted:
         strategy.all_reduce_sum(counts)

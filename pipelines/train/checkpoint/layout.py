@@ -21,12 +21,15 @@ from raystride.pipelines.train.checkpoint.fence import ClaimBroken, read_claim
 MANIFEST_KEYS = frozenset(
     [
         *("attempt", "bits", "commit", "data", "device", "fed", "files", "folder", "format", "lora", "order", "parent_step"),
-        *("positions", "python", "run", "state", "step", "tensors", "term", "threads", "versions", "world"),
+        *("objects", "positions", "python", "run", "state", "step", "tensors", "term", "threads", "versions", "world"),
     ]
 )
 """All keys of manifests up to this version; one of a newer version may have more."""
 MANIFEST = "MANIFEST.json"
 """The last file of a checkpoint to be written: without a manifest there is no checkpoint."""
+
+OBJECTS = "objects"
+"""Key of what a user's optimiser and modules keep besides tensors by name, and the name of its tensors' first part."""
 
 BEFORE_PRODUCTS = "as before 0.3"
 """Marks the linear products of an exact run that began before they were measured, in its checkpoints."""

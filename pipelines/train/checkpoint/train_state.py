@@ -5,8 +5,10 @@ state.to_json()                                           # into the checkpoint'
 updater.state(parameter)                                  # {"exp_avg": tensor, ...}: an Updater's state in a checkpoint
 """
 
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field, fields
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import nn
@@ -32,13 +34,49 @@ class Updater(Protocol):
         """Returns the state of a parameter, by name; empty before the first update. Sharded if the parameter is."""
         ...
 
-    def empty_state(self, parameter: nn.Parameter, like_parameter: bool, dtype: torch.dtype) -> torch.Tensor:
-        """Returns zeros as the target of a checkpoint's load: with a parameter's size and sharding, or a scalar."""
+    def empty_state(self, parameter: nn.Parameter, size: list[int] | None, dtype: torch.dtype) -> torch.Tensor:
+        """Returns zeros as the target of a checkpoint's load, of a size, or as the parameter is and sharded like it."""
         ...
 
     def load_state(self, parameter: nn.Parameter, stored: dict[str, torch.Tensor]) -> None:
         """Restores a parameter's state; a `master` also becomes the parameter's value."""
         ...
+
+
+@runtime_checkable
+class UsersOptimizer(Updater, Protocol):
+    """An optimiser of a user's own, which keeps more than tensors by parameter."""
+
+    evaluates_other_weights: bool
+    """Whether the weights that are evaluated are not those that are trained."""
+
+    def evaluated_weights(self) -> AbstractContextManager[None]:
+        """Puts the weights to evaluate into the parameters, and takes them out again bit for bit."""
+        ...
+
+    def plain_state(self, names: Mapping[nn.Parameter, str]) -> dict[str, Any]:
+        """Returns what it keeps besides tensors by parameter."""
+        ...
+
+    def load_plain_state(self, stored: Mapping[str, Any], names: Mapping[nn.Parameter, str]) -> None:
+        """Restores what `plain_state` returned."""
+        ...
+
+
+TRAINED = "trained"
+"""The trained weights in a checkpoint, where the evaluated ones are others."""
+
+
+def evaluated_weights(optimizer: Updater | None) -> AbstractContextManager[None]:
+    """Puts the weights to evaluate into the parameters, where an optimiser trains others."""
+    return optimizer.evaluated_weights() if isinstance(optimizer, UsersOptimizer) else nullcontext()
+
+
+def empty_state(parameter: nn.Parameter, size: list[int] | None, dtype: torch.dtype) -> torch.Tensor:
+    """Returns zeros of a size on a parameter's device, or as the parameter is and sharded like it."""
+    if size is None:
+        return torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
+    return torch.zeros(size, dtype=dtype, device=parameter.device)
 
 
 def local_shard(tensor: torch.Tensor) -> torch.Tensor:

@@ -23,6 +23,7 @@ from raystride.pipelines.train.own_model.network import as_sums, read_loss
 from raystride.pipelines.train.own_model.optimizer import build_own_optimizer
 from raystride.pipelines.train.own_model.samples import NestedBatch, collate_samples, seed_generators
 from raystride.pipelines.train.own_model.streams import StoredRows
+from raystride.pipelines.train.validation import evaluation_mode
 
 PROBED = 2
 """Samples of the batch that runs through the network."""
@@ -86,7 +87,6 @@ def _run_once(
         rule = "must have parameters that require gradients"
         raise SettingError(f"model {rule}, and has none", setting="model", value=0, allowed=rule)
     before = {name: value.clone() for name, value in network.named_buffers()}
-    network.train()
     held = {value.untyped_storage().data_ptr() for value in (*network.parameters(), *network.buffers())}
     saved: dict[int, int] = {}
 
@@ -110,7 +110,7 @@ def _run_once(
             "requires_grad_(False) if they are not to be trained",
             stacklevel=2,
         )
-    changed = [name for name, value in network.named_buffers() if not torch.equal(value, before[name])]
+    changed = [name for name, value in network.named_buffers() if name not in before or not torch.equal(value, before[name])]
     if exact and changed:
         rule = "must be false where a forward changes buffers, whose values depend on how workers share the samples"
         raise SettingError(
@@ -121,8 +121,7 @@ def _run_once(
         )
     measured: list[str] = []
     if own.metrics:
-        network.eval()
-        with torch.no_grad():
+        with evaluation_mode(network), torch.no_grad():
             found = call_users("metrics", own.metrics, network, batch.content)
         if not isinstance(found, Mapping):
             rule = "must return a mapping of names to means or (sum, count)"

@@ -4,6 +4,7 @@ network = OwnNetwork(module, own_model, facts)
 loss_sum, counted = network(batch, targets)               # backward of loss_sum
 """
 
+import copy
 import random
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -25,13 +26,19 @@ RESOLUTION = 2.0**-24
 
 
 class OwnNetwork(nn.Module):
-    """Calls the user's loss on their network; buffers are saved with the parameters."""
+    """Calls the user's loss on their network; buffers are saved with the parameters.
+
+    A loss that is a module is trained with the network, as `criterion`: parameters of its own, and buffers.
+    """
 
     saves_buffers = True
 
     def __init__(self, module: nn.Module, own_model: OwnModel, facts: Mapping[str, Any], precision: str = "fp32") -> None:
         super().__init__()
         self.module, self._own_model = module, own_model
+        self._loss = own_model.loss
+        if isinstance(own_model.loss, nn.Module) and any(own_model.loss.state_dict()):
+            self._loss = self.criterion = copy.deepcopy(own_model.loss)
         description = facts.get("dataset", {})
         self._logged_names: list[str] = description.get("logged", [])
         self._measured_names: list[str] = description.get("measured", [])
@@ -43,6 +50,10 @@ class OwnNetwork(nn.Module):
         """The user's network."""
         return self.module
 
+    def loss_parameters(self) -> list[nn.Parameter]:
+        """Returns the parameters of a loss that is a module."""
+        return list(self.criterion.parameters()) if "criterion" in self._modules else []
+
     def compile(self, *arguments: Any, **options: Any) -> None:
         """Compiles the user's network; the loss and what surrounds it stay as they are."""
         self.module.compile(*arguments, **options)
@@ -52,7 +63,7 @@ class OwnNetwork(nn.Module):
         if self.training:
             self._seed_other_generators(targets.device)
         with autocast_module(self._precision, targets.device):
-            returned = self._own_model.loss(self.module, batch.content)
+            returned = self._loss(self.module, batch.content)
             (loss_sum, counted), others = read_loss(returned, len(targets))
             figures = dict(others)
             if measures and self._own_model.metrics:

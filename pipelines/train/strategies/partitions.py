@@ -95,12 +95,12 @@ class Partitions:
             stored[key] = self._gather_rows(parameter, partition, value) if value.dim() else value
         return stored
 
-    def empty_state(self, parameter: nn.Parameter, like_parameter: bool, dtype: torch.dtype) -> torch.Tensor:
-        """Returns zeros as the target of a checkpoint's load: rows of a parameter's full shape, in main memory, or a
-        scalar."""
-        if like_parameter:
+    def empty_state(self, parameter: nn.Parameter, size: list[int] | None, dtype: torch.dtype) -> torch.Tensor:
+        """Returns zeros as the target of a checkpoint's load, in main memory: of a size, or rows of a parameter's full
+        shape."""
+        if size is None:
             return zeros(tuple(full_shape(parameter)), dtype=dtype, device_mesh=self._mesh, placements=[Shard(0)])
-        return torch.zeros((), dtype=dtype)
+        return torch.zeros(size, dtype=dtype)
 
     @torch.no_grad()
     def load_state(self, parameter: nn.Parameter, stored: dict[str, torch.Tensor]) -> None:

@@ -209,10 +209,30 @@ def broadcast_parameters(model: nn.Module, world: int) -> None:
 
 @torch.no_grad()
 def average_buffers(model: nn.Module, strategy: Strategy) -> None:
-    """Averages the buffers that a run saves over the workers, in place: each has seen other samples. Collective."""
-    for _, buffer in saved_buffers(model) if strategy.world > 1 else ():
-        total = strategy.all_reduce_sum(buffer.to(torch.float64 if buffer.is_floating_point() else torch.int64))
-        buffer.copy_(total / strategy.world)
+    """Makes the buffers that a run saves equal on all workers, in place: each has seen other samples. Collective.
+
+    Constants keep their bits; of others floating-point and complex ones become the mean, all else rank 0's value.
+    """
+    buffers = [buffer for _, buffer in saved_buffers(model)] if strategy.world > 1 else []
+    if not buffers:
+        return
+    firsts = [buffer.clone(memory_format=torch.contiguous_format) for buffer in buffers]
+    for first in firsts:
+        torch.distributed.broadcast(_bytes(first), src=0)  # a backend need not know the type
+    differs = torch.stack([(_bytes(first) != _bytes(buffer)).any() for first, buffer in zip(firsts, buffers, strict=True)])
+    num_different = strategy.all_reduce_sum(differs.float()).tolist()
+    for buffer, first, is_different in zip(buffers, firsts, num_different, strict=True):
+        if is_different and buffer.is_complex():
+            parts = strategy.all_reduce_sum(torch.view_as_real(buffer.to(torch.complex128)).contiguous())
+            buffer.copy_(torch.view_as_complex(parts / strategy.world))
+        elif is_different and buffer.is_floating_point():
+            buffer.copy_(strategy.all_reduce_sum(buffer.to(torch.float64)) / strategy.world)
+        else:
+            buffer.copy_(first)
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().reshape(-1).view(torch.uint8)
 
 
 def full_shape(parameter: nn.Parameter) -> torch.Size:

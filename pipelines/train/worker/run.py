@@ -39,11 +39,13 @@ from raystride.pipelines.observability.record.sender import Post, Sender
 from raystride.pipelines.observability.record.summary import RunSummary
 from raystride.pipelines.system.storage.sealed import put_sealed
 from raystride.pipelines.train.checkpoint.pieces import parameters_sha256
+from raystride.pipelines.train.checkpoint.train_state import evaluated_weights
 from raystride.pipelines.train.distributed.process_group import count_nodes, leave_group
 from raystride.pipelines.train.loop import Ending, Training
 from raystride.pipelines.train.optimizer import describe_endless_warmup
 from raystride.pipelines.train.strategies.parameter_layout import count_parameters
 from raystride.pipelines.train.strategies.recompute import without_recompilation
+from raystride.pipelines.train.validation import evaluation_mode
 from raystride.pipelines.train.worker.build import WARNING_PREFIX, build_training
 from raystride.pipelines.train.worker.job import Job, WorkerInfo
 from raystride.pipelines.train.worker.matmul_backend import MatmulChoice
@@ -58,15 +60,18 @@ def write_samples(job: Job, worker: WorkerInfo, training: Training) -> None:
     writes_text = job.config.sample.tokens and task.continues_text
     if not (writes_text or isinstance(task, LabelTask)) or list_missing(task, model):
         return
-    was_training = model.training
-    model.eval()
-    with torch.no_grad(), training.rules.precision.autocast(training.strategy.device), without_recompilation():
+    with (
+        evaluated_weights(training.optimizer),
+        evaluation_mode(model),
+        torch.no_grad(),
+        training.rules.precision.autocast(training.strategy.device),
+        without_recompilation(),
+    ):
         if isinstance(task, LabelTask):
             _write_answers(job, worker, training, task)
         else:
             _write_text(job, worker, training)
     training.strategy.reset_after_eval()
-    model.train(was_training)
 
 
 def _write_text(job: Job, worker: WorkerInfo, training: Training) -> None:

@@ -5,6 +5,7 @@
 `groups`      an optimizer of its own with two groups, a schedule of its own, a frozen part
 `momentum`    the same without the schedule
 `norms`       a network with BatchNorm
+`with NAME`   a regression by one of `optimizers`
 """
 
 import random
@@ -15,6 +16,7 @@ import torch
 from torch import nn
 
 from raystride.own_model import register_model
+from tests.pipelines.train.own_model.optimizers import OPTIMIZERS
 
 SAMPLES, WIDTH = 60, 6
 _generator = np.random.Generator(np.random.PCG64(5))
@@ -104,3 +106,5 @@ register_model("noisy", model=Noisy, data=Augmented(), loss=mean_loss)
 register_model("groups", model=make_groups, data=DATA, validation=DATA, loss=mean_loss, optimizer=make_sgd, schedule=halve)
 register_model("momentum", model=make_groups, data=DATA, validation=DATA, loss=mean_loss, optimizer=make_sgd)
 register_model("norms", model=make_norms, data=DATA, validation=DATA, loss=mean_loss)
+for _name, _make in OPTIMIZERS.items():
+    register_model(f"with {_name}", model=make_mlp, data={"x": X, "y": Y}, loss=mean_loss, optimizer=_make)
