@@ -36,9 +36,8 @@ class OwnNetwork(nn.Module):
     def __init__(self, module: nn.Module, own_model: OwnModel, facts: Mapping[str, Any], precision: str = "fp32") -> None:
         super().__init__()
         self.module, self._own_model = module, own_model
-        self._loss = own_model.loss
-        if isinstance(own_model.loss, nn.Module) and any(own_model.loss.state_dict()):
-            self._loss = self.criterion = copy.deepcopy(own_model.loss)
+        loss = own_model.loss
+        self.criterion = copy.deepcopy(loss) if isinstance(loss, nn.Module) else loss
         description = facts.get("dataset", {})
         self._logged_names: list[str] = description.get("logged", [])
         self._measured_names: list[str] = description.get("measured", [])
@@ -52,7 +51,7 @@ class OwnNetwork(nn.Module):
 
     def loss_parameters(self) -> list[nn.Parameter]:
         """Returns the parameters of a loss that is a module."""
-        return list(self.criterion.parameters()) if "criterion" in self._modules else []
+        return list(self.criterion.parameters()) if isinstance(self.criterion, nn.Module) else []
 
     def compile(self, *arguments: Any, **options: Any) -> None:
         """Compiles the user's network; the loss and what surrounds it stay as they are."""
@@ -63,7 +62,7 @@ class OwnNetwork(nn.Module):
         if self.training:
             self._seed_other_generators(targets.device)
         with autocast_module(self._precision, targets.device):
-            returned = self._loss(self.module, batch.content)
+            returned = self.criterion(self.module, batch.content)
             (loss_sum, counted), others = read_loss(returned, len(targets))
             figures = dict(others)
             if measures and self._own_model.metrics:

@@ -133,9 +133,9 @@ def _states(rank: int, world: int) -> dict[str, Any]:
     found |= {"flat": flat.detach(), "values": [each.detach() for each in every]}
     (kept,) = rule.kept.values()
     found |= {"kept": kept["moment"].detach(), "kept count": float(kept["count"])}
-    empty = held.empty_state(every[1], True, torch.float32)
+    empty = held.empty_state(every[1], None, torch.float32)
     assert isinstance(empty, DTensor)
-    found |= {"empty": tuple(empty.shape), "scalar": tuple(held.empty_state(every[1], False, torch.float32).shape)}
+    found |= {"empty": tuple(empty.shape), "scalar": tuple(held.empty_state(every[1], [], torch.float32).shape)}
     held.update(0.5, None)
     return found | {"updates": updates}
 
