@@ -326,6 +326,10 @@ class FitConfig(Section):
     """Keyword arguments of the callable that makes the model. `{width: 256}`; a sweep may vary them."""
     data_args: dict[str, Any] = field(default_factory=dict, metadata={"fixed": True, "since": "0.3"})
     """Keyword arguments of the callable that returns the dataset, and of that of the validation, if it takes them."""
+    rehearse: Literal["auto", "full", "keys", "off"] = setting("auto", since="0.4")
+    """Two steps on a few samples before the start, with a save and a load between them, after which all bits must be the
+    same. `full`: at any size. `keys`: names, shapes and types alone, as `auto` does above 256 MiB of parameters, or where a
+    step takes more than 20 s."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -195,7 +195,7 @@ class Checkpoints:
                 state.parent_step, state.parent_position = failed_save.parent_step, failed_save.parent_position
                 state.fed_digest = (state.fed_digest + failed_save.fed_digest) % 2**64
         self._newest = _PendingSave(state.step, state.parent_step, state.parent_position, state.fed_digest, best)
-        objects, of_objects = _users_objects(model, optimizer)
+        objects, of_objects = users_objects(model, optimizer)
         tensors, wait_for_copies = self._staging.copy_tensors(named_tensors(model, optimizer) | of_objects)
         content = {
             **header,
@@ -575,7 +575,7 @@ def named_tensors(model: nn.Module, optimizer: Updater) -> dict[str, torch.Tenso
     return tensors | {f"model.{name}": buffer for name, buffer in saved_buffers(model)}
 
 
-def _users_objects(model: nn.Module, optimizer: Updater) -> tuple[Any, dict[str, torch.Tensor]]:
+def users_objects(model: nn.Module, optimizer: Updater) -> tuple[Any, dict[str, torch.Tensor]]:
     """Returns what a user's optimiser and modules keep besides parameters, buffers and states by parameter, as JSON and
     tensors. Raises SettingError for what is neither.
     """

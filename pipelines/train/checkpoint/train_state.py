@@ -58,6 +58,10 @@ class UsersOptimizer(Updater, Protocol):
         """Returns what it keeps besides tensors by parameter."""
         ...
 
+    def attributes(self) -> dict[str, Any]:
+        """Returns what lies on the optimiser itself, which no checkpoint holds."""
+        ...
+
     def load_plain_state(self, stored: Mapping[str, Any], names: Mapping[nn.Parameter, str]) -> None:
         """Restores what `plain_state` returned."""
         ...

@@ -4,9 +4,11 @@ describe_own_model(own_model, config)["parameters"]       # {"0.weight": [32, 8]
 split_indices(2000, 0.05, seed=0)["validation"]           # 100 samples
 """
 
-import random
+import copy
+import math
 import warnings
 from collections.abc import Mapping
+from dataclasses import fields
 from typing import Any
 
 import numpy as np
@@ -20,7 +22,7 @@ from raystride.pipelines.data.sources.faults import DataError
 from raystride.pipelines.train.own_model.dataset import IndexedDataset, describe_sample
 from raystride.pipelines.train.own_model.definition import OwnModel, call_users
 from raystride.pipelines.train.own_model.network import as_sums, read_loss
-from raystride.pipelines.train.own_model.optimizer import build_own_optimizer
+from raystride.pipelines.train.own_model.rehearsal import compares_bits, generators_untouched, graph_leaves, rehearse
 from raystride.pipelines.train.own_model.samples import NestedBatch, collate_samples, seed_generators
 from raystride.pipelines.train.own_model.streams import StoredRows
 from raystride.pipelines.train.validation import evaluation_mode
@@ -43,26 +45,28 @@ def describe_own_model(own: OwnModel, config: Config) -> dict[str, Any]:
         num_train, num_validation = len(splits["train"]), len(splits["validation"])
     else:
         num_validation = describe_dataset(held_out)[0]
-    with torch.random.fork_rng(devices=[]):
-        state = random.getstate(), np.random.get_state()
-        try:
-            seed_generators(config.seed)
-            samples = [dataset[i] for i in range(min(PROBED, len(dataset)))]
-            batch = NestedBatch(collate_samples(samples, own.collate))
-            network = own.make_network(config.fit)
-            logged, measured, saved = _run_once(own, network, batch, len(samples), exact=config.train.exact)
-            _check_updates(own, config, network)
-        finally:
-            random.setstate(state[0])
-            np.random.set_state(state[1])
+    users = {item.name: getattr(own, item.name) for item in fields(own)}
+    with generators_untouched(users):
+        seed_generators(config.seed)
+        count = min(PROBED, len(dataset))
+        samples = [dataset[i % len(dataset)] for i in range(2 * count)]
+        batches = [NestedBatch(collate_samples(part, own.collate)) for part in (samples[:count], samples[count:])]
+        seed_generators(config.seed)
+        network = own.make_network(config.fit)
+        made = _copy(network) if compares_bits(config, network) else None
+        sizes = {name: list(value.shape) for name, value in network.named_parameters()}
+        logged, measured, saved = _run_once(own, network, batches[0], samples[:count], exact=config.train.exact)
+        del network
+        _check_schedule(own, config)
+        rehearse(own, config, [(batch, count) for batch in batches], made)
     return {
         "train": num_train,
         "validation": num_validation,
         "sample": structure,
-        "parameters": {name: list(value.shape) for name, value in network.named_parameters()},
+        "parameters": sizes,
         "logged": logged,
         "measured": measured,
-        "activation_bytes": saved / len(samples),
+        "activation_bytes": saved / count,
         "code": _hash_parts(own),
     }
 
@@ -76,12 +80,13 @@ def _hash_parts(own: OwnModel) -> str:
 
 
 def _run_once(
-    own: OwnModel, network: nn.Module, batch: NestedBatch, num_samples: int, *, exact: bool
+    own: OwnModel, network: nn.Module, batch: NestedBatch, samples: list[Any], *, exact: bool
 ) -> tuple[list[str], list[str], int]:
     """Returns the names of further losses and of metrics, and the bytes saved, by a forward and backward.
 
     Raises SettingError.
     """
+    num_samples = len(samples)
     trained = [(name, parameter) for name, parameter in network.named_parameters() if parameter.requires_grad]
     if not trained:
         rule = "must have parameters that require gradients"
@@ -98,10 +103,13 @@ def _run_once(
 
     with torch.autograd.graph.saved_tensors_hooks(note_saved, lambda value: value):
         returned = call_users("loss", own.loss, network, batch.content)
-    (loss_sum, _), others = read_loss(returned, num_samples)
+    (loss_sum, counted), others = read_loss(returned, num_samples)
+    if isinstance(returned["loss"] if isinstance(returned, Mapping) else returned, tuple | list):
+        _check_count(own, network, counted, samples)
     if not loss_sum.requires_grad:
         rule = "must depend on the model's parameters"
         raise SettingError(f"loss {rule}, and has no gradient", setting="loss", value=float(loss_sum), allowed=rule)
+    _refuse_foreign_parameters(network, own, loss_sum)
     loss_sum.backward()
     unused = [name for name, parameter in trained if parameter.grad is None]
     if unused:
@@ -134,10 +142,45 @@ def _run_once(
     return sorted(others), measured, sum(saved.values())
 
 
-def _check_updates(own: OwnModel, config: Config, network: nn.Module) -> None:
-    """Raises SettingError unless optimizer and schedule of one's own return what they must."""
-    if own.optimizer:
-        build_own_optimizer(own, config.optimizer, network)
+def _check_count(own: OwnModel, network: nn.Module, counted: torch.Tensor, samples: list[Any]) -> None:
+    """Raises SettingError for a second value that is no count: that of a batch is the sum of its samples' counts."""
+    total = float(counted.detach())
+    try:  # in evaluation, as norms over a batch take no single sample
+        with evaluation_mode(network), torch.no_grad():
+            batches = [collate_samples([sample], own.collate) for sample in samples]
+            of_samples = sum(float(read_loss(own.loss(network, batch), 1)[0][1]) for batch in batches)
+    except Exception:
+        of_samples = total  # this loss takes no single sample
+    if not counted.requires_grad and total > 0 and math.isclose(total, of_samples, rel_tol=1e-3):
+        return
+    rule = "must return (sum, count), or a mean, and further figures by name, {'loss': mean, 'aux': ...}"
+    found = f"{total:g} for {len(samples)} samples together, and {of_samples:g} for each of them by itself"
+    raise SettingError(f"loss {rule}: its second value is no count ({found})", setting="loss", value=total, allowed=rule)
+
+
+def _refuse_foreign_parameters(network: nn.Module, own: OwnModel, loss_sum: torch.Tensor) -> None:
+    """Raises SettingError for parameters that the loss reaches, and nobody would train or save."""
+    known = {id(parameter) for parameter in network.parameters()}
+    if isinstance(own.loss, nn.Module):
+        known |= {id(parameter) for parameter in own.loss.parameters()}
+    if foreign := [leaf for leaf in graph_leaves(loss_sum) if id(leaf) not in known]:
+        rule = (
+            "must reach parameters of the model alone: put others into the model, or give `loss` as the module that has them"
+        )
+        shape = tuple(foreign[0].shape)
+        raise SettingError(f"loss {rule}; it reaches one of shape {shape}", setting="loss", value=shape, allowed=rule)
+
+
+def _copy(network: nn.Module) -> nn.Module | None:
+    """Returns a copy of a network, before its first forward; None if it cannot be copied."""
+    try:
+        return copy.deepcopy(network)
+    except Exception:
+        return None
+
+
+def _check_schedule(own: OwnModel, config: Config) -> None:
+    """Raises SettingError unless a schedule of one's own returns a number."""
     if own.schedule:
         returned = call_users("schedule", own.schedule, 0, config.train.steps or 1)
         if not isinstance(returned, int | float):

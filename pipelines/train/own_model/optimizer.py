@@ -4,6 +4,7 @@ updater = TorchOptimizer(torch.optim.AdamW(module.parameters(), lr=3e-4), learni
 updater.update(1e-4)                                      # each group at a third of its own rate
 """
 
+import inspect
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -18,6 +19,7 @@ from raystride.pipelines.train.own_model.definition import OwnModel, call_users
 
 SCHEDULED = ("params", "lr")
 """Keys of a group that the model and the schedule set."""
+_OF_EVERY_OPTIMIZER = frozenset(vars(torch.optim.SGD([torch.zeros(1)], lr=1.0)))
 
 
 class TorchOptimizer:
@@ -120,6 +122,10 @@ class TorchOptimizer:
             "shared": {key: value for key, value in optimizer.state.items() if isinstance(key, str)},
         }
 
+    def attributes(self) -> dict[str, Any]:
+        """Returns what lies on the optimiser itself, which no checkpoint holds."""
+        return {key: value for key, value in vars(self._optimizer).items() if key not in _OF_EVERY_OPTIMIZER}
+
     def load_plain_state(self, stored: Mapping[str, Any], names: Mapping[nn.Parameter, str]) -> None:
         """Restores what `plain_state` returned, after the tensors. Raises SettingError for another number of groups."""
         optimizer = self._optimizer
@@ -145,6 +151,12 @@ def build_own_optimizer(own_model: OwnModel, settings: OptimizerConfig, model: n
         rule = "must return a torch.optim.Optimizer"
         name = type(made).__name__
         raise SettingError(f"optimizer {rule}, and returned {name}", setting="optimizer", value=name, allowed=rule)
+    if any(
+        each.default is each.empty and each.name == "closure" for each in inspect.signature(made.step).parameters.values()
+    ):
+        rule = "must return one whose step needs no closure"
+        name = type(made).__name__
+        raise SettingError(f"optimizer {rule}, as that of {name} does", setting="optimizer", value=name, allowed=rule)
     if not {id(each) for group in made.param_groups for each in group["params"]} & {
         id(each) for each in module.parameters()
     }:

@@ -1,0 +1,244 @@
+"""What a user hands to `fit` is rehearsed: refused or said by name where it could not be resumed, and left as it was."""
+
+import random
+import warnings
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from raystride.pipelines.config import Config, FitConfig, ScalingConfig, SettingError, TrainConfig
+from raystride.pipelines.train.own_model import rehearsal
+from raystride.pipelines.train.own_model.definition import OwnModel
+from raystride.pipelines.train.own_model.describe import describe_own_model
+from tests.pipelines.train.own_model.optimizers import CLOSURE, OPTIMIZERS, SPARSE
+
+X, Y = torch.randn(12, 4, generator=torch.Generator().manual_seed(2)), torch.arange(12) % 3
+CONFIG = Config()
+EXACT = replace(CONFIG, train=TrainConfig(exact=True))
+UNDER_FSDP = replace(CONFIG, scaling=ScalingConfig(strategy="fsdp"))
+KEYS = replace(CONFIG, fit=FitConfig(rehearse="keys"))
+
+
+class Network(nn.Module):
+    """A linear network; `extra` is called in its forward with it and the inputs, and what it returns is added."""
+
+    def __init__(self, extra: Callable[[Any, torch.Tensor], Any] = lambda *_: 0.0) -> None:
+        super().__init__()
+        self.head, self.extra, self.calls, self.seen = nn.Linear(4, 3), extra, 0, torch.zeros(4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(x) + self.extra(self, x)  # type: ignore[no-any-return]
+
+
+def loss(model: nn.Module, batch: Any) -> torch.Tensor:
+    return nn.functional.cross_entropy(model(batch[0]), batch[1])
+
+
+def describe(config: Config = CONFIG, **given: Any) -> list[str]:
+    """Describes, and so rehearses, a model; returns the warnings."""
+    parts = {"model": Network, "data": (X, Y), "loss": loss} | given
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        describe_own_model(OwnModel(**parts), config)
+    return [text for each in said if not (text := str(each.message)).startswith("torch.distributed is")]
+
+
+def count_calls(network: Any, x: torch.Tensor) -> torch.Tensor:
+    network.calls += 1
+    return network.calls * x[:, :3]  # type: ignore[no-any-return]
+
+
+def count_idly(network: Any, _: Any) -> float:
+    network.calls += 1
+    return 0.1 if network.calls > 1000 else 0.0
+
+
+def keep_last(network: Any, x: torch.Tensor) -> float:
+    network.seen = x.mean(0).detach()
+    return 0.0
+
+
+class Sparse(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.head = nn.Embedding(5, 3, sparse=True), nn.Linear(4, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(x) + self.table(torch.zeros(len(x), dtype=torch.int64))  # type: ignore[no-any-return]
+
+
+class Turned(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.turn, self.head = nn.Parameter(torch.ones(3, dtype=torch.complex64)), nn.Linear(4, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.head(x) * self.turn).real
+
+
+class Opaque(nn.Module):
+    """Extra state that no checkpoint can hold."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(4, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(x)  # type: ignore[no-any-return]
+
+    def get_extra_state(self) -> Any:
+        return {"of": object()}
+
+    def set_extra_state(self, state: Any) -> None: ...
+
+
+class Forgetful(Opaque):
+    """Extra state that is saved and not restored."""
+
+    calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return super().forward(x)
+
+    def get_extra_state(self) -> Any:
+        return self.calls
+
+
+class OnItself(torch.optim.SGD):
+    """Counts its steps on itself."""
+
+    def __init__(self, parameters: Any, lr: float) -> None:
+        super().__init__(parameters, lr=lr)
+        self.count = 0
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.count += 1
+        for group in self.param_groups:
+            group["lr"] = group["lr"] / self.count
+        super().step(closure)
+
+
+def mean_with(second: Callable[[torch.Tensor, torch.Tensor], Any]) -> Callable[..., Any]:
+    """A loss that returns a second value beside the mean."""
+
+    def pair(model: nn.Module, batch: Any) -> Any:
+        out = model(batch[0])
+        return nn.functional.cross_entropy(out, batch[1]), second(out, batch[1])
+
+    return pair
+
+
+TEMPERATURE = nn.Parameter(torch.ones(()))
+
+
+def tempered(model: nn.Module, batch: Any) -> torch.Tensor:
+    return nn.functional.cross_entropy(model(batch[0]) * TEMPERATURE, batch[1])
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "a closure": ({"optimizer": OPTIMIZERS[CLOSURE]}, "optimizer must return one whose step needs no closure.* LBFGS"),
+    "dense gradients": (
+        {"optimizer": OPTIMIZERS[SPARSE]},
+        "optimizer raised RuntimeError: SparseAdam does not",
+    ),
+    "sparse gradients": ({"model": Sparse}, r"model must give dense gradients.*table\.weight is sparse"),
+    "complex parameters": ({"model": Turned}, "model must have real parameters.*turn is torch.complex64"),
+    "auxiliary loss": ({"loss": mean_with(lambda out, _: out.square().mean())}, "loss must return.*its second value is no"),
+    "accuracy": (
+        {"loss": mean_with(lambda out, y: (out.argmax(1) == y).float().mean() + 0.5)},
+        "its second value is no count",
+    ),
+    "negative": ({"loss": mean_with(lambda *_: -8)}, r"its second value is no count \(-8 for 2 samples"),
+    "foreign parameters": ({"loss": tempered}, r"loss must reach parameters of the model alone.*one of shape \(\)"),
+    "state on a module": ({"model": lambda: Network(count_calls)}, "model must train alike after a resume.*calls of module"),
+    "state on an optimizer": ({"optimizer": lambda m, lr: OnItself(m.parameters(), lr)}, "count of the optimizer"),
+    "no JSON": ({"model": Opaque}, r"model must keep numbers, texts, tensors.*modules\.module\.of is a object"),
+    "not restored": ({"model": Forgetful}, "model: extra state of module must come back from a checkpoint"),
+    "8 bits under fsdp": (
+        {"config": UNDER_FSDP, "optimizer": OPTIMIZERS["Blocks"]},
+        r"optimizer must keep states of a",
+    ),
+    "factors under fsdp": ({"config": UNDER_FSDP, "optimizer": OPTIMIZERS["Adafactor"]}, r"_var of module\.head\.weight is"),
+}
+
+
+@pytest.mark.parametrize(("given", "words"), REFUSED.values(), ids=REFUSED)
+def test_what_could_not_go_on_is_refused_by_name_before_the_start(given: dict[str, Any], words: str) -> None:
+    with pytest.raises(SettingError, match=words):
+        describe(**given)
+
+
+@pytest.mark.parametrize("name", [name for name in OPTIMIZERS if name not in (CLOSURE, SPARSE)])
+def test_optimizers_that_go_on_with_the_same_bits_are_taken_without_a_word(name: str) -> None:
+    assert describe(optimizer=OPTIMIZERS[name]) == []
+
+
+def test_what_each_forward_makes_anew_is_no_state() -> None:
+    assert describe(model=lambda: Network(keep_last)) == []
+
+
+def test_what_may_matter_later_is_said() -> None:
+    (said,) = describe(model=lambda: Network(count_idly))
+    assert said.startswith("a step changes attribute calls of module, which no checkpoint holds: keep it in a buffer")
+
+
+def test_draws_from_other_generators_are_said_and_refused_under_exact() -> None:
+    def noisy(model: nn.Module, batch: Any) -> torch.Tensor:
+        return loss(model, batch) * float(np.random.default_rng().random())
+
+    (said,) = describe(loss=noisy)
+    assert said.startswith("not reproducible: two equal steps differ in parameter module.head.weight, ")
+    with pytest.raises(SettingError, match=r"train\.exact must be false where equal steps have other results"):
+        describe(EXACT, loss=noisy)
+
+
+@pytest.mark.parametrize("config", [CONFIG, KEYS], ids=["bits", "keys"])
+def test_what_the_user_owns_is_as_it_was_and_callables_are_called_three_times(config: Config) -> None:
+    noise, drawn, other = torch.Generator().manual_seed(3), np.random.default_rng(4), random.Random(5)
+    model, made = Network(), []
+    weight, x, y = model.head.weight.detach().clone(), X.numpy().copy(), Y.numpy().copy()
+
+    def noisy(network: nn.Module, batch: Any) -> torch.Tensor:
+        scale = float(torch.rand((), generator=noise)) + drawn.random() + other.random()
+        return loss(network, (batch[0] + scale * torch.rand(()), batch[1]))
+
+    def make(network: nn.Module, rate: float) -> torch.optim.Optimizer:
+        made.append(network)
+        return torch.optim.Adam(network.parameters(), lr=rate)
+
+    torch.manual_seed(6)
+    random.seed(7)
+    np.random.seed(8)
+    states = [noise.get_state().tolist(), repr(drawn.bit_generator.state), repr(other.getstate())]
+    everywhere = [torch.get_rng_state().tolist(), repr(random.getstate()), repr(np.random.get_state())]
+    data = {"x": x, "y": y}
+    describe(config, model=model, data=(x, y), loss=noisy, optimizer=make)
+    assert states == [noise.get_state().tolist(), repr(drawn.bit_generator.state), repr(other.getstate())]
+    assert everywhere == [torch.get_rng_state().tolist(), repr(random.getstate()), repr(np.random.get_state())]
+    assert torch.equal(model.head.weight, weight)
+    assert model.head.weight.grad is None
+    assert (data["x"] == X.numpy()).all()
+    assert (data["y"] == Y.numpy()).all()
+    assert len(made) <= 3
+
+
+def test_large_networks_and_slow_steps_are_compared_by_names_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    saved: list[Any] = []
+    monkeypatch.setattr(rehearsal.Checkpoints, "save", lambda *arguments, **_: saved.append(arguments))
+    for limit in ("MAX_COMPARED_BYTES", "MAX_COMPARED_S"):
+        with monkeypatch.context() as little:
+            little.setattr(rehearsal, limit, 0)
+            assert describe(model=lambda: Network(count_calls)) == []
+            with pytest.raises(SettingError, match="must keep numbers, texts, tensors"):
+                describe(model=Opaque)
+    assert not saved
+
+
+def test_off_is_off() -> None:
+    assert describe(replace(CONFIG, fit=FitConfig(rehearse="off")), model=lambda: Network(count_calls)) == []
