@@ -46,7 +46,7 @@ def server(on_disk: Path | None = None) -> Iterator[str]:
         (on_disk / BUCKET).mkdir()
         keys = ",".join(KEYS.values())
         command = [str(Path(sys.executable).parent / "rclone"), "serve", "s3", "--auth-key", keys]
-        command += ["--addr", f"127.0.0.1:{port}", str(on_disk)]
+        command += ["--addr", f"127.0.0.1:{port}", "--dir-cache-time", "0s", str(on_disk)]
     else:
         command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)

@@ -222,7 +222,7 @@ def test_keys_of_a_runs_files_are_the_same(folder: Path) -> None:
     for part, keys in MANIFEST_PARTS.items():
         _same(manifest[part], keys)
     for file in manifest["files"].values():
-        _same(file, "bytes sha256")
+        _same(set(file) - {"ends"}, "bytes sha256")  # of tensors, the first and the last part
     for tensor in manifest["tensors"].values():
         _same(tensor, "chunks dtype size")
         _same(tensor["chunks"][0], "bytes file offset offsets sizes")

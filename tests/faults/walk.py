@@ -1,11 +1,13 @@
 """A walk over the files that runs leave: each kind with faults, and how resume, evaluate, predict, list and report end.
 
 A storage is made by a language model (exact), one with its own tokenizer, a classifier, adapters on a run and on an
-export, a mixture and a `fit`; by their evaluations, predictions and exports. Its kinds of files are those that lie there.
-A case is one file, one fault and one operation, and ends right (the bits and figures of an undisturbed one), refused with
-the file's name, or wrong.
+export, a mixture, a `fit` and a sweep; by their evaluations, predictions and exports. Its kinds of files are those that lie
+there. A case is one file, one fault and one operation, and ends right (the bits and figures of an undisturbed one), refused
+with the file's name, or wrong.
 
-    python -m tests.faults.walk --cases 400 --seed 7          # a table by kind, in Markdown
+    python -m tests.faults.walk --each 25 --seed 7            # 25 faults a kind; a table by kind, in Markdown
+    python -m tests.faults.walk --with ray --each 3           # a run of two workers and a sweep by Ray Tune, too
+    python -m tests.faults.walk --with store --each 3         # some of the runs, on an S3 server
 """
 
 import argparse
@@ -18,7 +20,7 @@ import tempfile
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -35,12 +37,16 @@ from raystride.pipelines.config import (
     LoraConfig,
     OptimizerConfig,
     SampleConfig,
+    ScalingConfig,
     TokenizerConfig,
     TrainConfig,
     ValidationConfig,
 )
+from raystride.pipelines.config.sweep import SweepConfig, SweepJobConfig
+from raystride.pipelines.system.storage.folder import Folder
 from tests.flips import flip
 from tests.fork_server import CONTEXT
+from tests.storage import BUCKET, server, uri
 from tests.tiny import tiny, write_text
 
 STEPS, MORE_STEPS = 6, 8
@@ -51,9 +57,38 @@ FAULTS = ("one bit", "three bits", "cut", "emptied", "removed", "a folder", "ano
 SUMMARY = ("parameters_sha256", "steps", "samples_seen", "tokens_seen", "train_loss", "val_loss")
 REFUSED = (2, 3)
 """Exit codes of refusals."""
+ON_STORE = ("decoder", "labels", "adapters", "fit")
+"""The runs of a storage on an S3 server."""
+SWEEPS = ("swept", "tuned")
+"""Names of sweeps: over adapters of one base, in this process, and by Ray Tune."""
 
 
 # What makes the storage.
+
+
+@dataclass(frozen=True)
+class Storage:
+    """Where the runs lie: a folder, and its address, which on an S3 server is another one."""
+
+    files: Path
+    address: str
+    with_ray: bool = False
+
+    @property
+    def is_store(self) -> bool:
+        return self.address != str(self.files)
+
+    @property
+    def place(self) -> Path:
+        """The folder of what is no run's: texts."""
+        return self.files.parent
+
+    def of(self, run: str, *parts: str) -> str:
+        """Returns the address of a run's folder, or of a folder in it."""
+        folder = Folder.from_uri(self.address) / run
+        for part in parts:
+            folder /= part
+        return folder.uri
 
 
 class Rows(torch.utils.data.Dataset[Any]):
@@ -78,18 +113,18 @@ def _apply(model: torch.nn.Module, batch: Any) -> torch.Tensor:
     return torch.as_tensor(model(batch[0]))
 
 
-def _fit(storage: Path, steps: int) -> None:
+def _fit(storage: Storage, steps: int) -> None:
     import raystride
 
     settings = {"train.steps": steps, "train.slots": 4, "train.slot_size": 2, "checkpoint.every": 2, "checkpoint.keep": 2}
     settings |= {"launch.mode": "inline", "record.mlflow": False, "data.validation_fraction": 0.2, "validation.every": 2}
     settings |= {"optimizer.schedule": "constant", "train.log_every": 2}  # the loss is the mean since it was logged
-    raystride.fit(_network, Rows(), _loss, settings=settings, run="fit", storage=storage)
+    raystride.fit(_network, Rows(), _loss, settings=settings, run="fit", storage=storage.address)
 
 
-def _configs(storage: Path) -> dict[str, Config]:
+def _configs(storage: Storage) -> dict[str, Config]:
     """The settings of the runs, in the order in which they need each other."""
-    place = storage.parent
+    place = storage.place
     decoder = tiny(
         place / "text.txt",
         launch=LaunchConfig(mode="inline"),
@@ -103,25 +138,46 @@ def _configs(storage: Path) -> dict[str, Config]:
     sources = {name: {"source": str(place / f"{name}.txt"), "weight": 0.5} for name in ("text", "sums")}
     labels = DataConfig(source=str(place / "labels.csv"), validation="hash", validation_fraction=0.3)
 
-    def adapted(base: Path) -> Config:
-        return replace(decoder, model=replace(decoder.model, init_from=str(base)), lora=LoraConfig(rank=2))
+    def adapted(base: str) -> Config:
+        return replace(decoder, model=replace(decoder.model, init_from=base), lora=LoraConfig(rank=2))
 
-    return {
+    runs = {
         "decoder": decoder,
         "learned": replace(decoder, tokenizer=TokenizerConfig(kind="bpe", vocabulary_size=270)),
         "labels": replace(decoder, task="classification", data=labels, sample=SampleConfig(tokens=0)),
         "mixture": replace(
             decoder, data=DataConfig(sources=sources, kind="text", validation="tail", validation_fraction=0.1)
         ),
-        "adapters": adapted(storage / "decoder"),
-        "tuned": adapted(storage / "decoder" / "export" / "hugging_face"),
+        "adapters": adapted(storage.of("decoder")),
+        "refined": adapted(storage.of("decoder", "export", "hugging_face")),
     }
+    if storage.with_ray:
+        launch, scaling = LaunchConfig(address="local"), ScalingConfig(workers=2)
+        runs["parallel"] = replace(decoder, launch=launch, scaling=scaling)
+    return {name: config for name, config in runs.items() if name in ON_STORE or not storage.is_store}
 
 
-def _build(storage: Path) -> None:
+def _sweep(storage: Storage, name: str) -> None:
+    """Measures what is missing of a sweep."""
+    from raystride.pipelines.config.parse import Parsed
+    from raystride.pipelines.sweep.sweep_job import run_sweep
+
+    config = _configs(storage)["refined" if name == "swept" else "decoder"]
+    sweep = SweepConfig(space={"optimizer.learning_rate": [1e-3, 1e-2]}, warmup_steps=2, window_steps=2, windows=3)
+    if name == "swept":
+        sweep = replace(sweep, share_base=True, objective="loss")
+    else:
+        config = replace(config, launch=LaunchConfig(address="local"), scaling=ScalingConfig(workers=1))
+    config = replace(config, run=name, storage=storage.address, train=replace(config.train, exact=False))
+    if code := run_sweep(Parsed(SweepJobConfig(**vars(config), sweep=sweep), preset="", has_source=True)):
+        sys.exit(code)
+
+
+def _build(storage: Storage) -> None:
     import raystride
 
-    place = storage.parent
+    place = storage.place
+    place.mkdir(parents=True, exist_ok=True)
     write_text(place, 6_000)
     (place / "sums.txt").write_text("".join(f"{i}+{i}={2 * i}\n" for i in range(200)))
     (place / "questions.txt").write_text("line 1\nline 2\nline 3\n")
@@ -129,49 +185,56 @@ def _build(storage: Path) -> None:
     lines = [f"{text} {n},{label}\n" for n in range(15) for text, label in sides]
     (place / "labels.csv").write_text("text,label\n" + "".join(lines))
     for name, config in _configs(storage).items():
-        raystride.train(config, run=name, storage=storage)
+        raystride.train(config, run=name, storage=storage.address)
         for operation in ("evaluate", "predict"):
             _operate(operation, name, storage)
         if name in ("decoder", "adapters"):
-            raystride.export(name, "hugging_face", storage=storage)
+            raystride.export(name, "hugging_face", storage=storage.address)
         if name == "labels":
-            raystride.export(name, "mlflow", storage=storage)
+            raystride.export(name, "mlflow", storage=storage.address)
     _fit(storage, STEPS)
-    raystride.export("fit", "state_dict", storage=storage)
+    raystride.export("fit", "state_dict", storage=storage.address)
+    for name in () if storage.is_store else SWEEPS[: 1 + storage.with_ray]:
+        _sweep(storage, name)
 
 
 # Operations: each returns what must be equal afterwards.
 
 
-def _operate(operation: str, run: str, storage: Path) -> Any:
+def _operate(operation: str, run: str, storage: Storage) -> Any:
     """Does one operation as its command does, or `fit` for its run; raises SystemExit with the exit code of a refusal."""
-    common = ["--run", run, "--storage", str(storage)]
+    common = ["--run", run, "--storage", storage.address]
     if operation == "list":
-        _command(["runs", "list", "--storage", str(storage)])
+        _command(["runs", "list", "--storage", storage.address])
         return None  # what it has printed
     if operation == "report":
         _command(["report", *common])
         return None
+    if run in SWEEPS:
+        _sweep(storage, run)
+        trials = (storage.files / run / "trials").glob("*.json")
+        return {path.stem: [(trial := json.loads(path.read_text()))["status"], trial["speeds"]] for path in trials}
     if run == "fit":
         return _operate_fit(operation, storage)
+    inline = ["--launch.mode", "inline"]
     if operation == "resume":
-        _command(["train", *common, "--train.steps", str(MORE_STEPS)])
-        return _figures(storage / run)
+        _command(["train", *common, "--train.steps", str(MORE_STEPS), *inline, "--scaling.workers", "1"])
+        return _figures(storage.files / run)
     if operation == "evaluate":
         split = ["--split", "validation"]
         if run == "mixture":
-            split = ["--split", "test", "--data.test_source", str(storage.parent / "sums.txt")]
-        _command(["evaluate", *common, *split, "--launch.mode", "inline"])
-        scores = json.loads((storage / run / "evaluate" / split[1] / "metrics.json").read_text())
+            split = ["--split", "test", "--data.test_source", str(storage.place / "sums.txt")]
+        _command(["evaluate", *common, *split, *inline])
+        scores = json.loads((storage.files / run / "evaluate" / split[1] / "metrics.json").read_text())
         return {key: scores[key] for key in ("metrics", "samples", "step")}
-    answers, sample = storage / run / "answers", ["--sample.tokens", "4", "--sample.temperature", "0"]
+    sample = ["--sample.tokens", "4", "--sample.temperature", "0"]
     _command(["predict", *common, "--text", "line 1", *sample])
-    files = ["--input", str(storage.parent / "questions.txt"), "--output", str(answers), "--launch.mode", "inline"]
+    files = ["--input", str(storage.place / "questions.txt"), "--output", storage.of(run, "answers"), *inline]
     _command(["predict", *common, *files, *sample])
-    return _read_answers(answers)
+    return _read_answers(storage.files / run / "answers")
 
 
-def _operate_fit(operation: str, storage: Path) -> Any:
+def _operate_fit(operation: str, storage: Storage) -> Any:
     import raystride
     from raystride.pipelines.launch.console.exit_codes import run_with_exit_code
 
@@ -180,9 +243,9 @@ def _operate_fit(operation: str, storage: Path) -> Any:
     def work() -> int:
         if operation == "resume":
             _fit(storage, MORE_STEPS)
-            found.append(_figures(storage / "fit"))
+            found.append(_figures(storage.files / "fit"))
         else:
-            filled = raystride.Run.open("fit", storage).load_model(into=_network())
+            filled = raystride.Run.open("fit", storage.address).load_model(into=_network())
             found.append([value.tolist() for value in filled.state_dict().values()])
         return 0
 
@@ -284,6 +347,8 @@ class Outcome:
 def kind_of(file: str) -> str:
     """Returns a path without the names of runs, attempts and hashes, and without numbers."""
     first, _, rest = file.partition("/")
+    if first in SWEEPS and rest:
+        return f"SWEEP/{re.sub('[0-9a-f]{8,}', 'HASH', rest)}"
     path = f"{first if first.startswith('.') or not rest else 'RUN'}/{rest}".rstrip("/")
     path = re.sub(r"(/export/mlflow/code)/.*", r"\1", path)  # a copy of this package
     path = re.sub(r"\d{8}-\d{4,6}[-\w]*?(?=[-./]|$)(-[0-9a-f]{4,8}(?=[-./]|$))*", "ATTEMPT", path)
@@ -294,21 +359,22 @@ def kind_of(file: str) -> str:
 class Walk:
     """A storage as the runs left it, and what the operations on it give."""
 
-    def __init__(self, place: Path) -> None:
-        self.storage, self._kept = place / "runs", place / "kept"
+    def __init__(self, storage: Storage, kept: Path) -> None:
+        self.storage, self._kept = storage, kept
         self._references: dict[tuple[str, str], Ending] = {}
-        built = in_child(_build, self.storage)
+        built = in_child(_build, storage)
         if built.code:
             raise RuntimeError(built.printed)
-        shutil.copytree(self.storage, self._kept, symlinks=True)
+        shutil.copytree(storage.files, kept, symlinks=True)
 
     @cached_property
     def files(self) -> dict[str, list[str]]:
         """The files by kind, as paths below the storage, in the same order in each storage: hashes differ."""
         kinds: dict[str, list[str]] = {}
         for path in sorted(self._kept.rglob("*")):
-            if path.is_file() and not path.is_symlink():
-                name = str(path.relative_to(self._kept))
+            name = str(path.relative_to(self._kept))
+            is_of_trial = any(name.startswith(f"{sweep}-") for sweep in SWEEPS)  # as a run's
+            if path.is_file() and not path.is_symlink() and not is_of_trial:
                 kinds.setdefault(kind_of(name), []).append(name)
         for kind, names in kinds.items():
             if kind.startswith(".prepared"):
@@ -318,14 +384,15 @@ class Walk:
     @cached_property
     def runs(self) -> list[str]:
         """The names of the runs."""
-        return [path.name for path in sorted(self._kept.iterdir()) if not path.name.startswith(".") and path.is_dir()]
+        found = [path.name for path in sorted(self._kept.iterdir()) if (path / "config.yaml").exists()]
+        return [name for name in found if "-" not in name]  # trials' have it
 
     def users(self, file: str) -> list[str]:
         """Returns the runs that may need a file: its own, and those that name its folder."""
         folder = file.split("/")[1 if file.startswith(".") else 0]
         if folder in self.runs:
-            bases = {"decoder": ["adapters", "tuned"]}.get(folder, [])
-            return [folder, *bases]
+            bases = ["adapters", "refined", *SWEEPS[:1]] if folder == "decoder" else []
+            return [folder, *(run for run in bases if run in self.runs)]
         names = {folder} | {
             path.parent.name for path in self._kept.glob(".prepared/*/manifest.json") if folder in path.read_text()
         }
@@ -362,11 +429,11 @@ class Walk:
         return judge(case, in_child(_operate, case.operation, case.run, self.storage), expected)
 
     def _restore(self) -> None:
-        shutil.rmtree(self.storage)
-        shutil.copytree(self._kept, self.storage, symlinks=True)
+        shutil.rmtree(self.storage.files)
+        shutil.copytree(self._kept, self.storage.files, symlinks=True)
 
     def _damage(self, case: Case) -> None:
-        random, path = Random(case.seed), self.storage / case.file
+        random, path = Random(case.seed), self.storage.files / case.file
         content = path.read_bytes()
         if case.fault in ("one bit", "three bits") and content:
             for _ in range(1 if case.fault == "one bit" else 3):
@@ -391,13 +458,20 @@ def judge(case: Case, ending: Ending, expected: Ending) -> Outcome:
         if case.operation == "list":
             same = _lists_the_same(ending.printed, expected.printed)
         else:
-            same = ending.result == expected.result
+            same = _without(ending.result, case) == _without(expected.result, case)
         found = "" if same else f"{ending.result} in place of {expected.result}\n{ending.printed[-3000:]}"
         return Outcome(case, "right" if same else "wrong", found)
     if ending.code not in REFUSED:
         return Outcome(case, "wrong", f"exit code {ending.code}\n{ending.printed[-3000:]}")
     named = any(name in ending.printed for name in _names(case.file))
     return Outcome(case, "refused" if named else "wrong", ending.printed[-3000:])
+
+
+def _without(result: Any, case: Case) -> Any:
+    """Returns a sweep's trials without the speeds of the damaged one, which is measured again."""
+    if case.run not in SWEEPS or result is None:
+        return result
+    return {key: values[:1] if key == Path(case.file).stem else values for key, values in result.items()}
 
 
 def _names(file: str) -> Iterator[str]:
@@ -435,25 +509,33 @@ def table(outcomes: Iterable[Outcome]) -> str:
 
 
 @contextmanager
-def walk() -> Iterator[Walk]:
-    """Builds a storage, and removes it."""
-    with tempfile.TemporaryDirectory(prefix="walk-") as place:
-        yield Walk(Path(place))
+def walk(with_: str = "") -> Iterator[Walk]:
+    """Builds a storage, and removes it. `with_`: `ray`, further runs by Ray; `store`, on an S3 server; else empty."""
+    with tempfile.TemporaryDirectory(prefix="walk-") as name, ExitStack() as stack:
+        place = Path(name)
+        storage = Storage(place / "runs", str(place / "runs"), with_ray=with_ == "ray")
+        if with_ == "store":
+            served = place / "served"
+            served.mkdir()
+            endpoint = stack.enter_context(server(served))
+            storage = Storage(served / BUCKET / "walked" / "runs", uri(endpoint, "walked/runs"))
+        yield Walk(storage, place / "kept")
 
 
 def main() -> int:
     """Runs cases, prints what is wrong and the table; returns 1 if something is."""
     parser = argparse.ArgumentParser(prog="python -m tests.faults.walk", description=__doc__.split("\n")[0])
-    parser.add_argument("--cases", type=int, default=200)
+    parser.add_argument("--each", type=int, default=3, help="cases a kind")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--kind", help="a regular expression of the kinds to take")
     parser.add_argument("--operation", choices=OPERATIONS, help="take this one; by default one is drawn for each case")
+    parser.add_argument("--with", choices=("ray", "store"), default="", dest="with_")
     given = parser.parse_args()
     random, outcomes = Random(given.seed), []
-    with walk() as walked:
+    with walk(given.with_) as walked:
         kinds = [kind for kind in sorted(walked.files) if re.search(given.kind or "", kind)]
         print("\n".join(kinds), file=sys.stderr, flush=True)
-        for number in range(given.cases):
+        for number in range(given.each * len(kinds)):
             case = walked.draw(random, kinds[number % len(kinds)])
             outcome = walked.run(replace(case, operation=given.operation) if given.operation else case)
             outcomes.append(outcome)

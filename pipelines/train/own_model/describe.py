@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from raystride.pipelines.config import Config, SettingError
+from raystride.pipelines.config import Config, SettingError, TrainConfig
 from raystride.pipelines.data.feed.order import Order
 from raystride.pipelines.data.prepare.code_hash import hash_code, qualified_name
 from raystride.pipelines.data.sources.faults import DataError
@@ -57,7 +57,7 @@ def describe_own_model(own: OwnModel, config: Config) -> dict[str, Any]:
         sizes = {name: list(value.shape) for name, value in network.named_parameters()}
         logged, measured, saved = _run_once(own, network, batches[0], samples[:count], exact=config.train.exact)
         del network
-        _check_schedule(own, config)
+        _check_schedule(own, config.train)
         rehearse(own, config, [(batch, count) for batch in batches], made)
     return {
         "train": num_train,
@@ -179,10 +179,10 @@ def _copy(network: nn.Module) -> nn.Module | None:
         return None
 
 
-def _check_schedule(own: OwnModel, config: Config) -> None:
+def _check_schedule(own: OwnModel, settings: TrainConfig) -> None:
     """Raises SettingError unless a schedule of one's own returns a number."""
     if own.schedule:
-        returned = call_users("schedule", own.schedule, 0, config.train.steps or 1)
+        returned = call_users("schedule", own.schedule, 0, settings.steps or 1)
         if not isinstance(returned, int | float):
             rule = "must return a number"
             name = type(returned).__name__
