@@ -51,6 +51,9 @@ class OptimizerConfig(Section):
         also="min_lr min_lr_factor lr_min min_learning_rate lr_min_ratio alpha_f",
     )
     """Final learning rate of `cosine` and `linear`, as a fraction of the peak."""
+    absent_gradients: Literal["auto", "skip", "zero"] = setting("auto", since="0.4")
+    """A parameter of a model of your own that no sample of a step has used: `skip` leaves it as it is; `zero` lets it decay
+    and move by its momentum on several workers, as 0.3 did. `auto`: as the run began; a new one skips."""
 
     def __post_init__(self) -> None:
         """Raises SettingError where a field is out of range, or `noam` has no warm-up, whose length its formula needs."""

@@ -15,10 +15,9 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable
 
     import torch
-    from torch import nn
 
     from raystride.pipelines.config import Config
     from raystride.pipelines.train.strategies.reduction import Buckets
@@ -86,7 +85,7 @@ def build_strategy(config: "Config", *, device: "torch.device", rank: int, world
     return Single(device)
 
 
-def _bucket_factory(config: "Config", rank: int, world: int) -> "Callable[[Iterable[nn.Parameter]], Buckets]":
+def _bucket_factory(config: "Config", rank: int, world: int) -> "Callable[..., Buckets]":
     """Returns a factory of gradient buckets; with train.exact they sum along the reduction tree."""
     bucket_bytes = int(config.scaling.bucket_mib * 2**20)
     if not config.train.exact:

@@ -4,7 +4,7 @@ buckets = partial(Buckets, bucket_bytes=25 << 20, extra=4)    # or exact.ExactBu
 strategy = DataParallel(torch.device("cpu"), rank=0, world=2, buckets=buckets)
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 import torch
 from torch import nn
@@ -16,9 +16,7 @@ from raystride.pipelines.train.strategies.strategy import LocalStrategy, Optimiz
 class DataParallel(LocalStrategy):
     """Data parallelism with gradients all-reduced in fixed buckets; several workers need an initialised process group."""
 
-    def __init__(
-        self, device: torch.device, rank: int, world: int, buckets: Callable[[Iterable[nn.Parameter]], Buckets]
-    ) -> None:
+    def __init__(self, device: torch.device, rank: int, world: int, buckets: Callable[..., Buckets]) -> None:
         self.device, self.rank, self.world = device, rank, world
         self._make_buckets = buckets
 
@@ -27,7 +25,7 @@ class DataParallel(LocalStrategy):
     ) -> tuple[nn.Module, Optimizer]:
         """Moves the model to the device and broadcasts rank 0's parameters."""
         broadcast_parameters(model := model.to(self.device), self.world)
-        self._buckets = self._make_buckets(model.parameters())
+        self._buckets = self._make_buckets(model.parameters(), skips_absent=self.skips_absent)
         return model, make_optimizer(model)
 
     def zero_gradients(self) -> None:

@@ -39,10 +39,13 @@ class ExactBuckets(Buckets):
         slot_ranges: Sequence[range],
         rank: int,
         workers: Sequence[int] = (),
+        skips_absent: bool = False,
     ) -> None:
         """`rank` indexes `slot_ranges`; `workers` are the ranks in the default group, by default 0, 1, 2, ..."""
         # Every worker sums an equal chunk of each bucket.
-        super().__init__(parameters, bucket_bytes=bucket_bytes, extra=extra, multiple_of=len(slot_ranges))
+        super().__init__(
+            parameters, bucket_bytes=bucket_bytes, extra=extra, multiple_of=len(slot_ranges), skips_absent=skips_absent
+        )
         self._world, self._rank, self._own_slots = len(slot_ranges), rank, slot_ranges[rank]
         self._workers = workers or range(len(slot_ranges))
         all_slots = range(slot_ranges[-1].stop)
@@ -71,6 +74,7 @@ class ExactBuckets(Buckets):
 
     def begin_step(self) -> None:
         """Begins a new step; each buffer is zeroed when the first slot that adds to it begins."""
+        self._restore_absent()
         self._next_slot = self._own_slots.start
 
     def begin_micro_batch(self, slot: int, measured: torch.Tensor, *, last: bool) -> None:
@@ -89,6 +93,10 @@ class ExactBuckets(Buckets):
         measured.zero_()
         if last:
             self._start_sending()
+
+    def current_buffers(self) -> list[torch.Tensor]:
+        """Returns the row that the last micro-batch has added to."""
+        return self._rows[self._current_row]
 
     def end_micro_batch(self, *, last: bool) -> None:
         """Adds the partial sums that are now complete; in the last slot each bucket has done so on its completion."""

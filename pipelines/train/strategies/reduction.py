@@ -26,7 +26,8 @@ from torch import nn
 class Buckets:
     """Sums gradients, in fp32, over the workers of `group`, the default one if None. Parameters must share a device.
 
-    Buffer lengths are multiples of `multiple_of`.
+    Buffer lengths are multiples of `multiple_of`. With `skips_absent` a parameter that no worker's step has used has no
+    gradient afterwards: flags of the used ones follow the extra numbers.
     """
 
     def __init__(
@@ -37,9 +38,14 @@ class Buckets:
         extra: int,
         multiple_of: int = 1,
         group: dist.ProcessGroup | None = None,
+        skips_absent: bool = False,
     ) -> None:
         self._group = group
         trained = [p for p in parameters if p.requires_grad]
+        self._is_used = [False] * len(trained) if skips_absent else []
+        """Whether this worker's step has used each parameter, in the order of the buckets."""
+        self._absent: list[tuple[nn.Parameter, torch.Tensor]] = []
+        """Parameters whose gradient was dropped, with its place."""
         # A backward reaches the last parameters first, so their bucket is full first and is sent while the rest computes.
         self.groups = _group_parameters(list(reversed(trained)), bucket_bytes)
         self.extra = extra
@@ -51,12 +57,16 @@ class Buckets:
         self._num_sent = 0
         self._works: list[dist.Work] = []
         self._is_sending = False
+        index = 0
         for number, (bucket, size) in enumerate(zip(self.groups, self.sizes, strict=True)):
-            size += extra if number == len(self.groups) - 1 else 0
+            size += extra + len(self._is_used) if number == len(self.groups) - 1 else 0
             size += -size % multiple_of
             self.flat.append(torch.zeros(size, device=bucket[0].device))
             for parameter in bucket:
-                parameter.register_post_accumulate_grad_hook(lambda _, number=number: self._on_gradient_ready(number))
+                parameter.register_post_accumulate_grad_hook(
+                    lambda _, number=number, index=index: self._on_gradient_ready(number, index)
+                )
+                index += 1
         for parameter, view in self.parameter_views(self.flat):
             parameter.grad = view
 
@@ -72,11 +82,23 @@ class Buckets:
         """Returns the `extra` numbers after the gradients in buffers like these."""
         return flat[-1][self.sizes[-1] : self.sizes[-1] + self.extra]
 
+    def _flags(self, flat: list[torch.Tensor]) -> torch.Tensor:
+        """Returns the flags after the extra numbers in buffers like these."""
+        start = self.sizes[-1] + self.extra
+        return flat[-1][start : start + len(self._is_used)]
+
     def begin_step(self) -> None:
         """Zeroes all gradients for a new step."""
+        self._restore_absent()
         for flat in self.flat:
             # Zeroed and not dropped: every `grad` must stay a view into its bucket.
             flat.zero_()
+
+    def _restore_absent(self) -> None:
+        for parameter, view in self._absent:
+            parameter.grad = view
+        self._absent = []
+        self._is_used = [False] * len(self._is_used)
 
     def begin_micro_batch(self, slot: int, measured: torch.Tensor, *, last: bool) -> None:
         """Announces gradients of a micro-batch from `slot` on; from the `last` one on, full buckets are sent."""
@@ -106,13 +128,24 @@ class Buckets:
         self._reduce_ready_buckets()
         self._wait_for_sums()
         self._is_sending = False
+        if not all(self._is_used):  # else every parameter has a gradient, and the device need not be asked
+            used = self._flags(self.flat).tolist()
+            self._absent = [place for place, count in zip(self.parameter_views(self.flat), used, strict=True) if not count]
+            for parameter, _ in self._absent:
+                parameter.grad = None
         return self.extra_values(self.flat)
+
+    def current_buffers(self) -> list[torch.Tensor]:
+        """Returns the buffers that the last micro-batch has added to."""
+        return self.flat
 
     def local_gradients(self) -> list[torch.Tensor]:
         """Returns a flat fp32 vector of gradients per bucket, without the extra numbers."""
         return [flat[:size] for flat, size in zip(self.flat, self.sizes, strict=True)]
 
-    def _on_gradient_ready(self, number: int) -> None:
+    def _on_gradient_ready(self, number: int, index: int) -> None:
+        if self._is_used:
+            self._is_used[index] = True
         # Hooks run in every micro-batch, but gradients are complete only in the last one.
         if self._is_sending:
             self._num_missing[number] -= 1
@@ -121,6 +154,9 @@ class Buckets:
     def _reduce_ready_buckets(self) -> None:
         """Sends full buckets in order, never skipping one that waits: every rank must start the same next one."""
         while self._num_sent < len(self.flat) and self._num_missing[self._num_sent] == 0:
+            if self._is_used and self._num_sent == len(self.flat) - 1:
+                flags = self._flags(self.current_buffers())
+                flags += flags.new_tensor(self._is_used)
             self._reduce_bucket(self._num_sent)
             self._num_sent += 1
 

@@ -8,7 +8,7 @@ bits as with one worker, which summed shards cannot guarantee.
     model, optimizer = strategy.prepare_model(model, build_optimizer)
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -34,7 +34,7 @@ class ShardedBase(DataParallel):
         device: torch.device,
         rank: int,
         world: int,
-        buckets: Callable[[Iterable[nn.Parameter]], Buckets],
+        buckets: Callable[..., Buckets],
         *,
         shard_workers: int = 0,
         reshard: bool = True,

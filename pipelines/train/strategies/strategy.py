@@ -64,6 +64,8 @@ class Strategy(Protocol):
     """Whether this worker's model outputs are counted; of several that computed the same, one reports."""
     is_group_leader: bool
     """Whether this worker is the first of those that compute the same slots together."""
+    skips_absent: bool
+    """Whether a parameter that no worker's step has used keeps its value, also where gradients are summed in buckets."""
 
     def build_network(self, make_model: Callable[[], nn.Module]) -> nn.Module:
         """Builds a fresh network, or this worker's part of it, with initial values."""
@@ -119,6 +121,7 @@ class LocalStrategy:
     world: int
     needs_equal_micro_batches = is_slot_per_micro_batch = sharded = is_collective = False
     reports_loss = is_group_leader = True
+    skips_absent = False
     _parameters: Sequence[nn.Parameter] = ()
     """Those whose gradients a step drops."""
 

@@ -11,7 +11,7 @@ import os
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -120,7 +120,7 @@ def build_training(
         rules=build_step_rules(config, feed.train, state, device),
         validate=Validation(config, strategy, built.model, built.precision, feed.train.task, feed.held_out, feed.shares),
         checkpoints=built.checkpoints if config.checkpoint.every else None,
-        header=header | ({HEADER: {"base": built.base}} if built.base else {}) | job.facts,
+        header=header | built.facts | job.facts,
         watchers=observers,
         stopping=stopping,
         log=log,
@@ -139,8 +139,8 @@ class _BuiltModel(NamedTuple):
     checkpoints: Checkpoints
     found: ValidCheckpoint | None
     state: TrainState
-    base: str
-    """The hash of the frozen base of adapters; empty without adapters."""
+    facts: dict[str, Any]
+    """What checkpoints say about it: the hash of the frozen base of adapters, the rule for absent gradients."""
 
 
 def _build_model(
@@ -167,6 +167,10 @@ def _build_model(
         init_weights(model, config.model.init_from, task, job.prepared / "tokenizer", log)
     base = finalize_base(model) if config.lora.rank and layout_of(model) is None else ""
     precision.convert_model(model, sharded=strategy.sharded)
+    rule = config.optimizer.absent_gradients
+    if is_own := hasattr(network, "users_module"):
+        rule = (found.manifest.get("absent_gradients", "zero") if found else "skip") if rule == "auto" else rule
+        strategy.skips_absent = rule == "skip"
 
     def make_optimizer(prepared: torch.nn.Module) -> Updater:
         own = task.build_optimizer(prepared)
@@ -180,7 +184,8 @@ def _build_model(
         found = checkpoints.load_newest(found, model, optimizer)
         log(f"resumed from step {found.step}")
     state = found.state if found else TrainState()
-    return _BuiltModel(task, network, model, optimizer, precision, checkpoints, found, state, base)
+    facts = ({HEADER: {"base": base}} if base else {}) | ({"absent_gradients": rule} if is_own else {})
+    return _BuiltModel(task, network, model, optimizer, precision, checkpoints, found, state, facts)
 
 
 def _build_checkpoints(job: Job, worker: WorkerInfo, task: Task, log: Callable[[str], None]) -> Checkpoints:

@@ -188,12 +188,14 @@ class MeshStrategy(LocalStrategy):
             dist.broadcast(parameter.detach(), dist.get_global_rank(alike, 0), group=alike)
 
     def _make_buckets(self, parameters: Iterable[nn.Parameter]) -> Buckets:
-        rules = {"bucket_bytes": int(self._scaling.bucket_mib * 2**20), "extra": len(SUMMED)}
+        bucket_bytes, extra = int(self._scaling.bucket_mib * 2**20), len(SUMMED)
         if not self._train.exact:
-            return Buckets(parameters, group=self._data_group, **rules)
+            return Buckets(parameters, bucket_bytes=bucket_bytes, extra=extra, group=self._data_group)
         slot_ranges = [worker_slots(self._train.slots, worker, self.world) for worker in range(self.world)]
         workers = dist.get_process_group_ranks(self._data_group)
-        return ExactBuckets(parameters, slot_ranges=slot_ranges, rank=self.rank, workers=workers, **rules)
+        return ExactBuckets(
+            parameters, bucket_bytes=bucket_bytes, extra=extra, slot_ranges=slot_ranges, rank=self.rank, workers=workers
+        )
 
     def _install_parallel_forward(self, model: nn.Module) -> list[DecoderStage]:
         """Replaces the model's forward with the group's parallel one; returns the local pipeline stages, if any."""

@@ -5,6 +5,7 @@
 `groups`      an optimizer of its own with two groups, a schedule of its own, a frozen part
 `momentum`    the same without the schedule
 `norms`       a network with BatchNorm
+`routed`      heads that a step may not use
 `with NAME`   a regression by one of `optimizers`
 """
 
@@ -108,3 +109,25 @@ register_model("momentum", model=make_groups, data=DATA, validation=DATA, loss=m
 register_model("norms", model=make_norms, data=DATA, validation=DATA, loss=mean_loss)
 for _name, _make in OPTIMIZERS.items():
     register_model(f"with {_name}", model=make_mlp, data={"x": X, "y": Y}, loss=mean_loss, optimizer=_make)
+
+
+class Routed(nn.Module):
+    """Two heads, of which a batch uses the first; the second in a step with a sample of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heads = nn.ModuleList([nn.Linear(WIDTH, 3), nn.Linear(WIDTH, 3), nn.Linear(WIDTH, 3)])
+
+    def forward(self, x: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+        out = self.heads[0](x)
+        if second.any():
+            out = torch.where(second[:, None], self.heads[1](x), out)
+        return out  # type: ignore[no-any-return]
+
+
+def routed_loss(model: nn.Module, batch: Batch) -> torch.Tensor:
+    """The mean squared error."""
+    return nn.functional.mse_loss(model(batch["x"], batch["second"]), batch["y"])
+
+
+register_model("routed", model=Routed, data={"x": X, "y": Y, "second": np.arange(SAMPLES) < 2}, loss=routed_loss)

@@ -170,6 +170,31 @@ def test_metrics_and_further_losses_are_those_of_all_samples(tmp_path: Path, sca
     assert course.scored[-1] == pytest.approx(_score_all(job), rel=2e-6)
 
 
+def _read_head(rank: int, world: int, job: Job) -> list[list[float]]:
+    """The parameters of the heads after the training."""
+    training = build_training(job, WorkerInfo(rank=rank, world=world), [], lambda: False, lambda _: None)
+    before = [head.weight.detach().clone() for head in training.model.module.heads]  # type: ignore[union-attr]
+    training.run()
+    heads = training.model.module.heads  # type: ignore[union-attr]
+    return [(head.weight - old).abs().sum().item() for head, old in zip(heads, before, strict=True)]  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("rule", "moves"), [("auto", False), ("zero", True)])
+@pytest.mark.parametrize("exact", [False, True])
+def test_a_parameter_that_no_worker_used_does_not_move(tmp_path: Path, rule: Any, moves: bool, exact: bool) -> None:
+    """The second head's samples are in every tenth micro-batch, so most steps have none for one of the workers."""
+    job = own_job(tmp_path, "routed", scaling=DDP, exact=exact, slots=6, slot_size=1)
+    settings = replace(job.config.optimizer, absent_gradients=rule, weight_decay=0.1)
+    job = replace(job, config=replace(job.config, optimizer=settings))
+    single, *_ = run_distributed(_read_head, 1, replace(job, folder=job.folder / "one"))
+    both = run_distributed(_read_head, 2, replace(job, folder=job.folder / "two"))
+    assert both[0] == both[1]
+    assert single[0] > 0
+    assert (both[0][2] > 0) is moves
+    if not moves:
+        assert both[0] == pytest.approx(single, rel=1e-4)
+
+
 def _train_and_read_buffers(rank: int, world: int, job: Job) -> tuple[dict[str, torch.Tensor], int]:
     training = build_training(job, WorkerInfo(rank=rank, world=world), [], lambda: False, lambda _: None)
     training.run()
