@@ -97,6 +97,7 @@ def train_on_workers(
         | {"workers": allocation.workers, "device": allocation.device, "threads": allocation.threads},
         "tags": tags,
         "total_steps": total_steps(job),
+        "permit": job.permit,
     }
     if job.config.launch.mode == "inline":
         inline = InlineRecorder(**arguments)
@@ -172,6 +173,7 @@ def train(
             # Checked again, as only the prepared data shows whether the same settings still mean the same data.
             refuse_changes(previous, config, prepared.identity)
         milestones["data"] = time.time()
+        lease.permit.check()  # the cluster and the preparation may have taken hours
         if admission.starts_over:
             move_checkpoints_aside(folder, attempt, screen.log)
         environment = describe_run(config, resources, allocation, attempt, admission.base, prepared, previous)
@@ -180,6 +182,7 @@ def train(
             run=str(config.run),
             attempt=attempt,
             term=lease.owner.term,
+            permit=lease.permit,
             folder=folder,
             prepared=prepared.folder,
             device=allocation.device,
@@ -190,10 +193,11 @@ def train(
             strategy=strategy,
         )
         job, allocation = finalize_job(job, resources, allocation, environment, None if watcher else screen.log)
+        lease.permit.check()
         write_settings(folder, attempt, with_absolute_paths(config), environment)
         all_tags = run_tags(environment, config.scaling, allocation, dashboard) | dict(tags or {})
         show_pages(folder, all_tags, screen.log)
-        hooks = SessionHooks(screen, watcher or page, lease.check, lease.give_up)
+        hooks = SessionHooks(screen, watcher or page, lease.permit, lease.give_up)
         summary = train_on_workers(job, allocation, storage, all_tags, hooks)
         page.finish(summary)
         return summary

@@ -1,8 +1,8 @@
 """The right of an attempt to write its run's files, which every writer tests before each write.
 
-    permit = Permit(partial(find_successor, folder, attempt, term))   # `run_store.lease` makes it; writers share or unpickle it
-    permit.check()                                            # looks, and raises once another driver owns the run
-    permit.raise_if_revoked()                                 # the same without looking, for each step
+permit = Permit(partial(find_successor, folder, attempt, term))   # `run_store.lease` makes it; writers share or unpickle it
+permit.check()                                            # looks, and raises once another driver owns the run
+permit.raise_if_revoked()                                 # the same without looking, for each step
 """
 
 from collections.abc import Callable

@@ -23,6 +23,7 @@ from raystride.pipelines.launch.cluster.versions import find_version_mismatch, p
 from raystride.pipelines.system.credentials import redact
 from raystride.pipelines.system.limits import local_ray_resources
 from raystride.pipelines.system.output import print_warning
+from raystride.pipelines.system.signals import signal_exception
 
 T = TypeVar("T")
 RAY_ENVIRONMENT = {
@@ -87,7 +88,7 @@ def cluster(settings: LaunchConfig, metadata: Mapping[str, str] | None = None) -
 def _preserve_signal_handlers() -> Iterator[Callable[[], None]]:
     """Restores the signal handlers at the end of the block: ray.init and Ray Tune set their own and never remove them.
 
-    Yields a function that restores them earlier. Until it is called, processes that Ray starts inherit an ignored SIGHUP:
+    Yields a function that restores them earlier. A SIGTERM during ray.init raises Terminated, as before and after it. Until it is called, processes that Ray starts inherit an ignored SIGHUP:
     if a terminal is closed, all its processes get one, and the driver needs Ray to save.
     """
     if threading.current_thread() is not threading.main_thread():
@@ -104,6 +105,10 @@ def _preserve_signal_handlers() -> Iterator[Callable[[], None]]:
 
     try:
         yield restore
+    except SystemExit as left:  # how the handler of ray.init ends
+        if left.code == signal.SIGTERM:
+            raise signal_exception(signal.SIGTERM) from None
+        raise
     finally:
         restore()
 

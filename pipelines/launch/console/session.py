@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Protocol
@@ -33,6 +33,7 @@ from raystride.pipelines.observability.report import (
 from raystride.pipelines.observability.report.figures import Figures, Points
 from raystride.pipelines.observability.report.run_figures import rate_unit
 from raystride.pipelines.system.output import take_unshown
+from raystride.pipelines.system.permit import Permit
 from raystride.pipelines.system.service_thread import ServiceThread, format_error
 from raystride.pipelines.system.signals import signal_exception, termination_signals
 from raystride.pipelines.system.storage.folder import Folder
@@ -43,6 +44,8 @@ SAME_SIGNAL_S = 1.0
 """Seconds after a signal in which another one counts as the same request."""
 STOP_RETRY_S = 1.0
 """Seconds after which a failed stop request is repeated."""
+MAX_STOP_S = 20.0
+"""Seconds that an error of the driver waits for the end of the training; what goes on longer has lost its permit by then."""
 START_LOOK_S = 5.0
 """Seconds after which a start shows the reason for its wait, and between two updates of it."""
 
@@ -71,6 +74,10 @@ class RunRecorder(Protocol):
         """Ends the record and returns the summary as written."""
         ...
 
+    def abandon(self) -> None:
+        """Ends without writing anything more."""
+        ...
+
 
 class Watcher:
     """Callbacks of a training in the driver, such as those of a sweep. The base class does nothing."""
@@ -88,8 +95,10 @@ class SessionHooks:
 
     screen: Screen
     watcher: Watcher
-    check: Callable[[], None] = lambda: None
-    """Checks the run's lease: raises Owned if another driver has taken the run over, and Isolated after `give_up`."""
+    permit: Permit = field(default_factory=Permit)
+    """The right to write the run's files: raises RunLocked once another driver has taken the run over, and DriverIsolated
+    after `give_up`.
+    """
     give_up: Callable[[str], None] = lambda reason: None
     """Releases the run's lease for a reason, so that another driver may resume the run."""
     pending_reason: Callable[[], str | None] = lambda: None
@@ -99,14 +108,20 @@ class SessionHooks:
 def run_session(job: Job, recorder: RunRecorder, train: Train, hooks: SessionHooks) -> RunSummary:
     """Trains with a progress line, closes the record, shows the closing screen; returns the summary as written.
 
-    Raises TrainingFailed if the training raised; Owned if another driver has taken the run over, and CannotRun if workers
+    Raises TrainingFailed if the training raised; RunLocked if another driver has taken the run over, and CannotRun if workers
     cannot be placed, both without touching the run's files.
     """
     with stop_signals(recorder.request_stop) as received_signals:
         counted = rate_unit(build_task(job.config).unit)
         outcome = _train_and_watch(train, recorder, hooks, f"starting on {job.device} ...", received_signals, counted)
-        if isinstance(outcome, RunLocked | CannotRun):
-            raise outcome
+        try:
+            if isinstance(outcome, RunLocked | CannotRun):
+                raise outcome
+            hooks.permit.check()
+        except (RunLocked, CannotRun):
+            with suppress(Exception):  # the recorder may be out of reach
+                recorder.abandon()
+            raise
         if isinstance(outcome, BaseException):
             hooks.watcher.on_failure(outcome)
         elif received_signals and outcome.get("ending") == "stopped":
@@ -143,7 +158,7 @@ def _train_and_watch(
         while thread.is_alive():
             try:
                 thread.join(POLL_S)
-                hooks.check()
+                hooks.permit.raise_if_revoked()
                 try:
                     state = recorder.state()
                     if received_signals:  # with each poll: the recorder that received it may have died since
@@ -165,8 +180,12 @@ def _train_and_watch(
                 if received_signals and not stop_logged:
                     stop_logged = True
                     progress.log("stopping: all workers save and end at the same step (once more to end at once)")
-                hooks.watcher.on_state(state, recorder.request_stop)
+                hooks.watcher.on_state(state | {"phase": waiting}, recorder.request_stop)
             except (Exception, KeyboardInterrupt) as error:
+                if not isinstance(error, CannotRun | KeyboardInterrupt):
+                    with suppress(Exception):
+                        recorder.request_stop()
+                    thread.join(MAX_STOP_S)
                 return error
         progress.close()
     return outcome[0]
