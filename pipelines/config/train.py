@@ -317,9 +317,9 @@ class CheckpointConfig(Section):
     )
     """Steps between two checkpoints. 0: no checkpoints, not even at the end."""
     minutes: float = setting(10.0, at_least=0, since="0.4", also="save_interval_minutes checkpoint_interval_minutes")
-    """Minutes since the last checkpoint began after which another one begins, within a step or two; 0: never. Rank 0's clock
-    decides, and never before the previous save has ended. It changes no result. Without effect if `checkpoint.every` is 0, as
-    in trials of a sweep."""
+    """Minutes after the beginning of a checkpoint at which the next one begins, within a step or two. 0: never. Rank 0's
+    clock decides, and never before the previous save has ended. No result depends on it. Without effect if
+    `checkpoint.every` is 0, as in trials of a sweep."""
     keep: int = setting(
         3,
         at_least=1,

@@ -309,7 +309,7 @@ class Training:
         return improved
 
     def _save_checkpoint(self, *, best: bool, timed: bool = False) -> None:
-        """Begins a save. One that is due by the clock leaves the model as it was: a run's bits must not depend on the time."""
+        """Begins a save. One that is due by the clock leaves the model as it was: no result may depend on the clock."""
         assert self.checkpoints is not None
         began = time.perf_counter()
         own = [(buffer, buffer.clone()) for _, buffer in saved_buffers(self.model) if timed and self.strategy.world > 1]

@@ -88,8 +88,9 @@ def cluster(settings: LaunchConfig, metadata: Mapping[str, str] | None = None) -
 def _preserve_signal_handlers() -> Iterator[Callable[[], None]]:
     """Restores the signal handlers at the end of the block: ray.init and Ray Tune set their own and never remove them.
 
-    Yields a function that restores them earlier. A SIGTERM during ray.init raises Terminated, as before and after it. Until it is called, processes that Ray starts inherit an ignored SIGHUP:
-    if a terminal is closed, all its processes get one, and the driver needs Ray to save.
+    Yields a function that restores them earlier. Until it is called, processes that Ray starts inherit an ignored SIGHUP:
+    if a terminal is closed, all its processes get one, and the driver needs Ray to save. A SIGTERM during ray.init raises
+    Terminated, as one before and after it does.
     """
     if threading.current_thread() is not threading.main_thread():
         yield lambda: None  # only the main thread can set handlers

@@ -20,9 +20,9 @@ from raystride.pipelines.launch.cluster.cluster import CannotRun
 from raystride.pipelines.launch.console.failure import TrainingFailed
 from raystride.pipelines.launch.console.screen import Screen
 from raystride.pipelines.launch.run_store.lease import RunLocked
-from raystride.pipelines.observability.record.journal import TEXT_LOG_FILE, stream_entries
-from raystride.pipelines.observability.record.state import TrainingState
-from raystride.pipelines.observability.record.summary import RunSummary
+from raystride.pipelines.observability.record.journal import TEXT_LOG_FILE, join_segments, stream_entries
+from raystride.pipelines.observability.record.state import TrainingState, summarize_journal
+from raystride.pipelines.observability.record.summary import RunSummary, put_summary
 from raystride.pipelines.observability.report import (
     closing_screen,
     gather_figures,
@@ -101,6 +101,8 @@ class SessionHooks:
     """
     give_up: Callable[[str], None] = lambda reason: None
     """Releases the run's lease for a reason, so that another driver may resume the run."""
+    check_cluster: Callable[[], None] = lambda: None
+    """Raises an error if the cluster has ended."""
     pending_reason: Callable[[], str | None] = lambda: None
     """Returns the reason why a training has not begun, if known. Raises CannotRun if it has waited too long."""
 
@@ -108,8 +110,8 @@ class SessionHooks:
 def run_session(job: Job, recorder: RunRecorder, train: Train, hooks: SessionHooks) -> RunSummary:
     """Trains with a progress line, closes the record, shows the closing screen; returns the summary as written.
 
-    Raises TrainingFailed if the training raised; RunLocked if another driver has taken the run over, and CannotRun if workers
-    cannot be placed, both without touching the run's files.
+    Raises TrainingFailed if the training raised; RunLocked if another driver has taken the run over, and CannotRun if
+    workers cannot be placed, both without touching the run's files.
     """
     with stop_signals(recorder.request_stop) as received_signals:
         counted = rate_unit(build_task(job.config).unit)
@@ -159,6 +161,7 @@ def _train_and_watch(
             try:
                 thread.join(POLL_S)
                 hooks.permit.raise_if_revoked()
+                hooks.check_cluster()
                 try:
                     state = recorder.state()
                     if received_signals:  # with each poll: the recorder that received it may have died since
@@ -256,8 +259,11 @@ def _finish_session(job: Job, recorder: RunRecorder, screen: Screen, outcome: Ru
     status = "failed" if final_summary is None else "stopped" if final_summary.get("ending") == "stopped" else "finished"
     losses: tuple[Points, Points] = [], []
     try:
-        # The recorder answers, so its acknowledged entries are on disk.
-        preview = recorder.preview_summary(status, final_summary)
+        try:
+            # The recorder answers, so its acknowledged entries are on disk.
+            preview = recorder.preview_summary(status, final_summary)
+        except Exception:  # it has died, as with Ray's node
+            preview = summarize_journal(job.folder, status)
         figures = gather_figures(stream_entries(job.folder))
         losses = figures.losses
         _upload_curve(job.folder, figures, rate_unit(preview.get("unit")))
@@ -267,8 +273,8 @@ def _finish_session(job: Job, recorder: RunRecorder, screen: Screen, outcome: Ru
     try:
         summary = recorder.finish(status, final_summary)
     except Exception as problem:
-        screen.warn(f"the record could not be closed ({problem}); `raystride runs replay {job.run}` does it")
-        summary = {"status": status} | (final_summary or {})
+        screen.warn(f"the recorder could not close the record ({problem}); `raystride runs replay {job.run}` tells MLflow")
+        summary = _close_record(job, status) | (final_summary or {})
     state: TrainingState = {}
     with suppress(Exception):
         state = recorder.state()
@@ -287,6 +293,16 @@ def _finish_session(job: Job, recorder: RunRecorder, screen: Screen, outcome: Ru
     _log_unshown(job.folder)
     if training_failed:
         raise training_failed from error
+    return summary
+
+
+def _close_record(job: Job, status: str) -> RunSummary:
+    """Writes the joined journal and the summary in place of a recorder that has died, as far as the storage lets it."""
+    summary: RunSummary = {"status": status}
+    with suppress(Exception):
+        join_segments(job.folder)
+        summary = summary | summarize_journal(job.folder, status)
+        put_summary(job.folder, summary)
     return summary
 
 

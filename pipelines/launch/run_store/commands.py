@@ -21,6 +21,7 @@ from raystride.pipelines.observability.record.mlflow.database import stored_uri
 from raystride.pipelines.observability.record.mlflow.follower import Follower
 from raystride.pipelines.observability.record.mlflow.links import UI_PORT, comparison_link, is_on_server, runs_link
 from raystride.pipelines.observability.record.mlflow.log import MlflowLog, read_reference
+from raystride.pipelines.observability.record.state import summarize_journal
 from raystride.pipelines.observability.record.summary import RunSummary, read_summary
 from raystride.pipelines.observability.report import closing_screen, gather_figures, text_curve
 from raystride.pipelines.observability.report.closing import format_figures
@@ -241,11 +242,21 @@ def find_run(storage: Folder, name: str) -> StoredRun:
 
 def _read_run(folder: Folder, name: str) -> StoredRun:
     try:
-        summary = cast(RunSummary, read_summary(folder))
+        summary = cast(RunSummary, read_summary(folder)) or _figures_of_journal(folder)
     except SealBroken:
         summary = {"status": "damaged"}
     owner = read_owner(folder)
     return StoredRun(name, folder, summary, None if owner and owner.is_dead else owner)
+
+
+def _figures_of_journal(folder: Folder) -> RunSummary:
+    """Returns the figures of a run without a summary: it has not ended yet, or was killed."""
+    try:
+        summary = summarize_journal(folder, "stopped")
+    except OSError:
+        return {}
+    summary.pop("status", None)
+    return summary
 
 
 def folder_size_bytes(folder: Folder) -> int:

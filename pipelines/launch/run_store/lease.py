@@ -342,10 +342,8 @@ def watch_owners(folders: Sequence[Folder], log: Log | None, seconds: float | No
     if named and log:
         (first, owner), *others = named.values()
         more = f", and {len(others)} other run{'s are' if len(others) > 1 else ' is'} watched likewise" if others else ""
-        log(
-            f"waiting up to {seconds:.0f} s: process {owner.pid} on {owner.host} has trained run {first.name}; does it still?"
-            + more
-        )
+        who = f"process {owner.pid} on {owner.host} has trained run {first.name}"
+        log(f"waiting up to {seconds:.0f} s: {who}; does it still?{more}")
     deadline = time.monotonic() + seconds
     while named and time.monotonic() < deadline:
         time.sleep(min(POLL_S, seconds))

@@ -29,8 +29,8 @@ LOSS, TARGETS, STOP, OUT_OF_TIME = SUMMED = range(4)
 targets, and the numbers of workers that request to end.
 """
 SAVE_REQUEST = 0.5
-"""What rank 0 adds to OUT_OF_TIME to ask for a checkpoint. With a place of its own the vector would be longer, the all-reduce
-would cut the gradients elsewhere, and runs of 0.3 on three or more workers would go on with other bits.
+"""What rank 0 adds to OUT_OF_TIME to ask for a checkpoint. With a place of its own the vector would be longer, the
+all-reduce would cut the gradients elsewhere, and runs of 0.3 on three or more workers would go on with other bits.
 """
 
 __all__ = ["LOSS", "OUT_OF_TIME", "SAVE_REQUEST", "STOP", "SUMMED", "TARGETS", "build_strategy"]

@@ -113,6 +113,14 @@ def test_prune_all_removes_the_folder_and_names_it(run: Path, capsys: pytest.Cap
     assert not run.exists()
 
 
+def test_the_figures_of_a_killed_run_are_those_of_its_journal(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (run / "summary.json").unlink()
+    assert runs.main(["list", "--storage", str(run.parent)]) == 0
+    row = capsys.readouterr().out.splitlines()[1].split()
+    assert row[:3] == [run.name, "interrupted", "300"]
+    assert "2.5000" in row
+
+
 COMMANDS = (["prune", "small-1f3a", "--all"], ["prune", "small-1f3a"], ["replay", "small-1f3a"])
 
 
