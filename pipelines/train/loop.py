@@ -103,7 +103,7 @@ class Training:
 
     def _reset_counters(self) -> None:
         """Resets the counters at the state's position: at the start of an attempt, or after a rewind."""
-        self._restart_save_clock()
+        self._save_began, self._has_asked_to_save = time.perf_counter(), False
         self._delayed_read = DelayedHostRead(self.strategy.device)
         # In fp64: a long run has more targets than fp32 can count one by one.
         self._sums = torch.zeros(2, dtype=torch.float64, device=self.strategy.device)
@@ -232,9 +232,6 @@ class Training:
             late += SAVE_REQUEST
         return stop, late
 
-    def _restart_save_clock(self) -> None:
-        self._save_began, self._has_asked_to_save = time.perf_counter(), False
-
     def _reason_to_end(self, step: Step, result: StepResult) -> Ending | None:
         """Returns why to end, equal on every rank: stop requests summed in the previous step, or too many bad
         validations. Saves if that was requested in the previous step, and no checkpoint has begun since."""
@@ -323,7 +320,7 @@ class Training:
         for buffer, value in own:
             buffer.copy_(value)
         self._saved_at = self.state.step
-        self._restart_save_clock()
+        self._save_began, self._has_asked_to_save = time.perf_counter(), False
         self._notify_commits()  # the previous save has ended, by itself or because this one waited for it
         self._notify_pause(began)
 

@@ -114,9 +114,7 @@ def test_known_causes_come_with_a_remedy(error: BaseException, remedy: str) -> N
 )
 def test_the_same_command_is_said_to_resume_only_what_it_can(error: Exception, mended: str) -> None:
     last = failure_screen(error, step=1, folder=FOLDER).splitlines()[-1]
-    assert last.startswith(
-        f"  everything up to the newest checkpoint is kept; {mended}the same command resumes it. Record: "
-    )
+    assert last.startswith(f"  everything up to the newest checkpoint is kept; {mended}the same command resumes it.")
 
 
 def test_an_unknown_cause_has_no_invented_remedy() -> None:
