@@ -21,7 +21,7 @@ from raystride.pipelines.launch.adapters_job import train_adapters
 from raystride.pipelines.launch.cluster.cluster import cluster, uses_running_cluster
 from raystride.pipelines.launch.cluster.resubmission import arrange_resubmission, is_resubmitted
 from raystride.pipelines.launch.console.exit_codes import DONE, run_with_exit_code
-from raystride.pipelines.launch.console.ray_job_status import JobStatusReporter, job_metadata
+from raystride.pipelines.launch.console.ray_job_status import JobStatusReporter, job_metadata, short_stop_warning
 from raystride.pipelines.launch.console.screen import Screen
 from raystride.pipelines.launch.console.session import SessionHooks, Watcher
 from raystride.pipelines.launch.inline import exit_despite_hang
@@ -166,6 +166,8 @@ def train(
     ):
         milestones["cluster"] = time.time()
         arrange_resubmission(config.launch, dashboard, screen.warn)
+        if config.checkpoint.every and (warning := short_stop_warning()):
+            screen.warn(warning)
         resolved = resolve_and_check(admission.context, screen.warn)
         config, resources, allocation = resolved.context.config, resolved.resources, resolved.allocation
         prepared = until_end.enter_context(
