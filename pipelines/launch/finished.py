@@ -4,6 +4,7 @@ scored, problem = evaluate_run(settings)                  # an EvaluateConfig
 answers = predict_inputs(settings, ["What is the longest river?"])
 """
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -24,6 +25,9 @@ if TYPE_CHECKING:
     from raystride.pipelines.evaluate.prediction import PredictionResult
 
 Log = Callable[[str], None]
+EVALUATION = "evaluation"
+"""First word of an evaluation's attempt in a run's lease."""
+POLL_S = 0.2
 ASK_BY_FUNCTION = "predictions of a model of your own need a function, raystride.predict(run, data, fn=...)"
 """The remedy for questions to a user's own model."""
 
@@ -62,11 +66,22 @@ def evaluate_run(settings: EvaluateConfig, log: Log = print) -> "tuple[Evaluatio
     scored = evaluate(chosen, settings, settings.split, run, run_parts, log=log)
     append_scores(scored, settings.split, run, chosen.step)
     try:
-        with RunLease.acquire(run, new_attempt(), log):
+        with _own_for_a_moment(run, log):
             problem = merge_scores(scored, settings.split, run, chosen.config.record, storage)
     except RunLocked as locked:
         problem = f"summary.json and MLflow are left to whoever trains the run; the scores are in {scored.folder} ({locked})"
     return replace(scored, logged=chosen.config.record.mlflow and not problem), problem
+
+
+def _own_for_a_moment(run: Folder, log: Log) -> RunLease:
+    """Owns a run; waits for other evaluations, which need it as briefly. Raises RunLocked while it is trained."""
+    while True:
+        try:
+            return RunLease.acquire(run, f"{EVALUATION}-{new_attempt()}", log)
+        except RunLocked as locked:
+            if not (locked.owner and locked.owner.attempt.startswith(EVALUATION)):
+                raise
+            time.sleep(POLL_S)
 
 
 def predict_files(settings: PredictConfig, log: Log = print) -> "PredictionResult":

@@ -18,7 +18,7 @@ from raystride.pipelines.config.parse import Parsed
 from raystride.pipelines.data.plugins import PluginBundle
 from raystride.pipelines.data.prepare.run_context import RunContext
 from raystride.pipelines.launch.adapters_job import train_adapters
-from raystride.pipelines.launch.cluster.cluster import cluster, uses_running_cluster
+from raystride.pipelines.launch.cluster.cluster import cluster, has_started_head
 from raystride.pipelines.launch.cluster.resubmission import arrange_resubmission, is_resubmitted
 from raystride.pipelines.launch.console.exit_codes import DONE, run_with_exit_code
 from raystride.pipelines.launch.console.ray_job_status import JobStatusReporter, job_metadata, short_stop_warning
@@ -111,7 +111,7 @@ def train_on_workers(
     fast_start = job.config.launch.fast_start and not allocation.min_workers
     run = partial(train_on_ray, job, allocation, recorder, fast_start=fast_start)
     hooks = replace(hooks, pending_reason=PlacementWatcher(allocation, job.config.launch.placement_timeout_s).describe_wait)
-    if not uses_running_cluster(job.config.launch):
+    if has_started_head():
         hooks = replace(hooks, check_cluster=HeadWatch().check)
     with IsolationWatcher(recorder.heartbeats, recorder.node_id, hooks.give_up, hooks.screen.warn):
         return run_session(job, recorder, run, hooks)

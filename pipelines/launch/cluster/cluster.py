@@ -114,6 +114,7 @@ def _preserve_signal_handlers() -> Iterator[Callable[[], None]]:
         restore()
 
 
+_has_started_head = False
 _kept_dashboards: dict[str, str | None] = {}
 """Dashboards of connections that stay until a submitted job's process ends, by Ray's name of the driver.
 
@@ -146,7 +147,9 @@ def _connect_ray(settings: LaunchConfig, metadata: Mapping[str, str] | None) -> 
             _check_versions(settings)
         yield _kept_dashboards.get(ray.get_runtime_context().get_job_id())
         return
+    global _has_started_head
     dashboard = _add_scheme(_init_ray(settings, address, metadata))
+    _has_started_head = not address
     try:
         if address:
             _check_versions(settings)
@@ -157,8 +160,14 @@ def _connect_ray(settings: LaunchConfig, metadata: Mapping[str, str] | None) -> 
             _kept_dashboards[ray.get_runtime_context().get_job_id()] = dashboard
         yield dashboard
     finally:
+        _has_started_head = False
         if not is_submitted_job():
             ray.shutdown()
+
+
+def has_started_head() -> bool:
+    """Returns whether this process is inside `cluster` with a Ray that it has started, whose head nobody starts again."""
+    return _has_started_head
 
 
 def start_local_ray(**options: Any) -> Any:

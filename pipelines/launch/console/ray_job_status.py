@@ -25,7 +25,7 @@ UPDATE_INTERVAL_S = 5.0
 BARS = "━╌"
 STOP_WAIT_VARIABLE = "RAY_JOB_STOP_WAIT_TIME_S"
 RAY_STOP_WAIT_S, MIN_STOP_WAIT_S = 3.0, 60.0
-"""Seconds from Ray's SIGTERM to its SIGKILL without that variable, and those that docs and deployment files give at least."""
+"""Seconds from Ray's SIGTERM to its SIGKILL without that variable, and the least that docs and deployment files give."""
 FIGURES = ("steps", "train_loss", "val_loss")
 
 

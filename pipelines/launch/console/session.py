@@ -119,7 +119,8 @@ def run_session(job: Job, recorder: RunRecorder, train: Train, hooks: SessionHoo
         try:
             if isinstance(outcome, RunLocked | CannotRun):
                 raise outcome
-            hooks.permit.check()
+            with suppress(OSError):  # a storage that cannot be read takes no run away
+                hooks.permit.check()
         except (RunLocked, CannotRun):
             with suppress(Exception):  # the recorder may be out of reach
                 recorder.abandon()

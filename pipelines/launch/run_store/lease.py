@@ -106,10 +106,9 @@ class Owner:
 
     @property
     def status(self) -> str:
-        """`running`; of a live or dead owner on another machine `running?`, with the age of its lease by both clocks."""
-        if self.is_local:
-            return "interrupted" if self.is_dead else "running"
-        return f"running? (lease {_format_age(time.time() - self.renewed)} old)"
+        """`running`, unless it is dead; of an owner on another machine `running?`, with its lease's age by both clocks."""
+        age = _format_age(time.time() - self.renewed)
+        return "running" if self.is_local else f"running? (lease {age} old)"
 
 
 def read_owner(folder: Folder) -> Owner | None:
