@@ -69,6 +69,7 @@ class RayMetrics(Observer):
         self._gauges = {key: make_gauge(spec) for key, spec in GAUGES.items() if spec.per_rank or run.rank == 0}
         if run.rank == 0:
             self._step, self._save_wait = make_gauge(STEP), make_gauge(SAVE_WAIT)
+            self._save_wait.set(0.0)
 
     def on_save_wait(self, step: int, seconds: float) -> None:
         if self._save_wait:
