@@ -187,12 +187,17 @@ def _train_and_watch(
                 hooks.watcher.on_state(state | {"phase": waiting}, recorder.request_stop)
             except (Exception, KeyboardInterrupt) as error:
                 if not isinstance(error, CannotRun | KeyboardInterrupt):
-                    with suppress(Exception):
-                        recorder.request_stop()
-                    thread.join(MAX_STOP_S)
+                    _stop_training(thread, recorder)
                 return error
         progress.close()
     return outcome[0]
+
+
+def _stop_training(thread: threading.Thread, recorder: RunRecorder) -> None:
+    """Asks a training to save and end behind an error of the driver, and waits for that."""
+    with suppress(Exception):  # the recorder may have died
+        recorder.request_stop()
+    thread.join(MAX_STOP_S)
 
 
 @dataclass(frozen=True)
