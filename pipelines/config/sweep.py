@@ -108,6 +108,7 @@ OF_TRIALS = (
     "validation.every",
     "validation.samples",
     "checkpoint.every",
+    "checkpoint.minutes",
     "sample.tokens",
     "launch.mode",
     "launch.max_restarts",

@@ -319,6 +319,10 @@ class CheckpointConfig(Section):
         ),
     )
     """Steps between two checkpoints. 0: no checkpoints, not even at the end."""
+    minutes: float = setting(10.0, at_least=0, since="0.4", also="save_interval_minutes checkpoint_interval_minutes")
+    """Minutes after the beginning of a checkpoint at which the next one begins, within a step or two. 0: never. Rank 0's
+    clock decides, and never before the previous save has ended. No result depends on it. Without effect if
+    `checkpoint.every` is 0, as in trials of a sweep."""
     keep: int = setting(
         3,
         at_least=1,
@@ -327,4 +331,4 @@ class CheckpointConfig(Section):
     """Number of newest checkpoints to keep, besides the best. Manifests are never deleted."""
     failures: int = setting(3, at_least=1, since="0.2")
     """Consecutive failed saves after which the run fails. Each failure before is a warning, and the next save tries again;
-    the last save of a run must succeed."""
+    the last save of a run must succeed. Saves by `checkpoint.minutes` do not count."""

@@ -1,8 +1,10 @@
-"""Records an evaluation in its run: `summary.json`, the journal, and through it MLflow, which may be unreachable.
+"""Records an evaluation in its run: the journal, `summary.json`, and MLflow, which may be unreachable.
 
-problem = log_scores(result, "test", storage / "my-run", 500, config.record, storage)   # None, or why MLflow lacks it
+append_scores(result, "test", storage / "my-run", 500)                   # a segment of its own, beside those of a training
+problem = merge_scores(result, "test", storage / "my-run", config.record, storage)   # None, or why MLflow lacks it
 """
 
+import secrets
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -30,15 +32,20 @@ def named_scores(scored: EvaluationResult, split: Split) -> dict[str, float]:
     return figures
 
 
-def log_scores(
-    scored: EvaluationResult, split: Split, run: Folder, step: int, record: RecordConfig, storage: Folder
-) -> str | None:
-    """Adds an evaluation to the run's record; returns the reason if MLflow lacks it. Raises OSError, SealBroken."""
+def append_scores(scored: EvaluationResult, split: Split, run: Folder, step: int) -> None:
+    """Adds an evaluation to the run's journal, as an attempt of its own, whoever owns the run. Raises OSError."""
     figures = named_scores(scored, split)
     artifacts = [f"evaluate/{split}/{name}" for name in scored.files]
-    attempt = f"evaluation-{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}"
-    # An attempt of its own in the journal, for a later replay if MLflow is unreachable now.
+    attempt = f"evaluation-{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}-{secrets.token_hex(2)}"
     Journal(run, attempt).append(list(_journal_entries(attempt, step, figures, artifacts)))
+
+
+def merge_scores(scored: EvaluationResult, split: Split, run: Folder, record: RecordConfig, storage: Folder) -> str | None:
+    """Adds an evaluation to the run's summary and to MLflow; returns the reason if MLflow lacks it. The caller owns the run.
+
+    Raises OSError, SealBroken.
+    """
+    figures = named_scores(scored, split)
     join_segments(run)
     summary = read_summary(run) or {"run": run.name}
     logged = {name: to_json_value(value) for name, value in figures.items() if "/" not in name}  # not each label's

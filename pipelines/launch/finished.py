@@ -4,6 +4,7 @@ scored, problem = evaluate_run(settings)                  # an EvaluateConfig
 answers = predict_inputs(settings, ["What is the longest river?"])
 """
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -13,7 +14,7 @@ from raystride.pipelines.config.jobs import ApplyConfig, EvaluateConfig, ExportC
 from raystride.pipelines.config.stored_run import read_settings
 from raystride.pipelines.data.plugins import TASKS
 from raystride.pipelines.launch.cluster.answering import make_part_runner
-from raystride.pipelines.launch.run_store.lease import read_owner
+from raystride.pipelines.launch.run_store.lease import RunLease, RunLocked, new_attempt
 from raystride.pipelines.observability.report.model_card import model_card
 from raystride.pipelines.system.hub import push
 from raystride.pipelines.system.storage.folder import Folder
@@ -24,6 +25,9 @@ if TYPE_CHECKING:
     from raystride.pipelines.evaluate.prediction import PredictionResult
 
 Log = Callable[[str], None]
+EVALUATION = "evaluation"
+"""First word of an evaluation's attempt in a run's lease."""
+POLL_S = 0.2
 ASK_BY_FUNCTION = "predictions of a model of your own need a function, raystride.predict(run, data, fn=...)"
 """The remedy for questions to a user's own model."""
 
@@ -36,7 +40,9 @@ def _refuse_own_model(chosen: "SelectedRun", remedy: str) -> None:
 
 
 def evaluate_run(settings: EvaluateConfig, log: Log = print) -> "tuple[EvaluationResult, str | None]":
-    """Scores the run on the split and stores the scores in its record; returns them, and why MLflow lacks them, if so.
+    """Scores the run on the split and stores the scores in its record; returns them, and why its record lacks them, if so.
+
+    Scores of a run that is being trained lie in files of their own and in its journal.
 
     Raises SettingError, DataError, CannotRun.
     """
@@ -44,13 +50,6 @@ def evaluate_run(settings: EvaluateConfig, log: Log = print) -> "tuple[Evaluatio
 
     storage = Folder.from_uri(settings.storage)
     run = storage / settings.run
-    owner = read_owner(run)
-    if owner and owner.is_alive:
-        raise SettingError(
-            f"--run {settings.run} is being trained by process {owner.pid} on {owner.host}: wait for its end",
-            setting="run",
-            value=settings.run,
-        )
     chosen = select_named_run(settings)
     _refuse_own_model(
         chosen,
@@ -62,11 +61,27 @@ def evaluate_run(settings: EvaluateConfig, log: Log = print) -> "tuple[Evaluatio
         chosen = replace(chosen, config=replace(chosen.config, data=data))
     run_parts = make_part_runner(settings, settings.launch)
     from raystride.pipelines.evaluate.evaluation import evaluate
-    from raystride.pipelines.evaluate.recording import log_scores
+    from raystride.pipelines.evaluate.recording import append_scores, merge_scores
 
     scored = evaluate(chosen, settings, settings.split, run, run_parts, log=log)
-    problem = log_scores(scored, settings.split, run, chosen.step, chosen.config.record, storage)
+    append_scores(scored, settings.split, run, chosen.step)
+    try:
+        with _own_for_a_moment(run, log):
+            problem = merge_scores(scored, settings.split, run, chosen.config.record, storage)
+    except RunLocked as locked:
+        problem = f"summary.json and MLflow are left to whoever trains the run; the scores are in {scored.folder} ({locked})"
     return replace(scored, logged=chosen.config.record.mlflow and not problem), problem
+
+
+def _own_for_a_moment(run: Folder, log: Log) -> RunLease:
+    """Owns a run; waits for other evaluations, which need it as briefly. Raises RunLocked while it is trained."""
+    while True:
+        try:
+            return RunLease.acquire(run, f"{EVALUATION}-{new_attempt()}", log)
+        except RunLocked as locked:
+            if not (locked.owner and locked.owner.attempt.startswith(EVALUATION)):
+                raise
+            time.sleep(POLL_S)
 
 
 def predict_files(settings: PredictConfig, log: Log = print) -> "PredictionResult":

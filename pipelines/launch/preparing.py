@@ -172,7 +172,7 @@ def prepare_exclusively(context: RunContext) -> PreparedData:
     task, folder, is_announced = context.task, context.prepared_folder, False
     while load_finished_manifest(folder) is None:
         try:
-            with RunLease.acquire(folder, new_attempt()):
+            with RunLease.acquire(folder, new_attempt(), None if is_announced else context.log):
                 return prepare(context, task, on_ray=context.on_ray)
         except RunLocked:
             if not is_announced:

@@ -18,10 +18,10 @@ from raystride.pipelines.config.parse import Parsed
 from raystride.pipelines.data.plugins import PluginBundle
 from raystride.pipelines.data.prepare.run_context import RunContext
 from raystride.pipelines.launch.adapters_job import train_adapters
-from raystride.pipelines.launch.cluster.cluster import cluster
+from raystride.pipelines.launch.cluster.cluster import cluster, has_started_head
 from raystride.pipelines.launch.cluster.resubmission import arrange_resubmission, is_resubmitted
 from raystride.pipelines.launch.console.exit_codes import DONE, run_with_exit_code
-from raystride.pipelines.launch.console.ray_job_status import JobStatusReporter, job_metadata
+from raystride.pipelines.launch.console.ray_job_status import JobStatusReporter, job_metadata, short_stop_warning
 from raystride.pipelines.launch.console.screen import Screen
 from raystride.pipelines.launch.console.session import SessionHooks, Watcher
 from raystride.pipelines.launch.inline import exit_despite_hang
@@ -97,11 +97,12 @@ def train_on_workers(
         | {"workers": allocation.workers, "device": allocation.device, "threads": allocation.threads},
         "tags": tags,
         "total_steps": total_steps(job),
+        "permit": job.permit,
     }
     if job.config.launch.mode == "inline":
         inline = InlineRecorder(**arguments)
         return run_session(job, inline, partial(train_inline, job, inline), hooks)
-    from raystride.pipelines.launch.cluster.isolation import IsolationWatcher
+    from raystride.pipelines.launch.cluster.isolation import HeadWatch, IsolationWatcher
     from raystride.pipelines.launch.cluster.recorder_handle import RecorderHandle
     from raystride.pipelines.launch.cluster.trainer import PlacementWatcher, train_on_ray
 
@@ -110,6 +111,8 @@ def train_on_workers(
     fast_start = job.config.launch.fast_start and not allocation.min_workers
     run = partial(train_on_ray, job, allocation, recorder, fast_start=fast_start)
     hooks = replace(hooks, pending_reason=PlacementWatcher(allocation, job.config.launch.placement_timeout_s).describe_wait)
+    if has_started_head():
+        hooks = replace(hooks, check_cluster=HeadWatch().check)
     with IsolationWatcher(recorder.heartbeats, recorder.node_id, hooks.give_up, hooks.screen.warn):
         return run_session(job, recorder, run, hooks)
 
@@ -163,6 +166,8 @@ def train(
     ):
         milestones["cluster"] = time.time()
         arrange_resubmission(config.launch, dashboard, screen.warn)
+        if config.checkpoint.every and (warning := short_stop_warning()):
+            screen.warn(warning)
         resolved = resolve_and_check(admission.context, screen.warn)
         config, resources, allocation = resolved.context.config, resolved.resources, resolved.allocation
         prepared = until_end.enter_context(
@@ -172,6 +177,7 @@ def train(
             # Checked again, as only the prepared data shows whether the same settings still mean the same data.
             refuse_changes(previous, config, prepared.identity)
         milestones["data"] = time.time()
+        lease.permit.check()  # the cluster and the preparation may have taken hours
         if admission.starts_over:
             move_checkpoints_aside(folder, attempt, screen.log)
         environment = describe_run(config, resources, allocation, attempt, admission.base, prepared, previous)
@@ -180,6 +186,7 @@ def train(
             run=str(config.run),
             attempt=attempt,
             term=lease.owner.term,
+            permit=lease.permit,
             folder=folder,
             prepared=prepared.folder,
             device=allocation.device,
@@ -190,10 +197,11 @@ def train(
             strategy=strategy,
         )
         job, allocation = finalize_job(job, resources, allocation, environment, None if watcher else screen.log)
+        lease.permit.check()
         write_settings(folder, attempt, with_absolute_paths(config), environment)
         all_tags = run_tags(environment, config.scaling, allocation, dashboard) | dict(tags or {})
         show_pages(folder, all_tags, screen.log)
-        hooks = SessionHooks(screen, watcher or page, lease.check, lease.give_up)
+        hooks = SessionHooks(screen, watcher or page, lease.permit, lease.give_up)
         summary = train_on_workers(job, allocation, storage, all_tags, hooks)
         page.finish(summary)
         return summary

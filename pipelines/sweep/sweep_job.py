@@ -109,7 +109,7 @@ def run_trials(base: SweepJobConfig, storage: Folder, screen: Screen) -> Answer:
                 f"share {base.sweep.shard} is measured; the job that measures the last of the {num_left} others answers"
             )
             return build_answer(base, list(known.values()), described)
-    with RunLease.acquire(folder, new_attempt()):
+    with RunLease.acquire(folder, new_attempt(), screen.log):
         folder.put(SETTINGS_FILE, to_stored_yaml(replace(base, sweep=replace(base.sweep, shard=""))))
         tracking = SweepTracking(folder, base, storage)
         try:
@@ -165,7 +165,7 @@ def _measure_share(
     """Measures missing trials of this job's share; the job that answers logs them to MLflow."""
     number, count = base.sweep.part
     folder = storage / str(base.run)
-    with RunLease.acquire(folder / "shares" / f"{number}-of-{count}", new_attempt()):
+    with RunLease.acquire(folder / "shares" / f"{number}-of-{count}", new_attempt(), screen.log):
         own = candidates[number::count]
         if base.sweep.retry:
             _remove_failures(folder, _load_known(base, folder, own))

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -20,6 +21,7 @@ from torch import nn
 from raystride.pipelines.config import Config
 from raystride.pipelines.data.feed.loader import Loader, Requests, Step
 from raystride.pipelines.observability.phases import phase
+from raystride.pipelines.system.permit import Permit
 from raystride.pipelines.train.checkpoint.manager import Checkpoints
 from raystride.pipelines.train.checkpoint.train_state import SkippedSlot, TrainState, Updater, evaluated_weights
 from raystride.pipelines.train.guard import Diagnosis, Diverged, Rewind, StepGuard
@@ -32,7 +34,8 @@ from raystride.pipelines.train.step import (
     build_step_rules,
     train_step,
 )
-from raystride.pipelines.train.strategies import OUT_OF_TIME, STOP, TARGETS
+from raystride.pipelines.train.strategies import OUT_OF_TIME, SAVE_REQUEST, STOP, TARGETS
+from raystride.pipelines.train.strategies.parameter_layout import saved_buffers
 from raystride.pipelines.train.strategies.strategy import Strategy, average_buffers
 from raystride.pipelines.train.validation import Validation
 
@@ -48,7 +51,7 @@ class Ending(StrEnum):
 
 def _requested_ending(stop: float, late: float) -> Ending | None:
     """Returns the ending that these requests ask for, if any."""
-    return Ending.STOPPED if stop else Ending.OUT_OF_TIME if late else None
+    return Ending.STOPPED if stop else Ending.OUT_OF_TIME if late >= 1 else None
 
 
 class LoopWatcher(Protocol):
@@ -58,6 +61,7 @@ class LoopWatcher(Protocol):
     def on_pause(self, seconds: float) -> None: ...
     def on_log(self, step: int, measured: dict[str, float]) -> None: ...
     def on_checkpoint(self, step: int, path: str) -> None: ...
+    def on_save_wait(self, step: int, seconds: float) -> None: ...
 
 
 @dataclass
@@ -80,6 +84,8 @@ class Training:
     watchers: Sequence[LoopWatcher] = ()
     stopping: Callable[[], bool] = lambda: False
     """Whether this worker was asked to stop."""
+    permit: Permit = field(default_factory=Permit)
+    """The right to write the run's files; the loop ends in the step in which it is known to be lost."""
     log: Callable[[str], None] = print
     """Receives messages for people."""
     metrics: dict[str, float] = field(default_factory=dict)
@@ -91,10 +97,13 @@ class Training:
         self._began = time.perf_counter()
         self.loader.requests = self._stop_requests
         self._validated_at = self._saved_at = -1
+        if self.checkpoints:
+            self.checkpoints.on_wait = partial(self._call_watchers, "on_save_wait")
         self._reset_counters()
 
     def _reset_counters(self) -> None:
         """Resets the counters at the state's position: at the start of an attempt, or after a rewind."""
+        self._save_began, self._has_asked_to_save = time.perf_counter(), False
         self._delayed_read = DelayedHostRead(self.strategy.device)
         # In fp64: a long run has more targets than fp32 can count one by one.
         self._sums = torch.zeros(2, dtype=torch.float64, device=self.strategy.device)
@@ -134,10 +143,11 @@ class Training:
         until = self.state.step if exhausted else self.total_steps
         step, result = None, None
         for step in self.loader.steps(self.state.step, until):
+            self.permit.raise_if_revoked()
             self._learning_rate = self._learning_rate_at(step.number)
             with phase("step"):
                 result = train_step(
-                    self.strategy, self.model, self.optimizer, step, self.rules, self._learning_rate, self._stop_requests()
+                    self.strategy, self.model, self.optimizer, step, self.rules, self._learning_rate, self._step_requests()
                 )
             self._after_step(step, result)
             if reason := self._reason_to_end(step, result):
@@ -206,14 +216,33 @@ class Training:
         late = hours > 0 and time.perf_counter() - self._began > 3600 * hours
         return float(self.stopping()), float(late)
 
+    def _step_requests(self) -> Requests:
+        """Returns this worker's requests to end, and rank 0's to save when its clock says so; each is asked for once."""
+        stop, late = self._stop_requests()
+        minutes = self.config.checkpoint.minutes
+        if (
+            minutes
+            and self.checkpoints
+            and self.checkpoints.rank == 0
+            and not self._has_asked_to_save
+            and time.perf_counter() - self._save_began > 60 * minutes
+            and not self.checkpoints.is_saving()
+        ):
+            self._has_asked_to_save = True
+            late += SAVE_REQUEST
+        return stop, late
+
     def _reason_to_end(self, step: Step, result: StepResult) -> Ending | None:
         """Returns why to end, equal on every rank: stop requests summed in the previous step, or too many bad
-        validations."""
+        validations. Saves if that was requested in the previous step, and no checkpoint has begun since."""
         agreed = self._delayed_read.read_previous(result.measured)
         self._guard.handle_verdict(step.number - 1, agreed[VERDICT])
         reason = _requested_ending(agreed[STOP], agreed[OUT_OF_TIME]) or (Ending.EARLY if self._out_of_patience() else None)
-        if reason:
+        is_due = bool(agreed[OUT_OF_TIME] % 1) and self._saved_at < self.state.step - 1
+        if reason or is_due:
             self._check_verdict_now(step, result)
+        if is_due and not reason:
+            self._save_checkpoint(best=False, timed=True)
         return reason
 
     def _out_of_patience(self) -> bool:
@@ -276,17 +305,22 @@ class Training:
         self._notify_pause(began)
         return improved
 
-    def _save_checkpoint(self, *, best: bool) -> None:
+    def _save_checkpoint(self, *, best: bool, timed: bool = False) -> None:
+        """Begins a save. One that is due by the clock leaves the model as it was: no result may depend on the clock."""
         assert self.checkpoints is not None
         began = time.perf_counter()
+        own = [(buffer, buffer.clone()) for _, buffer in saved_buffers(self.model) if timed and self.strategy.world > 1]
         average_buffers(self.model, self.strategy)
         self._update_counters()
         self.state.loss_scale = self.rules.scale.read_state() if self.rules.scale else None
         self.state.loss_seen = self.rules.check.read_state() if self.config.guard.spike else None
         with phase("checkpoint"):
             header = self.header | {"order": self.loader.plan.order.to_json()}
-            self.checkpoints.save(self.model, self.optimizer, self.state, header, best=best)
+            self.checkpoints.save(self.model, self.optimizer, self.state, header, best=best, timed=timed)
+        for buffer, value in own:
+            buffer.copy_(value)
         self._saved_at = self.state.step
+        self._save_began, self._has_asked_to_save = time.perf_counter(), False
         self._notify_commits()  # the previous save has ended, by itself or because this one waited for it
         self._notify_pause(began)
 
@@ -321,4 +355,5 @@ class Training:
 
     def _call_watchers(self, hook: str, *arguments: Any) -> None:
         for watcher in self.watchers:
-            getattr(watcher, hook)(*arguments)
+            if call := getattr(watcher, hook, None):  # an observer of one's own may be older than a hook
+                call(*arguments)

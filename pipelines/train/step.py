@@ -156,7 +156,7 @@ def train_step(
     learning_rate: float,
     requests: Requests = NO_REQUESTS,
 ) -> StepResult:
-    """Runs a step at a learning rate. `requests`: this worker's requests to end."""
+    """Runs a step at a learning rate. `requests`: what this worker asks all to do (`strategies.STOP` and OUT_OF_TIME)."""
     device = strategy.device
     strategy.zero_gradients()
     forward = StepForward(rules, step.number, device)

@@ -2,23 +2,26 @@
 
     raystride runs list --storage runs
     raystride runs compare one two three            # side by side here, and the link to MLflow's comparison
-    raystride runs prune my-run --keep 1            # shows what it frees; --all removes the whole run
+    raystride runs prune one two --keep 1           # shows what it frees; --all removes whole runs
     raystride runs replay my-run                    # after MLflow was unreachable
     raystride runs audit my-run                     # verifies that every sample was used once an epoch
 
-Exit codes: 0 done, 1 MLflow still cannot be reached or the audit fails, 2 no such run or it must not be changed.
+Exit codes: 0 done, 1 MLflow still cannot be reached or the audit fails, 2 no such run or it must not be changed, 3 the
+storage cannot be written.
 """
 
 import argparse
 import sys
 from collections.abc import Callable, Sequence
+from typing import Any
 
+from raystride.pipelines.launch.console.exit_codes import DONE, WRONG_SETTINGS, run_with_exit_code
 from raystride.pipelines.launch.run_store.commands import (
     CommandRefused,
     audit_run,
     compare_runs,
     list_runs,
-    prune_run,
+    prune_runs,
     replay_run,
     show_run,
 )
@@ -33,11 +36,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command; returns the exit code."""
     given = vars(_build_parser().parse_args(arguments))
     verb, storage = given.pop("verb"), Folder.from_uri(given.pop("storage"))
+    return run_with_exit_code(lambda: _run_verb(verb, storage, given))
+
+
+def _run_verb(verb: Callable[..., int | None], storage: Folder, given: dict[str, Any]) -> int:
     try:
-        return int(verb(storage, **given) or 0)
+        return int(verb(storage, **given) or DONE)
     except (CommandRefused, SettingError, MissingSecret, SealBroken) as refusal:
         print(redact(str(refusal)), file=sys.stderr)
-        return 2
+        return WRONG_SETTINGS
 
 
 def _at_least_one(text: str) -> int:
@@ -53,7 +60,7 @@ def _build_parser() -> argparse.ArgumentParser:
 
     def add_command(command: str, verb: Callable[..., int | None], text: str) -> argparse.ArgumentParser:
         subparser = commands.add_parser(command, help=text, description=text)
-        if command == "compare":
+        if command in ("compare", "prune"):
             subparser.add_argument("names", metavar="RUN", nargs="+", help="the runs' names")
         elif command != "list":
             subparser.add_argument("name", metavar="RUN", help="the run's name")
@@ -66,7 +73,7 @@ def _build_parser() -> argparse.ArgumentParser:
     compare = add_command("compare", compare_runs, "several runs side by side, and the link to MLflow's comparison of them")
     compare.add_argument("--port", type=int, default=UI_PORT, help="port of MLflow's UI on this machine")
     add_command("audit", audit_run, "prove that a run used every sample exactly once an epoch")
-    prune = add_command("prune", prune_run, "remove old checkpoints' data; their manifests stay")
+    prune = add_command("prune", prune_runs, "remove old checkpoints' data; their manifests stay")
     choice = prune.add_mutually_exclusive_group()
     choice.add_argument(
         "--keep", type=_at_least_one, default=1, help="newest checkpoints to keep, besides `best` and `last`"

@@ -4,11 +4,11 @@ import re
 
 import yaml
 
-from raystride.pipelines.observability.observers.ray_metrics import GAUGES, STEP
+from raystride.pipelines.observability.observers.ray_metrics import GAUGES, SAVE_WAIT, STEP
 from tests.deploy.monitoring import FOLDER, find_queried_metrics, load_dashboard
 from tests.some import some
 
-OURS = {f"ray_{shown.name}" for shown in (*GAUGES.values(), STEP)}
+OURS = {f"ray_{shown.name}" for shown in (*GAUGES.values(), STEP, SAVE_WAIT)}
 
 
 def test_the_dashboard_queries_all_of_our_metrics_and_only_exported_ones() -> None:

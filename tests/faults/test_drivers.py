@@ -74,6 +74,25 @@ def _is_refused(driver: Process, owner: Owner) -> None:
 
 
 @pytest.mark.long
+def test_a_driver_under_ray_that_lost_its_run_ends_with_its_workers_and_writes_nothing(
+    calm: tuple[Config, dict[str, Any]],
+) -> None:
+    config, _ = calm
+    flags = ("--launch", "ray", "--scaling.workers", "1", "--train.steps", "1000000")
+    driver, folder = start_job("train", config, "--run", "lost", *flags), run_folder(config, "lost")
+    wait_for_checkpoint(config, "lost", 40, driver)
+    folder.put_json("owner.json", asdict(Owner.this_process("theirs")) | {"machine": "another", "host": "h2", "term": 9})
+    outcome = finish_job(driver)
+    assert outcome.code == 2, outcome.out + outcome.err
+    assert "on h2 has taken over run lost (attempt theirs)" in outcome.err
+    assert "Traceback" not in outcome.err
+    owner = read_owner(folder)
+    assert owner
+    assert owner.attempt == "theirs"
+    assert not {"summary.json", "report.html", "metrics.jsonl"} & set(folder.names())
+
+
+@pytest.mark.long
 def test_a_killed_driver_is_followed_by_the_next(calm: tuple[Config, dict[str, Any]]) -> None:
     config, whole = calm
     driver = start_job("train", config, "--run", "killed")

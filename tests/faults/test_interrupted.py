@@ -3,6 +3,7 @@
 import signal
 from pathlib import Path
 
+import psutil
 import pytest
 
 from raystride.pipelines.config import CheckpointConfig, Config, RecordConfig, TrainConfig, ValidationConfig
@@ -114,3 +115,19 @@ def test_a_signal_while_the_record_is_closed_costs_nothing(config: Config, tmp_p
     assert "Traceback" not in outcome.out + outcome.err
     assert (summary(config, "late")["status"], summary(config, "late")["steps"]) == ("finished", 60)
     assert run_folder(config, "late").exists("report.html")
+
+
+@pytest.mark.long
+def test_the_end_of_the_head_that_a_driver_started_is_noticed_and_the_record_closed(config: Config) -> None:
+    """Ray ended the driver a minute later, without a word of its own; its workers save before that."""
+    driver = start_job("train", config, "--run", "headless", "--launch", "ray", "--scaling.workers", "1")
+    wait_for_checkpoint(config, "headless", 50, driver)
+    (head,) = [child for child in psutil.Process(driver.pid).children(recursive=True) if child.name() == "gcs_server"]
+    head.kill()
+    outcome = finish_job(driver)
+    assert outcome.code == 1, outcome.out + outcome.err
+    assert "HeadLost: Ray on this machine has ended" in outcome.err
+    assert "the same command resumes it" in outcome.err
+    assert any(line.startswith("results") for line in outcome.out.splitlines()), outcome.out
+    assert summary(config, "headless")["status"] == "failed"
+    assert run_folder(config, "headless").exists("report.html")

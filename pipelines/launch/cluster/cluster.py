@@ -23,6 +23,7 @@ from raystride.pipelines.launch.cluster.versions import find_version_mismatch, p
 from raystride.pipelines.system.credentials import redact
 from raystride.pipelines.system.limits import local_ray_resources
 from raystride.pipelines.system.output import print_warning
+from raystride.pipelines.system.signals import signal_exception
 
 T = TypeVar("T")
 RAY_ENVIRONMENT = {
@@ -88,7 +89,8 @@ def _preserve_signal_handlers() -> Iterator[Callable[[], None]]:
     """Restores the signal handlers at the end of the block: ray.init and Ray Tune set their own and never remove them.
 
     Yields a function that restores them earlier. Until it is called, processes that Ray starts inherit an ignored SIGHUP:
-    if a terminal is closed, all its processes get one, and the driver needs Ray to save.
+    if a terminal is closed, all its processes get one, and the driver needs Ray to save. A SIGTERM during ray.init raises
+    Terminated, as one before and after it does.
     """
     if threading.current_thread() is not threading.main_thread():
         yield lambda: None  # only the main thread can set handlers
@@ -104,10 +106,15 @@ def _preserve_signal_handlers() -> Iterator[Callable[[], None]]:
 
     try:
         yield restore
+    except SystemExit as left:  # how the handler of ray.init ends
+        if left.code == signal.SIGTERM:
+            raise signal_exception(signal.SIGTERM) from None
+        raise
     finally:
         restore()
 
 
+_has_started_head = False
 _kept_dashboards: dict[str, str | None] = {}
 """Dashboards of connections that stay until a submitted job's process ends, by Ray's name of the driver.
 
@@ -140,7 +147,9 @@ def _connect_ray(settings: LaunchConfig, metadata: Mapping[str, str] | None) -> 
             _check_versions(settings)
         yield _kept_dashboards.get(ray.get_runtime_context().get_job_id())
         return
+    global _has_started_head
     dashboard = _add_scheme(_init_ray(settings, address, metadata))
+    _has_started_head = not address
     try:
         if address:
             _check_versions(settings)
@@ -151,8 +160,14 @@ def _connect_ray(settings: LaunchConfig, metadata: Mapping[str, str] | None) -> 
             _kept_dashboards[ray.get_runtime_context().get_job_id()] = dashboard
         yield dashboard
     finally:
+        _has_started_head = False
         if not is_submitted_job():
             ray.shutdown()
+
+
+def has_started_head() -> bool:
+    """Returns whether this process is inside `cluster` with a Ray that it has started, whose head nobody starts again."""
+    return _has_started_head
 
 
 def start_local_ray(**options: Any) -> Any:

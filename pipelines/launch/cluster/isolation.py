@@ -1,4 +1,6 @@
-"""Detects that the driver is cut off from its cluster: another driver may resume the run then, and this one must give it up.
+"""Detects that the driver is cut off from its cluster, or that the head that it has started has ended.
+
+Cut off, another driver may resume the run, and this one must give it up:
 
     with IsolationWatcher(recorder.heartbeats, recorder.node_id, lease.give_up, screen.warn):
         train()
@@ -18,6 +20,8 @@ from raystride.pipelines.system.service_thread import ServiceThread
 ISOLATED_S = 20.0
 """Seconds of silence: four heartbeats, and as long as the head takes to give up a host."""
 POLL_S = 2.0
+MAX_REFUSALS = 3
+"""Refused connections in a row, `POLL_S` apart, after which a head that this process has started has ended."""
 CONNECT_TIMEOUT_S = 3.0
 """Seconds within which the head's host must answer."""
 
@@ -75,6 +79,37 @@ class IsolationWatcher(ServiceThread):
         """Returns whether there are workers on other hosts and none of them has sent a heartbeat for `ISOLATED_S`."""
         times = [heard_at for _, heard_at in self._heard.values()]
         return bool(times) and time.monotonic() - max(times) > ISOLATED_S
+
+
+class HeadLost(RuntimeError):
+    """Ray's head, which this command had started, has ended; the message says so."""
+
+
+class HeadWatch:
+    """Notices the end of a Ray head that this process has started, which nobody starts again.
+
+    Without it Ray would end this process a minute later, before it has closed the record.
+    """
+
+    def __init__(self, head: tuple[str, int] | None = None) -> None:
+        """`head` defaults to the address of Ray's head, and then needs ray.init."""
+        self._head, self._refusals, self._due = head or _head_address(), 0, 0.0
+
+    def check(self) -> None:
+        """Connects every `POLL_S` seconds. Raises HeadLost."""
+        if time.monotonic() < self._due:
+            return
+        self._due = time.monotonic() + POLL_S
+        try:
+            socket.create_connection(self._head, timeout=CONNECT_TIMEOUT_S).close()
+            self._refusals = 0
+        except ConnectionRefusedError:
+            self._refusals += 1
+        except OSError:  # a machine that is short of ports or memory says nothing of the head
+            return
+        if self._refusals >= MAX_REFUSALS:
+            host, port = self._head
+            raise HeadLost(f"Ray on this machine has ended (nobody answers at {host}:{port})")
 
 
 def _is_reachable(host: str, port: int) -> bool:

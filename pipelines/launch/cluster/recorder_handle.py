@@ -252,6 +252,12 @@ class RecorderHandle:
         timeout_s = FINISH_S + self.state().get("entries", 0) / MIN_JOINED_PER_S
         return cast(RunSummary, ray.get(self.actor.finish.remote(status, summary), timeout=timeout_s))
 
+    def abandon(self) -> None:
+        """Ends the record without writing anything more."""
+        import ray
+
+        ray.get(self.actor.abandon.remote(), timeout=WARN_S)
+
 
 @functools.cache
 def _get_relay(handle: RecorderHandle) -> Relay | None:

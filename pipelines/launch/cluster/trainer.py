@@ -23,6 +23,8 @@ from raystride.pipelines.launch.hang.watch import HangWatch, heartbeat_interval_
 from raystride.pipelines.observability.profiling.nsight_commands import worker_executable
 from raystride.pipelines.observability.record.summary import RunSummary
 from raystride.pipelines.system.credentials import redact, redact_exception
+from raystride.pipelines.system.permit import LOOK_S
+from raystride.pipelines.system.service_thread import ServiceThread
 from raystride.pipelines.system.storage.folder import Folder, resolve_filesystem
 from raystride.pipelines.train.worker.job import Job, WorkerInfo
 
@@ -148,6 +150,10 @@ def worker_main(config: dict[str, Any]) -> RunSummary:
     )
     # One rank's request reaches all in the next step, so only rank 0 polls.
     stopping = StopPoll(partial(recorder.stop_requested, world), recorder.warn) if worker.rank == 0 else None
+    # The driver may have lost the run while it was stopped, so that it can end nobody.
+    permit = ServiceThread("permit", config["job"].permit.look, every_s=LOOK_S, max_pause_s=LOOK_S, log=recorder.warn)
+    if stopping:
+        permit.start()
     hang_s, node_id = config["job"].config.launch.hang_s, ray.get_runtime_context().get_node_id()
     cut_off = exit_unreachable_worker if node_id != recorder.node_id else None
     heartbeats = (
@@ -163,6 +169,7 @@ def worker_main(config: dict[str, Any]) -> RunSummary:
     finally:
         if stopping:
             stopping.end()
+            permit.stop()
         if heartbeats:
             heartbeats.end()
 

@@ -50,7 +50,8 @@ def _run_with_exit_code(job: Callable[[], int], own_handlers: bool) -> int:
     except TrainingFailed as failed:  # its screen was already shown
         if isinstance(failed.cause, SettingError | DataError):  # only workers could find it out
             return WRONG_SETTINGS
-        if isinstance(failed.cause, SealBroken) or getattr(failed.cause, "errno", None) in MISPLACED_ERRNOS:
+        unusable = (*UNWRITABLE_ERRNOS, *MISPLACED_ERRNOS)
+        if isinstance(failed.cause, SealBroken) or getattr(failed.cause, "errno", None) in unusable:
             return CANNOT_RUN
         return exit_code_of(failed.cause) if isinstance(failed.cause, KeyboardInterrupt) else FAILED
     except (SettingError, DataError, MissingSecret) as error:

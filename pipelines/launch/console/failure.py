@@ -15,6 +15,12 @@ from raystride.pipelines.system.errors import SettingError
 from raystride.pipelines.system.storage.folder import Folder
 
 MAX_FRAMES = 4
+PASSING = re.compile(
+    r"Hung: |Unreachable|ActorDiedError|actor died|SIGKILL|died unexpectedly|NCCL|gloo|Connection (reset|closed|refused)"
+    r"|timed out|TimeoutError|HeadLost",
+    re.IGNORECASE,
+)
+"""Errors that the same command need not meet again: of machines, processes and networks."""
 ROOT = Path(__file__).resolve().parents[3]
 OUT_OF_MEMORY = re.compile(
     r"out ?of ?memory|allocate memory|MemoryError|bad_alloc|ALLOC_FAILED|running low on memory|\bOOM\b", re.IGNORECASE
@@ -90,7 +96,8 @@ def failure_screen(error: BaseException, *, step: int | None, folder: Folder) ->
     lines = [f"training failed: {location}{step_text}", f"  {_error_name(cause)}: {_error_message(cause)}"]
     lines += [f"    {line}" for line in _relevant_frames(wrapped_error)]
     lines += [f"  try: {remedy}" for remedy in find_remedies(cause)]
-    lines.append(f"  everything up to the newest checkpoint is kept; the same command resumes it. Record: {folder}")
+    mended = "" if PASSING.search(f"{type(cause).__name__}: {cause}") else "once the cause is mended, "
+    lines.append(f"  everything up to the newest checkpoint is kept; {mended}the same command resumes it. Record: {folder}")
     return "\n".join(lines)
 
 

@@ -5,13 +5,15 @@ with JobStatusReporter(job_metadata("mine", "s3://bucket/runs", mlflow=True), fo
     page.finish(summary)                                  # metadata: raystride.status finished, raystride.steps 30
 """
 
+import json
+import os
 import time
 from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import Any, Self
 
 from raystride.locations import __version__
-from raystride.pipelines.launch.cluster.internals import update_job_metadata
+from raystride.pipelines.launch.cluster.internals import is_submitted_job, update_job_metadata
 from raystride.pipelines.launch.console.progress import progress_line
 from raystride.pipelines.launch.console.session import Watcher
 from raystride.pipelines.observability.record.mlflow.links import is_on_server, run_link
@@ -21,6 +23,9 @@ from raystride.pipelines.system.storage.folder import Folder
 
 UPDATE_INTERVAL_S = 5.0
 BARS = "━╌"
+STOP_WAIT_VARIABLE = "RAY_JOB_STOP_WAIT_TIME_S"
+RAY_STOP_WAIT_S, MIN_STOP_WAIT_S = 3.0, 60.0
+"""Seconds from Ray's SIGTERM to its SIGKILL without that variable, and the least that docs and deployment files give."""
 FIGURES = ("steps", "train_loss", "val_loss")
 
 
@@ -34,6 +39,19 @@ def job_metadata(run: str, storage: str, mlflow: bool) -> dict[str, str]:
         "raystride.version": __version__,
         **ui,
     }
+
+
+def short_stop_warning() -> str | None:
+    """Returns a warning if this process is a submitted job that `ray job stop` kills before it can save, else None."""
+    given = os.environ.get(STOP_WAIT_VARIABLE, "")
+    seconds = float(given) if given.replace(".", "", 1).isdigit() else RAY_STOP_WAIT_S
+    if seconds >= MIN_STOP_WAIT_S or not is_submitted_job():
+        return None
+    variables = json.dumps({"env_vars": {STOP_WAIT_VARIABLE: f"{MIN_STOP_WAIT_S:.0f}"}})
+    return (
+        f"`ray job stop` kills this job after {seconds:g} s, which may be too soon to save: submit it with "
+        f"--runtime-env-json '{variables}', or set that variable where `ray start` runs"
+    )
 
 
 def mlflow_metadata(folder: Folder) -> dict[str, str]:

@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Protocol
@@ -20,9 +20,9 @@ from raystride.pipelines.launch.cluster.cluster import CannotRun
 from raystride.pipelines.launch.console.failure import TrainingFailed
 from raystride.pipelines.launch.console.screen import Screen
 from raystride.pipelines.launch.run_store.lease import RunLocked
-from raystride.pipelines.observability.record.journal import TEXT_LOG_FILE, stream_entries
-from raystride.pipelines.observability.record.state import TrainingState
-from raystride.pipelines.observability.record.summary import RunSummary
+from raystride.pipelines.observability.record.journal import TEXT_LOG_FILE, join_segments, stream_entries
+from raystride.pipelines.observability.record.state import TrainingState, summarize_journal
+from raystride.pipelines.observability.record.summary import RunSummary, put_summary
 from raystride.pipelines.observability.report import (
     closing_screen,
     gather_figures,
@@ -33,6 +33,7 @@ from raystride.pipelines.observability.report import (
 from raystride.pipelines.observability.report.figures import Figures, Points
 from raystride.pipelines.observability.report.run_figures import rate_unit
 from raystride.pipelines.system.output import take_unshown
+from raystride.pipelines.system.permit import Permit
 from raystride.pipelines.system.service_thread import ServiceThread, format_error
 from raystride.pipelines.system.signals import signal_exception, termination_signals
 from raystride.pipelines.system.storage.folder import Folder
@@ -43,6 +44,8 @@ SAME_SIGNAL_S = 1.0
 """Seconds after a signal in which another one counts as the same request."""
 STOP_RETRY_S = 1.0
 """Seconds after which a failed stop request is repeated."""
+MAX_STOP_S = 20.0
+"""Seconds that an error of the driver waits for the end of the training; what goes on longer has lost its permit by then."""
 START_LOOK_S = 5.0
 """Seconds after which a start shows the reason for its wait, and between two updates of it."""
 
@@ -71,6 +74,10 @@ class RunRecorder(Protocol):
         """Ends the record and returns the summary as written."""
         ...
 
+    def abandon(self) -> None:
+        """Ends without writing anything more."""
+        ...
+
 
 class Watcher:
     """Callbacks of a training in the driver, such as those of a sweep. The base class does nothing."""
@@ -88,10 +95,14 @@ class SessionHooks:
 
     screen: Screen
     watcher: Watcher
-    check: Callable[[], None] = lambda: None
-    """Checks the run's lease: raises Owned if another driver has taken the run over, and Isolated after `give_up`."""
+    permit: Permit = field(default_factory=Permit)
+    """The right to write the run's files: raises RunLocked once another driver has taken the run over, and DriverIsolated
+    after `give_up`.
+    """
     give_up: Callable[[str], None] = lambda reason: None
     """Releases the run's lease for a reason, so that another driver may resume the run."""
+    check_cluster: Callable[[], None] = lambda: None
+    """Raises an error if the cluster has ended."""
     pending_reason: Callable[[], str | None] = lambda: None
     """Returns the reason why a training has not begun, if known. Raises CannotRun if it has waited too long."""
 
@@ -99,14 +110,21 @@ class SessionHooks:
 def run_session(job: Job, recorder: RunRecorder, train: Train, hooks: SessionHooks) -> RunSummary:
     """Trains with a progress line, closes the record, shows the closing screen; returns the summary as written.
 
-    Raises TrainingFailed if the training raised; Owned if another driver has taken the run over, and CannotRun if workers
-    cannot be placed, both without touching the run's files.
+    Raises TrainingFailed if the training raised; RunLocked if another driver has taken the run over, and CannotRun if
+    workers cannot be placed, both without touching the run's files.
     """
     with stop_signals(recorder.request_stop) as received_signals:
         counted = rate_unit(build_task(job.config).unit)
         outcome = _train_and_watch(train, recorder, hooks, f"starting on {job.device} ...", received_signals, counted)
-        if isinstance(outcome, RunLocked | CannotRun):
-            raise outcome
+        try:
+            if isinstance(outcome, RunLocked | CannotRun):
+                raise outcome
+            with suppress(OSError):  # a storage that cannot be read takes no run away
+                hooks.permit.check()
+        except (RunLocked, CannotRun):
+            with suppress(Exception):  # the recorder may be out of reach
+                recorder.abandon()
+            raise
         if isinstance(outcome, BaseException):
             hooks.watcher.on_failure(outcome)
         elif received_signals and outcome.get("ending") == "stopped":
@@ -143,7 +161,8 @@ def _train_and_watch(
         while thread.is_alive():
             try:
                 thread.join(POLL_S)
-                hooks.check()
+                hooks.permit.raise_if_revoked()
+                hooks.check_cluster()
                 try:
                     state = recorder.state()
                     if received_signals:  # with each poll: the recorder that received it may have died since
@@ -165,11 +184,20 @@ def _train_and_watch(
                 if received_signals and not stop_logged:
                     stop_logged = True
                     progress.log("stopping: all workers save and end at the same step (once more to end at once)")
-                hooks.watcher.on_state(state, recorder.request_stop)
+                hooks.watcher.on_state(state | {"phase": waiting}, recorder.request_stop)
             except (Exception, KeyboardInterrupt) as error:
+                if not isinstance(error, CannotRun | KeyboardInterrupt):
+                    _stop_training(thread, recorder)
                 return error
         progress.close()
     return outcome[0]
+
+
+def _stop_training(thread: threading.Thread, recorder: RunRecorder) -> None:
+    """Asks a training to save and end behind an error of the driver, and waits for that."""
+    with suppress(Exception):  # the recorder may have died
+        recorder.request_stop()
+    thread.join(MAX_STOP_S)
 
 
 @dataclass(frozen=True)
@@ -237,8 +265,11 @@ def _finish_session(job: Job, recorder: RunRecorder, screen: Screen, outcome: Ru
     status = "failed" if final_summary is None else "stopped" if final_summary.get("ending") == "stopped" else "finished"
     losses: tuple[Points, Points] = [], []
     try:
-        # The recorder answers, so its acknowledged entries are on disk.
-        preview = recorder.preview_summary(status, final_summary)
+        try:
+            # The recorder answers, so its acknowledged entries are on disk.
+            preview = recorder.preview_summary(status, final_summary)
+        except Exception:  # it has died, as with Ray's node
+            preview = summarize_journal(job.folder, status)
         figures = gather_figures(stream_entries(job.folder))
         losses = figures.losses
         for damage in figures.damages:
@@ -250,8 +281,8 @@ def _finish_session(job: Job, recorder: RunRecorder, screen: Screen, outcome: Ru
     try:
         summary = recorder.finish(status, final_summary)
     except Exception as problem:
-        screen.warn(f"the record could not be closed ({problem}); `raystride runs replay {job.run}` does it")
-        summary = {"status": status} | (final_summary or {})
+        screen.warn(f"the recorder could not close the record ({problem}); `raystride runs replay {job.run}` tells MLflow")
+        summary = _close_record(job, status) | (final_summary or {})
     state: TrainingState = {}
     with suppress(Exception):
         state = recorder.state()
@@ -270,6 +301,16 @@ def _finish_session(job: Job, recorder: RunRecorder, screen: Screen, outcome: Ru
     _log_unshown(job.folder)
     if training_failed:
         raise training_failed from error
+    return summary
+
+
+def _close_record(job: Job, status: str) -> RunSummary:
+    """Writes the joined journal and the summary in place of a recorder that has died, as far as the storage lets it."""
+    summary: RunSummary = {"status": status}
+    with suppress(Exception):
+        join_segments(job.folder)
+        summary = summary | summarize_journal(job.folder, status)
+        put_summary(job.folder, summary)
     return summary
 
 

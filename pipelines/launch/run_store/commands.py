@@ -3,23 +3,25 @@
 storage = Folder.from_uri("runs")
 list_runs(storage)
 compare_runs(storage, ["one", "two"])           # side by side here, and the link to MLflow's comparison
-prune_run(storage, "my-run", keep=1)            # prints what it frees
+prune_runs(storage, ["my-run"], keep=1)         # prints what it frees
 """
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, cast
 
 from raystride.pipelines.config.run import RecordConfig
-from raystride.pipelines.launch.run_store.lease import Owner, read_owner
+from raystride.pipelines.launch.run_store.lease import Owner, RunLease, RunLocked, new_attempt, read_owner
 from raystride.pipelines.launch.run_store.resume import read_previous_attempt
 from raystride.pipelines.observability.record.journal import join_segments, refuse_newer_entries, stream_entries
 from raystride.pipelines.observability.record.mlflow.database import stored_uri
 from raystride.pipelines.observability.record.mlflow.follower import Follower
 from raystride.pipelines.observability.record.mlflow.links import UI_PORT, comparison_link, is_on_server, runs_link
 from raystride.pipelines.observability.record.mlflow.log import MlflowLog, read_reference
+from raystride.pipelines.observability.record.state import summarize_journal
 from raystride.pipelines.observability.record.summary import RunSummary, read_summary
 from raystride.pipelines.observability.report import closing_screen, gather_figures, text_curve
 from raystride.pipelines.observability.report.closing import format_figures
@@ -44,12 +46,12 @@ class StoredRun:
     folder: Folder
     summary: RunSummary
     owner: Owner | None
-    """The live process that trains it, if any."""
+    """The process that its lease names, unless that is known to be dead."""
 
     @property
     def status(self) -> str:
-        """`running`, the status of its summary (`damaged` if that is), or `interrupted` if it ended without one."""
-        return "running" if self.owner else str(self.summary.get("status") or "interrupted")
+        """That of its owner, else of its summary (`damaged` if that is), or `interrupted` if it ended without one."""
+        return self.owner.status if self.owner else str(self.summary.get("status") or "interrupted")
 
     @property
     def mlflow_reference(self) -> dict[str, Any]:
@@ -122,20 +124,41 @@ def show_run(storage: Folder, name: str) -> None:
     print(closing_screen(summary, run.folder, text_curve(*figures.losses), sample))
 
 
-def prune_run(storage: Folder, name: str, *, keep: int = 1, whole: bool = False) -> None:
-    """Removes the data of all but the newest `keep` checkpoints, `best` and `last`; or the `whole` folder of the run.
+def prune_runs(storage: Folder, names: Sequence[str], *, keep: int = 1, whole: bool = False) -> None:
+    """Removes the data of all but the newest `keep` checkpoints, `best` and `last`; or the `whole` folders of the runs.
 
-    Manifests stay. Raises CommandRefused if there is no such run, or a driver still owns it.
+    Manifests stay. Owns all of them meanwhile. Raises CommandRefused if there is no such run, or another process owns it.
     """
-    run = find_run(storage, name)
-    if run.owner:
-        raise CommandRefused(f"{run.name} is owned by process {run.owner.pid} on {run.owner.host}: stop it first")
-    if whole:
-        freed = folder_size_bytes(run.folder)
-        run.folder.remove()
-        print(f"removed {run.folder}: {_format_bytes(freed)} freed")
-        return
-    checkpoints = run.folder / "checkpoints"
+    runs = [find_run(storage, name) for name in dict.fromkeys(names)]
+    with _owned([run.folder for run in runs]) as leases:
+        for lease in leases:
+            if whole:
+                freed = folder_size_bytes(lease.folder)
+                lease.remove_run()
+                print(f"removed {lease.folder}: {_format_bytes(freed)} freed")
+            else:
+                _prune_checkpoints(lease, keep)
+
+
+@contextmanager
+def _owned(folders: Sequence[Folder]) -> Iterator[list[RunLease]]:
+    """Owns runs for the block. Raises CommandRefused while another process owns one of them."""
+    with ExitStack() as held:
+        try:
+            leases = held.enter_context(RunLease.acquire_all(folders, new_attempt(), _log_to_stderr))
+        except RunLocked as locked:
+            owner = locked.owner
+            who = f"{locked.value} is owned by process {owner.pid} on {owner.host}" if owner else str(locked)
+            raise CommandRefused(f"{who}: stop it first") from None
+        yield leases
+
+
+def _log_to_stderr(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def _prune_checkpoints(lease: RunLease, keep: int) -> None:
+    checkpoints = lease.folder / "checkpoints"
     with_data = [step for step in checkpoint_names(checkpoints.names()) if _data_folders(checkpoints / step)]
     hinted = {best_name(checkpoints), read_hint(checkpoints, "last")}
     kept = set(with_data[-keep:]) | hinted
@@ -143,24 +166,22 @@ def prune_run(storage: Folder, name: str, *, keep: int = 1, whole: bool = False)
     for step in with_data:
         if step in kept:
             continue
+        lease.permit.check()
         for attempt in _data_folders(checkpoints / step):
             freed += folder_size_bytes(checkpoints / step / attempt)
             (checkpoints / step).remove(attempt)
         print(f"removed the data of {step}")
-    print(
-        f"{_format_bytes(freed)} freed; {len([step for step in with_data if step in kept])} checkpoints left in {run.folder}"
-    )
+    left = len([step for step in with_data if step in kept])
+    print(f"{_format_bytes(freed)} freed; {left} checkpoints left in {lease.folder}")
 
 
 def replay_run(storage: Folder, name: str, *, mlflow_uri: str | None = None, experiment: str | None = None) -> int:
     """Logs the missing entries of a run's journal and its final status to MLflow; returns the exit code.
 
-    Raises CommandRefused if there is no such run, it is running, it has no journal, or no MLflow server is known, and
-    WrittenByNewer for a journal of a newer version with entries that this one does not know.
+    Owns the run meanwhile. Raises CommandRefused if there is no such run, another process owns it, it has no journal, or no
+    MLflow server is known, and WrittenByNewer for a journal of a newer version with entries that this one does not know.
     """
     run = find_run(storage, name)
-    if run.owner:
-        raise CommandRefused(f"{run.name} is running, and replays by itself as soon as MLflow answers")
     refuse_newer_entries(run.folder)
     previous = read_previous_attempt(run.folder)
     stored_record = (
@@ -168,20 +189,23 @@ def replay_run(storage: Folder, name: str, *, mlflow_uri: str | None = None, exp
     )  # if a server has never answered, there is no reference to it
     uri = mlflow_uri or stored_uri(run.mlflow_reference) or stored_record.mlflow_uri
     settings = RecordConfig(mlflow_uri=uri, experiment=experiment or stored_record.experiment)
-    log = MlflowLog.for_run(run.folder, run.name, settings, storage)
-    if log is None:
-        raise CommandRefused(f"--mlflow-uri is not given, and {storage} holds no database: name the tracking server")
-    last = join_segments(run.folder)
-    if last is None:
-        raise CommandRefused(f"{run.folder} has no journal: there is nothing to replay")
-    try:
-        Follower(run.folder, log, warn=print).catch_up()
-        # The end time is that of the last entry, not now.
-        log.end_run(read_summary(run.folder).get("status") or "stopped", float(last["time"]))
-    except Exception as error:
-        cause = redact(f"{type(error).__name__}: {error}")
-        print(f"MLflow at {log.public_uri} cannot be reached ({cause})", file=sys.stderr)
-        return 1
+    with _owned([run.folder]) as (lease,):
+        log = MlflowLog.for_run(run.folder, run.name, settings, storage)
+        if log is None:
+            raise CommandRefused(f"--mlflow-uri is not given, and {storage} holds no database: name the tracking server")
+        last = join_segments(run.folder)
+        if last is None:
+            raise CommandRefused(f"{run.folder} has no journal: there is nothing to replay")
+        try:
+            Follower(run.folder, log, warn=print, permit=lease.permit).catch_up()
+            # The end time is that of the last entry, not now.
+            log.end_run(read_summary(run.folder).get("status") or "stopped", float(last["time"]))
+        except RunLocked:
+            raise
+        except Exception as error:
+            cause = redact(f"{type(error).__name__}: {error}")
+            print(f"MLflow at {log.public_uri} cannot be reached ({cause})", file=sys.stderr)
+            return 1
     print(f"MLflow has all of {run.name}, run {log.run_id}")
     return 0
 
@@ -220,11 +244,21 @@ def find_run(storage: Folder, name: str) -> StoredRun:
 
 def _read_run(folder: Folder, name: str) -> StoredRun:
     try:
-        summary = cast(RunSummary, read_summary(folder))
+        summary = cast(RunSummary, read_summary(folder)) or _figures_of_journal(folder)
     except SealBroken:
         summary = {"status": "damaged"}
     owner = read_owner(folder)
-    return StoredRun(name, folder, summary, owner if owner and owner.is_alive else None)
+    return StoredRun(name, folder, summary, None if owner and owner.is_dead else owner)
+
+
+def _figures_of_journal(folder: Folder) -> RunSummary:
+    """Returns the figures of a run without a summary: it has not ended yet, or was killed."""
+    try:
+        summary = summarize_journal(folder, "stopped")
+    except OSError:
+        return {}
+    summary.pop("status", None)
+    return summary
 
 
 def folder_size_bytes(folder: Folder) -> int:

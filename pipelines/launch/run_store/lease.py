@@ -1,11 +1,13 @@
 """Lease of a run: a file that names its driver; taken over at once from a dead process, else when it is no longer renewed.
 
-    with RunLease.acquire(folder, attempt) as lease:          # raises RunLocked while another driver trains this run
-        lease.check()                                         # raises RunLocked once another driver has taken it over
+    with RunLease.acquire(folder, attempt) as lease:          # raises RunLocked while another driver owns this run
+        lease.permit.check()                                  # raises RunLocked once another driver has taken it over
+    with RunLease.acquire_all(folders, attempt, log):         # many runs, whose owners are watched at once
 
-An owner on another machine proves that it is alive by rewriting the file every few seconds: a driver that wants its run
-watches the file for a minute by its own clock. The clocks of the two machines are never compared. Each owner has a higher
-term than the previous one, so a late write of a driver that was given up has no effect.
+Whoever writes, replaces or removes a run's files holds its lease, and tests `permit` before each write. An owner on another
+machine proves that it is alive by rewriting the file every few seconds: a driver that wants its run watches the file for a
+minute by its own clock. The clocks of the two machines are never compared. Each owner has a higher term than the previous
+one, so a late write of a driver that was given up has no effect.
 """
 
 import math
@@ -14,14 +16,17 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, fields, replace
+from functools import partial
 from typing import Self
 
 from raystride.pipelines.config import SettingError
 from raystride.pipelines.launch.cluster.cluster import CannotRun
 from raystride.pipelines.launch.hang.process import machine_id, process_start_ticks
+from raystride.pipelines.system.output import print_warning
+from raystride.pipelines.system.permit import Permit
 from raystride.pipelines.system.service_thread import ServiceThread
 from raystride.pipelines.system.storage.folder import Folder
 from raystride.pipelines.system.storage.locks import file_lock
@@ -29,6 +34,7 @@ from raystride.pipelines.system.storage.sealed import put_sealed, read_sealed
 from raystride.pipelines.train.checkpoint.fence import read_claim
 
 OWNER_FILE = "owner.json"
+LOCK_FILE = ".lock"
 BEGUN_FILE = "config.yaml"
 """A file that exists as soon as a run has begun."""
 RENEW_S = 5.0
@@ -94,16 +100,27 @@ class Owner:
         return self.machine == machine_id()
 
     @property
-    def is_alive(self) -> bool:
-        """Whether the owner seems alive by a single read; for another machine this relies on its clock."""
-        if self.is_local:
-            return process_start_ticks(self.pid) == self.ticks
-        return time.time() - self.renewed < LEASE_S
+    def is_dead(self) -> bool:
+        """Whether it is known to be dead. An owner on another machine never is by a single read: `acquire` watches it."""
+        return self.is_local and process_start_ticks(self.pid) != self.ticks
+
+    @property
+    def status(self) -> str:
+        """`running`, unless it is dead; of an owner on another machine `running?`, with its lease's age by both clocks."""
+        age = _format_age(time.time() - self.renewed)
+        return "running" if self.is_local else f"running? (lease {age} old)"
 
 
 def read_owner(folder: Folder) -> Owner | None:
     """Returns the owner named in the run's folder, dead or alive; None if it was released or there never was one."""
     return _read_file(folder).owner
+
+
+def _format_age(seconds: float) -> str:
+    for unit, size in (("d", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= size:
+            return f"{seconds // size:.0f} {unit}"
+    return f"{seconds:.0f} s"
 
 
 @dataclass(frozen=True)
@@ -133,30 +150,35 @@ class RunLease:
     """Lease on a run's folder, held by this process and renewed in the background until `release`."""
 
     def __init__(self, folder: Folder, attempt: str) -> None:
-        self.folder, self.owner = folder, Owner.this_process(attempt)
+        self.folder, self.owner, self.permit = folder, Owner.this_process(attempt), Permit()
         self._is_released = False
         self._writing = threading.Lock()
-        self._error: RunLocked | DriverIsolated | None = None
         # Errors of a full or unreachable storage may pass before the lease expires. The run is lost only if the file names
         # another owner.
         self._renewal = ServiceThread(f"lease of {folder.name}", self._renew_once, every_s=RENEW_S, max_pause_s=RENEW_S)
 
     @classmethod
-    def acquire(cls, folder: Folder, attempt: str, log: Log | None = None, *, wait: bool = False) -> "RunLease":
+    def acquire(
+        cls,
+        folder: Folder,
+        attempt: str,
+        log: Log | None = print_warning,
+        *,
+        wait: bool = False,
+        silent: Owner | None = None,
+    ) -> "RunLease":
         """Makes this process the owner; logs if that takes a while.
 
         Raises RunLocked while another owner is alive, unless `wait`: then waits for its end, as Ray has given up its node.
+        `silent` is an owner that was watched for the whole of a lease.
         """
         lease = cls(folder, attempt)
-        last_seen: Owner | None = None
-        is_absent, logged_at = False, -math.inf
+        last_seen, is_absent, logged_at = silent, False, -math.inf
         while True:
             with _exclusive(folder):
                 content = _read_file(folder)
                 other = content.owner
-                if _is_trusted(folder, content, is_absent) and (
-                    other is None or other == last_seen or (other.is_local and not other.is_alive)
-                ):
+                if _is_trusted(folder, content, is_absent) and (other is None or other == last_seen or other.is_dead):
                     claim = read_claim(folder / "checkpoints")  # keeps the term if the owner file was removed by hand
                     lease.owner = replace(lease.owner, term=max(content.term, claim.term if claim else 0) + 1)
                     lease._write_file()
@@ -165,55 +187,78 @@ class RunLease:
                 is_absent = True
                 time.sleep(POLL_S)
                 continue
-            if other.is_local or not _is_stale(folder, other, LOST_NODE_S if wait else LEASE_S, None if wait else log):
-                if not wait:
+            try:
+                if other.is_local:
                     raise _owned_error(folder, other)
+                seconds = LOST_NODE_S if wait else LEASE_S
+                last_seen = watch_owners([folder], None if wait else log, seconds).get(folder.uri)
+            except RunLocked:
+                if not wait:
+                    raise
                 if log and time.monotonic() - logged_at >= NOTICE_S:
                     logged_at = time.monotonic()
                     log(f"waiting: process {other.pid} on {other.host} still trains run {folder.name}")
                 time.sleep(POLL_S if other.is_local else 0.0)
                 last_seen = None
-                continue
-            last_seen = other
+        lease.permit = Permit(partial(find_successor, folder, attempt, lease.owner.term))
         if not folder.local:
             # Object stores have no locks: the last writer owns the run, and the others find out here.
             time.sleep(1.0)
-            if (now := _read_file(folder).owner) and lease._is_lost_to(now):
+            if (now := _read_file(folder).owner) and _has_lost(attempt, lease.owner.term, now):
                 message = f"process {now.pid} on {now.host} took the run {folder} at the same moment"
                 raise RunLocked(message, run=folder.name, owner=now)
         lease._renewal.start()
         return lease
 
-    def check(self) -> None:
-        """Raises RunLocked if another driver has taken over the run, and DriverIsolated if this one has given it up."""
-        if self._error:
-            raise self._error
+    @classmethod
+    @contextmanager
+    def acquire_all(cls, folders: Sequence[Folder], attempt: str, log: Log = print_warning) -> "Iterator[list[RunLease]]":
+        """Owns several runs for the block; their owners on other machines are watched at once, for one lease in all.
+
+        Raises RunLocked, and owns none, while one of them has another owner that is alive.
+        """
+        silent = watch_owners(folders, log)
+        with ExitStack() as held:
+            yield [
+                held.enter_context(cls.acquire(folder, attempt, log, silent=silent.get(folder.uri))) for folder in folders
+            ]
 
     def give_up(self, reason: str) -> None:
-        """Releases the lease before another driver begins; from now on `check` raises DriverIsolated with the reason."""
-        self._error = self._error or DriverIsolated(
-            f"{reason}: this driver ends and saves nothing more, so that another one may go on"
+        """Releases the lease before another driver begins; from now on its permit raises DriverIsolated with the reason."""
+        self.permit.revoke(
+            DriverIsolated(f"{reason}: this driver ends and saves nothing more, so that another one may go on")
         )
         self.release()
 
     def release(self) -> None:
-        """Stops renewing, and marks the file as released if it still names this attempt.
+        """Stops renewing, revokes the permit, and marks the file as released if it still names this attempt.
 
         Removes the file if the run has not begun.
         """
         self._is_released = True
         self._renewal.stop()
-        with (
-            self._writing,
-            suppress(Exception),
-            _exclusive(self.folder),
-        ):  # the file is ignored once this process is dead
-            current = _read_file(self.folder)
-            if current.owner and current.owner.attempt == self.owner.attempt:
-                if self.folder.exists(BEGUN_FILE):
-                    put_sealed(self.folder, OWNER_FILE, {"released": True, "term": current.term})
-                else:
-                    self.folder.remove(OWNER_FILE)
+        self.permit.revoke(_ended_error(self.folder))
+        with self._writing, suppress(Exception):  # the file is ignored once this process is dead
+            if self.folder.local and not self.folder.exists():
+                return  # `remove_run` has removed it
+            with _exclusive(self.folder):
+                current = _read_file(self.folder)
+                if current.owner and current.owner.attempt == self.owner.attempt:
+                    if self.folder.exists(BEGUN_FILE):
+                        put_sealed(self.folder, OWNER_FILE, {"released": True, "term": current.term})
+                    else:
+                        self.folder.remove(OWNER_FILE)
+
+    def remove_run(self) -> None:
+        """Removes the run's folder; the lease goes last, so that no driver begins meanwhile. Raises OSError, RunLocked."""
+        for name in self.folder.names():
+            if name not in (OWNER_FILE, LOCK_FILE):
+                self.permit.check()
+                self.folder.remove(name)
+        with self._writing, _exclusive(self.folder):
+            self.permit.check()
+            self._is_released = True
+            self.folder.remove()
 
     def __enter__(self) -> Self:
         return self
@@ -224,28 +269,35 @@ class RunLease:
     def _write_file(self) -> None:
         put_sealed(self.folder, OWNER_FILE, asdict(self.owner) | {"renewed": time.time()})
 
-    def _is_lost_to(self, other: Owner) -> bool:
-        """Returns whether the other owner has taken over the run, rather than written its file late."""
-        earlier_version = not other.term
-        return other.attempt != self.owner.attempt and (earlier_version or other.term >= self.owner.term)
-
     def _renew_once(self) -> bool:
         """Reads, then writes the file; returns whether the lease is over.
 
         On a disk, a lock keeps others from taking over the run between the two. On a store without locks a delayed write may
         come after another owner's: both see the higher term.
         """
-        with self._writing, _exclusive(self.folder):
-            if self._is_released:
+        with self._writing:
+            if self._is_released:  # its folder may be gone, and is not made again
                 return True
-            content = _read_file(self.folder)
-            if content.owner and self._is_lost_to(content.owner):
-                self._error = _taken_over_error(self.folder, content.owner)
-            elif content.term > self.owner.term:  # another owner took it over and released it
-                self._error = _taken_over_error(self.folder, None)
-            else:
-                self._write_file()
-            return self._error is not None
+            with _exclusive(self.folder):
+                if not self.permit.look():
+                    self._write_file()
+            return self.permit.is_revoked
+
+
+def find_successor(folder: Folder, attempt: str, term: int) -> RunLocked | None:
+    """Returns the error of an attempt whose run another driver has taken over, also if that one has released it since."""
+    content = _read_file(folder)
+    if content.owner and _has_lost(attempt, term, content.owner):
+        return _taken_over_error(folder, content.owner)
+    if content.term > term:  # released since
+        return _taken_over_error(folder, None)
+    return _ended_error(folder) if content.term == term and content.owner is None else None
+
+
+def _has_lost(attempt: str, term: int, other: Owner) -> bool:
+    """Returns whether the other owner has taken over the run, rather than written its file late."""
+    earlier_version = not other.term
+    return other.attempt != attempt and (earlier_version or other.term >= term)
 
 
 def _owned_error(folder: Folder, other: Owner) -> RunLocked:
@@ -255,6 +307,10 @@ def _owned_error(folder: Folder, other: Owner) -> RunLocked:
         run=folder.name,
         owner=other,
     )
+
+
+def _ended_error(folder: Folder) -> RunLocked:
+    return RunLocked(f"this attempt of run {folder.name} has ended: it writes nothing more", run=folder.name)
 
 
 def _taken_over_error(folder: Folder, other: Owner | None) -> RunLocked:
@@ -274,19 +330,29 @@ def _is_trusted(folder: Folder, content: _OwnerFile, is_absent: bool) -> bool:
     return content.is_readable or is_absent or folder.local is not None or not folder.exists(BEGUN_FILE)
 
 
-def _is_stale(folder: Folder, owner: Owner, seconds: float, log: Log | None) -> bool:
-    """Returns whether an owner on another machine releases the run or does not renew it for `seconds` by this clock."""
-    if log:
-        log(f"waiting up to {seconds:.0f} s: process {owner.pid} on {owner.host} has trained this run; does it still?")
+def watch_owners(folders: Sequence[Folder], log: Log | None, seconds: float | None = None) -> dict[str, Owner]:
+    """Watches the owners of runs on other machines by this clock, all at once, for `seconds`, by default for one lease.
+
+    Returns, by address of their folders, those that neither renewed it nor released their run: they are dead. Says in one
+    line which are watched and for how long; returns at once if none is. Raises RunLocked as soon as one renews it.
+    """
+    seconds = LEASE_S if seconds is None else seconds
+    named = {folder.uri: (folder, owner) for folder in folders if (owner := read_owner(folder)) and not owner.is_local}
+    if named and log:
+        (first, owner), *others = named.values()
+        more = f", and {len(others)} other run{'s are' if len(others) > 1 else ' is'} watched likewise" if others else ""
+        who = f"process {owner.pid} on {owner.host} has trained run {first.name}"
+        log(f"waiting up to {seconds:.0f} s: {who}; does it still?{more}")
     deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
+    while named and time.monotonic() < deadline:
         time.sleep(min(POLL_S, seconds))
-        content = _read_file(folder)
-        if content.is_readable and content.owner is None:
-            return True
-        if content.is_readable and content.owner != owner:
-            return False
-    return True
+        for uri, (folder, owner) in list(named.items()):
+            content = _read_file(folder)
+            if content.is_readable and content.owner is None:
+                del named[uri]  # released
+            elif content.owner and content.owner != owner:
+                raise _owned_error(folder, content.owner)
+    return {uri: owner for uri, (_, owner) in named.items()}
 
 
 @contextmanager
@@ -296,7 +362,9 @@ def _exclusive(folder: Folder) -> Iterator[None]:
         yield
         return
     folder.local.mkdir(parents=True, exist_ok=True)
-    refusal = RunLocked(f"{folder}/.lock is held by another process for {LOCK_S:.0f} s: find and end it", run=folder.name)
+    refusal = RunLocked(
+        f"{folder}/{LOCK_FILE} is held by another process for {LOCK_S:.0f} s: find and end it", run=folder.name
+    )
     # On a drive without locks, the file's content decides between two drivers at the same instant.
-    with file_lock(folder.local / ".lock", LOCK_S, refusal):
+    with file_lock(folder.local / LOCK_FILE, LOCK_S, refusal):
         yield

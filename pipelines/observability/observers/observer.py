@@ -75,6 +75,9 @@ class Observer:
     def on_checkpoint(self, step: int, path: str) -> None:
         """Called when the checkpoint of `step` is complete at `path`, some steps later; never if its save failed."""
 
+    def on_save_wait(self, step: int, seconds: float) -> None:
+        """Called while training waits for the save of `step`, from 10 s on; with 0 `seconds` when that save has ended."""
+
     def on_error(self, error: BaseException) -> None:
         """Called when the loop ends with an exception, which then propagates."""
 

@@ -42,6 +42,9 @@ GAUGES = {
     ),
 }
 STEP = GaugeSpec("raystride_step", "Newest step that was logged.")
+SAVE_WAIT = GaugeSpec(
+    "raystride_save_wait_seconds", "Seconds that training has waited for a checkpoint's storage, from 10 on; else 0."
+)
 
 
 class RayMetrics(Observer):
@@ -50,6 +53,7 @@ class RayMetrics(Observer):
     def __init__(self) -> None:
         self._gauges: dict[str, Gauge] = {}
         self._step: Gauge | None = None
+        self._save_wait: Gauge | None = None
 
     def on_start(self, run: RunFacts) -> None:
         ray = sys.modules.get("ray")  # if it is not imported, it is not initialised either
@@ -63,7 +67,13 @@ class RayMetrics(Observer):
             return gauge
 
         self._gauges = {key: make_gauge(spec) for key, spec in GAUGES.items() if spec.per_rank or run.rank == 0}
-        self._step = make_gauge(STEP) if run.rank == 0 else None
+        if run.rank == 0:
+            self._step, self._save_wait = make_gauge(STEP), make_gauge(SAVE_WAIT)
+            self._save_wait.set(0.0)
+
+    def on_save_wait(self, step: int, seconds: float) -> None:
+        if self._save_wait:
+            self._save_wait.set(seconds)
 
     def on_log(self, step: int, measured: dict[str, float]) -> None:
         if self._step:

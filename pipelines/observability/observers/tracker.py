@@ -35,6 +35,11 @@ class Tracker(Observer):
         if self._rank == 0:
             self._sender.put(new_entry("checkpoint", {"path": path}, step=step))
 
+    def on_save_wait(self, step: int, seconds: float) -> None:
+        if self._rank == 0:
+            text = f"waiting for the save of step {step:,} ({seconds:.0f} s)" if seconds else f"step {step:,} is saved"
+            self._sender.put(new_entry("event", {"name": "phase", "text": text}))
+
     def on_error(self, error: BaseException) -> None:
         text = "".join(traceback.format_exception(error))
         self._sender.put(new_entry("error", {"text": text, "rank": self._rank}))

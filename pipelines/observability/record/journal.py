@@ -26,6 +26,7 @@ from typing import Any, NamedTuple
 
 from raystride.locations import __version__
 from raystride.pipelines.observability.record.entry import ENTRY_KEYS, KINDS, Entry, new_entry
+from raystride.pipelines.system.permit import Permit
 from raystride.pipelines.system.storage.folder import Folder
 from raystride.pipelines.system.storage.sealed import SEAL
 from raystride.pipelines.system.writer import WRITER, refuse_unknown
@@ -64,8 +65,8 @@ class Segment(NamedTuple):
 class Journal:
     """Writer of one attempt's segments, after those already there; merges every `SEGMENTS_PER_FILE` into one file."""
 
-    def __init__(self, run_folder: Folder, attempt: str) -> None:
-        self._run_folder = run_folder
+    def __init__(self, run_folder: Folder, attempt: str, permit: Permit | None = None) -> None:
+        self._run_folder, self._permit = run_folder, permit or Permit()
         self._folder = run_folder / "journal"
         self._attempt = attempt
         all_segments = [segment for segment in list_segments(run_folder) if segment.attempt == attempt]
@@ -74,7 +75,11 @@ class Journal:
         self._remove_merged()
 
     def append(self, entries: list[Entry]) -> Segment:
-        """Writes entries as the next segment. If it raises OSError, nothing was written."""
+        """Writes entries as the next segment, and adds them to `log.txt`. If it raises OSError, nothing was written.
+
+        Raises the error of a lost permit.
+        """
+        self._permit.check()
         segment = Segment(self._attempt, self._next, self._next)
         lines = ({WRITER: __version__, **entry} if number == 0 else entry for number, entry in enumerate(entries))
         content = "".join(encode_entry(line) for line in lines)

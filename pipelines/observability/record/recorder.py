@@ -35,6 +35,7 @@ from raystride.pipelines.observability.record.sender import Receipt
 from raystride.pipelines.observability.record.state import StateTracker, TrainingState, run_figures
 from raystride.pipelines.observability.record.summary import RunSummary, build_summary, put_summary
 from raystride.pipelines.observability.record.tensorboard_log import TensorboardLog
+from raystride.pipelines.system.permit import Permit
 from raystride.pipelines.system.storage.folder import Folder
 
 MIN_PAUSE_S, MAX_PAUSE_S = 1.0, 10.0
@@ -81,9 +82,10 @@ class Recorder:
         parameters: dict[str, Any],
         tags: dict[str, str],
         total_steps: int | None = None,
+        permit: Permit | None = None,
     ) -> None:
-        self._folder, self._run, self._attempt = run_folder, run, attempt
-        self._journal = Journal(run_folder, attempt)
+        self._folder, self._run, self._attempt, self._permit = run_folder, run, attempt, permit or Permit()
+        self._journal = Journal(run_folder, attempt, self._permit)
         self._name = secrets.token_hex(8)
         self._state, self._group = StateTracker(total_steps), Aggregator()
         self._recorded: dict[str, int] = {}
@@ -112,7 +114,7 @@ class Recorder:
         self._ended = False
         log = MlflowLog.for_run(run_folder, run, settings, storage)
         self._mlflow = MlflowProcess(log) if log else None
-        self._follower = Follower(run_folder, self._mlflow, self._warn) if self._mlflow else None
+        self._follower = Follower(run_folder, self._mlflow, self._warn, self._permit) if self._mlflow else None
         self._tensorboard = TensorboardLog(run_folder, attempt) if settings.tensorboard else None
         if "recorder" not in self._recorded:  # its own first entries, unless it replaces a recorder that died
             self._put_own_entry(new_entry("event", {"name": "attempt", "text": f"attempt {attempt} of {run} begins"}))
@@ -135,7 +137,10 @@ class Recorder:
                     urgent |= self._enqueue(sender, int(entry["sequence"]), entry)
                 except (KeyError, TypeError, ValueError) as error:
                     self._state.add_warning(f"{sender} sent an entry without a sequence number ({error!r})")
-            receipt = Receipt(self._name, self._received.get(sender, 0), self._durable.get(sender, 0))
+            received = self._received.get(sender, 0)
+            # Nobody records for a run that was lost, and nobody is to wait for it.
+            durable = received if self._permit.is_revoked else self._durable.get(sender, 0)
+            receipt = Receipt(self._name, received, durable)
             aggregated = self._group.drain()
         for entry in aggregated:
             self._put_own_entry(entry)
@@ -153,8 +158,10 @@ class Recorder:
         """Ends the record: joins the journal, lets MLflow catch up (in bounded time), writes and returns `summary.json`.
 
         `status` is one of `STATUSES`; `summary` overrides the senders' figures; `artifacts` names files in the run's folder
-        to log besides the usual ones. Raises ValueError for another status. A second call changes only the summary.
+        to log besides the usual ones. Raises ValueError for another status, and the error of a lost permit with nothing
+        written. A second call changes only the summary.
         """
+        self._permit.check()
         result, figures = self.preview_summary(status, summary), self._run_figures()
         numbers = {name: value for name, value in figures.items() if isinstance(value, float)}
         numbers |= {f"run_{name}": value for name in INTERVAL_FIGURES if isinstance(value := result.get(name), int | float)}
@@ -180,6 +187,15 @@ class Recorder:
         with self._lock:
             self._state.status = status
         return result
+
+    def abandon(self) -> None:
+        """Ends the threads and MLflow's client, and writes nothing: another driver owns the run."""
+        self._ended = True
+        self._wake.set()
+        if self._follower and self._mlflow:
+            self._follower.close()
+            self._mlflow.close()
+            self._mlflow = None
 
     def _finish_mlflow(self, status: str) -> None:
         """Logs the rest and the end to MLflow, in bounded time, and ends the client's process; once."""
@@ -248,7 +264,7 @@ class Recorder:
             self._enqueue("recorder", self._received.get("recorder", 0) + 1, entry)
 
     def _write_loop(self) -> None:
-        while not self._ended:
+        while not (self._ended or self._permit.is_revoked):
             pace = (time.monotonic() - self._started) / ELAPSED_S_PER_PAUSE_S
             self._wake.wait(min(MAX_PAUSE_S, max(MIN_PAUSE_S, pace)))
             self._wake.clear()
@@ -274,6 +290,7 @@ class Recorder:
                     name: min(number, self._unsaved.get(name, number + 1) - 1) for name, number in received.items()
                 }
             if self._tensorboard and batch:
+                self._permit.raise_if_revoked()
                 self._try_or_warn(partial(self._tensorboard.add, batch), "TensorBoard's file")
         if self._follower and segment:
             self._follower.add(segment, batch)

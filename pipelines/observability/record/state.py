@@ -7,10 +7,13 @@ state.snapshot()["loss"]                                 # 2.3
 
 from collections import deque
 from collections.abc import Iterable
+from contextlib import suppress
 from typing import Any, TypedDict, cast
 
 from raystride.pipelines.observability.record.entry import Entry, NodeTotals
-from raystride.pipelines.observability.record.summary import RunSummary
+from raystride.pipelines.observability.record.journal import stream_entries
+from raystride.pipelines.observability.record.summary import RunSummary, build_summary
+from raystride.pipelines.system.storage.folder import Folder
 
 WINDOW = 64
 """Number of measurements for the estimate of the time left, so that a slow start is soon forgotten."""
@@ -105,6 +108,21 @@ class StateTracker:
         if high <= low:
             return None
         return max(0, self.steps - self.step) * (last - first) / (high - low)
+
+
+def summarize_journal(run_folder: Folder, status: str) -> RunSummary:
+    """Returns a run's summary by its journal alone, for one whose recorder died; empty if no step was logged.
+
+    Raises OSError, and ValueError for a status that is not in `summary.STATUSES`.
+    """
+    tracker = StateTracker(None)
+    for entry in stream_entries(run_folder):
+        with suppress(KeyError, TypeError, ValueError):  # of an entry that is damaged
+            tracker.ingest(entry)
+    if tracker.step is None:
+        return {}
+    given = {**run_figures(tracker.totals.values()), "steps": tracker.step}
+    return build_summary(run_folder.name, status, tracker.newest, given)
 
 
 def run_figures(totals: Iterable[NodeTotals]) -> RunSummary:

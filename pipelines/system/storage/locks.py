@@ -1,15 +1,19 @@
 """A file lock between processes that share a disk; the system releases it when its holder dies.
 
+Who may write a folder may hold its locks, and nobody else: whoever can open a lock's file could hold it for ever.
+
 with file_lock(folder / ".lock", 120, TimeoutError("another process holds it")):
     ...
 """
 
 import errno
 import fcntl
+import os
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import IO
 
 POLL_S = 0.05
 UNSUPPORTED_ERRNOS = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS)
@@ -23,7 +27,7 @@ def file_lock(path: Path, timeout_s: float, timeout_error: Exception | None = No
     If another process holds it for `timeout_s` seconds, raises `timeout_error`, or continues without the lock if that is
     None. Raises OSError if the file cannot be opened.
     """
-    with path.open("w") as handle:
+    with _open_for_members(path) as handle:
         deadline = time.monotonic() + timeout_s
         while True:
             try:
@@ -40,3 +44,23 @@ def file_lock(path: Path, timeout_s: float, timeout_error: Exception | None = No
                     raise
                 break
         yield
+
+
+def _open_for_members(path: Path) -> IO[bytes]:
+    """Opens a lock's file, made if it is missing; its group and mode are those of writers to its folder."""
+    try:
+        opened = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except PermissionError as error:
+        remedy = "have its owner give the folder's group `chmod g+w` for the folder and this file, or name another storage"
+        raise PermissionError(error.errno, f"who may not write here cannot hold its lock: {remedy}", str(path)) from None
+    handle = os.fdopen(opened, "r+b", buffering=0)
+    folder, own = path.parent.stat(), os.fstat(opened)
+    with suppress(OSError):  # its owner is no member of that group
+        if own.st_gid != folder.st_gid:
+            os.fchown(opened, -1, folder.st_gid)
+    is_shared = folder.st_mode & 0o020 and os.fstat(opened).st_gid == folder.st_gid
+    mode = 0o600 | (0o060 if is_shared else 0) | (0o006 if folder.st_mode & 0o002 else 0)
+    with suppress(OSError):  # another member's file, which is as it should be, or a drive without modes
+        if own.st_mode & 0o777 != mode:
+            os.fchmod(opened, mode)
+    return handle

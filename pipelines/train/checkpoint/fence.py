@@ -79,8 +79,10 @@ def claim_checkpoints(folder: Folder, claim: Claim) -> Claim:
             raise _superseded_error(before, claim)
         claim = claim if claim.term or not before else replace(claim, term=before.term)
         folder.put(FILE, str(claim))
-    if last and folder.local:
-        _lock_path(folder.local, last).unlink(missing_ok=True)
+    if folder.local:  # of groups that this one replaces: they look at the claim before they write
+        for path in folder.local.glob(f".{FILE}-*.lock"):
+            if path != _lock_path(folder.local, claim):
+                path.unlink(missing_ok=True)
     return claim
 
 

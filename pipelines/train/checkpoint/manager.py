@@ -16,7 +16,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
@@ -26,6 +26,7 @@ import torch.distributed as dist
 from torch import nn
 
 from raystride.pipelines.system.errors import SettingError, Unreadable
+from raystride.pipelines.system.permit import Permit
 from raystride.pipelines.system.storage.folder import Folder
 from raystride.pipelines.system.storage.sealed import SealBroken, parse_sealed
 from raystride.pipelines.system.writer import WrittenByNewer
@@ -68,6 +69,8 @@ Log = Callable[[str], None]
 Answer = TypeVar("Answer")
 MAX_LISTED_FAULTS = 10
 """Number of damaged checkpoints that a refusal names, the newest ones."""
+NOTICE_S, MAX_NOTICE_S = 10.0, 60.0
+"""Seconds of a wait for a save after which it is told, and the longest pause until it is told again."""
 LINGER_S = 30.0
 """Seconds to wait for a running save after an error."""
 
@@ -110,6 +113,8 @@ class _PendingSave:
     parent_position: int
     fed_digest: int
     best: bool
+    timed: bool = False
+    """Whether it is due by the clock: if the store refuses it, the run goes on for as long as it would without it."""
 
 
 class Checkpoints:
@@ -129,10 +134,11 @@ class Checkpoints:
         log: Log = print,
         extra: dict[str, bytes] | None = None,
         term: int = 0,
+        permit: Permit | None = None,
     ) -> None:
-        """`term` is the driver's; see `checkpoint.fence`."""
+        """`term` is the driver's; see `checkpoint.fence`. `permit` is tested around each commit."""
         self.folder, self.attempt, self.keep, self.group, self.log = folder, attempt, keep, group, log
-        self.term = term
+        self.term, self._permit = term, permit or Permit()
         self.failures = failures
         """Number of consecutive refused saves that ends the run."""
         self.extra = extra or {}
@@ -154,6 +160,9 @@ class Checkpoints:
         self.data = attempt
         self.verify_data: Callable[[], None] = lambda: None
         """Called before a checkpoint is written; it is not committed if this raises on any rank."""
+        self.on_wait: Callable[[int, float], None] = lambda step, seconds: None
+        """Called with step and seconds of a save that another one or the end has waited for, from `NOTICE_S` on, and with 0
+        when it has ended."""
         self._staging = Staging()
 
     def fence_older_groups(self) -> None:
@@ -180,12 +189,27 @@ class Checkpoints:
         self.data = f"{self.attempt}-{token}"
         self._claim = Claim(self.attempt, token, int(values[2]))
 
-    def _commit_fence(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def _commit_fence(self) -> Iterator[None]:
         # A group that hung while the next one began, and then continued, would overwrite that one's checkpoints.
-        return commit_fence(self.folder, self._claim) if self._claim else nullcontext()
+        with commit_fence(self.folder, self._claim) if self._claim else nullcontext():
+            self._permit.check()
+            yield
 
-    def save(self, model: nn.Module, optimizer: Updater, state: TrainState, header: dict[str, Any], *, best: bool) -> None:
-        """Copies everything now and writes it in a thread. Waits first for the previous save, as `wait_for_save` does."""
+    def save(
+        self,
+        model: nn.Module,
+        optimizer: Updater,
+        state: TrainState,
+        header: dict[str, Any],
+        *,
+        best: bool,
+        timed: bool = False,
+    ) -> None:
+        """Copies everything now and writes it in a thread. Waits first for the previous save, as `wait_for_save` does.
+
+        `timed`: due by the clock, so that its refusal does not count as one of `failures`.
+        """
         self.wait_for_save()
         if (failed_save := self._newest) and self._refusal:
             # A missing checkpoint cannot be a parent: this one has the same parent, and the digests of both.
@@ -194,7 +218,7 @@ class Checkpoints:
             elif state.parent_step == failed_save.step:
                 state.parent_step, state.parent_position = failed_save.parent_step, failed_save.parent_position
                 state.fed_digest = (state.fed_digest + failed_save.fed_digest) % 2**64
-        self._newest = _PendingSave(state.step, state.parent_step, state.parent_position, state.fed_digest, best)
+        self._newest = _PendingSave(state.step, state.parent_step, state.parent_position, state.fed_digest, best, timed)
         objects, of_objects = users_objects(model, optimizer)
         tensors, wait_for_copies = self._staging.copy_tensors(named_tensors(model, optimizer) | of_objects)
         content = {
@@ -232,13 +256,14 @@ class Checkpoints:
         outcome of each save and call this at the same step, so they decide alike.
         """
         if self._thread:
-            self._thread.join()
+            self._join_save(self._thread)
             self._thread = None
             if self._refusal is None:
                 self._num_refused = 0
             elif self._newest:
-                self._num_refused += 1
+                self._num_refused += not self._newest.timed
                 count = f"{self._num_refused} in a row, {self.failures} end the run"
+                count = "the next one tries again" if self._newest.timed else count
                 problem = f"{type(self._refusal).__name__}: {self._refusal}"
                 self._warnings.append(
                     f"the checkpoint of step {self._newest.step} could not be written ({problem}); {count}"
@@ -252,6 +277,19 @@ class Checkpoints:
             raise error
         if self._refusal and self._num_refused >= self.failures:
             raise self._refusal
+
+    def _join_save(self, thread: threading.Thread) -> None:
+        """Waits for the end of a save, and tells `on_wait` if that takes long."""
+        began, pause = time.monotonic(), NOTICE_S
+        step = self._newest.step if self._newest else 0
+        thread.join(pause)
+        has_waited = thread.is_alive()
+        while thread.is_alive():
+            self.on_wait(step, time.monotonic() - began)
+            pause = min(2 * pause, MAX_NOTICE_S)
+            thread.join(pause)
+        if has_waited:
+            self.on_wait(step, 0.0)
 
     @property
     def has_refused_save(self) -> bool:
@@ -313,6 +351,7 @@ class Checkpoints:
         try:
             if self._claim:
                 check_claim(self.folder, self._claim)
+            self._permit.check()
             self.folder.put("last", f"{name}\n")
             if self._best:
                 self.folder.put("best", f"{self._best}\n")

@@ -27,8 +27,12 @@ LOSS, TARGETS, STOP, OUT_OF_TIME = SUMMED = range(4)
 """Indices into `measured` (fp32), the vector that is all-reduced with a step's gradients: the sum of losses, the number of
 targets, and the numbers of workers that request to end.
 """
+SAVE_REQUEST = 0.5
+"""What rank 0 adds to OUT_OF_TIME to ask for a checkpoint. With a place of its own the vector would be longer, the
+all-reduce would cut the gradients elsewhere, and runs of 0.3 on three or more workers would go on with other bits.
+"""
 
-__all__ = ["LOSS", "OUT_OF_TIME", "STOP", "SUMMED", "TARGETS", "build_strategy"]
+__all__ = ["LOSS", "OUT_OF_TIME", "SAVE_REQUEST", "STOP", "SUMMED", "TARGETS", "build_strategy"]
 
 
 def build_strategy(config: "Config", *, device: "torch.device", rank: int, world: int) -> "Strategy":

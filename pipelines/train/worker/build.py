@@ -123,6 +123,7 @@ def build_training(
         header=header | built.facts | job.facts,
         watchers=observers,
         stopping=stopping,
+        permit=job.permit,
         log=log,
     )
 
@@ -199,7 +200,14 @@ def _build_checkpoints(job: Job, worker: WorkerInfo, task: Task, log: Callable[[
     settings = job.config.checkpoint
     rules = {"keep": settings.keep, "failures": settings.failures}
     checkpoints = Checkpoints(
-        job.folder / "checkpoints", job.attempt, **rules, group=group, log=log, extra=extra, term=job.term
+        job.folder / "checkpoints",
+        job.attempt,
+        **rules,
+        group=group,
+        log=log,
+        extra=extra,
+        term=job.term,
+        permit=job.permit,
     )
     if settings.every:
         checkpoints.fence_older_groups()

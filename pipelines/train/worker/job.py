@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from raystride.pipelines.config import Config
 from raystride.pipelines.data.plugins import PluginBundle
+from raystride.pipelines.system.permit import Permit
 from raystride.pipelines.system.storage.folder import Folder
 
 if TYPE_CHECKING:
@@ -28,6 +29,8 @@ class Job:
     """The attempt's name: when it started, and four random digits."""
     term: int = field(default=0, kw_only=True)
     """The driver's term as the run's owner, to fence late writes (`checkpoint.fence`); 0: it owns nothing."""
+    permit: Permit = field(default_factory=Permit, repr=False)
+    """The right to write the run's files, tested before each write."""
     folder: Folder
     """The run's folder."""
     prepared: Folder

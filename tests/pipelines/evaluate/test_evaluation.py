@@ -20,7 +20,7 @@ from raystride.pipelines.evaluate.evaluation import EvaluationResult, Split, boo
 from raystride.pipelines.evaluate.load_run import SelectedRun, select_run
 from raystride.pipelines.evaluate.parts import PredictJob
 from raystride.pipelines.evaluate.prediction import predict_locally
-from raystride.pipelines.evaluate.recording import log_scores
+from raystride.pipelines.evaluate.recording import append_scores, merge_scores
 from raystride.pipelines.observability.record import read_entries
 from raystride.pipelines.system.storage.folder import Folder
 from tests.errors import refused, unreadable
@@ -184,7 +184,8 @@ def test_it_joins_the_runs_record_and_a_server_that_is_away_loses_nothing(traine
     run.put_json("summary.json", {"status": "finished", "metrics": {"val_accuracy": 0.5}})
     scored = _evaluate(trained, "labels", "test")
     away = RecordConfig(mlflow_uri="http://127.0.0.1:9")
-    problem = log_scores(scored, "test", run, 6, away, trained)
+    append_scores(scored, "test", run, 6)
+    problem = merge_scores(scored, "test", run, away, trained)
     assert problem
     assert "raystride runs replay labels" in problem
     metrics = run.read_json("summary.json")["metrics"]

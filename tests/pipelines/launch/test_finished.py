@@ -1,6 +1,7 @@
 """Jobs on a finished run in this process: which files are answered and scored, which questions refused, what is exported."""
 
 import json
+import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ from raystride.pipelines.config.run import PredictorLaunchConfig
 from raystride.pipelines.data.tasks import build_task
 from raystride.pipelines.evaluate.load_run import LoadedModel
 from raystride.pipelines.launch.finished import (
+    EVALUATION,
     _merge_adapters,
     evaluate_run,
     export_for_serving,
@@ -37,12 +39,14 @@ from raystride.pipelines.launch.finished import (
     writes_adapter,
 )
 from raystride.pipelines.launch.run_store.lease import RunLease
+from raystride.pipelines.observability.record.journal import list_segments, read_entries
 from raystride.pipelines.system.storage.folder import Folder
 from raystride.pipelines.train.worker.build import build_training
 from raystride.pipelines.train.worker.job import WorkerInfo
 from tests.errors import refused
 from tests.processes import make_job
 from tests.tiny import tiny
+from tests.waiting import wait_until
 
 INLINE = PredictorLaunchConfig(mode="inline")
 
@@ -134,10 +138,30 @@ def test_scores_of_the_test_set_that_the_run_or_the_job_names_are_kept(storage: 
     assert 0 < validated.samples < 40
 
 
-def test_a_run_that_is_being_trained_is_not_scored(storage: str) -> None:
-    settings = EvaluateConfig(run="labels", storage=storage, launch=INLINE)
-    with RunLease.acquire(Folder(storage) / "labels", "a9", lambda _: None), refused("run", "labels"):
-        evaluate_run(settings, lambda _: None)
+def test_scores_of_a_run_that_is_being_trained_are_left_to_its_driver(storage: str) -> None:
+    settings, run = EvaluateConfig(run="labels", storage=storage, launch=INLINE), Folder(storage) / "labels"
+    with RunLease.acquire(run, "a9"):
+        before = {name: run.sha256(name) for name in ("summary.json", "metrics.jsonl", "owner.json")}
+        scored, problem = evaluate_run(settings, lambda _: None)
+        assert {name: run.sha256(name) for name in before} == before
+    assert problem
+    assert "left to whoever trains the run" in problem
+    assert Path(scored.folder.uri, "metrics.json").exists()
+    told = [entry for entry in read_entries(run) if entry["sender"] == "evaluation" and entry["kind"] == "metrics"][-1]
+    assert told["values"]["test_accuracy"] == scored.metrics["accuracy"]
+
+
+def test_evaluations_at_once_wait_for_each_other(storage: str) -> None:
+    settings, run = EvaluateConfig(run="labels", storage=storage, launch=INLINE), Folder(storage) / "labels"
+    other = RunLease.acquire(run, f"{EVALUATION}-a9")
+    problems: list[str | None] = []
+    thread = threading.Thread(target=lambda: problems.append(evaluate_run(settings, lambda _: None)[1]))
+    before = len(list_segments(run))
+    thread.start()
+    wait_until(lambda: len(list_segments(run)) > before, "the scores in the journal")
+    other.release()
+    thread.join()
+    assert problems == [None]
 
 
 def test_an_export_lies_in_its_place_or_where_it_is_wanted(storage: str, tmp_path: Path) -> None:

@@ -1,13 +1,20 @@
-"""A training in the caller's process leaves the process as it was: its own draws and products are not another's."""
+"""A training in the caller's process leaves the process as it was, and ends with its run."""
 
 import random
+import threading
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 
 import raystride
+from raystride.pipelines.launch.run_store import lease
+from raystride.pipelines.launch.run_store.lease import Owner, RunLocked
+from raystride.pipelines.system.storage.folder import Folder
+from tests.waiting import wait_until
 
 
 def _read_process() -> dict[str, Any]:
@@ -45,3 +52,41 @@ def test_generators_threads_and_products_are_the_callers_afterwards(tmp_path: Pa
     finally:
         torch.set_num_threads(threads)
         torch.backends.cudnn.allow_tf32 = products
+
+
+def test_a_training_that_lost_its_run_ends_and_writes_nothing_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a notebook it trained on, saved and wrote until the kernel ended."""
+    monkeypatch.setattr(lease, "RENEW_S", 0.02)
+    run, before = Folder(str(tmp_path)) / "mine", set[str]()
+
+    def list_written() -> set[str]:
+        return {name for name in run.sizes() if name.startswith("journal/") or name.endswith("MANIFEST.json")}
+
+    def loss(model: torch.nn.Module, batch: Any) -> torch.Tensor:
+        if not before and run.exists("checkpoints/step-00000003/MANIFEST.json"):
+            new = asdict(Owner.this_process("theirs")) | {"machine": "another", "host": "h2", "term": 9}
+            run.put_json("owner.json", new)
+            before.update(list_written())
+        value: torch.Tensor = model(batch["x"]).mean()
+        return value
+
+    settings = {
+        "launch": "inline",
+        "record.mlflow": False,
+        "train.steps": 10**6,
+        "train.batch": 4,
+        "train.slots": 1,
+        "train.log_every": 1,
+        "checkpoint.every": 1,
+        "data.validation_fraction": 0.2,
+    }
+    with pytest.raises(RunLocked, match="on h2 has taken over run mine"):
+        raystride.fit(
+            torch.nn.Linear(2, 1), {"x": np.ones((40, 2), np.float32)}, loss, settings=settings, storage=tmp_path, run="mine"
+        )
+    names = {"training", "recorder", "checkpoint", "sender-rank0"}
+    wait_until(lambda: not names & {thread.name for thread in threading.enumerate()}, "the end of its threads")
+    assert len(list_written() - before) <= 2, "more than what was on its way"
+    assert run.read_json("owner.json")["attempt"] == "theirs"
+    assert not run.exists("summary.json")
+    assert not run.exists("report.html")

@@ -36,7 +36,7 @@ from raystride.pipelines.train.worker.build import build_training
 from raystride.pipelines.train.worker.job import Job, WorkerInfo
 from tests.flips import flip_bit, without_hash_lists
 from tests.plain_training import train_plainly
-from tests.processes import make_job, start_workers
+from tests.processes import make_job, run_workers, start_workers
 from tests.some import some
 from tests.tiny import tiny, write_text
 
@@ -326,6 +326,54 @@ class Held:
         with self._claim.open("w") as pipe:  # once the save reads it
             whole.replace(self._claim)  # or it could read the pipe twice, and wait there for ever
             pipe.write(self._text)
+
+
+STEADY = {"validation": ValidationConfig(every=0, samples=16), "checkpoint": CheckpointConfig(every=1000, minutes=1e-9)}
+"""Saves by the clock alone, which asks for one in every step."""
+
+
+def test_a_save_is_asked_for_by_the_clock_and_begins_within_a_step(folder: Path) -> None:
+    notes = Notes()
+    training = _training(folder, _config(folder, train=SHORT, **STEADY), "clock", notes)
+
+    def wait(step: int) -> None:
+        while training.checkpoints and training.checkpoints.is_saving():
+            time.sleep(0.001)
+
+    notes.then = wait
+    training.run()
+    saved = [step for kind, step in notes.calls if kind == "checkpoint"]
+    # Asked for in step 1 and read behind step 2; then in step 3, or in 4 if that save was under way.
+    assert saved[0] == 2
+    assert saved[1] in (4, 5)
+
+
+def test_no_save_is_asked_for_before_the_one_before_has_ended(folder: Path) -> None:
+    train = TrainConfig(steps=8, slots=4, slot_size=2, log_every=50)
+    held = Held(folder, _config(folder, train=train, **STEADY), "one")  # its first save ends behind step 4
+    held.training.run()
+    assert [step for kind, step in held.notes.calls if kind == "checkpoint"] == [2, 6, 8]
+
+
+@pytest.mark.parametrize("checkpoint", [CheckpointConfig(every=1000, minutes=0), CheckpointConfig(every=0, minutes=1e-9)])
+def test_the_clock_asks_for_nothing_where_it_is_off(folder: Path, checkpoint: CheckpointConfig) -> None:
+    notes = Notes()
+    run = f"off{checkpoint.every}"
+    config = _config(folder, train=SHORT, checkpoint=checkpoint, validation=STEADY["validation"])
+    _training(folder, config, run, notes).run()
+    assert [step for kind, step in notes.calls if kind == "checkpoint"] == ([5] if checkpoint.every else [])
+
+
+def test_saves_by_the_clock_change_no_bits_on_two_workers(folder: Path) -> None:
+    train = TrainConfig(steps=7, slots=4, slot_size=2, log_every=50)
+    found = {}
+    for run, minutes in (("never", 0.0), ("always", 1e-9)):
+        config = _config(folder, train=train, **STEADY | {"checkpoint": CheckpointConfig(every=1000, minutes=minutes)})
+        found[run] = run_workers(make_job(config, folder, run), 2)["parameters_sha256"]
+    assert found["always"] == found["never"]
+    saved = {run: len(list((folder / run).glob("checkpoints/*/MANIFEST.json"))) for run in found}
+    assert saved["never"] == 1
+    assert saved["always"] > 1
 
 
 def test_observers_hear_of_a_checkpoint_when_its_manifest_is_there(folder: Path) -> None:

@@ -20,6 +20,7 @@ from raystride.pipelines.observability.record.mlflow.log import MlflowLog
 from raystride.pipelines.observability.record.mlflow.process import MlflowFailed, MlflowProcess
 from raystride.pipelines.system.commands import launch_command, storage_flag
 from raystride.pipelines.system.credentials import redact
+from raystride.pipelines.system.permit import Permit
 from raystride.pipelines.system.storage.folder import Folder
 
 MIN_BACKOFF_S, MAX_BACKOFF_S = 1.0, 30.0
@@ -45,8 +46,14 @@ def replay_command(run_folder: Folder) -> str:
 class Follower:
     """Thread that logs journal segments to MLflow, with growing pauses after errors. Calls `warn` once per outage."""
 
-    def __init__(self, run_folder: Folder, log: MlflowLog | MlflowProcess, warn: Callable[[str], None]) -> None:
-        self._folder, self._log, self._warn = run_folder, log, warn
+    def __init__(
+        self,
+        run_folder: Folder,
+        log: MlflowLog | MlflowProcess,
+        warn: Callable[[str], None],
+        permit: Permit | None = None,
+    ) -> None:
+        self._folder, self._log, self._warn, self._permit = run_folder, log, warn, permit or Permit()
         self._known_segments: list[Segment] | None = None
         self._added: list[Segment] = []
         """Segments written since the folder was last listed."""
@@ -143,6 +150,7 @@ class Follower:
         """Logs segments in one call, records that in `mlflow.json`, and only then drops them from the cache."""
         with self._changed:
             cached = {segment: self._cached[segment] for segment in pending if segment in self._cached}
+        self._permit.check()
         entries: list[Entry] = []
         for segment in pending:
             entries += cached[segment] if segment in cached else read_segment(self._folder, segment)
@@ -172,13 +180,14 @@ class Follower:
             try:
                 self.catch_up()
                 if status:
+                    self._permit.check()
                     self._log.end_run(status, self._ended_at)
                     self._end_logged.set()
                 pause, warned, self.cause = MIN_BACKOFF_S, False, ""
                 with self._changed:
                     self._changed.wait_for(self._is_ending, MIN_PASS_INTERVAL_S)
             except Exception as error:  # MLflow, its database and its server raise errors of any type
-                if self._closed:
+                if self._closed or self._permit.is_revoked:
                     return
                 cause = redact(str(error) if isinstance(error, MlflowFailed) else f"{type(error).__name__}: {error}")
                 self.cause = cause[:200]

@@ -1,6 +1,7 @@
 """Ray's token is its user's alone, whoever made it, and a cluster that asks for none is spoken of."""
 
 import os
+import signal
 import socket
 import stat
 from collections.abc import Iterator
@@ -19,6 +20,7 @@ from raystride.pipelines.launch.cluster.cluster import (
     start_local_ray,
     token_file,
 )
+from raystride.pipelines.system.signals import Terminated, raise_on_signals
 
 
 @pytest.fixture(autouse=True)
@@ -156,3 +158,22 @@ def test_a_folder_that_is_too_long_for_sockets_gives_way_to_a_short_one(
     assert folder.stat().st_uid == os.getuid()
     assert len(str(folder)) + cluster_module.SESSION_PATH_BYTES <= cluster_module.MAX_SOCKET_PATH_BYTES
     assert variable in capsys.readouterr().err
+
+
+def test_a_sigterm_while_ray_starts_ends_as_one_before_and_after(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The handler of ray.init ended the process with code 15."""
+    import ray
+
+    start = ray.init
+
+    def signalled(*arguments: object, **options: object) -> object:
+        context = start(*arguments, **options)
+        os.kill(os.getpid(), signal.SIGTERM)
+        return context
+
+    monkeypatch.setattr(ray, "init", signalled)
+    try:
+        with pytest.raises(Terminated), raise_on_signals(), cluster(LaunchConfig(mode="ray")):
+            pytest.fail("it started")
+    finally:
+        ray.shutdown()

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from raystride.pipelines.launch.cluster import isolation
-from raystride.pipelines.launch.cluster.isolation import IsolationWatcher
+from raystride.pipelines.launch.cluster.isolation import HeadLost, HeadWatch, IsolationWatcher
 from raystride.pipelines.launch.hang.heartbeat import ENDED, Heartbeat
 from raystride.pipelines.launch.hang.process import Process
 from tests.ports import hold_port
@@ -109,3 +109,15 @@ def test_a_head_whose_host_answers_may_start_again(listens: bool) -> None:
     else:
         with hold_port() as port:
             assert not _looks(60, lambda look: beats, ("127.0.0.1", port))
+
+
+def test_a_head_that_has_ended_is_noticed_behind_refusals_in_a_row() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as head:
+        address = head.getsockname()
+        watch = HeadWatch(address)
+        for _ in range(3 * isolation.MAX_REFUSALS):
+            watch._due = 0.0
+            watch.check()
+    with pytest.raises(HeadLost, match=f"nobody answers at 127.0.0.1:{address[1]}"):
+        wait_until(watch.check, "the end of the head")
+    assert watch._refusals == isolation.MAX_REFUSALS

@@ -64,6 +64,7 @@ def test_codes_are_those_that_shells_know() -> None:
         (failed_by(DataError()), WRONG_SETTINGS, ""),
         (failed_by(SealBroken()), CANNOT_RUN, ""),
         (failed_by(IsADirectoryError(errno.EISDIR, "a folder", "/runs/x/sample.txt")), CANNOT_RUN, ""),
+        (failed_by(OSError(errno.ENOSPC, "No space left on device")), CANNOT_RUN, ""),
         (failed_by(KeyboardInterrupt()), INTERRUPTED, ""),
         (failed_by(Terminated()), TERMINATED, ""),
     ],

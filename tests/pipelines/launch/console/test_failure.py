@@ -1,5 +1,6 @@
 """The failure screen: first rank to fail, exception, line and remedy; with errors of real Ray tasks."""
 
+import errno
 from pathlib import Path
 
 import pytest
@@ -101,6 +102,19 @@ def test_known_causes_come_with_a_remedy(error: BaseException, remedy: str) -> N
     tries = [line for line in failure_screen(error, step=1, folder=FOLDER).splitlines() if line.startswith("  try: ")]
     assert len(tries) == 1
     assert remedy in tries[0]
+
+
+@pytest.mark.parametrize(
+    ("error", "mended"),
+    [
+        (ConnectionError("Connection reset by peer"), ""),
+        (OSError(errno.ENOSPC, "No space left on device"), "once the cause is mended, "),
+        (RuntimeError("Size mismatch between saved [32] and current [64]"), "once the cause is mended, "),
+    ],
+)
+def test_the_same_command_is_said_to_resume_only_what_it_can(error: Exception, mended: str) -> None:
+    last = failure_screen(error, step=1, folder=FOLDER).splitlines()[-1]
+    assert last.startswith(f"  everything up to the newest checkpoint is kept; {mended}the same command resumes it.")
 
 
 def test_an_unknown_cause_has_no_invented_remedy() -> None:

@@ -120,3 +120,16 @@ def test_a_page_says_what_failed_and_where_mlflow_has_it(submitted: Callable[[],
         raise ZeroDivisionError
     assert submitted().metadata["raystride.status"] == "failed"
     assert submitted().metadata["raystride.mlflow"].startswith("http://mlflow:5000/#/experiments/1/runs/9c")
+
+
+@pytest.mark.parametrize(("given", "seconds"), [(None, "3"), ("5", "5"), ("60", ""), ("120", "")])
+def test_a_submitted_job_that_would_be_killed_before_it_saves_is_told(
+    monkeypatch: pytest.MonkeyPatch, given: str | None, seconds: str
+) -> None:
+    monkeypatch.delenv(job_page.STOP_WAIT_VARIABLE, raising=False)
+    assert job_page.short_stop_warning() is None
+    monkeypatch.setenv(JOB_CONFIG_VARIABLE, "{}")
+    if given:
+        monkeypatch.setenv(job_page.STOP_WAIT_VARIABLE, given)
+    warning = job_page.short_stop_warning()
+    assert (f"after {seconds} s" in str(warning)) if seconds else warning is None

@@ -4,16 +4,23 @@ import os
 import signal
 import threading
 import time
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from raystride.pipelines.config import Config, DataConfig
 from raystride.pipelines.launch.console import session
+from raystride.pipelines.launch.console.failure import TrainingFailed
 from raystride.pipelines.launch.console.screen import Screen
 from raystride.pipelines.launch.console.session import SessionHooks, Watcher, stop_signals
+from raystride.pipelines.observability.record.entry import new_entry
+from raystride.pipelines.observability.record.journal import Journal
 from raystride.pipelines.observability.record.state import TrainingState
-from raystride.pipelines.observability.record.summary import RunSummary
+from raystride.pipelines.observability.record.summary import RunSummary, read_summary
 from raystride.pipelines.system.signals import Terminated
+from raystride.pipelines.system.storage.folder import Folder
 from tests.waiting import wait_until
 
 
@@ -125,6 +132,26 @@ def test_a_stop_request_is_repeated_so_that_a_recorder_that_starts_again_hears_o
 
     outcome = session._train_and_watch(train, recorder, SessionHooks(Screen(), Watcher()), "training", ["SIGTERM"])
     assert outcome == {"status": "stopped"}
+
+
+def test_the_driver_closes_the_record_of_a_recorder_that_died(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It died with its node; the summary and the page were never written."""
+    folder = Folder(str(tmp_path / "run"))
+    entry = new_entry("metrics", {"train_loss": 2.5}, 300) | {"attempt": "a1", "sender": "r", "sequence": 1}
+    Journal(folder, "a1").append([entry])
+
+    class Dead:
+        def __getattr__(self, name: str) -> Any:
+            raise ConnectionError("the recorder's node has crashed")
+
+    job: Any = SimpleNamespace(folder=folder, run="run", config=Config(data=DataConfig(source="text.txt")))
+    with pytest.raises(TrainingFailed):
+        session._finish_session(job, Dead(), Screen(), RuntimeError("a worker died"))  # type: ignore[arg-type]
+    summary = read_summary(folder)
+    assert (summary["status"], summary["steps"], summary["train_loss"]) == ("failed", 300, 2.5)
+    assert folder.exists("report.html")
+    assert folder.exists("metrics.jsonl")
+    assert "results" in capsys.readouterr().out
 
 
 def test_a_recorder_that_does_not_answer_is_said_once_an_outage(

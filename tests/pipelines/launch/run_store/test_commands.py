@@ -1,7 +1,11 @@
 """The command that lists, shows and prunes runs, as a user starts it."""
 
+import errno
 import json
+import re
 import shutil
+import threading
+import time
 from collections import Counter
 from dataclasses import asdict
 from pathlib import Path
@@ -10,8 +14,11 @@ from typing import Any
 import pytest
 
 from raystride.jobs import runs
-from raystride.pipelines.launch.run_store.lease import Owner
+from raystride.pipelines.launch.run_store import lease
+from raystride.pipelines.launch.run_store.lease import Owner, RunLease, RunLocked
 from raystride.pipelines.system.storage.folder import Folder
+
+ELSEWHERE = {"machine": "another", "host": "another-host"}
 
 
 @pytest.fixture
@@ -106,20 +113,99 @@ def test_prune_all_removes_the_folder_and_names_it(run: Path, capsys: pytest.Cap
     assert not run.exists()
 
 
-@pytest.mark.parametrize("changes", [{}, {"machine": "another", "host": "another-host"}])
-def test_a_run_with_a_living_owner_is_not_touched(
-    run: Path, changes: dict[str, Any], capsys: pytest.CaptureFixture[str]
-) -> None:
-    own(run, **changes)
-    for command in (["prune", run.name, "--all"], ["prune", run.name], ["replay", run.name]):
-        assert runs.main([*command, "--storage", str(run.parent)]) == 2
+def test_the_figures_of_a_killed_run_are_those_of_its_journal(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (run / "summary.json").unlink()
+    assert runs.main(["list", "--storage", str(run.parent)]) == 0
+    row = capsys.readouterr().out.splitlines()[1].split()
+    assert row[:3] == [run.name, "interrupted", "300"]
+    assert "2.5000" in row
+
+
+COMMANDS = (["prune", "small-1f3a", "--all"], ["prune", "small-1f3a"], ["replay", "small-1f3a"])
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_run_with_a_living_owner_is_not_touched(run: Path, command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    own(run)
+    assert runs.main([*command, "--storage", str(run.parent)]) == 2
     assert "stop it first" in capsys.readouterr().err
     assert len(data_of(run)) == 3
 
 
-@pytest.mark.parametrize("changes", [{"pid": 2**22 + 1}, {"ticks": 1}, {"machine": "another", "renewed": 1.0}])
+@pytest.mark.parametrize("command", COMMANDS)
+def test_an_owner_on_another_host_is_watched_whatever_its_clock_says(
+    run: Path, command: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its clock is five minutes behind: by one read, its run was removed while it trained."""
+    monkeypatch.setattr(lease, "POLL_S", 0.01)
+    ended, began = threading.Event(), time.time() - 300
+
+    def renew() -> None:
+        while not ended.wait(0.01):
+            (run / "owner.new").write_text(
+                json.dumps(asdict(Owner.this_process("a1")) | ELSEWHERE | {"renewed": began + time.monotonic()})
+            )
+            (run / "owner.new").replace(run / "owner.json")
+
+    own(run, **ELSEWHERE, renewed=began)
+    thread = threading.Thread(target=renew)
+    thread.start()
+    try:
+        assert runs.main([*command, "--storage", str(run.parent)]) == 2
+        assert runs.main(["list", "--storage", str(run.parent)]) == 0
+    finally:
+        ended.set()
+        thread.join()
+    said = capsys.readouterr()
+    assert re.search(r"waiting up to 60 s: process \d+ on another-host has trained run small-1f3a", said.err)
+    assert "on another-host: stop it first" in said.err
+    assert len(data_of(run)) == 3
+    assert re.search(r"running\? \(lease \S+ \S+ old\)", said.out)
+
+
+def test_runs_of_dead_hosts_are_watched_at_once(
+    run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lease, "LEASE_S", 0.3)
+    others = [run.with_name(f"other{number}") for number in range(20)]
+    for other in others:
+        shutil.copytree(run, other)
+        own(other, **ELSEWHERE)
+    assert runs.main(["prune", *(other.name for other in others), "--all", "--storage", str(run.parent)]) == 0
+    assert len(re.findall("waiting up to", capsys.readouterr().err)) == 1
+    assert [path.name for path in run.parent.iterdir()] == [run.name]
+
+
+def test_a_run_is_owned_while_it_is_removed(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    remove, refused = Folder.remove, list[RunLocked]()
+
+    def start(folder: Folder, name: str = "") -> None:
+        if name and folder.uri == str(run):
+            with pytest.raises(RunLocked) as raised:
+                RunLease.acquire(folder, "a2")
+            refused.append(raised.value)
+        remove(folder, name)
+
+    monkeypatch.setattr(Folder, "remove", start)
+    assert runs.main(["prune", run.name, "--all", "--storage", str(run.parent)]) == 0
+    assert len(refused) == 3  # checkpoints, journal, summary
+    assert not run.exists()
+
+
+def test_a_storage_that_cannot_be_written_is_a_line(
+    run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.EROFS, "Read-only file system", str(run))
+
+    monkeypatch.setattr(Folder, "put", refuse)
+    assert runs.main(["prune", run.name, "--storage", str(run.parent)]) == 3
+    assert "Read-only file system" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("changes", [{"pid": 2**22 + 1}, {"ticks": 1}])
 def test_a_dead_owner_is_none(run: Path, changes: dict[str, Any]) -> None:
-    own(run, **changes)  # no such process, one that took the number over, a lease that ended
+    own(run, **changes)  # no such process, one that took the number over
     assert runs.main(["prune", run.name, "--storage", str(run.parent)]) == 0
 
 

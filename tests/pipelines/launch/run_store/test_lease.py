@@ -147,7 +147,7 @@ def test_a_file_of_an_earlier_version_is_watched_too(folder: Folder, monkeypatch
     folder.put_json("owner.json", earlier)
     found = read_owner(folder)
     assert found
-    assert found.is_alive
+    assert not found.is_dead
     assert not found.is_local
     monkeypatch.setattr(owner, "LEASE_S", 0.1)
     with RunLease.acquire(folder, "now"):
@@ -157,10 +157,10 @@ def test_a_file_of_an_earlier_version_is_watched_too(folder: Folder, monkeypatch
 def test_who_was_taken_over_hears_of_it_and_leaves_the_file(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(owner, "RENEW_S", 0.02)
     with RunLease.acquire(folder, "mine") as mine:
-        mine.check()
+        mine.permit.raise_if_revoked()
         _write(folder, attempt="theirs", machine="another", host="elsewhere.example")
         with pytest.raises(RunLocked, match=r"elsewhere\.example .* run run .*saves nothing") as raised:
-            _until(mine.check)
+            _until(mine.permit.raise_if_revoked)
         assert raised.value.owner
         assert (raised.value.owner.host, raised.value.owner.attempt) == ("elsewhere.example", "theirs")
     assert _attempt(folder) == "theirs"
@@ -178,7 +178,7 @@ def test_who_cannot_write_for_a_while_says_so_once_and_goes_on(
         read = owner._read_file
         monkeypatch.setattr(owner, "_read_file", lambda folder: (looks.append(folder), read(folder))[1])
         wait_until(lambda: len(looks) > 3, "looks at what cannot be read")
-        mine.check()
+        mine.permit.raise_if_revoked()
         (folder.local / "owner.json").rmdir()
         wait_until(lambda: read_owner(folder), "the owner, written again")
         assert _attempt(folder) == "mine"
@@ -250,11 +250,11 @@ def test_a_driver_that_was_given_up_takes_nothing_back(folder: Folder, monkeypat
     (new,) = news
     assert _attempt(store) == "old"  # for the moment
     new._renew_once()
-    new.check()
+    new.permit.check()
     assert _attempt(store) == "new"
     old._renew_once()
     with pytest.raises(RunLocked, match="taken over"):
-        old.check()
+        old.permit.check()
     old.release()
     assert _attempt(store) == "new"
     assert new.owner.term == old.owner.term + 1
@@ -332,7 +332,7 @@ def test_who_gives_up_is_followed_at_once(folder: Folder, monkeypatch: pytest.Mo
     other = threading.Thread(target=lambda: RunLease.acquire(folder, "next", waited.append).release())
     mine.give_up("for 20 s nothing was heard")
     with pytest.raises(DriverIsolated, match="for 20 s nothing was heard: this driver ends and saves nothing more"):
-        mine.check()
+        mine.permit.raise_if_revoked()
     other.start()
     other.join()
     assert waited == []

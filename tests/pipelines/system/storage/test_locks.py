@@ -1,5 +1,7 @@
-"""A lock is held by one process at a time, released by its death, and waiting for it has a timeout."""
+"""A lock is held by one process at a time, by writers to its folder only, released by its death; its wait has a timeout."""
 
+import os
+import stat
 import subprocess
 import sys
 from pathlib import Path
@@ -35,3 +37,28 @@ def test_who_waits_is_refused_or_goes_on_until_the_holder_dies(tmp_path: Path) -
     finally:
         holder.kill()
         holder.communicate()
+
+
+@pytest.mark.parametrize(("folder_mode", "mode"), [(0o755, 0o600), (0o2775, 0o660), (0o777, 0o666)])
+def test_a_lock_can_be_opened_by_writers_to_its_folder_alone(tmp_path: Path, folder_mode: int, mode: int) -> None:
+    """A group shares the storage whatever its members' umask is; readers could hold the lock for ever."""
+    tmp_path.chmod(folder_mode)
+    (tmp_path / "old").touch(mode=0o644)  # of 0.3
+    before = os.umask(0o022)
+    try:
+        for name in ("new", "old"):
+            with file_lock(tmp_path / name, 10):
+                assert stat.S_IMODE((tmp_path / name).stat().st_mode) == mode
+    finally:
+        os.umask(before)
+
+
+def test_a_lock_belongs_to_the_group_of_its_folder(tmp_path: Path) -> None:
+    groups = [group for group in os.getgroups() if group != os.getgid()] or ([12345] if os.geteuid() == 0 else [])
+    if not groups:
+        pytest.skip("this user has one group")
+    os.chown(tmp_path, -1, groups[0])
+    tmp_path.chmod(0o775)
+    with file_lock(tmp_path / "lock", 10):
+        found = (tmp_path / "lock").stat()
+    assert (found.st_gid, stat.S_IMODE(found.st_mode)) == (groups[0], 0o660)

@@ -194,3 +194,14 @@ def test_what_0_3_reads_is_the_newest_step_and_what_it_saves_counts(folder: Fold
     assert folder.exists("step-00000006/MANIFEST.json")
     assert not folder.exists("step-00000006/MANIFEST-2.json")
     assert _newest(folder) == right
+
+
+def test_a_claim_removes_the_locks_of_the_groups_before(tmp_path: Path) -> None:
+    """Each group of a killed driver left one."""
+    folder = Folder(str(tmp_path))
+    for term in range(1, 4):
+        claim = claim_checkpoints(folder, Claim("a", f"{term:08x}", term))
+        with commit_fence(folder, claim):
+            (tmp_path / f".attempt-dead{term}.lock").touch()  # of one whose claim was replaced while it died
+    claim_checkpoints(folder, Claim("b", "0000beef", 9))
+    assert [path.name for path in tmp_path.glob(".attempt-*")] == []

@@ -4,6 +4,7 @@ import json
 import pickletools
 import re
 import resource
+import threading
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from raystride.pipelines.data.feed.loader import Step
 from raystride.pipelines.system.errors import Unreadable
 from raystride.pipelines.system.storage.folder import Folder
 from raystride.pipelines.system.storage.sealed import put_sealed, read_sealed
-from raystride.pipelines.train.checkpoint import index
+from raystride.pipelines.train.checkpoint import index, manager
 from raystride.pipelines.train.checkpoint.manager import Checkpoints, ValidCheckpoint, named_tensors
 from raystride.pipelines.train.checkpoint.pieces import parameters_sha256
 from raystride.pipelines.train.checkpoint.train_state import TrainState
@@ -330,6 +331,39 @@ def test_so_many_refused_saves_in_a_row_are_an_error(tmp_path: Path) -> None:
     with pytest.raises(NotADirectoryError, match="step-00000004"):
         checkpoints.wait_for_save()
     assert len(said) == 3
+
+
+def test_refused_saves_by_the_clock_do_not_end_a_run(tmp_path: Path) -> None:
+    said: list[str] = []
+    checkpoints = Checkpoints(Folder.from_uri(str(tmp_path)), "a1", keep=2, failures=2, log=said.append)
+    (model, optimizer), state = train_model(0), TrainState()
+    for step in range(1, 5):
+        (tmp_path / f"step-{step:08d}").write_text("in the way of the folder")
+        checkpoints.save(model, optimizer, TrainState(step=step), {}, best=False, timed=True)
+        checkpoints.wait_for_save()
+    assert len(said) == 4
+    assert all("the next one tries again" in line for line in said)
+    (tmp_path / "step-00000001").unlink()
+    fed(checkpoints, state, 1, model, optimizer)
+    checkpoints.finish()
+
+
+def test_a_wait_for_a_save_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(manager, "NOTICE_S", 0.01)
+    checkpoints = Checkpoints(Folder.from_uri(str(tmp_path)), "a1", keep=2)
+    (model, optimizer), told, goes_on = train_model(0), list[tuple[int, float]](), threading.Event()
+    checkpoints.verify_data = lambda: bool(goes_on.wait()) and None
+
+    def on_wait(step: int, seconds: float) -> None:
+        told.append((step, seconds))
+        goes_on.set()
+
+    checkpoints.on_wait = on_wait
+    checkpoints.save(model, optimizer, TrainState(step=3), {}, best=False)
+    checkpoints.finish()
+    assert {step for step, _ in told} == {3}
+    assert told[0][1] >= 0.01
+    assert told[-1][1] == 0
 
 
 def test_the_last_save_of_a_run_must_succeed(tmp_path: Path) -> None:

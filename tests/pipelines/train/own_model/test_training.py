@@ -212,6 +212,20 @@ def test_buffers_of_norms_are_averaged_over_workers_and_saved(tmp_path: Path, wo
     assert saved["1.running_var"].std() > 0
 
 
+def test_saves_by_the_clock_leave_a_workers_buffers_as_they_were(tmp_path: Path) -> None:
+    """An average in the middle of a training, at a time of the clock's, would make two runs differ."""
+    found = []
+    for run, minutes in (("never", 0.0), ("always", 1e-9)):
+        job = own_job(tmp_path, "norms", run, scaling=DDP)
+        by_clock = CheckpointConfig(every=1000, minutes=minutes)
+        rare = {"validation": replace(job.config.validation, every=0), "checkpoint": by_clock}
+        found.append(run_distributed(_train_and_read_buffers, 2, replace(job, config=replace(job.config, **rare))))
+    never, always = ([buffers for buffers, _ in of_run] for of_run in found)
+    assert len(list((tmp_path / "always").glob("checkpoints/*/MANIFEST.json"))) > 1
+    for one, other in zip(never, always, strict=True):
+        assert all(torch.equal(value, other[name]) for name, value in one.items())
+
+
 def test_norms_that_follow_the_data_are_refused_under_exact(tmp_path: Path) -> None:
     with pytest.raises(SettingError, match=r"train\.exact must be false where a forward changes buffers.*1\.running_mean"):
         own_job(tmp_path, "norms", exact=True)
