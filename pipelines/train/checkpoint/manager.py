@@ -30,6 +30,16 @@ from raystride.pipelines.system.permit import Permit
 from raystride.pipelines.system.storage.folder import Folder
 from raystride.pipelines.system.storage.sealed import SealBroken, parse_sealed
 from raystride.pipelines.system.writer import WrittenByNewer
+from raystride.pipelines.train.checkpoint.contents import (
+    add_missing_buffers,
+    join_tensors,
+    load_extra_states,
+    load_targets,
+    loaded_state,
+    named_tensors,
+    trained_names,
+    users_objects,
+)
 from raystride.pipelines.train.checkpoint.fence import AttemptSuperseded, Claim, check_claim, claim_checkpoints, commit_fence
 from raystride.pipelines.train.checkpoint.layout import (
     MANIFEST_KEYS,
@@ -41,11 +51,10 @@ from raystride.pipelines.train.checkpoint.layout import (
     parse_step,
     step_name,
 )
-from raystride.pipelines.train.checkpoint.objects import extra_states, join_tensors, load_extra_states, split_tensors
-from raystride.pipelines.train.checkpoint.pieces import unwrap_part, wrap_part
+from raystride.pipelines.train.checkpoint.pieces import wrap_part
 from raystride.pipelines.train.checkpoint.retention import best_name, data_folder, prune_checkpoints
 from raystride.pipelines.train.checkpoint.staging import Staging
-from raystride.pipelines.train.checkpoint.train_state import TRAINED, TrainState, Updater, UsersOptimizer
+from raystride.pipelines.train.checkpoint.train_state import TrainState, Updater, UsersOptimizer
 from raystride.pipelines.train.checkpoint.verify import FORMAT, INDEXED, MISSING, check_file, read_local, unreadable_error
 from raystride.pipelines.train.distributed.collectives import all_reduce_object, first_failure, picklable_error
 from raystride.pipelines.train.strategies.parameter_layout import saved_buffers, saved_parameters
@@ -546,11 +555,11 @@ class Checkpoints:
 
         def fill() -> None:
             stored = found.manifest["tensors"]
-            _add_missing_buffers(model, stored)
+            add_missing_buffers(model, stored)
             for name, parameter in saved_parameters(model):
                 if not parameter.requires_grad and f"model.{name}" not in stored:  # by an earlier version
                     continue
-                targets = _load_targets(name, parameter, stored, optimizer if parameter.requires_grad else None)
+                targets = load_targets(name, parameter, stored, optimizer if parameter.requires_grad else None)
                 wanted.update({key: wrap_part(model, name, tensor) for key, tensor in targets.items()})
             wanted.update({f"model.{name}": buffer for name, buffer in saved_buffers(model)})
             for name in (name for name in stored if name.startswith(f"{OBJECTS}.") and saves_buffers):
@@ -562,10 +571,10 @@ class Checkpoints:
         def fill_optimizer() -> None:
             for name, parameter in saved_parameters(model):
                 if optimizer and parameter.requires_grad:
-                    optimizer.load_state(parameter, _loaded_state(name, wanted, optimizer))
+                    optimizer.load_state(parameter, loaded_state(name, wanted, optimizer))
             objects = join_tensors(found.manifest.get(OBJECTS), wanted) or {}
             if isinstance(optimizer, UsersOptimizer) and "optimizer" in objects:
-                optimizer.load_plain_state(objects["optimizer"], _names_of(model))
+                optimizer.load_plain_state(objects["optimizer"], trained_names(model))
             load_extra_states(model, objects.get("modules", {}))
 
         # What the optimiser does may be collective, so all ranks agree first that each has read its part.
@@ -591,88 +600,3 @@ def _read_bytes(folder: Folder, name: str) -> tuple[bytes, str | None]:
         return folder.read(name), None
     except MISSING as error:
         return b"", f"its manifest cannot be read ({error})"
-
-
-def named_tensors(model: nn.Module, optimizer: Updater) -> dict[str, torch.Tensor]:
-    """Returns all tensors of a checkpoint by name: `model.<parameter>` and `optimizer.<parameter>.<state>`; tied ones once,
-    and none of adapters' base.
-
-    The model's tensors are the master copies if there are any, or the weights to evaluate. All workers call it together.
-    """
-    tensors: dict[str, torch.Tensor] = {}
-    evaluated: dict[str, torch.Tensor] = {}
-    if isinstance(optimizer, UsersOptimizer) and optimizer.evaluates_other_weights:
-        with optimizer.evaluated_weights():
-            evaluated = {name: parameter.detach().clone() for name, parameter in saved_parameters(model)}
-    for name, parameter in saved_parameters(model):
-        stored_state = dict(optimizer.state(parameter))
-        value = stored_state.pop("master", parameter.detach())
-        if name in evaluated:
-            value, stored_state[TRAINED] = evaluated[name], value
-        tensors[f"model.{name}"] = wrap_part(model, name, value)
-        tensors |= {f"optimizer.{name}.{key}": wrap_part(model, name, value) for key, value in stored_state.items()}
-    return tensors | {f"model.{name}": buffer for name, buffer in saved_buffers(model)}
-
-
-def users_objects(model: nn.Module, optimizer: Updater) -> tuple[Any, dict[str, torch.Tensor]]:
-    """Returns what a user's optimiser and modules keep besides parameters, buffers and states by parameter, as JSON and
-    tensors. Raises SettingError for what is neither.
-    """
-    objects: dict[str, Any] = {}
-    if isinstance(optimizer, UsersOptimizer):
-        objects["optimizer"] = optimizer.plain_state(_names_of(model))
-    if getattr(model, "saves_buffers", False) and (states := extra_states(model)):
-        objects["modules"] = states
-    try:
-        return split_tensors(objects, OBJECTS)
-    except TypeError as error:
-        part, rule = (
-            str(error).removeprefix(f"{OBJECTS}."),
-            "must keep numbers, texts, tensors, and lists or mappings of these",
-        )
-        setting = "optimizer" if part.startswith("optimizer") else "model"
-        raise SettingError(f"{setting} {rule}: {part}", setting=setting, value=part, allowed=rule) from None
-
-
-def _names_of(model: nn.Module) -> dict[nn.Parameter, str]:
-    return {parameter: name for name, parameter in saved_parameters(model) if parameter.requires_grad}
-
-
-def _add_missing_buffers(model: nn.Module, stored: dict[str, Any]) -> None:
-    """Registers stored buffers that a user's model makes in its first forward."""
-    state = set(model.state_dict(keep_vars=True)) if getattr(model, "saves_buffers", False) else None
-    for name in stored if state is not None else ():
-        path = name.removeprefix("model.")
-        if not name.startswith("model.") or path in state:  # type: ignore[operator]
-            continue
-        owner_name, _, leaf = path.rpartition(".")
-        owner = dict(model.named_modules()).get(owner_name)
-        if owner is not None and getattr(owner, leaf, None) is None:
-            zeros = torch.zeros(stored[name]["size"], dtype=getattr(torch, stored[name]["dtype"]))
-            owner.__dict__.pop(leaf, None)  # an attribute that is None
-            owner.register_buffer(leaf, zeros.to(next(model.parameters()).device))
-
-
-def _load_targets(
-    name: str, parameter: nn.Parameter, stored: dict[str, Any], optimizer: Updater | None
-) -> dict[str, torch.Tensor]:
-    """Returns the tensors to read a parameter's stored values into: the parameter itself, or new ones for the optimiser."""
-    if optimizer is None:
-        return {f"model.{name}": parameter.detach()}
-    # A master is read into separate memory: the parameter itself would round it to bfloat16.
-    value = optimizer.empty_state(parameter, None, torch.float32) if optimizer.has_masters else parameter.detach()
-    wanted = {f"model.{name}": value}
-    like_parameter = stored.get(f"model.{name}", {}).get("size")
-    for key in (key for key in stored if key.startswith(f"optimizer.{name}.")):
-        size = stored[key]["size"]
-        is_like_parameter = bool(size) and size == like_parameter
-        wanted[key] = optimizer.empty_state(
-            parameter, None if is_like_parameter else size, getattr(torch, stored[key]["dtype"])
-        )
-    return wanted
-
-
-def _loaded_state(name: str, tensors: dict[str, torch.Tensor], optimizer: Updater) -> dict[str, torch.Tensor]:
-    prefix = f"optimizer.{name}."
-    loaded = {key.removeprefix(prefix): unwrap_part(tensor) for key, tensor in tensors.items() if key.startswith(prefix)}
-    return loaded | ({"master": unwrap_part(tensors[f"model.{name}"])} if optimizer.has_masters else {})

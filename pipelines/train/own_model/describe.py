@@ -53,7 +53,7 @@ def describe_own_model(own: OwnModel, config: Config) -> dict[str, Any]:
         batches = [NestedBatch(collate_samples(part, own.collate)) for part in (samples[:count], samples[count:])]
         seed_generators(config.seed)
         network = own.make_network(config.fit)
-        made = _copy(network) if compares_bits(config, network) else None
+        made = _copy(network) if compares_bits(config.fit, network) else None
         sizes = {name: list(value.shape) for name, value in network.named_parameters()}
         logged, measured, saved = _run_once(own, network, batches[0], samples[:count], exact=config.train.exact)
         del network

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from raystride.pipelines.config import OptimizerConfig, SettingError
-from raystride.pipelines.train.checkpoint.objects import join_tensors, split_tensors
+from raystride.pipelines.train.checkpoint.contents import join_tensors, split_tensors
 from raystride.pipelines.train.checkpoint.train_state import TRAINED, empty_state
 from raystride.pipelines.train.own_model.definition import OwnModel, call_users
 

@@ -22,10 +22,10 @@ import numpy as np
 import torch
 from torch import nn
 
-from raystride.pipelines.config import Config, SettingError
+from raystride.pipelines.config import Config, FitConfig, SettingError
 from raystride.pipelines.system.storage.folder import Folder
-from raystride.pipelines.train.checkpoint.manager import Checkpoints, users_objects
-from raystride.pipelines.train.checkpoint.objects import split_tensors
+from raystride.pipelines.train.checkpoint.contents import split_tensors, users_objects
+from raystride.pipelines.train.checkpoint.manager import Checkpoints
 from raystride.pipelines.train.checkpoint.train_state import TrainState, Updater, UsersOptimizer
 from raystride.pipelines.train.optimizer import build_optimizer
 from raystride.pipelines.train.own_model.definition import OwnModel, call_users
@@ -62,7 +62,7 @@ def rehearse(
         return
     began = time.perf_counter()
     first = _build(own, config, made)
-    bits = compares_bits(config, first.network)
+    bits = compares_bits(config.fit, first.network)
     before = _take_snapshot(first, bits)
     _step(own, config, first, batches, 0)
     if config.fit.rehearse == "auto" and time.perf_counter() - began > MAX_COMPARED_S:
@@ -93,10 +93,10 @@ def rehearse(
     _refuse_loss(lost, later, changed=_differences(before, once))
 
 
-def compares_bits(config: Config, network: nn.Module) -> bool:
+def compares_bits(settings: FitConfig, network: nn.Module) -> bool:
     """Returns whether a rehearsal compares all bits, by the setting and the size of the network."""
     size = sum(parameter.nbytes for parameter in network.parameters())
-    return config.fit.rehearse == "full" or (config.fit.rehearse == "auto" and size <= MAX_COMPARED_BYTES)
+    return settings.rehearse == "full" or (settings.rehearse == "auto" and size <= MAX_COMPARED_BYTES)
 
 
 def _build(own: OwnModel, config: Config, made: nn.Module | None = None) -> _Cast:
@@ -284,7 +284,8 @@ def _find_generators(waiting: list[Any]) -> Iterator[Any]:
             continue
         seen.add(id(item))
         if isinstance(item, torch.Generator | np.random.Generator | random.Random):
-            yield item
+            if not isinstance(item, random.SystemRandom):
+                yield item
         elif isinstance(item, Mapping):
             waiting += list(item.values())[:100]
         elif isinstance(item, list | tuple):

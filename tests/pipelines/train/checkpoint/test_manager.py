@@ -21,7 +21,8 @@ from raystride.pipelines.system.errors import Unreadable
 from raystride.pipelines.system.storage.folder import Folder
 from raystride.pipelines.system.storage.sealed import put_sealed, read_sealed
 from raystride.pipelines.train.checkpoint import index, manager
-from raystride.pipelines.train.checkpoint.manager import Checkpoints, ValidCheckpoint, named_tensors
+from raystride.pipelines.train.checkpoint.contents import named_tensors
+from raystride.pipelines.train.checkpoint.manager import Checkpoints, ValidCheckpoint
 from raystride.pipelines.train.checkpoint.pieces import parameters_sha256
 from raystride.pipelines.train.checkpoint.train_state import TrainState
 from raystride.pipelines.train.strategies.strategy import Single

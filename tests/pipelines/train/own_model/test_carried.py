@@ -14,9 +14,9 @@ from torch import nn
 import raystride
 from raystride.pipelines.config import OptimizerConfig
 from raystride.pipelines.system.storage.folder import Folder
+from raystride.pipelines.train.checkpoint.contents import join_tensors, split_tensors
 from raystride.pipelines.train.checkpoint.layout import read_manifest
 from raystride.pipelines.train.checkpoint.manager import Checkpoints
-from raystride.pipelines.train.checkpoint.objects import join_tensors, split_tensors
 from raystride.pipelines.train.checkpoint.train_state import TrainState
 from raystride.pipelines.train.own_model.definition import OwnModel
 from raystride.pipelines.train.own_model.network import OwnNetwork
