@@ -26,6 +26,7 @@ from raystride.pipelines.config.attempts import (
 )
 from raystride.pipelines.config.config import Config
 from raystride.pipelines.config.parse import read_stored_settings, to_stored_yaml
+from raystride.pipelines.config.run import ResumeConfig
 from raystride.pipelines.system.storage.folder import Folder
 from raystride.pipelines.system.storage.sealed import put_sealed
 from raystride.pipelines.system.writer import WrittenByNewer
@@ -106,5 +107,5 @@ def _describe_changes(before: Config, now: Config) -> list[str]:
 
 
 def _without_one_time_settings(config: Config) -> Config:
-    launch, resume = replace(config.launch, start_over=False), replace(config.resume, edited=False)
+    launch, resume = replace(config.launch, start_over=False), ResumeConfig()
     return replace(config, launch=launch, resume=resume)

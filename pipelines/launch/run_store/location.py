@@ -17,6 +17,7 @@ from raystride.pipelines.data.sources.registry import registered_sources
 from raystride.pipelines.data.stored_code import admit_stored_code
 from raystride.pipelines.launch.cluster.cluster import CannotRun
 from raystride.pipelines.launch.cluster.internals import is_submitted_job
+from raystride.pipelines.launch.run_store.naming import name_run
 from raystride.pipelines.observability.record.mlflow.database import MAX_DATABASE_BYTES, database_uri
 from raystride.pipelines.system.storage.folder import UNWRITABLE_ERRNOS, Folder, absolute_uri
 from raystride.pipelines.system.variables import exempt_loopback_from_proxies
@@ -61,14 +62,14 @@ def locate_run(parsed: Parsed[Config]) -> tuple[Config, Folder]:
 
     Inside a submitted job the working directory is a temporary package, so a relative storage is below $RAYSTRIDE_STORAGE or
     ~/raystride on the head. Raises SettingError for an address with a redacted password that cannot be restored, CannotRun
-    and OSError as `make_storage` does, SettingError and DataError as `choose_task` does, SettingError without a source.
+    and OSError as `make_storage` does, SettingError and DataError as `choose_task` and `name_run` do, and without a source.
     """
     config = with_data(parsed)
     unused = () if config.record.mlflow else ("record.mlflow_uri",)
     config = config.with_secrets(optional=("data.test_source", *unused))
     storage = Folder.from_uri(config.storage, storage_base())
     config = choose_task(config, storage)
-    config = replace(config, storage=storage.uri, run=config.run or config.default_run(parsed.preset))
+    config = replace(config, storage=storage.uri, run=config.run or name_run(config, parsed.preset, storage))
     make_storage(storage)
     exempt_loopback_from_proxies()
     config = with_tracking_variables(config, storage)

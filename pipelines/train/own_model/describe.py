@@ -17,6 +17,7 @@ from raystride.pipelines.config import Config, SettingError
 from raystride.pipelines.data.feed.order import Order
 from raystride.pipelines.data.prepare.code_hash import hash_code, qualified_name
 from raystride.pipelines.data.sources.faults import DataError
+from raystride.pipelines.train.own_model.content import hash_content
 from raystride.pipelines.train.own_model.dataset import IndexedDataset, describe_sample
 from raystride.pipelines.train.own_model.definition import OwnModel, call_users
 from raystride.pipelines.train.own_model.network import as_sums, read_loss
@@ -38,8 +39,8 @@ def describe_own_model(own: OwnModel, config: Config) -> dict[str, Any]:
     num_train, structure = describe_dataset(dataset)
     held_out = own.open_split("validation", config.fit)
     if held_out is None:
-        splits = split_indices(num_train, config.data.validation_fraction, config.seed)
-        num_train, num_validation = len(splits["train"]), len(splits["validation"])
+        indices = split_indices(num_train, config.data.validation_fraction, config.seed)
+        num_train, num_validation = len(indices["train"]), len(indices["validation"])
     else:
         num_validation = describe_dataset(held_out)[0]
     with torch.random.fork_rng(devices=[]):
@@ -54,6 +55,7 @@ def describe_own_model(own: OwnModel, config: Config) -> dict[str, Any]:
         finally:
             random.setstate(state[0])
             np.random.set_state(state[1])
+    splits = {"data": dataset, "validation": held_out}
     return {
         "train": num_train,
         "validation": num_validation,
@@ -63,6 +65,7 @@ def describe_own_model(own: OwnModel, config: Config) -> dict[str, Any]:
         "measured": measured,
         "activation_bytes": saved / len(samples),
         "code": _hash_parts(own),
+        "content": {name: hash_content(part) for name, part in splits.items() if part is not None},
     }
 
 

@@ -51,6 +51,8 @@ class Lines(SilentScreen):
         """Keeps lines of standard output."""
         self.lines.append(text)
 
+    notice = log
+
     def saying(self, word: str) -> list[str]:
         """Returns the lines with a word."""
         return [line for line in self.lines if word in line]
@@ -123,6 +125,17 @@ def test_raw_files_that_hold_the_same_or_are_gone_change_nothing(
     assert screen.saying("prepared before")
     assert not screen.saying("have changed")
     assert len((Folder(config.storage) / ".prepared").names()) == 1
+
+
+def test_a_complete_run_is_not_returned_for_other_raw_files(folder: Folder, config: Config) -> None:
+    assert _go_on(config, steps=4)[0]["steps"] == 4
+    text = Path(config.data.source)
+    content = text.read_text()
+    text.write_text(content.replace("fox", "cat"))
+    with refused("run", "r", names=["complete (4 steps)", "data.source: text.txt: other content of the same size"]):
+        _go_on(config, steps=4)
+    text.unlink()  # what it was trained on cannot be compared, and its name has not changed
+    assert _go_on(config, steps=4)[0]["steps"] == 4
 
 
 def test_a_line_says_which_raw_files_have_changed(folder: Folder, config: Config) -> None:
