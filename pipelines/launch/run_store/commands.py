@@ -16,7 +16,7 @@ from raystride.pipelines.config.run import RecordConfig
 from raystride.pipelines.launch.run_store.lease import Owner, read_owner
 from raystride.pipelines.launch.run_store.resume import read_previous_attempt
 from raystride.pipelines.observability.record.journal import join_segments, refuse_newer_entries, stream_entries
-from raystride.pipelines.observability.record.mlflow.database import stored_uri
+from raystride.pipelines.observability.record.mlflow.database import end_killed_runs, stored_uri
 from raystride.pipelines.observability.record.mlflow.follower import Follower
 from raystride.pipelines.observability.record.mlflow.links import UI_PORT, comparison_link, is_on_server, runs_link
 from raystride.pipelines.observability.record.mlflow.log import MlflowLog, read_reference
@@ -62,6 +62,7 @@ def list_runs(storage: Folder) -> None:
     from rich.table import Table
 
     runs = [_read_run(storage / name, name) for name in run_names(storage)]
+    end_killed_runs_in_mlflow(storage)
     runs.sort(key=lambda run: _last_written(run.folder) or "")
     if not runs:
         print(f"no runs in {storage}")
@@ -193,6 +194,15 @@ def audit_run(storage: Folder, name: str) -> int:
 
     find_run(storage, name)
     return audit([name, "--storage", storage.uri])
+
+
+def end_killed_runs_in_mlflow(storage: Folder) -> None:
+    """Ends runs in the storage's own database whose process is gone, as it could not; a resumed one runs there again."""
+
+    def is_killed(name: str) -> bool:
+        return _has_run(storage, name) and _read_run(storage / name, name).status == "interrupted"
+
+    end_killed_runs(storage, is_killed)
 
 
 def run_names(storage: Folder) -> list[str]:
