@@ -13,6 +13,7 @@ from datetime import datetime
 from typing import Any, cast
 
 from raystride.pipelines.config.run import RecordConfig
+from raystride.pipelines.config.stored_run import missing_run
 from raystride.pipelines.launch.run_store.lease import Owner, read_owner
 from raystride.pipelines.launch.run_store.resume import read_previous_attempt
 from raystride.pipelines.observability.record.journal import join_segments, refuse_newer_entries, stream_entries
@@ -58,12 +59,14 @@ class StoredRun:
 
 
 def list_runs(storage: Folder) -> None:
-    """Prints a table of all runs, newest last."""
+    """Prints a table of all runs, newest last. Raises CommandRefused if there is no storage."""
     from rich.table import Table
 
     runs = [_read_run(storage / name, name) for name in run_names(storage)]
     end_killed_runs_in_mlflow(storage)
     runs.sort(key=lambda run: _last_written(run.folder) or "")
+    if not runs and not storage.exists():
+        raise CommandRefused(f"there is no storage {storage}: --storage names the folder that holds the runs")
     if not runs:
         print(f"no runs in {storage}")
         return
@@ -221,8 +224,7 @@ def _has_run(storage: Folder, name: str) -> bool:
 def find_run(storage: Folder, name: str) -> StoredRun:
     """Returns the run of that name. Raises CommandRefused if there is none."""
     if not _has_run(storage, name):
-        known = ", ".join(run_names(storage)[-10:]) or "none"
-        raise CommandRefused(f"there is no run {name!r} in {storage} (there is: {known})")
+        raise CommandRefused(str(missing_run(storage, name, run_names(storage))))
     return _read_run(storage / name, name)
 
 

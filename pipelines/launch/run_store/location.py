@@ -10,7 +10,9 @@ from dataclasses import replace
 from typing import Any
 
 from raystride.pipelines.config import Config, RecordConfig, SettingError
+from raystride.pipelines.config.attempts import SETTINGS_FILE
 from raystride.pipelines.config.parse import Parsed
+from raystride.pipelines.config.stored_run import missing_run
 from raystride.pipelines.data.plugins import TASKS, load_plugins
 from raystride.pipelines.data.prepare.choose_task import choose_task
 from raystride.pipelines.data.sources.registry import registered_sources
@@ -83,8 +85,20 @@ def with_data(parsed: Parsed[Any]) -> Any:
     config = admit_stored_code(parsed.settings)
     if not parsed.has_source and getattr(TASKS.get(config.task), "reads_dataset", False):
         return replace(config, data=replace(config.data, source=config.task))
+    if not parsed.has_source and config.run and parsed.preset == "run":
+        _refuse_missing_run(config)
     parsed.require_source()
     return config
+
+
+def _refuse_missing_run(config: Config) -> None:
+    """Raises SettingError if settings that name a run but no data name one that is not there."""
+    storage = Folder.from_uri(config.storage, storage_base())
+    if not (storage / str(config.run)).exists(SETTINGS_FILE):
+        known = [name for name in storage.names() if (storage / name).exists(SETTINGS_FILE)]
+        missing = missing_run(storage, str(config.run), known)
+        message = f"{missing}. To begin one, name its data: --config NAME, or --data.source"
+        raise SettingError(message, setting=missing.setting, value=missing.value)
 
 
 def make_storage(storage: Folder) -> None:

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from raystride.command import run
 from raystride.pipelines.config import Config, DataConfig, LoraConfig, ModelConfig, RecordConfig, TokenizerConfig
 from raystride.pipelines.config.parse import Parsed
 from raystride.pipelines.config.stored_run import put_attempt
@@ -17,6 +18,7 @@ from raystride.pipelines.launch.run_store.location import (
 )
 from raystride.pipelines.launch.run_store.naming import expand_adapters
 from raystride.pipelines.system.storage.folder import Folder
+from tests.errors import refused
 
 
 @pytest.fixture
@@ -98,3 +100,36 @@ def test_adapters_under_their_names_of_0_3_are_taken_if_all_are_the_same(here: P
     other = replace(given, lora=replace(lora, variants={"optimizer.learning_rate": [0.1, 0.3]}))
     assert other.default_run_of_0_3("p") == earlier
     assert locate_run(Parsed(other, "p"))[0].run == other.default_run("p")
+
+
+def test_a_run_that_is_not_there_is_named_and_not_its_missing_data(here: Path) -> None:
+    """A forgotten --storage was answered by "data.source must be given"."""
+    empty = Parsed(Config(storage="runs", run="mine"), "run", has_source=False)
+    with refused("storage", f"{here}/runs", names=["there is no storage", "'mine'", "--data.source"]):
+        locate_run(empty)
+    put_attempt(Folder(f"{here}/runs/mime"), "a1", Config(), {})
+    with refused("run", "mine", names=["there is no run 'mine'", "did you mean mime?", "--config NAME"]):
+        locate_run(empty)
+    with refused("data.source", names=["must be given"]):
+        locate_run(Parsed(Config(storage="runs", run="mine"), "finetune", has_source=False))
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        *(["evaluate", "--run", "mine"], ["predict", "--run", "mine", "--text", "x"], ["generate", "--run", "mine"]),
+        *(["export", "--run", "mine"], ["report", "--run", "mine"], ["serve", "--run", "mine"], ["train", "--run", "mine"]),
+        *(["runs", "show", "mine"], ["runs", "compare", "mine", "other"], ["runs", "prune", "mine"]),
+        *(["runs", "replay", "mine"], ["runs", "audit", "mine"], ["runs", "list"]),
+    ],
+    ids=" ".join,
+)
+def test_a_storage_that_is_not_there_is_named(here: Path, command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert run([*command, "--storage", "nowhere"]) == 2
+    assert f"there is no storage {here}/nowhere" in capsys.readouterr().err
+    assert not (here / "nowhere").exists()
+    (here / "nowhere" / "other").mkdir(parents=True)
+    (here / "nowhere" / "other" / "config.yaml").touch()
+    if command != ["runs", "list"]:
+        assert run([*command, "--storage", "nowhere"]) == 2
+        assert f"there is no run 'mine' in {here}/nowhere" in capsys.readouterr().err
