@@ -52,6 +52,8 @@ from raystride.pipelines.train.checkpoint.layout import (
 S = TypeVar("S", ModelConfig, TokenizerConfig)
 PATH_SETTINGS = ("data.source", "data.validation_source", "data.target_source", "tokenizer.file")
 """Settings that are paths of data: different spellings can mean the same."""
+UNKNOWN_CHANGES = "files, or their time stamps: the preparation is gone, or of a version that did not note their content"
+"""What `_find_data_changes` returns if it cannot tell."""
 
 
 @dataclass(frozen=True)
@@ -226,13 +228,14 @@ def _known_preparations(previous: PreviousAttempt, context: RunContext) -> Itera
 
 
 def find_changed_preparations(previous: PreviousAttempt, context: RunContext) -> list[str]:
-    """Returns how raw files differ from those that a run was trained on, a line each; none for files that cannot be read."""
+    """Returns how raw files differ from those that a run was trained on, a line each; none where that cannot be told."""
     task, found = context.task, list[str]()
     for name, own, before in _known_preparations(previous, context):
         folder = context.storage / ".prepared" / before
         with suppress(DataError, SettingError, OSError):
             changes = _find_data_changes(own, task.under(own), folder, before, previous, name, check_all=False)
-            found += [f"{f'data.sources.{name}' if name else 'data.source'}: {change}" for change in changes]
+            label = f"data.sources.{name}" if name else "data.source"
+            found += [f"{label}: {change}" for change in changes if change != UNKNOWN_CHANGES]
     return found
 
 
@@ -262,7 +265,7 @@ def _find_data_changes(
     if changes is None and previous.content.get(name) == hash_raw_files(list_raw_files(source, validation)):
         return []
     if changes is None:
-        return ["files, or their time stamps: the preparation is gone, or of a version that did not note their content"]
+        return [UNKNOWN_CHANGES]
     if changes:
         return changes
     known = {file.key: file.stamp for file in read_raw_files(folder) or ()}

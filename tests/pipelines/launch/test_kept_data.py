@@ -36,6 +36,7 @@ from raystride.pipelines.evaluate.prediction import predict_locally
 from raystride.pipelines.launch.console.screen import SilentScreen
 from raystride.pipelines.launch.run_store.resume import keep_preparations, read_previous_attempt
 from raystride.pipelines.launch.train_job import train
+from raystride.pipelines.observability.record.summary import put_summary
 from raystride.pipelines.system.storage.folder import Folder
 from tests.errors import refused, unreadable
 from tests.tiny import tiny, write_text
@@ -134,8 +135,15 @@ def test_a_complete_run_is_not_returned_for_other_raw_files(folder: Folder, conf
     text.write_text(content.replace("fox", "cat"))
     with refused("run", "r", names=["complete (4 steps)", "data.source: text.txt: other content of the same size"]):
         _go_on(config, steps=4)
-    text.unlink()  # what it was trained on cannot be compared, and its name has not changed
-    assert _go_on(config, steps=4)[0]["steps"] == 4
+    environment = read_environment(folder)
+    put_attempt(folder, newest_attempt(folder).name, parse_settings(folder), {**environment, "content": {}})
+    put_summary(folder, {"run": "r", "status": "finished", "complete": True, "steps": 4})
+    prepared = Path(config.storage) / ".prepared"
+    prepared.rename(prepared.with_name("elsewhere"))
+    assert _go_on(config, steps=4)[0]["steps"] == 4, "a run of an earlier version, whose files cannot be compared"
+    prepared.with_name("elsewhere").rename(prepared)
+    text.unlink()
+    assert _go_on(config, steps=4)[0]["steps"] == 4, "nor files that are gone"
 
 
 def test_a_line_says_which_raw_files_have_changed(folder: Folder, config: Config) -> None:
