@@ -74,11 +74,12 @@ def _has_nothing_left(context: RunContext, previous: PreviousAttempt | None, beg
     config, folder, log = context.config, context.run_folder, context.log
     resumed = None if begins_anew else previous
     reached, step = (describe_completion(resumed, config), newest_step(folder)) if resumed else (None, None)
-    goes_on = f", going on from step {step}" if step and not reached else ""
-    log(f"run {config.run} in {context.storage}{goes_on}")
     _check_settings(context, previous)
     if resumed:
         refuse_less(resumed, config, step)
+    goes_on = f", going on from step {step}" if step and not reached else ""
+    log(f"run {config.run} in {context.storage}{goes_on}")
+    if resumed:
         find_changes(resumed, context, check_raw_files=bool(reached)).judge(config, reached, context.notice)
     if config.validation.metric != "val_loss":
         highest = config.validation.better == "max"
