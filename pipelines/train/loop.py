@@ -35,7 +35,7 @@ from raystride.pipelines.train.step import (
     train_step,
 )
 from raystride.pipelines.train.strategies import OUT_OF_TIME, SAVE_REQUEST, STOP, TARGETS
-from raystride.pipelines.train.strategies.parameter_layout import saved_buffers
+from raystride.pipelines.train.strategies.parameter_layout import replicated_state
 from raystride.pipelines.train.strategies.strategy import Strategy, average_buffers
 from raystride.pipelines.train.validation import Validation
 
@@ -309,7 +309,7 @@ class Training:
         """Begins a save. One that is due by the clock leaves the model as it was: no result may depend on the clock."""
         assert self.checkpoints is not None
         began = time.perf_counter()
-        own = [(buffer, buffer.clone()) for _, buffer in saved_buffers(self.model) if timed and self.strategy.world > 1]
+        own = [(value, value.clone()) for value in replicated_state(self.model) if timed and self.strategy.world > 1]
         average_buffers(self.model, self.strategy)
         self._update_counters()
         self.state.loss_scale = self.rules.scale.read_state() if self.rules.scale else None

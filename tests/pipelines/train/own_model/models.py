@@ -7,9 +7,11 @@
 `norms`       a network with BatchNorm
 `routed`      heads that a step may not use
 `with NAME`   a regression by one of `optimizers`
+`of NAME`     a regression with one of `modules`
 """
 
 import random
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -17,6 +19,7 @@ import torch
 from torch import nn
 
 from raystride.own_model import register_model
+from tests.pipelines.train.own_model.modules import MODULES
 from tests.pipelines.train.own_model.optimizers import OPTIMIZERS
 
 SAMPLES, WIDTH = 60, 6
@@ -109,6 +112,8 @@ register_model("momentum", model=make_groups, data=DATA, validation=DATA, loss=m
 register_model("norms", model=make_norms, data=DATA, validation=DATA, loss=mean_loss)
 for _name, _make in OPTIMIZERS.items():
     register_model(f"with {_name}", model=make_mlp, data={"x": X, "y": Y}, loss=mean_loss, optimizer=_make)
+for _name, _build in MODULES.items():
+    register_model(f"of {_name}", model=partial(_build, WIDTH), data={"x": X, "y": Y}, loss=mean_loss)
 
 
 class Routed(nn.Module):
