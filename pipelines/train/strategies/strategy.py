@@ -234,6 +234,11 @@ def average_buffers(model: nn.Module, strategy: Strategy) -> None:
             buffer.copy_(first)
 
 
+def equal_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Returns whether two tensors have the same shape and bits, NaN included."""
+    return one.shape == other.shape and one.dtype == other.dtype and torch.equal(_bytes(one), _bytes(other))
+
+
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.contiguous().reshape(-1).view(torch.uint8)
 
