@@ -81,7 +81,7 @@ class FullySharded(Sharded):
             self._mesh = init_device_mesh(self.device.type, shape, mesh_dim_names=names)
         places = _count_places(model)
         for block in reversed(model_blocks(model)):  # inner ones first
-            # A parameter that another block has, too, would be two after both are sharded; here it stays one, of the model.
+            # FSDP2 takes no parameter of two groups: one that stands outside of the block, too, goes with the model's.
             if all(places[parameter] == count for parameter, count in _count_places(block).items()):
                 self._shard_module(block, unsharded, reshard=self._reshard)
         # Embeddings and head are needed at both ends of a step, so they stay gathered.
