@@ -18,7 +18,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from raystride.pipelines.config import Config
+from raystride.pipelines.config import Config, SettingError
 from raystride.pipelines.data.feed.loader import Loader, Requests, Step
 from raystride.pipelines.observability.phases import phase
 from raystride.pipelines.system.permit import Permit
@@ -35,8 +35,8 @@ from raystride.pipelines.train.step import (
     train_step,
 )
 from raystride.pipelines.train.strategies import OUT_OF_TIME, SAVE_REQUEST, STOP, TARGETS
-from raystride.pipelines.train.strategies.parameter_layout import saved_buffers
-from raystride.pipelines.train.strategies.strategy import Strategy, average_buffers
+from raystride.pipelines.train.strategies.parameter_layout import replicated_state
+from raystride.pipelines.train.strategies.strategy import Strategy, average_buffers, equal_bits
 from raystride.pipelines.train.validation import Validation
 
 
@@ -99,6 +99,8 @@ class Training:
         self._validated_at = self._saved_at = -1
         if self.checkpoints:
             self.checkpoints.on_wait = partial(self._call_watchers, "on_save_wait")
+        is_own = self.config.train.exact and getattr(self.model, "saves_buffers", False)
+        self._buffers = {name: buffer.clone() for name, buffer in self.model.named_buffers()} if is_own else None
         self._reset_counters()
 
     def _reset_counters(self) -> None:
@@ -286,9 +288,19 @@ class Training:
         self._interval_began, self._waited_before = now, self.loader.wait_s
         self._call_watchers("on_log", self.state.step, measured)
 
+    def _refuse_changed_buffers(self) -> None:
+        """Raises SettingError under exact for a buffer of a user's that is not as at the start: it follows the samples."""
+        for name, buffer in self.model.named_buffers() if self._buffers is not None else ():
+            before = self._buffers.get(name)  # type: ignore[union-attr]
+            if before is None or not equal_bits(before, buffer):
+                rule = "must be false where a forward changes buffers, whose values depend on how workers share the samples"
+                found = f"{name} has changed by step {self.state.step}"
+                raise SettingError(f"train.exact {rule} ({found})", setting="train.exact", value=True, allowed=rule)
+
     def _run_validation(self) -> bool:
         """Measures the validation samples; returns whether the chosen metric has improved."""
         began = time.perf_counter()
+        self._refuse_changed_buffers()
         average_buffers(self.model, self.strategy)
         with phase("validation"), evaluated_weights(self.optimizer):
             self.metrics = self.validate()
@@ -309,7 +321,8 @@ class Training:
         """Begins a save. One that is due by the clock leaves the model as it was: no result may depend on the clock."""
         assert self.checkpoints is not None
         began = time.perf_counter()
-        own = [(buffer, buffer.clone()) for _, buffer in saved_buffers(self.model) if timed and self.strategy.world > 1]
+        self._refuse_changed_buffers()
+        own = [(value, value.clone()) for value in replicated_state(self.model) if timed and self.strategy.world > 1]
         average_buffers(self.model, self.strategy)
         self._update_counters()
         self.state.loss_scale = self.rules.scale.read_state() if self.rules.scale else None

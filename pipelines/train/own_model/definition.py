@@ -63,9 +63,12 @@ class OwnModel:
         """Returns a fresh network. Raises SettingError for arguments that its callable does not take, or another result."""
         from torch import nn
 
+        from raystride.pipelines.train.own_model.structure import refuse_lazy
+
         if isinstance(self.model, nn.Module):
             if fit.model_args:
                 raise fit.error("model_args", "must be empty where `model` is a module: give the callable that makes it")
+            refuse_lazy(self.model)
             try:
                 return copy.deepcopy(self.model)
             except Exception as error:
@@ -80,6 +83,7 @@ class OwnModel:
         if not isinstance(made, nn.Module):
             rule = f"must return a torch.nn.Module, and returned {type(made).__name__}"
             raise SettingError(f"model {rule}", setting="model", value=type(made).__name__, allowed=rule)
+        refuse_lazy(made)
         return made
 
 

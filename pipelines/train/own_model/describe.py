@@ -4,7 +4,6 @@ describe_own_model(own_model, config)["parameters"]       # {"0.weight": [32, 8]
 split_indices(2000, 0.05, seed=0)["validation"]           # 100 samples
 """
 
-import copy
 import math
 import warnings
 from collections.abc import Mapping
@@ -16,6 +15,7 @@ import torch
 from torch import nn
 
 from raystride.pipelines.config import Config, SettingError, TrainConfig
+from raystride.pipelines.config.combinations import SHARDED
 from raystride.pipelines.data.feed.order import Order
 from raystride.pipelines.data.prepare.code_hash import hash_code, qualified_name
 from raystride.pipelines.data.sources.faults import DataError
@@ -23,9 +23,16 @@ from raystride.pipelines.train.own_model.content import hash_content
 from raystride.pipelines.train.own_model.dataset import IndexedDataset, describe_sample
 from raystride.pipelines.train.own_model.definition import OwnModel, call_users
 from raystride.pipelines.train.own_model.network import as_sums, read_loss
-from raystride.pipelines.train.own_model.rehearsal import compares_bits, generators_untouched, graph_leaves, rehearse
+from raystride.pipelines.train.own_model.rehearsal import (
+    checksum,
+    compares_bits,
+    generators_untouched,
+    graph_leaves,
+    rehearse,
+)
 from raystride.pipelines.train.own_model.samples import NestedBatch, collate_samples, seed_generators
 from raystride.pipelines.train.own_model.streams import StoredRows
+from raystride.pipelines.train.own_model.structure import refuse_held_original, refuse_shared_memory
 from raystride.pipelines.train.validation import evaluation_mode
 
 PROBED = 2
@@ -54,12 +61,23 @@ def describe_own_model(own: OwnModel, config: Config) -> dict[str, Any]:
         batches = [NestedBatch(collate_samples(part, own.collate)) for part in (samples[:count], samples[count:])]
         seed_generators(config.seed)
         network = own.make_network(config.fit)
-        made = _copy(network) if compares_bits(config.fit, network) else None
+        given = own.model if isinstance(own.model, nn.Module) else network
+        if config.fit.rehearse != "off":
+            refuse_shared_memory(given)
+            refuse_held_original(given, network)
         sizes = {name: list(value.shape) for name, value in network.named_parameters()}
+        bits = compares_bits(config.fit, network)
+        marks = {name: (value._version, checksum(value, bits)) for name, value in network.named_parameters()}
         logged, measured, saved = _run_once(own, network, batches[0], samples[:count], exact=config.train.exact)
+        after = {name: (value._version, checksum(value, bits)) for name, value in network.named_parameters()}
+        moving = [name for name, mark in after.items() if mark != marks[name]]
+        _check_strategy(network, moving, config)
         del network
         _check_schedule(own, config.train)
-        rehearse(own, config, [(batch, count) for batch in batches], made)
+        try:
+            rehearse(own, config, [(batch, count) for batch in batches])
+        except (OSError, MemoryError) as error:
+            warnings.warn(f"not rehearsed: {type(error).__name__}: {error}", stacklevel=4)
     splits = {"data": dataset, "validation": held_out}
     return {
         "train": num_train,
@@ -68,6 +86,7 @@ def describe_own_model(own: OwnModel, config: Config) -> dict[str, Any]:
         "parameters": sizes,
         "logged": logged,
         "measured": measured,
+        "moving": moving,
         "activation_bytes": saved / count,
         "code": _hash_parts(own),
         "content": {name: hash_content(part) for name, part in splits.items() if part is not None},
@@ -145,6 +164,34 @@ def _run_once(
     return sorted(others), measured, sum(saved.values())
 
 
+def _check_strategy(network: nn.Module, moving: list[str], config: Config) -> None:
+    """Raises SettingError for parameters that cannot be sharded, and for `moving` ones, which a forward changes, where
+    workers would part or shards lose it. Frozen ones, as those of a teacher that follows, are made equal with the buffers.
+    """
+    scalars = [name for name, value in network.named_parameters() if not value.dim()]
+    if scalars and config.scaling.strategy == "fsdp":
+        rule = "must not be fsdp for parameters without a dimension, which it does not shard: use `ddp`, or give them one"
+        raise SettingError(f"scaling.strategy {rule} ({scalars[0]})", setting="scaling.strategy", value="fsdp", allowed=rule)
+    trained = [name for name in moving if network.get_parameter(name).requires_grad]
+    alone = config.scaling.workers == 1 or config.scaling.strategy == "single" or config.launch.mode == "inline"
+    if moving and config.train.exact:
+        rule = "must be false where a forward changes parameters, whose values depend on how workers share the samples"
+        raise SettingError(f"train.exact {rule} ({moving[0]})", setting="train.exact", value=True, allowed=rule)
+    if moving and config.scaling.strategy in SHARDED:
+        rule = "must not be fsdp or deepspeed where a forward changes parameters, whose shards do not see it; use `ddp`"
+        raise SettingError(
+            f"scaling.strategy {rule} ({moving[0]})",
+            setting="scaling.strategy",
+            value=config.scaling.strategy,
+            allowed=rule,
+        )
+    if trained and not alone:
+        rule = "must be 1 where a forward changes trained parameters, which would differ between workers"
+        raise SettingError(
+            f"scaling.workers {rule} ({trained[0]})", setting="scaling.workers", value=config.scaling.workers, allowed=rule
+        )
+
+
 def _check_count(own: OwnModel, network: nn.Module, counted: torch.Tensor, samples: list[Any]) -> None:
     """Raises SettingError for a second value that is no count: that of a batch is the sum of its samples' counts."""
     total = float(counted.detach())
@@ -172,14 +219,6 @@ def _refuse_foreign_parameters(network: nn.Module, own: OwnModel, loss_sum: torc
         )
         shape = tuple(foreign[0].shape)
         raise SettingError(f"loss {rule}; it reaches one of shape {shape}", setting="loss", value=shape, allowed=rule)
-
-
-def _copy(network: nn.Module) -> nn.Module | None:
-    """Returns a copy of a network, before its first forward; None if it cannot be copied."""
-    try:
-        return copy.deepcopy(network)
-    except Exception:
-        return None
 
 
 def _check_schedule(own: OwnModel, settings: TrainConfig) -> None:

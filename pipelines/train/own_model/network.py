@@ -39,6 +39,7 @@ class OwnNetwork(nn.Module):
         loss = own_model.loss
         self.criterion = copy.deepcopy(loss) if isinstance(loss, nn.Module) else loss
         description = facts.get("dataset", {})
+        self.moving = [f"module.{name}" for name in description.get("moving", [])]
         self._logged_names: list[str] = description.get("logged", [])
         self._measured_names: list[str] = description.get("measured", [])
         self._precision = precision

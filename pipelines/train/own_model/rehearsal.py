@@ -6,13 +6,13 @@ What then differs, bit by bit, would be lost in a training that is stopped, or i
     graph_leaves(loss)                                        # parameters that a loss was computed from
 """
 
-import hashlib
 import inspect
 import json
 import random
 import tempfile
 import time
 import warnings
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -39,8 +39,8 @@ _INTERNAL = frozenset(vars(nn.Module())) | {"training"}
 """Attributes of every module."""
 RANDOM = "the random state"
 """Part of a snapshot that a step leaves behind."""
-Snapshot = dict[str, str]
-"""Hashes by object and part."""
+Snapshot = dict[str, int]
+"""Checksums by object and part."""
 
 
 @dataclass
@@ -51,17 +51,15 @@ class _Cast:
     optimizer: Updater
 
 
-def rehearse(
-    own: OwnModel, config: Config, batches: Sequence[tuple[NestedBatch, int]], made: nn.Module | None = None
-) -> None:
-    """Rehearses a training on two batches, each with its number of samples, and with a network just `made`, if given.
+def rehearse(own: OwnModel, config: Config, batches: Sequence[tuple[NestedBatch, int]]) -> None:
+    """Rehearses a training on two batches, each with its number of samples.
 
     Raises SettingError for what a training could not resume, or under exact not repeat; warns where that is only likely.
     """
     if config.fit.rehearse == "off":
         return
     began = time.perf_counter()
-    first = _build(own, config, made)
+    first = _build(own, config)
     bits = compares_bits(config.fit, first.network)
     before = _take_snapshot(first, bits)
     _step(own, config, first, batches, 0)
@@ -70,7 +68,7 @@ def rehearse(
     if not bits:
         users_objects(first.network, first.optimizer)  # raises for what no checkpoint can hold
         shapes = {name: (value.shape, value.dtype) for name, value in first.network.state_dict().items()}
-        del first, made
+        del first
         again = {name: (value.shape, value.dtype) for name, value in _build(own, config).network.state_dict().items()}
         _refuse_loss([name for name in again if shapes.get(name) != again[name]], [], [])
         return
@@ -78,11 +76,11 @@ def rehearse(
     with tempfile.TemporaryDirectory(prefix="raystride-rehearsal-") as place:
         checkpoints = Checkpoints(Folder(place), "rehearsal", keep=1, log=lambda _: None)
         checkpoints.save(first.network, first.optimizer, TrainState(step=1), {}, best=False)
-        checkpoints.finish()
-        _step(own, config, first, batches, 1)
+        _step(own, config, first, batches, 1)  # while a copy is written
         twice = _take_snapshot(first, bits)
-        del first, made
+        del first
         repeats = _repeats(own, config, batches, once)
+        checkpoints.finish()
         resumed = _build(own, config)
         found = checkpoints.find_newest()
         assert found is not None
@@ -99,9 +97,9 @@ def compares_bits(settings: FitConfig, network: nn.Module) -> bool:
     return settings.rehearse == "full" or (settings.rehearse == "auto" and size <= MAX_COMPARED_BYTES)
 
 
-def _build(own: OwnModel, config: Config, made: nn.Module | None = None) -> _Cast:
+def _build(own: OwnModel, config: Config) -> _Cast:
     seed_generators(config.seed)
-    network = OwnNetwork(made or own.make_network(config.fit), own, {}, config.train.precision)
+    network = OwnNetwork(own.make_network(config.fit), own, {}, config.train.precision)
     if own.optimizer:
         return _Cast(network, build_own_optimizer(own, config.optimizer, network))
     refuse_complex_parameters(network)
@@ -146,7 +144,8 @@ def _repeats(own: OwnModel, config: Config, batches: Sequence[tuple[NestedBatch,
     """Returns whether two equal steps have the same results; says it, and refuses it under exact, if not."""
     second = _build(own, config)
     _step(own, config, second, batches, 0)
-    if not (differing := _differences(once, _take_snapshot(second, True))):
+    differences = _differences(once, _take_snapshot(second, True))
+    if not (differing := [part for part in differences if not part.startswith("attribute ")]):
         return True
     said = f"two equal steps differ in {_list_some(differing)}"
     if config.train.exact:
@@ -187,13 +186,16 @@ def _take_snapshot(cast: _Cast, bits: bool) -> Snapshot:
     """Returns hashes of all that a step may change; without `bits` of shapes and types."""
     network, optimizer = cast.network, cast.optimizer
     found: dict[str, Any] = {f"parameter {name}": value for name, value in network.named_parameters()}
-    found |= {f"buffer {name}": value for name, value in network.named_buffers()}
+    saved = network.state_dict(keep_vars=True)
+    for name, value in network.named_buffers():
+        owner, _, key = name.rpartition(".")
+        found[f"buffer {name}" if name in saved else f"attribute {key} of {owner}"] = value
     for name, module in network.named_modules():
         found[f"mode of {name or 'the model'}"] = module.training
         if type(module).get_extra_state is not nn.Module.get_extra_state:
             found[f"extra state of {name}"] = module.get_extra_state()
         if module is not network:
-            found |= {f"attribute {key} of {name}": value for key, value in vars(module).items() if key not in _INTERNAL}
+            found |= {f"attribute {key} of {name}": value for key, value in _attributes(module).items()}
     names = {parameter: name for name, parameter in network.named_parameters() if parameter.requires_grad}
     for parameter, name in names.items():
         found |= {f"optimizer's {key} of {name}": value for key, value in optimizer.state(parameter).items()}
@@ -201,21 +203,28 @@ def _take_snapshot(cast: _Cast, bits: bool) -> Snapshot:
         found["optimizer's groups"] = optimizer.plain_state(names)
         found |= {f"attribute {key} of the optimizer": value for key, value in optimizer.attributes().items()}
     found[RANDOM] = [random.random(), float(np.random.rand()), torch.get_rng_state()] if bits else None
-    return {part: digest for part, value in found.items() if (digest := _hash(value, bits)) is not None}
+    return {part: found_sum for part, value in found.items() if (found_sum := checksum(value, bits)) is not None}
 
 
-def _hash(value: Any, bits: bool) -> str | None:
-    """Returns a hash of a value; None for one that is not made of numbers, texts and tensors."""
+def _attributes(module: nn.Module) -> dict[str, Any]:
+    """Returns what lies on a module besides parameters, buffers and modules, also in slots."""
+    slots = [key for kind in type(module).__mro__ for key in vars(kind).get("__slots__", ()) if hasattr(module, key)]
+    held = vars(module) | {key: getattr(module, key) for key in slots}
+    return {key: value for key, value in held.items() if key not in _INTERNAL}
+
+
+def checksum(value: Any, bits: bool) -> int | None:
+    """Returns a checksum of a value; None for one that is not made of numbers, texts and tensors."""
     try:
         content, tensors = split_tensors(value)
     except (TypeError, RecursionError):
         return None
-    digest = hashlib.sha256(json.dumps(content).encode() if bits else repr(_shape_of(content)).encode())
+    found = zlib.crc32(json.dumps(content).encode() if bits else repr(_shape_of(content)).encode())
     for name, tensor in tensors.items():
-        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        found = zlib.crc32(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode(), found)
         if bits and tensor.layout == torch.strided:
-            digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
-    return digest.hexdigest()
+            found = zlib.crc32(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data, found)
+    return found
 
 
 def _shape_of(content: Any) -> Any:

@@ -11,6 +11,7 @@ gathers parameters.
     model, optimizer = strategy.prepare_model(model, build_optimizer)
 """
 
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator
 
 import torch
@@ -69,6 +70,8 @@ class FullySharded(Sharded):
     ) -> tuple[nn.Module, Optimizer]:
         """Broadcasts rank 0's parameters and keeps this worker's shards, except for the `unsharded` parameters."""
         model = model.to(self.device)
+        for parameter in model.parameters():
+            parameter.data = parameter.data.contiguous()  # in channels-last order, for instance, which FSDP2 does not shard
         if self._mesh is None:
             broadcast_parameters(model, self.world)
             num_replicas = self.world // self._shards
@@ -76,8 +79,11 @@ class FullySharded(Sharded):
                 ((num_replicas, self._shards), ("replicas", "shards")) if num_replicas > 1 else ((self.world,), ("shards",))
             )
             self._mesh = init_device_mesh(self.device.type, shape, mesh_dim_names=names)
-        for block in model_blocks(model):
-            self._shard_module(block, unsharded, reshard=self._reshard)
+        places = _count_places(model)
+        for block in reversed(model_blocks(model)):  # inner ones first
+            # FSDP2 takes no parameter of two groups: one that stands outside of the block, too, goes with the model's.
+            if all(places[parameter] == count for parameter, count in _count_places(block).items()):
+                self._shard_module(block, unsharded, reshard=self._reshard)
         # Embeddings and head are needed at both ends of a step, so they stay gathered.
         self._shard_module(model, unsharded, reshard=False)
         for module in _fsdp_modules(model):
@@ -129,6 +135,11 @@ class FullySharded(Sharded):
         for model in self._models:
             for module in _fsdp_modules(model):
                 module.reshard()
+
+
+def _count_places(model: nn.Module) -> Counter[nn.Parameter]:
+    """Counts the modules that have a parameter."""
+    return Counter(each for module in model.modules() for each in module._parameters.values() if each is not None)
 
 
 def _fsdp_modules(model: nn.Module) -> Iterator[FSDPModule]:

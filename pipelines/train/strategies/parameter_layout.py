@@ -76,6 +76,16 @@ def saved_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
                 yield name, buffer
 
 
+def replicated_state(model: nn.Module) -> Iterator[torch.Tensor]:
+    """Yields what forwards may change on each worker by itself: saved buffers, and frozen parameters that are `moving`."""
+    for _, buffer in saved_buffers(model):
+        yield buffer
+    for name in getattr(model, "moving", ()):
+        parameter = model.get_parameter(name)
+        if not parameter.requires_grad:
+            yield parameter.detach()
+
+
 def full_parameters(model: nn.Module, optimizer: StatefulOptimizer | None = None) -> Iterator[tuple[str, torch.Tensor]]:
     """Yields name and full value of each saved parameter, sorted by name, master copies if there are any. Collective."""
 

@@ -26,8 +26,9 @@ from raystride.triton_kernels.attention_packed import exclude_packed_from_compil
 
 
 def model_blocks(model: nn.Module) -> list[nn.Module]:
-    """Returns a model's blocks: the items of its `ModuleList`s."""
-    return [block for module in model.modules() if isinstance(module, nn.ModuleList) for block in module]
+    """Returns a model's blocks, each once: the items of its `ModuleList`s that are no containers; outer ones first."""
+    items = [block for module in model.modules() if isinstance(module, nn.ModuleList) for block in module]
+    return list(dict.fromkeys(block for block in items if not isinstance(block, nn.ModuleList | nn.ModuleDict)))
 
 
 def recompute(model: nn.Module, settings: TrainConfig) -> nn.Module:

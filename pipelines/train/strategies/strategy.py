@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from raystride.pipelines.observability.phases import phase
-from raystride.pipelines.train.strategies.parameter_layout import saved_buffers
+from raystride.pipelines.train.strategies.parameter_layout import replicated_state
 
 Optimizer = TypeVar("Optimizer")
 """The type of the optimiser; a strategy only decides when it is built."""
@@ -212,11 +212,11 @@ def broadcast_parameters(model: nn.Module, world: int) -> None:
 
 @torch.no_grad()
 def average_buffers(model: nn.Module, strategy: Strategy) -> None:
-    """Makes the buffers that a run saves equal on all workers, in place: each has seen other samples. Collective.
+    """Makes equal on all workers, in place, what forwards have changed by the samples of each. Collective.
 
     Constants keep their bits; of others floating-point and complex ones become the mean, all else rank 0's value.
     """
-    buffers = [buffer for _, buffer in saved_buffers(model)] if strategy.world > 1 else []
+    buffers = list(replicated_state(model)) if strategy.world > 1 else []
     if not buffers:
         return
     firsts = [buffer.clone(memory_format=torch.contiguous_format) for buffer in buffers]
@@ -232,6 +232,11 @@ def average_buffers(model: nn.Module, strategy: Strategy) -> None:
             buffer.copy_(strategy.all_reduce_sum(buffer.to(torch.float64)) / strategy.world)
         else:
             buffer.copy_(first)
+
+
+def equal_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Returns whether two tensors have the same shape and bits, NaN included."""
+    return one.shape == other.shape and one.dtype == other.dtype and torch.equal(_bytes(one), _bytes(other))
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:

@@ -5,11 +5,14 @@
 `groups`      an optimizer of its own with two groups, a schedule of its own, a frozen part
 `momentum`    the same without the schedule
 `norms`       a network with BatchNorm
+`late`        a buffer that changes from the eleventh forward on
 `routed`      heads that a step may not use
 `with NAME`   a regression by one of `optimizers`
+`of NAME`     a regression with one of `modules`
 """
 
 import random
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -17,6 +20,7 @@ import torch
 from torch import nn
 
 from raystride.own_model import register_model
+from tests.pipelines.train.own_model.modules import MODULES
 from tests.pipelines.train.own_model.optimizers import OPTIMIZERS
 
 SAMPLES, WIDTH = 60, 6
@@ -109,6 +113,26 @@ register_model("momentum", model=make_groups, data=DATA, validation=DATA, loss=m
 register_model("norms", model=make_norms, data=DATA, validation=DATA, loss=mean_loss)
 for _name, _make in OPTIMIZERS.items():
     register_model(f"with {_name}", model=make_mlp, data={"x": X, "y": Y}, loss=mean_loss, optimizer=_make)
+for _name, _build in MODULES.items():
+    register_model(f"of {_name}", model=partial(_build, WIDTH), data={"x": X, "y": Y}, loss=mean_loss)
+
+
+class Late(nn.Module):
+    """A norm that begins to follow its inputs after ten forwards."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head, self.forwards = nn.Linear(WIDTH, 3), 0
+        self.register_buffer("seen", torch.zeros(WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.forwards += self.training
+        if self.forwards > 10:
+            self.seen += x.detach().mean(0)
+        return self.head(x - self.seen)  # type: ignore[no-any-return]
+
+
+register_model("late", model=Late, data={"x": X, "y": Y}, loss=mean_loss)
 
 
 class Routed(nn.Module):

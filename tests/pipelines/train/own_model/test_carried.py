@@ -21,8 +21,11 @@ from raystride.pipelines.train.checkpoint.train_state import TrainState
 from raystride.pipelines.train.own_model.definition import OwnModel
 from raystride.pipelines.train.own_model.network import OwnNetwork
 from raystride.pipelines.train.own_model.optimizer import TorchOptimizer, build_own_optimizer
+from raystride.pipelines.train.strategies.parameter_layout import saved_buffers
 from raystride.pipelines.train.strategies.strategy import average_buffers
+from raystride.pipelines.train.worker.job import Job, WorkerInfo
 from tests.distributed import run_distributed
+from tests.pipelines.train.own_model.modules import MODULES, REFUSED_KINDS
 from tests.pipelines.train.own_model.optimizers import CLOSURE, OPTIMIZERS, SPARSE, Make
 from tests.pipelines.train.own_model.test_training import DDP, FSDP, STEPS, own_job
 from tests.pipelines.train.strategies.course import next_attempt, run_course
@@ -252,3 +255,49 @@ def test_on_two_workers_a_resumed_training_has_the_same_bits(tmp_path: Path, nam
     run_course(job, 2)
     resumed = run_course(next_attempt(job, train=replace(job.config.train, steps=STEPS)), 2)
     assert (resumed.sha256, resumed.losses) == (through.sha256, through.losses[3:])
+
+
+def _train_each(rank: int, world: int, jobs: list[tuple[Job, Job | None]]) -> list[tuple[Any, ...]]:
+    """For each pair of jobs, what a training that went through ends with, and one that was cut: hash, buffers, loss."""
+    from raystride.pipelines.train.checkpoint.pieces import parameters_sha256
+    from raystride.pipelines.train.worker.build import build_training
+
+    def train(job: Job) -> tuple[Any, ...]:
+        training = build_training(job, WorkerInfo(rank=rank, world=world), [], lambda: False, lambda _: None)
+        training.run()
+        buffers = [_list_bytes(buffer) for _, buffer in saved_buffers(training.model)]
+        return parameters_sha256(training.model, training.optimizer), buffers, training.metrics["val_loss"]
+
+    found = []
+    for through, cut in jobs:
+        whole = train(through)
+        if cut is None:
+            found.append((whole, whole))
+            continue
+        train(replace(cut, config=replace(cut.config, train=replace(cut.config.train, steps=3))))
+        found.append((whole, train(replace(cut, attempt="a2"))))
+    return found
+
+
+KINDS = [name for name in MODULES if name not in REFUSED_KINDS and name != "max_norm"]
+SOME_KINDS = ["tied blocks", "nested", "weight_norm", "teacher", "recurrent"]
+NOT_SHARDED = ("teacher", "property")
+FOLLOWING = ("spectral_norm", "old spectral_norm", "forward hook", "backward hook", "persistent", "teacher")
+"""Kinds whose state follows the forwards of a worker."""
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kinds", [SOME_KINDS, pytest.param(KINDS, marks=pytest.mark.weekly)], ids=["some", "all"])
+@pytest.mark.parametrize("scaling", [DDP, FSDP], ids=["ddp", "fsdp"])
+def test_networks_of_any_kind_go_on_with_the_same_bits_on_two_workers(tmp_path: Path, scaling: Any, kinds: Any) -> None:
+    kinds = [name for name in kinds if scaling is DDP or name not in NOT_SHARDED]
+
+    def make(name: str, way: str, scaling: Any = None) -> Job:
+        return own_job(tmp_path, f"of {name}", f"{name} {way}", scaling, slots=5)  # 3 and 2 micro-batches a step
+
+    alone = run_distributed(_train_each, 1, [(make(name, "alone"), None) for name in kinds])[0]
+    jobs = [(make(name, "whole", scaling), make(name, "cut", scaling)) for name in kinds]
+    for found in run_distributed(_train_each, 2, jobs):
+        for name, (whole, resumed), ((*_, loss), _) in zip(kinds, some(found), alone, strict=True):
+            assert whole == resumed, name
+            assert name in FOLLOWING or whole[-1] == pytest.approx(loss, rel=1e-5), name

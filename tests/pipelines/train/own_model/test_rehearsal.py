@@ -1,9 +1,11 @@
 """What a user hands to `fit` is rehearsed: refused or said by name where it could not be resumed, and left as it was."""
 
 import random
+import re
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -15,6 +17,7 @@ from raystride.pipelines.config import Config, FitConfig, ScalingConfig, Setting
 from raystride.pipelines.train.own_model import rehearsal
 from raystride.pipelines.train.own_model.definition import OwnModel
 from raystride.pipelines.train.own_model.describe import describe_own_model
+from tests.pipelines.train.own_model.modules import MODULES, REFUSED_KINDS
 from tests.pipelines.train.own_model.optimizers import CLOSURE, OPTIMIZERS, SPARSE
 
 X, Y = torch.randn(12, 4, generator=torch.Generator().manual_seed(2)), torch.arange(12) % 3
@@ -177,6 +180,58 @@ def test_what_could_not_go_on_is_refused_by_name_before_the_start(given: dict[st
 @pytest.mark.parametrize("name", [name for name in OPTIMIZERS if name not in (CLOSURE, SPARSE)])
 def test_optimizers_that_go_on_with_the_same_bits_are_taken_without_a_word(name: str) -> None:
     assert describe(optimizer=OPTIMIZERS[name]) == []
+
+
+REMARKS = "deprecated|Full backward hook|have no gradient from the first batch"
+"""Of PyTorch on old modules and hooks, and ours on unused parameters."""
+
+
+@pytest.mark.parametrize("name", [name for name in MODULES if name not in (*REFUSED_KINDS, "max_norm")])
+@pytest.mark.parametrize("given", ["callable", "instance"])
+def test_networks_that_go_on_with_the_same_bits_are_taken_without_a_word(name: str, given: str) -> None:
+    if given == "instance" and name in OF_INSTANCES:
+        pytest.skip("refused, see below")
+    model = MODULES[name](4) if given == "instance" else partial(MODULES[name], 4)
+    assert [said for said in describe(model=model) if not re.search(REMARKS, said)] == []
+
+
+OF_INSTANCES = {
+    "old weight_norm": "model must be a module that can be copied, or the callable that makes it",
+    "hook with the model": "model must be the callable that makes it.*as forward_hooks of body does",
+    "slot": "loss raised AttributeError: 'Slotted' object has no attribute 'counted'",
+}
+OF_SETTINGS: dict[tuple[str, str], str] = {
+    ("max_norm", "auto"): r"scaling\.workers must be 1 where a forward changes trained parameters.*table\.weight",
+    ("max_norm", "exact"): r"train\.exact must be false where a forward changes parameters.*table\.weight",
+    ("teacher", "exact"): r"train\.exact must be false where a forward changes parameters.*teacher\.weight",
+    ("teacher", "fsdp"): r"scaling\.strategy must not be fsdp or deepspeed where a forward.*teacher\.weight",
+    ("property", "fsdp"): r"scaling\.strategy must not be fsdp for parameters without a dimension.*raw",
+    ("spectral_norm", "exact"): r"train\.exact must be false where a forward changes buffers",
+    ("cache", "exact"): r"train\.exact must be false where a forward changes buffers",
+}
+
+
+@pytest.mark.parametrize("name", REFUSED_KINDS)
+def test_networks_that_could_not_go_on_are_refused_by_name(name: str) -> None:
+    with pytest.raises(SettingError, match=REFUSED_KINDS[name]):
+        describe(model=partial(MODULES[name], 4))
+
+
+@pytest.mark.parametrize("name", OF_INSTANCES)
+def test_modules_that_a_copy_would_change_are_refused_by_name(name: str) -> None:
+    with pytest.raises(SettingError, match=OF_INSTANCES[name]):
+        describe(model=MODULES[name](4))
+
+
+@pytest.mark.parametrize(("name", "under"), OF_SETTINGS)
+def test_networks_that_settings_do_not_allow_are_refused_by_name(name: str, under: str) -> None:
+    config = {"auto": CONFIG, "exact": EXACT, "fsdp": UNDER_FSDP}[under]
+    with pytest.raises(SettingError, match=OF_SETTINGS[name, under]):
+        describe(config, model=partial(MODULES[name], 4))
+
+
+def test_on_one_worker_a_forward_may_change_trained_parameters() -> None:
+    assert describe(replace(CONFIG, scaling=ScalingConfig(workers=1)), model=partial(MODULES["max_norm"], 4)) == []
 
 
 def test_what_each_forward_makes_anew_is_no_state() -> None:

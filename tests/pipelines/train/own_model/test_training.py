@@ -231,6 +231,18 @@ def test_norms_that_follow_the_data_are_refused_under_exact(tmp_path: Path) -> N
         own_job(tmp_path, "norms", exact=True)
 
 
+@pytest.mark.parametrize(("every", "step"), [(3, 3), (0, 6)], ids=["a validation", "a checkpoint"])
+def test_a_buffer_that_begins_to_change_ends_a_run_under_exact_by_name(tmp_path: Path, every: int, step: int) -> None:
+    job = own_job(tmp_path, "late", exact=True)
+    config = replace(
+        job.config, validation=replace(job.config.validation, every=every), checkpoint=CheckpointConfig(every=6)
+    )
+    training = build_training(replace(job, config=config), WorkerInfo(rank=0, world=1), [], lambda: False, lambda _: None)
+    with pytest.raises(SettingError, match=rf"train\.exact must be false.*module\.seen has changed by step {step}\)"):
+        training.run()
+    assert not list(tmp_path.glob("run/checkpoints/*/MANIFEST.json"))
+
+
 @pytest.mark.parametrize("name", ["masked", "noisy", "norms"])
 def test_the_memory_of_activations_is_estimated_from_two_samples(tmp_path: Path, name: str) -> None:
     """A forward of the whole batch keeps what the estimate says, or less where something does not grow with the batch."""
