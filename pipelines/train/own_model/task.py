@@ -79,9 +79,9 @@ class OwnModelTask(Task):
         """Returns what identifies model and data, as JSON, after one forward and backward of two samples on the CPU.
 
         Keys: `train`, `validation` (samples), `sample` (structure), `parameters` (shapes by name), `logged` (names of
-        further losses), `measured` (names of `metrics`), `moving` (parameters that forwards change), `code`, `content` (hashes
-        of samples of `data` and `validation`), `activation_bytes` (those that a sample's forward saves for its backward, in
-        fp32). Computed once a process. Raises DataError, SettingError.
+        further losses), `measured` (names of `metrics`), `moving` (parameters that forwards change), `code`, `content`
+        (hashes of samples of `data` and `validation`), `activation_bytes` (those that a sample's forward saves for its
+        backward, in fp32). Computed once a process. Raises DataError, SettingError.
         """
         if "dataset" in self.facts:
             return dict(self.facts["dataset"])
