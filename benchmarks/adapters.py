@@ -38,8 +38,8 @@ from raystride.pipelines.config import (
 from raystride.pipelines.data.prepare.prepare import prepare
 from raystride.pipelines.data.prepare.run_context import RunContext
 from raystride.pipelines.data.tasks import build_task
-from raystride.pipelines.launch.adapters_job import expand_adapters
 from raystride.pipelines.launch.console.screen import SilentScreen
+from raystride.pipelines.launch.run_store.naming import expand_adapters
 from raystride.pipelines.launch.train_job import train
 from raystride.pipelines.system.storage.folder import Folder
 from raystride.pipelines.train.lora.peft import write_adapter

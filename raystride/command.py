@@ -29,7 +29,7 @@ JOBS = {
     "node": ("jobs.node", "run by the deployment files, on each node"),
     "runs": ("jobs.runs", "list, show, compare, prune and audit runs"),
     "report": ("jobs.report", "rebuild a run's HTML report"),
-    "ui": ("pipelines.observability.record.mlflow.ui", "show all runs in MLflow"),
+    "ui": ("jobs.ui", "show all runs in MLflow"),
     "certificates": ("jobs.certificates", "make TLS certificates for a cluster's hosts"),
     "presets": ("jobs.presets", "list the configurations that come along, or print one"),
     "completion": ("jobs.completion", "print a shell's completion script"),

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, overload
 from raystride.pipelines.config import Config, SampleConfig, SettingError
 from raystride.pipelines.config.jobs import ApplyConfig, EvaluateConfig, ExportConfig, GenerateConfig, PredictConfig
 from raystride.pipelines.config.parse import load_settings
-from raystride.pipelines.config.stored_run import read_settings
+from raystride.pipelines.config.stored_run import missing_run, read_settings
 from raystride.pipelines.observability.record.summary import read_summary
 from raystride.pipelines.system.storage.folder import Folder
 
@@ -68,8 +68,7 @@ class Run:
         place = Folder.from_uri(os.fspath(storage))
         if not (place / name).exists("config.yaml"):
             others = [other_name for other_name in place.names() if (place / other_name).exists("config.yaml")]
-            message = f"there is no run {name!r} in {place}{_suggest(name, others)}"
-            raise SettingError(message, setting="run", value=name, allowed=tuple(others))
+            raise missing_run(place, name, others)
         return cls(name, place / name)
 
     @property

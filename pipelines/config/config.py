@@ -3,7 +3,7 @@
 import hashlib
 import json
 import unicodedata
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, ClassVar
 
@@ -61,7 +61,9 @@ class Config(Section):
     decides by the columns of the data: `completion` for chats (messages) and for pairs (prompt, completion),
     `preference` for preference pairs (prompt, chosen, rejected), and otherwise `language_model` (text)."""
     run: str | None = setting(None, also="run_name name exp_name job_name resume resume_from_checkpoint ckpt_path")
-    """Name of the run and of its folder. None: the preset's name and a hash of the settings that a resumed run must keep."""
+    """Name of the run and of its folder. None: the preset's name and a hash of the settings on which the result depends, so
+    that other ones train another run. Length (`steps`, `epochs`, `hours`), `scaling`, `launch`, kernels and records are not
+    among them."""
     storage: str = setting(
         "runs",
         also=(
@@ -162,7 +164,7 @@ class Config(Section):
     def fixed_settings(self) -> dict[str, Any]:
         """The settings, under their full names, that may not differ when the run is resumed; with other passwords
         or keys they are the same."""
-        fixed = _fixed_keys(type(self))
+        fixed = _marked_keys(type(self), "fixed")
         return {
             key: strip_credentials(value)
             for key, value in self.flat().items()
@@ -179,18 +181,28 @@ class Config(Section):
         kept = {key: value for key, value in flat.items() if key not in later or value != later[key]}
         return {first.get(key, key): strip_credentials(value) for key, value in kept.items()}
 
+    def free_result_settings(self) -> dict[str, Any]:
+        """Returns the settings, under their full names, that a resumed run may change and that shape its result."""
+        shaping = _marked_keys(type(self), "shapes_result")
+        flat = self.flat() | {"validation.direction": self.validation.better}
+        return {key: strip_credentials(value) for key, value in flat.items() if _is_among(key, shaping)}
+
     def default_run(self, preset: str) -> str:
-        """A run's name when none is given: the preset's name and 8 hexadecimal digits of the fixed settings."""
-        old, fixed = old_names(type(self)), _fixed_keys(type(self))
-        mixed = ("data.sources.", "data.weights", "data.curriculum")
-        lasting = self.naming_settings()
-        kept = {
-            key: lasting[key]
-            for key in lasting
-            if old.get(key, (key,))[0] in fixed or key.startswith(mixed) or is_argument(key)
-        }
+        """A run's name when none is given: the preset's name and 8 hexadecimal digits of what shapes the result."""
+        marked = _marked_keys(type(self), "fixed") | _marked_keys(type(self), "shapes_result")
+        return f"{preset}-{self._hash_settings(lambda key: _is_among(key, marked))}"
+
+    def default_run_of_0_3(self, preset: str) -> str:
+        """The name that versions until 0.3 gave: of the fixed settings and a mixture's weights alone."""
+        fixed, mixed = _marked_keys(type(self), "fixed"), ("data.sources.", "data.weights", "data.curriculum")
+        return f"{preset}-{self._hash_settings(lambda key: key in fixed or key.startswith(mixed) or is_argument(key))}"
+
+    def _hash_settings(self, is_kept: Callable[[str], bool]) -> str:
+        """Returns 8 hexadecimal digits of the settings of which `is_kept` accepts the full name."""
+        current = old_names(type(self))
+        kept = {key: value for key, value in self.naming_settings().items() if is_kept(current.get(key, (key,))[0])}
         text = json.dumps(kept, sort_keys=True, default=str)
-        return f"{preset}-{hashlib.sha256(text.encode()).hexdigest()[:8]}"
+        return hashlib.sha256(text.encode()).hexdigest()[:8]
 
 
 def name_fault(name: str, ending: str = "") -> str | None:
@@ -228,11 +240,17 @@ def _later_defaults(cls: type, prefix: str = "") -> dict[str, Any]:
     return found
 
 
-def _fixed_keys(cls: type, prefix: str = "") -> set[str]:
+def _marked_keys(cls: type, mark: str, prefix: str = "") -> set[str]:
+    """Returns the full names of the settings that are declared with `mark`."""
     keys = set()
     for item in fields(cls):
         if isinstance(item.type, type) and issubclass(item.type, Section):
-            keys |= _fixed_keys(item.type, f"{prefix}{item.name}.")
-        elif item.metadata.get("fixed"):
+            keys |= _marked_keys(item.type, mark, f"{prefix}{item.name}.")
+        elif item.metadata.get(mark):
             keys.add(f"{prefix}{item.name}")
     return keys
+
+
+def _is_among(key: str, names: set[str]) -> bool:
+    """Returns whether a full name is one of these, or that of an entry in one: `lora.variants.optimizer.learning_rate`."""
+    return key in names or any(key.startswith(f"{name}.") for name in names)

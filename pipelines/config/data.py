@@ -35,10 +35,10 @@ class DataConfig(Section):
     """Mixture of several sources, by name. `{web: {source: PATH, weight: 0.7}, code: {source: python, weight: 0.3,
     epochs_at_most: 4}}`. An entry also takes any setting of `data` that describes how the source is read. On resume, weights
     may change and sources may be added or removed; the samples fed so far stay the same."""
-    weights: str = setting("given", since="0.3")
+    weights: str = setting("given", since="0.3", shapes_result=True)
     """Sampling weights of `sources`. `given`: each source's own `weight`. `temperature 0.7`: proportional to the number of
     samples to the power of 0.7; from 0 (all equal) to 1 (by size)."""
-    curriculum: tuple[Any, ...] = setting((), since="0.3")
+    curriculum: tuple[Any, ...] = setting((), since="0.3", shapes_result=True)
     """Schedule of sampling weights by step. `[{from_step: 8000, weights: {web: 0.4, code: 0.6}}]`; a source that is not
     named has weight 0 there. `weights` may be a temperature as well."""
     kind: SourceKind = setting("auto", fixed=True)
@@ -78,15 +78,15 @@ class DataConfig(Section):
     image_shorter_side: int | None = setting(None, at_least=1, at_most=8192, fixed=True, since="0.3")
     """Shorter side in pixels to which images are resized with their aspect ratio. Crops of `image_size` are taken from the
     result: from the middle in validation, by `image_crop` in training. None: the whole image is resized to `image_size`."""
-    image_crop: Literal["middle", "random", "scaled"] = setting("middle", since="0.3")
+    image_crop: Literal["middle", "random", "scaled"] = setting("middle", since="0.3", shapes_result=True)
     """Crop of an image in training. `middle`: the centre. `random`: a random position. `scaled`: a random rectangle of
     `image_scale` of the area and an aspect ratio from 3/4 to 4/3, resized to `image_size`. Random numbers depend on seed,
     epoch and sample."""
-    image_padding: int = setting(0, at_least=0, at_most=1024, since="0.3")
+    image_padding: int = setting(0, at_least=0, at_most=1024, since="0.3", shapes_result=True)
     """Black pixels by which a random crop may exceed each edge. Used with `image_crop random`."""
-    image_scale: tuple[float, float] = setting((0.08, 1.0), above=0, at_most=1, since="0.3")
+    image_scale: tuple[float, float] = setting((0.08, 1.0), above=0, at_most=1, since="0.3", shapes_result=True)
     """Minimum and maximum share of the area that a random rectangle has. Used with `image_crop scaled`."""
-    image_flip: float = setting(0.0, at_least=0, at_most=1, since="0.3")
+    image_flip: float = setting(0.0, at_least=0, at_most=1, since="0.3", shapes_result=True)
     """Probability of a horizontal flip in training. The random numbers depend on seed, epoch and sample."""
     image_mean: tuple[float, ...] = setting((), at_least=0, at_most=1, fixed=True, since="0.3")
     """Mean per channel to subtract from pixels in [0, 1]. The network does this. Empty: 0.5 for each channel."""
@@ -165,7 +165,7 @@ class DataConfig(Section):
     """Number of blocks in the first window of a run. Windows then grow by 15 %, at least by one block, up to
     `shuffle_window`: training starts sooner over a slow link. 0: `shuffle_window` from the start; with `auto`, an eighth of
     it."""
-    start_after_mib: float = setting(0.0, at_least=0, since="0.3")
+    start_after_mib: float = setting(0.0, at_least=0, since="0.3", shapes_result=True)
     """Start training when this many MiB of text are prepared. The rest is prepared meanwhile: the text prepared by then is
     trained on first, then the following text, in portions of this size; every sample occurs once an epoch, as always. 0:
     prepare all first."""

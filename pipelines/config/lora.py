@@ -56,10 +56,10 @@ class LoraConfig(Section):
     """Storage precision of the frozen matrices. `bf16` takes half the memory. Adapters are always fp32."""
     init_from: str | None = setting(None, fixed=True, since="0.3")
     """Folder of an adapter in PEFT's layout that a new run starts from. None: initialised by `lora.init`."""
-    adapters: int = setting(1, at_least=1, at_most=256, since="0.3")
+    adapters: int = setting(1, at_least=1, at_most=256, since="0.3", shapes_result=True)
     """Number of adapters trained concurrently on one base, each as a separate run. `lora.variants` sets their
     differences."""
-    variants: dict[str, Any] | None = setting(None, since="0.3", was="lora.each", renamed="0.3")
+    variants: dict[str, Any] | None = setting(None, since="0.3", was="lora.each", renamed="0.3", shapes_result=True)
     """Settings in which the concurrent adapters differ. Setting names, each with a list of `lora.adapters` values."""
 
     def __post_init__(self) -> None:

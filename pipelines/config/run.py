@@ -212,6 +212,9 @@ class ResumeConfig(Section):
     edited: bool = setting(False, since="0.4")
     """Take a `config.yaml` that was edited by hand since the run wrote it. Its differences are shown either way; without
     this setting they are refused. Holds for one attempt, which writes the file anew."""
+    accept: Literal["none", "data"] = setting("none", since="0.4")
+    """Differences with which a run may go on. `data`: other samples of a model of your own (`raystride.fit`), of the same
+    number and shapes, in the places of the former ones. `none`: they are refused. Holds for one attempt."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -35,6 +35,7 @@ def setting(
     above: float | None = None,
     below: float | None = None,
     fixed: bool = False,
+    shapes_result: bool = False,
     since: str = "",
     was: str | Sequence[str] = "",
     renamed: str = "",
@@ -42,6 +43,9 @@ def setting(
     logins: Sequence[str] = (),
 ) -> Any:
     """A field with a range. `fixed` settings may not differ when a run is resumed; the others may.
+
+    A run's default name is made of those that are `fixed` and of those that `shapes_result` marks: free on a resume, but
+    another value gives another result.
 
     One that was added later says `since` which version: at its default it leaves the names that runs have as they were.
     One that got another name says which full name it `was` (the newest of several first) and in which version it was
@@ -51,8 +55,8 @@ def setting(
     """
     earlier = (was,) if isinstance(was, str) and was else tuple(was)
     limits = {"at_least": at_least, "at_most": at_most, "above": above, "below": below}
-    told = {"fixed": fixed, "since": since, "was": earlier, "renamed": renamed, "also": also, "logins": logins}
-    return field(default=default, metadata={"limits": limits, **told})
+    told = {"fixed": fixed, "shapes_result": shapes_result, "since": since, "was": earlier, "renamed": renamed}
+    return field(default=default, metadata={"limits": limits, **told, "also": also, "logins": logins})
 
 
 @cache

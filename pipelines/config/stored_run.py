@@ -6,7 +6,8 @@ A file edited by hand is refused with its differences, unless a training takes i
     put_attempt(run, "20261129-0712-ab12", config, {"cpu": "..."})
 """
 
-from collections.abc import Mapping
+import difflib
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -26,6 +27,8 @@ from raystride.pipelines.config.attempts import (
 )
 from raystride.pipelines.config.config import Config
 from raystride.pipelines.config.parse import read_stored_settings, to_stored_yaml
+from raystride.pipelines.config.run import ResumeConfig
+from raystride.pipelines.system.errors import SettingError
 from raystride.pipelines.system.storage.folder import Folder
 from raystride.pipelines.system.storage.sealed import put_sealed
 from raystride.pipelines.system.writer import WrittenByNewer
@@ -39,6 +42,17 @@ class StoredRun(NamedTuple):
     edits: list[str]
     """Settings that were edited since, a line each."""
     environment: dict[str, Any]
+
+
+def missing_run(storage: Folder, name: str, known: Sequence[str]) -> SettingError:
+    """Returns the error for a run that is not among the `known` ones of a storage, or for a storage that is not there."""
+    if not known and not storage.exists():
+        message = f"there is no storage {storage}, and so no run {name!r}: --storage names the folder that holds the runs"
+        return SettingError(message, setting="storage", value=storage.uri)
+    similar = difflib.get_close_matches(name, known, 1)
+    meant = f"; did you mean {similar[0]}?" if similar else ""
+    listed = ", ".join(known[-10:]) or "none; --storage names another folder"
+    return SettingError(f"there is no run {name!r} in {storage}{meant} (there is: {listed})", setting="run", value=name)
 
 
 def read_run(run: Folder) -> StoredRun:
@@ -106,5 +120,5 @@ def _describe_changes(before: Config, now: Config) -> list[str]:
 
 
 def _without_one_time_settings(config: Config) -> Config:
-    launch, resume = replace(config.launch, start_over=False), replace(config.resume, edited=False)
+    launch, resume = replace(config.launch, start_over=False), ResumeConfig()
     return replace(config, launch=launch, resume=resume)

@@ -17,20 +17,26 @@ class OptimizerConfig(Section):
 
     kind: Literal["adamw", "sgd"] = setting("adamw", fixed=True, also="optim optimizer_type optimizer_name")
     """Optimiser: AdamW (Loshchilov and Hutter, 2019) or SGD."""
-    learning_rate: float = setting(1e-3, above=0, also="lr max_lr peak_lr base_lr init_lr")
+    learning_rate: float = setting(1e-3, above=0, also="lr max_lr peak_lr base_lr init_lr", shapes_result=True)
     """Peak learning rate. With `noam`, a factor of its formula."""
     betas: tuple[float, float] = setting(
-        (0.9, 0.99), at_least=0, below=1, also="beta1 beta2 adam_beta1 adam_beta2 adam_betas"
+        (0.9, 0.99),
+        at_least=0,
+        below=1,
+        also="beta1 beta2 adam_beta1 adam_beta2 adam_betas",
+        shapes_result=True,
     )
     """Decay rates of AdamW's first and second moment."""
-    eps: float = setting(1e-8, above=0, also="adam_epsilon epsilon adam_eps")
+    eps: float = setting(1e-8, above=0, also="adam_epsilon epsilon adam_eps", shapes_result=True)
     """Term in AdamW's denominator that avoids division by zero."""
-    weight_decay: float = setting(0.1, at_least=0, also="wd decay")
+    weight_decay: float = setting(0.1, at_least=0, also="wd decay", shapes_result=True)
     """Decoupled weight decay. Applied to matrices only, not to biases, norms and gains."""
-    momentum: float = setting(0.0, at_least=0, below=1)
+    momentum: float = setting(0.0, at_least=0, below=1, shapes_result=True)
     """Momentum of `sgd`."""
     schedule: Literal["cosine", "linear", "constant", "noam"] = setting(
-        "cosine", also="lr_scheduler_type lr_scheduler scheduler lr_decay_style lr_schedule decay_type"
+        "cosine",
+        also="lr_scheduler_type lr_scheduler scheduler lr_decay_style lr_schedule decay_type",
+        shapes_result=True,
     )
     """Learning-rate schedule after the warm-up. `noam` includes the warm-up: learning_rate x hidden_size^-0.5 x min(n^-0.5,
     n x warmup_steps^-1.5) at the n-th step (Vaswani et al., 2017, equation 3)."""
@@ -38,9 +44,10 @@ class OptimizerConfig(Section):
         100,
         at_least=0,
         also="warmup warmup_iters num_warmup_steps lr_warmup_iters warmup_ratio lr_warmup_steps warmup_updates",
+        shapes_result=True,
     )
     """Steps of linear learning-rate warm-up."""
-    decay_steps: int = setting(0, at_least=0, also="lr_decay_iters decay_iters lr_decay_steps")
+    decay_steps: int = setting(0, at_least=0, also="lr_decay_iters decay_iters lr_decay_steps", shapes_result=True)
     """Step at which `cosine` and `linear` reach the minimum learning rate. 0: the last step of the run."""
     min_lr_ratio: float = setting(
         0.1,
@@ -49,6 +56,7 @@ class OptimizerConfig(Section):
         was="optimizer.lowest_rate",
         renamed="0.3",
         also="min_lr min_lr_factor lr_min min_learning_rate lr_min_ratio alpha_f",
+        shapes_result=True,
     )
     """Final learning rate of `cosine` and `linear`, as a fraction of the peak."""
     absent_gradients: Literal["auto", "skip", "zero"] = setting("auto", since="0.4")
@@ -123,7 +131,7 @@ class TrainConfig(Section):
     """Maximum number of neighbouring slots in one forward and backward. Limits memory. 0: all slots of a worker.
 
     With train.exact it is always one."""
-    dropout_masks: Literal["auto", "order", "place"] = setting("auto", since="0.3")
+    dropout_masks: Literal["auto", "order", "place"] = setting("auto", since="0.3", shapes_result=True)
     """Source of dropout's random numbers. `order`: the next numbers of a generator seeded by step and slot. `place`: numbers
     derived from step, slot, layer and token, the same on any mesh. `auto`: `place` in a mesh, otherwise `order`."""
     exact: bool = setting(False, fixed=True, also="bitwise reproducible")
@@ -134,10 +142,13 @@ class TrainConfig(Section):
         also=(
             "max_grad_norm grad_clip gradient_clip_val clip_grad gradient_clipping clip_grad_norm max_norm grad_norm_clip"
         ),
+        shapes_result=True,
     )
     """Maximum norm of the gradient (gradient clipping). 0: no clipping."""
     precision: Literal["auto", "fp32", "tf32", "bf16", "fp16", "pure_bf16"] = setting(
-        "fp32", also="mixed_precision dtype fp16 bf16 tf32 amp autocast torch_dtype param_dtype training_precision"
+        "fp32",
+        also="mixed_precision dtype fp16 bf16 tf32 amp autocast torch_dtype param_dtype training_precision",
+        shapes_result=True,
     )
     """Numerical precision of parameters and computation. In brackets: the corresponding level of NVIDIA's Apex.
 
@@ -147,7 +158,7 @@ class TrainConfig(Section):
     faster in bfloat16 (other CPUs multiply in fp32). `fp16` (O1): autocast to float16 with dynamic loss scaling. `pure_bf16`
     (O2): parameters and activations in bfloat16, gradients and a master copy of the parameters in fp32; with
     train.stochastic_rounding there is no master copy (O3)."""
-    stochastic_rounding: bool = setting(False)
+    stochastic_rounding: bool = setting(False, shapes_result=True)
     """Round each update to bfloat16 stochastically, so that it is right on average. Used with `pure_bf16`, in place of a
     master copy (Zamirai et al., 2020)."""
     activation_checkpointing: Literal["none", "selective", "full"] = setting(
@@ -239,9 +250,9 @@ class GuardConfig(Section):
     policy: Literal["stop", "skip", "rewind"] = setting("stop")
     """Action on a bad step. `stop`: end the run and name layer, samples and step. `skip`: drop the step, count it and
     continue. `rewind`: return to the newest checkpoint and repeat without the offending slots."""
-    spike: float = setting(0.0, at_least=0)
+    spike: float = setting(0.0, at_least=0, shapes_result=True)
     """Threshold of a loss spike, in standard deviations above the running mean. 0: no spike detection."""
-    window: int = setting(100, at_least=2)
+    window: int = setting(100, at_least=2, shapes_result=True)
     """Window of the exponential running mean and deviation, in steps. No spikes are detected before the end of the first
     window."""
     max_bad_steps: int = setting(10, at_least=1, was="guard.most", renamed="0.3")
@@ -277,9 +288,9 @@ class ValidationConfig(Section):
     """Tokenizer of the BLEU metric, as sacreBLEU names it. Part of the metric's signature. `auto` decides by the references:
     `zh` for Chinese, `char` for Japanese and Korean, otherwise `13a`. Those with `mecab` or `flores` need additional
     packages."""
-    metric: str = setting("val_loss", also="metric_for_best_model monitor")
+    metric: str = setting("val_loss", also="metric_for_best_model monitor", shapes_result=True)
     """Metric that decides the `best` checkpoint and early stopping."""
-    direction: Literal["auto", "min", "max"] = setting("auto", also="greater_is_better mode")
+    direction: Literal["auto", "min", "max"] = setting("auto", also="greater_is_better mode", shapes_result=True)
     """Whether a smaller or a larger metric is better. `auto`: larger, if the metric's name says so (accuracy, f1, precision,
     recall, bleu, chrf, auc, exact_match, margin, reward), else smaller."""
     patience: int = setting(0, at_least=0, also="early_stopping_patience patience_epochs")

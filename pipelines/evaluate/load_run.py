@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from raystride.pipelines.config import Config, FinishedRunConfig, ModelConfig
 from raystride.pipelines.config.attempts import ATTEMPTS
-from raystride.pipelines.config.stored_run import read_settings
+from raystride.pipelines.config.stored_run import missing_run, read_settings
 from raystride.pipelines.data.plugins import FIT, RUN_TASKS, TASKS, load_plugins
 from raystride.pipelines.data.stored_code import SCRIPT, admit_stored_code
 from raystride.pipelines.data.tasks import Task, build_task
@@ -182,11 +182,7 @@ def _load_config(storage: Folder, run: str) -> Config:
     folder = storage / run
     if not folder.exists("config.yaml") and not (folder / ATTEMPTS).names():
         existing_runs = [name for name in storage.names() if (storage / name).exists("config.yaml")]
-        raise SettingError(
-            f"--run {run}: there is no such run in {storage} (there is: {', '.join(existing_runs) or 'none'})",
-            setting="run",
-            value=run,
-        )
+        raise missing_run(storage, run, existing_runs)
     return read_settings(folder)
 
 

@@ -14,29 +14,18 @@ from typing import Any
 
 from raystride.pipelines.config import Config, SettingError
 from raystride.pipelines.config.lora import refuse_sharing
-from raystride.pipelines.config.parse import with_settings
 from raystride.pipelines.data.prepare.run_context import RunContext
 from raystride.pipelines.launch.console.screen import Screen, SilentScreen
 from raystride.pipelines.launch.console.session import stop_signals
 from raystride.pipelines.launch.inline import process_settings_kept
 from raystride.pipelines.launch.preflight.check import resolve_and_check
 from raystride.pipelines.launch.preparing import prepare_data
+from raystride.pipelines.launch.run_store.naming import expand_adapters
 from raystride.pipelines.observability.record.summary import RunSummary, put_summary
 from raystride.pipelines.system.storage.folder import Folder
 
 TrainFunction = Callable[..., RunSummary]
 """Type of `train_job.train`."""
-
-
-def expand_adapters(config: Config) -> list[Config]:
-    """Returns the settings of each adapter's run; the runs are named `<run>-0`, `<run>-1`, ...
-
-    Raises SettingError for an invalid value.
-    """
-    variants, count = config.lora.variants or {}, config.lora.adapters
-    base = replace(config, lora=replace(config.lora, adapters=1, variants=None))
-    configs = [with_settings(base, {key: values[number] for key, values in variants.items()}) for number in range(count)]
-    return [replace(adapter_config, run=f"{config.run}-{number}") for number, adapter_config in enumerate(configs)]
 
 
 def check_sharing(configs: Sequence[Config]) -> list[Config]:

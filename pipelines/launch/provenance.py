@@ -19,10 +19,12 @@ from raystride.pipelines.data.prepare.progress import describe_speeds, load_stag
 from raystride.pipelines.data.prepare.raw_files import hash_raw_files, read_raw_files
 from raystride.pipelines.data.pretrained import BaseInfo
 from raystride.pipelines.data.stored_code import hash_named_code
+from raystride.pipelines.data.tasks import build_task
 from raystride.pipelines.launch.cluster.cluster import has_several_nodes, run_on_node
 from raystride.pipelines.launch.cluster.internals import submission_id
 from raystride.pipelines.launch.cluster.resources import Allocation, Resources
 from raystride.pipelines.launch.hang.process import process_start_time
+from raystride.pipelines.launch.run_store.changes import identify_own_model
 from raystride.pipelines.launch.run_store.resume import (
     PreviousAttempt,
     describe_bit_dependencies,
@@ -51,13 +53,16 @@ def describe_run(
     previous: PreviousAttempt | None,
 ) -> RunEnvironment:
     """Returns the content of a run's `environment.json`: machine, versions, base, code, data. Needs Ray unless inline."""
-    return {
+    found = {
         **describe_surroundings(config.launch, resources, allocation),
         "attempt": attempt,
         "base": asdict(base) if base else {},
         "code_sha256": hash_named_code(config),
         **describe_data(prepared, previous),
     }
+    if (task := build_task(config)).reads_dataset:
+        found["own_model"] = identify_own_model(task)
+    return cast(RunEnvironment, found)
 
 
 def describe_surroundings(launch: LaunchConfig, resources: Resources, allocation: Allocation) -> Environment:

@@ -153,7 +153,7 @@ def train(
     config, plugin_bundle = _register_plugins(config, plugin_bundle or PluginBundle.collect(config))
     if config.launch.mode == "ray":
         plugin_bundle.refuse_unpicklable(config)
-    admission = admit_run(RunContext(config, storage, screen.log))
+    admission = admit_run(RunContext(config, storage, screen.log, notice=screen.notice))
     previous, folder = admission.previous, admission.context.run_folder
     if admission.is_complete:
         return (previous and previous.summary) or {}

@@ -21,6 +21,8 @@ from raystride.pipelines.data.plugins import PluginBundle
 from raystride.pipelines.data.prepare.prepare import check_data, prepare
 from raystride.pipelines.data.prepare.run_context import OnRay, RunContext
 from raystride.pipelines.data.sources.faults import DataError
+from raystride.pipelines.data.stored_code import hash_named_code
+from raystride.pipelines.data.tasks import build_task
 from raystride.pipelines.launch.cluster.cluster import cluster, uses_running_cluster
 from raystride.pipelines.launch.cluster.internals import update_job_metadata
 from raystride.pipelines.launch.cluster.resources import Resources
@@ -30,6 +32,7 @@ from raystride.pipelines.launch.console.ray_job_status import job_metadata
 from raystride.pipelines.launch.console.screen import Screen
 from raystride.pipelines.launch.preflight.choose_mesh import store_mesh
 from raystride.pipelines.launch.run_store.admission import check_metric
+from raystride.pipelines.launch.run_store.changes import identify_own_model
 from raystride.pipelines.launch.run_store.lease import RunLease, new_attempt
 from raystride.pipelines.launch.run_store.location import locate_run
 from raystride.pipelines.observability.record.summary import put_summary
@@ -56,10 +59,13 @@ from raystride.pipelines.sweep.tracking import SweepTracking
 from raystride.pipelines.sweep.trial import SweepPlan
 from raystride.pipelines.system.commands import launch_command, shell_command, storage_flag
 from raystride.pipelines.system.storage.folder import Folder
+from raystride.pipelines.system.storage.sealed import put_sealed, read_sealed
 
 PER_TOKEN_TASKS = ("language_model", "completion", "translation")
 PER_TOKEN_METRICS = ("loss", "val_loss", "val_perplexity")
 """Means over tokens, in tasks whose tokens are what the tokenizer makes of a text."""
+CODE_FILE = "code.json"
+"""In a sweep's folder, hashes of the user's code and data with which its trials were measured."""
 
 
 def run_sweep(parsed: Parsed[SweepJobConfig]) -> int:
@@ -110,6 +116,7 @@ def run_trials(base: SweepJobConfig, storage: Folder, screen: Screen) -> Answer:
             )
             return build_answer(base, list(known.values()), described)
     with RunLease.acquire(folder, new_attempt(), screen.log):
+        _refuse_other_code(base, folder)
         folder.put(SETTINGS_FILE, to_stored_yaml(replace(base, sweep=replace(base.sweep, shard=""))))
         tracking = SweepTracking(folder, base, storage)
         try:
@@ -120,6 +127,30 @@ def run_trials(base: SweepJobConfig, storage: Folder, screen: Screen) -> Answer:
         except BaseException as error:
             tracking.end("failed" if isinstance(error, Exception) else "stopped")
             raise
+
+
+def _refuse_other_code(base: SweepJobConfig, folder: Folder) -> None:
+    """Raises SettingError if trials were measured with other code of the user, or other data given to it; stores both.
+
+    Keys of trials hold their settings alone. Sweeps of 0.3 have stored nothing to compare.
+    """
+    training = base.training()
+    task = build_task(training)
+    now = {"code": sorted(hash_named_code(training).values()), "own_model": {}}
+    if task.reads_dataset:
+        now["own_model"] = identify_own_model(task)
+    try:
+        before = read_sealed(folder, CODE_FILE, "remove it if the trials are of this code")
+    except FileNotFoundError:
+        before = now
+    if now != {key: before.get(key) for key in now} and list_keys(folder):
+        raise SettingError(
+            f"run is {base.run!r}: the trials of this sweep were measured with other code of plug-ins, model or loss, or "
+            "other data: give this one another name (--run NAME, in Python run=)",
+            setting="run",
+            value=base.run,
+        )
+    put_sealed(folder, CODE_FILE, now)
 
 
 def answer_so_far(base: SweepJobConfig, storage: Folder) -> Answer:
@@ -166,6 +197,7 @@ def _measure_share(
     number, count = base.sweep.part
     folder = storage / str(base.run)
     with RunLease.acquire(folder / "shares" / f"{number}-of-{count}", new_attempt(), screen.log):
+        _refuse_other_code(base, folder)
         own = candidates[number::count]
         if base.sweep.retry:
             _remove_failures(folder, _load_known(base, folder, own))

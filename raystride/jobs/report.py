@@ -10,7 +10,9 @@ import sys
 from collections.abc import Sequence
 from shlex import quote
 
+from raystride.pipelines.config.stored_run import missing_run
 from raystride.pipelines.launch.console.exit_codes import DONE, WRONG_SETTINGS, run_with_exit_code
+from raystride.pipelines.launch.run_store.commands import run_names
 from raystride.pipelines.observability.record.journal import stream_entries
 from raystride.pipelines.observability.record.summary import read_summary
 from raystride.pipelines.observability.report import gather_figures, write_page
@@ -29,9 +31,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _report(run: str, uri: str) -> int:
     folder = Folder.from_uri(uri) / run
-    figures = gather_figures(stream_entries(folder) if folder.exists() else ())
+    if not folder.exists():
+        raise missing_run(folder.parent, run, run_names(folder.parent))
+    figures = gather_figures(stream_entries(folder))
     if figures.began is None:
-        print(f"error: there is no journal of a run in {folder}. Is --storage right?", file=sys.stderr)
+        print(f"error: run {run} has no journal in {folder}, so there is nothing to report", file=sys.stderr)
         return WRONG_SETTINGS
     summary = read_summary(folder) or {"run": run, "status": "not ended"}
     write_page(folder, figures, summary)

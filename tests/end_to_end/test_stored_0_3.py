@@ -22,9 +22,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 import raystride
 from raystride.old_names import LAST_VERSION, NEW_NAMES, new_name
+from raystride.pipelines.config.parse import load_settings
 from raystride.pipelines.data.prepare.manifest import Manifest
 from raystride.pipelines.system.storage.folder import Folder
 from raystride.pipelines.train.checkpoint.audit import audit
@@ -82,6 +84,21 @@ def test_a_run_opens_and_goes_on(stored: Path, expected: dict[str, Any], name: s
         assert on.metrics("twice_the_step").to_pandas()["twice_the_step"].iloc[-1] == 16.0
         with pytest.warns(FutureWarning, match=r"raystride\.pipelines\.tasks is raystride\.pipelines\.data\.tasks now"):
             _import_anew("raystride.pipelines.tasks")
+
+
+def test_a_run_under_its_default_name_of_0_3_goes_on_by_the_same_command(stored: Path, tmp_path: Path) -> None:
+    """Another learning rate is another run, though 0.3 would have gone on with this one."""
+    shutil.copytree(stored / "runs", tmp_path / "runs")
+    file = tmp_path / "labels.yaml"
+    config = yaml.safe_load((tmp_path / "runs" / "labels" / "config.yaml").read_text())
+    file.write_text(yaml.safe_dump(config | {"run": None, "storage": str(tmp_path / "runs")}))
+    given = {"train.steps": 8, "launch": "inline"}
+    name = load_settings(raystride.Config, str(file), given).settings.default_run_of_0_3("labels")
+    (tmp_path / "runs" / "labels").rename(tmp_path / "runs" / name)
+    other = given | {"optimizer.learning_rate": 0.5, "train.steps": 2}
+    assert raystride.train(str(file), other, storage=tmp_path / "runs").summary["resumed_from"] is None
+    run = raystride.train(str(file), given, storage=tmp_path / "runs")
+    assert (run.name, run.summary["resumed_from"], run.summary["steps"]) == (name, 6, 8)
 
 
 def test_a_turned_bit_in_data_that_0_3_prepared_is_refused(stored: Path, tmp_path: Path) -> None:

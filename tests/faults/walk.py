@@ -207,7 +207,7 @@ def _operate(operation: str, run: str, storage: Storage) -> Any:
     if operation == "list":
         _command(["runs", "list", "--storage", storage.address])
         return None  # what it has printed
-    if operation == "report":
+    if operation == "report" and run not in SWEEPS:
         _command(["report", *common])
         return None
     if run in SWEEPS:

@@ -33,6 +33,8 @@ class RunContext:
     """Receives each line of the driver's output."""
     kept: KeptPreparations = NO_KEPT_PREPARATIONS
     """Preparations with which a resumed run goes on."""
+    notice: Log = print
+    """Receives the lines that a program must not miss either: what differs between a run and this start of it."""
 
     def with_config(self, config: Config) -> "RunContext":
         """Returns the context with other settings."""

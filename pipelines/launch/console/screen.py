@@ -7,6 +7,7 @@ with screen.start_progress() as progress: progress.update(recorder.state())
 
 import logging
 import sys
+import warnings
 
 from raystride.pipelines.launch.console.notebook import NotebookProgress, in_notebook
 from raystride.pipelines.launch.console.progress import LiveLine, Progress
@@ -22,6 +23,10 @@ class Screen:
     def log(self, text: str) -> None:
         """Prints lines on standard output."""
         print(redact(text), flush=True)
+
+    def notice(self, text: str) -> None:
+        """Prints lines that a program must not miss either."""
+        self.log(text)
 
     def warn(self, text: str) -> None:
         """Prints a warning on standard error."""
@@ -43,6 +48,13 @@ class SilentScreen(Screen):
 
     def log(self, text: str) -> None:
         """Prints nothing: the returned values hold all that a program needs."""
+
+    def notice(self, text: str) -> None:
+        """Warns by Python's `warnings`, of the caller's line, each time: a cell of a notebook runs again and again."""
+        frame = sys._getframe(1)
+        while frame.f_back and str(frame.f_globals.get("__name__")).partition(".")[0] == "raystride":
+            frame = frame.f_back
+        warnings.warn_explicit(redact(text), UserWarning, frame.f_code.co_filename, frame.f_lineno)
 
     def warn(self, text: str) -> None:
         """Logs the warning to the logger `raystride`."""

@@ -13,7 +13,7 @@ import yaml
 from raystride.pipelines.config import Config, SettingError
 from raystride.pipelines.config.combinations import DECODERS
 from raystride.pipelines.config.deploy import DeployServeConfig
-from raystride.pipelines.config.stored_run import read_settings
+from raystride.pipelines.config.stored_run import missing_run, read_settings
 from raystride.pipelines.launch.deploy.plan import load_place
 from raystride.pipelines.launch.deploy.render import write_files
 from raystride.pipelines.system.commands import shell_command
@@ -29,10 +29,8 @@ def write_serving_config(settings: DeployServeConfig) -> list[str]:
     storage = Folder.from_uri(settings.storage)
     folder = storage / settings.run
     if not folder.exists("config.yaml"):
-        raise SettingError(
-            f"--run {settings.run}: there is no such run in {storage}; `raystride runs list` shows them",
-            setting="run",
-            value=settings.run,
+        raise missing_run(
+            storage, settings.run, [name for name in storage.names() if (storage / name).exists("config.yaml")]
         )
     config = read_settings(folder)
     text = render_serving_config(settings, config)

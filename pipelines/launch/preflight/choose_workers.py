@@ -101,7 +101,7 @@ def _measure_speeds(job: Job, layouts: list[tuple[int, int]], log: Callable[[str
 
     train, model = job.config.train, job.config.model
     circumstances = {
-        "settings": job.config.default_run(""),
+        "settings": job.config.default_run_of_0_3(""),  # rates do not change speeds
         "precision": train.precision,
         "linear": model.linear,
         "together": train.together,

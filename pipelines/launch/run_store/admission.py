@@ -12,6 +12,7 @@ from raystride.pipelines.data.prepare.prepare import check_data
 from raystride.pipelines.data.prepare.run_context import Log, RunContext
 from raystride.pipelines.data.pretrained import BaseInfo, check_base
 from raystride.pipelines.data.tasks import build_task
+from raystride.pipelines.launch.run_store.changes import find_changes
 from raystride.pipelines.launch.run_store.lease import RunLease, RunLocked, new_attempt
 from raystride.pipelines.launch.run_store.resume import (
     PreviousAttempt,
@@ -23,7 +24,7 @@ from raystride.pipelines.launch.run_store.resume import (
     read_previous_attempt,
     refuse_changes,
     refuse_edits,
-    refuse_fewer_steps,
+    refuse_less,
     with_previous_base,
 )
 from raystride.pipelines.launch.run_store.start_over import starts_over
@@ -82,15 +83,16 @@ def _has_nothing_left(context: RunContext, previous: PreviousAttempt | None, beg
     goes_on = f", going on from step {step}" if step and not reached else ""
     log(f"run {config.run} in {context.storage}{goes_on}")
     _check_settings(context, previous)
+    if resumed:
+        refuse_less(resumed, config, step)
+        find_changes(resumed, context, check_raw_files=bool(reached)).judge(config, reached, context.notice)
     if config.validation.metric != "val_loss":
         highest = config.validation.better == "max"
         log(f"best checkpoint: the {'highest' if highest else 'lowest'} {config.validation.metric} (validation.direction)")
-    if previous and reached:
-        if context.task.reads_dataset:  # the settings do not tell one dataset or model from another
-            keep_preparations(previous, context)
-        log(_describe_completed_run(folder, config, reached, _with_ended_record(context, previous)))
+    if resumed and reached:
+        context.notice(_describe_completed_run(folder, config, reached, resumed))
+        log(closing_screen(_with_ended_record(context, resumed).summary or {}, folder))
         return True
-    refuse_fewer_steps(config, step)
     return False
 
 
@@ -137,10 +139,9 @@ def _describe_completed_run(folder: Folder, config: Config, reached: str, previo
     more = 2 * max(1, (previous.summary or {}).get("steps") or config.train.steps)
     return "\n".join(
         [
-            f"this run is complete ({reached}). To train it further, give more steps or epochs, for instance",
+            f"run {config.run} is complete ({reached}), and stays as it is. To train it further, give more steps or epochs:",
             f"  {shell_command('train', str(config.run), str(folder.parent), f'--train.steps {more}')}",
-            "and to train another one, another name (--run NAME) or other settings",
-            closing_screen(previous.summary or {}, folder),
+            "and to train another one, another name (--run NAME, in Python run=)",
         ]
     )
 

@@ -14,10 +14,11 @@ from datetime import datetime
 from typing import Any, cast
 
 from raystride.pipelines.config.run import RecordConfig
+from raystride.pipelines.config.stored_run import missing_run
 from raystride.pipelines.launch.run_store.lease import Owner, RunLease, RunLocked, new_attempt, read_owner
 from raystride.pipelines.launch.run_store.resume import read_previous_attempt
 from raystride.pipelines.observability.record.journal import refuse_newer_entries, stream_entries
-from raystride.pipelines.observability.record.mlflow.database import stored_uri
+from raystride.pipelines.observability.record.mlflow.database import end_killed_runs, stored_uri
 from raystride.pipelines.observability.record.mlflow.follower import replay
 from raystride.pipelines.observability.record.mlflow.links import UI_PORT, comparison_link, is_on_server, runs_link
 from raystride.pipelines.observability.record.mlflow.log import MlflowLog, read_reference
@@ -60,11 +61,14 @@ class StoredRun:
 
 
 def list_runs(storage: Folder) -> None:
-    """Prints a table of all runs, newest last."""
+    """Prints a table of all runs, newest last. Raises CommandRefused if there is no storage."""
     from rich.table import Table
 
     runs = [_read_run(storage / name, name) for name in run_names(storage)]
+    end_killed_runs_in_mlflow(storage)
     runs.sort(key=lambda run: _last_written(run.folder) or "")
+    if not runs and not storage.exists():
+        raise CommandRefused(f"there is no storage {storage}: --storage names the folder that holds the runs")
     if not runs:
         print(f"no runs in {storage}")
         return
@@ -218,6 +222,15 @@ def audit_run(storage: Folder, name: str) -> int:
     return audit([name, "--storage", storage.uri])
 
 
+def end_killed_runs_in_mlflow(storage: Folder) -> None:
+    """Ends runs in the storage's own database whose process is gone, as it could not; a resumed one runs there again."""
+
+    def is_killed(name: str) -> bool:
+        return _has_run(storage, name) and _read_run(storage / name, name).status == "interrupted"
+
+    end_killed_runs(storage, is_killed)
+
+
 def run_names(storage: Folder) -> list[str]:
     """Returns the names of a storage's folders that hold a run."""
     return [name for name in storage.names() if _has_run(storage, name)]
@@ -234,8 +247,7 @@ def _has_run(storage: Folder, name: str) -> bool:
 def find_run(storage: Folder, name: str) -> StoredRun:
     """Returns the run of that name. Raises CommandRefused if there is none."""
     if not _has_run(storage, name):
-        known = ", ".join(run_names(storage)[-10:]) or "none"
-        raise CommandRefused(f"there is no run {name!r} in {storage} (there is: {known})")
+        raise CommandRefused(str(missing_run(storage, name, run_names(storage))))
     return _read_run(storage / name, name)
 
 

@@ -10,13 +10,16 @@ from dataclasses import replace
 from typing import Any
 
 from raystride.pipelines.config import Config, RecordConfig, SettingError
+from raystride.pipelines.config.attempts import SETTINGS_FILE
 from raystride.pipelines.config.parse import Parsed
+from raystride.pipelines.config.stored_run import missing_run
 from raystride.pipelines.data.plugins import TASKS, load_plugins
 from raystride.pipelines.data.prepare.choose_task import choose_task
 from raystride.pipelines.data.sources.registry import registered_sources
 from raystride.pipelines.data.stored_code import admit_stored_code
 from raystride.pipelines.launch.cluster.cluster import CannotRun
 from raystride.pipelines.launch.cluster.internals import is_submitted_job
+from raystride.pipelines.launch.run_store.naming import name_run
 from raystride.pipelines.observability.record.mlflow.database import MAX_DATABASE_BYTES, database_uri
 from raystride.pipelines.system.storage.folder import UNWRITABLE_ERRNOS, Folder, absolute_uri
 from raystride.pipelines.system.variables import exempt_loopback_from_proxies
@@ -61,14 +64,14 @@ def locate_run(parsed: Parsed[Config]) -> tuple[Config, Folder]:
 
     Inside a submitted job the working directory is a temporary package, so a relative storage is below $RAYSTRIDE_STORAGE or
     ~/raystride on the head. Raises SettingError for an address with a redacted password that cannot be restored, CannotRun
-    and OSError as `make_storage` does, SettingError and DataError as `choose_task` does, SettingError without a source.
+    and OSError as `make_storage` does, SettingError and DataError as `choose_task` and `name_run` do, and without a source.
     """
     config = with_data(parsed)
     unused = () if config.record.mlflow else ("record.mlflow_uri",)
     config = config.with_secrets(optional=("data.test_source", *unused))
     storage = Folder.from_uri(config.storage, storage_base())
     config = choose_task(config, storage)
-    config = replace(config, storage=storage.uri, run=config.run or config.default_run(parsed.preset))
+    config = replace(config, storage=storage.uri, run=config.run or name_run(config, parsed.preset, storage))
     make_storage(storage)
     exempt_loopback_from_proxies()
     config = with_tracking_variables(config, storage)
@@ -82,8 +85,20 @@ def with_data(parsed: Parsed[Any]) -> Any:
     config = admit_stored_code(parsed.settings)
     if not parsed.has_source and getattr(TASKS.get(config.task), "reads_dataset", False):
         return replace(config, data=replace(config.data, source=config.task))
+    if not parsed.has_source and config.run and parsed.preset == "run":
+        _refuse_missing_run(config)
     parsed.require_source()
     return config
+
+
+def _refuse_missing_run(config: Config) -> None:
+    """Raises SettingError if settings that name a run but no data name one that is not there."""
+    storage = Folder.from_uri(config.storage, storage_base())
+    if not (storage / str(config.run)).exists(SETTINGS_FILE):
+        known = [name for name in storage.names() if (storage / name).exists(SETTINGS_FILE)]
+        missing = missing_run(storage, str(config.run), known)
+        message = f"{missing}. To begin one, name its data: --config NAME, or --data.source"
+        raise SettingError(message, setting=missing.setting, value=missing.value)
 
 
 def make_storage(storage: Folder) -> None:

@@ -7,9 +7,9 @@ describe_completion(previous, config)                     # "500 steps", or None
 refuse_different_bits(folder / "checkpoints", bits)       # train.exact: raises SettingError if the machine differs
 """
 
-import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from shlex import quote
@@ -52,6 +52,8 @@ from raystride.pipelines.train.checkpoint.layout import (
 S = TypeVar("S", ModelConfig, TokenizerConfig)
 PATH_SETTINGS = ("data.source", "data.validation_source", "data.target_source", "tokenizer.file")
 """Settings that are paths of data: different spellings can mean the same."""
+UNKNOWN_CHANGES = "files, or their time stamps: the preparation is gone, or of a version that did not note their content"
+"""What `_find_data_changes` returns if it cannot tell."""
 
 
 @dataclass(frozen=True)
@@ -69,6 +71,10 @@ class PreviousAttempt:
     """Fingerprint of the facts learned from all sources together."""
     content: Mapping[str, str] = field(default_factory=dict)
     """Hashes of the raw files' content by source name, "" for a single source; empty for runs of earlier versions."""
+    code: Mapping[str, str] | None = None
+    """Hashes of the files of its plug-ins and transforms, by their names; None for runs of 0.3, which have none."""
+    own_model: Mapping[str, Any] = field(default_factory=dict)
+    """Hashes of a user's own model: its `code`, and the `content` of its data by name; empty for runs of 0.3."""
     edits: Sequence[str] = field(default_factory=list)
     """Settings that differ in `config.yaml` since the attempt wrote it, a line each."""
 
@@ -94,6 +100,8 @@ def read_previous_attempt(folder: Folder) -> PreviousAttempt | None:
         environment.get("sources", {}),
         environment.get("learned", ""),
         environment.get("content", {}),
+        environment.get("code_sha256"),
+        environment.get("own_model", {}),
         edits,
     )
 
@@ -175,19 +183,13 @@ def refuse_changes(
 def keep_preparations(previous: PreviousAttempt, context: RunContext) -> KeptPreparations:
     """Returns the preparations with which a run resumes: all complete ones, whatever their raw files are now.
 
-    Logs one line if raw files can be read and differ from those of a complete preparation. An incomplete preparation is kept
-    if its raw files are the same. Raises DataError if they are not, or are gone.
+    Shows one line if raw files can be read and differ from those of a complete preparation. An incomplete preparation is
+    kept if its raw files are the same. Raises DataError if they are not, or are gone.
     """
     kept: dict[str, str] = {}
-    task, log = context.task, context.log
-    for name, own in context.config.by_source().items():
-        before, came_back = previous.fingerprints.get(name), name not in previous.config.by_source()
-        if before is None or came_back or own.data.follow:
-            continue
+    task = context.task
+    for name, own, before in _known_preparations(previous, context):
         folder, label = context.storage / ".prepared" / before, f" of data.sources.{name}" if name else ""
-        if task.reads_dataset:
-            _compare_dataset(folder, task, log)
-            continue
         is_whole = load_finished_manifest(folder) is not None
         try:
             changes = _find_data_changes(own, task.under(own), folder, before, previous, name, check_all=not is_whole)
@@ -209,7 +211,7 @@ def keep_preparations(previous: PreviousAttempt, context: RunContext) -> KeptPre
                 settings=("data.source",),
             )
         if changes:
-            log(
+            context.notice(
                 f"data: raw files{label} have changed since this run began ({describe_changed_files(changes)}); it goes on "
                 "with what was prepared then. To train on the new data, give another --run NAME"
             )
@@ -217,39 +219,24 @@ def keep_preparations(previous: PreviousAttempt, context: RunContext) -> KeptPre
     return KeptPreparations(previous.learned, kept)
 
 
-def _compare_dataset(folder: Folder, task: Task, log: Callable[[str], None]) -> None:
-    """Logs a line if the code of a user's model or data has changed. Raises SettingError if lengths or shapes have."""
-    manifest = load_finished_manifest(folder)
-    before = manifest.learned.get("dataset") if manifest else None
-    if before is None:
-        return
-    now = json.loads(json.dumps(task.describe_dataset()))
-    if before["code"] != now["code"]:
-        log("model: the code of model, data or loss has changed since this run began; it goes on with the new one")
-    for key in ("logged", "measured"):
-        if before[key] != now[key]:
-            earlier, current = (", ".join(description[key]) or "none" for description in (before, now))
-            log(f"figures of {'the loss' if key == 'logged' else 'metrics'}: {earlier} before, {current} now")
-    for key, names in (("parameters", "model"), ("sample", "data"), ("train", "data"), ("validation", "validation")):
-        if before[key] == now[key]:
-            continue
-        was, given = describe_difference(before[key], now[key])
-        raise SettingError(
-            f"{names} differs from that of this run: {key} {was} before, {given} now. Give the former one, or start another "
-            "run with another name",
-            setting=names,
-            value=given,
-            allowed=was,
-        )
+def _known_preparations(previous: PreviousAttempt, context: RunContext) -> Iterator[tuple[str, Config, str]]:
+    """Yields name, settings and previous fingerprint of each source whose files were all there when the run began."""
+    known = previous.config.by_source()
+    for name, own in context.config.by_source().items() if not context.task.reads_dataset else ():
+        if (before := previous.fingerprints.get(name)) is not None and name in known and not own.data.follow:
+            yield name, own, before
 
 
-def describe_difference(before: Any, now: Any) -> tuple[str, str]:
-    """Returns the first difference of two mappings of JSON values, on both sides; of other values these."""
-    if isinstance(before, dict) and isinstance(now, dict):
-        for key in dict.fromkeys((*before, *now)):
-            if before.get(key) != now.get(key):
-                return f"{key} {before.get(key, 'none')}", f"{key} {now.get(key, 'none')}"
-    return str(before), str(now)
+def find_changed_preparations(previous: PreviousAttempt, context: RunContext) -> list[str]:
+    """Returns how raw files differ from those that a run was trained on, a line each; none where that cannot be told."""
+    task, found = context.task, list[str]()
+    for name, own, before in _known_preparations(previous, context):
+        folder = context.storage / ".prepared" / before
+        with suppress(DataError, SettingError, OSError):
+            changes = _find_data_changes(own, task.under(own), folder, before, previous, name, check_all=False)
+            label = f"data.sources.{name}" if name else "data.source"
+            found += [f"{label}: {change}" for change in changes if change != UNKNOWN_CHANGES]
+    return found
 
 
 def has_same_data(previous: PreviousAttempt, context: RunContext) -> bool:
@@ -278,7 +265,7 @@ def _find_data_changes(
     if changes is None and previous.content.get(name) == hash_raw_files(list_raw_files(source, validation)):
         return []
     if changes is None:
-        return ["files, or their time stamps: the preparation is gone, or of a version that did not note their content"]
+        return [UNKNOWN_CHANGES]
     if changes:
         return changes
     known = {file.key: file.stamp for file in read_raw_files(folder) or ()}
@@ -337,13 +324,20 @@ def newest_manifest(folder: Folder) -> dict[str, Any]:
     return next(filter(None, (read_manifest(checkpoints / name) for name in names)), {})
 
 
-def refuse_fewer_steps(config: Config, reached: int | None) -> None:
-    """Raises SettingError if a resumed run is already past the requested steps."""
-    if reached and 0 < config.train.steps < reached:
-        raise config.train.error(
-            "steps",
-            f"must be at least {reached}, where run {config.run} is already: give more, or start another with --run NAME",
-        )
+def refuse_less(previous: PreviousAttempt, config: Config, saved: int | None) -> None:
+    """Raises SettingError if a run is already past the requested steps, or has ended with more epochs.
+
+    `saved` is the step of its newest checkpoint.
+    """
+    train, summary = config.train, previous.summary or {}
+    reached = max(saved or 0, (summary.get("steps") or 0) if summary.get("complete") else 0)
+    remedy = "give more, or start another with --run NAME (in Python run=)"
+    if 0 < train.steps < reached:
+        raise train.error("steps", f"must be at least {reached}, where run {config.run} is already: {remedy}")
+    ended = describe_completion(previous, previous.config) and not 0 < previous.config.train.steps <= reached
+    if ended and not train.steps and 0 < train.epochs < previous.config.train.epochs:
+        least = previous.config.train.epochs
+        raise train.error("epochs", f"must be at least {least:g}, with which run {config.run} has ended: {remedy}")
 
 
 def describe_bit_dependencies(

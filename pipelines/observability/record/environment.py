@@ -90,6 +90,8 @@ class RunEnvironment(Environment, DataFingerprints):
     """The base model of a new run, as its folder describes it: family, parameters, context, vocabulary."""
     code_sha256: dict[str, str]
     """Hashes of the files of plug-ins and transforms, by their names in the settings."""
+    own_model: NotRequired[dict[str, Any]]
+    """Of a user's own model: a hash of its `code`, and hashes of the `content` of `data` and `validation`."""
 
 
 def describe_environment() -> Environment:

@@ -203,7 +203,12 @@ class Recorder:
             return
         self._mlflow.raise_priority()
         finished, busy_until = self._follower.finish(status, MLFLOW_END_S), time.monotonic() + BUSY_END_S
-        if not finished and status != "stopped" and self._mlflow.is_waiting_for_local_machine:
+        if (
+            not finished
+            and not self._follower.is_lasting
+            and status != "stopped"
+            and self._mlflow.is_waiting_for_local_machine
+        ):
             while not finished and self._mlflow.is_waiting_for_local_machine and time.monotonic() < busy_until:
                 finished = self._follower.wait_for_end(POLL_S)
             finished = finished or self._follower.wait_for_end(MLFLOW_END_S)  # now the server's time

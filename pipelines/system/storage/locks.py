@@ -9,6 +9,7 @@ with file_lock(folder / ".lock", 120, TimeoutError("another process holds it")):
 import errno
 import fcntl
 import os
+import stat
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -22,7 +23,7 @@ UNSUPPORTED_ERRNOS = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS)
 
 @contextmanager
 def file_lock(path: Path, timeout_s: float, timeout_error: Exception | None = None) -> Iterator[None]:
-    """Creates a file and holds an exclusive lock on it.
+    """Creates a file, for all who may write in its folder, and holds an exclusive lock on it.
 
     If another process holds it for `timeout_s` seconds, raises `timeout_error`, or continues without the lock if that is
     None. Raises OSError if the file cannot be opened.
@@ -64,3 +65,19 @@ def _open_for_members(path: Path) -> IO[bytes]:
         if own.st_mode & 0o777 != mode:
             os.fchmod(opened, mode)
     return handle
+
+
+def share_with_group(path: Path) -> None:
+    """Gives a file or folder the group of its folder, and lets the group write if it may write there.
+
+    So does git's core.sharedRepository. Does nothing for what another user owns.
+    """
+    folder = path.parent.stat()
+    if not folder.st_mode & stat.S_IWGRP:
+        return
+    with suppress(PermissionError):
+        if path.stat().st_gid != folder.st_gid:
+            os.chown(path, -1, folder.st_gid)
+        mode = path.stat().st_mode
+        inherited = folder.st_mode & stat.S_ISGID if path.is_dir() else 0
+        os.chmod(path, stat.S_IMODE(mode) | (folder.st_mode & (stat.S_IRWXG if path.is_dir() else 0o060)) | inherited)

@@ -19,6 +19,7 @@ from raystride.pipelines.config import Config, SettingError, TrainConfig
 from raystride.pipelines.data.feed.order import Order
 from raystride.pipelines.data.prepare.code_hash import hash_code, qualified_name
 from raystride.pipelines.data.sources.faults import DataError
+from raystride.pipelines.train.own_model.content import hash_content
 from raystride.pipelines.train.own_model.dataset import IndexedDataset, describe_sample
 from raystride.pipelines.train.own_model.definition import OwnModel, call_users
 from raystride.pipelines.train.own_model.network import as_sums, read_loss
@@ -41,8 +42,8 @@ def describe_own_model(own: OwnModel, config: Config) -> dict[str, Any]:
     num_train, structure = describe_dataset(dataset)
     held_out = own.open_split("validation", config.fit)
     if held_out is None:
-        splits = split_indices(num_train, config.data.validation_fraction, config.seed)
-        num_train, num_validation = len(splits["train"]), len(splits["validation"])
+        indices = split_indices(num_train, config.data.validation_fraction, config.seed)
+        num_train, num_validation = len(indices["train"]), len(indices["validation"])
     else:
         num_validation = describe_dataset(held_out)[0]
     users = {item.name: getattr(own, item.name) for item in fields(own)}
@@ -59,6 +60,7 @@ def describe_own_model(own: OwnModel, config: Config) -> dict[str, Any]:
         del network
         _check_schedule(own, config.train)
         rehearse(own, config, [(batch, count) for batch in batches], made)
+    splits = {"data": dataset, "validation": held_out}
     return {
         "train": num_train,
         "validation": num_validation,
@@ -68,6 +70,7 @@ def describe_own_model(own: OwnModel, config: Config) -> dict[str, Any]:
         "measured": measured,
         "activation_bytes": saved / count,
         "code": _hash_parts(own),
+        "content": {name: hash_content(part) for name, part in splits.items() if part is not None},
     }
 
 

@@ -79,8 +79,9 @@ class OwnModelTask(Task):
         """Returns what identifies model and data, as JSON, after one forward and backward of two samples on the CPU.
 
         Keys: `train`, `validation` (samples), `sample` (structure), `parameters` (shapes by name), `logged` (names of
-        further losses), `measured` (names of `metrics`), `code`, `activation_bytes` (those that a sample's forward
-        saves for its backward, in fp32). Computed once a process. Raises DataError, SettingError.
+        further losses), `measured` (names of `metrics`), `code`, `content` (hashes of samples of `data` and `validation`),
+        `activation_bytes` (those that a sample's forward saves for its backward, in fp32). Computed once a process. Raises
+        DataError, SettingError.
         """
         if "dataset" in self.facts:
             return dict(self.facts["dataset"])
@@ -95,7 +96,7 @@ class OwnModelTask(Task):
     def shaped_by(self) -> dict[str, Any]:
         """Returns lengths and structure of the data, and the network's parameters: a resumed run must have the same."""
         described = self.describe_dataset()
-        return {key: value for key, value in described.items() if key not in ("code", "activation_bytes")}
+        return {key: value for key, value in described.items() if key not in ("code", "content", "activation_bytes")}
 
     def open_samples(self, split: str) -> "IndexedSamples":
         """Returns the samples of `train` or `validation`. Raises DataError for data that is too short."""

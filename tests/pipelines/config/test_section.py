@@ -106,6 +106,31 @@ def test_a_runs_default_name_depends_on_fixed_settings_alone(steps: int, seed: i
     assert replace(base, seed=seed + 1).default_run("x") != base.default_run("x")
 
 
+def test_a_runs_default_name_depends_on_all_that_shapes_its_result() -> None:
+    """Length, workers and records do not; until 0.3 the learning rate did not either."""
+    base, shaping = Config(), set(Config().free_result_settings())
+    assert {"optimizer.learning_rate", "train.precision", "train.clip_norm", "validation.metric", "guard.spike"} <= shaping
+    free = set(base.flat()) - set(base.fixed_settings()) - shaping
+    sections = {"scaling", "launch", "resume", "record", "profile", "sample", "decoding", "checkpoint"}
+    assert {key for key in free if key.partition(".")[0] not in sections} == {
+        *("plugins", "run", "storage", "model.family", "model.kernels", "model.attention", "model.linear"),
+        *("data.image_root", "data.test_source", "data.prefetch", "data.prefetch_mib", "data.read_processes"),
+        *("data.cache_gib", "train.steps", "train.epochs", "train.hours", "train.batch", "train.micro_batch_slots"),
+        *("train.activation_checkpointing", "train.compile", "train.log_every", "train.deterministic"),
+        *("guard.policy", "guard.max_bad_steps", "validation.every", "validation.samples", "validation.patience"),
+        "validation.bleu_tokenizer",
+    }
+    other = replace(base, optimizer=replace(base.optimizer, learning_rate=0.5))
+    assert other.default_run("x") != base.default_run("x")
+    assert other.default_run_of_0_3("x") == base.default_run_of_0_3("x")
+    variants = {"optimizer.learning_rate": [0.1, 0.2]}
+    adapters = replace(
+        base, model=replace(base.model, init_from="b"), lora=replace(base.lora, rank=4, adapters=2, variants=variants)
+    )
+    rates = replace(adapters.lora, variants={"optimizer.learning_rate": [0.1, 0.3]})
+    assert replace(adapters, lora=rates).default_run("x") != adapters.default_run("x")
+
+
 def test_free_and_fixed_settings_are_told_apart() -> None:
     fixed = Config().fixed_settings()
     assert {"seed", "model.hidden_size", "data.source", "train.slots", "train.slot_size", "tokenizer.kind"} <= fixed.keys()

@@ -141,4 +141,4 @@ def test_printed_commands_can_be_pasted(served: tuple[Path, str, str, str]) -> N
 def test_a_run_that_is_not_there_is_said_at_once(tmp_path: Path) -> None:
     outcome = finish_job(start_script("serve", "--run", "none", "--storage", str(tmp_path)))
     assert outcome.code == 2
-    assert "there is no such run" in outcome.err
+    assert "there is no run" in outcome.err

@@ -13,10 +13,10 @@ import torch
 
 from raystride.pipelines.config import Config, LaunchConfig, LoraConfig, ScalingConfig, SettingError, TrainConfig
 from raystride.pipelines.evaluate.load_run import open_run
-from raystride.pipelines.launch.adapters_job import expand_adapters
 from raystride.pipelines.launch.cluster.resources import Resources
 from raystride.pipelines.launch.console.failure import TrainingFailed
 from raystride.pipelines.launch.console.screen import SilentScreen
+from raystride.pipelines.launch.run_store.naming import expand_adapters
 from raystride.pipelines.launch.train_job import train
 from raystride.pipelines.system.storage.folder import Folder
 from raystride.pipelines.train.memory.estimate import estimate

@@ -36,6 +36,7 @@ from raystride.pipelines.evaluate.prediction import predict_locally
 from raystride.pipelines.launch.console.screen import SilentScreen
 from raystride.pipelines.launch.run_store.resume import keep_preparations, read_previous_attempt
 from raystride.pipelines.launch.train_job import train
+from raystride.pipelines.observability.record.summary import put_summary
 from raystride.pipelines.system.storage.folder import Folder
 from tests.errors import refused, unreadable
 from tests.tiny import tiny, write_text
@@ -50,6 +51,8 @@ class Lines(SilentScreen):
     def log(self, text: str) -> None:
         """Keeps lines of standard output."""
         self.lines.append(text)
+
+    notice = log
 
     def saying(self, word: str) -> list[str]:
         """Returns the lines with a word."""
@@ -123,6 +126,24 @@ def test_raw_files_that_hold_the_same_or_are_gone_change_nothing(
     assert screen.saying("prepared before")
     assert not screen.saying("have changed")
     assert len((Folder(config.storage) / ".prepared").names()) == 1
+
+
+def test_a_complete_run_is_not_returned_for_other_raw_files(folder: Folder, config: Config) -> None:
+    assert _go_on(config, steps=4)[0]["steps"] == 4
+    text = Path(config.data.source)
+    content = text.read_text()
+    text.write_text(content.replace("fox", "cat"))
+    with refused("run", "r", names=["complete (4 steps)", "data.source: text.txt: other content of the same size"]):
+        _go_on(config, steps=4)
+    environment = read_environment(folder)
+    put_attempt(folder, newest_attempt(folder).name, parse_settings(folder), {**environment, "content": {}})
+    put_summary(folder, {"run": "r", "status": "finished", "complete": True, "steps": 4})
+    prepared = Path(config.storage) / ".prepared"
+    prepared.rename(prepared.with_name("elsewhere"))
+    assert _go_on(config, steps=4)[0]["steps"] == 4, "a run of an earlier version, whose files cannot be compared"
+    prepared.with_name("elsewhere").rename(prepared)
+    text.unlink()
+    assert _go_on(config, steps=4)[0]["steps"] == 4, "nor files that are gone"
 
 
 def test_a_line_says_which_raw_files_have_changed(folder: Folder, config: Config) -> None:

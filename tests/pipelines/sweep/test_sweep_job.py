@@ -12,7 +12,14 @@ from raystride.pipelines.config.sweep import SweepJobConfig
 from raystride.pipelines.launch.console.screen import SilentScreen
 from raystride.pipelines.sweep.result import Result, load_candidate_result, load_results, save_result
 from raystride.pipelines.sweep.space import Candidate
-from raystride.pipelines.sweep.sweep_job import _load_known, _tokenizer_warning, list_candidates, run_sweep, run_trials
+from raystride.pipelines.sweep.sweep_job import (
+    _load_known,
+    _refuse_other_code,
+    _tokenizer_warning,
+    list_candidates,
+    run_sweep,
+    run_trials,
+)
 from raystride.pipelines.system.storage.folder import Folder
 from tests.errors import refused, unreadable
 from tests.pipelines.sweep.test_report_page import CLUSTER, sweep, trial
@@ -131,6 +138,25 @@ def test_a_key_is_no_proof_of_the_settings(tmp_path: Path) -> None:
     save_result(folder, replace(_measured_result(one), key=other.key))
     assert _load_known(base, folder, list_candidates(base)) == {}
     assert load_candidate_result(folder, other) is None
+
+
+def test_a_sweep_means_its_settings_and_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Trials of other settings have other keys; of other code they would be taken for these."""
+    monkeypatch.chdir(tmp_path)
+    base, folder = replace(sweep(), run="s"), Folder(str(tmp_path / "s"))
+    faster = replace(base, optimizer=replace(base.optimizer, learning_rate=0.5))
+    assert not {one.key for one in list_candidates(base)} & {one.key for one in list_candidates(faster)}
+    assert base.training().default_run("x") != faster.training().default_run("x")
+    (tmp_path / "own.py").write_text("x = 1")
+    base = replace(base, plugins=("own.py",))
+    _refuse_other_code(base, folder)
+    save_result(folder, _measured_result(list_candidates(base)[0]))
+    _refuse_other_code(base, folder)
+    (tmp_path / "own.py").write_text("x = 2")
+    with refused("run", "s", names=["other code", "--run NAME"]):
+        _refuse_other_code(base, folder)
+    folder.remove("code.json")  # as of 0.3
+    _refuse_other_code(base, folder)
 
 
 @pytest.mark.long

@@ -3,12 +3,15 @@
 uri = database_uri(storage)                              # sqlite:////data/runs/mlflow.db
 with schema_lock(uri):
     relocate_artifacts(uri)                              # the storage may have been copied or moved
+
+`schema.ensure_schema` makes and migrates its tables.
 """
 
 import os
 import sqlite3
-from collections.abc import Iterator, Mapping
-from contextlib import closing, contextmanager
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +57,9 @@ def artifact_root(uri: str) -> str | None:
 def relocate_artifacts(uri: str) -> None:
     """Updates the artifact locations in a storage's own database if the storage was copied or moved.
 
-    MLflow stores absolute artifact locations in experiments, runs and logged models. Call it under `schema_lock`.
+    MLflow stores absolute artifact locations in experiments, runs and logged models. Those below a former root of this
+    storage are changed: an experiment of ours has a root as its location, one of a server a folder in the server's own.
+    Call it under `schema_lock`.
     """
     place, path = artifact_root(uri), Path(uri.removeprefix("sqlite:///"))
     assert place is not None
@@ -63,15 +68,49 @@ def relocate_artifacts(uri: str) -> None:
     with closing(sqlite3.connect(path, timeout=SCHEMA_TIMEOUT_S)) as connection, connection:
         tables = {name for (name,) in connection.execute("select name from sqlite_master where type = 'table'")}
         columns = [(table, column) for table, column in ARTIFACT_COLUMNS if table in tables]
+        if ARTIFACT_COLUMNS[0] not in columns:
+            return
+        roots = [root for old in _distinct(connection, *ARTIFACT_COLUMNS[0]) if (root := _former_root(old, place))]
         for table, column in columns:
-            found_places = f"select distinct {column} from {table} where {column} is not null"  # noqa: S608, constants
-            for (old,) in connection.execute(found_places).fetchall():
-                base, marker, subpath = old.rpartition(f"/{ARTIFACT_FOLDER}")
-                old_root = f"{base}{marker}".removeprefix("file://")
-                if not marker or subpath[:1] not in ("", "/") or old_root == place or _is_same_folder(old_root, place):
-                    continue
-                update = f"update {table} set {column} = ? where {column} = ?"  # noqa: S608, constants
-                connection.execute(update, (f"{place}{subpath}", old))
+            for old in _distinct(connection, table, column):
+                plain = old.removeprefix("file://")
+                root = next((root for root in roots if plain == root or plain.startswith(f"{root}/")), None)
+                if root:
+                    update = f"update {table} set {column} = ? where {column} = ?"  # noqa: S608, constants
+                    connection.execute(update, (f"{place}{plain.removeprefix(root)}", old))
+
+
+def _distinct(connection: sqlite3.Connection, table: str, column: str) -> list[str]:
+    """Returns the texts in a column."""
+    found = connection.execute(f"select distinct {column} from {table} where {column} is not null")  # noqa: S608, constants
+    return [text for (text,) in found.fetchall()]
+
+
+def _former_root(location: str, place: str) -> str | None:
+    """Returns an experiment's location if it is the root of another place of the storage, else None."""
+    plain = location.removeprefix("file://")
+    is_root = plain.startswith("/") and plain.rpartition("/")[2] == ARTIFACT_FOLDER
+    return plain if is_root and plain != place and not _is_same_folder(plain, place) else None
+
+
+def end_killed_runs(storage: Folder, is_killed: Callable[[str], bool]) -> None:
+    """Ends runs as KILLED that the storage's own database shows as running; `is_killed` is asked by the run's name.
+
+    Does nothing without a database, or if it is busy or not as this version knows it.
+    """
+    path = storage.local and storage.local / DATABASE_FILE
+    if not path or not path.exists():
+        return
+    with suppress(sqlite3.Error), closing(sqlite3.connect(path, timeout=1.0)) as connection:
+        running = connection.execute(
+            "select run_uuid, name from runs where status = 'RUNNING' and lifecycle_stage = 'active'"
+        ).fetchall()
+        for run_id, name in running:
+            if name and is_killed(name):
+                newest = connection.execute("select max(timestamp) from metrics where run_uuid = ?", (run_id,)).fetchone()[0]
+                update = "update runs set status = 'KILLED', end_time = ? where run_uuid = ? and status = 'RUNNING'"
+                connection.execute(update, (newest or round(time.time() * 1000), run_id))
+        connection.commit()
 
 
 def _is_same_folder(first: str, second: str) -> bool:

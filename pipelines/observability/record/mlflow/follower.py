@@ -13,6 +13,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable
 from shlex import quote
+from typing import NamedTuple
 
 from raystride.pipelines.observability.record.entry import Entry
 from raystride.pipelines.observability.record.journal import Segment, join_segments, list_segments, read_segment
@@ -27,12 +28,42 @@ MIN_BACKOFF_S, MAX_BACKOFF_S = 1.0, 30.0
 MIN_PASS_INTERVAL_S = 3.0
 """Minimum seconds between two passes: a call to MLflow takes 5 ms of CPU time, and 0.06 ms per metric."""
 SEGMENTS_PER_CALL = 32
-REFUSAL_MARKS = ("error code 401", "error code 403", "PERMISSION_DENIED", "UNAUTHENTICATED")
-REFUSED = (
-    "refuses who asks: look at MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, and at what that user may do there",
-    "by `raystride runs replay` with the right ones",
+
+
+class Outage(NamedTuple):
+    """Kind of error after which nothing is logged, as its warning says it."""
+
+    problem: str
+    replay: str
+    """When, or by what, the missing entries are logged."""
+    marks: tuple[str, ...] = ()
+    """Parts of its errors."""
+    is_lasting: bool = False
+    """Whether it is there until somebody changes something, so that the end of a run does not wait for it."""
+
+
+OUTAGES = (
+    Outage(
+        "refuses who asks: look at MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, and at what that user may do "
+        "there",
+        "by `raystride runs replay` with the right ones",
+        ("error code 401", "error code 403", "PERMISSION_DENIED", "UNAUTHENTICATED"),
+    ),
+    Outage(
+        "may not be written by this user: have its folder writable for a group that both are in, or give "
+        "--record.mlflow_uri another database or a server",
+        "by `raystride runs replay` when it may",
+        ("PermissionError", "readonly database"),
+        is_lasting=True,
+    ),
+    Outage(
+        "gets nothing, as the package mlflow cannot be imported here: install it, or set --record.mlflow false",
+        "by `raystride runs replay` when it can",
+        ("ImportError", "ModuleNotFoundError"),
+        is_lasting=True,
+    ),
 )
-AWAY = ("cannot be reached", "when it is back")
+AWAY = Outage("cannot be reached", "when it is back")
 MAX_CACHED = 64
 """Segments cached in memory, so that new ones need not be read back; older ones are read from the journal."""
 
@@ -77,7 +108,11 @@ class Follower:
         self._ended_at = 0.0
         self.cause = ""
         """Error of the last failed attempt; empty after a successful one."""
-        self._end_logged = threading.Event()
+        self.is_lasting = False
+        """Whether that error is there until somebody changes something."""
+        self._is_end_logged = False
+        self._tried_end = threading.Event()
+        """Set when the end is logged, or waiting for it is of no use."""
         self._closed = False
         self._thread: threading.Thread | None = None
 
@@ -111,14 +146,15 @@ class Follower:
         with self._changed:
             self._status, self._ended_at = status, time.time()
             self._has_work = True
-            self._end_logged.clear()
+            self._is_end_logged = False
+            self._tried_end.clear()
             self._changed.notify_all()
         self._start_thread()
-        return self._end_logged.wait(timeout_s)
+        return self.wait_for_end(timeout_s)
 
     def wait_for_end(self, timeout_s: float) -> bool:
         """Waits longer for the end that `finish` requested; returns whether it came within `timeout_s` seconds more."""
-        return self._end_logged.wait(timeout_s)
+        return self._tried_end.wait(timeout_s) and self._is_end_logged
 
     def close(self) -> None:
         """Stops the thread; a replay can log the rest."""
@@ -195,8 +231,9 @@ class Follower:
                 if status:
                     self._permit.check()
                     self._log.end_run(status, self._ended_at)
-                    self._end_logged.set()
-                pause, warned, self.cause = MIN_BACKOFF_S, False, ""
+                    self._is_end_logged = True
+                    self._tried_end.set()
+                pause, warned, self.cause, self.is_lasting = MIN_BACKOFF_S, False, "", False
                 with self._changed:
                     self._changed.wait_for(self._is_ending, MIN_PASS_INTERVAL_S)
             except Exception as error:  # MLflow, its database and its server raise errors of any type
@@ -205,13 +242,17 @@ class Follower:
                 cause = redact(str(error) if isinstance(error, MlflowFailed) else f"{type(error).__name__}: {error}")
                 self.cause = cause[:200]
                 self._log.disconnect()
+                outage = next((known for known in OUTAGES if any(mark in cause for mark in known.marks)), AWAY)
+                self.is_lasting = outage.is_lasting
                 if not warned:
                     warned = True
-                    problem_text, replay_time = REFUSED if any(sign in cause for sign in REFUSAL_MARKS) else AWAY
                     self._warn(
-                        f"MLflow at {self._log.public_uri} {problem_text}; training goes on, and what it misses is "
-                        f"replayed {replay_time} ({self.cause})"
+                        f"MLflow at {self._log.public_uri} {outage.problem}; training goes on, and what it misses is "
+                        f"replayed {outage.replay} ({self.cause})"
                     )
+                if status and self.is_lasting:
+                    self._tried_end.set()
+                    return
                 with self._changed:
                     # If the end of the run waits for this thread, retry at once, and then after a short pause.
                     if status is None and self._status is None:

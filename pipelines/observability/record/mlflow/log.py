@@ -45,6 +45,7 @@ from raystride.pipelines.observability.record.mlflow.names import (
     metric_name,
     section_name,
 )
+from raystride.pipelines.observability.record.mlflow.schema import ensure_schema
 from raystride.pipelines.observability.record.summary import STATUSES
 from raystride.pipelines.system.credentials import public_uri
 from raystride.pipelines.system.storage.folder import Folder
@@ -97,6 +98,8 @@ class MlflowLog:
         own = folder.parent.local and uri == database_uri(folder.parent)
         self._stored_uri = OWN_DATABASE if own else public_uri(uri)
         self.reference: dict[str, Any] = {"logged": {}}
+        self._notes: list[str] = []
+        """What connecting has changed, for the next call of `log`."""
         self._damage: SealBroken | None = None
         """Raised when the log connects: a run trains on without MLflow."""
         try:
@@ -156,13 +159,14 @@ class MlflowLog:
         self._client = None
 
     def log(self, entries: list[Entry]) -> list[str]:
-        """Logs entries in calls of at most 1,000 metrics; returns permanent failures as sentences."""
+        """Logs entries in calls of at most 1,000 metrics; returns permanent failures, and what became of a database, as
+        sentences."""
         from mlflow.entities import RunTag
 
         client, run_id = self.connect()
         metrics: list[Metric] = []
         tags: dict[str, str] = {}
-        problems: list[str] = []
+        problems, self._notes = self._notes, []
         for entry in entries:
             if entry["kind"] == "metrics" or entry["kind"] == "system":
                 metrics += list(self._to_metrics(entry, problems))
@@ -206,9 +210,10 @@ class MlflowLog:
         from mlflow import MlflowClient
 
         with schema_lock(self.uri):
-            client = MlflowClient(self.uri)
             if self._stored_uri == OWN_DATABASE:
+                ensure_schema(self.uri, self._notes.append)
                 relocate_artifacts(self.uri)
+            client = MlflowClient(self.uri)
             run = self._find_run(client) or self._make_run(client)
         _drop_cached_artifact_location(run.info.run_id)
         self.reference |= {"run_id": run.info.run_id, "experiment_id": run.info.experiment_id, "ended": False}

@@ -23,7 +23,9 @@ from raystride.pipelines.observability.record.mlflow.database import (
     schema_lock,
 )
 from raystride.pipelines.observability.record.mlflow.links import UI_PORT, run_link, runs_link
-from raystride.pipelines.observability.record.mlflow.log import ENVIRONMENT, MLFLOW_REFERENCE, read_reference
+from raystride.pipelines.observability.record.mlflow.log import ENVIRONMENT, MLFLOW_REFERENCE, load_mlflow, read_reference
+from raystride.pipelines.observability.record.mlflow.schema import ensure_schema
+from raystride.pipelines.system.output import print_warning
 from raystride.pipelines.system.storage.folder import Folder
 from raystride.pipelines.system.storage.sealed import SealBroken
 
@@ -46,7 +48,9 @@ def main(arguments: list[str] | None = None) -> int:
     stop_requested = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: stop_requested.set())
+    load_mlflow()
     with schema_lock(database_uri(storage)):
+        ensure_schema(database_uri(storage), print_warning)
         relocate_artifacts(database_uri(storage))
     if is_listening(given.port):
         print(f"--port is {given.port}: another program listens there; give another --port", file=sys.stderr)

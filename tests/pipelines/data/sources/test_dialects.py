@@ -132,7 +132,7 @@ def test_what_was_prepared_before_is_found_again(tmp_path: Path) -> None:
     config = replace(Config(), data=DataConfig(source=str(path)))
     before = identity(config, build_task(config)).data
     assert before == "ae74bc2a9b3addfb"
-    assert replace(config, data=DataConfig(source="rows.csv")).default_run("p") == "p-8cef1478"
+    assert replace(config, data=DataConfig(source="rows.csv")).default_run_of_0_3("p") == "p-8cef1478"
     for change in ({"header": True}, {"delimiter": "comma"}, {"columns": ("a", "text")}):
         other = replace(config, data=replace(config.data, **change))  # type: ignore[arg-type]
         assert identity(other, build_task(other)).data != before

@@ -41,7 +41,7 @@ def test_a_run_is_rendered_as_an_application(tmp_path: Path, capsys: pytest.Capt
     assert main([*flags, "--overwrite", "true"]) == 0
     assert "--to hugging_face --merge true\n" in capsys.readouterr().out
     assert main([*flags, "--run", "none"]) == 2
-    assert "there is no such run" in capsys.readouterr().err
+    assert "there is no run" in capsys.readouterr().err
 
 
 def test_a_place_gives_the_storage_of_the_model() -> None:

@@ -5,8 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from raystride.pipelines.config import Config, DataConfig, RecordConfig, TokenizerConfig
+from raystride.command import run
+from raystride.pipelines.config import Config, DataConfig, LoraConfig, ModelConfig, RecordConfig, TokenizerConfig
 from raystride.pipelines.config.parse import Parsed
+from raystride.pipelines.config.stored_run import put_attempt
 from raystride.pipelines.launch.run_store.location import (
     is_path,
     locate_run,
@@ -14,6 +16,9 @@ from raystride.pipelines.launch.run_store.location import (
     storage_base,
     with_absolute_paths,
 )
+from raystride.pipelines.launch.run_store.naming import expand_adapters
+from raystride.pipelines.system.storage.folder import Folder
+from tests.errors import refused
 
 
 @pytest.fixture
@@ -64,3 +69,67 @@ def test_every_place_is_changed_and_none_is_made() -> None:
     assert found == replace(config, data=replace(data, source="A", validation_source="B", test_source="C"))
     file = Config(tokenizer=TokenizerConfig(kind="file", file="f"))
     assert map_data_paths(file, str.upper).tokenizer.file == "F"
+
+
+def test_a_run_under_its_name_of_0_3_is_taken_if_its_result_is_the_same(here: Path) -> None:
+    """Until 0.3 a name left out the learning rate, so its run may be one of another rate."""
+    given = replace(Config(storage="runs", record=RecordConfig(mlflow=False)), data=DataConfig(source="a.txt"))
+    digits, earlier = given.default_run("p"), given.default_run_of_0_3("p")
+    assert digits != earlier
+    assert locate_run(Parsed(given, "p"))[0].run == digits
+    put_attempt(Folder(f"{here}/runs/{earlier}"), "a1", with_absolute_paths(replace(given, run=earlier)), {})
+    longer = replace(given, train=replace(given.train, steps=9_000), scaling=replace(given.scaling, workers=2))
+    for same in (given, longer):
+        assert locate_run(Parsed(same, "p"))[0].run == earlier, "the same command goes on with it"
+    other = replace(given, optimizer=replace(given.optimizer, learning_rate=0.5))
+    assert locate_run(Parsed(other, "p"))[0].run == other.default_run("p")
+    put_attempt(Folder(f"{here}/runs/{digits}"), "a2", replace(given, run=digits), {})
+    assert locate_run(Parsed(given, "p"))[0].run == digits
+
+
+def test_adapters_under_their_names_of_0_3_are_taken_if_all_are_the_same(here: Path) -> None:
+    lora = LoraConfig(rank=2, adapters=2, variants={"optimizer.learning_rate": [0.1, 0.2]})
+    model = ModelConfig(init_from=str(here))
+    given = Config(
+        storage="runs", record=RecordConfig(mlflow=False), data=DataConfig(source="a.txt"), lora=lora, model=model
+    )
+    earlier = given.default_run_of_0_3("p")
+    for own in expand_adapters(replace(given, run=earlier)):
+        put_attempt(Folder(f"{here}/runs/{own.run}"), "a1", own, {})
+    assert locate_run(Parsed(given, "p"))[0].run == earlier
+    other = replace(given, lora=replace(lora, variants={"optimizer.learning_rate": [0.1, 0.3]}))
+    assert other.default_run_of_0_3("p") == earlier
+    assert locate_run(Parsed(other, "p"))[0].run == other.default_run("p")
+
+
+def test_a_run_that_is_not_there_is_named_and_not_its_missing_data(here: Path) -> None:
+    """A forgotten --storage was answered by "data.source must be given"."""
+    empty = Parsed(Config(storage="runs", run="mine"), "run", has_source=False)
+    with refused("storage", f"{here}/runs", names=["there is no storage", "'mine'", "--data.source"]):
+        locate_run(empty)
+    put_attempt(Folder(f"{here}/runs/mime"), "a1", Config(), {})
+    with refused("run", "mine", names=["there is no run 'mine'", "did you mean mime?", "--config NAME"]):
+        locate_run(empty)
+    with refused("data.source", names=["must be given"]):
+        locate_run(Parsed(Config(storage="runs", run="mine"), "finetune", has_source=False))
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        *(["evaluate", "--run", "mine"], ["predict", "--run", "mine", "--text", "x"], ["generate", "--run", "mine"]),
+        *(["export", "--run", "mine"], ["report", "--run", "mine"], ["serve", "--run", "mine"], ["train", "--run", "mine"]),
+        *(["runs", "show", "mine"], ["runs", "compare", "mine", "other"], ["runs", "prune", "mine"]),
+        *(["runs", "replay", "mine"], ["runs", "audit", "mine"], ["runs", "list"]),
+    ],
+    ids=" ".join,
+)
+def test_a_storage_that_is_not_there_is_named(here: Path, command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert run([*command, "--storage", "nowhere"]) == 2
+    assert f"there is no storage {here}/nowhere" in capsys.readouterr().err
+    assert not (here / "nowhere").exists()
+    (here / "nowhere" / "other").mkdir(parents=True)
+    (here / "nowhere" / "other" / "config.yaml").touch()
+    if command != ["runs", "list"]:
+        assert run([*command, "--storage", "nowhere"]) == 2
+        assert f"there is no run 'mine' in {here}/nowhere" in capsys.readouterr().err

@@ -32,7 +32,7 @@ from raystride.pipelines.launch.run_store.resume import (
     refuse_changes,
     refuse_different_bits,
     refuse_edits,
-    refuse_fewer_steps,
+    refuse_less,
     write_settings,
 )
 from raystride.pipelines.observability.record.summary import put_summary
@@ -214,11 +214,27 @@ def test_a_run_that_is_past_its_end_is_refused(tmp_path: Path) -> None:
     folder.put("checkpoints/step-00000174/MANIFEST.json", "{}")
     folder.put("checkpoints/step-00000200/data.bin", "never committed")
     assert newest_step(folder) == 174
-    refuse_fewer_steps(_train(steps=174), 174)
-    refuse_fewer_steps(_train(steps=0, epochs=2), 174)
-    refuse_fewer_steps(_train(steps=90), None)
+    killed = PreviousAttempt(CONFIG, None, None)
+    refuse_less(killed, _train(steps=174), 174)
+    refuse_less(killed, _train(steps=0, epochs=2), 174)
+    refuse_less(killed, _train(steps=90), None)
     with refused("train.steps", 90, names=["174"]):
-        refuse_fewer_steps(_train(steps=90), 174)
+        refuse_less(killed, _train(steps=90), 174)
+
+
+def test_less_than_a_complete_run_has_is_refused() -> None:
+    """It would be returned for a start that asks for another length."""
+    refuse_less(_earlier(), _train(steps=6), 6)
+    with refused("train.steps", 4, names=["6"]):
+        refuse_less(_earlier(), _train(steps=4), 6)
+    with refused("train.steps", 4, names=["6"]):
+        refuse_less(_earlier(), _train(steps=4), None)  # checkpoint.every is 0
+    once = _train(steps=0, epochs=1.0)
+    refuse_less(_earlier(once), once, 6)
+    refuse_less(_earlier(once), _train(steps=0, epochs=2.0), 6)
+    refuse_less(_earlier(once, complete=False), _train(steps=0, epochs=0.5), 6)
+    with refused("train.epochs", 0.5, names=["at least 1,"]):
+        refuse_less(_earlier(once), _train(steps=0, epochs=0.5), 6)
 
 
 def test_places_are_compared_and_not_their_writing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -111,6 +111,30 @@ def test_rows_of_other_places_and_the_same_folder_by_another_name_stay(recorded:
         assert connection.execute("select artifact_uri from runs").fetchall() == [(f"{by_link}/r/artifacts",)]
 
 
+@pytest.mark.parametrize(
+    "other",
+    [
+        *("s3://bucket/mlartifacts/1", "gs://b/team/mlartifacts", "mlflow-artifacts:/mlartifacts/3"),
+        *("/srv/mlflow-server/mlartifacts/9", "{old}-2/1", "/x{old}/1", "dbfs:{old}/1"),
+    ],
+)
+def test_only_places_below_a_former_root_are_changed(recorded: Folder, tmp_path: Path, other: str) -> None:
+    """And not texts that hold its name: those are of a server that has this database, with a root of its own."""
+    copy, old = tmp_path / "copy", f"{recorded.local}/mlartifacts"
+    shutil.copytree(str(recorded.local), copy)
+    other = other.format(old=old)
+    with closing(sqlite3.connect(copy / "mlflow.db")) as connection, connection:
+        connection.execute(
+            "insert into experiments (name, artifact_location, lifecycle_stage) values ('served', ?, 'active')", (other,)
+        )
+    relocate_artifacts(database_uri(Folder(str(copy))))
+    with closing(sqlite3.connect(copy / "mlflow.db")) as connection:
+        found = dict(connection.execute("select name, artifact_location from experiments").fetchall())
+        assert (found["served"], found["raystride"]) == (other, f"{copy}/mlartifacts")
+        (run,) = connection.execute("select artifact_uri from runs").fetchone()
+        assert run.startswith(f"{copy}/mlartifacts/")
+
+
 def test_a_deleted_experiment_comes_back_with_its_run(recorded: Folder, tmp_path: Path) -> None:
     from mlflow import MlflowClient
 

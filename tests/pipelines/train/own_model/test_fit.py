@@ -120,13 +120,46 @@ def test_a_module_is_filled_where_the_code_is_not_known(tmp_path: Path, monkeypa
         run.load_model(into=nn.Sequential(nn.Flatten()))
 
 
+def test_each_rate_of_a_loop_is_a_run_of_its_own(tmp_path: Path) -> None:
+    """Until 0.3 the first one was returned for all."""
+    rates = (0.001, 0.01)
+    runs = [_fit(tmp_path, run=None, settings=SETTINGS | {"optimizer.learning_rate": rate}) for rate in rates]
+    assert [run.settings.optimizer.learning_rate for run in runs] == list(rates)
+    assert len({run.summary["parameters_sha256"] for run in runs}) == 2
+    with pytest.warns(UserWarning, match=rf"{runs[0].name} is complete \(3 steps\), and stays as it is") as warned:
+        again = _fit(tmp_path, run=None, settings=SETTINGS | {"optimizer.learning_rate": rates[0]})
+    assert again.name == runs[0].name
+    assert warned[-1].filename == __file__
+
+
+def test_a_complete_run_is_returned_only_for_its_own_model_and_data(tmp_path: Path) -> None:
+    """By its content: length and shapes are those of the run."""
+    _fit(tmp_path, validation=DATA)
+    other, longer = DATA | {"x": DATA["x"] * 100}, SETTINGS | {"train.steps": 6}
+    for steps in (3, 6):
+        settings = SETTINGS | {"train.steps": steps}
+        with pytest.raises(SettingError, match="data has other samples"):
+            _fit(tmp_path, data=other, validation=DATA, settings=settings)
+        with pytest.raises(SettingError, match="validation has other samples"):
+            _fit(tmp_path, validation=other, settings=settings)
+    with pytest.raises(SettingError, match=r"complete \(3 steps\)(.|\n)*the code of model, data or loss"):
+        _fit(tmp_path, validation=DATA, collate=torch.utils.data.default_collate)
+    with pytest.warns(UserWarning, match="goes on with other data: data has other samples"):
+        accepted = _fit(tmp_path, data=other, validation=DATA, settings=longer | {"resume.accept": "data"})
+    assert (accepted.summary["steps"], accepted.settings.resume.accept) == (6, "none"), "it holds for one attempt"
+    with pytest.warns(UserWarning, match="is complete"):
+        assert _fit(tmp_path, data=other, validation=DATA, settings=longer).summary["steps"] == 6
+    with pytest.raises(SettingError, match="data has other samples"):
+        _fit(tmp_path, validation=DATA, settings=longer)
+
+
 def test_changed_code_is_a_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     _fit(tmp_path, settings=SETTINGS | {"train.log_every": 1})
     longer = SETTINGS | {"train.steps": 6, "train.log_every": 1}
     again = raystride.fit(make_mlp, DATA, double_loss, run="own", settings=longer, storage=tmp_path, progress=True)
     assert again.summary["resumed_from"] == 3
     said = capsys.readouterr().out
-    assert "the code of model, data or loss has changed since this run began" in said
+    assert "run own goes on with other code: the code of model, data or loss, or of what else was given with them" in said
     assert "figures of the loss: size before, none now" in said
     table = again.metrics(["train_loss", "train_size"]).to_pandas().set_index("step")
     assert (table["train_loss"][4:] > 1.5 * table["train_loss"][3]).all(), "double the loss"

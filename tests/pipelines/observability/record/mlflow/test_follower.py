@@ -3,6 +3,7 @@
 import os
 import signal
 import socket
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from threading import Event
@@ -25,7 +26,8 @@ from raystride.pipelines.observability.record.mlflow.ui import await_server, sta
 from raystride.pipelines.system.storage.folder import Folder
 from tests.pipelines.observability.record.conftest import MakeRecorder, history, only_run
 from tests.ports import hold_port
-from tests.waiting import wait_until
+from tests.privileges import bound_by_permissions
+from tests.waiting import LIMIT_S, wait_until
 
 
 @pytest.fixture
@@ -175,3 +177,28 @@ def test_a_run_on_a_server_has_a_page_there_before_anybody_connects(storage: Fol
     assert found.link.startswith(f"{uri}/#/experiments/3/runs/ab12?")
     folder.put_json("mlflow.json", {"uri": "http://127.0.0.1:10", "run_id": "ab12", "experiment_id": "3", "logged": {}})
     assert follower().link is None, "of another server"
+
+
+@pytest.mark.parametrize("cause", ["import", "permission"])
+def test_an_end_does_not_wait_for_what_somebody_has_to_change(
+    tmp_path: Path, cause: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Until 0.3 a training of four steps without MLflow took a minute more, and was told that MLflow is away."""
+    storage = Folder(str(tmp_path))
+    folder, said = storage / "r", list[str]()
+    log = MlflowLog.for_run(folder, "r", RecordConfig(), storage)
+    assert log
+    Journal(folder, "a1").append([new_entry("metrics", {"train_loss": 0.5}, step=1, time=1e9)])
+    follower = Follower(folder, log, said.append)
+    if cause == "import":
+        monkeypatch.setitem(sys.modules, "mlflow", None)
+    else:
+        tmp_path.chmod(0o555)
+    with bound_by_permissions():
+        assert not follower.finish("finished", timeout_s=LIMIT_S)
+    assert follower.is_lasting
+    (line,) = said
+    wanted = "the package mlflow cannot be imported" if cause == "import" else "may not be written by this user"
+    assert wanted in line
+    assert "when it is back" not in line
+    tmp_path.chmod(0o755)
