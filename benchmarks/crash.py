@@ -197,6 +197,8 @@ class Chain:
     config: Path
     flags: list[str]
     random: Random
+    database: Path
+    """MLflow's: the storage's own, or one beside it."""
     duration: float
     """Seconds of an undisturbed run of its place and mode."""
     outcome: Outcome
@@ -359,7 +361,7 @@ def read_result(chain: Chain) -> Result:
     listed = finish_job(start_script("runs", "list", "--storage", chain.address)).out.splitlines()
     if [line.split()[:2] for line in listed[1:]] != [[RUN, "finished"]]:
         raise Wrong("`runs list` has not the run once, as finished:\n" + "\n".join(listed))
-    points, status = read_mlflow(chain.folder / "mlflow.db")
+    points, status = read_mlflow(chain.database)
     recorded = Counter(recorded_points(run))
     if (found := Counter(points)) != recorded:
         lacks, has = list((recorded - found).items()), list((found - recorded).items())
@@ -462,8 +464,7 @@ class Bench:
         from tests.ray_jobs.jobs import finish_job, start_script
 
         if chain.last and "runs replay" in chain.last.printed:
-            mlflow = ("--record.mlflow_uri", f"sqlite:///{chain.folder / 'mlflow.db'}")
-            finish_job(start_script("runs", "replay", RUN, "--storage", chain.address, *mlflow))
+            finish_job(start_script("runs", "replay", RUN, "--storage", chain.address))
         return read_result(chain)
 
     def _measure(self, part: Part) -> None:
@@ -471,7 +472,9 @@ class Bench:
         calm = Part(part.place, part.mode, "kill", 0)
         with self._chain(calm, Outcome(calm.name, -1)) as chain:
             began = time.monotonic()
-            chain.finish()
+            start = chain.start()
+            if code := start.code():
+                raise RuntimeError(f"an undisturbed run ended with {code}: {start.printed[-2000:]}")
             self._durations[part.place, part.mode] = time.monotonic() - began
             found = read_result(chain)
             if self._expected and (problems := compare(found, self._expected)):
@@ -491,10 +494,13 @@ class Bench:
         config = folder / "settings.yaml"
         config.write_text(json.dumps(self._settings))
         flags = ["--launch.mode", part.mode, "--scaling.workers", "2" if part.mode == "ray" else "1"]
-        flags += ["--record.mlflow_uri", f"sqlite:///{folder / 'mlflow.db'}"]
+        database = disk / "runs" / "mlflow.db"
+        if part.place == "S3" or part.fault == "read-only":  # MLflow has its file open for writing
+            database = folder / "mlflow.db"
+            flags += ["--record.mlflow_uri", f"sqlite:///{database}"]
         random = Random(f"{self.seed} {part.name} {outcome.chain}")
         duration = self._durations.get((part.place, part.mode), 0.0)
-        chain = Chain(part, folder, address, config, flags, random, duration, outcome)
+        chain = Chain(part, folder, address, config, flags, random, database, duration, outcome)
         try:
             yield chain
         finally:
