@@ -1,13 +1,16 @@
 """A worker that is killed or stopped at any moment of a step or of a save: the run goes on to the same bits."""
 
+import os
 import re
 import signal
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 
+from benchmarks.crash import PLAN, Bench
 from raystride.pipelines.system.storage.folder import Folder
 from raystride.pipelines.train.checkpoint.audit import audit
 from tests.faults.moments import Blow, Group, Moment, finish, short_job
@@ -95,3 +98,18 @@ def test_those_who_wait_for_a_stopped_worker_learn_of_its_end(folder: Path, undi
     for error in group.errors().values():
         assert re.search(LOST_PEER, error), error[-2000:]
     _holds(job.folder / "checkpoints", finish(job, 2, folder), undisturbed)
+
+
+@pytest.mark.long
+def test_six_kills_of_whole_process_trees_end_with_the_same_bits_and_one_record(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At any moment from the start of the process to the last line, other ones each day; `benchmarks.crash` has more."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setenv("RAYSTRIDE_LINEAR", "torch")
+    seed, kills, numbers = int(os.environ["RAYSTRIDE_SEED"]), 0, count()
+    with Bench(tmp_path, seed) as bench:
+        while kills < 6:
+            outcome = bench.run(PLAN[0], next(numbers))
+            assert not outcome.problems, (seed, outcome)
+            kills += outcome.blows

@@ -13,6 +13,7 @@ from raystride.pipelines.data.prepare.run_context import Log, RunContext
 from raystride.pipelines.data.pretrained import BaseInfo, check_base
 from raystride.pipelines.data.tasks import build_task
 from raystride.pipelines.launch.run_store.changes import find_changes
+from raystride.pipelines.launch.run_store.lease import RunLease, RunLocked, new_attempt
 from raystride.pipelines.launch.run_store.resume import (
     PreviousAttempt,
     describe_completion,
@@ -27,9 +28,14 @@ from raystride.pipelines.launch.run_store.resume import (
     with_previous_base,
 )
 from raystride.pipelines.launch.run_store.start_over import starts_over
+from raystride.pipelines.observability.record.mlflow.follower import replay, replay_command
+from raystride.pipelines.observability.record.mlflow.log import MlflowLog
+from raystride.pipelines.observability.record.summary import put_summary
 from raystride.pipelines.observability.record.tensorboard_log import check_tensorboard
 from raystride.pipelines.observability.report import closing_screen
 from raystride.pipelines.system.commands import shell_command
+from raystride.pipelines.system.credentials import redact
+from raystride.pipelines.system.output import print_warning
 from raystride.pipelines.system.storage.folder import Folder
 from raystride.pipelines.train.lora.init_from_run import check_run
 
@@ -86,7 +92,7 @@ def _has_nothing_left(context: RunContext, previous: PreviousAttempt | None, beg
         log(f"best checkpoint: the {'highest' if highest else 'lowest'} {config.validation.metric} (validation.direction)")
     if resumed and reached:
         context.notice(_describe_completed_run(folder, config, reached, resumed))
-        log(closing_screen(resumed.summary or {}, folder))
+        log(closing_screen(_with_ended_record(context, resumed).summary or {}, folder))
         return True
     return False
 
@@ -104,6 +110,29 @@ def check_metric(config: Config) -> None:
     task_metrics = build_task(config).metrics
     if config.validation.metric not in task_metrics:
         raise config.validation.error("metric", f"must be one of {', '.join(sorted(task_metrics))}")
+
+
+def _with_ended_record(context: RunContext, previous: PreviousAttempt) -> PreviousAttempt:
+    """Returns the attempt after MLflow has the run's end, which it lacks if the driver was killed after the summary.
+
+    Warns where that cannot be done now. Nothing is done while another process owns the run.
+    """
+    folder, config = context.run_folder, context.config
+    log = MlflowLog.for_run(folder, str(config.run), config.record, context.storage)
+    if not (log and log.lacks_end and previous.summary):
+        return previous
+    try:
+        with RunLease.acquire(folder, new_attempt(), context.log) as lease:
+            replay(folder, log, previous.summary["status"], print_warning, lease.permit)
+            summary = previous.summary | {"mlflow_run_id": log.run_id}
+            put_summary(folder, summary)
+            return replace(previous, summary=summary)
+    except RunLocked:
+        return previous
+    except Exception as error:  # MLflow, its database and its server raise errors of any type
+        cause = redact(f"{type(error).__name__}: {error}")[:200]
+        print_warning(f"MLflow lacks the end of this run, which is safe in its journal: {replay_command(folder)} ({cause})")
+        return previous
 
 
 def _describe_completed_run(folder: Folder, config: Config, reached: str, previous: PreviousAttempt) -> str:

@@ -17,9 +17,9 @@ from raystride.pipelines.config.run import RecordConfig
 from raystride.pipelines.config.stored_run import missing_run
 from raystride.pipelines.launch.run_store.lease import Owner, RunLease, RunLocked, new_attempt, read_owner
 from raystride.pipelines.launch.run_store.resume import read_previous_attempt
-from raystride.pipelines.observability.record.journal import join_segments, refuse_newer_entries, stream_entries
+from raystride.pipelines.observability.record.journal import refuse_newer_entries, stream_entries
 from raystride.pipelines.observability.record.mlflow.database import end_killed_runs, stored_uri
-from raystride.pipelines.observability.record.mlflow.follower import Follower
+from raystride.pipelines.observability.record.mlflow.follower import replay
 from raystride.pipelines.observability.record.mlflow.links import UI_PORT, comparison_link, is_on_server, runs_link
 from raystride.pipelines.observability.record.mlflow.log import MlflowLog, read_reference
 from raystride.pipelines.observability.record.state import summarize_journal
@@ -197,19 +197,16 @@ def replay_run(storage: Folder, name: str, *, mlflow_uri: str | None = None, exp
         log = MlflowLog.for_run(run.folder, run.name, settings, storage)
         if log is None:
             raise CommandRefused(f"--mlflow-uri is not given, and {storage} holds no database: name the tracking server")
-        last = join_segments(run.folder)
-        if last is None:
-            raise CommandRefused(f"{run.folder} has no journal: there is nothing to replay")
         try:
-            Follower(run.folder, log, warn=print, permit=lease.permit).catch_up()
-            # The end time is that of the last entry, not now.
-            log.end_run(read_summary(run.folder).get("status") or "stopped", float(last["time"]))
+            has_journal = replay(run.folder, log, read_summary(run.folder).get("status") or "stopped", print, lease.permit)
         except RunLocked:
             raise
         except Exception as error:
             cause = redact(f"{type(error).__name__}: {error}")
             print(f"MLflow at {log.public_uri} cannot be reached ({cause})", file=sys.stderr)
             return 1
+    if not has_journal:
+        raise CommandRefused(f"{run.folder} has no journal: there is nothing to replay")
     print(f"MLflow has all of {run.name}, run {log.run_id}")
     return 0
 

@@ -42,11 +42,12 @@ def database_uri(storage: Folder) -> str:
 def stored_uri(reference: Mapping[str, Any]) -> str | None:
     """Returns the tracking URI of a reference; None for the own database of the run's storage.
 
-    Earlier versions stored the path of that database, which is wrong if the storage was copied.
+    Versions before 0.3, which wrote no `names`, stored the path of that database, which is wrong if the storage was copied.
     """
     uri = reference.get("uri")
-    own = uri is None or uri == OWN_DATABASE or (uri.startswith("sqlite:///") and Path(uri).name == DATABASE_FILE)
-    return None if own else uri
+    if uri and uri.startswith("sqlite:///") and Path(uri).name == DATABASE_FILE and "names" not in reference:
+        return None
+    return None if uri == OWN_DATABASE else uri
 
 
 def artifact_root(uri: str) -> str | None:

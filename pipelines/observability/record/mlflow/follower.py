@@ -16,7 +16,7 @@ from shlex import quote
 from typing import NamedTuple
 
 from raystride.pipelines.observability.record.entry import Entry
-from raystride.pipelines.observability.record.journal import Segment, list_segments, read_segment
+from raystride.pipelines.observability.record.journal import Segment, join_segments, list_segments, read_segment
 from raystride.pipelines.observability.record.mlflow.log import MlflowLog
 from raystride.pipelines.observability.record.mlflow.process import MlflowFailed, MlflowProcess
 from raystride.pipelines.system.commands import launch_command, storage_flag
@@ -72,6 +72,19 @@ def replay_command(run_folder: Folder) -> str:
     """Returns the command that brings MLflow up to date with a run's journal."""
     storage, run = run_folder.parent, run_folder.name
     return f"{launch_command()} runs replay {quote(run)} {storage_flag(str(storage))}".rstrip()
+
+
+def replay(run_folder: Folder, log: MlflowLog, status: str, warn: Callable[[str], None], permit: Permit) -> bool:
+    """Logs what MLflow lacks of a run that has ended, and its end, as of its last entry; returns whether it has a journal.
+
+    Raises errors of MLflow and of the storage.
+    """
+    last = join_segments(run_folder)
+    if last is None:
+        return False
+    Follower(run_folder, log, warn, permit).catch_up()
+    log.end_run(status, float(last["time"]))
+    return True
 
 
 class Follower:

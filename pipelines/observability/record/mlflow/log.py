@@ -1,8 +1,9 @@
 """Logs journal entries to one MLflow run as metrics, tags, parameters and artifacts.
 
-Nothing here retries; `follower` does. The run's folder holds `mlflow.json`: the run's id in MLflow and, as `logged`, the
-number of each attempt's last segment that MLflow has. Times are those of the entries. MLflow's metrics are unique by name,
-step, time and value, so it drops those sent twice after a crash between logging and recording the mark.
+Nothing here retries; `follower` does. The run's folder holds `mlflow.json`: the run's id in MLflow, as `logged` the number
+of each attempt's last segment that MLflow has, and as `ended` whether it has the run's end. Times are those of the entries.
+MLflow's metrics are unique by name, step, time and value, so it drops those sent twice after a crash between logging and
+recording the mark.
 
     log = MlflowLog.for_run(run_folder, "my-run", RecordConfig(), storage)
     log.log(entries); log.end_run("finished", time.time())
@@ -127,6 +128,11 @@ class MlflowLog:
         return self.reference.get("run_id")
 
     @property
+    def lacks_end(self) -> bool:
+        """Whether MLflow lacks the run's end, and perhaps more: its driver was killed, or MLflow was away."""
+        return self.run_id is None or self.reference.get("ended") is False  # versions before 0.4 wrote nothing of it
+
+    @property
     def _has_sections(self) -> bool:
         """Whether the run has the names of `section_name`; one that an earlier version began has those of the journal."""
         return self.reference.get("names") == SECTION_NAMES
@@ -194,6 +200,8 @@ class MlflowLog:
         for name in ARTIFACTS:
             self._log_artifact(name)
         client.set_terminated(run_id, STATUSES[status], round(ended_at * 1000))
+        self.reference["ended"] = True
+        self._save_reference()
 
     def _open_run(self) -> "MlflowClient":
         if self._damage:
@@ -208,7 +216,7 @@ class MlflowLog:
             client = MlflowClient(self.uri)
             run = self._find_run(client) or self._make_run(client)
         _drop_cached_artifact_location(run.info.run_id)
-        self.reference |= {"run_id": run.info.run_id, "experiment_id": run.info.experiment_id}
+        self.reference |= {"run_id": run.info.run_id, "experiment_id": run.info.experiment_id, "ended": False}
         self._save_reference()
         # The previous attempt may have ended it.
         client.update_run(run.info.run_id, status="RUNNING")

@@ -9,14 +9,19 @@ from typing import Any
 
 import pytest
 
-from raystride.pipelines.config import Config, SettingError
+from raystride.pipelines.config import Config, RecordConfig, SettingError
 from raystride.pipelines.data.prepare.run_context import RunContext
 from raystride.pipelines.launch.console.screen import Screen, SilentScreen
 from raystride.pipelines.launch.run_store.admission import _describe_completed_run, _has_nothing_left
+from raystride.pipelines.launch.run_store.lease import read_owner
 from raystride.pipelines.launch.run_store.resume import PreviousAttempt, read_previous_attempt, write_settings
-from raystride.pipelines.observability.record.summary import put_summary
+from raystride.pipelines.observability.record.entry import new_entry
+from raystride.pipelines.observability.record.journal import Journal
+from raystride.pipelines.observability.record.mlflow.log import read_reference
+from raystride.pipelines.observability.record.summary import put_summary, read_summary
 from raystride.pipelines.system.storage.folder import Folder
 from tests.errors import refused
+from tests.pipelines.observability.record.conftest import history, only_run
 from tests.tiny import tiny, write_text
 
 PLACE = Path("text.txt")
@@ -53,6 +58,23 @@ def test_it_is_said_from_which_step_a_run_goes_on(tmp_path: Path, capsys: pytest
     assert (first, "complete (6 steps)" in second) == (f"run a in {tmp_path}", True)
     with refused("train.steps", 2):
         left(tmp_path, replace(config, train=replace(config.train, steps=2)), saved=6)
+
+
+def test_mlflow_gets_the_end_of_a_complete_run_whose_driver_was_killed_after_the_summary(tmp_path: Path) -> None:
+    config = replace(tiny(write_text(tmp_path)), record=RecordConfig())
+    storage = Folder(str(tmp_path))
+    folder = storage / "a"
+    entry = new_entry("metrics", {"train_loss": 3.0}, step=6) | {"attempt": "a1", "sender": "rank0", "sequence": 1}
+    Journal(folder, "a1").append([entry])  # type: ignore[list-item]
+    assert left(tmp_path, config, steps=6, saved=6)
+    run = only_run(storage, "a")
+    assert (run.info.run_name, run.info.status) == ("a", "FINISHED")
+    assert len(history(storage, run.info.run_id, "train/loss")) == 1
+    assert read_summary(folder)["mlflow_run_id"] == run.info.run_id
+    reference, ended = read_reference(folder), run.info.end_time
+    assert left(tmp_path, config, steps=6, saved=6)
+    assert (read_reference(folder), only_run(storage, "a").info.end_time) == (reference, ended)
+    assert not read_owner(folder), "it is released"
 
 
 PLUGIN, EDITED = "x = 1", "x = 2"

@@ -75,7 +75,8 @@ def test_a_reference_of_an_earlier_version_names_the_storage_s_own_database(reco
     shutil.copytree(str(recorded.local), copy)
     storage = Folder(str(copy))
     reference = (storage / "r").read_json("mlflow.json")
-    (storage / "r").put_json("mlflow.json", reference | {"uri": f"sqlite:///{recorded.local}/mlflow.db"})
+    earlier = {key: reference[key] for key in ("token", "experiment_id", "run_id", "logged")}
+    (storage / "r").put_json("mlflow.json", earlier | {"uri": f"sqlite:///{recorded.local}/mlflow.db"})
     log = _log(storage, "r")
     assert log.run_id == reference["run_id"]
     log.connect()
@@ -95,6 +96,18 @@ def test_a_reference_of_an_earlier_version_names_the_storage_s_own_database(reco
 )
 def test_a_reference_tells_its_own_database_from_others(uri: str | None, other: str | None) -> None:
     assert stored_uri({"uri": uri} if uri else {}) == other
+
+
+def test_another_database_of_the_same_name_is_no_storages_own(recorded: Folder, tmp_path: Path) -> None:
+    """Each attempt made another run in it."""
+    settings = RecordConfig(mlflow_uri=f"sqlite:///{tmp_path}/mlflow.db")
+    runs = []
+    for _ in range(2):
+        log = MlflowLog.for_run(recorded / "elsewhere", "elsewhere", settings, recorded)
+        assert log
+        log.connect()
+        runs.append(log.run_id)
+    assert runs[0] == runs[1]
 
 
 def test_rows_of_other_places_and_the_same_folder_by_another_name_stay(recorded: Folder, tmp_path: Path) -> None:
