@@ -115,7 +115,7 @@ threads versions world writer
 attempt base code_sha256 command commit content cores cpu data dirty gpus host memory_bytes platform prepared_at python
 settings_sha256 sha256 versions writer
 """,
-    "mlflow.json": "experiment_id logged names run_id sha256 token uri writer",
+    "mlflow.json": "ended experiment_id logged names run_id sha256 token uri writer",
     "owner.json": "released sha256 term writer",
 }
 """Keys of files in a run's folder, beside those of the summary."""

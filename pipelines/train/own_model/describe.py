@@ -70,8 +70,8 @@ def describe_own_model(own: OwnModel, config: Config) -> dict[str, Any]:
         marks = {name: (value._version, checksum(value, bits)) for name, value in network.named_parameters()}
         logged, measured, saved = _run_once(own, network, batches[0], samples[:count], exact=config.train.exact)
         after = {name: (value._version, checksum(value, bits)) for name, value in network.named_parameters()}
-        moving = [name for name, mark in after.items() if mark != marks[name]]
-        _check_strategy(network, moving, config)
+        moving = {name: network.get_parameter(name).requires_grad for name in after if after[name] != marks[name]}
+        check_strategy(sizes, moving, config)
         del network
         _check_schedule(own, config.train)
         try:
@@ -164,23 +164,25 @@ def _run_once(
     return sorted(others), measured, sum(saved.values())
 
 
-def _check_strategy(network: nn.Module, moving: list[str], config: Config) -> None:
+def check_strategy(sizes: Mapping[str, list[int]], moving: Mapping[str, bool], config: Config) -> None:
     """Raises SettingError for parameters that cannot be sharded, and for `moving` ones, which a forward changes, where
     workers would part or shards lose it. Frozen ones, as those of a teacher that follows, are made equal with the buffers.
+
+    `sizes`: of all parameters; `moving`: whether each of these is trained.
     """
-    scalars = [name for name, value in network.named_parameters() if not value.dim()]
+    scalars = [name for name, size in sizes.items() if not size]
     if scalars and config.scaling.strategy == "fsdp":
         rule = "must not be fsdp for parameters without a dimension, which it does not shard: use `ddp`, or give them one"
         raise SettingError(f"scaling.strategy {rule} ({scalars[0]})", setting="scaling.strategy", value="fsdp", allowed=rule)
-    trained = [name for name in moving if network.get_parameter(name).requires_grad]
+    trained = [name for name, is_trained in moving.items() if is_trained]
     alone = config.scaling.workers == 1 or config.scaling.strategy == "single" or config.launch.mode == "inline"
     if moving and config.train.exact:
         rule = "must be false where a forward changes parameters, whose values depend on how workers share the samples"
-        raise SettingError(f"train.exact {rule} ({moving[0]})", setting="train.exact", value=True, allowed=rule)
+        raise SettingError(f"train.exact {rule} ({next(iter(moving))})", setting="train.exact", value=True, allowed=rule)
     if moving and config.scaling.strategy in SHARDED:
         rule = "must not be fsdp or deepspeed where a forward changes parameters, whose shards do not see it; use `ddp`"
         raise SettingError(
-            f"scaling.strategy {rule} ({moving[0]})",
+            f"scaling.strategy {rule} ({next(iter(moving))})",
             setting="scaling.strategy",
             value=config.scaling.strategy,
             allowed=rule,

@@ -79,19 +79,22 @@ class OwnModelTask(Task):
         """Returns what identifies model and data, as JSON, after one forward and backward of two samples on the CPU.
 
         Keys: `train`, `validation` (samples), `sample` (structure), `parameters` (shapes by name), `logged` (names of
-        further losses), `measured` (names of `metrics`), `moving` (parameters that forwards change), `code`, `content`
-        (hashes of samples of `data` and `validation`), `activation_bytes` (those that a sample's forward saves for its
-        backward, in fp32). Computed once a process. Raises DataError, SettingError.
+        further losses), `measured` (names of `metrics`), `moving` (whether each that forwards change is trained), `code`,
+        `content` (hashes of samples of `data` and `validation`), `activation_bytes` (those that a sample's forward saves for
+        its backward, in fp32). Computed once a process. Raises DataError, SettingError.
         """
         if "dataset" in self.facts:
             return dict(self.facts["dataset"])
         config = self.config
         key = f"description {config.fit} {config.data.validation_fraction} {config.seed} {config.train.exact}"
-        key += f" {config.scaling} {config.launch.mode}"
         if key not in self.own_model.opened:
             from raystride.pipelines.train.own_model.describe import describe_own_model
 
             self.own_model.opened[key] = describe_own_model(self.own_model, config)
+        else:  # by other settings of `scaling`, perhaps
+            from raystride.pipelines.train.own_model.describe import check_strategy
+
+            check_strategy(self.own_model.opened[key]["parameters"], self.own_model.opened[key]["moving"], config)
         return dict(self.own_model.opened[key])
 
     def shaped_by(self) -> dict[str, Any]:
