@@ -45,6 +45,8 @@ RUN = "struck"
 SAME = ("parameters_sha256", "steps", "samples_seen", "tokens_seen", "val_loss", "train_loss")
 METRICS = ("train/loss", "train/gradient_norm", "train/learning_rate", "train/epoch", "train/tokens_seen", "val/loss")
 """MLflow's that are the same in each run; the others are times and bytes."""
+LOST = "the record lacks points"
+"""Beginning of a problem: a kill between a checkpoint's commit and the journal's next write leaves a gap in the record."""
 MOST = 8
 """Blows of a chain; the next start is left alone."""
 ONE_IN = 100
@@ -404,8 +406,10 @@ def compare(found: Result, expected: Result) -> list[str]:
         for key in SAME
         if found.summary[key] != expected.summary[key]
     ]
-    if differing := found.points ^ expected.points:
-        problems.append(f"MLflow has other points: {sorted(differing)[:6]}")
+    if others := found.points - expected.points:
+        problems.append(f"MLflow has other points: {sorted(others)[:6]}")
+    if lost := expected.points - found.points:
+        problems.append(f"{LOST} of steps {sorted({step for _, step, _ in lost})}")
     if found.status != expected.status:
         problems.append(f"MLflow: {found.status}")
     return problems
