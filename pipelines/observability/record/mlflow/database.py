@@ -50,6 +50,11 @@ def stored_uri(reference: Mapping[str, Any]) -> str | None:
     return None if uri == OWN_DATABASE else uri
 
 
+def is_plain_file(uri: str) -> bool:
+    """Returns whether a tracking URI is a SQLite file by its absolute path, without options."""
+    return uri.startswith("sqlite:////") and "?" not in uri
+
+
 def artifact_root(uri: str) -> str | None:
     """Returns the artifact root of a database: `mlartifacts` beside it; None for a server, which has its own."""
     return str(Path(uri.removeprefix("sqlite:///")).parent / ARTIFACT_FOLDER) if uri.startswith("sqlite:///") else None

@@ -26,6 +26,7 @@ from raystride.pipelines.observability.record.mlflow.database import (
     OWN_DATABASE,
     artifact_root,
     database_uri,
+    is_plain_file,
     relocate_artifacts,
     schema_lock,
     stored_uri,
@@ -210,8 +211,10 @@ class MlflowLog:
         from mlflow import MlflowClient
 
         with schema_lock(self.uri):
-            if self._stored_uri == OWN_DATABASE:
-                ensure_schema(self.uri, self._notes.append)
+            is_own = self._stored_uri == OWN_DATABASE
+            if is_own or is_plain_file(self.uri):
+                ensure_schema(self.uri, self._notes.append, is_own=is_own)
+            if is_own:
                 relocate_artifacts(self.uri)
             client = MlflowClient(self.uri)
             run = self._find_run(client) or self._make_run(client)

@@ -38,10 +38,11 @@ class NewerDatabase(RuntimeError):
     """A newer version of MLflow has migrated the database."""
 
 
-def ensure_schema(uri: str, warn: Callable[[str], None]) -> None:
+def ensure_schema(uri: str, warn: Callable[[str], None], *, is_own: bool = True) -> None:
     """Makes the tables of a storage's own database, migrates those of an older MLflow, or replaces broken ones.
 
-    Call it under `schema_lock`. The file before a migration stays as `mlflow.db.before-REVISION`, a broken one as
+    Of another SQLite file it makes a new one's tables; one that exists is its owner's, and MLflow's to migrate. Call it
+    under `schema_lock`. The file before a migration stays as `mlflow.db.before-REVISION`, a broken one as
     `mlflow.db.broken-TIME`. Raises OSError and errors of the database's driver for disk and permissions, and NewerDatabase.
     """
     path = Path(uri.removeprefix("sqlite:///"))
@@ -55,7 +56,7 @@ def ensure_schema(uri: str, warn: Callable[[str], None]) -> None:
     if not path.exists() or not path.stat().st_size:
         _make(path)
         return
-    if _is_current(path):
+    if not is_own or _is_current(path):
         return
     try:
         _migrate(path, warn)

@@ -26,8 +26,8 @@ import sys
 from raystride.pipelines.config.run import RecordConfig
 from raystride.pipelines.observability.record.mlflow.log import MlflowLog
 from raystride.pipelines.system.storage.folder import Folder
-storage = Folder(sys.argv[1])
-MlflowLog.for_run(storage / "r", "r", RecordConfig(), storage).connect()
+storage, settings = Folder(sys.argv[1]), RecordConfig(mlflow_uri=sys.argv[2] if sys.argv[2:] else None)
+MlflowLog.for_run(storage / "r", "r", settings, storage).connect()
 """
 
 
@@ -68,6 +68,21 @@ def test_a_kill_while_it_is_made_leaves_no_half(place: Path, size: int) -> None:
     assert _measure(Folder(str(place))) == []
     assert not making.exists()
     assert len(history(Folder(str(place)), only_run(Folder(str(place)), "r").info.run_id, "train/loss")) == 1
+
+
+def test_a_kill_while_another_file_is_made_leaves_no_half(place: Path) -> None:
+    uri = f"sqlite:///{place.parent}/tracking.db"
+    child = subprocess.Popen([sys.executable, "-c", CONNECT, str(place), uri], stderr=subprocess.PIPE, text=True)
+    making, whole = place.parent / "tracking.db.making", place.parent / "tracking.db"
+    wait_until(lambda: any(path.exists() and path.stat().st_size > 200_000 for path in (making, whole)), "no table", child)
+    child.send_signal(signal.SIGKILL)
+    child.wait()
+    load_mlflow()
+    assert not whole.exists() or schema._is_current(whole)
+    storage = Folder(str(place))
+    log = MlflowLog.for_run(storage / "r", "r", RecordConfig(mlflow_uri=uri), storage)
+    assert log
+    assert log.log([new_entry("metrics", {"train_loss": 0.5}, step=1, time=1e9)]) == []
 
 
 @pytest.fixture
