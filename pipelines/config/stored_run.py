@@ -52,7 +52,8 @@ def missing_run(storage: Folder, name: str, known: Sequence[str]) -> SettingErro
     similar = difflib.get_close_matches(name, known, 1)
     meant = f"; did you mean {similar[0]}?" if similar else ""
     listed = ", ".join(known[-10:]) or "none; --storage names another folder"
-    return SettingError(f"there is no run {name!r} in {storage}{meant} (there is: {listed})", setting="run", value=name)
+    message = f"there is no run {name!r} in {storage}{meant} (there is: {listed})"
+    return SettingError(message, setting="run", value=name, allowed=tuple(known))
 
 
 def read_run(run: Folder) -> StoredRun:

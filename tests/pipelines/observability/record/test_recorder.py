@@ -388,7 +388,7 @@ def test_a_run_that_was_asked_to_stop_does_not_wait_for_a_busy_machine(
     (client,) = wait_until(lambda: find_children(os.getpid(), "spawn_main"), "MLflow's process did not start")
     client.suspend()
     recorder.finish(status)
-    assert bool(waited) == waits
+    assert any(waited) == waits
     told = [warning for warning in recorder.state()["warnings"] if "raystride runs replay" in warning]
     assert len(told) == (not waits)
     assert (Path(folder.uri) / "summary.json").exists()
