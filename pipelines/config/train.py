@@ -59,7 +59,7 @@ class OptimizerConfig(Section):
         shapes_result=True,
     )
     """Final learning rate of `cosine` and `linear`, as a fraction of the peak."""
-    absent_gradients: Literal["auto", "skip", "zero"] = setting("auto", since="0.4")
+    absent_gradients: Literal["auto", "skip", "zero"] = setting("auto", since="0.4", shapes_result=True)
     """A parameter of a model of your own that no sample of a step has used: `skip` leaves it as it is; `zero` lets it decay
     and move by its momentum on several workers, as 0.3 did. `auto`: as the run began; a new one skips."""
 

@@ -205,7 +205,7 @@ def test_generate_writes_after_the_prompt(config: Config) -> None:
 
 @pytest.mark.usefixtures("trained")
 def test_generate_refuses_what_is_not_there(config: Config) -> None:
-    _is_refused(_generate(config, "--run", "nobody"), "--run nobody", "trained")
+    _is_refused(_generate(config, "--run", "nobody"), "no run 'nobody'", "trained")
     _is_refused(_generate(config), "run is ''", "raystride runs list")
     _is_refused(_generate(config, "--run", "trained", "--checkpoint", "first"), "checkpoint", "best", "last")
     _is_refused(_generate(config, "--run", "trained", "--promt", "x"), "promt", "prompt")

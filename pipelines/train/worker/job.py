@@ -29,7 +29,7 @@ class Job:
     """The attempt's name: when it started, and four random digits."""
     term: int = field(default=0, kw_only=True)
     """The driver's term as the run's owner, to fence late writes (`checkpoint.fence`); 0: it owns nothing."""
-    permit: Permit = field(default_factory=Permit, repr=False)
+    permit: Permit = field(default_factory=Permit, repr=False, compare=False)
     """The right to write the run's files, tested before each write."""
     folder: Folder
     """The run's folder."""
