@@ -68,7 +68,7 @@ def test_it_opens_without_the_data_it_was_prepared_from(storage: Folder, tmp_pat
 
 
 def test_a_run_that_is_not_there_names_those_that_are(storage: Folder) -> None:
-    with refused("run", "nobody", names=["--run nobody: ", "trained, unsaved"]):
+    with refused("run", "nobody", names=["no run 'nobody'", "trained, unsaved"]):
         open_run(storage, "nobody")
 
 
