@@ -56,33 +56,21 @@ static int fails(void)
 
 #define REAL(name) ((__typeof__(&name))dlsym(RTLD_NEXT, #name))
 
-#define OPEN(name)                                      \
-    int name(const char *path, int flags, ...)          \
-    {                                                   \
-        va_list rest;                                   \
-        va_start(rest, flags);                          \
-        mode_t mode = va_arg(rest, mode_t);             \
-        va_end(rest);                                   \
-        if (below(path) && fails())                     \
-            return -1;                                  \
-        return REAL(name)(path, flags, mode);           \
+#define OPEN(name, parameters, ...)             \
+    int name parameters                         \
+    {                                           \
+        va_list rest;                           \
+        va_start(rest, flags);                  \
+        mode_t mode = va_arg(rest, mode_t);     \
+        va_end(rest);                           \
+        if (below(path) && fails())             \
+            return -1;                          \
+        return REAL(name)(__VA_ARGS__, mode);   \
     }
-OPEN(open)
-OPEN(open64)
-
-#define OPEN_AT(name)                                         \
-    int name(int folder, const char *path, int flags, ...)    \
-    {                                                         \
-        va_list rest;                                         \
-        va_start(rest, flags);                                \
-        mode_t mode = va_arg(rest, mode_t);                   \
-        va_end(rest);                                         \
-        if (below(path) && fails())                           \
-            return -1;                                        \
-        return REAL(name)(folder, path, flags, mode);         \
-    }
-OPEN_AT(openat)
-OPEN_AT(openat64)
+OPEN(open, (const char *path, int flags, ...), path, flags)
+OPEN(open64, (const char *path, int flags, ...), path, flags)
+OPEN(openat, (int folder, const char *path, int flags, ...), folder, path, flags)
+OPEN(openat64, (int folder, const char *path, int flags, ...), folder, path, flags)
 
 #define OF_FILE(result, name, parameters, ...)          \
     result name parameters                              \

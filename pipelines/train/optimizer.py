@@ -82,9 +82,7 @@ class FusedUpdater:
         """Returns the state of a parameter, by name, sharded if the parameter is; empty before its first update."""
         return self._state.get(parameter, {})
 
-    def empty_state(self, parameter: nn.Parameter, size: list[int] | None, dtype: torch.dtype) -> torch.Tensor:
-        """Returns zeros as the target of a checkpoint's load, of a size, or as the parameter is and sharded like it."""
-        return empty_state(parameter, size, dtype)
+    empty_state = staticmethod(empty_state)
 
     @torch.no_grad()
     def load_state(self, parameter: nn.Parameter, stored: dict[str, torch.Tensor]) -> None:

@@ -87,9 +87,7 @@ class TorchOptimizer:
                     )
         return tensors | {key: torch.tensor(value, dtype=torch.float64) for key, value in numbers.items()}
 
-    def empty_state(self, parameter: nn.Parameter, size: list[int] | None, dtype: torch.dtype) -> torch.Tensor:
-        """Returns zeros as the target of a checkpoint's load, of a size, or as the parameter is and sharded like it."""
-        return empty_state(parameter, size, dtype)
+    empty_state = staticmethod(empty_state)
 
     @torch.no_grad()
     def load_state(self, parameter: nn.Parameter, stored: dict[str, torch.Tensor]) -> None:
