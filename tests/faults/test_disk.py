@@ -76,8 +76,8 @@ def _goes_on(config: Config, run: str, calm: dict[str, Any], resumed_from: int) 
 
 
 def _fails(outcome: Outcome, error: str, remedy: str) -> None:
-    """One screen that names what the disk said and what to do."""
-    assert outcome.code == 1, outcome.out + outcome.err
+    """One screen that names what the disk said and what to do, and the exit code of a disk that cannot do it."""
+    assert outcome.code == 3, outcome.out + outcome.err
     assert "Traceback" not in outcome.out + outcome.err
     assert re.search(rf"^training failed: .*\n  OSError: .*{error}", outcome.err, re.MULTILINE), outcome.err
     assert f"try: {remedy}" in outcome.err
