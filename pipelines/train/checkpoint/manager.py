@@ -169,6 +169,8 @@ class Checkpoints:
         self.data = attempt
         self.verify_data: Callable[[], None] = lambda: None
         """Called before a checkpoint is written; it is not committed if this raises on any rank."""
+        self.flush_record: Callable[[], object] = lambda: None
+        """Called before a checkpoint is written: what was measured before it is to be recorded when it is there."""
         self.on_wait: Callable[[int, float], None] = lambda step, seconds: None
         """Called with step and seconds of a save that another one or the end has waited for, from `NOTICE_S` on, and with 0
         when it has ended."""
@@ -335,6 +337,7 @@ class Checkpoints:
         def finish_copies() -> None:
             wait_for_copies()
             self.verify_data()
+            self.flush_record()
 
         names = self.step_folder(pending_save.step), self.attempt, self.data
         term = self._claim.term if self._claim else 0

@@ -50,6 +50,8 @@ from raystride.pipelines.train.worker.build import WARNING_PREFIX, build_trainin
 from raystride.pipelines.train.worker.job import Job, WorkerInfo
 from raystride.pipelines.train.worker.matmul_backend import MatmulChoice
 
+FLUSH_S = 10.0
+"""Seconds that a checkpoint waits for a recorder which does not answer."""
 NUM_ANSWERED = 64
 """Number of validation documents, at most, that a classifier answers for its page."""
 
@@ -127,6 +129,8 @@ def run_worker(
     try:
         send_phase("building the model and its data")
         training = build_training(job, worker, observers, stopping, log)
+        if training.checkpoints and worker.rank == 0:
+            training.checkpoints.flush_record = partial(sender.flush, FLUSH_S)
         log(f"training on {worker.world} worker(s) from step {training.state.step}")
         if message := describe_endless_warmup(job.config.optimizer, training.total_steps):
             log(WARNING_PREFIX + message)
