@@ -6,7 +6,7 @@ it dies, another worker becomes the leader; if it does not answer, the others ca
 recorder recognises entries that it receives twice by their sequence numbers.
 
     relay = Relay(send_calls, token, world=8192)              # send_calls([("receive", arguments), ...]) -> [Receipt, ...]
-    relay.call("receive", sender, entries, recorder, urgent)          # the recorder's answer, or raises what `send_calls` raised
+    relay.call("receive", sender, entries, recorder, urgent)  # the recorder's answer, or raises what `send_calls` raised
 """
 
 import atexit

@@ -59,7 +59,7 @@ def test_a_reading_that_fails_is_said_once_and_the_next_ones_are_sent(monkeypatc
 
     monkeypatch.setattr(psutil, "disk_usage", disk_usage)
     monkeypatch.setattr(service_thread, "FIRST_PAUSE_S", 0.01)
-    sender = Sender(lambda name, entries, recorder, urgent: posted.extend(entries) or taken(entries), "node", interval_s=0.01)  # type: ignore[func-returns-value]
+    sender = Sender(lambda _, entries, *more: posted.extend(entries) or taken(entries), "node", interval_s=0.01)  # type: ignore[func-returns-value]
     monitor = HostMonitor(sender, every_s=0.01)
     monitor.on_start(RunFacts(run="r", attempt="a1"))
     wait_until(lambda: len(posted) >= 3, "readings")

@@ -118,7 +118,7 @@ def test_an_error_of_any_kind_is_said_and_the_next_stall_is_seen(tmp_path: Path,
     monkeypatch.setattr(StallWatch, "stall_limit_s", fail_once)
     monkeypatch.setattr(stalls, "FIRST_STEPS_S", 0.1)
     monkeypatch.setattr(service_thread, "FIRST_PAUSE_S", 0.01)
-    sender = Sender(lambda name, entries, recorder, urgent: posted.extend(entries) or taken(entries), "rank0", interval_s=0.01)  # type: ignore[func-returns-value]
+    sender = Sender(lambda _, entries, *more: posted.extend(entries) or taken(entries), "rank0", interval_s=0.01)  # type: ignore[func-returns-value]
     watch = StallWatch(3.0, Folder(str(tmp_path)), sender, min_s=0.1, poll_s=0.01)
     watch.on_start(RunFacts(run="r", attempt="a1"))
     with phase("step"):
