@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from raystride.pipelines.system.errors import SettingError, Unreadable
+from raystride.pipelines.system.errors import SettingError, Unreadable, picklable_error
 from raystride.pipelines.system.permit import Permit
 from raystride.pipelines.system.storage.folder import Folder
 from raystride.pipelines.system.storage.sealed import SealBroken, parse_sealed
@@ -56,7 +56,7 @@ from raystride.pipelines.train.checkpoint.retention import best_name, data_folde
 from raystride.pipelines.train.checkpoint.staging import Staging
 from raystride.pipelines.train.checkpoint.train_state import TrainState, Updater, UsersOptimizer
 from raystride.pipelines.train.checkpoint.verify import FORMAT, INDEXED, MISSING, check_file, read_local, unreadable_error
-from raystride.pipelines.train.distributed.collectives import all_reduce_object, first_failure, picklable_error
+from raystride.pipelines.train.distributed.collectives import all_reduce_object, first_failure
 from raystride.pipelines.train.strategies.parameter_layout import saved_buffers, saved_parameters
 
 
