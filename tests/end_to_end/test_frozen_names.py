@@ -122,7 +122,7 @@ settings_sha256 sha256 versions writer
 MANIFEST_PARTS = {
     "order": "block first_window samples seed shuffle window",
     "state": """
-best best_step dropped left_out loss_scale loss_seen position rewinds seconds step tokens_seen train_loss val_loss
+best best_loss best_step dropped left_out loss_scale loss_seen position rewinds seconds step tokens_seen train_loss val_loss
 worse_validations
 """,
 }

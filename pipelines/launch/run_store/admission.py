@@ -106,10 +106,12 @@ def _check_settings(context: RunContext, previous: PreviousAttempt | None) -> No
 
 
 def check_metric(config: Config) -> None:
-    """Raises SettingError for a metric that the task does not measure; otherwise the first validation would fail."""
+    """Raises SettingError for a metric that the task does not measure, as the first validation would fail otherwise, and
+    for one of which nothing says whether less or more is better."""
     task_metrics = build_task(config).metrics
     if config.validation.metric not in task_metrics:
         raise config.validation.error("metric", f"must be one of {', '.join(sorted(task_metrics))}")
+    _ = config.validation.better
 
 
 def _with_ended_record(context: RunContext, previous: PreviousAttempt) -> PreviousAttempt:

@@ -277,6 +277,8 @@ def test_an_earlier_attribute_is_read_and_another_is_none() -> None:
         ("val_bleu", "auto", "max"),
         ("val_accuracy", "min", "min"),
         ("val_mine", "max", "max"),
+        ("val_margin_loss", "auto", "min"),
+        ("val_accuracy/web", "auto", "max"),
     ],
 )
 def test_more_of_a_metric_is_better_where_its_name_says_so(metric: str, direction: Any, better: str) -> None:
@@ -284,3 +286,11 @@ def test_more_of_a_metric_is_better_where_its_name_says_so(metric: str, directio
     assert validation.better == better
     assert (validation.cost(0.9) < validation.cost(0.1)) is (better == "max")
     assert validation.cost(None) == validation.cost(float("nan")) == float("inf")
+
+
+@pytest.mark.parametrize("metric", ["val_iou", "val_accuracy_error", "val_f1", "val_lossy"])
+def test_what_is_better_of_any_other_metric_must_be_said(metric: str) -> None:
+    validation = ValidationConfig(metric=metric)
+    with pytest.raises(SettingError, match=rf"validation\.direction is 'auto': it must be `min` or `max`.*{metric}"):
+        validation.cost(0.5)
+    assert validation.named_direction == "auto", "a run's name does not need it"

@@ -10,9 +10,11 @@ import torch
 from torch import nn
 
 import raystride
+from raystride.jobs.export import main as export_job
 from raystride.pipelines.config import SettingError
 from raystride.pipelines.data import plugins
 from raystride.pipelines.evaluate import load_run
+from raystride.pipelines.observability.report.run_figures import list_run_figures
 from raystride.pipelines.train.own_model.definition import OwnModel
 from tests.pipelines.evaluate.test_apply_own_model import SETTINGS
 from tests.pipelines.train.own_model.models import DATA, make_mlp, masked_loss, score
@@ -65,10 +67,47 @@ def test_an_instance_is_copied_and_left_as_it_was(tmp_path: Path) -> None:
 def test_early_stopping_by_a_metric_of_ones_own(tmp_path: Path) -> None:
     settings = SETTINGS | {"train.steps": 40, "validation.every": 2, "validation.metric": "val_signs"}
     settings |= {"validation.patience": 2, "optimizer.learning_rate": 1e-9}
+    rule = r"validation\.direction is 'auto': it must be `min` or `max`, as the name val_signs does not say"
+    with pytest.raises(SettingError, match=rule):
+        _fit(tmp_path, metrics=score, validation=DATA, settings=settings)
+    assert not (tmp_path / "own" / "config.yaml").exists()
+    settings |= {"validation.direction": "max"}
     run = _fit(tmp_path, metrics=score, validation=DATA, settings=settings)
     assert run.summary["steps"] < 40
     with pytest.raises(SettingError, match=r"validation\.metric is 'val_sings': it must be one of .*val_signs"):
         _fit(tmp_path, metrics=score, run="other", settings=settings | {"validation.metric": "val_sings"})
+
+
+def test_the_step_that_is_used_is_named_if_it_is_not_the_last(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A metric that falls by itself: the first validation is the best."""
+    settings = SETTINGS | {"train.steps": 12, "validation.every": 4, "checkpoint.every": 4, "optimizer.learning_rate": 1e-9}
+    settings |= {"validation.metric": "val_falling", "validation.direction": "max"}
+    values = iter([3.0, 3.0, 1.0, 1.0, *[0.0] * 99])
+    run = raystride.fit(
+        make_mlp,
+        DATA,
+        masked_loss,
+        validation={name: array[:4] for name, array in DATA.items()},
+        metrics=lambda model, batch: {"falling": next(values)},
+        settings=settings,
+        run="own",
+        storage=tmp_path,
+        progress=True,
+    )
+    assert (run.summary["best_step"], run.summary["steps"]) == (4, 12)
+    for text in (capsys.readouterr().out, run._repr_html_()):
+        assert "best checkpoint" in text
+        assert "step 4 of 12" in text
+    written = run.predict(DATA, {"launch.mode": "inline", "output": str(tmp_path / "rows")}, fn=lambda m, b: m(b["x"]))
+    assert (written.step, written.last_step) == (4, 12)
+    assert export_job(["--run", "own", "--storage", str(tmp_path)]) == 0
+    assert "of step 4 of 12: " in capsys.readouterr().out
+    assert "step 12" not in list_text(run.summary | {"best_step": 12})
+
+
+def list_text(summary: Any) -> str:
+    """The figures of a summary in one line."""
+    return " ".join(f"{figure.label} {figure.text}" for figure in list_run_figures(summary))
 
 
 OTHERS: dict[str, dict[str, Any]] = {
