@@ -205,6 +205,11 @@ class TrainConfig(Section):
         for key, value in {"slots": slots, "slot_size": size, "batch": 0}.items():
             object.__setattr__(self, key, value)
 
+    def micro_batch_samples(self, workers: int) -> int:
+        """Returns the samples, or bundles of them, in the largest micro-batch of a training on this many workers."""
+        slots = -(-self.slots // workers)
+        return self.slot_samples * min(self.together or slots, slots)
+
     @property
     def samples_per_step(self) -> int:
         """Samples in a step; with `slot_tokens`, bundles of them."""
@@ -313,6 +318,12 @@ class ValidationConfig(Section):
     or `max`."""
     patience: int = setting(0, at_least=0, also="early_stopping_patience patience_epochs")
     """Early stopping: validations without improvement before the run stops. 0: never."""
+    gather_mib: int = setting(256, at_least=1, at_most=2**20, since="0.4")
+    """Most MiB of predictions and labels that a validation gathers on rank 0, for metrics of the whole set of a model of
+    your own (`raystride.fit`). More is refused."""
+    means: tuple[str, ...] = setting((), since="0.4")
+    """Metrics of a model of your own that are means over samples in spite of their names, `recall_at_5` for instance:
+    numbers named f1, auc, precision, recall, map, ndcg, r2 or correlation are refused otherwise."""
 
     @property
     def named_direction(self) -> Literal["auto", "min", "max"]:

@@ -118,7 +118,7 @@ def test_a_runs_default_name_depends_on_all_that_shapes_its_result() -> None:
         *("data.cache_gib", "train.steps", "train.epochs", "train.hours", "train.batch", "train.micro_batch_slots"),
         *("train.activation_checkpointing", "train.compile", "train.log_every", "train.deterministic"),
         *("guard.policy", "guard.max_bad_steps", "validation.every", "validation.samples", "validation.patience"),
-        *("validation.bleu_tokenizer", "fit.rehearse"),
+        *("validation.bleu_tokenizer", "validation.gather_mib", "validation.means", "fit.rehearse"),
     }
     other = replace(base, optimizer=replace(base.optimizer, learning_rate=0.5))
     assert other.default_run("x") != base.default_run("x")

@@ -1,6 +1,9 @@
 """`raystride.fit` as a user calls it: what a run leaves, what a resumed one accepts, and sweeps over its arguments."""
 
+import json
+import random
 import time
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +14,16 @@ from torch import nn
 
 import raystride
 from raystride.jobs.export import main as export_job
-from raystride.pipelines.config import SettingError
+from raystride.pipelines.config import Config, FitConfig, SettingError
 from raystride.pipelines.data import plugins
+from raystride.pipelines.data.feed.loader import MicroBatch
 from raystride.pipelines.evaluate import load_run
 from raystride.pipelines.observability.report.run_figures import list_run_figures
 from raystride.pipelines.train.own_model.definition import OwnModel
+from raystride.pipelines.train.own_model.task import own_model_task
+from raystride.pipelines.train.precision import Precision
+from raystride.pipelines.train.strategies.strategy import Single
+from raystride.pipelines.train.validation import validation_sums
 from tests.pipelines.evaluate.test_apply_own_model import SETTINGS
 from tests.pipelines.train.own_model.models import DATA, make_mlp, masked_loss, score
 
@@ -108,6 +116,61 @@ def test_the_step_that_is_used_is_named_if_it_is_not_the_last(tmp_path: Path, ca
 def list_text(summary: Any) -> str:
     """The figures of a summary in one line."""
     return " ".join(f"{figure.label} {figure.text}" for figure in list_run_figures(summary))
+
+
+def test_validation_has_batches_as_large_as_micro_batches_and_draws_the_same_each_time(tmp_path: Path) -> None:
+    sizes, drawn = [], []
+
+    def loss(model: nn.Module, batch: Any) -> torch.Tensor:
+        noise = torch.randn_like(batch["x"]) * random.random() * np.random.rand()
+        (drawn if model.training else sizes).append(noise.sum().item() if model.training else len(noise))
+        return nn.functional.mse_loss(model(batch["x"] + noise), batch["y"])
+
+    settings = SETTINGS | {"train.batch": 32, "train.steps": 4, "optimizer.learning_rate": 1e-30, "fit.rehearse": "off"}
+    courses = []
+    for every in (1, 4):
+        run = _fit(
+            tmp_path, loss=loss, validation=DATA, run=f"every {every}", settings=settings | {"validation.every": every}
+        )
+        courses.append((run.metrics("val_loss").to_pydict()["val_loss"], drawn[-4:]))
+    assert sizes[-2:] == [32, 28], "60 samples"
+    assert len(set(courses[0][0])) == 1
+    assert courses[0][0][-1:] == courses[1][0]
+    assert courses[0][1] == courses[1][1], "the training's draws are as without"
+
+
+def test_validation_leaves_all_generators_as_they_were() -> None:
+    task: Any = own_model_task(OwnModel(make_mlp, DATA, masked_loss), __name__)(Config(fit=FitConfig(rehearse="off")))
+
+    class Drawing(type(task)):  # type: ignore[misc]
+        """Draws in each batch."""
+
+        def measure(self, *arguments: Any, **options: Any) -> tuple[torch.Tensor, ...]:
+            drawn.append((random.random(), np.random.rand(), torch.rand(()).item()))
+            return torch.ones(()), torch.ones(()), torch.zeros(2, dtype=torch.float64)
+
+    def states() -> list[Any]:
+        return [random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()]  # type: ignore[union-attr]
+
+    drawing, model, drawn = Drawing(task.config), make_mlp(), list[Any]()
+    batches = [MicroBatch(slot, (), torch.zeros(1)) for slot in (0, 1, 0)]
+    before = states()
+    validation_sums(Single(torch.device("cpu")), model, Precision(), drawing, batches, 2)
+    assert drawn[0] == drawn[2] != drawn[1]
+    assert before == states()
+
+
+def test_a_run_of_0_3_says_once_that_its_validations_are_drawn_anew(tmp_path: Path) -> None:
+    _fit(tmp_path)
+    file = tmp_path / "own" / "environment.json"
+    marks = ("code_sha256", "own_model", "writer", "sha256", "settings_sha256")
+    file.write_text(json.dumps({key: value for key, value in json.loads(file.read_text()).items() if key not in marks}))
+    with pytest.warns(UserWarning, match="the validations of run own are drawn anew"):
+        _fit(tmp_path, settings=SETTINGS | {"train.steps": 6})
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        assert _fit(tmp_path, settings=SETTINGS | {"train.steps": 9}).summary["steps"] == 9
+    assert not [str(warning.message) for warning in said if "drawn anew" in str(warning.message)]
 
 
 OTHERS: dict[str, dict[str, Any]] = {
