@@ -18,7 +18,7 @@ from raystride.model.linear import has_bf16
 from raystride.pipelines.config import SettingError
 from raystride.pipelines.train.own_model.definition import OwnModel
 from raystride.pipelines.train.own_model.samples import NestedBatch
-from raystride.pipelines.train.own_model.set_metrics import SetFigure, is_of_set
+from raystride.pipelines.train.own_model.set_metrics import SetFigure, take_of_set
 
 Sums = tuple[torch.Tensor, torch.Tensor]
 """A sum, and the count that it is divided by."""
@@ -69,7 +69,7 @@ class OwnNetwork(nn.Module):
             figures = dict(others)
             if measures and self._own_model.metrics:
                 figures |= self._own_model.metrics(self.module, batch.content)
-            self._of_set = {name: value for name, value in figures.items() if is_of_set(value)} if measures else {}
+            self._of_set = take_of_set(figures) if measures else {}
         if batch.empty:
             loss_sum, counted = loss_sum * 0, counted * 0
         elif self.training and self._logged_names:

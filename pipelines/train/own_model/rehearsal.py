@@ -302,6 +302,6 @@ def _find_generators(waiting: list[Any]) -> Iterator[Any]:
         elif inspect.isfunction(item) or inspect.ismethod(item):  # compiled ones, which also have code, name no variables
             named = inspect.getclosurevars(item)
             waiting += [*named.nonlocals.values(), *named.globals.values()]
-            waiting += [*(item.__defaults__ or ()), *(item.__kwdefaults__ or {}).values()]
+            waiting += [*(item.__defaults__ or ()), *(getattr(item, "__kwdefaults__", None) or {}).values()]
         elif hasattr(item, "__dict__") and type(item).__module__ != "builtins":
             waiting += [vars(item), *vars(type(item)).values()]

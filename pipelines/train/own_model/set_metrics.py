@@ -29,17 +29,37 @@ from raystride.pipelines.train.own_model.definition import call_users, describe_
 
 SetFigure = tuple[Any, ...]
 """A function of the whole set, and what a batch has for it: `(f1_score, labels, predictions)`."""
-State = list[dict[str, Any]]
-"""States of a torchmetrics object and of those within it, on the host."""
+State = dict[str, dict[str, Any]]
+"""States of a torchmetrics object and of those within it, on the host, by the names of modules."""
 MAX_STATE_BYTES = 2**20
 """Above this, sums of fractions in a torchmetrics object are not kept batch by batch."""
 NO_MEANS = frozenset(("f1", "auc", "precision", "recall", "map", "ndcg", "r2", "correlation"))
 """Words in the names of figures of which the mean over batches is not that of the set."""
 
 
+@dataclass(frozen=True)
+class TakenState:
+    """States that a user's own `update` has left in a torchmetrics object, which is empty again."""
+
+    state: State
+
+
 def is_of_set(value: Any) -> bool:
     """Returns whether a figure is one of the whole set, and not a number or (sum, count)."""
-    return isinstance(value, tuple) and len(value) > 1 and callable(value[0])
+    return _is_torchmetric(value) or (isinstance(value, tuple) and len(value) > 1 and callable(value[0]))
+
+
+def take_of_set(figures: Mapping[str, Any]) -> dict[str, SetFigure]:
+    """Returns the figures of the whole set among a batch's; a torchmetrics object alone was updated with this batch."""
+    return {str(name): _take_state(value) for name, value in figures.items() if is_of_set(value)}
+
+
+def _take_state(value: Any) -> SetFigure:
+    if isinstance(value, tuple):
+        return value
+    taken = TakenState(_read_state(value))
+    value.reset()
+    return value, taken
 
 
 @dataclass(frozen=True)
@@ -60,14 +80,14 @@ def probe_metrics(figures: Mapping[str, Any], of_loss: Mapping[str, Any]) -> Pro
     """Returns what `metrics` and the loss's further figures of the first batch are. Raises SettingError."""
     of_set: dict[str, list[str]] = {}
     collected = OwnSetMetrics({}, max_mib=2**20)
-    for name, value in figures.items():
-        if is_of_set(value):
-            collected.collect(0, {str(name): value})
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # of classes that two samples do not have
-                of_set[str(name)] = _probe_names(collected, str(name))
+    for name, value in take_of_set(figures).items():
+        collected.collect(0, {name: value})
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of classes that two samples do not have
+            of_set[name] = _probe_names(collected, name)
     means = [str(name) for name, value in figures.items() if not is_of_set(value)]
-    numbers = [str(name) for name, value in chain(figures.items(), of_loss.items()) if not isinstance(value, tuple | list)]
+    bare = {**of_loss, **{name: figures[name] for name in figures if not is_of_set(figures[name])}}
+    numbers = [str(name) for name, value in bare.items() if not isinstance(value, tuple | list)]
     return ProbedMetrics(means, of_set, numbers, collected.bytes_by_samples())
 
 
@@ -135,7 +155,8 @@ class OwnSetMetrics:
             if name not in self._functions:
                 device = next((value.device for value in arguments if isinstance(value, torch.Tensor)), "cpu")
                 self._functions[name] = _own_copy(function).to(device)
-            number, state = batch, _update(self._functions[name], arguments)
+            taken = arguments[0].state if isinstance(arguments[0], TakenState) else None
+            number, state = batch, taken or _update(self._functions[name], arguments)
             if parts and _merges_at_once(self._functions[name]):
                 number, before = parts.popitem()
                 self.gathered_bytes -= _count_bytes(before)
@@ -144,14 +165,14 @@ class OwnSetMetrics:
 
     def bytes_by_samples(self) -> int:
         """Returns the bytes collected that grow with the samples, which states of a fixed size do not."""
-        return sum(
-            _count_bytes(
-                [value for part in parts.values() for state in part for value in state.values() if type(value) is list]
-            )
-            if _is_torchmetric(self._functions[name])
-            else _count_bytes(list(parts.values()))
-            for name, parts in self._parts.items()
-        )
+        total = 0
+        for name, parts in self._parts.items():
+            if not _is_torchmetric(self._functions[name]):
+                total += _count_bytes(list(parts.values()))
+                continue
+            states = [values for part in parts.values() for values in part.values()]
+            total += _count_bytes([value for values in states for value in values.values() if type(value) is list])
+        return total
 
     def _keep(self, parts: dict[int, Any], batch: int, part: Any) -> None:
         self.gathered_bytes += _count_bytes(part)
@@ -167,7 +188,9 @@ class OwnSetMetrics:
             raise _gathers_too_much(float(total), self.max_mib)
         if world == 1:
             return self._compute_all()
-        parts = tree_reduce_object(self._parts, _join_parts, dist.group.WORLD)
+        group = dist.group.WORLD
+        assert group is not None
+        parts = tree_reduce_object(self._parts, _join_parts, group)
         outcome: Any = None
         if parts is not None:
             self._parts = parts
@@ -175,7 +198,7 @@ class OwnSetMetrics:
                 outcome = self._compute_all()
             except Exception as error:
                 outcome = picklable_error(error)
-        outcome = broadcast_object(outcome, dist.group.WORLD)
+        outcome = broadcast_object(outcome, group)
         if isinstance(outcome, BaseException):
             raise outcome
         return outcome  # type: ignore[no-any-return]
@@ -225,22 +248,28 @@ def _own_copy(function: Any) -> Any:
     if hasattr(own, "compute_groups"):  # members that share states would be updated once
         own = type(own)(dict(function.items(keep_base=True)), compute_groups=False)
         own = copy.deepcopy(own)
-    for metric in _members(own):
+    for _, metric in _members(own):
         metric.sync_on_compute = metric._to_sync = metric.dist_sync_on_step = False
     return own
 
 
-def _members(function: Any) -> Iterator[Any]:
-    """Yields the torchmetrics objects within one, itself included."""
+def _members(function: Any) -> Iterator[tuple[str, Any]]:
+    """Yields the torchmetrics objects within one, itself included, by the names of modules."""
     package = sys.modules["torchmetrics"]
-    return (module for module in function.modules() if isinstance(module, package.Metric))
+    return ((name, module) for name, module in function.named_modules() if isinstance(module, package.Metric))
 
 
 def _update(function: Any, arguments: Sequence[Any]) -> State:
     """Returns the states of a torchmetrics object after one batch alone. Raises SettingError."""
     function.reset()
     call_users("metrics", function.update, *arguments)
-    return [{key: _to_host(getattr(metric, key)) for key in metric._reductions} for metric in _members(function)]
+    return _read_state(function)
+
+
+def _read_state(function: Any) -> State:
+    if hasattr(function, "compute_groups"):
+        dict(function.items())  # members of a group get the states of its first
+    return {name: {key: _to_host(getattr(metric, key)) for key in metric._reductions} for name, metric in _members(function)}
 
 
 def _merges_at_once(function: Any) -> bool:
@@ -258,16 +287,16 @@ def _merges_at_once(function: Any) -> bool:
         is_sum = reduce is data.dim_zero_sum and (is_whole or value.nbytes > MAX_STATE_BYTES)
         return is_sum or reduce in (data.dim_zero_max, data.dim_zero_min)
 
-    states = ((getattr(metric, key), how) for metric in _members(function) for key, how in metric._reductions.items())
+    states = ((getattr(metric, key), how) for _, metric in _members(function) for key, how in metric._reductions.items())
     return all(merges(value, reduce) for value, reduce in states)
 
 
 def _merge(function: Any, states: Sequence[State]) -> State:
     """Returns the states of several batches as one, as torchmetrics merges those of several processes."""
-    return [
-        {key: _reduce(reduce, [state[number][key] for state in states]) for key, reduce in metric._reductions.items()}
-        for number, metric in enumerate(_members(function))
-    ]
+    return {
+        name: {key: _reduce(reduce, [state[name][key] for state in states]) for key, reduce in metric._reductions.items()}
+        for name, metric in _members(function)
+    }
 
 
 def _reduce(reduce: Callable[[Any], Any] | None, values: list[Any]) -> Any:
@@ -277,8 +306,9 @@ def _reduce(reduce: Callable[[Any], Any] | None, values: list[Any]) -> Any:
 
 def _compute_torchmetric(function: Any, states: Sequence[State]) -> Any:
     function.cpu()
-    for metric, merged in zip(_members(function), _merge(function, states), strict=True):
-        for key, value in merged.items():
+    merged = _merge(function, states)
+    for name, metric in _members(function):
+        for key, value in merged[name].items():
             setattr(metric, key, value)
         metric._update_count, metric._computed = len(states), None
     return function.compute()

@@ -145,10 +145,12 @@ def score_set(model: nn.Module, batch: Batch) -> dict[str, Any]:
     from torchmetrics.classification import BinaryAUROC, BinaryF1Score
 
     out, labels = model(batch["x"]), (batch["y"][:, 0] > 0).int()
-    classes = (out[:, 0] > 0).int()
+    classes, updated = (out[:, 0] > 0).int(), BinaryF1Score()
+    updated.update(classes, labels)
     return {
         "f1": (f1_score, labels, classes),
         "streamed_f1": (BinaryF1Score(), classes, labels),
+        "updated_f1": updated,
         "auc": (BinaryAUROC(), out[:, 0].sigmoid(), labels),
         "correlation": (PearsonCorrCoef(), out[:, 0], batch["y"][:, 0]),
         "error": (MeanSquaredError(), out[:, 0].contiguous(), batch["y"][:, 0].contiguous()),

@@ -13,7 +13,7 @@ from torchmetrics.classification import MulticlassConfusionMatrix, MulticlassF1S
 
 from raystride.pipelines.config import Config, FitConfig, SettingError, TrainConfig, ValidationConfig
 from raystride.pipelines.train.own_model.definition import OwnModel
-from raystride.pipelines.train.own_model.set_metrics import OwnSetMetrics
+from raystride.pipelines.train.own_model.set_metrics import OwnSetMetrics, take_of_set
 from raystride.pipelines.train.own_model.task import OwnModelTask, own_model_task
 from raystride.run import Run
 from tests.pipelines.train.own_model.models import DATA, make_mlp, mean_loss
@@ -38,6 +38,7 @@ def test_metrics_of_the_set_are_those_of_all_samples_on_any_number_of_workers(tm
     wanted = {
         "f1": f1,
         "streamed_f1": f1,
+        "updated_f1": f1,
         "auc": roc_auc_score(labels, out[:, 0]),
         "correlation": np.corrcoef(out[:, 0], DATA["y"][:, 0])[0, 1],
         "error": np.square(errors[:, 0]).mean(),
@@ -126,6 +127,25 @@ def test_a_collection_has_a_figure_for_each_of_its_metrics_and_stays_as_it_was()
     assert [found[0][f"c_each_{label}"] for label in range(3)] == pytest.approx(f1_score(true, given, average=None).tolist())
     assert sum(found[0][f"c_table_{cell}"] for cell in range(9)) == 90
     assert all(metric.update_count == 0 for metric in collection.values())
+
+
+def test_an_object_that_the_function_updates_itself_is_the_same(tmp_path: Path) -> None:
+    single, collection = MulticlassF1Score(3), MetricCollection([MulticlassF1Score(3), MulticlassConfusionMatrix(3)])
+    generator = torch.Generator().manual_seed(1)
+    given, true = (torch.randint(0, 3, (90,), generator=generator) for _ in range(2))
+    names = {"alone": [], "given": [], "several": [], "listed": []}
+    collected = OwnSetMetrics(names, max_mib=1)
+    for batch, (first, last) in enumerate([(0, 40), (40, 80), (80, 90)]):
+        part = given[first:last], true[first:last]
+        single.update(*part)
+        collection.update(*part)
+        figures = {"alone": single, "several": collection}
+        collected.collect(batch, take_of_set(figures) | {"given": (single, *part), "listed": (collection, *part)})
+    assert collected.compute_one("alone")["alone"] == collected.compute_one("given")["given"]
+    several = {name.removeprefix("several"): value for name, value in collected.compute_one("several").items()}
+    assert several == {name.removeprefix("listed"): value for name, value in collected.compute_one("listed").items()}
+    assert several["_MulticlassF1Score"] == pytest.approx(f1_score(true, given, average="macro"))
+    assert single.update_count == 0
 
 
 def test_a_function_that_fails_on_two_samples_is_tried_on_all() -> None:
