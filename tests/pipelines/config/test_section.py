@@ -294,3 +294,19 @@ def test_what_is_better_of_any_other_metric_must_be_said(metric: str) -> None:
     with pytest.raises(SettingError, match=rf"validation\.direction is 'auto': it must be `min` or `max`.*{metric}"):
         validation.cost(0.5)
     assert validation.named_direction == "auto", "a run's name does not need it"
+
+
+@pytest.mark.parametrize(
+    ("train", "workers", "samples"),
+    [
+        ({}, 1, 60),
+        ({}, 4, 20),
+        ({}, 9, 10),
+        ({"micro_batch_slots": 2}, 1, 20),
+        ({"micro_batch_slots": 4}, 3, 20),
+        ({"exact": True}, 1, 10),
+        ({"slot_tokens": 99}, 1, 1),
+    ],
+)
+def test_the_largest_micro_batch_follows_from_slots_and_workers(train: Any, workers: int, samples: int) -> None:
+    assert TrainConfig(slots=6, slot_size=10, **train).micro_batch_samples(workers) == samples

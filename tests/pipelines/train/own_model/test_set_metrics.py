@@ -1,5 +1,6 @@
 """Metrics of the whole validation set are those of the set, on any number of workers; what is no mean is refused as one."""
 
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,8 @@ from raystride.run import Run
 from tests.pipelines.train.own_model.models import DATA, make_mlp, mean_loss
 from tests.pipelines.train.own_model.test_training import DDP, own_job
 from tests.pipelines.train.strategies.course import run_course
+
+ROOT = Path(__file__).parents[4]
 
 
 def test_metrics_of_the_set_are_those_of_all_samples_on_any_number_of_workers(tmp_path: Path) -> None:
@@ -166,3 +169,12 @@ def test_a_function_that_fails_on_two_samples_is_tried_on_all() -> None:
         collected.compute(1, torch.device("cpu"))
     collected.collect(1, {"auc": (area, torch.zeros(2), torch.zeros(2))})
     assert collected.compute(1, torch.device("cpu")) == {"val_auc": 0.75}
+
+
+def test_the_metrics_of_the_page_are_recorded_as_it_says() -> None:
+    first, second, *_ = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "own-model.md").read_text(), re.DOTALL)
+    page: dict[str, Any] = {"__name__": __name__}
+    exec(first.partition("run = raystride.fit")[0] + second, page)
+    own = OwnModel(page["make_model"], page["data"], page["loss"], metrics=page["metrics"])
+    task = own_model_task(own, __name__)(Config(fit=FitConfig(rehearse="off")))
+    assert task.metrics == ("val_loss", "val_accuracy", "val_f1", "val_auc", "val_all_top2")
