@@ -62,8 +62,10 @@ def fit(
             scalar), `(sum, count)` where samples differ in what they count, or a mapping with one of these as `loss` and
             further losses by name, which are recorded.
         validation: held-out samples, as `data`; by default the setting `data.validation_fraction` of `data`.
-        metrics: called as `metrics(model, batch)` without gradients; returns by name the mean over the batch's samples or
-            `(sum, count)`. Recorded with `val_` in front, and usable as `validation.metric`.
+        metrics: called as `metrics(model, batch)` without gradients; returns by name the mean over the batch's samples,
+            `(sum, count)`, or for a figure of the whole set `(function, predictions, labels)`, where the function is called
+            with those of all samples, or is a torchmetrics object. Recorded with `val_` in front, and usable as
+            `validation.metric`, with `validation.direction`.
         collate: makes a batch of a list of samples; by default PyTorch's `default_collate`.
         optimizer: called as `optimizer(model, learning_rate)`; returns a `torch.optim.Optimizer`, also with several groups.
             By default the settings of `optimizer`.

@@ -18,7 +18,7 @@ from torch.nn.functional import cross_entropy
 from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, SequentialLR
 
 from raystride.pipelines.config import ScalingConfig
-from raystride.pipelines.train.step import micro_batch_seed
+from raystride.pipelines.train.randomness import micro_batch_seed
 from raystride.pipelines.train.worker.build import build_training
 from raystride.pipelines.train.worker.job import Job, WorkerInfo
 

@@ -177,14 +177,14 @@ class Config(Section):
         Settings that were added later (`since`) are among them only if they differ from their defaults.
         """
         later, first = _later_defaults(type(self)), oldest_names(type(self))
-        flat = self.flat() | {"validation.direction": self.validation.better}  # earlier versions had no `auto`
+        flat = self.flat() | {"validation.direction": self.validation.named_direction}  # earlier versions had no `auto`
         kept = {key: value for key, value in flat.items() if key not in later or value != later[key]}
         return {first.get(key, key): strip_credentials(value) for key, value in kept.items()}
 
     def free_result_settings(self) -> dict[str, Any]:
         """Returns the settings, under their full names, that a resumed run may change and that shape its result."""
         shaping = _marked_keys(type(self), "shapes_result")
-        flat = self.flat() | {"validation.direction": self.validation.better}
+        flat = self.flat() | {"validation.direction": self.validation.named_direction}
         return {key: strip_credentials(value) for key, value in flat.items() if _is_among(key, shaping)}
 
     def default_run(self, preset: str) -> str:

@@ -30,6 +30,7 @@ from raystride.pipelines.config.renamed import Tell, with_new_flags, with_new_na
 from raystride.pipelines.config.run import ARGUMENTS, is_argument
 from raystride.pipelines.config.section import find_alias, nearest
 from raystride.pipelines.config.stored import find_stored_folder, mark_stored, stored_names
+from raystride.pipelines.config.train import direction_in_0_3, known_direction
 from raystride.pipelines.config.words import refuse_words, words_to_flags
 from raystride.pipelines.system.credentials import MissingSecret, redact_all_uris
 from raystride.pipelines.system.errors import SettingError
@@ -277,7 +278,20 @@ def read_stored_settings(cls: type[T], folder: Folder) -> T:
 
     Raises FileNotFoundError if there are none, and as `from_yaml` does.
     """
-    return mark_stored(from_yaml(cls, folder.read(SETTINGS_FILE).decode(), str(folder / SETTINGS_FILE)), folder.uri)
+    text = folder.read(SETTINGS_FILE).decode()
+    found = from_yaml(cls, text, str(folder / SETTINGS_FILE))
+    return mark_stored(found if text.startswith(WRITER_COMMENT) else _with_direction_of_0_3(found), folder.uri)
+
+
+def _with_direction_of_0_3(settings: T) -> T:
+    """Returns settings that 0.3 or an earlier version stored, in which a metric has the direction that it had then."""
+    validation: Any = getattr(settings, "validation", None)
+    if validation is None or validation.direction != "auto":
+        return settings
+    direction = direction_in_0_3(validation.metric)
+    if known_direction(validation.metric) == direction:
+        return settings
+    return replace(settings, validation=replace(validation, direction=direction))  # type: ignore[type-var]
 
 
 def _build(cls: Any, content: dict[str, Any]) -> Any:

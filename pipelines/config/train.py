@@ -2,6 +2,7 @@
 
 import math
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
@@ -204,6 +205,11 @@ class TrainConfig(Section):
         for key, value in {"slots": slots, "slot_size": size, "batch": 0}.items():
             object.__setattr__(self, key, value)
 
+    def micro_batch_samples(self, workers: int) -> int:
+        """Returns the samples, or bundles of them, in the largest micro-batch of a training on this many workers."""
+        slots = -(-self.slots // workers)
+        return self.slot_samples * min(self.together or slots, slots)
+
     @property
     def samples_per_step(self) -> int:
         """Samples in a step; with `slot_tokens`, bundles of them."""
@@ -259,8 +265,24 @@ class GuardConfig(Section):
     """Maximum number of skipped steps, or of rewinds, in a run. One more ends the run."""
 
 
-LARGER_IS_BETTER = re.compile("accuracy|f1|precision|recall|bleu|chrf|auc|exact_match|margin|reward")
-"""Metrics of which more is better, by a part of their names."""
+Direction = Literal["min", "max"]
+KNOWN_DIRECTIONS: Mapping[str, Direction] = {
+    **dict.fromkeys(("loss", "perplexity", "kl", "rejected_reward"), "min"),
+    **dict.fromkeys(("accuracy", "macro_f1", "bleu", "chrf", "margin", "chosen_reward"), "max"),
+}
+"""Whether a smaller or a larger figure of our own tasks is better, by its whole name without `val_`."""
+_LARGER_IN_0_3 = re.compile("accuracy|f1|precision|recall|bleu|chrf|auc|exact_match|margin|reward")
+
+
+def known_direction(metric: str) -> Direction | None:
+    """Returns whether less or more of a metric is better: of losses, and of our own tasks' figures; None of any other."""
+    name = metric.partition("/")[0].removeprefix("val_")
+    return "min" if name.endswith("_loss") else KNOWN_DIRECTIONS.get(name)
+
+
+def direction_in_0_3(metric: str) -> Direction:
+    """Returns what `validation.direction auto` meant until 0.3: larger by a part of the name, smaller of any other."""
+    return "max" if _LARGER_IN_0_3.search(metric) else "min"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -291,24 +313,37 @@ class ValidationConfig(Section):
     metric: str = setting("val_loss", also="metric_for_best_model monitor", shapes_result=True)
     """Metric that decides the `best` checkpoint and early stopping."""
     direction: Literal["auto", "min", "max"] = setting("auto", also="greater_is_better mode", shapes_result=True)
-    """Whether a smaller or a larger metric is better. `auto`: larger, if the metric's name says so (accuracy, f1, precision,
-    recall, bleu, chrf, auc, exact_match, margin, reward), else smaller."""
+    """Whether a smaller or a larger metric is better. `auto`: smaller of losses (`val_loss`, `val_NAME_loss`), perplexity,
+    kl and rejected_reward, larger of accuracy, macro_f1, bleu, chrf, margin and chosen_reward. Any other metric needs `min`
+    or `max`."""
     patience: int = setting(0, at_least=0, also="early_stopping_patience patience_epochs")
     """Early stopping: validations without improvement before the run stops. 0: never."""
+    gather_mib: int = setting(256, at_least=1, at_most=2**20, since="0.4")
+    """Most MiB of predictions and labels that a validation gathers on rank 0, for metrics of the whole set of a model of
+    your own (`raystride.fit`). More is refused."""
+    means: tuple[str, ...] = setting((), since="0.4")
+    """Metrics of a model of your own that are means over samples in spite of their names, `recall_at_5` for instance:
+    numbers named f1, auc, precision, recall, map, ndcg, r2 or correlation are refused otherwise."""
 
     @property
-    def better(self) -> Literal["min", "max"]:
-        """Whether a smaller or a larger metric is better."""
-        if self.direction == "auto":
-            return "max" if LARGER_IS_BETTER.search(self.metric) else "min"
-        return self.direction
+    def named_direction(self) -> Literal["auto", "min", "max"]:
+        """Whether a smaller or a larger metric is better; `auto` where neither the setting nor the metric's name says it."""
+        return self.direction if self.direction != "auto" else known_direction(self.metric) or "auto"
+
+    @property
+    def better(self) -> Direction:
+        """Whether a smaller or a larger metric is better. Raises SettingError if neither setting nor name says it."""
+        if (found := self.named_direction) == "auto":
+            rule = f"must be `min` or `max`, as the name {self.metric} does not say whether less or more of it is better"
+            raise self.error("direction", rule, ("min", "max"))
+        return found
 
     def cost(self, value: float | None) -> float:
         """Returns a value of the metric as `cost_of` does."""
         return cost_of(value, self.better)
 
 
-def cost_of(value: float | None, direction: Literal["min", "max"] = "min") -> float:
+def cost_of(value: float | None, direction: Direction = "min") -> float:
     """Returns a figure such that less is better; infinite, and so never the best, if it is none or not finite."""
     if value is None or not math.isfinite(value):
         return math.inf

@@ -8,6 +8,7 @@ of a task with windows are cut into windows, each a sample without an answer.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any, TypeVar
@@ -24,6 +25,7 @@ from raystride.pipelines.data.tasks.text_generation import write_rows
 from raystride.pipelines.evaluate.load_run import LoadedModel
 from raystride.pipelines.system.heap import keep_freed_memory
 from raystride.pipelines.train.precision import Precision
+from raystride.pipelines.train.randomness import VALIDATION, generators_kept, micro_batch_seed, seed_generators
 
 SORTED_BATCHES = 16
 """Number of batches whose samples are sorted by length together, to reduce padding."""
@@ -143,14 +145,26 @@ class Predictor:
 
     def predict_pairs(self, examples: Iterable[Example]) -> Iterator[tuple[Example, dict[str, Any]]]:
         """Yields each example with its prediction, in the order of the examples."""
-        batch, remaining = self.settings.batch, iter(examples)
+        batch, remaining, num_batches = self.settings.batch, iter(examples), 0
         while window := list(islice(remaining, SORTED_BATCHES * batch)):
             order = self._order_by_length(window)
             answers: dict[int, dict[str, Any]] = {}
             for numbers in (order[i : i + batch] for i in range(0, len(order), batch)):
-                answers |= zip(numbers, self._predict_batch([window[number] for number in numbers]), strict=True)
+                with self._seeded(num_batches):
+                    answers |= zip(numbers, self._predict_batch([window[number] for number in numbers]), strict=True)
+                num_batches += 1
             for number, example in enumerate(window):
                 yield example, answers[number]
+
+    @contextmanager
+    def _seeded(self, number: int) -> Iterator[None]:
+        """Seeds what a graded batch draws by its number, as in a validation; generators are as before afterwards."""
+        if not self.graded:
+            yield
+            return
+        with generators_kept(self.device):
+            seed_generators(self.device, micro_batch_seed(self.task.config.seed, VALIDATION, number))
+            yield
 
     def _order_by_length(self, examples: list[Example]) -> list[int]:
         """Returns their indices, longest first, so that an out-of-memory error shows at once."""

@@ -113,6 +113,10 @@ class EvaluationResult:
     """Samples a second; None if all were predicted before."""
     logged: bool = False
     """True if MLflow has the scores."""
+    step: int = 0
+    """Step of the checkpoint."""
+    last_step: int = 0
+    """Step of the run's newest checkpoint."""
 
 
 def evaluate(
@@ -177,6 +181,7 @@ def _score(chosen: SelectedRun, predictions: PredictionResult, table: dict[str, 
         samples=predictions.rows,
         skipped=predictions.skipped,
         rate=predictions.rate,
+        step=chosen.step,
     )
 
 

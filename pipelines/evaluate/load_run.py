@@ -24,8 +24,10 @@ from raystride.pipelines.data.tasks import Task, build_task
 from raystride.pipelines.data.tasks.contract import refuse_missing
 from raystride.pipelines.data.tasks.encoder import Encoder
 from raystride.pipelines.data.tokenizers import Tokenizers
+from raystride.pipelines.observability.report.run_figures import step_text
 from raystride.pipelines.system.errors import SettingError
 from raystride.pipelines.system.storage.folder import Folder
+from raystride.pipelines.train.checkpoint.layout import newest_committed_step
 
 if TYPE_CHECKING:
     from torch import nn
@@ -46,6 +48,13 @@ class LoadedModel:
     step: int
     place: Folder
     """The parent of the tokenizers' folders."""
+    last_step: int = 0
+    """That of the run's newest checkpoint; 0 if it is not known."""
+
+    @property
+    def step_text(self) -> str:
+        """The step in words, `step 20 of 60` if it is not the last."""
+        return step_text(self.step, self.last_step)
 
     @property
     def encoder(self) -> Encoder:
@@ -89,6 +98,8 @@ class SelectedRun:
     """The newest first; the model is their mean."""
     script_task: Any = None
     """The task's class if the running script has registered it, which processes elsewhere lack."""
+    last_step: int = 0
+    """The step of the run's newest checkpoint."""
 
     def __getstate__(self) -> dict[str, Any]:
         """Leaves out what only a training needs: it is sent to workers."""
@@ -98,6 +109,11 @@ class SelectedRun:
     def step(self) -> int:
         """The step of the newest of the checkpoints."""
         return self.checkpoints[0].step
+
+    @property
+    def step_text(self) -> str:
+        """The step in words, `step 20 of 60` if it is not the last."""
+        return step_text(self.step, self.last_step)
 
     @property
     def place(self) -> Folder:
@@ -124,7 +140,7 @@ class SelectedRun:
     def open(self) -> LoadedModel:
         """Loads the parameters, or the mean of the checkpoints'; the model is in evaluation mode, on the CPU."""
         task = self.task
-        return LoadedModel(self.config, task, _load_model(self, task), self.step, self.place)
+        return LoadedModel(self.config, task, _load_model(self, task), self.step, self.place, self.last_step)
 
 
 def open_cached(chosen: SelectedRun) -> LoadedModel:
@@ -139,7 +155,7 @@ def open_cached(chosen: SelectedRun) -> LoadedModel:
         if _cached is None or _cached[0] != key:
             _cached = None  # before the next one is loaded, so that there are never two
             _cached = (key, _load_model(chosen, task))
-        return LoadedModel(chosen.config, task, _cached[1], chosen.step, chosen.place)
+        return LoadedModel(chosen.config, task, _cached[1], chosen.step, chosen.place, chosen.last_step)
 
 
 _cached: "tuple[tuple[str, ...], nn.Module] | None" = None
@@ -169,7 +185,8 @@ def select_run(
     load_plugins(config.plugins)  # a missing one is reported before a cluster is started
     config = admit_stored_code(config)
     chosen = _select_checkpoints(storage, run, checkpoint, average)
-    return SelectedRun(config, chosen, _find_script_task(config, storage / run))
+    last_step = newest_committed_step(storage / run / "checkpoints") or 0
+    return SelectedRun(config, chosen, _find_script_task(config, storage / run), last_step)
 
 
 def select_named_run(settings: FinishedRunConfig) -> SelectedRun:

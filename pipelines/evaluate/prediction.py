@@ -100,6 +100,8 @@ class PredictionResult:
     """Rows a second of this call; None if all were done before."""
     step: int = 0
     """Step of the checkpoint."""
+    last_step: int = 0
+    """Step of the run's newest checkpoint."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -70,7 +70,7 @@ def evaluate_run(settings: EvaluateConfig, log: Log = print) -> "tuple[Evaluatio
             problem = merge_scores(scored, settings.split, run, chosen.config.record, storage)
     except RunLocked as locked:
         problem = f"summary.json and MLflow are left to whoever trains the run; the scores are in {scored.folder} ({locked})"
-    return replace(scored, logged=chosen.config.record.mlflow and not problem), problem
+    return replace(scored, logged=chosen.config.record.mlflow and not problem, last_step=chosen.last_step), problem
 
 
 def _own_for_a_moment(run: Folder, log: Log) -> RunLease:
@@ -115,11 +115,11 @@ def predict_files(settings: PredictConfig, log: Log = print) -> "PredictionResul
         sample=settings.sample,
         log=log,
     )
-    return replace(predicted, step=chosen.step)
+    return replace(predicted, step=chosen.step, last_step=chosen.last_step)
 
 
-def predict_inputs(settings: PredictConfig, inputs: Sequence[Any]) -> list[dict[str, Any]]:
-    """Predicts on inputs in this process, in order; an input of several columns is a tuple.
+def predict_inputs(settings: PredictConfig, inputs: Sequence[Any], log: Log = lambda _: None) -> list[dict[str, Any]]:
+    """Predicts on inputs in this process, in order; an input of several columns is a tuple. `log` hears the step used.
 
     Raises SettingError if there is no such run or device, or the task cannot read an input.
     """
@@ -127,6 +127,7 @@ def predict_inputs(settings: PredictConfig, inputs: Sequence[Any]) -> list[dict[
 
     chosen = select_named_run(settings)
     _refuse_own_model(chosen, ASK_BY_FUNCTION)
+    log(chosen.step_text)
     # Imported only after the run was found.
     from raystride.pipelines.data.sources.faults import Fault
     from raystride.pipelines.data.sources.fields import build_document
@@ -175,7 +176,7 @@ def apply_function(
     job = ApplyJob(chosen=chosen, settings=settings, function=function, data=data, collate=collate, folder=folder)
     run_parts, parts = make_part_runner(settings, settings.launch), cut_dataset(job.dataset, settings.batch)
     if folder is not None:
-        return replace(predict_all(job, parts, job.origin, run_parts, log), step=chosen.step)
+        return replace(predict_all(job, parts, job.origin, run_parts, log), step=chosen.step, last_step=chosen.last_step)
     results = run_parts(job, parts) if parts else {}
     return [row for part in parts for row in results[part.number]]
 

@@ -16,7 +16,7 @@ from raystride.pipelines.config import Config, SettingError
 from raystride.pipelines.config.attempts import SETTINGS_FILE
 from raystride.pipelines.config.parse import Parsed, to_stored_yaml
 from raystride.pipelines.config.sweep import SweepJobConfig
-from raystride.pipelines.config.train import LARGER_IS_BETTER
+from raystride.pipelines.config.train import known_direction
 from raystride.pipelines.data.plugins import PluginBundle
 from raystride.pipelines.data.prepare.prepare import check_data, prepare
 from raystride.pipelines.data.prepare.run_context import OnRay, RunContext
@@ -165,10 +165,11 @@ def _check_quality(base: SweepJobConfig) -> None:
     if base.sweep.objective == "metric":
         check_metric(training)
         name = base.validation.metric
-        if base.validation.better == "min" and LARGER_IS_BETTER.search(name):
+        if base.validation.better == "min" and known_direction(name) == "max":
             raise base.validation.error(
                 "direction", f"must be `max` with sweep.objective `metric`: more of {name} is better"
             )
+    _ = base.validation.better
     if not {f"optimizer.{name}" for name in (*SCHEDULE_STEPS, "schedule")} & set(base.sweep.space):
         in_small = scale_schedule(training.optimizer, base.sweep.trial_steps, known_steps(training.train))
         refuse_endless_warmup(in_small, base.sweep)

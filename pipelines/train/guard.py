@@ -17,7 +17,8 @@ from torch import nn
 from raystride.pipelines.config import GuardConfig
 from raystride.pipelines.data.feed.loader import Loader
 from raystride.pipelines.train.checkpoint.train_state import SkippedSlot, TrainState
-from raystride.pipelines.train.step import NOT_FINITE, SPIKE, StepRules, micro_batch_seed, seed_dropout
+from raystride.pipelines.train.randomness import generators_kept, micro_batch_seed, seed_device
+from raystride.pipelines.train.step import NOT_FINITE, SPIKE, StepRules
 from raystride.pipelines.train.strategies.parameter_layout import layout_of
 from raystride.pipelines.train.strategies.recompute import without_recompilation
 from raystride.pipelines.train.strategies.strategy import Strategy
@@ -116,13 +117,14 @@ def diagnose_step(
     for batch in replace(loader, micro_batch_slots=1).read_step(step).micro_batches:
         batch = loader.placement.place(batch)
         # With the step's own dropout, so that the error is reproduced.
-        seed_dropout(strategy.device, micro_batch_seed(rules.seed, step, batch.slot))
         with (
+            generators_kept(strategy.device),
             torch.no_grad(),
             rules.precision.autocast(strategy.device),
             without_recompilation(),
             _record_first_bad_output(model) as found,
         ):
+            seed_device(strategy.device, micro_batch_seed(rules.seed, step, batch.slot))
             loss_sum, counted = model(*batch.inputs, batch.targets)
         if not batch.empty:
             if strategy.reports_loss:

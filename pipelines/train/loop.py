@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from raystride.pipelines.config import Config, SettingError
+from raystride.pipelines.config.train import cost_of
 from raystride.pipelines.data.feed.loader import Loader, Requests, Step
 from raystride.pipelines.observability.phases import phase
 from raystride.pipelines.system.permit import Permit
@@ -171,9 +172,9 @@ class Training:
         validation, checkpoint = self._is_due(self.config.validation.every), self._is_due(self.config.checkpoint.every)
         if validation or checkpoint:
             self._check_verdict_now(step, result)
-        improved = self._run_validation() if validation else False
-        if self.checkpoints and (improved or checkpoint):
-            self._save_checkpoint(best=improved)
+        is_best = self._run_validation() if validation else False
+        if self.checkpoints and (is_best or checkpoint):
+            self._save_checkpoint(best=is_best)
 
     def _check_verdict_now(self, step: Step, result: StepResult) -> None:
         """Handles the verdict on this very step, before its parameters are validated or saved."""
@@ -298,7 +299,7 @@ class Training:
                 raise SettingError(f"train.exact {rule} ({found})", setting="train.exact", value=True, allowed=rule)
 
     def _run_validation(self) -> bool:
-        """Measures the validation samples; returns whether the chosen metric has improved."""
+        """Measures the validation samples; returns whether these parameters are the best so far."""
         began = time.perf_counter()
         self._refuse_changed_buffers()
         average_buffers(self.model, self.strategy)
@@ -309,13 +310,22 @@ class Training:
         chosen = self.config.validation
         value = self.metrics[chosen.metric]
         improved = chosen.cost(value) < chosen.cost(self.state.best)
-        if improved:
-            self.state.best, self.state.best_step, self.state.worse_validations = value, self.state.step, 0
-        else:
-            self.state.worse_validations += 1
+        self.state.worse_validations = 0 if improved else self.state.worse_validations + 1
+        is_best = improved or self._wins_tie(value)
+        if is_best:
+            self.state.best, self.state.best_loss, self.state.best_step = value, self.state.val_loss, self.state.step
         self._call_watchers("on_log", self.state.step, dict(self.metrics))
         self._notify_pause(began)
-        return improved
+        return is_best
+
+    def _wins_tie(self, value: float) -> bool:
+        """Returns whether a value as good as the best goes before it: by a loss that is lower or the same, as it is later.
+
+        The best of a run of an earlier version, which did not note its loss, stays.
+        """
+        loss, best_loss = (cost_of(found) for found in (self.state.val_loss, self.state.best_loss))
+        cost = self.config.validation.cost(value)
+        return math.isfinite(cost) and cost == self.config.validation.cost(self.state.best) and loss <= best_loss < math.inf
 
     def _save_checkpoint(self, *, best: bool, timed: bool = False) -> None:
         """Begins a save. One that is due by the clock leaves the model as it was: no result may depend on the clock."""
@@ -351,15 +361,15 @@ class Training:
             self._interval_loss()
         if not self.checkpoints:  # else a save does so in its own thread
             self.loader.beside.finish()
-        improved = False
+        is_best = False
         finished = ending is not Ending.STOPPED
         if finished and self._validated_at != self.state.step:
-            improved = self._run_validation()
+            is_best = self._run_validation()
         if checkpoints := self.checkpoints:
             if self._saved_at == self.state.step:
                 checkpoints.wait_for_save()  # for its outcome
-            if self._saved_at != self.state.step or improved or checkpoints.has_refused_save:
-                self._save_checkpoint(best=improved)
+            if self._saved_at != self.state.step or is_best or checkpoints.has_refused_save:
+                self._save_checkpoint(best=is_best)
             checkpoints.finish()
             self._notify_commits()
 

@@ -14,17 +14,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-import numpy as np
 import torch
 from torch import nn
 
 from raystride.pipelines.config import Config
 from raystride.pipelines.data.feed.loader import NO_REQUESTS, Requests, Step
-from raystride.pipelines.data.feed.order import mix64
 from raystride.pipelines.data.feed.samples import Samples
 from raystride.pipelines.observability.phases import phase
 from raystride.pipelines.train.checkpoint.train_state import TrainState, Updater
 from raystride.pipelines.train.precision import MIN_SCALE, LossScale, Precision
+from raystride.pipelines.train.randomness import micro_batch_seed, seed_device
 from raystride.pipelines.train.strategies import LOSS, OUT_OF_TIME, STOP, SUMMED, TARGETS
 from raystride.pipelines.train.strategies.strategy import MicroBatchLike, Strategy
 
@@ -135,7 +134,7 @@ class StepForward:
     @contextmanager
     def micro_batch_context(self, batch: MicroBatchLike) -> Iterator[None]:
         """Inside, the model runs a micro-batch in the run's precision, with the dropout of its slot."""
-        seed_dropout(self._device, micro_batch_seed(self._rules.seed, self._step, batch.slot))
+        seed_device(self._device, micro_batch_seed(self._rules.seed, self._step, batch.slot))
         with phase("forward"), self._rules.precision.autocast(self._device):
             yield
 
@@ -185,7 +184,7 @@ def _apply_step(
     clip_gradients(strategy.local_gradients(), norm, factor, rules.clip_norm)
     if rules.random_updates:
         # No slot is -1, so the update draws other numbers than any dropout.
-        seed_dropout(strategy.device, micro_batch_seed(rules.seed, step.number, -1))
+        seed_device(strategy.device, micro_batch_seed(rules.seed, step.number, -1))
     optimizer.update(learning_rate, bad.float())
     if rules.scale:
         rules.scale.update((verdict == OVERFLOW).float())
@@ -204,22 +203,6 @@ def clip_gradients(gradients: list[torch.Tensor], norm: torch.Tensor, factor: to
         coefficient = factor * (clip_norm / (norm + 1e-6)).clamp(max=1.0) if clip_norm else factor
         # Offloaded gradients are in main memory, their norm on the GPU.
         torch._foreach_mul_(gradients, coefficient.to(gradients[0].device))
-
-
-def seed_dropout(device: torch.device, seed: int) -> None:
-    """Seeds this device's generator, used by dropout; `torch.manual_seed` would seed every kind of device."""
-    if device.type == "cuda":
-        torch.cuda.default_generators[torch.cuda.current_device()].manual_seed(seed)
-    else:
-        torch.default_generator.manual_seed(seed)
-
-
-def micro_batch_seed(seed: int, step: int, slot: int) -> int:
-    """Returns the seed of dropout: a function of seed, step and slot, so no generator state needs saving."""
-    mixed = mix64(np.array([seed], np.uint64))
-    for part in (step, slot):
-        mixed = mix64(mixed ^ np.uint64(part % 2**64))
-    return int(mixed[0] >> np.uint64(1))
 
 
 class DelayedHostRead:

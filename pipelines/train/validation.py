@@ -1,7 +1,9 @@
 """Metrics on the validation samples, equal for any number of workers.
 
-Batches do not depend on the workers, each batch's losses come from one of them, and all are added in the batches' order in
-fp64; a task's other counts are integers. So the result does not depend on the assignment of batches to workers.
+Each batch's losses come from one worker, and all are added in the batches' order in fp64; a task's other counts are
+integers. So the result does not depend on the assignment of batches to workers. Batches are as large as the training's
+micro-batches; with `train.exact` these are slots, and all bits are the same on any number of workers. Whatever a batch draws
+is seeded by its number, and the training's generators are as before afterwards.
 
     validate = Validation(config, strategy, model, precision, task, {"": samples}, {})
     validate()                                                       # {"val_loss": 1.88, "val_perplexity": 6.55}
@@ -10,7 +12,8 @@ fp64; a task's other counts are integers. So the result does not depend on the a
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 import torch
@@ -21,6 +24,7 @@ from raystride.pipelines.data.feed.loader import MicroBatch, num_validation_samp
 from raystride.pipelines.data.feed.samples import Samples
 from raystride.pipelines.data.tasks import Task
 from raystride.pipelines.train.precision import Precision
+from raystride.pipelines.train.randomness import VALIDATION, generators_kept, micro_batch_seed, seed_generators
 from raystride.pipelines.train.strategies.recompute import without_recompilation
 from raystride.pipelines.train.strategies.strategy import Strategy
 
@@ -32,7 +36,9 @@ class ValidationSums:
     loss: float
     targets: float
     counts: np.ndarray
-    """Integers, as many as the task's `counted`."""
+    """As many integers as the task's `counted`, or as many numbers as its `summed`."""
+    figures: Mapping[str, float] = field(default_factory=dict)
+    """Metrics of the set as a whole, which are no sums."""
 
 
 @dataclass
@@ -53,17 +59,19 @@ class Validation:
 
     def __call__(self) -> dict[str, float]:
         """Returns the metrics of all samples, and for a mixture those of each source, `val_loss/web`."""
-        # Batches of a slot's size fit in memory.
-        size = self.config.train.slot_samples
+        train, world = self.config.train, self.strategy.world
+        # What trains fits in memory; and no worker waits while another has all samples.
+        largest = train.slot_samples if self.strategy.is_slot_per_micro_batch else train.micro_batch_samples(world)
         sums: dict[str, ValidationSums] = {}
         for name, samples in self.held_out.items():
             num_samples = num_validation_samples(samples, self.config.validation.samples, self.shares.get(name, 0.0))
+            size = max(train.slot_samples, min(largest, -(-num_samples // world)))
             batches = validation_batches(
                 samples,
                 num_samples=num_samples,
                 size=size,
                 rank=self.strategy.rank,
-                world=self.strategy.world,
+                world=world,
                 device=self.strategy.device,
                 equal_micro_batches=self.strategy.needs_equal_micro_batches,
             )
@@ -89,24 +97,36 @@ def validation_sums(
     strategy: Strategy, model: nn.Module, precision: Precision, task: Task, batches: Iterable[MicroBatch], num_batches: int
 ) -> ValidationSums:
     """Sums over this worker's `batches` out of `num_batches` over all workers; all must call it."""
-    sums = torch.zeros(num_batches, 2, dtype=torch.float64, device=strategy.device)
-    counts = torch.zeros(task.counted, dtype=torch.float64, device=strategy.device)
-    # Not inference mode: a strategy may keep gathered parameters for the next backward.
-    with evaluation_mode(model), torch.no_grad(), precision.autocast(strategy.device), without_recompilation():
-        for batch in batches:
-            loss_sum, counted, *others = task.measure(model, batch.inputs, batch.targets, together=strategy.sharded)
-            if not batch.empty and strategy.reports_loss:
-                # One row per batch, filled by one worker: the sum over workers adds zeros and rounds nothing. In a mesh
-                # the workers that share its tokens fill it together.
-                sums[batch.slot, 0] = loss_sum
-                sums[batch.slot, 1] = counted
-                for extra_counts in others:
-                    counts += extra_counts
-    strategy.reset_after_eval()
-    loss, targets = strategy.all_reduce_sum(sums).sum(0).tolist()
+    device, seed = strategy.device, partial(micro_batch_seed, task.config.seed, VALIDATION)
+    sums = torch.zeros(num_batches, 2 + task.summed, dtype=torch.float64, device=device)
+    counts = torch.zeros(task.counted, dtype=torch.float64, device=device)
+    of_set, figures = task.open_set_metrics(), dict[str, float]()
+    with generators_kept(device):
+        # Not inference mode: a strategy may keep gathered parameters for the next backward.
+        with evaluation_mode(model), torch.no_grad(), precision.autocast(device), without_recompilation():
+            for batch in batches:
+                seed_generators(device, seed(batch.slot))
+                loss_sum, counted, *others = task.measure(model, batch.inputs, batch.targets, together=strategy.sharded)
+                if not batch.empty and strategy.reports_loss:
+                    # One row per batch, filled by one worker: the sum over workers adds zeros and rounds nothing. In a mesh
+                    # the workers that share its tokens fill it together.
+                    sums[batch.slot, 0] = loss_sum
+                    sums[batch.slot, 1] = counted
+                    for numbers in others:
+                        if task.summed:
+                            sums[batch.slot, 2:] = numbers
+                        else:
+                            counts += numbers
+                    if of_set:
+                        of_set.add(batch.slot, model)
+        strategy.reset_after_eval()
+        if of_set:
+            seed_generators(device, seed(num_batches))
+            figures = of_set.compute(strategy.world, device)
+    loss, targets, *rest = strategy.all_reduce_sum(sums).sum(0).tolist()
     if task.counted:
         strategy.all_reduce_sum(counts)
-    return ValidationSums(loss, targets, counts.cpu().numpy())
+    return ValidationSums(loss, targets, np.array(rest) if task.summed else counts.cpu().numpy(), figures)
 
 
 def _add_counts(sums: Mapping[str, ValidationSums]) -> np.ndarray:
@@ -120,6 +140,8 @@ def validation_scores(task: Task, sums: Mapping[str, ValidationSums]) -> dict[st
         math.fsum(getattr(source_sums, field) for source_sums in sums.values()) for field in ("loss", "targets")
     )
     found = task.score(loss, targets, _add_counts(sums))
+    for source_sums in sums.values():
+        found |= source_sums.figures
     for name, source_sums in sums.items():
         if name:
             found |= {

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from raystride.pipelines.config.jobs import EvaluateConfig
 from raystride.pipelines.config.parse import Parsed, command
 from raystride.pipelines.launch.console.exit_codes import DONE, run_with_exit_code
+from raystride.pipelines.observability.report.run_figures import step_text
 from raystride.pipelines.system.commands import shell_command
 from raystride.pipelines.system.storage.folder import Folder
 
@@ -59,7 +60,8 @@ def _print_table(scored: "EvaluationResult", split: str) -> None:
     Console(width=None if sys.stdout.isatty() else 160).print(table)
     speed = f", {scored.rate:,.0f} a second" if scored.rate else ""
     skipped = f"; {scored.skipped:,} documents skipped, see metrics.json" if scored.skipped else ""
-    print(f"{scored.samples:,} samples{speed}{skipped}; intervals by bootstrap over samples")
+    step = step_text(scored.step, scored.last_step)
+    print(f"{scored.samples:,} samples, {step}{speed}{skipped}; intervals by bootstrap over samples")
     for name, signature in scored.signatures.items():
         print(f"{name}: {signature}")
     print()

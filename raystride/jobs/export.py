@@ -41,7 +41,7 @@ def _export_and_print(settings: ExportConfig) -> int:
     adapter = writes_adapter(settings, opened.config.lora)
     named_by_task = to_mlflow or opened.task.reads_dataset
     what = opened.config.task if named_by_task else "adapter" if adapter else opened.config.model.architecture
-    print(f"{what} of step {opened.step}: {', '.join(folder.names())}")
+    print(f"{what} of {opened.step_text}: {', '.join(folder.names())}")
     logged = _log_to_mlflow(settings, opened, storage) if to_mlflow else shell_command("ui", storage=str(storage))
     if settings.push and adapter and not is_hub_name(base := opened.config.model.init_from or ""):
         print(f"note     its base {redact(base)} is no model of the hub: push it as well, others need it", file=sys.stderr)

@@ -37,7 +37,7 @@ def _generate_and_print(settings: GenerateConfig) -> int:
         print(pieces[0], end="", flush=True)
     for prompt, text in zip(prompts[1:], texts[1:], strict=True):
         print(f"\n{'─' * 40}\n{prompt}{text}", end="")
-    print(f"\n\nresults  {storage / settings.run}, step {opened.step}")
+    print(f"\n\nresults  {storage / settings.run}, {opened.step_text}")
     print(f"mlflow   {shell_command('ui', storage=str(storage))}")
     steps = f"--train.steps {2 * max(1, opened.step)}"
     print(f"next     {shell_command('train', settings.run, str(storage), steps)}   # trains it further")

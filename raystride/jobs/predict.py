@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from raystride.pipelines.config.jobs import PredictConfig
 from raystride.pipelines.config.parse import Parsed, command
 from raystride.pipelines.launch.console.exit_codes import DONE, run_with_exit_code
+from raystride.pipelines.observability.report.run_figures import step_text
 from raystride.pipelines.system.commands import shell_command
 from raystride.pipelines.system.storage.folder import Folder
 
@@ -34,7 +35,8 @@ def _answer_files(settings: PredictConfig) -> int:
     predicted = predict_files(settings)
     speed = f", {predicted.rate:,.0f} rows/s" if predicted.rate else ", all of them answered before"
     skipped = f", {predicted.skipped:,} skipped (listed in _predictions.json)" if predicted.skipped else ""
-    print(f"{predicted.rows:,} answers of step {predicted.step} in {len(predicted.files)} files{speed}{skipped}")
+    step = step_text(predicted.step, predicted.last_step)
+    print(f"{predicted.rows:,} answers of {step} in {len(predicted.files)} files{speed}{skipped}")
     print(f"results  {Folder.from_uri(settings.output or '')}")
     print("mlflow   not logged there")
     print(
@@ -47,12 +49,13 @@ def _answer_one(settings: PredictConfig, text: str) -> int:
     """Prints the prediction for one input, field by field."""
     from raystride.pipelines.launch.finished import predict_inputs
 
-    for answer in predict_inputs(settings, [text]):
+    steps = list[str]()
+    for answer in predict_inputs(settings, [text], steps.append):
         for name in list(answer)[1:]:  # the first is the input
             print(f"{name:<14}{_format_value(answer[name])}")
         print()
     storage = Folder.from_uri(settings.storage)
-    print(f"results  {storage / settings.run}")
+    print(f"results  {storage / settings.run}, {steps[0]}")
     print("mlflow   not logged there")
     print(f"next     {shell_command('predict', settings.run, str(storage), '--input FILES --output DIR')}")
     return DONE

@@ -48,7 +48,7 @@ def _serve_until_interrupted(settings: ServeConfig) -> int:
         host = f"[{settings.host}]" if ":" in settings.host else settings.host
         address = f"http://{host}:{socket.getsockname()[1]}/v1"
         print(f"results  {folder}")
-        print(f"serving  {settings.run} of step {opened.step} at {address}, until Ctrl-C")
+        print(f"serving  {settings.run} of {opened.step_text} at {address}, until Ctrl-C")
         print(f"ask      {_curl_command(settings.run, address, header, opened)}", flush=True)
         server.run(socket)
     return DONE

@@ -72,4 +72,8 @@ def test_the_notebook_of_the_first_hour_runs(tmp_path: Path) -> None:
     notebook.run()
     assert '<progress value="60" max="60"' in "".join(notebook.texts(1))
     assert "resumed from step 60" in notebook.texts(-1)[-1]
+    lines = "".join(notebook.texts(3) + notebook.texts(4)).splitlines()
+    answers = [line.split() for line in lines if line.startswith(("billing ", "fault "))]
+    assert [label for label, *_ in answers] == ["billing", "fault", "billing"]
+    assert all(float(probability) > 0.9 for _, probability, *_ in answers), "those of a model that is trained"
     assert raystride.Run.open("tickets", tmp_path / "runs").summary["steps"] == 120

@@ -13,7 +13,7 @@ PyTorch is imported lazily: the driver and the workers that prepare data never n
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Protocol, Self
 
 import numpy as np
 
@@ -47,6 +47,18 @@ class Encoded(NamedTuple):
     """Loss mask (n); None: all count."""
     cut: bool = False
     """Whether the document was truncated."""
+
+
+class SetMetrics(Protocol):
+    """Collects what metrics of the whole validation set are computed from."""
+
+    def add(self, batch: int, model: "nn.Module") -> None:
+        """Takes what the model has measured in a batch of this number, over all workers."""
+        ...
+
+    def compute(self, world: int, device: "torch.device") -> dict[str, float]:
+        """Returns the metrics of all batches of all workers, the same on each. Collective."""
+        ...
 
 
 NetworkMethods = Mapping[str, tuple[str, ...]]
@@ -314,7 +326,8 @@ class Task:
     def measure(
         self, model: "nn.Module", inputs: Inputs, targets: "torch.Tensor", *, together: bool = False
     ) -> "tuple[torch.Tensor, ...]":
-        """Returns loss sum and counted targets of a validation batch, and, if `counted` is k, whole numbers (k) for `score`.
+        """Returns loss sum and counted targets of a validation batch, and, if `counted` or `summed` is k, numbers (k) for
+        `score`.
 
         `together`: the workers compute collectively, so all must call the model equally often.
         """
@@ -384,6 +397,15 @@ class Task:
     def counted(self) -> int:
         """Number of whole numbers of `measure` besides loss and targets."""
         return 0
+
+    @property
+    def summed(self) -> int:
+        """Number of other numbers of `measure`, in place of `counted`: they are added in the order of the batches."""
+        return 0
+
+    def open_set_metrics(self) -> "SetMetrics | None":
+        """Returns what collects the metrics of the whole set in a validation; None if the task has none."""
+        return None
 
     def tokens_of(self, numbers: float) -> float:
         """Returns the tokens of an example of this many numbers, as counted by `tokens_per_second` and energy."""

@@ -87,6 +87,11 @@ def _has_nothing_left(context: RunContext, previous: PreviousAttempt | None, beg
     log(f"run {config.run} in {context.storage}{goes_on}")
     if resumed:
         find_changes(resumed, context, check_raw_files=bool(reached)).judge(config, reached, context.notice)
+        if not reached and resumed.code is None and context.task.reads_dataset:
+            context.notice(
+                f"the validations of run {config.run} are drawn anew: what a loss or metric draws is seeded by batch now, "
+                "and batches have other sizes, so figures before and after are not quite comparable"
+            )
     if config.validation.metric != "val_loss":
         highest = config.validation.better == "max"
         log(f"best checkpoint: the {'highest' if highest else 'lowest'} {config.validation.metric} (validation.direction)")
@@ -106,10 +111,12 @@ def _check_settings(context: RunContext, previous: PreviousAttempt | None) -> No
 
 
 def check_metric(config: Config) -> None:
-    """Raises SettingError for a metric that the task does not measure; otherwise the first validation would fail."""
+    """Raises SettingError for a metric that the task does not measure, as the first validation would fail otherwise, and
+    for one of which nothing says whether less or more is better."""
     task_metrics = build_task(config).metrics
     if config.validation.metric not in task_metrics:
         raise config.validation.error("metric", f"must be one of {', '.join(sorted(task_metrics))}")
+    _ = config.validation.better
 
 
 def _with_ended_record(context: RunContext, previous: PreviousAttempt) -> PreviousAttempt:

@@ -44,8 +44,7 @@ from raystride.pipelines.system.storage.folder import Folder, absolute_uri
 from raystride.pipelines.train.checkpoint.layout import (
     BEFORE_PRODUCTS,
     checkpoint_names,
-    is_manifest,
-    parse_step,
+    newest_committed_step,
     read_manifest,
 )
 
@@ -311,10 +310,8 @@ def describe_completion(previous: PreviousAttempt, config: Config) -> str | None
 
 
 def newest_step(folder: Folder) -> int | None:
-    """Returns the step of the newest committed checkpoint, None if there is none."""
-    checkpoints = folder / "checkpoints"
-    names = reversed(checkpoint_names(checkpoints.names()))
-    return next((parse_step(name) for name in names if any(map(is_manifest, (checkpoints / name).names()))), None)
+    """Returns the step of a run's newest committed checkpoint, None if there is none."""
+    return newest_committed_step(folder / "checkpoints")
 
 
 def newest_manifest(folder: Folder) -> dict[str, Any]:

@@ -71,6 +71,8 @@ class RunSummary(_SummaryKeys, total=False):
     """Unit of the samples that were seen: tokens, examples, pairs or images."""
     metric: str
     """The metric by which checkpoints are compared, `validation.metric`."""
+    best_step: int | None
+    """Step of the checkpoint `best`, which is used unless another is asked for; None without one."""
     complete: bool
     """True if all steps are done, or the run stopped early by itself."""
     precision: str

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
-from raystride.pipelines.config.train import LARGER_IS_BETTER
+from raystride.pipelines.config.train import known_direction
 from raystride.pipelines.observability.phases import EXCLUSIVE_PHASES
 from raystride.pipelines.observability.record.entry import Entry, Metrics, System
 
@@ -87,7 +87,7 @@ class Figures:
     """Time of the first entry in seconds since 1970; None if there is none."""
 
     metrics: dict[str, Downsampled[float]] = field(default_factory=dict)
-    """Lines of the task's own validation metrics of which more is better, at most MAX_METRICS, by name."""
+    """Lines of the task's own validation metrics, but losses and perplexity, at most MAX_METRICS, by name."""
     damages: list[str] = field(default_factory=list)
     """What the journal lacks, as sentences, at most MAX_DAMAGES."""
 
@@ -148,8 +148,8 @@ def _add_metrics(figures: Figures, entry: Metrics) -> None:
 
 
 def _metric_line(figures: Figures, name: str) -> Downsampled[float] | None:
-    """Returns the line of a validation metric of all samples, and none of other figures."""
-    if not name.startswith("val_") or "/" in name or not LARGER_IS_BETTER.search(name):
+    """Returns the line of a validation metric of all samples, and none of losses and other figures."""
+    if not name.startswith("val_") or "/" in name or known_direction(name) == "min":
         return None
     if name not in figures.metrics and len(figures.metrics) == MAX_METRICS:
         return None

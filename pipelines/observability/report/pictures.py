@@ -30,7 +30,7 @@ def draw_losses(figures: Figures) -> str:
 
 
 def draw_metrics(figures: Figures) -> str:
-    """Draws the task's validation metrics of which more is better: shares together, others each on its own."""
+    """Draws the task's validation metrics, but losses: shares together, others each on its own."""
     lines = {
         name.removeprefix("val_"): [(int(step), value) for step, value in line.items()]
         for name, line in figures.metrics.items()

@@ -58,10 +58,23 @@ def rate_unit(unit: str | None) -> str:
 
 
 def list_run_figures(summary: Mapping[str, Any]) -> list[RunFigure]:
-    """Returns the figures of `summary.json` that are known: status, steps, the task's metrics (that of `validation.metric`
-    first), losses, speed, hardware. Figures of a mixture's sources (`val_loss/web`) are not among them.
+    """Returns the figures of `summary.json` that are known: status, steps, the best step if it is not the last, the task's
+    metrics (that of `validation.metric` first), losses, speed, hardware. Figures of a mixture's sources (`val_loss/web`) are
+    not among them.
     """
-    return [*_known_figures(_HEAD, summary), *_task_metrics(summary), *_known_figures(_FIGURES, summary)]
+    return [*_known_figures(_HEAD, summary), *_best(summary), *_task_metrics(summary), *_known_figures(_FIGURES, summary)]
+
+
+def step_text(step: int, last: int | None) -> str:
+    """Returns the step of a checkpoint that is used, with the newest one if that is another."""
+    return f"step {step:,}" + (f" of {last:,}" if last and last != step else "")
+
+
+def _best(summary: Mapping[str, Any]) -> Iterator[RunFigure]:
+    """Yields the step of the checkpoint that is used, `best`, if it is not the last."""
+    best, steps = summary.get("best_step"), summary.get("steps")
+    if best and best != steps:
+        yield RunFigure("best_step", "best checkpoint", step_text(best, steps))
 
 
 def _known_figures(rows: _Rows, summary: Mapping[str, Any]) -> Iterator[RunFigure]:

@@ -56,6 +56,12 @@ def checkpoint_names(names: Iterable[str]) -> list[str]:
     return sorted(found, key=found.__getitem__)
 
 
+def newest_committed_step(checkpoints: Folder) -> int | None:
+    """Returns the step of the newest committed checkpoint, None if there is none."""
+    names = reversed(checkpoint_names(checkpoints.names()))
+    return next((parse_step(name) for name in names if any(map(is_manifest, (checkpoints / name).names()))), None)
+
+
 def manifest_name(term: int) -> str:
     """Returns the name of a manifest that a driver of this term writes; 0: it has no term."""
     return f"MANIFEST-{term}.json" if term else MANIFEST

@@ -118,6 +118,8 @@ class TrainState:
     """Loss of the newest validation, in nats."""
     best: float | None = None
     """Best value so far of `validation.metric`."""
+    best_loss: float | None = None
+    """Validation loss there, by which ties are decided; None in checkpoints of 0.3."""
     best_step: int = 0
     """Number of steps done at the best value."""
     worse_validations: int = 0

@@ -6,6 +6,7 @@ streams    what cannot be indexed, written into the storage first
 shared     data in memory, in Ray's object store once a node
 samples    the samples of a dataset, read by other processes, with random generators seeded by sample
 network    the network with its loss, as the loop calls a model
+set_metrics  metrics of the whole validation set, which are no means over samples
 describe   one forward and backward before anything starts: what identifies a model and its data
 optimizer  any `torch.optim.Optimizer` as the loop's
 """

@@ -32,7 +32,8 @@ class OwnModel:
     validation: Any = None
     """Held-out samples, as `data`; None: `data.validation_fraction` of data."""
     metrics: "Callable[[nn.Module, Any], Mapping[str, Any]] | None" = None
-    """Called as metrics(model, batch) in validation; returns by name a mean over the batch's samples, or (sum, count)."""
+    """Called as metrics(model, batch) in validation; returns by name a mean over the batch's samples, (sum, count), or a
+    function of the whole set with what this batch gives to it."""
     collate: Callable[[list[Any]], Any] | None = None
     """Makes a batch of a list of samples; None: PyTorch's `default_collate`."""
     optimizer: "Callable[[nn.Module, float], torch.optim.Optimizer] | None" = None

@@ -31,6 +31,7 @@ from raystride.pipelines.train.own_model.rehearsal import (
     rehearse,
 )
 from raystride.pipelines.train.own_model.samples import NestedBatch, collate_samples, seed_generators
+from raystride.pipelines.train.own_model.set_metrics import ProbedMetrics, probe_metrics
 from raystride.pipelines.train.own_model.streams import StoredRows
 from raystride.pipelines.train.own_model.structure import refuse_held_original, refuse_shared_memory
 from raystride.pipelines.train.validation import evaluation_mode
@@ -68,7 +69,7 @@ def describe_own_model(own: OwnModel, config: Config) -> dict[str, Any]:
         sizes = {name: list(value.shape) for name, value in network.named_parameters()}
         bits = compares_bits(config.fit, network)
         marks = {name: (value._version, checksum(value, bits)) for name, value in network.named_parameters()}
-        logged, measured, saved = _run_once(own, network, batches[0], samples[:count], exact=config.train.exact)
+        logged, found, saved = _run_once(own, network, batches[0], samples[:count], exact=config.train.exact)
         after = {name: (value._version, checksum(value, bits)) for name, value in network.named_parameters()}
         moving = {name: network.get_parameter(name).requires_grad for name in after if after[name] != marks[name]}
         check_strategy(sizes, moving, config)
@@ -85,7 +86,10 @@ def describe_own_model(own: OwnModel, config: Config) -> dict[str, Any]:
         "sample": structure,
         "parameters": sizes,
         "logged": logged,
-        "measured": measured,
+        "measured": found.means,
+        **({"of_set": found.of_set} if found.of_set else {}),
+        "numbers": found.numbers,
+        "gathered_bytes": found.gathered_bytes / count,
         "moving": moving,
         "activation_bytes": saved / count,
         "code": _hash_parts(own),
@@ -103,8 +107,8 @@ def _hash_parts(own: OwnModel) -> str:
 
 def _run_once(
     own: OwnModel, network: nn.Module, batch: NestedBatch, samples: list[Any], *, exact: bool
-) -> tuple[list[str], list[str], int]:
-    """Returns the names of further losses and of metrics, and the bytes saved, by a forward and backward.
+) -> tuple[list[str], ProbedMetrics, int]:
+    """Returns the names of further losses, the metrics, and the bytes saved, by a forward and backward.
 
     Raises SettingError.
     """
@@ -149,19 +153,17 @@ def _run_once(
             value=True,
             allowed=rule,
         )
-    measured: list[str] = []
+    figures: Mapping[str, Any] = {}
     if own.metrics:
         with evaluation_mode(network), torch.no_grad():
-            found = call_users("metrics", own.metrics, network, batch.content)
-        if not isinstance(found, Mapping):
-            rule = "must return a mapping of names to means or (sum, count)"
-            raise SettingError(f"metrics {rule}, and returned {type(found).__name__}", setting="metrics", value=found)
-        for name, value in found.items():
-            as_sums(value, num_samples, name, loss_sum.device)
-        measured = [str(name) for name in found]
-    for name, value in others.items():
+            figures = call_users("metrics", own.metrics, network, batch.content)
+        if not isinstance(figures, Mapping):
+            rule = "must return a mapping of names to means, (sum, count), or (function, predictions, labels)"
+            raise SettingError(f"metrics {rule}, and returned {type(figures).__name__}", setting="metrics", value=figures)
+    probed = probe_metrics(figures, others)
+    for name, value in {**others, **{name: figures[name] for name in probed.means}}.items():
         as_sums(value, num_samples, name, loss_sum.device)
-    return sorted(others), measured, sum(saved.values())
+    return sorted(others), probed, sum(saved.values())
 
 
 def check_strategy(sizes: Mapping[str, list[int]], moving: Mapping[str, bool], config: Config) -> None:

@@ -18,11 +18,10 @@ from raystride.model.linear import has_bf16
 from raystride.pipelines.config import SettingError
 from raystride.pipelines.train.own_model.definition import OwnModel
 from raystride.pipelines.train.own_model.samples import NestedBatch
+from raystride.pipelines.train.own_model.set_metrics import SetFigure, take_of_set
 
 Sums = tuple[torch.Tensor, torch.Tensor]
 """A sum, and the count that it is divided by."""
-RESOLUTION = 2.0**-24
-"""Figures of a validation batch are added as multiples of this, so that their sum is the same in any order."""
 
 
 class OwnNetwork(nn.Module):
@@ -44,6 +43,8 @@ class OwnNetwork(nn.Module):
         self._measured_names: list[str] = description.get("measured", [])
         self._precision = precision
         self._logged: list[Any] = [0.0, 0.0] * len(self._logged_names)
+        self._of_set_names = list(description.get("of_set", {}))
+        self._of_set: dict[str, SetFigure] = {}
 
     @property
     def users_module(self) -> nn.Module:
@@ -68,6 +69,7 @@ class OwnNetwork(nn.Module):
             figures = dict(others)
             if measures and self._own_model.metrics:
                 figures |= self._own_model.metrics(self.module, batch.content)
+            self._of_set = take_of_set(figures) if measures else {}
         if batch.empty:
             loss_sum, counted = loss_sum * 0, counted * 0
         elif self.training and self._logged_names:
@@ -81,7 +83,7 @@ class OwnNetwork(nn.Module):
 
     def _stack_figures(self, figures: Mapping[str, Any], num_samples: int, device: torch.device) -> torch.Tensor:
         names = [*self._logged_names, *(name for name in self._measured_names if name not in self._logged_names)]
-        missing = [name for name in names if name not in figures]
+        missing = [name for name in (*names, *self._of_set_names) if name not in figures]
         if missing:
             raise SettingError(
                 f"metrics returned no {missing[0]!r} for a batch, as it did for the first: return the same names each time",
@@ -90,8 +92,13 @@ class OwnNetwork(nn.Module):
                 allowed=names,
             )
         sums = [part for name in names for part in as_sums(figures[name], num_samples, name, device)]
-        stacked = torch.stack([part.detach().to(device, torch.float64) for part in sums]) if sums else torch.zeros(0)
-        return (stacked / RESOLUTION).round() * RESOLUTION
+        empty = torch.zeros(0, dtype=torch.float64, device=device)
+        return torch.stack([part.detach().to(device, torch.float64) for part in sums]) if sums else empty
+
+    def take_of_set(self) -> dict[str, SetFigure]:
+        """Returns what the newest validation batch gives to metrics of the whole set, by name, and forgets it."""
+        taken, self._of_set = self._of_set, {}
+        return taken
 
     def take_logged(self) -> torch.Tensor:
         """Returns sums and counts of the further losses since the last call, (2 k) fp64, and forgets them."""

@@ -299,9 +299,9 @@ def _find_generators(waiting: list[Any]) -> Iterator[Any]:
             waiting += list(item.values())[:100]
         elif isinstance(item, list | tuple):
             waiting += item[:100]
-        elif hasattr(item, "__code__"):
+        elif inspect.isfunction(item) or inspect.ismethod(item):  # compiled ones, which also have code, name no variables
             named = inspect.getclosurevars(item)
             waiting += [*named.nonlocals.values(), *named.globals.values()]
-            waiting += [*(item.__defaults__ or ()), *(item.__kwdefaults__ or {}).values()]
+            waiting += [*(item.__defaults__ or ()), *(getattr(item, "__kwdefaults__", None) or {}).values()]
         elif hasattr(item, "__dict__") and type(item).__module__ != "builtins":
             waiting += [vars(item), *vars(type(item)).values()]

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from raystride.pipelines.train.own_model.network import OwnNetwork
     from raystride.pipelines.train.own_model.optimizer import TorchOptimizer
     from raystride.pipelines.train.own_model.samples import IndexedSamples
+    from raystride.pipelines.train.own_model.set_metrics import OwnSetMetrics
 
 
 class OwnModelTask(Task):
@@ -58,7 +59,8 @@ class OwnModelTask(Task):
     @property
     def metrics(self) -> tuple[str, ...]:  # type: ignore[override]
         """`val_loss`, and what the loss and `metrics` measure, with `val_`."""
-        return ("val_loss", *(f"val_{name}" for name in self._measured_names))
+        of_set = [name for names in self.describe_dataset().get("of_set", {}).values() for name in names]
+        return ("val_loss", *(f"val_{name}" for name in (*self._measured_names, *of_set)))
 
     @property
     def targets_per_sample(self) -> float:
@@ -66,9 +68,16 @@ class OwnModelTask(Task):
         return 1.0
 
     @property
-    def counted(self) -> int:
+    def summed(self) -> int:
         """A sum and a count for each further figure."""
         return 2 * len(self._measured_names)
+
+    def open_set_metrics(self) -> "OwnSetMetrics | None":
+        """Returns what collects the metrics of the whole set; None if there is none."""
+        from raystride.pipelines.train.own_model.set_metrics import OwnSetMetrics
+
+        of_set = self.describe_dataset().get("of_set", {})
+        return OwnSetMetrics(of_set, self.config.validation.gather_mib) if of_set else None
 
     @property
     def _measured_names(self) -> list[str]:
@@ -79,9 +88,11 @@ class OwnModelTask(Task):
         """Returns what identifies model and data, as JSON, after one forward and backward of two samples on the CPU.
 
         Keys: `train`, `validation` (samples), `sample` (structure), `parameters` (shapes by name), `logged` (names of
-        further losses), `measured` (names of `metrics`), `moving` (whether each that forwards change is trained), `code`,
-        `content` (hashes of samples of `data` and `validation`), `activation_bytes` (those that a sample's forward saves for
-        its backward, in fp32). Computed once a process. Raises DataError, SettingError.
+        further losses), `measured` (names of `metrics`), `of_set` (names of their figures of the whole set by those of
+        `metrics`, only if there are any), `moving` (whether each that forwards change is trained), `code`, `content` (hashes
+        of samples of `data` and `validation`), `activation_bytes` (those that a sample's forward saves for its backward, in
+        fp32), `numbers` (names of figures that are numbers), `gathered_bytes` (those that a sample gives to metrics of the
+        whole set). Computed once a process. Raises DataError, SettingError.
         """
         if "dataset" in self.facts:
             return dict(self.facts["dataset"])
@@ -95,12 +106,15 @@ class OwnModelTask(Task):
             from raystride.pipelines.train.own_model.describe import check_strategy
 
             check_strategy(self.own_model.opened[key]["parameters"], self.own_model.opened[key]["moving"], config)
+        from raystride.pipelines.train.own_model.set_metrics import check_metrics
+
+        check_metrics(self.own_model.opened[key], config.validation)
         return dict(self.own_model.opened[key])
 
     def shaped_by(self) -> dict[str, Any]:
         """Returns lengths and structure of the data, and the network's parameters: a resumed run must have the same."""
         described = self.describe_dataset()
-        unshaped = ("code", "content", "activation_bytes", "moving")
+        unshaped = ("code", "content", "activation_bytes", "moving", "numbers", "gathered_bytes")
         return {key: value for key, value in described.items() if key not in unshaped}
 
     def open_samples(self, split: str) -> "IndexedSamples":

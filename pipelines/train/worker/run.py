@@ -218,6 +218,7 @@ def _build_summary(
         "workers": worker.world,
         "unit": training.loader.samples.task.unit,
         "metric": job.config.validation.metric,
+        "best_step": (state.best_step or None) if training.checkpoints else None,
         "complete": state.step >= training.total_steps or ending is Ending.EARLY,
     }
 

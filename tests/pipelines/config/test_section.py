@@ -118,7 +118,7 @@ def test_a_runs_default_name_depends_on_all_that_shapes_its_result() -> None:
         *("data.cache_gib", "train.steps", "train.epochs", "train.hours", "train.batch", "train.micro_batch_slots"),
         *("train.activation_checkpointing", "train.compile", "train.log_every", "train.deterministic"),
         *("guard.policy", "guard.max_bad_steps", "validation.every", "validation.samples", "validation.patience"),
-        *("validation.bleu_tokenizer", "fit.rehearse"),
+        *("validation.bleu_tokenizer", "validation.gather_mib", "validation.means", "fit.rehearse"),
     }
     other = replace(base, optimizer=replace(base.optimizer, learning_rate=0.5))
     assert other.default_run("x") != base.default_run("x")
@@ -277,6 +277,8 @@ def test_an_earlier_attribute_is_read_and_another_is_none() -> None:
         ("val_bleu", "auto", "max"),
         ("val_accuracy", "min", "min"),
         ("val_mine", "max", "max"),
+        ("val_margin_loss", "auto", "min"),
+        ("val_accuracy/web", "auto", "max"),
     ],
 )
 def test_more_of_a_metric_is_better_where_its_name_says_so(metric: str, direction: Any, better: str) -> None:
@@ -284,3 +286,27 @@ def test_more_of_a_metric_is_better_where_its_name_says_so(metric: str, directio
     assert validation.better == better
     assert (validation.cost(0.9) < validation.cost(0.1)) is (better == "max")
     assert validation.cost(None) == validation.cost(float("nan")) == float("inf")
+
+
+@pytest.mark.parametrize("metric", ["val_iou", "val_accuracy_error", "val_f1", "val_lossy"])
+def test_what_is_better_of_any_other_metric_must_be_said(metric: str) -> None:
+    validation = ValidationConfig(metric=metric)
+    with pytest.raises(SettingError, match=rf"validation\.direction is 'auto': it must be `min` or `max`.*{metric}"):
+        validation.cost(0.5)
+    assert validation.named_direction == "auto", "a run's name does not need it"
+
+
+@pytest.mark.parametrize(
+    ("train", "workers", "samples"),
+    [
+        ({}, 1, 60),
+        ({}, 4, 20),
+        ({}, 9, 10),
+        ({"micro_batch_slots": 2}, 1, 20),
+        ({"micro_batch_slots": 4}, 3, 20),
+        ({"exact": True}, 1, 10),
+        ({"slot_tokens": 99}, 1, 1),
+    ],
+)
+def test_the_largest_micro_batch_follows_from_slots_and_workers(train: Any, workers: int, samples: int) -> None:
+    assert TrainConfig(slots=6, slot_size=10, **train).micro_batch_samples(workers) == samples

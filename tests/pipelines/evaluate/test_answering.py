@@ -1,5 +1,8 @@
 """Predictions come in order, whatever batch they share; losses are the model's own."""
 
+import random
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -31,6 +34,28 @@ def test_labels_come_in_order_and_alike_from_any_batch(trained: Folder) -> None:
     for one, other in zip(alone, together, strict=True):
         # Padding takes no part, so only the order of additions differs.
         assert np.allclose(one["probabilities"], other["probabilities"], rtol=0, atol=64 * torch.finfo(torch.float32).eps)
+
+
+def test_what_a_graded_batch_draws_is_seeded_by_its_number(trained: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
+    predictor, drawn = _predictor(trained, "labels", graded=True, batch=4), list[float]()
+    losses = predictor.task.answer_with_losses
+
+    def draw(*arguments: Any) -> Any:
+        drawn.append(random.random() + np.random.rand() + float(torch.rand(())))
+        return losses(*arguments)
+
+    monkeypatch.setattr(predictor.task, "answer_with_losses", draw)
+    rows = [(row["text"], row["label"]) for row in texts(12)]
+    for seed in (1, 2):
+        random.seed(seed)
+        torch.manual_seed(seed)
+        expected = random.Random(seed).random()
+        before = torch.get_rng_state()
+        assert len(list(predictor.predict(rows))) == 12
+        assert torch.equal(torch.get_rng_state(), before)
+        assert random.random() == expected
+    assert len(set(drawn[:3])) == 3
+    assert drawn[:3] == drawn[3:]
 
 
 def test_bf16_is_near_fp32(trained: Folder) -> None:

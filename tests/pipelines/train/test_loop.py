@@ -172,6 +172,54 @@ def test_patience_begins_anew_with_each_better_validation(folder: Path) -> None:
     assert (training.state.step, training.state.best_step, training.state.best) == (14, 8, 2.0)
 
 
+TIED = [(0.9, 0.5), (1.0, 0.4), (1.0, 0.2), (1.0, 0.3), (1.0, 0.2), (1.0, NAN)]
+"""Accuracy and loss at steps 2 to 12."""
+
+
+@pytest.mark.parametrize(
+    ("measured", "before", "step"),
+    [
+        (TIED, {}, 10),
+        (TIED[:4], {}, 6),
+        ([(1.0, 0.1)], {"best": 1.0, "best_step": 1}, 1),
+        ([(1.0, 0.1)], {"best": 1.0, "best_step": 1, "best_loss": 0.2}, 2),
+    ],
+    ids=["the later of equals", "the lower loss", "a best of 0.3 stays", "a best with its loss"],
+)
+def test_of_equally_good_ones_the_lower_loss_is_the_best_and_then_the_later(
+    folder: Path, measured: list[tuple[float, float]], before: dict[str, Any], step: int
+) -> None:
+    config = _config(
+        folder,
+        train=TrainConfig(steps=2 * len(measured), slots=4, slot_size=2, log_every=50),
+        validation=ValidationConfig(every=2, samples=8, metric="val_accuracy"),
+        checkpoint=CheckpointConfig(every=2),
+    )
+    run = f"tied-{step}-{len(before)}"
+    training, found = _training(folder, config, run), iter(measured)
+    vars(training.state).update(before)
+    training.validate = lambda: dict(zip(("val_accuracy", "val_loss"), next(found), strict=True))
+    training.run()
+    assert training.state.best_step == step
+    assert training.checkpoints is not None
+    if step > 1:
+        best = training.checkpoints.find_best()
+        assert best is not None
+        assert best.step == step
+
+
+def test_a_tie_is_no_improvement_for_early_stopping(folder: Path) -> None:
+    config = _config(
+        folder,
+        train=TrainConfig(steps=100, slots=4, slot_size=2, log_every=50),
+        validation=ValidationConfig(every=2, samples=8, metric="val_accuracy", patience=3),
+    )
+    training, losses = _training(folder, config, "tied-patience"), iter(range(9, 0, -1))
+    training.validate = lambda: {"val_accuracy": 1.0, "val_loss": float(next(losses))}
+    assert training.run()[0] is Ending.EARLY
+    assert (training.state.step, training.state.best_step) == (8, 8)
+
+
 @pytest.mark.parametrize(
     ("direction", "values", "best", "steps"),
     [
@@ -205,7 +253,8 @@ def test_a_run_whose_best_was_no_number_finds_one(folder: Path) -> None:
     config = _config(folder, train=replace(SHORT, steps=4), validation=ValidationConfig(every=2, samples=8))
     training = _training(folder, config, "best-nan")
     training.state.best, training.state.best_step = NAN, 0
-    training.validate = lambda: {"val_loss": 3.0}
+    losses = iter([3.0, 4.0])
+    training.validate = lambda: {"val_loss": next(losses)}
     training.run()
     assert (training.state.best, training.state.best_step) == (3.0, 2)
 

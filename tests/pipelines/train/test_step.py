@@ -12,6 +12,7 @@ from raystride.pipelines.config import Config, ModelConfig, OptimizerConfig, Sca
 from raystride.pipelines.data.feed.loader import MicroBatch, Step
 from raystride.pipelines.train.checkpoint.train_state import Updater
 from raystride.pipelines.train.optimizer import build_optimizer
+from raystride.pipelines.train.randomness import micro_batch_seed
 from raystride.pipelines.train.step import (
     FINE,
     NOT_FINITE,
@@ -21,7 +22,6 @@ from raystride.pipelines.train.step import (
     StepCheck,
     StepRules,
     clip_gradients,
-    micro_batch_seed,
     train_step,
 )
 from raystride.pipelines.train.strategies import LOSS, STOP, TARGETS, build_strategy

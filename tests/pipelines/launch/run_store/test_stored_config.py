@@ -10,9 +10,9 @@ import pytest
 import raystride
 from raystride.command import run as run_command
 from raystride.jobs.train import main, stored_settings
-from raystride.pipelines.config import Config
+from raystride.pipelines.config import Config, ValidationConfig
 from raystride.pipelines.config.attempts import read_environment
-from raystride.pipelines.config.parse import from_yaml, parse, to_stored_yaml, to_yaml
+from raystride.pipelines.config.parse import from_yaml, parse, read_stored_settings, to_stored_yaml, to_yaml
 from raystride.pipelines.config.stored_run import put_attempt
 from raystride.pipelines.launch.run_store.location import locate_run, with_absolute_paths
 from raystride.pipelines.system.storage import sealed
@@ -113,6 +113,18 @@ def test_settings_of_a_newer_version_are_refused_by_name_and_pass_at_their_defau
     false = at_default.replace("defaults: ", "defaults: whole_new.section, ").replace("3}", "false}")
     with pytest.raises(raystride.SettingError, match=r"does not know whole_new\.section \(False\)"):
         from_yaml(Config, false, "f")
+
+
+@pytest.mark.parametrize(("metric", "direction"), [("val_iou", "min"), ("val_margin_loss", "max"), ("val_accuracy", "auto")])
+def test_a_run_of_0_3_keeps_what_was_better_of_its_metric(tmp_path: Path, metric: str, direction: str) -> None:
+    """0.3 wrote no version, and decided by a part of the name."""
+    for by_us in (False, True):
+        config = replace(tiny(tmp_path / "text.txt"), validation=ValidationConfig(metric=metric))
+        text = to_stored_yaml(config) if by_us else to_yaml(config)
+        (tmp_path / "config.yaml").write_text(text)
+        found = read_stored_settings(Config, Folder(str(tmp_path))).validation
+        assert found.direction == ("auto" if by_us else direction)
+        assert by_us or found.better == ("min" if metric == "val_iou" else "max")
 
 
 def test_a_run_of_a_newer_version_is_not_gone_on_with_by_defaults(

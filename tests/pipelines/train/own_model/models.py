@@ -5,6 +5,8 @@
 `groups`      an optimizer of its own with two groups, a schedule of its own, a frozen part
 `momentum`    the same without the schedule
 `norms`       a network with BatchNorm
+`drawn`       a loss and a metric that draw random numbers
+`of the set`  metrics of the whole validation set
 `late`        a buffer that changes from the eleventh forward on
 `routed`      heads that a step may not use
 `with NAME`   a regression by one of `optimizers`
@@ -115,6 +117,49 @@ for _name, _make in OPTIMIZERS.items():
     register_model(f"with {_name}", model=make_mlp, data={"x": X, "y": Y}, loss=mean_loss, optimizer=_make)
 for _name, _build in MODULES.items():
     register_model(f"of {_name}", model=partial(_build, WIDTH), data={"x": X, "y": Y}, loss=mean_loss)
+
+
+def drawn_loss(model: nn.Module, batch: Batch) -> torch.Tensor:
+    """A loss that draws from all three generators, as those of diffusion do."""
+    noise = torch.randn_like(batch["x"]) + random.random() + np.random.rand()
+    return nn.functional.mse_loss(model(batch["x"] + noise), batch["y"])
+
+
+def drawn_score(model: nn.Module, batch: Batch) -> dict[str, Any]:
+    """A metric that draws, too."""
+    return {"drawn": random.random() + np.random.rand() + torch.rand(())}
+
+
+register_model("drawn", model=make_mlp, data={"x": X, "y": Y}, loss=drawn_loss, metrics=drawn_score)
+
+
+def summarize(outputs: torch.Tensor, targets: torch.Tensor) -> dict[str, float]:
+    """Figures of all samples together."""
+    return {"count": float(len(outputs)), "median": float((outputs - targets).abs().median())}
+
+
+def score_set(model: nn.Module, batch: Batch) -> dict[str, Any]:
+    """Metrics that are no means over samples, and one that is, and small."""
+    from sklearn.metrics import f1_score
+    from torchmetrics import MeanSquaredError, PearsonCorrCoef
+    from torchmetrics.classification import BinaryAUROC, BinaryF1Score
+
+    out, labels = model(batch["x"]), (batch["y"][:, 0] > 0).int()
+    classes, updated = (out[:, 0] > 0).int(), BinaryF1Score()
+    updated.update(classes, labels)
+    return {
+        "f1": (f1_score, labels, classes),
+        "streamed_f1": (BinaryF1Score(), classes, labels),
+        "updated_f1": updated,
+        "auc": (BinaryAUROC(), out[:, 0].sigmoid(), labels),
+        "correlation": (PearsonCorrCoef(), out[:, 0], batch["y"][:, 0]),
+        "error": (MeanSquaredError(), out[:, 0].contiguous(), batch["y"][:, 0].contiguous()),
+        "all": (summarize, out, batch["y"]),
+        "small": torch.tensor(3e-9),
+    }
+
+
+register_model("of the set", model=make_mlp, data=DATA, validation=DATA, loss=mean_loss, metrics=score_set)
 
 
 class Late(nn.Module):

@@ -57,7 +57,10 @@ LOSS_RULE = (
         ),
         ({"loss": _raise}, "loss raised RuntimeError: mat1 and mat2 shapes cannot be multiplied"),
         ({"model": _raise}, "model raised RuntimeError: mat1 and mat2"),
-        ({"metrics": lambda model, batch: 1.0}, "metrics must return a mapping of names to means or (sum, count), and"),
+        (
+            {"metrics": lambda model, batch: 1.0},
+            "metrics must return a mapping of names to means, (sum, count), or (fun",
+        ),
         ({"metrics": lambda model, batch: {"a": "b"}}, "a must be a number (the mean over the batch's samples), or (sum"),
         ({"metrics": _raise}, "metrics raised RuntimeError: mat1 and mat2"),
         ({"optimizer": lambda model, rate: None}, "optimizer must return a torch.optim.Optimizer, and returned NoneType"),

@@ -1,6 +1,9 @@
 """`raystride.fit` as a user calls it: what a run leaves, what a resumed one accepts, and sweeps over its arguments."""
 
+import json
+import random
 import time
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +13,17 @@ import torch
 from torch import nn
 
 import raystride
-from raystride.pipelines.config import SettingError
+from raystride.jobs.export import main as export_job
+from raystride.pipelines.config import Config, FitConfig, SettingError
 from raystride.pipelines.data import plugins
+from raystride.pipelines.data.feed.loader import MicroBatch
 from raystride.pipelines.evaluate import load_run
+from raystride.pipelines.observability.report.run_figures import list_run_figures
 from raystride.pipelines.train.own_model.definition import OwnModel
+from raystride.pipelines.train.own_model.task import own_model_task
+from raystride.pipelines.train.precision import Precision
+from raystride.pipelines.train.strategies.strategy import Single
+from raystride.pipelines.train.validation import validation_sums
 from tests.pipelines.evaluate.test_apply_own_model import SETTINGS
 from tests.pipelines.train.own_model.models import DATA, make_mlp, masked_loss, score
 
@@ -65,10 +75,102 @@ def test_an_instance_is_copied_and_left_as_it_was(tmp_path: Path) -> None:
 def test_early_stopping_by_a_metric_of_ones_own(tmp_path: Path) -> None:
     settings = SETTINGS | {"train.steps": 40, "validation.every": 2, "validation.metric": "val_signs"}
     settings |= {"validation.patience": 2, "optimizer.learning_rate": 1e-9}
+    rule = r"validation\.direction is 'auto': it must be `min` or `max`, as the name val_signs does not say"
+    with pytest.raises(SettingError, match=rule):
+        _fit(tmp_path, metrics=score, validation=DATA, settings=settings)
+    assert not (tmp_path / "own" / "config.yaml").exists()
+    settings |= {"validation.direction": "max"}
     run = _fit(tmp_path, metrics=score, validation=DATA, settings=settings)
     assert run.summary["steps"] < 40
     with pytest.raises(SettingError, match=r"validation\.metric is 'val_sings': it must be one of .*val_signs"):
         _fit(tmp_path, metrics=score, run="other", settings=settings | {"validation.metric": "val_sings"})
+
+
+def test_the_step_that_is_used_is_named_if_it_is_not_the_last(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A metric that falls by itself: the first validation is the best."""
+    settings = SETTINGS | {"train.steps": 12, "validation.every": 4, "checkpoint.every": 4, "optimizer.learning_rate": 1e-9}
+    settings |= {"validation.metric": "val_falling", "validation.direction": "max"}
+    values = iter([3.0, 3.0, 1.0, 1.0, *[0.0] * 99])
+    run = raystride.fit(
+        make_mlp,
+        DATA,
+        masked_loss,
+        validation={name: array[:4] for name, array in DATA.items()},
+        metrics=lambda model, batch: {"falling": next(values)},
+        settings=settings,
+        run="own",
+        storage=tmp_path,
+        progress=True,
+    )
+    assert (run.summary["best_step"], run.summary["steps"]) == (4, 12)
+    for text in (capsys.readouterr().out, run._repr_html_()):
+        assert "best checkpoint" in text
+        assert "step 4 of 12" in text
+    written = run.predict(DATA, {"launch.mode": "inline", "output": str(tmp_path / "rows")}, fn=lambda m, b: m(b["x"]))
+    assert (written.step, written.last_step) == (4, 12)
+    assert export_job(["--run", "own", "--storage", str(tmp_path)]) == 0
+    assert "of step 4 of 12: " in capsys.readouterr().out
+    assert "step 12" not in list_text(run.summary | {"best_step": 12})
+
+
+def list_text(summary: Any) -> str:
+    """The figures of a summary in one line."""
+    return " ".join(f"{figure.label} {figure.text}" for figure in list_run_figures(summary))
+
+
+def test_validation_has_batches_as_large_as_micro_batches_and_draws_the_same_each_time(tmp_path: Path) -> None:
+    sizes, drawn = [], []
+
+    def loss(model: nn.Module, batch: Any) -> torch.Tensor:
+        noise = torch.randn_like(batch["x"]) * random.random() * np.random.rand()
+        (drawn if model.training else sizes).append(noise.sum().item() if model.training else len(noise))
+        return nn.functional.mse_loss(model(batch["x"] + noise), batch["y"])
+
+    settings = SETTINGS | {"train.batch": 32, "train.steps": 4, "optimizer.learning_rate": 1e-30, "fit.rehearse": "off"}
+    courses = []
+    for every in (1, 4):
+        run = _fit(
+            tmp_path, loss=loss, validation=DATA, run=f"every {every}", settings=settings | {"validation.every": every}
+        )
+        courses.append((run.metrics("val_loss").to_pydict()["val_loss"], drawn[-4:]))
+    assert sizes[-2:] == [32, 28], "60 samples"
+    assert len(set(courses[0][0])) == 1
+    assert courses[0][0][-1:] == courses[1][0]
+    assert courses[0][1] == courses[1][1], "the training's draws are as without"
+
+
+def test_validation_leaves_all_generators_as_they_were() -> None:
+    task: Any = own_model_task(OwnModel(make_mlp, DATA, masked_loss), __name__)(Config(fit=FitConfig(rehearse="off")))
+
+    class Drawing(type(task)):  # type: ignore[misc]
+        """Draws in each batch."""
+
+        def measure(self, *arguments: Any, **options: Any) -> tuple[torch.Tensor, ...]:
+            drawn.append((random.random(), np.random.rand(), torch.rand(()).item()))
+            return torch.ones(()), torch.ones(()), torch.zeros(2, dtype=torch.float64)
+
+    def states() -> list[Any]:
+        return [random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()]  # type: ignore[union-attr]
+
+    drawing, model, drawn = Drawing(task.config), make_mlp(), list[Any]()
+    batches = [MicroBatch(slot, (), torch.zeros(1)) for slot in (0, 1, 0)]
+    before = states()
+    validation_sums(Single(torch.device("cpu")), model, Precision(), drawing, batches, 2)
+    assert drawn[0] == drawn[2] != drawn[1]
+    assert before == states()
+
+
+def test_a_run_of_0_3_says_once_that_its_validations_are_drawn_anew(tmp_path: Path) -> None:
+    _fit(tmp_path)
+    file = tmp_path / "own" / "environment.json"
+    marks = ("code_sha256", "own_model", "writer", "sha256", "settings_sha256")
+    file.write_text(json.dumps({key: value for key, value in json.loads(file.read_text()).items() if key not in marks}))
+    with pytest.warns(UserWarning, match="the validations of run own are drawn anew"):
+        _fit(tmp_path, settings=SETTINGS | {"train.steps": 6})
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        assert _fit(tmp_path, settings=SETTINGS | {"train.steps": 9}).summary["steps"] == 9
+    assert not [str(warning.message) for warning in said if "drawn anew" in str(warning.message)]
 
 
 OTHERS: dict[str, dict[str, Any]] = {

@@ -266,3 +266,16 @@ def test_the_memory_of_activations_is_estimated_from_two_samples(tmp_path: Path,
     largest_gradient = 4 * max(parameter.numel() for parameter in network.parameters())
     measured = sum(saved.values()) + largest_gradient
     assert measured <= needed.activations <= (1.2 if name == "norms" else 1) * measured
+
+
+def test_validations_of_a_loss_that_draws_are_the_same_on_any_number_of_workers(tmp_path: Path) -> None:
+    """And so are early stopping and parameters, which follow from them."""
+    courses = []
+    for world in (1, 2, 3):
+        job = own_job(tmp_path, "drawn", f"on-{world}", DDP if world > 1 else None, exact=True, steps=8, slot_size=2)
+        chosen = replace(job.config.validation, every=1, patience=1)
+        data = replace(job.config.data, validation_fraction=0.5)
+        courses.append(run_course(replace(job, config=replace(job.config, validation=chosen, data=data)), world))
+    one, *others = courses
+    for other in others:
+        assert (other.sha256, other.step, other.scored) == (one.sha256, one.step, one.scored)
