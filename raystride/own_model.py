@@ -154,7 +154,7 @@ def _store_stream(given: Any, storage: Folder, log: Callable[[str], None]) -> An
 
     if not is_stream(given):
         return given
-    rows = store_stream(given, storage)
+    rows = store_stream(given, storage, log)
     log(f"data: the {len(rows):,} rows of a {type(given).__name__} are written to {rows}, as samples must be indexed")
     return rows
 

@@ -129,6 +129,12 @@ class Training:
             raise
         return ending, self.metrics
 
+    def close(self) -> None:
+        """Ends the threads and processes that read data."""
+        self.loader.close()
+        for samples in self.validate.held_out.values():
+            samples.close()
+
     def _train_with_rewinds(self) -> Ending:
         """Trains, and rewinds as often as the guard requests it."""
         if self.checkpoints and self.config.guard.policy == "rewind" and not self.state.step:

@@ -95,7 +95,7 @@ def call_users(name: str, function: Callable[..., Any], *arguments: Any, **named
         raise SettingError(f"{name} raised {describe_error(error)}", setting=name) from error
 
 
-def describe_error(error: Exception) -> str:
+def describe_error(error: BaseException) -> str:
     """Returns an error with the line that raised it: the last one that is in no installed package, if any is."""
     frames = traceback.extract_tb(error.__traceback__)
     of_user = [frame for frame in frames[1:] if "site-packages" not in frame.filename] or frames[-1:]

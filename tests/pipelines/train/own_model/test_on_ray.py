@@ -52,7 +52,7 @@ def test_samples_are_those_of_the_data_and_writable(made: Callable[[], Any]) -> 
     assert isinstance(by_reference, SharedDataset)
     import ray
 
-    dataset, plain = ray.get(ray.put(by_reference)), open_dataset(made())
+    dataset, plain = open_dataset(ray.get(ray.put(by_reference))), open_dataset(made())
     assert len(dataset) == len(plain) == 6
     for index in (0, 5, 2):
         found, wanted = dataset[index], plain[index]
