@@ -103,6 +103,10 @@ def index_samples(given: Any) -> IndexedDataset:
         return ArrayColumns(given, named=True)
     if isinstance(given, tuple) and given and all(hasattr(column, "shape") for column in given):
         return ArrayColumns(dict(enumerate(given)), named=False)
+    if "DataLoader" in {kind.__name__ for kind in type(given).__mro__}:
+        raise DataError(
+            "data is a DataLoader: give its `dataset`, and its `collate_fn` as collate; raystride.fit itself takes it"
+        )
     if not hasattr(given, "__getitem__") or not hasattr(given, "__len__"):
         raise DataError(
             f"data is of type {type(given).__name__}, which has no len() and no [i]: give a list, arrays, a table, or a "

@@ -4,6 +4,7 @@ describe_own_model(own_model, config)["parameters"]       # {"0.weight": [32, 8]
 split_indices(2000, 0.05, seed=0)["validation"]           # 100 samples
 """
 
+import hashlib
 import math
 import warnings
 from collections.abc import Callable, Mapping
@@ -20,6 +21,7 @@ from raystride.pipelines.config.combinations import SHARDED
 from raystride.pipelines.data.feed.order import Order
 from raystride.pipelines.data.prepare.code_hash import hash_code, qualified_name
 from raystride.pipelines.data.sources.faults import DataError
+from raystride.pipelines.train.own_model.adopted import Adopted
 from raystride.pipelines.train.own_model.content import Content, read_content
 from raystride.pipelines.train.own_model.dataset import IndexedDataset, copy_sample, describe_sample, is_plain
 from raystride.pipelines.train.own_model.definition import OwnModel, call_users, describe_error
@@ -55,13 +57,13 @@ def describe_own_model(own: OwnModel, config: Config) -> dict[str, Any]:
     if held_out is None:
         indices = split_indices(num_train, config.data.validation_fraction, config.seed)
         num_train, num_validation = len(indices["train"]), len(indices["validation"])
-    probe = _probe(partial(_read_first, dataset, own.collate, config.seed), is_inline=is_plain(dataset))
-    content = {"data": _probe(partial(read_content, dataset), is_inline=is_plain(dataset))}
-    if held_out is not None:
-        content["validation"] = _probe(partial(read_content, held_out), is_inline=is_plain(held_out))
-    _check_repeats(content, exact=config.train.exact)
     users = {item.name: getattr(own, item.name) for item in fields(own)}
     with generators_untouched(users):
+        probe = _probe(partial(_read_first, dataset, own.collate, config.seed), is_inline=is_plain(dataset))
+        content = {"data": _probe(partial(read_content, dataset), is_inline=is_plain(dataset))}
+        if held_out is not None:
+            content["validation"] = _probe(partial(read_content, held_out), is_inline=is_plain(held_out))
+        _check_repeats(content, exact=config.train.exact)
         batches, count = [NestedBatch(batch) for batch in probe.batches], min(PROBED, len(dataset))
         seed_generators(config.seed)
         network = own.make_network(config.fit)
@@ -145,10 +147,15 @@ def _check_repeats(content: Mapping[str, Content], *, exact: bool) -> None:
 
 def _hash_parts(own: OwnModel) -> str:
     """Returns a hash of the code of everything that the user gave, and of the rows of a stream."""
-    parts = (own.model, own.data, own.loss, own.validation, own.metrics, own.collate, own.optimizer, own.schedule)
+    given = (own.model, own.data, own.loss, own.validation, own.metrics, own.collate, own.optimizer, own.schedule)
+    adopted = [part.identity for part in given if isinstance(part, Adopted)]
+    parts = [part.code if isinstance(part, Adopted) else part for part in given]
     with_code = [part for part in parts if callable(part) or type(part).__module__ not in ("builtins", "numpy", "torch")]
     streams = [part.name for part in parts if isinstance(part, StoredRows)]
-    return "-".join([hash_code([qualified_name(part) for part in with_code], follow_installed=False), *streams])
+    found = hash_code([qualified_name(part) for part in with_code], follow_installed=False)
+    if adopted:
+        found = hashlib.sha256(repr([found, *adopted]).encode()).hexdigest()[:16]
+    return "-".join([found, *streams])
 
 
 def _run_once(
@@ -276,6 +283,7 @@ def _check_schedule(own: OwnModel, settings: TrainConfig) -> None:
     """Raises SettingError unless a schedule of one's own returns a number."""
     if own.schedule:
         returned = call_users("schedule", own.schedule, 0, settings.steps or 1)
+        call_users("schedule", own.schedule, max(0, settings.steps - 1), settings.steps or 1)
         if not isinstance(returned, int | float):
             rule = "must return a number"
             name = type(returned).__name__

@@ -129,6 +129,7 @@ def run_worker(
     try:
         send_phase("building the model and its data")
         training = build_training(job, worker, observers, stopping, log)
+        observers[-1:-1] = training.loader.samples.task.build_observers()  # before the tracker
         log(f"training on {worker.world} worker(s) from step {training.state.step}")
         if message := describe_endless_warmup(job.config.optimizer, training.total_steps):
             log(WARNING_PREFIX + message)
