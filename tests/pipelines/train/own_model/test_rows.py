@@ -19,7 +19,7 @@ from raystride.pipelines.data.sources.faults import DataError
 from raystride.pipelines.system.storage.folder import Folder
 from raystride.pipelines.train.own_model.dataset import open_dataset
 from raystride.pipelines.train.own_model.streams import store_stream
-from raystride.pipelines.train.worker import run
+from raystride.pipelines.train.worker import run as worker_run
 from tests.pipelines.train.own_model.test_samples import open_samples, read_content
 
 X = np.arange(1, 13, dtype=np.float32).reshape(6, 2)
@@ -148,11 +148,15 @@ def _rows() -> Iterator[dict[str, Any]]:
     yield from ({"x": x.copy()} for x in X)
 
 
-@pytest.mark.parametrize("data", [_rows, Held()], ids=["stream", "dataset"])
-def test_a_training_with_a_collate_in_place(tmp_path: Path, data: Any) -> None:
-    assert _fit(tmp_path, data, collate=double_in_place).summary["steps"] == 2
-    if isinstance(data, Held):
-        assert data.x.tolist() == X.tolist()
+@pytest.mark.parametrize("kind", ["stream", "dataset", "loader"])
+def test_a_training_with_a_collate_in_place(tmp_path: Path, kind: str) -> None:
+    held = Held()
+    if kind == "loader":
+        run = _fit(tmp_path, torch.utils.data.DataLoader(held, 4, collate_fn=double_in_place))  # type: ignore[arg-type]
+    else:
+        run = _fit(tmp_path, held if kind == "dataset" else _rows, collate=double_in_place)
+    assert run.summary["steps"] == 2
+    assert held.x.tolist() == X.tolist()
 
 
 def test_a_transform_in_place_is_said_and_leaves_the_callers_arrays(tmp_path: Path) -> None:
@@ -229,7 +233,7 @@ def test_an_observers_error_at_the_end_is_a_warning(
 ) -> None:
     monkeypatch.setattr(plugins, "OBSERVERS", {})
     raystride.register_observer(Sulking)
-    monkeypatch.setattr(run, "OBSERVERS", plugins.OBSERVERS)
+    monkeypatch.setattr(worker_run, "OBSERVERS", plugins.OBSERVERS)
     trained = _fit(tmp_path, {"x": X}, progress=True)
     assert (trained.summary["status"], trained.summary["steps"]) == ("finished", 2)
     assert "the observer Sulking failed in on_end: RuntimeError: a service is gone" in capsys.readouterr().out
