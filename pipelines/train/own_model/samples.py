@@ -191,7 +191,7 @@ class _Reader:
     def end(self) -> None:
         """Ends the process, whatever it does."""
         self._process.terminate()
-        self._process.join()
+        self._process.join(5.0)
 
 
 def _serve(connection: Connection, dataset: IndexedDataset, collate: Collate | None) -> None:
