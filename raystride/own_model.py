@@ -7,7 +7,8 @@ register_model("mine", model=make_model, data=dataset, loss=loss)    # in a plug
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from raystride.pipelines.config import SettingError
@@ -23,10 +24,13 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
+    from raystride.pipelines.observability.observers.observer import Observer
+
     Model = Callable[..., nn.Module] | nn.Module
     Loss = Callable[[nn.Module, Any], Any]
     Metrics = Callable[[nn.Module, Any], Mapping[str, Any]]
-    Optimizer = Callable[[nn.Module, float], torch.optim.Optimizer]
+    Optimizer = Callable[[nn.Module, float], torch.optim.Optimizer] | type[torch.optim.Optimizer] | torch.optim.Optimizer
+    Schedule = Callable[[int, int], float] | torch.optim.lr_scheduler.LRScheduler
 
 _one_at_a_time = threading.RLock()
 """Trainings by `fit` in several threads follow each other: all register the same task."""
@@ -41,7 +45,8 @@ def fit(
     metrics: "Metrics | None" = None,
     collate: "Callable[[list[Any]], Any] | None" = None,
     optimizer: "Optimizer | None" = None,
-    schedule: "Callable[[int, int], float] | None" = None,
+    schedule: "Schedule | None" = None,
+    observers: "Sequence[Observer | Callable[[], Observer]]" = (),
     settings: Mapping[str, Any] | None = None,
     run: str | None = None,
     storage: str | os.PathLike[str] = "runs",
@@ -55,12 +60,14 @@ def fit(
         model: a callable that returns the module, or the module itself, of which every worker trains a copy. The setting
             `fit.model_args` holds the callable's keyword arguments.
         data: samples: a list, a dataset with `len()` and `[i]`, a mapping or tuple of arrays of equal length, a
-            `pyarrow.Table`, a pandas DataFrame, a Hugging Face dataset, or a callable that returns one on each worker
-            (arguments: `fit.data_args`). A stream (an iterator, a generator's function, an iterable or Ray data set) is
+            `pyarrow.Table`, a pandas DataFrame, a Hugging Face dataset, a `torch.utils.data.DataLoader` (its dataset,
+            collate and batch size are taken), or a callable that returns a dataset on each worker (arguments:
+            `fit.data_args`). A stream (an iterator, a generator's function, an iterable or Ray data set) is
             written into the storage first, as its rows must be indexed.
         loss: called as `loss(model, batch)`, with the batch on the device. Returns the mean over the batch's samples (a
             scalar), `(sum, count)` where samples differ in what they count, or a mapping with one of these as `loss` and
-            further losses by name, which are recorded.
+            further losses by name, which are recorded. A loss of PyTorch, `nn.CrossEntropyLoss()`, is called as
+            `loss(model(inputs), labels)` with samples that are pairs.
         validation: held-out samples, as `data`; by default the setting `data.validation_fraction` of `data`.
         metrics: called as `metrics(model, batch)` without gradients; returns by name the mean over the batch's samples,
             `(sum, count)`, or for a figure of the whole set `(function, predictions, labels)`, where the function is called
@@ -68,9 +75,11 @@ def fit(
             `validation.metric`, with `validation.direction`.
         collate: makes a batch of a list of samples; by default PyTorch's `default_collate`.
         optimizer: called as `optimizer(model, learning_rate)`; returns a `torch.optim.Optimizer`, also with several groups.
-            By default the settings of `optimizer`.
-        schedule: called as `schedule(step, total_steps)`; returns the factor of the learning rate at a step, from 0 on. By
-            default the settings of `optimizer`.
+            Or its class, or one that has made no step, for the parameters of `model`. By default the settings of
+            `optimizer`.
+        schedule: called as `schedule(step, total_steps)`; returns the factor of the learning rate at a step, from 0 on. Or
+            a scheduler of PyTorch that is a function of the step. By default the settings of `optimizer`.
+        observers: `raystride.Observer` objects, of which each worker has copies, or callables that make them.
         settings: any settings of a training, by full names or nested.
         run: the run's name; by default it is derived from the settings.
         storage: the folder or filesystem URI that contains the runs.
@@ -103,9 +112,11 @@ def fit(
         rule = "must be left out: raystride.fit has a task of its own"
         raise SettingError(f"task is {given['task']!r}: it {rule}", setting="task", value=given["task"], allowed=rule)
     place, screen = Folder.from_uri(os.fspath(storage)), Screen() if progress else SilentScreen()
-    data, validation = (_store_stream(part, place, screen.log) for part in (data, validation))
+    own = OwnModel(model, data, loss, validation, metrics, collate, optimizer, schedule, tuple(observers))  # type: ignore[arg-type]
+    own, given = _adopt(own, given)
+    data, validation = (_store_stream(part, place, screen.log) for part in (own.data, own.validation))
     with _one_at_a_time:
-        own_model = OwnModel(model, data, loss, validation, metrics, collate, optimizer, schedule)
+        own_model = replace(own, data=data, validation=validation)
         _register(FIT, own_model, SCRIPT)
         located, place = api._locate_run(given, None, run, storage)
         RUN_TASKS[(place / str(located.run)).uri] = TASKS[FIT]
@@ -122,7 +133,7 @@ def register_model(
     metrics: "Metrics | None" = None,
     collate: "Callable[[list[Any]], Any] | None" = None,
     optimizer: "Optimizer | None" = None,
-    schedule: "Callable[[int, int], float] | None" = None,
+    schedule: "Schedule | None" = None,
 ) -> None:
     """Registers a model with its data and loss as `task: NAME`.
 
@@ -146,8 +157,21 @@ def register_model(
     Example:
         raystride.register_model("digits", model=DigitsNetwork, data=load_digits, loss=cross_entropy)
     """
-    own_model = OwnModel(model, data, loss, validation, metrics, collate, optimizer, schedule)
+    own_model = OwnModel(model, data, loss, validation, metrics, collate, optimizer, schedule)  # type: ignore[arg-type]
+    own_model, _ = _adopt(own_model, {})
     _register(name, own_model, sys._getframe(1).f_globals.get("__name__", SCRIPT))
+
+
+def _adopt(own: OwnModel, settings: dict[str, Any]) -> tuple[OwnModel, dict[str, Any]]:
+    """Returns the parts with PyTorch's loaders, optimisers, schedulers and losses adopted, and settings with what these say.
+
+    Raises SettingError for those that cannot be.
+    """
+    if "torch" not in sys.modules:
+        return own, settings
+    from raystride.pipelines.train.own_model.adopted import adopt
+
+    return adopt(own, settings)
 
 
 def _store_stream(given: Any, storage: Folder, log: Callable[[str], None]) -> Any:
@@ -156,7 +180,7 @@ def _store_stream(given: Any, storage: Folder, log: Callable[[str], None]) -> An
 
     if not is_stream(given):
         return given
-    rows = store_stream(given, storage)
+    rows = store_stream(given, storage, log)
     log(f"data: the {len(rows):,} rows of a {type(given).__name__} are written to {rows}, as samples must be indexed")
     return rows
 

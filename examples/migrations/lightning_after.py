@@ -3,8 +3,7 @@
 import torch
 from sklearn.datasets import load_digits
 from torch import nn
-from torch.nn.functional import cross_entropy
-from torch.utils.data import TensorDataset, random_split
+from torch.utils.data import DataLoader, TensorDataset, random_split
 
 import raystride
 
@@ -22,38 +21,23 @@ class Classifier(nn.Module):
         return self.layers(images)
 
 
-def training_step(model, batch):
-    images, labels = batch
-    return cross_entropy(model(images), labels)
-
-
 def validation_step(model, batch):
     images, labels = batch
     return {"accuracy": (model(images).argmax(1) == labels).float().mean()}
 
 
-def configure_optimizers(model, learning_rate):
-    return torch.optim.AdamW(model.parameters(), lr=learning_rate, weight_decay=0.01)
-
-
+model = Classifier()
 run = raystride.fit(
-    Classifier,
-    train,
-    training_step,
-    validation=held_out,
+    model,
+    DataLoader(train, batch_size=50, shuffle=True),
+    nn.CrossEntropyLoss(),
+    validation=DataLoader(held_out, batch_size=50),
     metrics=validation_step,
-    optimizer=configure_optimizers,
+    optimizer=torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.01),
+    schedule=lambda step, steps: 1.0,
     settings={
-        "train.batch": 50,
-        "train.epochs": 10,
-        "train.clip_norm": 1.0,
-        "optimizer.learning_rate": 3e-3,
-        "optimizer.schedule": "constant",
-        "optimizer.warmup_steps": 0,
-        "validation.every": 32,
-        "validation.metric": "val_accuracy",
-        "validation.patience": 4,
-        "checkpoint.every": 32,
+        "train": {"epochs": 10, "clip_norm": 1.0},
+        "validation": {"every_epochs": 1, "metric": "val_accuracy", "patience": 4},
     },
     run="from-lightning",
 )

@@ -300,6 +300,8 @@ class ValidationConfig(Section):
         ),
     )
     """Steps between two validations. 0: only at the end."""
+    every_epochs: float = setting(0.0, at_least=0, since="0.4", also="val_every_epochs check_val_every_n_epoch")
+    """Epochs between two validations, in place of `validation.every`; parts of an epoch as well. 0: by steps."""
     samples: int = setting(
         512, at_least=0, also="eval_iters limit_val_batches max_eval_samples eval_samples max_val_samples"
     )
@@ -365,6 +367,9 @@ class CheckpointConfig(Section):
         ),
     )
     """Steps between two checkpoints. 0: no checkpoints, not even at the end."""
+    every_epochs: float = setting(0.0, at_least=0, since="0.4", also="every_n_epochs save_every_epochs")
+    """Epochs between two checkpoints, in place of `checkpoint.every` where that is not 0; parts of an epoch as well. 0: by
+    steps."""
     minutes: float = setting(10.0, at_least=0, since="0.4", also="save_interval_minutes checkpoint_interval_minutes")
     """Minutes after the beginning of a checkpoint at which the next one begins, within a step or two. 0: never. Rank 0's
     clock decides, and never before the previous save has ended. No result depends on it. Without effect if

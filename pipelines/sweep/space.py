@@ -156,7 +156,9 @@ class Candidate:
             train=replace(train, log_every=sweep.window_steps),
             optimizer=optimizer,
             # One at the end, as small as possible, unless the objective is a figure of it.
-            validation=replace(config.validation, every=0, samples=config.validation.samples if sweep.by_quality else 1),
+            validation=replace(
+                config.validation, every=0, every_epochs=0.0, samples=config.validation.samples if sweep.by_quality else 1
+            ),
             checkpoint=replace(config.checkpoint, every=0),
             sample=replace(config.sample, tokens=0),
             # Trials are logged to MLflow between two of them, so that no measurement is disturbed.

@@ -141,7 +141,7 @@ def diagnose_step(
         positions = plan.slot(step, slot)
         if len(positions):
             left_out.append(SkippedSlot(step, slot, int(positions[0]), len(positions)))
-            samples += plan.order.names(plan.order.sample_ids_at(positions))
+            samples += plan.order.names(loader.samples.users_numbers(plan.order.sample_ids_at(positions)))
     named = layers.nonzero().flatten().tolist()
     return Diagnosis(names[named[0]] if named else None, left_out, samples)
 

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from raystride.pipelines.config import Config, SettingError
+from raystride.pipelines.config import CheckpointConfig, Config, SettingError, ValidationConfig
 from raystride.pipelines.config.train import cost_of
 from raystride.pipelines.data.feed.loader import Loader, Requests, Step
 from raystride.pipelines.observability.phases import phase
@@ -59,6 +59,7 @@ class LoopWatcher(Protocol):
     """Hooks that the loop calls; `raystride.pipelines.observability.observers.Observer` documents them."""
 
     def on_step(self, step: int) -> None: ...
+    def on_gradients(self, step: int, model: nn.Module) -> None: ...
     def on_pause(self, seconds: float) -> None: ...
     def on_log(self, step: int, measured: dict[str, float]) -> None: ...
     def on_checkpoint(self, step: int, path: str) -> None: ...
@@ -102,6 +103,7 @@ class Training:
             self.checkpoints.on_wait = partial(self._call_watchers, "on_save_wait")
         is_own = self.config.train.exact and getattr(self.model, "saves_buffers", False)
         self._buffers = {name: buffer.clone() for name, buffer in self.model.named_buffers()} if is_own else None
+        self._users_module = getattr(self.model, "users_module", self.model)
         self._reset_counters()
 
     def _reset_counters(self) -> None:
@@ -130,6 +132,12 @@ class Training:
             raise
         return ending, self.metrics
 
+    def close(self) -> None:
+        """Ends the threads and processes that read data."""
+        self.loader.close()
+        for samples in self.validate.held_out.values():
+            samples.close()
+
     def _train_with_rewinds(self) -> Ending:
         """Trains, and rewinds as often as the guard requests it."""
         if self.checkpoints and self.config.guard.policy == "rewind" and not self.state.step:
@@ -150,7 +158,14 @@ class Training:
             self._learning_rate = self._learning_rate_at(step.number)
             with phase("step"):
                 result = train_step(
-                    self.strategy, self.model, self.optimizer, step, self.rules, self._learning_rate, self._step_requests()
+                    self.strategy,
+                    self.model,
+                    self.optimizer,
+                    step,
+                    self.rules,
+                    self._learning_rate,
+                    self._step_requests(),
+                    partial(self._call_watchers, "on_gradients", step.number + 1, self._users_module),
                 )
             self._after_step(step, result)
             if reason := self._reason_to_end(step, result):
@@ -169,7 +184,9 @@ class Training:
         self._newest = result
         if self._is_due(self.config.train.log_every):
             self._log_metrics(result)
-        validation, checkpoint = self._is_due(self.config.validation.every), self._is_due(self.config.checkpoint.every)
+        validation, checkpoint = (
+            self._is_scheduled(step, each) for each in (self.config.validation, self.config.checkpoint)
+        )
         if validation or checkpoint:
             self._check_verdict_now(step, result)
         is_best = self._run_validation() if validation else False
@@ -205,6 +222,15 @@ class Training:
 
     def _is_due(self, every: int) -> bool:
         return every > 0 and self.state.step % every == 0
+
+    def _is_scheduled(self, step: Step, settings: ValidationConfig | CheckpointConfig) -> bool:
+        """Returns whether this step is one of `every` steps, or the first to reach a multiple of `every_epochs`."""
+        if not settings.every_epochs:
+            return self._is_due(settings.every)
+        progress = self.loader.plan.order.epoch_progress
+        reached = [progress(position)["epoch"] / settings.every_epochs for position in (step.position, self.state.position)]
+        before, now = (math.floor(number + 1e-9) for number in reached)
+        return now > before
 
     def _learning_rate_at(self, step: int) -> float:
         total = self.total_steps if math.isfinite(self.total_steps) else 0

@@ -10,7 +10,7 @@ A step with a bad loss or gradient changes nothing; its verdict stays on the dev
     result.measured[LOSS] / result.measured[TARGETS]          # the step's mean loss; stays on the device
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -154,8 +154,10 @@ def train_step(
     rules: StepRules,
     learning_rate: float,
     requests: Requests = NO_REQUESTS,
+    on_gradients: Callable[[], None] = lambda: None,
 ) -> StepResult:
-    """Runs a step at a learning rate. `requests`: what this worker asks all to do (`strategies.STOP` and OUT_OF_TIME)."""
+    """Runs a step at a learning rate. `requests`: what this worker asks all to do (`strategies.STOP` and OUT_OF_TIME);
+    `on_gradients` is called before the update, when the gradients are means and clipped."""
     device = strategy.device
     strategy.zero_gradients()
     forward = StepForward(rules, step.number, device)
@@ -165,11 +167,17 @@ def train_step(
     with phase("reduce"):
         measured = strategy.reduce_gradients(forward.measured)
     with phase("update"):
-        return _apply_step(strategy, optimizer, measured, step, rules, learning_rate)
+        return _apply_step(strategy, optimizer, measured, step, rules, learning_rate, on_gradients)
 
 
 def _apply_step(
-    strategy: Strategy, optimizer: Updater, measured: torch.Tensor, step: Step, rules: StepRules, learning_rate: float
+    strategy: Strategy,
+    optimizer: Updater,
+    measured: torch.Tensor,
+    step: Step,
+    rules: StepRules,
+    learning_rate: float,
+    on_gradients: Callable[[], None],
 ) -> StepResult:
     """Scales and clips the summed gradients, checks the step, and updates."""
     # At least 1: a step without targets has a loss sum of 0, and 0 / 0 would count as not finite.
@@ -182,6 +190,7 @@ def _apply_step(
     bad = verdict != FINE
     # Also after a bad step: the host does not know the verdict, and reading it would wait for the device.
     clip_gradients(strategy.local_gradients(), norm, factor, rules.clip_norm)
+    on_gradients()
     if rules.random_updates:
         # No slot is -1, so the update draws other numbers than any dropout.
         seed_device(strategy.device, micro_batch_seed(rules.seed, step.number, -1))

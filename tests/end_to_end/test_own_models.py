@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import pytest
 import torch
 
 import raystride
+from raystride.pipelines.config import Config
 from tests.bases import write_encoder
 from tests.ray_jobs.jobs import environment
 from tests.waiting import wait_until
@@ -167,7 +169,24 @@ def test_the_first_program_of_the_page_runs_as_it_stands(tmp_path: Path) -> None
     assert figures["metrics"]["val_accuracy"] > 0.8
 
 
-MIGRATIONS = ["accelerate", "lightning", "ray_train"]
+MIGRATIONS = ["accelerate", "hf_trainer", "lightning", "ray_train"]
+
+
+def test_the_page_has_each_argument_of_the_trainer() -> None:
+    """So that a new version's are noticed."""
+    from transformers import TrainingArguments
+
+    page = (ROOT / "docs" / "hf-trainer.md").read_text().partition("## All arguments")[2]
+    named = [name for row in re.findall(r"^\| (`.*?) \| ", page, re.MULTILINE) for name in re.findall(r"`(\w+)`", row)]
+    assert sorted(named) == sorted(item.name for item in fields(TrainingArguments))
+    defaults, ours = TrainingArguments(output_dir="unused"), Config()
+    assert (defaults.learning_rate, defaults.lr_scheduler_type, defaults.warmup_steps) == (5e-5, "linear", 0)
+    assert (defaults.weight_decay, defaults.adam_beta2, defaults.num_train_epochs, defaults.save_steps) == (0, 0.999, 3, 500)
+    assert (ours.optimizer.learning_rate, ours.optimizer.schedule, ours.optimizer.warmup_steps) == (1e-3, "cosine", 100)
+    assert (ours.optimizer.weight_decay, ours.optimizer.betas, ours.optimizer.min_lr_ratio) == (0.1, (0.9, 0.99), 0.1)
+    assert (ours.train.steps, ours.train.samples_per_step, ours.train.clip_norm) == (1000, 32, defaults.max_grad_norm)
+    assert (ours.validation.every, ours.validation.samples, ours.data.validation_fraction) == (100, 512, 0.05)
+    assert (ours.checkpoint.every, ours.checkpoint.keep) == (200, 3)
 
 
 def _count_lines(name: str) -> tuple[int, int, int, int]:
@@ -177,6 +196,12 @@ def _count_lines(name: str) -> tuple[int, int, int, int]:
     )
     changed = [line[:1] for line in difflib.unified_diff(before, after, lineterm="", n=0)][2:]
     return len(before), len(after), changed.count("-"), changed.count("+")
+
+
+def test_no_migration_is_longer_than_what_it_replaces() -> None:
+    for name in MIGRATIONS:
+        before, after, *_ = _count_lines(name)
+        assert after <= before, name
 
 
 def test_the_page_has_the_lines_of_each_migration() -> None:

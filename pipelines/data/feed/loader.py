@@ -150,7 +150,7 @@ class Loader:
         self.placement = DevicePlacement(self.device, self.samples.task)
         self.samples.start_readers()
         self._low_watermark = min(LOW_WATERMARK, self.prefetch - 1)
-        self._starved = threading.Event()
+        self._starved, self._stop_event = threading.Event(), threading.Event()
         self._agreed_position = 0.0
         """Number of positions that all workers can read."""
 
@@ -158,7 +158,8 @@ class Loader:
         """Yields the steps from `first` to below `until`, within the plan's epochs. Re-raises the reading thread's error."""
         last = min(until, self.plan.steps)
         ready: queue.Queue[Item] = queue.Queue(self.prefetch)
-        stop_event, has_room = threading.Event(), threading.Event()
+        self._stop_event, has_room = threading.Event(), threading.Event()
+        stop_event = self._stop_event
         thread = threading.Thread(
             target=self._read_steps, args=(first, last, ready, stop_event, has_room), name="loader", daemon=True
         )
@@ -187,6 +188,11 @@ class Loader:
                 number, item = number + 1, NOT_READY
         finally:
             stop_event.set()
+
+    def close(self) -> None:
+        """Ends the reading, also where an error's traceback keeps the iteration alive."""
+        self._stop_event.set()
+        self.samples.close()
 
     def _must_wait(self, number: int, is_read: bool) -> tuple[bool, Requests]:
         """Returns whether a step must wait, because it or another worker's is not read yet, and the requests to end for.

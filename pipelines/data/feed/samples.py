@@ -144,8 +144,16 @@ class Samples(Protocol):
         drawn = uniform(self.task.config.seed, epochs, samples, self.task.draws)
         return self.task.collate_drawn(rows, masks, drawn)
 
+    def users_numbers(self, samples: np.ndarray) -> np.ndarray:
+        """Returns the numbers of samples, (n) int64, in the data that a user gave."""
+        return samples
+
     def verify(self, beside: BesideTraining) -> None:
         """Has the files verified that are not when they are read."""
+        return
+
+    def close(self) -> None:
+        """Ends what reads beside the caller."""
         return
 
     @property

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
+    from raystride.pipelines.observability.observers.observer import Observer
+
 Document = tuple[str, ...]
 """A row of a source: the values of the task's columns. An image is a data URI of its file (RFC 2397)."""
 Facts = Mapping[str, Any]
@@ -311,6 +313,10 @@ class Task:
     def build_optimizer(self, model: "nn.Module") -> Any:
         """Returns an optimiser of its own (`train.checkpoint.train_state.Updater`); None: that of the settings."""
         return None
+
+    def build_observers(self) -> "list[Observer]":
+        """Returns observers of this worker's training, besides those that are registered."""
+        return []
 
     def learning_rate_factor(self, step: int, total_steps: int) -> float | None:
         """Returns the factor of the learning rate at a step, 0 for the first; None: by the schedule of the settings."""

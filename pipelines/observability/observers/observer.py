@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING
 from raystride.pipelines.system.service_thread import ServiceThread
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from raystride.pipelines.observability.record.summary import RunSummary
 
 
@@ -65,6 +67,11 @@ class Observer:
 
     def on_step(self, step: int) -> None:
         """Called after each step, before anything waits for the device: do only microseconds of work here."""
+
+    def on_gradients(self, step: int, model: "nn.Module") -> None:
+        """Called between backward and update, with the network: each `grad` is the mean over the batch of all workers, after
+        `train.clip_norm`. May change gradients in place. With `fsdp` they are shards, with `deepspeed` none are there; those
+        of a step that the guard drops afterwards are seen, too."""
 
     def on_pause(self, seconds: float) -> None:
         """Called with the seconds that the loop spent outside training: in a validation, waiting for a checkpoint."""

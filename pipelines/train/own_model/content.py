@@ -1,53 +1,106 @@
 """A hash of a dataset's content, by samples at equal distances: equal lengths and shapes do not make equal data.
 
-hash_content(open_dataset({"x": features, "y": labels}))  # 16 hexadecimal digits; "" if a sample differs at each reading
+found = read_content(open_dataset({"x": features, "y": labels}))
+found.hash                                                # 16 hexadecimal digits, or several such, joined by "-"
+found.differing                                           # samples that are others when they are read again
 """
 
 import hashlib
 import random
+import time
 from collections.abc import Mapping, Sequence
-from dataclasses import fields, is_dataclass
+from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any
 
 import numpy as np
 import torch
 
-from raystride.pipelines.train.own_model.dataset import IndexedDataset, is_plain
+from raystride.pipelines.train.own_model.dataset import ArrayColumns, IndexedDataset, is_plain
 from raystride.pipelines.train.own_model.samples import seed_generators
 from raystride.pipelines.train.own_model.streams import StoredRows
 
-MAX_PLAIN, MAX_READ = 4096, 16
-"""Most samples that are hashed: of arrays, tables and lists, and of a dataset whose samples a user's code makes."""
+MAX_PLAIN, PORTIONS = 4096, (4, 16, 64)
+"""Most samples that are hashed of arrays, tables and lists, and of a dataset whose samples a user's code makes: portions,
+each with a hash of its own and spread over all samples."""
+MAX_WHOLE_BYTES = 64 << 20
+"""Most bytes of arrays that are hashed as a whole."""
+MAX_S = 5.0
+"""Seconds of reading that a further portion, which takes four times as long as those before, must not exceed."""
 
 
-def hash_content(dataset: IndexedDataset) -> str:
-    """Returns 16 hexadecimal digits of evenly spaced samples, each read with its own random seed.
+@dataclass
+class Content:
+    """What is known of a dataset's content."""
 
-    "" if it is unknown: a sample is another one when it is read again, cannot be read, or is of a type without known bytes.
+    hash: str = ""
+    """16 hexadecimal digits for each portion of samples, joined by "-". "" if it is unknown: a sample is another one when it
+    is read again, cannot be read, or is of a type without known bytes."""
+    differing: list[int] = field(default_factory=list)
+    """Samples that are others when they are read again with the same random seeds."""
+
+
+def read_content(dataset: IndexedDataset) -> Content:
+    """Hashes evenly spaced samples, each read with its own random seed; those that a user's code makes are read twice.
+
+    Call it in a copy of this process for those: their code may change what it holds.
     """
-    if isinstance(dataset, StoredRows):  # the name is a hash of all rows
-        return hashlib.sha256(dataset.name.encode()).hexdigest()[:16]
-    exact = is_plain(dataset)
-    most = min(len(dataset), MAX_PLAIN if exact else MAX_READ)
-    numbers = np.unique(np.linspace(0, len(dataset) - 1, most).astype(np.int64)).tolist()
+    given = getattr(dataset, "given", dataset)
+    if isinstance(given, StoredRows):  # the name is a hash of all rows
+        return Content(hashlib.sha256(given.name.encode()).hexdigest()[:16])
     state = random.getstate(), np.random.get_state()
     try:
         with torch.random.fork_rng(devices=[]):
-            first, again = (_hash_samples(dataset, numbers[:1], exact=exact) for _ in range(2))
-            return _hash_samples(dataset, numbers, exact=exact) if first == again else ""
+            return _read_portions(dataset)
     except Exception:  # the training names a sample that cannot be read
-        return ""
+        return Content()
     finally:
         random.setstate(state[0])
         np.random.set_state(state[1])
 
 
-def _hash_samples(dataset: IndexedDataset, numbers: list[int], *, exact: bool) -> str:
+def _read_portions(dataset: IndexedDataset) -> Content:
     found = hashlib.sha256()
-    for number in numbers:
-        seed_generators(number)
-        _add(found, dataset[number], exact=exact)
-    return found.hexdigest()[:16]
+    if is_plain(dataset):
+        for values in _whole_arrays(dataset) or (_read(dataset, number) for number in _spread(len(dataset), MAX_PLAIN)):
+            _add(found, values, exact=True)
+        return Content(found.hexdigest()[:16])
+    began, hashes = time.monotonic(), list[str]()
+    for count in PORTIONS:
+        numbers, digests, found = _spread(len(dataset), count), list[str](), hashlib.sha256()
+        for number in numbers:
+            sample = _read(dataset, number)
+            digests.append(_digest(sample))
+            _add(found, sample, exact=False)
+        if differing := [n for n, before in zip(numbers, digests, strict=True) if _digest(_read(dataset, n)) != before]:
+            return Content(differing=differing)
+        hashes.append(found.hexdigest()[:16])
+        if 4 * (time.monotonic() - began) > MAX_S:
+            break
+    return Content("-".join(hashes))
+
+
+def _whole_arrays(dataset: IndexedDataset) -> list[Any]:
+    """Returns the columns of arrays, by name, if their bytes are few enough to be hashed; else nothing."""
+    given = getattr(dataset, "given", dataset)
+    columns = given.columns if isinstance(given, ArrayColumns) else {}
+    if not all(hasattr(column, "nbytes") and str(column.dtype) != "object" for column in columns.values()):
+        return []
+    return list(columns.items()) if sum(column.nbytes for column in columns.values()) <= MAX_WHOLE_BYTES else []
+
+
+def _read(dataset: IndexedDataset, number: int) -> Any:
+    seed_generators(number)
+    return dataset[number]
+
+
+def _digest(sample: Any) -> str:
+    found = hashlib.sha256()
+    _add(found, sample, exact=True)
+    return found.hexdigest()
+
+
+def _spread(length: int, count: int) -> list[int]:
+    return np.unique(np.linspace(0, length - 1, min(length, count)).astype(np.int64)).tolist()  # type: ignore[no-any-return]
 
 
 def _add(found: Any, value: Any, *, exact: bool) -> None:

@@ -2,10 +2,13 @@
 
 dataset = open_dataset({"x": features, "y": labels})      # arrays of equal length: samples {"x": ..., "y": ...}
 dataset = open_dataset(torch_dataset)                     # or a list, a pyarrow.Table, a Hugging Face dataset
-len(dataset), dataset[5]
+len(dataset), dataset[5]                                  # a copy: user code may change it in place
 """
 
-from collections.abc import Callable, Mapping, Sequence
+import copy
+import sys
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from dataclasses import fields, is_dataclass
 from typing import Any, Protocol
 
 import numpy as np
@@ -20,6 +23,24 @@ class IndexedDataset(Protocol):
     def __getitem__(self, index: int, /) -> Any: ...
 
 
+class OwnedRows:
+    """A dataset whose samples are the reader's own: what user code changes in them, nothing else holds.
+
+    Memory that can only be read, as that of files and of Ray's object store, would end a process that writes into it by
+    `torch.as_tensor`; the caller's own arrays would keep the change.
+    """
+
+    def __init__(self, given: IndexedDataset) -> None:
+        self.given, self.is_plain = given, is_plain(given)
+        """The dataset whose samples are copied; whether it gives out objects that it keeps."""
+
+    def __len__(self) -> int:
+        return len(self.given)
+
+    def __getitem__(self, index: int) -> Any:
+        return copy_sample(self.given[index], deep=self.is_plain)
+
+
 class ArrayColumns:
     """Arrays of equal first dimension as samples: tuples of their rows, or mappings by name.
 
@@ -32,13 +53,14 @@ class ArrayColumns:
         lengths = {name: len(column) for name, column in columns.items()}
         if len(set(lengths.values())) > 1:
             raise DataError(f"the arrays of data differ in length: {lengths}")
-        self._columns, self._named = columns, named
+        self.columns, self._named = columns, named
+        """The arrays by name or number."""
 
     def __len__(self) -> int:
-        return len(next(iter(self._columns.values()), ()))
+        return len(next(iter(self.columns.values()), ()))
 
     def __getitem__(self, index: int) -> Any:
-        row = {name: column[index] for name, column in self._columns.items()}
+        row = {name: column[index] for name, column in self.columns.items()}
         return row if self._named else tuple(row.values())
 
 
@@ -58,13 +80,18 @@ class TableRows:
         return {name: read(index) for name, read in self._columns.items()}
 
 
-def open_dataset(given: Any, arguments: Mapping[str, Any] | None = None) -> IndexedDataset:
-    """Returns a dataset for what a user gave; a callable is called with `arguments` and returns one.
+def open_dataset(given: Any, arguments: Mapping[str, Any] | None = None) -> OwnedRows:
+    """Returns a dataset for what a user gave, whose samples are copies; a callable is called with `arguments` for it.
 
     Raises DataError if it has neither length nor index.
     """
     if callable(given) and not hasattr(given, "__getitem__"):
         given = given(**(arguments or {}))
+    return OwnedRows(index_samples(given))
+
+
+def index_samples(given: Any) -> IndexedDataset:
+    """Returns a dataset whose samples are views of what a user gave. Raises DataError if it has neither length nor index."""
     module = type(given).__module__.partition(".")[0]
     if module == "pyarrow":
         return TableRows(given)
@@ -76,12 +103,50 @@ def open_dataset(given: Any, arguments: Mapping[str, Any] | None = None) -> Inde
         return ArrayColumns(given, named=True)
     if isinstance(given, tuple) and given and all(hasattr(column, "shape") for column in given):
         return ArrayColumns(dict(enumerate(given)), named=False)
+    if "DataLoader" in {kind.__name__ for kind in type(given).__mro__}:
+        raise DataError(
+            "data is a DataLoader: give its `dataset`, and its `collate_fn` as collate; raystride.fit itself takes it"
+        )
     if not hasattr(given, "__getitem__") or not hasattr(given, "__len__"):
         raise DataError(
             f"data is of type {type(given).__name__}, which has no len() and no [i]: give a list, arrays, a table, or a "
             "dataset that can be indexed; raystride.fit itself takes streams (iterators, iterable and Ray data sets)"
         )
     return given  # type: ignore[no-any-return]
+
+
+def copy_sample(value: Any, *, deep: bool = False) -> Any:
+    """Returns a sample with arrays and tensors of its own, in any nesting of containers and dataclasses.
+
+    Other objects are copied if they can `clone()`, as graphs and tensor dictionaries can, or with `deep`, if they are kept
+    and given out again at each reading.
+    """
+    torch = sys.modules.get("torch")
+    if value is None or isinstance(value, str | bytes | int | float | complex | np.generic | type):
+        return value
+    if isinstance(value, np.ndarray):
+        return copy.deepcopy(value) if value.dtype == object else value.copy()
+    if torch is not None and isinstance(value, torch.Tensor):
+        return value.detach().clone().requires_grad_(value.requires_grad)
+    if isinstance(value, list | tuple):
+        items = [copy_sample(item, deep=deep) for item in value]
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    if isinstance(value, MutableMapping):
+        copied: Any = {} if type(value) is dict else copy.copy(value)
+        for key, item in value.items():
+            copied[key] = copy_sample(item, deep=deep)
+        return copied
+    if is_dataclass(value):
+        copied = copy.copy(value)
+        for item in fields(value):
+            object.__setattr__(copied, item.name, copy_sample(getattr(value, item.name), deep=deep))
+        return copied
+    if callable(clone := getattr(value, "clone", None)):
+        return clone()
+    try:
+        return copy.deepcopy(value) if deep else value
+    except Exception:  # it holds a lock or a file, for instance
+        return value
 
 
 def is_plain(dataset: IndexedDataset) -> bool:

@@ -7,7 +7,7 @@ own_model.open_split("train", config.fit), own_model.make_network(config.fit)
 import copy
 import inspect
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -40,6 +40,8 @@ class OwnModel:
     """Called as optimizer(model, learning_rate), makes the optimiser; None: the settings of `optimizer`."""
     schedule: Callable[[int, int], float] | None = None
     """Called as schedule(step, total steps); the learning rate's factor. None: the settings of `optimizer`."""
+    observers: Sequence[Any] = ()
+    """Observers of the training, or callables that make them, on each worker."""
     opened: dict[str, Any] = field(default_factory=dict, repr=False)
     """Datasets and descriptions that this process has made of it."""
 
@@ -92,11 +94,13 @@ def call_users(name: str, function: Callable[..., Any], *arguments: Any, **named
     """Returns what a function of the user returns. Raises SettingError, with the line of its code, if it fails."""
     try:
         return function(*arguments, **named)
+    except SettingError:
+        raise
     except Exception as error:
         raise SettingError(f"{name} raised {describe_error(error)}", setting=name) from error
 
 
-def describe_error(error: Exception) -> str:
+def describe_error(error: BaseException) -> str:
     """Returns an error with the line that raised it: the last one that is in no installed package, if any is."""
     frames = traceback.extract_tb(error.__traceback__)
     of_user = [frame for frame in frames[1:] if "site-packages" not in frame.filename] or frames[-1:]

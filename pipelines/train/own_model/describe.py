@@ -4,11 +4,13 @@ describe_own_model(own_model, config)["parameters"]       # {"0.weight": [32, 8]
 split_indices(2000, 0.05, seed=0)["validation"]           # 100 samples
 """
 
+import hashlib
 import math
 import warnings
-from collections.abc import Mapping
-from dataclasses import fields
-from typing import Any
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from functools import partial
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -19,9 +21,11 @@ from raystride.pipelines.config.combinations import SHARDED
 from raystride.pipelines.data.feed.order import Order
 from raystride.pipelines.data.prepare.code_hash import hash_code, qualified_name
 from raystride.pipelines.data.sources.faults import DataError
-from raystride.pipelines.train.own_model.content import hash_content
-from raystride.pipelines.train.own_model.dataset import IndexedDataset, describe_sample
-from raystride.pipelines.train.own_model.definition import OwnModel, call_users
+from raystride.pipelines.train.own_model.adopted import Adopted
+from raystride.pipelines.train.own_model.content import Content, read_content
+from raystride.pipelines.train.own_model.dataset import IndexedDataset, copy_sample, describe_sample, is_plain
+from raystride.pipelines.train.own_model.definition import OwnModel, call_users, describe_error
+from raystride.pipelines.train.own_model.forked import call_forked
 from raystride.pipelines.train.own_model.network import as_sums, read_loss
 from raystride.pipelines.train.own_model.rehearsal import (
     checksum,
@@ -30,12 +34,13 @@ from raystride.pipelines.train.own_model.rehearsal import (
     graph_leaves,
     rehearse,
 )
-from raystride.pipelines.train.own_model.samples import NestedBatch, collate_samples, seed_generators
+from raystride.pipelines.train.own_model.samples import Collate, NestedBatch, collate_samples, seed_generators
 from raystride.pipelines.train.own_model.set_metrics import ProbedMetrics, probe_metrics
 from raystride.pipelines.train.own_model.streams import StoredRows
 from raystride.pipelines.train.own_model.structure import refuse_held_original, refuse_shared_memory
 from raystride.pipelines.train.validation import evaluation_mode
 
+T = TypeVar("T")
 PROBED = 2
 """Samples of the batch that runs through the network."""
 
@@ -45,21 +50,22 @@ def describe_own_model(own: OwnModel, config: Config) -> dict[str, Any]:
 
     Raises SettingError for a network or loss that cannot be trained, DataError for data that cannot be read.
     """
-    dataset = own.open_split("train", config.fit)
+    dataset, held_out = own.open_split("train", config.fit), own.open_split("validation", config.fit)
     assert dataset is not None
-    num_train, structure = describe_dataset(dataset)
-    held_out = own.open_split("validation", config.fit)
+    num_train, num_validation = len(dataset), len(held_out) if held_out is not None else 0
+    if not num_train or (held_out is not None and not num_validation):
+        raise DataError(f"{'validation' if num_train else 'data'} has no samples")
     if held_out is None:
         indices = split_indices(num_train, config.data.validation_fraction, config.seed)
         num_train, num_validation = len(indices["train"]), len(indices["validation"])
-    else:
-        num_validation = describe_dataset(held_out)[0]
     users = {item.name: getattr(own, item.name) for item in fields(own)}
     with generators_untouched(users):
-        seed_generators(config.seed)
-        count = min(PROBED, len(dataset))
-        samples = [dataset[i % len(dataset)] for i in range(2 * count)]
-        batches = [NestedBatch(collate_samples(part, own.collate)) for part in (samples[:count], samples[count:])]
+        probe = _probe(partial(_read_first, dataset, own.collate, config.seed), is_inline=is_plain(dataset))
+        content = {"data": _probe(partial(read_content, dataset), is_inline=is_plain(dataset))}
+        if held_out is not None:
+            content["validation"] = _probe(partial(read_content, held_out), is_inline=is_plain(held_out))
+        _check_repeats(content, exact=config.train.exact)
+        batches, count = [NestedBatch(batch) for batch in probe.batches], min(PROBED, len(dataset))
         seed_generators(config.seed)
         network = own.make_network(config.fit)
         given = own.model if isinstance(own.model, nn.Module) else network
@@ -69,7 +75,7 @@ def describe_own_model(own: OwnModel, config: Config) -> dict[str, Any]:
         sizes = {name: list(value.shape) for name, value in network.named_parameters()}
         bits = compares_bits(config.fit, network)
         marks = {name: (value._version, checksum(value, bits)) for name, value in network.named_parameters()}
-        logged, found, saved = _run_once(own, network, batches[0], samples[:count], exact=config.train.exact)
+        logged, found, saved = _run_once(own, network, batches[0], probe.singles, count, exact=config.train.exact)
         after = {name: (value._version, checksum(value, bits)) for name, value in network.named_parameters()}
         moving = {name: network.get_parameter(name).requires_grad for name in after if after[name] != marks[name]}
         check_strategy(sizes, moving, config)
@@ -79,11 +85,10 @@ def describe_own_model(own: OwnModel, config: Config) -> dict[str, Any]:
             rehearse(own, config, [(batch, count) for batch in batches])
         except (OSError, MemoryError) as error:
             warnings.warn(f"not rehearsed: {type(error).__name__}: {error}", stacklevel=4)
-    splits = {"data": dataset, "validation": held_out}
     return {
         "train": num_train,
         "validation": num_validation,
-        "sample": structure,
+        "sample": probe.structure,
         "parameters": sizes,
         "logged": logged,
         "measured": found.means,
@@ -93,26 +98,78 @@ def describe_own_model(own: OwnModel, config: Config) -> dict[str, Any]:
         "moving": moving,
         "activation_bytes": saved / count,
         "code": _hash_parts(own),
-        "content": {name: hash_content(part) for name, part in splits.items() if part is not None},
+        "content": {name: part.hash for name, part in content.items()},
     }
+
+
+@dataclass
+class _Probe:
+    """The first samples of a dataset."""
+
+    structure: Any
+    """That of the first sample, as JSON."""
+    batches: list[Any]
+    """Two batches of `PROBED` samples, or of fewer, collated."""
+    singles: list[Any]
+    """Each sample of the first batch by itself, collated; empty if that is not possible."""
+
+
+def _probe(read: Callable[[], T], *, is_inline: bool) -> T:
+    """Returns what is read of a dataset; in a copy of this process where a user's code, as it may change what it holds."""
+    return read() if is_inline else call_forked(read)
+
+
+def _read_first(dataset: IndexedDataset, collate: Collate | None, seed: int) -> _Probe:
+    """Reads and collates the first samples. Raises DataError."""
+    count = min(PROBED, len(dataset))
+    try:
+        structure = describe_sample(dataset[0])
+    except Exception as error:
+        raise DataError(f"sample 0 of data raised {describe_error(error)}") from error
+    seed_generators(seed)
+    samples = [dataset[i % len(dataset)] for i in range(2 * count)]
+    single = [copy_sample(sample) for sample in samples[:count]]
+    batches = [collate_samples(part, collate) for part in (samples[:count], samples[count:])]
+    try:
+        return _Probe(structure, batches, [collate_samples([sample], collate) for sample in single])
+    except DataError:
+        return _Probe(structure, batches, [])
+
+
+def _check_repeats(content: Mapping[str, Content], *, exact: bool) -> None:
+    """Says which data is another when it is read again. Raises SettingError for it under exact."""
+    for name, found in content.items():
+        if not found.differing:
+            continue
+        said = f"sample {found.differing[0]} of {name} is another one when it is read again with the same random seeds"
+        remedy = "draw from the generators of Python, NumPy and PyTorch, and change nothing that the dataset holds"
+        if exact:
+            rule = "must be false where data is not the same at each reading"
+            raise SettingError(f"train.exact {rule}: {said}; {remedy}", setting="train.exact", value=True, allowed=rule)
+        warnings.warn(f"not reproducible: {said}, so a resumed training sees other samples: {remedy}", stacklevel=5)
 
 
 def _hash_parts(own: OwnModel) -> str:
     """Returns a hash of the code of everything that the user gave, and of the rows of a stream."""
-    parts = (own.model, own.data, own.loss, own.validation, own.metrics, own.collate, own.optimizer, own.schedule)
+    given = (own.model, own.data, own.loss, own.validation, own.metrics, own.collate, own.optimizer, own.schedule)
+    adopted = [part.identity for part in given if isinstance(part, Adopted)]
+    parts = [part.code if isinstance(part, Adopted) else part for part in given]
     with_code = [part for part in parts if callable(part) or type(part).__module__ not in ("builtins", "numpy", "torch")]
     streams = [part.name for part in parts if isinstance(part, StoredRows)]
-    return "-".join([hash_code([qualified_name(part) for part in with_code], follow_installed=False), *streams])
+    found = hash_code([qualified_name(part) for part in with_code], follow_installed=False)
+    if adopted:
+        found = hashlib.sha256(repr([found, *adopted]).encode()).hexdigest()[:16]
+    return "-".join([found, *streams])
 
 
 def _run_once(
-    own: OwnModel, network: nn.Module, batch: NestedBatch, samples: list[Any], *, exact: bool
+    own: OwnModel, network: nn.Module, batch: NestedBatch, singles: list[Any], count: int, *, exact: bool
 ) -> tuple[list[str], ProbedMetrics, int]:
     """Returns the names of further losses, the metrics, and the bytes saved, by a forward and backward.
 
     Raises SettingError.
     """
-    num_samples = len(samples)
+    num_samples = count
     trained = [(name, parameter) for name, parameter in network.named_parameters() if parameter.requires_grad]
     if not trained:
         rule = "must have parameters that require gradients"
@@ -131,7 +188,7 @@ def _run_once(
         returned = call_users("loss", own.loss, network, batch.content)
     (loss_sum, counted), others = read_loss(returned, num_samples)
     if isinstance(returned["loss"] if isinstance(returned, Mapping) else returned, tuple | list):
-        _check_count(own, network, counted, samples)
+        _check_count(own, network, counted, singles, count)
     if not loss_sum.requires_grad:
         rule = "must depend on the model's parameters"
         raise SettingError(f"loss {rule}, and has no gradient", setting="loss", value=float(loss_sum), allowed=rule)
@@ -196,19 +253,18 @@ def check_strategy(sizes: Mapping[str, list[int]], moving: Mapping[str, bool], c
         )
 
 
-def _check_count(own: OwnModel, network: nn.Module, counted: torch.Tensor, samples: list[Any]) -> None:
+def _check_count(own: OwnModel, network: nn.Module, counted: torch.Tensor, singles: list[Any], count: int) -> None:
     """Raises SettingError for a second value that is no count: that of a batch is the sum of its samples' counts."""
     total = float(counted.detach())
     try:  # in evaluation, as norms over a batch take no single sample
         with evaluation_mode(network), torch.no_grad():
-            batches = [collate_samples([sample], own.collate) for sample in samples]
-            of_samples = sum(float(read_loss(own.loss(network, batch), 1)[0][1]) for batch in batches)
+            of_samples = sum(float(read_loss(own.loss(network, batch), 1)[0][1]) for batch in singles) if singles else total
     except Exception:
         of_samples = total  # this loss takes no single sample
     if not counted.requires_grad and total > 0 and math.isclose(total, of_samples, rel_tol=1e-3):
         return
     rule = "must return (sum, count), or a mean, and further figures by name, {'loss': mean, 'aux': ...}"
-    found = f"{total:g} for {len(samples)} samples together, and {of_samples:g} for each of them by itself"
+    found = f"{total:g} for {count} samples together, and {of_samples:g} for each of them by itself"
     raise SettingError(f"loss {rule}: its second value is no count ({found})", setting="loss", value=total, allowed=rule)
 
 
@@ -229,6 +285,7 @@ def _check_schedule(own: OwnModel, settings: TrainConfig) -> None:
     """Raises SettingError unless a schedule of one's own returns a number."""
     if own.schedule:
         returned = call_users("schedule", own.schedule, 0, settings.steps or 1)
+        call_users("schedule", own.schedule, max(0, settings.steps - 1), settings.steps or 1)
         if not isinstance(returned, int | float):
             rule = "must return a number"
             name = type(returned).__name__
@@ -247,14 +304,3 @@ def split_indices(count: int, fraction: float, seed: int) -> dict[str, np.ndarra
     held_out = min(count - 1, max(1, round(count * fraction)))
     shuffled = Order(count, seed).sample_ids_at(np.arange(count))
     return {"train": np.sort(shuffled[held_out:]), "validation": np.sort(shuffled[:held_out])}
-
-
-def describe_dataset(dataset: IndexedDataset) -> tuple[int, Any]:
-    """Returns length and structure of a dataset. Raises DataError if its first sample cannot be read."""
-    length = len(dataset)
-    if not length:
-        raise DataError("data has no samples")
-    try:
-        return length, describe_sample(dataset[0])
-    except Exception as error:
-        raise DataError(f"sample 0 of data raised {type(error).__name__}: {error}") from error

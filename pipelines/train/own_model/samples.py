@@ -11,10 +11,8 @@ since these generators belong to a process, and the training draws from them too
 """
 
 import itertools
-import multiprocessing
 import pickle
 import random
-import signal
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import fields, is_dataclass, replace
@@ -32,8 +30,8 @@ from raystride.pipelines.data.sources.faults import DataError
 from raystride.pipelines.data.tasks.task import IGNORED, Inputs, Task
 from raystride.pipelines.train.own_model.dataset import IndexedDataset, is_plain
 from raystride.pipelines.train.own_model.definition import describe_error
+from raystride.pipelines.train.own_model.forked import as_data_error, describe_end, start_forked
 from raystride.pipelines.train.own_model.streams import StoredRows
-from raystride.triton_kernels.processes import end_with_parent
 
 Collate = Callable[[list[Any]], Any]
 VALIDATION_EPOCH = 2**32 - 1
@@ -89,7 +87,7 @@ class IndexedSamples(Samples):
         self.task, self._dataset, self._indices, self._collate = task, dataset, indices, collate
         self._num_processes = 0 if collate is None and is_plain(dataset) else processes
         self._readers: list[_Reader] = []
-        self._numbers = itertools.count()
+        self._numbers, self._is_closed = itertools.count(), False
 
     @property
     def num_samples(self) -> int:
@@ -103,8 +101,8 @@ class IndexedSamples(Samples):
 
     def verify(self, beside: BesideTraining) -> None:
         """Has the file of a stream's rows verified."""
-        if isinstance(self._dataset, StoredRows):
-            self._dataset.verify(beside)
+        if isinstance(given := getattr(self._dataset, "given", None), StoredRows):
+            given.verify(beside)
 
     @property
     def requests_ahead(self) -> int:
@@ -112,13 +110,25 @@ class IndexedSamples(Samples):
         return self._num_processes
 
     def start_readers(self) -> None:
-        """Starts the processes that read; from the thread that uses the samples longest."""
+        """Starts the processes that read; from the thread that uses the samples longest. Raises DataError after `close`."""
+        if self._is_closed:
+            raise DataError("the training that these samples were opened for has ended")
         for _ in range(self._num_processes - len(self._readers)):
             self._readers.append(_Reader(self._dataset, self._collate))
 
+    def close(self) -> None:
+        """Ends the processes that read, for good."""
+        self._is_closed = True
+        while self._readers:
+            self._readers.pop().end()
+
+    def users_numbers(self, samples: np.ndarray) -> np.ndarray:
+        """Returns the numbers of samples in the dataset, of which a split may be a part."""
+        return samples if self._indices is None else self._indices[samples]
+
     def request(self, samples: np.ndarray, epochs: np.ndarray | None = None) -> "Callable[[], tuple[Inputs, torch.Tensor]]":
         """Begins to read a batch by number, (n) int64; returns the function that waits for it."""
-        numbers = samples if self._indices is None else self._indices[samples]
+        numbers = self.users_numbers(samples)
         seen = np.full(len(numbers), VALIDATION_EPOCH) if epochs is None else epochs
         keys = sample_keys(self.task.config.seed, seen, numbers)
         request = _Request(next(self._numbers), numbers.tolist(), keys.tolist())
@@ -153,12 +163,7 @@ class _Reader:
     """A process that answers requests in their order, and which ends with this process."""
 
     def __init__(self, dataset: IndexedDataset, collate: Collate | None) -> None:
-        # Forked, as PyTorch's DataLoader does: a dataset need not be picklable, and its memory is shared.
-        context = multiprocessing.get_context("fork")
-        self._connection, theirs = context.Pipe()
-        self._process = context.Process(target=_serve, args=(theirs, self._connection, dataset, collate), daemon=True)
-        self._process.start()
-        theirs.close()
+        self._process, self._connection = start_forked(_serve, dataset, collate)
         self._lock = threading.Lock()
         self._arrived: dict[int, Any] = {}
 
@@ -167,7 +172,7 @@ class _Reader:
         try:
             self._connection.send(request)
         except OSError as error:
-            raise self._ended() from error
+            raise describe_end(self._process) from error
 
     def receive(self, number: int) -> Any:
         """Waits for the answer to a request. Raises DataError, with the sample, if the dataset or `collate` failed."""
@@ -176,30 +181,21 @@ class _Reader:
                 try:
                     answered, content = pickle.loads(self._connection.recv_bytes())  # from our own child  # noqa: S301
                 except (EOFError, OSError) as error:
-                    raise self._ended() from error
+                    raise describe_end(self._process) from error
                 self._arrived[answered] = content
             content = self._arrived.pop(number)
         if isinstance(content, DataError):
             raise content
         return content
 
-    def _ended(self) -> DataError:
-        self._process.join(1.0)
-        return DataError(
-            f"the process that reads data has ended with code {self._process.exitcode}: -9 is a lack of memory, -11 a fault "
-            "in a library that data uses"
-        )
+    def end(self) -> None:
+        """Ends the process, whatever it does."""
+        self._process.terminate()
+        self._process.join(5.0)
 
 
-def _serve(connection: Connection, parents: Connection, dataset: IndexedDataset, collate: Collate | None) -> None:
+def _serve(connection: Connection, dataset: IndexedDataset, collate: Collate | None) -> None:
     """Answers requests until the parent ends."""
-    parents.close()
-    # The training's handlers, which this process has from it, would make it outlive the end of a script.
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    signal.signal(signal.SIGHUP, signal.SIG_DFL)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C reaches it too, and the training still needs it
-    end_with_parent()
-    torch.set_num_threads(1)  # a pool of threads does not survive a fork
     while True:
         try:
             request = connection.recv()
@@ -207,9 +203,8 @@ def _serve(connection: Connection, parents: Connection, dataset: IndexedDataset,
             return
         try:
             answer = pickle.dumps((request.number, _read(dataset, collate, request)), protocol=5)
-        except Exception as error:
-            fault = error if isinstance(error, DataError) else DataError(f"a batch of data cannot be sent: {error!r}")
-            answer = pickle.dumps((request.number, fault))
+        except BaseException as error:
+            answer = pickle.dumps((request.number, as_data_error(error)))
         connection.send_bytes(answer)
 
 
@@ -219,7 +214,7 @@ def _read(dataset: IndexedDataset, collate: Collate | None, request: _Request) -
         seed_generators(key)
         try:
             content.append(dataset[sample])
-        except Exception as error:
+        except (Exception, SystemExit) as error:  # by the latter a training would hear of a process that has ended
             raise DataError(f"sample {sample} of data raised {describe_error(error)}") from error
     if request.keys:
         seed_generators(int(mix64(np.array(request.keys[:1], np.uint64))[0]))
@@ -240,7 +235,7 @@ def collate_samples(samples: list[Any], collate: Collate | None) -> Any:
         from torch.utils.data import default_collate
 
         return default_collate(samples)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         remedy = "" if collate else "; samples of different shapes need a `collate` of your own, which takes a list of them"
         name = "collate" if collate else "PyTorch's default_collate"
         raise DataError(f"{name} raised {describe_error(error)}{remedy}") from error

@@ -24,7 +24,8 @@ import torch.distributed as dist
 from torch import nn
 
 from raystride.pipelines.config import SettingError, ValidationConfig
-from raystride.pipelines.train.distributed.collectives import broadcast_object, picklable_error, tree_reduce_object
+from raystride.pipelines.system.errors import picklable_error
+from raystride.pipelines.train.distributed.collectives import broadcast_object, tree_reduce_object
 from raystride.pipelines.train.own_model.definition import call_users, describe_error
 
 SetFigure = tuple[Any, ...]

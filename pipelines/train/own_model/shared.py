@@ -3,7 +3,6 @@
 data = share_data({"x": features})                        # a SharedDataset, small to send; other data as it is
 """
 
-import copy
 import pickle
 import sys
 from collections.abc import Mapping
@@ -12,14 +11,14 @@ from typing import Any
 
 import numpy as np
 
-from raystride.pipelines.train.own_model.dataset import IndexedDataset, open_dataset
+from raystride.pipelines.train.own_model.dataset import IndexedDataset, index_samples
 
 MIN_BYTES = 2**20
 """Less data is sent with the rest."""
 
 
 class SharedDataset:
-    """A dataset in Ray's object store. Samples are copies, as that memory can only be read."""
+    """A dataset in Ray's object store, whose memory can only be read: `open_dataset` gives copies of its samples."""
 
     is_plain = True
 
@@ -33,13 +32,13 @@ class SharedDataset:
     def _dataset(self) -> IndexedDataset:
         import ray
 
-        return open_dataset(ray.get(self._reference))
+        return index_samples(ray.get(self._reference))
 
     def __len__(self) -> int:
         return len(self._dataset)
 
     def __getitem__(self, index: int) -> Any:
-        return copy.deepcopy(self._dataset[index])
+        return self._dataset[index]
 
 
 class _TensorColumn:

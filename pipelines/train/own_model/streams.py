@@ -6,10 +6,11 @@ if is_stream(data):                                       # a generator, an Iter
 
 import hashlib
 import inspect
+import shutil
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping
 from functools import cached_property, partial
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,10 @@ from raystride.pipelines.train.own_model.dataset import TableRows
 
 FOLDER = ".streams"
 """Folder of these files in a storage; a file's name is the hash of its content."""
-BATCH_ROWS = 1024
+BATCH_ROWS, BATCH_BYTES = 1024, 64 << 20
+"""Most rows that are held in memory at once, and their bytes."""
+LOG_S = 10.0
+"""Seconds between two lines about the progress."""
 
 
 class StoredRows:
@@ -91,57 +95,105 @@ def is_stream(given: Any) -> bool:
     return is_ray or "IterableDataset" in kinds or hasattr(given, "__next__") or inspect.isgeneratorfunction(given)
 
 
-def store_stream(stream: Any, storage: Folder) -> StoredRows:
+def store_stream(stream: Any, storage: Folder, log: Callable[[str], None] = lambda _: None) -> StoredRows:
     """Writes the rows of a stream, read once in this process, into a storage; the same rows are stored once.
 
-    Raises DataError if a row is no mapping, or has values or types that Arrow does not take or that differ between rows.
+    Says how far it is each `LOG_S` seconds. Raises DataError if a row is no mapping, or has values or types that Arrow does
+    not take or that differ between rows, and before a disk is 90 % full.
     """
     import pyarrow as pa
 
     folder = storage / FOLDER
     with tempfile.TemporaryDirectory() as scratch:
-        place = Folder(scratch)
-        writer, first, num_rows = None, None, 0
-        with pa.OSFile(str(Path(scratch) / "rows.arrow"), "wb") as sink:
+        place, path = Folder(scratch), Path(scratch) / "rows.arrow"
+        writer, first, num_rows, said = None, None, 0, time.monotonic()
+        disk = _Disk(Path(scratch))
+        with pa.OSFile(str(path), "wb") as sink:
             for columns in _iterate_batches(stream):
                 batch = _build_batch(columns, first, num_rows)
+                disk.refuse_full(batch.nbytes, f"{num_rows:,} rows of the stream, {_in_mib(sink.tell())} MiB, are written")
                 if writer is None:
                     first, writer = batch.schema, pa.ipc.new_file(sink, batch.schema)
                 writer.write_batch(batch)
                 num_rows += batch.num_rows
+                if time.monotonic() - said > LOG_S:
+                    said = time.monotonic()
+                    log(f"data: {num_rows:,} rows of the stream, {_in_mib(sink.tell())} MiB, are written so far")
             if writer is None:
                 raise DataError("data is a stream without rows")
             writer.close()
         sha256 = place.sha256("rows.arrow")
         name = f"{sha256[:16]}.arrow"
         if not folder.exists(name) or folder.sha256(name) != sha256:
-            folder.upload(Path(scratch) / "rows.arrow", name)
+            if folder.local:
+                folder.local.mkdir(parents=True, exist_ok=True)
+                _Disk(folder.local).refuse_full(path.stat().st_size, f"all {num_rows:,} rows of the stream are read")
+            folder.upload(path, name)
     return StoredRows(folder, name)
 
 
+class _Disk:
+    """The disk of a folder, of which a tenth stays free; of one that is fuller, nine tenths of what is free."""
+
+    def __init__(self, folder: Path) -> None:
+        usage = shutil.disk_usage(folder)
+        self._folder, self._kept = folder, min(usage.total // 10, usage.free * 9 // 10)
+
+    def refuse_full(self, num_bytes: int, so_far: str) -> None:
+        """Raises DataError if the disk has no room for so many bytes."""
+        if shutil.disk_usage(self._folder).free - num_bytes < self._kept:
+            raise DataError(
+                f"{so_far}, and the disk of {self._folder} has no room for more: it would be more than 90 % full. End the "
+                "stream, if it repeats, give data with len() and [i], or have more room there: TMPDIR is where a stream is "
+                "written first, then the storage"
+            )
+
+
+def _in_mib(num_bytes: int) -> str:
+    return f"{num_bytes / 2**20:,.0f}"
+
+
 def _iterate_batches(stream: Any) -> Iterator[dict[str, Any]]:
-    """Yields the columns of some rows at a time: arrays, or lists of values."""
-    if type(stream).__module__.startswith("ray.data"):
-        options = stream.context.execution_options
-        kept, options.preserve_order = options.preserve_order, True  # the same rows in the same order at a resume
-        try:
-            yield from stream.iter_batches(batch_size=BATCH_ROWS, batch_format="numpy")
-        finally:
-            options.preserve_order = kept
-        return
-    rows: Iterable[Any] = stream() if inspect.isgeneratorfunction(stream) else stream
-    remaining, count = iter(rows), 0
-    while chunk := list(islice(remaining, BATCH_ROWS)):
-        for number, row in enumerate(chunk, count):
-            if not isinstance(row, Mapping):
-                raise DataError(
-                    f"row {number} of the stream is a {type(row).__name__}: yield mappings of numbers, text, lists and "
-                    "arrays by name, or give data with len() and [i]"
-                )
-            if row.keys() != chunk[0].keys():
-                raise DataError(f"row {number} of the stream has the columns {', '.join(row)}, others {', '.join(chunk[0])}")
-        count += len(chunk)
+    """Yields the columns of some rows at a time, as lists of values: at most `BATCH_ROWS`, of about `BATCH_BYTES`."""
+    chunk: list[Mapping[str, Any]] = []
+    num_bytes = 0
+    for number, row in enumerate(_iterate_rows(stream)):
+        if not isinstance(row, Mapping):
+            raise DataError(
+                f"row {number} of the stream is a {type(row).__name__}: yield mappings of numbers, text, lists and "
+                "arrays by name, or give data with len() and [i]"
+            )
+        if chunk and row.keys() != chunk[0].keys():
+            raise DataError(f"row {number} of the stream has the columns {', '.join(row)}, others {', '.join(chunk[0])}")
+        chunk.append(row)
+        num_bytes += _estimate_bytes(row)
+        if len(chunk) == BATCH_ROWS or num_bytes >= BATCH_BYTES:
+            yield {str(name): [row[name] for row in chunk] for name in chunk[0]}
+            chunk, num_bytes = [], 0
+    if chunk:
         yield {str(name): [row[name] for row in chunk] for name in chunk[0]}
+
+
+def _iterate_rows(stream: Any) -> Iterator[Any]:
+    if not type(stream).__module__.startswith("ray.data"):
+        yield from stream() if inspect.isgeneratorfunction(stream) else stream
+        return
+    options = stream.context.execution_options
+    kept, options.preserve_order = options.preserve_order, True  # the same rows in the same order at a resume
+    try:
+        for columns in stream.iter_batches(batch_size=None, batch_format="numpy"):
+            yield from (dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True))
+    finally:
+        options.preserve_order = kept
+
+
+def _estimate_bytes(value: Any) -> int:
+    """Returns the approximate bytes of a row or of a value in it."""
+    if isinstance(value, Mapping):
+        return sum(map(_estimate_bytes, value.values()))
+    if isinstance(value, list | tuple):
+        return len(value) * _estimate_bytes(value[0]) if value else 0
+    return len(value) if isinstance(value, str | bytes) else int(getattr(value, "nbytes", 8))
 
 
 def _build_batch(columns: Mapping[str, Any], schema: Any, first_row: int) -> Any:

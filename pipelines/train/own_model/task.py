@@ -18,6 +18,7 @@ import numpy as np
 from raystride.pipelines.config import Config
 from raystride.pipelines.data.tasks.encoder import Encoders
 from raystride.pipelines.data.tasks.task import Facts, Inputs, Task, mean
+from raystride.pipelines.observability.observers.observer import Observer
 from raystride.pipelines.train.own_model.definition import OwnModel
 from raystride.pipelines.train.own_model.shared import is_in_memory, share_data
 
@@ -146,6 +147,10 @@ class OwnModelTask(Task):
         from raystride.pipelines.train.own_model.optimizer import build_own_optimizer
 
         return build_own_optimizer(self.own_model, self.config.optimizer, model) if self.own_model.optimizer else None
+
+    def build_observers(self) -> list[Observer]:
+        """Returns the observers that the user gave, or that their callables make."""
+        return [each if isinstance(each, Observer) else each() for each in self.own_model.observers]
 
     def learning_rate_factor(self, step: int, total_steps: int) -> float | None:
         """Returns the value of the user's schedule."""

@@ -43,6 +43,7 @@ from raystride.pipelines.train.checkpoint.train_state import evaluated_weights
 from raystride.pipelines.train.distributed.process_group import count_nodes, leave_group
 from raystride.pipelines.train.loop import Ending, Training
 from raystride.pipelines.train.optimizer import describe_endless_warmup
+from raystride.pipelines.train.own_model.definition import describe_error
 from raystride.pipelines.train.strategies.parameter_layout import count_parameters
 from raystride.pipelines.train.strategies.recompute import without_recompilation
 from raystride.pipelines.train.validation import evaluation_mode
@@ -126,9 +127,11 @@ def run_worker(
     log = partial(_send_log, sender, worker)
     owns_group = not dist.is_initialized()
     send_phase = partial(_send_phase, sender, worker)
+    training: Training | None = None
     try:
         send_phase("building the model and its data")
         training = build_training(job, worker, observers, stopping, log)
+        observers[-1:-1] = training.loader.samples.task.build_observers()  # before the tracker
         if training.checkpoints and worker.rank == 0:
             training.checkpoints.flush_record = partial(sender.flush, FLUSH_S)
         log(f"training on {worker.world} worker(s) from step {training.state.step}")
@@ -150,7 +153,7 @@ def run_worker(
         if ending is not Ending.STOPPED and (worker.rank == 0 or training.strategy.is_collective):
             write_samples(job, worker, training)
         for observer in observers:
-            observer.on_end(summary)
+            _end_observer(observer, summary, log)
         if owns_group and dist.is_initialized():
             leave_group(worker.rank)
         return summary
@@ -159,7 +162,18 @@ def run_worker(
             observer.on_error(error)
         raise
     finally:
+        if training:
+            training.close()
         sender.close()
+
+
+def _end_observer(observer: Observer, summary: RunSummary, log: Callable[[str], None]) -> None:
+    """Calls `on_end`; an error of it is a warning, as the training has ended and is saved."""
+    try:
+        observer.on_end(summary)
+    except Exception as error:
+        name = type(observer).__name__
+        log(f"{WARNING_PREFIX}the observer {name} failed in on_end: {describe_error(error)}; the training is complete")
 
 
 def build_observers(job: Job, worker: WorkerInfo, sender: Sender, milestones: dict[str, float]) -> list[Observer]:

@@ -128,6 +128,23 @@ def test_epochs_end_a_run_after_every_sample(folder: Path) -> None:
     assert training.state.tokens_seen == samples * 16
 
 
+def test_validations_and_checkpoints_by_epochs(folder: Path) -> None:
+    notes = Notes()
+    config = _config(
+        folder,
+        train=TrainConfig(steps=0, epochs=2.0, slots=4, slot_size=8, log_every=50),
+        validation=ValidationConfig(every=1, every_epochs=0.5, samples=8),
+        checkpoint=CheckpointConfig(every=1, every_epochs=1.0, keep=9, minutes=0),
+    )
+    training = _training(folder, config, "by epochs", notes)
+    steps_of_epoch = training.loader.plan.order.samples / 32
+    training.run()
+    validated = [step for step, values in notes.logged.items() if "val_loss" in values]
+    assert sorted(validated) == [math.ceil(part * steps_of_epoch) for part in (0.5, 1, 1.5, 2)]
+    saved = {step for kind, step in notes.calls if kind == "checkpoint"}
+    assert {math.ceil(steps_of_epoch), math.ceil(2 * steps_of_epoch)} <= saved <= set(validated), "the best ones as well"
+
+
 def test_a_run_ends_when_its_time_is_over_and_saves(folder: Path) -> None:
     config = _config(folder, train=TrainConfig(steps=10**6, hours=1e-4, slots=4, slot_size=2, log_every=50))
     training = _training(folder, config, "time")

@@ -51,7 +51,7 @@ def test_each_kind_of_data_has_the_same_samples(made: Callable[[], Any]) -> None
 def test_tuples_of_arrays_are_samples_without_names() -> None:
     assert [np.asarray(value).tolist() for value in open_dataset((X, Y))[4]] == [[8.0, 9.0], 1]
     torch_dataset = TensorDataset(torch.from_numpy(X), torch.from_numpy(Y))
-    assert open_dataset(torch_dataset) is torch_dataset
+    assert open_dataset(torch_dataset).given is torch_dataset
 
 
 def test_a_callable_gets_the_arguments_of_the_settings() -> None:

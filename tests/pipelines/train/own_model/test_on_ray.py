@@ -20,6 +20,7 @@ from raystride.pipelines.train.own_model.shared import SharedDataset, share_data
 from raystride.pipelines.train.own_model.streams import store_stream
 from tests.pipelines.evaluate.test_apply_own_model import INLINE, SETTINGS
 from tests.pipelines.train.own_model.models import DATA, make_mlp, masked_loss
+from tests.pipelines.train.own_model.test_rows import KINDS, double_in_place
 
 X = np.arange(12, dtype=np.float32).reshape(6, 2)
 Y = np.arange(6)
@@ -52,7 +53,7 @@ def test_samples_are_those_of_the_data_and_writable(made: Callable[[], Any]) -> 
     assert isinstance(by_reference, SharedDataset)
     import ray
 
-    dataset, plain = ray.get(ray.put(by_reference)), open_dataset(made())
+    dataset, plain = open_dataset(ray.get(ray.put(by_reference))), open_dataset(made())
     assert len(dataset) == len(plain) == 6
     for index in (0, 5, 2):
         found, wanted = dataset[index], plain[index]
@@ -100,6 +101,27 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> raystride.Run:
     """A trained run."""
     storage = tmp_path_factory.mktemp("runs")
     return raystride.fit(make_mlp, DATA, masked_loss, settings=SETTINGS, run="own", storage=storage)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kind", ["tensors", "table"])
+def test_a_collate_in_place_on_ray(kind: str, tmp_path: Path) -> None:
+    """Each row is doubled once in each epoch: in the store, whose memory is read-only, they are as they were."""
+
+    def loss(model: torch.nn.Module, batch: Any) -> dict[str, torch.Tensor]:
+        return {"loss": model(batch["x"]).square().mean(), "largest": batch["x"].max()}
+
+    found = raystride.fit(
+        lambda: torch.nn.Linear(2, 1),
+        KINDS[kind](tmp_path),
+        loss,
+        validation=KINDS[kind](tmp_path),
+        collate=double_in_place,
+        settings={"record.mlflow": False, "train.batch": 6, "train.steps": 3, "train.log_every": 1, "scaling.workers": 1},
+        run="in place",
+        storage=tmp_path,
+    )
+    assert found.metrics("train_largest").to_pydict()["train_largest"] == [24.0] * 3
 
 
 @pytest.mark.long

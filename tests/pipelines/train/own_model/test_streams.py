@@ -1,6 +1,9 @@
 """A stream's rows are written once, read like any data, and are refused where a table cannot hold them."""
 
+import itertools
 import pickle
+import re
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +18,7 @@ from raystride.pipelines.data.feed.verification import BesideTraining
 from raystride.pipelines.data.sources.faults import DataError
 from raystride.pipelines.launch.console.exit_codes import WRONG_SETTINGS, run_with_exit_code
 from raystride.pipelines.system.storage.folder import Folder
+from raystride.pipelines.train.own_model import streams
 from raystride.pipelines.train.own_model.streams import FOLDER, StoredRows, is_stream, store_stream
 from tests.flips import flip_bit
 from tests.pipelines.data.feed.far import far_folder
@@ -58,6 +62,30 @@ def test_the_same_rows_are_stored_once(tmp_path: Path) -> None:
     assert _open(tmp_path, make_rows).name == _open(tmp_path, Rows()).name
     assert _open(tmp_path, iter([{"a": 1}, {"a": 2}])).name != _open(tmp_path, iter([{"a": 1}, {"a": 3}])).name
     assert len(list((tmp_path / FOLDER).glob("*.arrow"))) == 3
+
+
+def test_a_stream_is_held_in_memory_by_bytes(tmp_path: Path) -> None:
+    """A thousand rows of a MiB are not."""
+    rows = ({"x": np.zeros(2**18, np.float32)} for _ in range(130))
+    assert [len(columns["x"]) for columns in streams._iterate_batches(rows)] == [64, 64, 2]
+
+
+def test_an_endless_stream_is_refused_before_the_disk_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A disk of 100 MiB with 20 MiB free, less what is written; the progress is said."""
+    monkeypatch.setattr(streams, "BATCH_BYTES", 2**20)
+    monkeypatch.setattr(streams, "LOG_S", 0.0)
+
+    def usage(folder: Any) -> Any:
+        written = sum(each.stat().st_size for each in Path(folder).iterdir())
+        return shutil._ntuple_diskusage(100 << 20, (80 << 20) + written, (20 << 20) - written)  # type: ignore[attr-defined]
+
+    monkeypatch.setattr(shutil, "disk_usage", usage)
+    said: list[str] = []
+    endless = ({"x": np.zeros(2**17, np.float32)} for _ in itertools.count())
+    with pytest.raises(DataError, match=r"^\d+ rows of the stream, \d+ MiB, are written, and the disk of .* TMPDIR"):
+        store_stream(endless, Folder(str(tmp_path)), said.append)
+    assert re.fullmatch(r"data: 1\d rows of the stream, \d MiB, are written so far", said[-1])
+    assert not (tmp_path / FOLDER).exists()
 
 
 def test_a_stored_stream_of_other_content_is_stored_anew(tmp_path: Path) -> None:
