@@ -96,15 +96,19 @@ class Sender:
         self.put(warning_entry(text))
 
     def flush(self, timeout_s: float) -> bool:
-        """Has all entries written at once and waits up to `timeout_s` seconds for that; returns whether they are."""
+        """Has the entries so far written at once, and waits up to `timeout_s` seconds; returns whether they are."""
         with self._changed:
+            last = self._waiting[-1]["sequence"] if self._waiting else 0
             self._num_flushing += 1
             self._changed.notify_all()
             try:
-                self._changed.wait_for(lambda: self._closed or not self._waiting, timeout_s)
-                return not self._waiting
+                self._changed.wait_for(lambda: self._closed or self._is_written(last), timeout_s)
+                return self._is_written(last)
             finally:
                 self._num_flushing -= 1
+
+    def _is_written(self, last: int) -> bool:
+        return not self._waiting or self._waiting[0]["sequence"] > last
 
     def close(self, timeout_s: float = 5.0) -> bool:
         """Flushes and ends the thread; returns whether all entries were acknowledged, and prints a warning if not."""
@@ -176,7 +180,7 @@ class Sender:
                     self._waiting.popleft()
                 if not self._waiting:
                     self._downsampled_event, self._left_out, self._downsample_at = None, 0, self._max_waiting
-                    self._changed.notify_all()
+                self._changed.notify_all()
 
     def _wait(self, pause: float) -> bool:
         """Waits for the first entry if there was none yet, then for `pause` seconds, less in a flush; False when closed."""

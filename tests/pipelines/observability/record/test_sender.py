@@ -83,6 +83,25 @@ def test_put_does_not_wait_for_a_post_that_hangs() -> None:
     sender.close()
 
 
+def test_a_flush_waits_for_no_later_entries() -> None:
+    """The readings of a machine go on: a checkpoint would wait until they pause."""
+    ended = threading.Event()
+    sender = Sender(accept, "rank0", interval_s=0.01)
+
+    def measure() -> None:
+        while not ended.wait(0.001):
+            sender.put(new_entry("system", {"cpu": 1.0}, step=1))
+
+    readings = threading.Thread(target=measure)
+    readings.start()
+    try:
+        assert all(sender.flush(60.0) for _ in range(5))
+    finally:
+        ended.set()
+        readings.join()
+        sender.close()
+
+
 class RecorderAway:
     """A recorder that does not answer until it is back."""
 
