@@ -131,7 +131,7 @@ class OwnSetMetrics:
     """Collects what this worker's batches give to metrics of the whole set."""
 
     names: Mapping[str, Sequence[str]]
-    """Names of the figures of each metric, which the result must have."""
+    """Names of the figures of each metric that the result must have, as far as they are known before."""
     max_mib: int
     gathered_bytes: int = 0
     """Bytes of all that rank 0 will need from this worker."""
@@ -207,8 +207,9 @@ class OwnSetMetrics:
         found: dict[str, float] = {}
         for name in self._parts:
             figures = self.compute_one(name)
-            if set(figures) != set(self.names[name]):
-                rule = "must return figures of the same names for all samples as for the first two"
+            missing = set(self.names[name]) - set(figures)
+            if missing and list(self.names[name]) != [name]:  # the name alone: two samples may have been too few
+                rule = "must return the figures for all samples that it returned for the first two"
                 wanted = ", ".join(self.names[name])
                 raise SettingError(
                     f"metrics {rule}: {name} has {', '.join(figures)} now, and {wanted} then",

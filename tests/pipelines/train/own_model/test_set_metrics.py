@@ -178,3 +178,18 @@ def test_the_metrics_of_the_page_are_recorded_as_it_says() -> None:
     own = OwnModel(page["make_model"], page["data"], page["loss"], metrics=page["metrics"])
     task = own_model_task(own, __name__)(Config(fit=FitConfig(rehearse="off")))
     assert task.metrics == ("val_loss", "val_accuracy", "val_f1", "val_auc", "val_all_top2")
+
+
+def test_figures_of_all_samples_have_the_names_of_two_and_perhaps_more() -> None:
+    """A class that two samples lack has a figure in the whole set; none may go."""
+    collected = OwnSetMetrics({"each": ["each_0", "each_1"], "late": ["late"]}, max_mib=1)
+    count = torch.bincount
+    collected.collect(0, {"each": (count, torch.tensor([0, 1, 2])), "late": (lambda x: {"a": 1.0}, torch.zeros(1))})
+    assert collected.compute(1, torch.device("cpu")) == {
+        **{f"val_each_{label}": 1.0 for label in range(3)},
+        "val_late_a": 1.0,
+    }
+    fewer = OwnSetMetrics({"each": ["each_0", "each_1"]}, max_mib=1)
+    fewer.collect(0, {"each": (count, torch.tensor([0, 0]))})
+    with pytest.raises(SettingError, match=r"each has each now, and each_0, each_1 then"):
+        fewer.compute(1, torch.device("cpu"))
