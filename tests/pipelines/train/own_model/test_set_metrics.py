@@ -14,7 +14,7 @@ from torchmetrics.classification import MulticlassConfusionMatrix, MulticlassF1S
 
 from raystride.pipelines.config import Config, FitConfig, SettingError, TrainConfig, ValidationConfig
 from raystride.pipelines.train.own_model.definition import OwnModel
-from raystride.pipelines.train.own_model.set_metrics import OwnSetMetrics, take_of_set
+from raystride.pipelines.train.own_model.set_metrics import OwnSetMetrics, take_set_figures
 from raystride.pipelines.train.own_model.task import OwnModelTask, own_model_task
 from raystride.run import Run
 from tests.pipelines.train.own_model.models import DATA, make_mlp, mean_loss
@@ -143,7 +143,7 @@ def test_an_object_that_the_function_updates_itself_is_the_same(tmp_path: Path) 
         single.update(*part)
         collection.update(*part)
         figures = {"alone": single, "several": collection}
-        collected.collect(batch, take_of_set(figures) | {"given": (single, *part), "listed": (collection, *part)})
+        collected.collect(batch, take_set_figures(figures) | {"given": (single, *part), "listed": (collection, *part)})
     assert collected.compute_one("alone")["alone"] == collected.compute_one("given")["given"]
     several = {name.removeprefix("several"): value for name, value in collected.compute_one("several").items()}
     assert several == {name.removeprefix("listed"): value for name, value in collected.compute_one("listed").items()}
