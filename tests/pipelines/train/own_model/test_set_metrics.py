@@ -17,6 +17,7 @@ from raystride.pipelines.train.own_model.definition import OwnModel
 from raystride.pipelines.train.own_model.set_metrics import OwnSetMetrics, take_set_figures
 from raystride.pipelines.train.own_model.task import OwnModelTask, own_model_task
 from raystride.run import Run
+from tests.distributed import run_distributed
 from tests.pipelines.train.own_model.models import DATA, make_mlp, mean_loss
 from tests.pipelines.train.own_model.test_training import DDP, own_job
 from tests.pipelines.train.strategies.course import run_course
@@ -193,3 +194,35 @@ def test_figures_of_all_samples_have_the_names_of_two_and_perhaps_more() -> None
     fewer.collect(0, {"each": (count, torch.tensor([0, 0]))})
     with pytest.raises(SettingError, match=r"each has each now, and each_0, each_1 then"):
         fewer.compute(1, torch.device("cpu"))
+
+
+def _collect_and_compute(rank: int, world: int, function: Any, size: int) -> str:
+    collected = OwnSetMetrics({"sum": ["sum"]}, max_mib=1)
+    collected.collect(rank, {"sum": (function, torch.full((size,), float(rank + 1)))})
+    try:
+        return str(collected.compute(world, torch.device("cpu")))
+    except SettingError as error:
+        return str(error)
+
+
+def _fail(values: torch.Tensor) -> float:
+    raise ValueError("no sum")
+
+
+def _sum(values: torch.Tensor) -> float:
+    return float(values.sum())
+
+
+@pytest.mark.parametrize(
+    ("function", "size", "words"),
+    [
+        (_sum, 4, "{'val_sum': 12.0}"),
+        (_fail, 4, "raised ValueError: no sum"),
+        (_sum, 2**18, "gather_mib is 1: it must be at"),
+    ],
+    ids=["a sum", "an error", "too much together"],
+)
+def test_all_workers_have_the_same_figures_or_the_same_error(function: Any, size: int, words: str) -> None:
+    one, other = run_distributed(_collect_and_compute, 2, function, size)
+    assert one == other
+    assert words in one
