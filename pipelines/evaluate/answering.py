@@ -25,7 +25,7 @@ from raystride.pipelines.data.tasks.text_generation import write_rows
 from raystride.pipelines.evaluate.load_run import LoadedModel
 from raystride.pipelines.system.heap import keep_freed_memory
 from raystride.pipelines.train.precision import Precision
-from raystride.pipelines.train.randomness import VALIDATION, generators_kept, micro_batch_seed, seed_generators
+from raystride.pipelines.train.randomness import VALIDATION, micro_batch_seed, preserve_generators, seed_generators
 
 SORTED_BATCHES = 16
 """Number of batches whose samples are sorted by length together, to reduce padding."""
@@ -162,7 +162,7 @@ class Predictor:
         if not self.graded:
             yield
             return
-        with generators_kept(self.device):
+        with preserve_generators(self.device):
             seed_generators(self.device, micro_batch_seed(self.task.config.seed, VALIDATION, number))
             yield
 

@@ -17,7 +17,7 @@ from torch import nn
 from raystride.pipelines.config import GuardConfig
 from raystride.pipelines.data.feed.loader import Loader
 from raystride.pipelines.train.checkpoint.train_state import SkippedSlot, TrainState
-from raystride.pipelines.train.randomness import generators_kept, micro_batch_seed, seed_device
+from raystride.pipelines.train.randomness import micro_batch_seed, preserve_generators, seed_device
 from raystride.pipelines.train.step import NOT_FINITE, SPIKE, StepRules
 from raystride.pipelines.train.strategies.parameter_layout import layout_of
 from raystride.pipelines.train.strategies.recompute import without_recompilation
@@ -118,7 +118,7 @@ def diagnose_step(
         batch = loader.placement.place(batch)
         # With the step's own dropout, so that the error is reproduced.
         with (
-            generators_kept(strategy.device),
+            preserve_generators(strategy.device),
             torch.no_grad(),
             rules.precision.autocast(strategy.device),
             without_recompilation(),

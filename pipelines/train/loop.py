@@ -334,6 +334,8 @@ class Training:
         self._validated_at = self.state.step
         self.state.val_loss = self.metrics.get("val_loss")
         chosen = self.config.validation
+        if chosen.metric not in self.metrics:
+            raise chosen.error("metric", f"must be one of {', '.join(sorted(self.metrics))}")
         value = self.metrics[chosen.metric]
         improved = chosen.cost(value) < chosen.cost(self.state.best)
         self.state.worse_validations = 0 if improved else self.state.worse_validations + 1

@@ -1,6 +1,6 @@
 """Random generators of a forward beside the training: validations, and the guard's second look at a step.
 
-with generators_kept(device):                            # those of Python, NumPy and PyTorch are as they were afterwards
+with preserve_generators(device):                            # those of Python, NumPy and PyTorch are as they were afterwards
     seed_generators(device, micro_batch_seed(seed, VALIDATION, batch.slot))
 """
 
@@ -42,7 +42,7 @@ def seed_generators(device: torch.device, seed: int) -> None:
 
 
 @contextmanager
-def generators_kept(device: torch.device) -> Iterator[None]:
+def preserve_generators(device: torch.device) -> Iterator[None]:
     """Puts the generators of `seed_generators` back into the states in which they were."""
     states = random.getstate(), np.random.get_state()
     with torch.random.fork_rng([torch.cuda.current_device()] if device.type == "cuda" else []):

@@ -24,7 +24,7 @@ from raystride.pipelines.data.feed.loader import MicroBatch, num_validation_samp
 from raystride.pipelines.data.feed.samples import Samples
 from raystride.pipelines.data.tasks import Task
 from raystride.pipelines.train.precision import Precision
-from raystride.pipelines.train.randomness import VALIDATION, generators_kept, micro_batch_seed, seed_generators
+from raystride.pipelines.train.randomness import VALIDATION, micro_batch_seed, preserve_generators, seed_generators
 from raystride.pipelines.train.strategies.recompute import without_recompilation
 from raystride.pipelines.train.strategies.strategy import Strategy
 
@@ -101,7 +101,7 @@ def validation_sums(
     sums = torch.zeros(num_batches, 2 + task.summed, dtype=torch.float64, device=device)
     counts = torch.zeros(task.counted, dtype=torch.float64, device=device)
     of_set, figures = task.open_set_metrics(), dict[str, float]()
-    with generators_kept(device):
+    with preserve_generators(device):
         # Not inference mode: a strategy may keep gathered parameters for the next backward.
         with evaluation_mode(model), torch.no_grad(), precision.autocast(device), without_recompilation():
             for batch in batches:

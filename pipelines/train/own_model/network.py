@@ -18,7 +18,7 @@ from raystride.model.linear import has_bf16
 from raystride.pipelines.config import SettingError
 from raystride.pipelines.train.own_model.definition import OwnModel
 from raystride.pipelines.train.own_model.samples import NestedBatch
-from raystride.pipelines.train.own_model.set_metrics import SetFigure, take_of_set
+from raystride.pipelines.train.own_model.set_metrics import SetFigure, take_set_figures
 
 Sums = tuple[torch.Tensor, torch.Tensor]
 """A sum, and the count that it is divided by."""
@@ -43,8 +43,8 @@ class OwnNetwork(nn.Module):
         self._measured_names: list[str] = description.get("measured", [])
         self._precision = precision
         self._logged: list[Any] = [0.0, 0.0] * len(self._logged_names)
-        self._of_set_names = list(description.get("of_set", {}))
-        self._of_set: dict[str, SetFigure] = {}
+        self._set_figure_names = list(description.get("of_set", {}))
+        self._set_figures: dict[str, SetFigure] = {}
 
     @property
     def users_module(self) -> nn.Module:
@@ -69,7 +69,7 @@ class OwnNetwork(nn.Module):
             figures = dict(others)
             if measures and self._own_model.metrics:
                 figures |= self._own_model.metrics(self.module, batch.content)
-            self._of_set = take_of_set(figures) if measures else {}
+            self._set_figures = take_set_figures(figures) if measures else {}
         if batch.empty:
             loss_sum, counted = loss_sum * 0, counted * 0
         elif self.training and self._logged_names:
@@ -83,7 +83,7 @@ class OwnNetwork(nn.Module):
 
     def _stack_figures(self, figures: Mapping[str, Any], num_samples: int, device: torch.device) -> torch.Tensor:
         names = [*self._logged_names, *(name for name in self._measured_names if name not in self._logged_names)]
-        missing = [name for name in (*names, *self._of_set_names) if name not in figures]
+        missing = [name for name in (*names, *self._set_figure_names) if name not in figures]
         if missing:
             raise SettingError(
                 f"metrics returned no {missing[0]!r} for a batch, as it did for the first: return the same names each time",
@@ -95,9 +95,9 @@ class OwnNetwork(nn.Module):
         empty = torch.zeros(0, dtype=torch.float64, device=device)
         return torch.stack([part.detach().to(device, torch.float64) for part in sums]) if sums else empty
 
-    def take_of_set(self) -> dict[str, SetFigure]:
+    def take_set_figures(self) -> dict[str, SetFigure]:
         """Returns what the newest validation batch gives to metrics of the whole set, by name, and forgets it."""
-        taken, self._of_set = self._of_set, {}
+        taken, self._set_figures = self._set_figures, {}
         return taken
 
     def take_logged(self) -> torch.Tensor:

@@ -5,7 +5,7 @@ are merged as it merges those of processes. For any other function what follows 
 order of the batches. Neither depends on how batches are shared out.
 
     found = OwnSetMetrics({"f1": ["f1"]}, max_mib=256)
-    found.add(batch.slot, network)                            # network.take_of_set(): {"f1": (f1_score, labels, classes)}
+    found.add(batch.slot, network)                            # what `take_set_figures` of the network returns
     found.compute(world, device)                              # on all ranks: {"val_f1": 0.73}
 """
 
@@ -45,14 +45,14 @@ class TakenState:
     state: State
 
 
-def is_of_set(value: Any) -> bool:
+def is_set_figure(value: Any) -> bool:
     """Returns whether a figure is one of the whole set, and not a number or (sum, count)."""
     return _is_torchmetric(value) or (isinstance(value, tuple) and len(value) > 1 and callable(value[0]))
 
 
-def take_of_set(figures: Mapping[str, Any]) -> dict[str, SetFigure]:
+def take_set_figures(figures: Mapping[str, Any]) -> dict[str, SetFigure]:
     """Returns the figures of the whole set among a batch's; a torchmetrics object alone was updated with this batch."""
-    return {str(name): _take_state(value) for name, value in figures.items() if is_of_set(value)}
+    return {str(name): _take_state(value) for name, value in figures.items() if is_set_figure(value)}
 
 
 def _take_state(value: Any) -> SetFigure:
@@ -81,13 +81,13 @@ def probe_metrics(figures: Mapping[str, Any], of_loss: Mapping[str, Any]) -> Pro
     """Returns what `metrics` and the loss's further figures of the first batch are. Raises SettingError."""
     of_set: dict[str, list[str]] = {}
     collected = OwnSetMetrics({}, max_mib=2**20)
-    for name, value in take_of_set(figures).items():
+    for name, value in take_set_figures(figures).items():
         collected.collect(0, {name: value})
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of classes that two samples do not have
             of_set[name] = _probe_names(collected, name)
-    means = [str(name) for name, value in figures.items() if not is_of_set(value)]
-    bare = {**of_loss, **{name: figures[name] for name in figures if not is_of_set(figures[name])}}
+    means = [str(name) for name, value in figures.items() if not is_set_figure(value)]
+    bare = {**of_loss, **{name: figures[name] for name in figures if not is_set_figure(figures[name])}}
     numbers = [str(name) for name, value in bare.items() if not isinstance(value, tuple | list)]
     return ProbedMetrics(means, of_set, numbers, collected.bytes_by_samples())
 
@@ -132,7 +132,7 @@ class OwnSetMetrics:
     """Collects what this worker's batches give to metrics of the whole set."""
 
     names: Mapping[str, Sequence[str]]
-    """Names of the figures of each metric, which the result must have."""
+    """Names of the figures of each metric that the result must have, as far as they are known before."""
     max_mib: int
     gathered_bytes: int = 0
     """Bytes of all that rank 0 will need from this worker."""
@@ -143,7 +143,7 @@ class OwnSetMetrics:
 
     def add(self, batch: int, model: nn.Module) -> None:
         """Takes what the network has measured in a batch of this number. Raises SettingError."""
-        self.collect(batch, model.take_of_set())  # type: ignore[operator]
+        self.collect(batch, model.take_set_figures())  # type: ignore[operator]
 
     def collect(self, batch: int, figures: Mapping[str, SetFigure]) -> None:
         """Takes a batch's figures by name. Raises SettingError for what cannot be gathered."""
@@ -208,8 +208,9 @@ class OwnSetMetrics:
         found: dict[str, float] = {}
         for name in self._parts:
             figures = self.compute_one(name)
-            if set(figures) != set(self.names[name]):
-                rule = "must return figures of the same names for all samples as for the first two"
+            missing = set(self.names[name]) - set(figures)
+            if missing and list(self.names[name]) != [name]:  # the name alone: two samples may have been too few
+                rule = "must return the figures for all samples that it returned for the first two"
                 wanted = ", ".join(self.names[name])
                 raise SettingError(
                     f"metrics {rule}: {name} has {', '.join(figures)} now, and {wanted} then",

@@ -14,9 +14,10 @@ from torchmetrics.classification import MulticlassConfusionMatrix, MulticlassF1S
 
 from raystride.pipelines.config import Config, FitConfig, SettingError, TrainConfig, ValidationConfig
 from raystride.pipelines.train.own_model.definition import OwnModel
-from raystride.pipelines.train.own_model.set_metrics import OwnSetMetrics, take_of_set
+from raystride.pipelines.train.own_model.set_metrics import OwnSetMetrics, take_set_figures
 from raystride.pipelines.train.own_model.task import OwnModelTask, own_model_task
 from raystride.run import Run
+from tests.distributed import run_distributed
 from tests.pipelines.train.own_model.models import DATA, make_mlp, mean_loss
 from tests.pipelines.train.own_model.test_training import DDP, own_job
 from tests.pipelines.train.strategies.course import run_course
@@ -143,7 +144,7 @@ def test_an_object_that_the_function_updates_itself_is_the_same(tmp_path: Path) 
         single.update(*part)
         collection.update(*part)
         figures = {"alone": single, "several": collection}
-        collected.collect(batch, take_of_set(figures) | {"given": (single, *part), "listed": (collection, *part)})
+        collected.collect(batch, take_set_figures(figures) | {"given": (single, *part), "listed": (collection, *part)})
     assert collected.compute_one("alone")["alone"] == collected.compute_one("given")["given"]
     several = {name.removeprefix("several"): value for name, value in collected.compute_one("several").items()}
     assert several == {name.removeprefix("listed"): value for name, value in collected.compute_one("listed").items()}
@@ -178,3 +179,50 @@ def test_the_metrics_of_the_page_are_recorded_as_it_says() -> None:
     own = OwnModel(page["make_model"], page["data"], page["loss"], metrics=page["metrics"])
     task = own_model_task(own, __name__)(Config(fit=FitConfig(rehearse="off")))
     assert task.metrics == ("val_loss", "val_accuracy", "val_f1", "val_auc", "val_all_top2")
+
+
+def test_figures_of_all_samples_have_the_names_of_two_and_perhaps_more() -> None:
+    """A class that two samples lack has a figure in the whole set; none may go."""
+    collected = OwnSetMetrics({"each": ["each_0", "each_1"], "late": ["late"]}, max_mib=1)
+    count = torch.bincount
+    collected.collect(0, {"each": (count, torch.tensor([0, 1, 2])), "late": (lambda x: {"a": 1.0}, torch.zeros(1))})
+    assert collected.compute(1, torch.device("cpu")) == {
+        **{f"val_each_{label}": 1.0 for label in range(3)},
+        "val_late_a": 1.0,
+    }
+    fewer = OwnSetMetrics({"each": ["each_0", "each_1"]}, max_mib=1)
+    fewer.collect(0, {"each": (count, torch.tensor([0, 0]))})
+    with pytest.raises(SettingError, match=r"each has each now, and each_0, each_1 then"):
+        fewer.compute(1, torch.device("cpu"))
+
+
+def _collect_and_compute(rank: int, world: int, function: Any, size: int) -> str:
+    collected = OwnSetMetrics({"sum": ["sum"]}, max_mib=1)
+    collected.collect(rank, {"sum": (function, torch.full((size,), float(rank + 1)))})
+    try:
+        return str(collected.compute(world, torch.device("cpu")))
+    except SettingError as error:
+        return str(error)
+
+
+def _fail(values: torch.Tensor) -> float:
+    raise ValueError("no sum")
+
+
+def _sum(values: torch.Tensor) -> float:
+    return float(values.sum())
+
+
+@pytest.mark.parametrize(
+    ("function", "size", "words"),
+    [
+        (_sum, 4, "{'val_sum': 12.0}"),
+        (_fail, 4, "raised ValueError: no sum"),
+        (_sum, 2**18, "gather_mib is 1: it must be at"),
+    ],
+    ids=["a sum", "an error", "too much together"],
+)
+def test_all_workers_have_the_same_figures_or_the_same_error(function: Any, size: int, words: str) -> None:
+    one, other = run_distributed(_collect_and_compute, 2, function, size)
+    assert one == other
+    assert words in one

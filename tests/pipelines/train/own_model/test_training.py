@@ -1,9 +1,11 @@
 """A model of a user's own trains as plain PyTorch would, on any number of workers, and goes on after a kill."""
 
+import random
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -279,3 +281,15 @@ def test_validations_of_a_loss_that_draws_are_the_same_on_any_number_of_workers(
     one, *others = courses
     for other in others:
         assert (other.sha256, other.step, other.scored) == (one.sha256, one.step, one.scored)
+
+
+def test_the_guards_second_look_leaves_all_generators_as_they_were(tmp_path: Path) -> None:
+    job = own_job(tmp_path, "noisy")
+    training = build_training(job, WorkerInfo(rank=0, world=1), [], lambda: False, lambda _: None)
+
+    def states() -> list[Any]:
+        return [random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()]  # type: ignore[union-attr]
+
+    before = states()
+    training._diagnose_step(0, spike=True)
+    assert states() == before
