@@ -74,7 +74,7 @@ def describe_own_model(own: OwnModel, config: Config) -> dict[str, Any]:
         sizes = {name: list(value.shape) for name, value in network.named_parameters()}
         bits = compares_bits(config.fit, network)
         marks = {name: (value._version, checksum(value, bits)) for name, value in network.named_parameters()}
-        logged, measured, saved = _run_once(own, network, batches[0], probe.singles, count, exact=config.train.exact)
+        logged, measured, saved = _run_once(own, network, batches[0].copy(), probe.singles, count, exact=config.train.exact)
         after = {name: (value._version, checksum(value, bits)) for name, value in network.named_parameters()}
         moving = {name: network.get_parameter(name).requires_grad for name in after if after[name] != marks[name]}
         check_strategy(sizes, moving, config)

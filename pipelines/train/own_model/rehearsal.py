@@ -119,7 +119,7 @@ def _step(own: OwnModel, config: Config, cast: _Cast, batches: Sequence[tuple[Ne
     batch, num_samples = batches[number]
     seed_generators(config.seed + number)
     cast.network.zero_grad()
-    loss_sum, counted = cast.network(batch, torch.zeros(num_samples, dtype=torch.int64))
+    loss_sum, counted = cast.network(batch.copy(), torch.zeros(num_samples, dtype=torch.int64))
     (loss_sum / counted).backward()
     for name, parameter in cast.network.named_parameters():
         if parameter.grad is not None and parameter.grad.layout != torch.strided:

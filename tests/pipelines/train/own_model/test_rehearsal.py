@@ -283,6 +283,16 @@ def test_what_the_user_owns_is_as_it_was_and_callables_are_called_three_times(co
     assert len(made) <= 3
 
 
+def test_a_loss_in_place_is_as_reproducible_as_another() -> None:
+    """Each of the equal steps has a batch of its own."""
+
+    def in_place(network: nn.Module, batch: Any) -> torch.Tensor:
+        batch[0].mul_(0.5)
+        return loss(network, batch)
+
+    assert describe(EXACT, loss=in_place) == []
+
+
 def test_large_networks_and_slow_steps_are_compared_by_names_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     saved: list[Any] = []
     monkeypatch.setattr(rehearsal.Checkpoints, "save", lambda *arguments, **_: saved.append(arguments))
