@@ -243,7 +243,7 @@ class Drawn(lr_scheduler.LRScheduler):
         (lambda o: lr_scheduler.ReduceLROnPlateau(o), "follows a metric: use validation.patience"),
         (
             lambda o: lr_scheduler.OneCycleLR(o, max_lr=1.0, total_steps=200),
-            r"changes momentum; OneCycleLR takes cycle_momentum",
+            "changes momentum; OneCycleLR takes",
         ),
         (Drawn, "must be a function of the step: a second replay gives other rates"),
         (lambda o: lr_scheduler.StepLR, "must be a scheduler that is made"),
