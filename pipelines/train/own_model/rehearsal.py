@@ -79,7 +79,11 @@ def rehearse(own: OwnModel, config: Config, batches: Sequence[tuple[NestedBatch,
         _step(own, config, first, batches, 1)  # while a copy is written
         twice = _take_snapshot(first, bits)
         del first
-        repeats = _repeats(own, config, batches, once)
+        try:
+            repeats = _repeats(own, config, batches, once)
+        except BaseException:
+            checkpoints.wait_after_error()  # else its folder is removed below it, whose error would be raised in place
+            raise
         checkpoints.finish()
         resumed = _build(own, config)
         found = checkpoints.find_newest()
