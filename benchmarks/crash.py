@@ -45,8 +45,6 @@ RUN = "struck"
 SAME = ("parameters_sha256", "steps", "samples_seen", "tokens_seen", "val_loss", "train_loss")
 METRICS = ("train/loss", "train/gradient_norm", "train/learning_rate", "train/epoch", "train/tokens_seen", "val/loss")
 """MLflow's that are the same in each run; the others are times and bytes."""
-LOST = "the record lacks points"
-"""Beginning of a problem: a kill between a checkpoint's commit and the journal's next write leaves a gap in the record."""
 MOST = 8
 """Blows of a chain; the next start is left alone."""
 ONE_IN = 100
@@ -409,7 +407,7 @@ def compare(found: Result, expected: Result) -> list[str]:
     if others := found.points - expected.points:
         problems.append(f"MLflow has other points: {sorted(others)[:6]}")
     if lost := expected.points - found.points:
-        problems.append(f"{LOST} of steps {sorted({step for _, step, _ in lost})}")
+        problems.append(f"the record lacks points of steps {sorted({step for _, step, _ in lost})}")
     if found.status != expected.status:
         problems.append(f"MLflow: {found.status}")
     return problems

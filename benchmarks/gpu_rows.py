@@ -237,7 +237,7 @@ def random_text(folder: Path, words: int, tokens: int) -> Folder:
     return place
 
 
-def _acknowledge(sender: str, entries: list[Entry], recorder: str) -> Receipt:
+def _acknowledge(sender: str, entries: list[Entry], recorder: str, urgent: bool) -> Receipt:
     """A recorder that keeps nothing; it lets what matters be seen."""
     for entry in entries:
         if entry["kind"] in ("event", "error"):

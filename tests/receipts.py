@@ -10,6 +10,6 @@ def taken(entries: list[Entry]) -> Receipt:
     return Receipt("test", last, last)
 
 
-def accept(name: str, entries: list[Entry], recorder: str) -> Receipt:
+def accept(name: str, entries: list[Entry], recorder: str, urgent: bool) -> Receipt:
     """A recorder of no memory, for workers whose training alone is looked at. For one that raised each would wait 15 s."""
     return taken(entries)

@@ -1,5 +1,7 @@
 """Errors that all packages raise: of a setting that cannot work, and of a storage that cannot be read."""
 
+import copy
+import pickle
 from typing import Any, Self
 
 from raystride.pipelines.system.credentials import redact, redact_all_uris
@@ -25,3 +27,13 @@ class SettingError(ValueError):
 
 class Unreadable(OSError):
     """A storage could not be read, after all retries. What is there may be whole: this is never taken for damage."""
+
+
+def picklable_error(error: BaseException) -> BaseException:
+    """Returns the error itself if it survives pickling, else a RuntimeError with its text."""
+    try:
+        pickle.dumps(error)
+        copy.copy(error)  # is rebuilt in the same way as a pickled one
+        return error
+    except Exception:
+        return RuntimeError(f"{type(error).__name__}: {error}")

@@ -80,7 +80,7 @@ def heard(where):
     try:
         return by_http(host, int(port))
     except TimeoutError:
-        return "asks nobody"
+        return "unauthenticated"
     except (OSError, http.client.HTTPException):
         return by_grpc(where)
 

@@ -237,7 +237,7 @@ def test_a_run_in_containers_survives_the_loss_of_one(engine: Engine, image: str
 
     run = cluster.storage_folder() / "runs" / "digits"
     job = cluster.start_job()
-    _wait_for_file(run / "checkpoints" / "step-00000005", job)
+    _wait_for_file(run / "checkpoints" / "step-00000005" / "MANIFEST.json", job)
     engine.run("podman", "kill", cluster.container_name("worker_2"))
     said = job.communicate(timeout=900)[0]
     assert job.returncode == 0, said

@@ -25,7 +25,12 @@ from raystride.pipelines.data.prepare.progress import ProgressMeter, show_progre
 from raystride.pipelines.data.sources.faults import Fault
 from raystride.pipelines.data.sources.pieces import Part, Piece, Reader
 from raystride.pipelines.system.storage.folder import Folder
-from raystride.pipelines.system.storage.sealed import put_sealed_beside, read_sealed_beside
+from raystride.pipelines.system.storage.sealed import (
+    put_bytes_sealed_beside,
+    put_sealed_beside,
+    read_bytes_sealed_beside,
+    read_sealed_beside,
+)
 
 SIGNATURES_FOLDER, DUPLICATES_FILE = "signatures", "near_duplicates.json"
 """In a folder that is being prepared: the parts' signatures, and the documents of each part that are left out."""
@@ -125,7 +130,7 @@ def find_duplicates(
     except (FileNotFoundError, ValueError):
         pass
     existing = set((job.folder / SIGNATURES_FOLDER).names())
-    left = [part for part in parts if _signature_file(part.number) not in existing]
+    left = [part for part in parts if _signature_file(part.number) not in existing or not _is_whole(job.folder, part.number)]
     with show_progress(
         "signing documents",
         ProgressMeter(job.folder / SIGNATURES_FOLDER, {_signature_file(part.number): part.bytes for part in left}),
@@ -167,7 +172,7 @@ def sign_part(job: DuplicatesJob, part: Part) -> None:
         assert isinstance(item, Piece)
         signed.append(minhash_signature(cleaning.text(item.document)))
     content = np.array(signed, "<u4").reshape(-1, NUM_HASHES)
-    (job.folder / SIGNATURES_FOLDER).put(_signature_file(part.number), content.tobytes())
+    put_bytes_sealed_beside(job.folder / SIGNATURES_FOLDER, _signature_file(part.number), content.tobytes())
 
 
 def minhash_signature(text: str) -> np.ndarray:
@@ -270,7 +275,17 @@ def _select_duplicates(
 
 
 def _read_signatures(folder: Folder, number: int) -> np.ndarray:
-    return np.frombuffer((folder / SIGNATURES_FOLDER).read(_signature_file(number)), "<u4").reshape(-1, NUM_HASHES)
+    content = read_bytes_sealed_beside(folder / SIGNATURES_FOLDER, _signature_file(number), "the next start makes it again")
+    return np.frombuffer(content, "<u4").reshape(-1, NUM_HASHES)
+
+
+def _is_whole(folder: Folder, number: int) -> bool:
+    """Returns whether the signatures of a part, of an earlier start, are as they were written. Raises OSError."""
+    try:
+        _read_signatures(folder, number)
+    except ValueError:  # and SealBroken is one
+        return False
+    return True
 
 
 def _signature_file(number: int) -> str:

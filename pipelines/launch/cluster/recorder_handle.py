@@ -166,13 +166,13 @@ class RecorderHandle:
         actor = ray.remote(**options)(RecorderActor).remote(*arguments, environment=mlflow_environment(), **settings)
         return cls(actor, node_id)
 
-    def post(self, sender: str, entries: list[Entry], recorder: str) -> Receipt:
+    def post(self, sender: str, entries: list[Entry], recorder: str, urgent: bool) -> Receipt:
         """Sends entries; see `record.sender.Post`."""
         import ray
 
         if relay := _get_relay(self):
-            return cast(Receipt, relay.call("receive", sender, entries, recorder))
-        return cast(Receipt, ray.get(self.actor.receive.remote(sender, entries, recorder), timeout=30))
+            return cast(Receipt, relay.call("receive", sender, entries, recorder, urgent))
+        return cast(Receipt, ray.get(self.actor.receive.remote(sender, entries, recorder, urgent), timeout=30))
 
     def warn(self, text: str) -> None:
         """Records a warning for users, from the driver; prints it if the recorder does not answer."""

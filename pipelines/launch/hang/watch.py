@@ -38,7 +38,7 @@ class HeartbeatSource(Protocol):
         """Returns the newest heartbeat of each worker, by rank."""
         ...
 
-    def post(self, sender: str, entries: list[Entry], recorder: str) -> Receipt:
+    def post(self, sender: str, entries: list[Entry], recorder: str, urgent: bool) -> Receipt:
         """Receives a sender's entries, in order; see `record.sender.Post`."""
         ...
 

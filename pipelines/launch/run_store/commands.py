@@ -308,9 +308,5 @@ def _print_table(table: Any) -> None:
     Console(width=None if sys.stdout.isatty() else 160).print(table)
 
 
-def _format_figure(value: Any, form: str) -> str:
-    return "-" if value is None else format(value, form) if isinstance(value, int | float) else str(value)
-
-
 def _format_bytes(count: int) -> str:
     return f"{count / 2**20:,.1f} MiB"

@@ -29,7 +29,7 @@ from raystride.pipelines.system.output import print_warning
 from raystride.pipelines.system.permit import Permit
 from raystride.pipelines.system.service_thread import ServiceThread
 from raystride.pipelines.system.storage.folder import Folder
-from raystride.pipelines.system.storage.locks import file_lock
+from raystride.pipelines.system.storage.locks import file_lock, make_folder
 from raystride.pipelines.system.storage.sealed import put_sealed, read_sealed
 from raystride.pipelines.train.checkpoint.fence import read_claim
 
@@ -361,7 +361,7 @@ def _exclusive(folder: Folder) -> Iterator[None]:
     if not folder.local:
         yield
         return
-    folder.local.mkdir(parents=True, exist_ok=True)
+    make_folder(folder.local)
     refusal = RunLocked(
         f"{folder}/{LOCK_FILE} is held by another process for {LOCK_S:.0f} s: find and end it", run=folder.name
     )

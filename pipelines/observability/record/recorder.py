@@ -128,9 +128,8 @@ class Recorder:
         self._thread = threading.Thread(target=self._write_loop, name="recorder", daemon=True)
         self._thread.start()
 
-    def receive(self, sender: str, entries: list[Entry], recorder: str = "") -> Receipt:
+    def receive(self, sender: str, entries: list[Entry], recorder: str = "", urgent: bool = False) -> Receipt:
         """Accepts a sender's entries, in order, unless the sender means another `recorder`; see `Post`. Never raises."""
-        urgent = False
         with self._lock:
             for entry in entries if recorder in ("", self._name) else ():
                 try:
@@ -144,7 +143,7 @@ class Recorder:
             aggregated = self._group.drain()
         for entry in aggregated:
             self._put_own_entry(entry)
-        if urgent:
+        if urgent and receipt.durable < receipt.received:
             self._wake.set()
         return receipt
 

@@ -6,15 +6,13 @@ it dies, another worker becomes the leader; if it does not answer, the others ca
 recorder recognises entries that it receives twice by their sequence numbers.
 
     relay = Relay(send_calls, token, world=8192)              # send_calls([("receive", arguments), ...]) -> [Receipt, ...]
-    relay.call("receive", sender, entries, recorder)          # the recorder's answer, or raises what `send_calls` raised
+    relay.call("receive", sender, entries, recorder, urgent)  # the recorder's answer, or raises what `send_calls` raised
 """
 
 import atexit
-import copy
 import fcntl
 import math
 import os
-import pickle
 import queue
 import shutil
 import socket
@@ -32,6 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from raystride.pipelines.config import SettingError
+from raystride.pipelines.system.errors import picklable_error
 from raystride.pipelines.system.node_folder import ensure_private
 
 MAX_DIRECT = 64
@@ -168,7 +167,7 @@ class Relay:
             try:
                 answer = self._submit_call(call, process).result(), False
             except Exception as error:
-                answer = _picklable_error(error), True
+                answer = picklable_error(error), True
             connection.send(answer)
 
     def _deliver_batches(self, waiting: "queue.SimpleQueue[tuple[Call, int, Future[Any]]]") -> None:
@@ -212,13 +211,3 @@ def _remove_dead_folders(own_folder: Path) -> None:
                 with (folder / "lock").open() as lock:
                     fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                     shutil.rmtree(folder, ignore_errors=True)
-
-
-def _picklable_error(error: Exception) -> Exception:
-    """Returns the error if it can be pickled, else a RuntimeError with its text."""
-    try:
-        pickle.dumps(error)
-        copy.copy(error)
-        return error
-    except Exception:
-        return RuntimeError(f"{type(error).__name__}: {error}")

@@ -30,8 +30,9 @@ class Receipt(NamedTuple):
     durable: int
 
 
-Post = Callable[[str, list[Entry], str], Receipt]
-"""Takes a sender's name, entries in order, and the name of the recorder with the earlier ones ("" at first). May raise.
+Post = Callable[[str, list[Entry], str, bool], Receipt]
+"""Takes a sender's name, entries in order, the name of the recorder with the earlier ones ("" at first), and whether to make
+them and the earlier ones durable at once. May raise.
 
 A recorder of another name accepts none of them, since some would be missing; its receipt gives the number of its last one.
 """
@@ -95,12 +96,13 @@ class Sender:
         self.put(warning_entry(text))
 
     def flush(self, timeout_s: float) -> bool:
-        """Waits up to `timeout_s` seconds until all entries are acknowledged; returns whether they are."""
+        """Has all entries written at once and waits up to `timeout_s` seconds for that; returns whether they are."""
         with self._changed:
             self._num_flushing += 1
             self._changed.notify_all()
             try:
-                return self._changed.wait_for(lambda: not self._waiting, timeout_s)
+                self._changed.wait_for(lambda: self._closed or not self._waiting, timeout_s)
+                return not self._waiting
             finally:
                 self._num_flushing -= 1
 
@@ -156,12 +158,12 @@ class Sender:
         while self._wait(pause):
             with self._changed:
                 new = itertools.dropwhile(lambda entry: entry["sequence"] <= self._posted, self._waiting)
-                batch = list(itertools.islice(new, MAX_POST_ENTRIES))
+                batch, urgent = list(itertools.islice(new, MAX_POST_ENTRIES)), self._num_flushing > 0
             if not batch and not self._waiting:
                 pause = self._interval_s
                 continue
             try:
-                receipt = self._post(self.name, batch, self._recorder)
+                receipt = self._post(self.name, batch, self._recorder, urgent)
             except Exception as error:
                 # Whatever fails on the way to the recorder (a dead actor, a timeout), the training goes on; retry later.
                 self._error = error

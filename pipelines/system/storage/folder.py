@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, cast
 
 from raystride.pipelines.system.credentials import redact_uris, remember_secrets
+from raystride.pipelines.system.storage.locks import make_folder, share_with_group
 from raystride.pipelines.system.storage.object_stores import (
     SpillBuffer,
     atomic_object_writer,
@@ -376,10 +377,11 @@ def _local_sizes(folder: Path) -> dict[str, int]:
 
 @contextmanager
 def _local_writer(target: Path) -> Iterator[IO[bytes]]:
-    target.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(target.parent)
     temporary = target.with_name(temporary_name(target.name))
     try:
         with temporary.open("wb") as stream:
+            share_with_group(temporary)
             yield stream
             stream.flush()
             os.fsync(stream.fileno())

@@ -70,14 +70,22 @@ def _open_for_members(path: Path) -> IO[bytes]:
 def share_with_group(path: Path) -> None:
     """Gives a file or folder the group of its folder, and lets the group write if it may write there.
 
-    So does git's core.sharedRepository. Does nothing for what another user owns.
+    So does git's core.sharedRepository. Does nothing for what another user owns, and in a folder for all, as /tmp is.
     """
-    folder = path.parent.stat()
-    if not folder.st_mode & stat.S_IWGRP:
-        return
-    with suppress(PermissionError):
-        if path.stat().st_gid != folder.st_gid:
+    with suppress(OSError):  # or a drive without modes
+        folder, own = path.parent.stat(), path.stat()
+        if not folder.st_mode & stat.S_IWGRP or folder.st_mode & stat.S_ISVTX:
+            return
+        if own.st_gid != folder.st_gid:
             os.chown(path, -1, folder.st_gid)
-        mode = path.stat().st_mode
-        inherited = folder.st_mode & stat.S_ISGID if path.is_dir() else 0
-        os.chmod(path, stat.S_IMODE(mode) | (folder.st_mode & (stat.S_IRWXG if path.is_dir() else 0o060)) | inherited)
+        granted = stat.S_IRWXG | stat.S_ISGID if stat.S_ISDIR(own.st_mode) else 0o060
+        os.chmod(path, stat.S_IMODE(own.st_mode) | folder.st_mode & granted)
+
+
+def make_folder(folder: Path) -> None:
+    """Makes a folder and those above it that are missing, each shared with the group of the one above. Raises OSError."""
+    if folder.is_dir():
+        return
+    make_folder(folder.parent)
+    folder.mkdir(exist_ok=True)
+    share_with_group(folder)

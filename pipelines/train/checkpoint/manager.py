@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from raystride.pipelines.system.errors import SettingError, Unreadable
+from raystride.pipelines.system.errors import SettingError, Unreadable, picklable_error
 from raystride.pipelines.system.permit import Permit
 from raystride.pipelines.system.storage.folder import Folder
 from raystride.pipelines.system.storage.sealed import SealBroken, parse_sealed
@@ -56,7 +56,7 @@ from raystride.pipelines.train.checkpoint.retention import best_name, data_folde
 from raystride.pipelines.train.checkpoint.staging import Staging
 from raystride.pipelines.train.checkpoint.train_state import TrainState, Updater, UsersOptimizer
 from raystride.pipelines.train.checkpoint.verify import FORMAT, INDEXED, MISSING, check_file, read_local, unreadable_error
-from raystride.pipelines.train.distributed.collectives import all_reduce_object, first_failure, picklable_error
+from raystride.pipelines.train.distributed.collectives import all_reduce_object, first_failure
 from raystride.pipelines.train.strategies.parameter_layout import saved_buffers, saved_parameters
 
 
@@ -169,6 +169,8 @@ class Checkpoints:
         self.data = attempt
         self.verify_data: Callable[[], None] = lambda: None
         """Called before a checkpoint is written; it is not committed if this raises on any rank."""
+        self.flush_record: Callable[[], object] = lambda: None
+        """Called before a checkpoint is written: what was measured before it is to be recorded when it is there."""
         self.on_wait: Callable[[int, float], None] = lambda step, seconds: None
         """Called with step and seconds of a save that another one or the end has waited for, from `NOTICE_S` on, and with 0
         when it has ended."""
@@ -335,6 +337,7 @@ class Checkpoints:
         def finish_copies() -> None:
             wait_for_copies()
             self.verify_data()
+            self.flush_record()
 
         names = self.step_folder(pending_save.step), self.attempt, self.data
         term = self._claim.term if self._claim else 0

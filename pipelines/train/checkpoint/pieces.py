@@ -27,7 +27,7 @@ from raystride.pipelines.train.strategies.parameter_layout import (
 
 def parameters_sha256(model: nn.Module, optimizer: Updater | None = None) -> str:
     """Returns the SHA-256 of a run's saved parameters by name, tied ones once: name, shape, type, and values as
-    little-endian fp32.
+    little-endian fp32, of complex ones real and imaginary part in turn.
 
     Master copies are used if there are any. Adapters are hashed without their base. All workers call it together: parts are
     gathered one by one.
@@ -45,7 +45,8 @@ def _hash_tensors(values: Iterable[tuple[str, torch.Tensor]]) -> str:
     for name, value in values:
         dtype = str(value.dtype).removeprefix("torch.")
         digest.update(f"{name} {list(value.shape)} {dtype}\n".encode())
-        numbers = value.to("cpu", torch.float32).contiguous().reshape(-1)
+        real = torch.view_as_real(value.detach().resolve_conj()) if value.is_complex() else value
+        numbers = real.to("cpu", torch.float32).contiguous().reshape(-1)
         digest.update(numbers.numpy().astype("<f4", copy=False).data)
     return digest.hexdigest()
 

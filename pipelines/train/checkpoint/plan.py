@@ -19,7 +19,8 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 from torch.distributed.tensor import DTensor
 
-from raystride.pipelines.train.distributed.collectives import broadcast_object, picklable_error, tree_reduce_object
+from raystride.pipelines.system.errors import picklable_error
+from raystride.pipelines.train.distributed.collectives import broadcast_object, tree_reduce_object
 
 PieceKey = tuple[str, tuple[int, ...]]
 """A tensor's name, and a piece's offset in it."""

@@ -8,8 +8,6 @@ they come from the run's own workers.
     all_reduce_object({rank: problem}, merge, group)          # on all ranks: the merged values of all ranks
 """
 
-import copy
-import pickle
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -54,13 +52,3 @@ def first_failure(failures: dict[int, BaseException], world: int) -> BaseExcepti
     rank = min(failures)
     failures[rank].add_note(f"on rank {rank} of {world}, of which {len(failures)} failed")
     return failures[rank]
-
-
-def picklable_error(error: BaseException) -> BaseException:
-    """Returns the error itself if it survives pickling, else a RuntimeError with its text."""
-    try:
-        pickle.dumps(error)
-        copy.copy(error)  # is rebuilt in the same way as a pickled one
-        return error
-    except Exception:
-        return RuntimeError(f"{type(error).__name__}: {error}")

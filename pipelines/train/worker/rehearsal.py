@@ -158,7 +158,7 @@ def _train_rank(
         answer.put(clock.speed)
 
 
-def discard_entries(sender: str, entries: list[Entry], recorder: str) -> Receipt:
+def discard_entries(sender: str, entries: list[Entry], recorder: str, urgent: bool) -> Receipt:
     """Acknowledges all entries and discards them, in place of a recorder."""
     last = entries[-1]["sequence"] if entries else 0
     return Receipt("rehearsal", last, last)

@@ -52,6 +52,8 @@ from raystride.pipelines.train.worker.build import WARNING_PREFIX, build_trainin
 from raystride.pipelines.train.worker.job import Job, WorkerInfo
 from raystride.pipelines.train.worker.matmul_backend import MatmulChoice
 
+FLUSH_S = 10.0
+"""Seconds that a checkpoint waits for a recorder which does not answer."""
 NUM_ANSWERED = 64
 """Number of validation documents, at most, that a classifier answers for its page."""
 
@@ -131,6 +133,8 @@ def run_worker(
         send_phase("building the model and its data")
         training = build_training(job, worker, observers, stopping, log)
         observers[-1:-1] = training.loader.samples.task.build_observers()  # before the tracker
+        if training.checkpoints and worker.rank == 0:
+            training.checkpoints.flush_record = partial(sender.flush, FLUSH_S)
         log(f"training on {worker.world} worker(s) from step {training.state.step}")
         total_steps = int(training.total_steps) if math.isfinite(training.total_steps) else 0
         has_schedule = training.loader.samples.task.learning_rate_factor(0, total_steps) is not None

@@ -13,7 +13,9 @@ import torch
 import raystride
 from raystride.pipelines.launch.run_store import lease
 from raystride.pipelines.launch.run_store.lease import Owner, RunLocked
+from raystride.pipelines.observability.record import read_entries, recorder
 from raystride.pipelines.system.storage.folder import Folder
+from raystride.pipelines.train.checkpoint.writer import CheckpointWriter
 from tests.waiting import wait_until
 
 
@@ -57,7 +59,7 @@ def test_generators_threads_and_products_are_the_callers_afterwards(tmp_path: Pa
 def test_a_training_that_lost_its_run_ends_and_writes_nothing_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In a notebook it trained on, saved and wrote until the kernel ended."""
     monkeypatch.setattr(lease, "RENEW_S", 0.02)
-    run, before = Folder(str(tmp_path)) / "mine", set[str]()
+    run, before, others = Folder(str(tmp_path)) / "mine", set[str](), set(threading.enumerate())
 
     def list_written() -> set[str]:
         return {name for name in run.sizes() if name.startswith("journal/") or name.endswith("MANIFEST.json")}
@@ -65,7 +67,8 @@ def test_a_training_that_lost_its_run_ends_and_writes_nothing_more(tmp_path: Pat
     def loss(model: torch.nn.Module, batch: Any) -> torch.Tensor:
         if not before and run.exists("checkpoints/step-00000003/MANIFEST.json"):
             new = asdict(Owner.this_process("theirs")) | {"machine": "another", "host": "h2", "term": 9}
-            run.put_json("owner.json", new)
+            with lease._exclusive(run):  # as a driver that takes over: not between a renewal's read and its write
+                run.put_json("owner.json", new)
             before.update(list_written())
         value: torch.Tensor = model(batch["x"]).mean()
         return value
@@ -85,8 +88,45 @@ def test_a_training_that_lost_its_run_ends_and_writes_nothing_more(tmp_path: Pat
             torch.nn.Linear(2, 1), {"x": np.ones((40, 2), np.float32)}, loss, settings=settings, storage=tmp_path, run="mine"
         )
     names = {"training", "recorder", "checkpoint", "sender-rank0"}
-    wait_until(lambda: not names & {thread.name for thread in threading.enumerate()}, "the end of its threads")
+    wait_until(lambda: not names & {thread.name for thread in {*threading.enumerate()} - others}, "the end of its threads")
     assert len(list_written() - before) <= 2, "more than what was on its way"
     assert run.read_json("owner.json")["attempt"] == "theirs"
     assert not run.exists("summary.json")
     assert not run.exists("report.html")
+
+
+def test_what_was_measured_before_a_checkpoint_is_recorded_before_it_is_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run killed in between goes on at the checkpoint, and nobody measures the steps before it again."""
+    monkeypatch.setattr(recorder, "MIN_PAUSE_S", 3600.0)
+    monkeypatch.setattr(recorder, "MAX_PAUSE_S", 3600.0)
+    commit, found = CheckpointWriter.commit, {}
+
+    def look(self: CheckpointWriter, *content: Any) -> None:
+        entries = list(read_entries(Folder(str(tmp_path)) / "mine"))
+        found[self.header["step"]] = [entry["step"] for entry in entries if "train_loss" in entry["values"]]
+        commit(self, *content)
+
+    monkeypatch.setattr(CheckpointWriter, "commit", look)
+    settings = {
+        "launch": "inline",
+        "record.mlflow": False,
+        "train.steps": 6,
+        "train.batch": 4,
+        "train.log_every": 1,
+        "checkpoint.every": 2,
+    }
+    raystride.fit(
+        torch.nn.Linear(2, 1),
+        {"x": np.ones((9, 2), np.float32)},
+        lambda model, batch: model(batch["x"]).mean(),
+        settings=settings,
+        storage=tmp_path,
+        run="mine",
+    )
+    assert {step: recorded[:step] for step, recorded in found.items() if step > 1} == {
+        2: [1, 2],
+        4: [1, 2, 3, 4],
+        6: [1, 2, 3, 4, 5, 6],
+    }

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from raystride.pipelines.observability.record.mlflow.database import ARTIFACT_FOLDER
-from raystride.pipelines.system.storage.locks import share_with_group
+from raystride.pipelines.system.storage.locks import make_folder, share_with_group
 
 if TYPE_CHECKING:
     from sqlalchemy import Engine
@@ -49,10 +49,7 @@ def ensure_schema(uri: str, warn: Callable[[str], None], *, is_own: bool = True)
     _refuse_unwritable(path)
     if not all(hasattr(_functions(), name) for name in PRIVATE_NAMES):  # another version, which makes its tables in place
         return
-    root = path.parent / ARTIFACT_FOLDER
-    if not root.exists():
-        root.mkdir()
-        share_with_group(root)
+    make_folder(path.parent / ARTIFACT_FOLDER)
     if not path.exists() or not path.stat().st_size:
         _make(path)
         return

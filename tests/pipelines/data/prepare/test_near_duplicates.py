@@ -26,6 +26,7 @@ from raystride.pipelines.data.prepare.near_duplicates import (
     minhash_signature,
 )
 from raystride.pipelines.system.storage.folder import Folder
+from tests.flips import flip_bit
 from tests.pipelines.conftest import documents, prepared
 from tests.pipelines.conftest import settings as settings_of
 
@@ -148,7 +149,9 @@ def test_ray_leaves_out_the_same(most: int, tmp_path: Path, ray_cluster: None, m
     assert local.manifest.splits == distributed.manifest.splits
 
 
-def test_an_interrupted_search_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("damaged", [False, True])
+def test_an_interrupted_search_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damaged: bool) -> None:
+    """And signs again what is not as it was written: other signatures would leave out other documents."""
     texts, signed = _texts(90), list[int]()
     whole = _prepare(tmp_path, texts, "whole", shard_mib=0.01)
     sign: Callable[..., None] = near_duplicates.sign_part
@@ -163,6 +166,9 @@ def test_an_interrupted_search_goes_on(tmp_path: Path, monkeypatch: pytest.Monke
     with pytest.raises(KeyboardInterrupt):
         _prepare(tmp_path, texts, "stopped", shard_mib=0.01)
     again: list[int] = []
+    broken = {signed.pop()} if damaged else set()
+    for number in broken:
+        flip_bit(next(tmp_path.rglob(f"{number:05d}.u4")), 7)
 
     def signs(job: Any, part: Any) -> None:
         again.append(part.number)
@@ -171,6 +177,7 @@ def test_an_interrupted_search_goes_on(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(near_duplicates, "sign_part", signs)
     result = _prepare(tmp_path, texts, "stopped", shard_mib=0.01)
     assert not set(again) & set(signed)
+    assert broken <= set(again)
     assert again
     assert result.manifest.splits == whole.manifest.splits
 

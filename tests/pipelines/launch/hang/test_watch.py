@@ -30,7 +30,7 @@ class FailingRecorder:
             raise AttributeError("no such method")
         return {0: self.beat}
 
-    def post(self, sender: str, entries: list[Entry], recorder: str) -> Receipt:
+    def post(self, sender: str, entries: list[Entry], recorder: str, urgent: bool) -> Receipt:
         return accept(sender, entries, recorder)
 
     def warn(self, text: str) -> None:

@@ -44,7 +44,7 @@ from tests.receipts import taken
 
 gpu_monitor.LAST_READING_S = 0.3
 entries = []
-def post(name, posted, recorder):
+def post(name, posted, recorder, urgent):
     entries.extend(posted)
     return taken(posted)
 sender = Sender(post, "node", interval_s=0.02)

@@ -19,7 +19,7 @@ from tests.waiting import wait_until
 def test_the_host_monitor_sends_mlflows_names_with_times(nodes: int, prefix: str) -> None:
     posted: list[Entry] = []
 
-    def post(name: str, entries: list[Entry], recorder: str) -> Receipt:
+    def post(name: str, entries: list[Entry], recorder: str, urgent: bool) -> Receipt:
         posted.extend(entries)
         return taken(entries)
 
@@ -59,7 +59,7 @@ def test_a_reading_that_fails_is_said_once_and_the_next_ones_are_sent(monkeypatc
 
     monkeypatch.setattr(psutil, "disk_usage", disk_usage)
     monkeypatch.setattr(service_thread, "FIRST_PAUSE_S", 0.01)
-    sender = Sender(lambda name, entries, recorder: posted.extend(entries) or taken(entries), "node", interval_s=0.01)  # type: ignore[func-returns-value]
+    sender = Sender(lambda _, entries, *more: posted.extend(entries) or taken(entries), "node", interval_s=0.01)  # type: ignore[func-returns-value]
     monitor = HostMonitor(sender, every_s=0.01)
     monitor.on_start(RunFacts(run="r", attempt="a1"))
     wait_until(lambda: len(posted) >= 3, "readings")

@@ -30,7 +30,7 @@ def choose_again_afterwards() -> Iterator[None]:
 def test_rank_zero_tags_the_run_once_and_logs_refusals() -> None:
     posted: list[Entry] = []
 
-    def post(name: str, entries: list[Entry], recorder: str) -> Receipt:
+    def post(name: str, entries: list[Entry], recorder: str, urgent: bool) -> Receipt:
         posted.extend(entries)
         return taken(entries)
 

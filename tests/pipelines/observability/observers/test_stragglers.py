@@ -34,7 +34,7 @@ def train_with_slow_rank(rank: int, world: int, job: Job, slow: int, seconds: fl
 
     posted: list[Entry] = []
 
-    def post(name: str, entries: list[Entry], recorder: str) -> Receipt:
+    def post(name: str, entries: list[Entry], recorder: str, urgent: bool) -> Receipt:
         posted.extend(entries)
         return taken(entries)
 
@@ -81,7 +81,7 @@ def test_a_small_loss_is_not_on_the_screen(tmp_path: Path) -> None:
 def test_a_step_that_does_not_end_has_its_stacks_written(tmp_path: Path) -> None:
     posted: list[Entry] = []
 
-    def post(name: str, entries: list[Entry], recorder: str) -> Receipt:
+    def post(name: str, entries: list[Entry], recorder: str, urgent: bool) -> Receipt:
         posted.extend(entries)
         return taken(entries)
 
@@ -118,7 +118,7 @@ def test_an_error_of_any_kind_is_said_and_the_next_stall_is_seen(tmp_path: Path,
     monkeypatch.setattr(StallWatch, "stall_limit_s", fail_once)
     monkeypatch.setattr(stalls, "FIRST_STEPS_S", 0.1)
     monkeypatch.setattr(service_thread, "FIRST_PAUSE_S", 0.01)
-    sender = Sender(lambda name, entries, recorder: posted.extend(entries) or taken(entries), "rank0", interval_s=0.01)  # type: ignore[func-returns-value]
+    sender = Sender(lambda _, entries, *more: posted.extend(entries) or taken(entries), "rank0", interval_s=0.01)  # type: ignore[func-returns-value]
     watch = StallWatch(3.0, Folder(str(tmp_path)), sender, min_s=0.1, poll_s=0.01)
     watch.on_start(RunFacts(run="r", attempt="a1"))
     with phase("step"):

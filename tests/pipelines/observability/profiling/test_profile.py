@@ -31,7 +31,7 @@ def _train(job: Job, variables: dict[str, str], tell: Connection) -> None:
     os.environ.update(variables)
     posted: list[Entry] = []
 
-    def post(name: str, entries: list[Entry], recorder: str) -> Receipt:
+    def post(name: str, entries: list[Entry], recorder: str, urgent: bool) -> Receipt:
         posted.extend(entries)
         return taken(entries)
 

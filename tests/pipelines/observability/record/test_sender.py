@@ -25,10 +25,10 @@ class Unreliable:
     def __init__(self, recorder: Recorder, seed: int, share: float) -> None:
         self._recorder, self._random, self._share = recorder, random.Random(seed), share
 
-    def __call__(self, name: str, entries: list[Entry], recorder: str) -> Receipt:
+    def __call__(self, name: str, entries: list[Entry], recorder: str, urgent: bool) -> Receipt:
         if self._random.random() < self._share:
             raise ConnectionError("lost before delivery")
-        receipt = self._recorder.receive(name, entries, recorder)
+        receipt = self._recorder.receive(name, entries, recorder, urgent)
         if self._random.random() < self._share:
             raise TimeoutError("the receipt was lost")
         return receipt._replace(durable=receipt.durable // 2) if self._random.random() < self._share else receipt
@@ -67,7 +67,7 @@ def test_the_recorder_of_the_tests_own_workers_keeps_none_of_them_waiting() -> N
 def test_put_does_not_wait_for_a_post_that_hangs() -> None:
     inside, release = threading.Event(), threading.Event()
 
-    def hang(name: str, entries: list[Entry], recorder: str) -> Receipt:
+    def hang(name: str, entries: list[Entry], recorder: str, urgent: bool) -> Receipt:
         inside.set()
         release.wait()
         return taken(entries)
@@ -90,7 +90,7 @@ class RecorderAway:
         self.posted: list[Entry] = []
         self.back = threading.Event()
 
-    def post(self, name: str, entries: list[Entry], recorder: str) -> Receipt:
+    def post(self, name: str, entries: list[Entry], recorder: str, urgent: bool) -> Receipt:
         """Takes all entries, or raises."""
         if not self.back.is_set():
             raise ConnectionError("away")
@@ -143,7 +143,7 @@ def test_entries_that_were_never_taken_are_said_with_the_error(capsys: pytest.Ca
 
 def test_entries_keep_the_time_they_were_given() -> None:
     posted: list[Any] = []
-    sender = Sender(lambda name, entries, recorder: posted.extend(entries) or taken(entries), "rank0")  # type: ignore[func-returns-value]
+    sender = Sender(lambda name, entries, recorder, urgent: posted.extend(entries) or taken(entries), "rank0")  # type: ignore[func-returns-value]
     sender.put(new_entry("metrics", {}, step=1, time=12.5))
     before = time.time()
     sender.put(new_entry("metrics", {}, step=2))
@@ -162,9 +162,9 @@ def test_an_entry_travels_once_though_its_receipt_comes_late(storage: Folder) ->
     recorder = Recorder(storage / f"once-{uuid4().hex[:8]}", "r", "a1", RecordConfig(mlflow=False), storage, {}, {})
     posted: list[int] = []
 
-    def post(name: str, entries: list[Entry], held_by: str) -> Receipt:
+    def post(name: str, entries: list[Entry], held_by: str, urgent: bool) -> Receipt:
         posted.extend(entry["sequence"] for entry in entries)
-        return recorder.receive(name, entries, held_by)
+        return recorder.receive(name, entries, held_by, urgent)
 
     sender = Sender(post, "rank0", interval_s=0.01)
     for step in range(200):

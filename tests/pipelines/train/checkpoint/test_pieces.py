@@ -4,9 +4,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch import nn
 
 from raystride.model.cut import Cut
-from raystride.pipelines.train.checkpoint.pieces import Pieces
+from raystride.pipelines.train.checkpoint.pieces import Pieces, parameters_sha256
 
 WHOLE = torch.arange(60.0).reshape(10, 6)
 CUTS = {
@@ -48,3 +49,15 @@ def test_a_piece_that_is_not_here_is_an_error_and_nothing_is_computed() -> None:
     assert (detached.cut, detached.shape) == (cut, WHOLE.shape)
     moments = held.with_local(torch.ones(2, 6))
     assert (moments.cut, moments.to_local().tolist()) == (cut, torch.ones(2, 6).tolist())
+
+
+def test_the_hash_of_a_run_sees_imaginary_parts() -> None:
+    """They were left out: two networks that differ in them alone had one hash."""
+    hashes = set()
+    for number in (1 + 2j, 1 + 3j):
+        network = nn.Linear(2, 2)
+        nn.init.zeros_(network.weight)
+        nn.init.zeros_(network.bias)
+        network.scale = nn.Parameter(torch.tensor([number]))
+        hashes.add(parameters_sha256(network))
+    assert len(hashes) == 2
