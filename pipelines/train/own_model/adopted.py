@@ -250,7 +250,8 @@ class ReplayedSchedule(Adopted):
             self._refuse("must have the same factor for each group of parameters; give each group a rate of its own instead")
         for group, first in zip(groups, self._template.optimizer.param_groups, strict=True):
             if moved := [key for key in group if key not in _UNORDERED and group[key] != first.get(key)]:
-                self._refuse(f"must change the learning rate alone, and changes {moved[0]} (cycle_momentum=False?)")
+                remedy = "OneCycleLR takes cycle_momentum=False"
+                self._refuse(f"must change the learning rate alone, and changes {moved[0]}; {remedy}")
         self._factors.append(factors[0])
 
     def _refuse(self, rule: str) -> None:

@@ -15,6 +15,8 @@ import numpy as np
 
 from raystride.pipelines.data.sources.faults import DataError
 
+_IMMUTABLE = (np.generic, int, str, float, bytes, complex, type)
+
 
 class IndexedDataset(Protocol):
     """A map-style dataset."""
@@ -121,18 +123,20 @@ def copy_sample(value: Any, *, deep: bool = False) -> Any:
     Other objects are copied if they can `clone()`, as graphs and tensor dictionaries can, or with `deep`, if they are kept
     and given out again at each reading.
     """
-    torch = sys.modules.get("torch")
-    if value is None or isinstance(value, str | bytes | int | float | complex | np.generic | type):
-        return value
+    if type(value) is dict:
+        return {key: copy_sample(item, deep=deep) for key, item in value.items()}
     if isinstance(value, np.ndarray):
         return copy.deepcopy(value) if value.dtype == object else value.copy()
+    torch = sys.modules.get("torch")
     if torch is not None and isinstance(value, torch.Tensor):
         return value.detach().clone().requires_grad_(value.requires_grad)
+    if value is None or isinstance(value, _IMMUTABLE):
+        return value
     if isinstance(value, list | tuple):
         items = [copy_sample(item, deep=deep) for item in value]
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
     if isinstance(value, MutableMapping):
-        copied: Any = {} if type(value) is dict else copy.copy(value)
+        copied: Any = copy.copy(value)
         for key, item in value.items():
             copied[key] = copy_sample(item, deep=deep)
         return copied

@@ -75,12 +75,12 @@ def describe_own_model(own: OwnModel, config: Config) -> dict[str, Any]:
         sizes = {name: list(value.shape) for name, value in network.named_parameters()}
         bits = compares_bits(config.fit, network)
         marks = {name: (value._version, checksum(value, bits)) for name, value in network.named_parameters()}
-        logged, found, saved = _run_once(own, network, batches[0], probe.singles, count, exact=config.train.exact)
+        logged, found, saved = _run_once(own, network, batches[0].copy(), probe.singles, count, exact=config.train.exact)
         after = {name: (value._version, checksum(value, bits)) for name, value in network.named_parameters()}
         moving = {name: network.get_parameter(name).requires_grad for name in after if after[name] != marks[name]}
         check_strategy(sizes, moving, config)
         del network
-        _check_schedule(own, config.train)
+        _check_schedule(own, config.train, num_train)
         try:
             rehearse(own, config, [(batch, count) for batch in batches])
         except (OSError, MemoryError) as error:
@@ -281,16 +281,19 @@ def _refuse_foreign_parameters(network: nn.Module, own: OwnModel, loss_sum: torc
         raise SettingError(f"loss {rule}; it reaches one of shape {shape}", setting="loss", value=shape, allowed=rule)
 
 
-def _check_schedule(own: OwnModel, settings: TrainConfig) -> None:
-    """Raises SettingError unless a schedule of one's own returns a number."""
-    if own.schedule:
-        returned = call_users("schedule", own.schedule, 0, settings.steps or 1)
-        call_users("schedule", own.schedule, max(0, settings.steps - 1), settings.steps or 1)
+def _check_schedule(own: OwnModel, settings: TrainConfig, num_samples: int) -> None:
+    """Raises SettingError unless a schedule of one's own returns numbers, for the first step and the last of this start."""
+    if not own.schedule:
+        return
+    limits = (settings.steps, math.ceil(num_samples * settings.epochs / settings.samples_per_step))
+    total_steps = min((limit for limit in limits if limit), default=1)
+    for step in (0, total_steps - 1):
+        returned = call_users("schedule", own.schedule, step, total_steps)
         if not isinstance(returned, int | float):
             rule = "must return a number"
             name = type(returned).__name__
             raise SettingError(
-                f"schedule {rule}, and returned {name} for step 0", setting="schedule", value=name, allowed=rule
+                f"schedule {rule}, and returned {name} for step {step}", setting="schedule", value=name, allowed=rule
             )
 
 

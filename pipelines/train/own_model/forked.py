@@ -51,6 +51,9 @@ def call_forked(function: Callable[[], T]) -> T:
         answer = pickle.loads(connection.recv_bytes())  # from our own child  # noqa: S301
     except (EOFError, OSError) as error:
         raise describe_end(process) from error
+    except BaseException:  # Ctrl-C
+        process.terminate()
+        raise
     finally:
         connection.close()
         process.join()

@@ -79,7 +79,11 @@ def rehearse(own: OwnModel, config: Config, batches: Sequence[tuple[NestedBatch,
         _step(own, config, first, batches, 1)  # while a copy is written
         twice = _take_snapshot(first, bits)
         del first
-        repeats = _repeats(own, config, batches, once)
+        try:
+            repeats = _repeats(own, config, batches, once)
+        except BaseException:
+            checkpoints.wait_after_error()  # else its folder is removed below it, whose error would be raised in place
+            raise
         checkpoints.finish()
         resumed = _build(own, config)
         found = checkpoints.find_newest()
@@ -119,7 +123,7 @@ def _step(own: OwnModel, config: Config, cast: _Cast, batches: Sequence[tuple[Ne
     batch, num_samples = batches[number]
     seed_generators(config.seed + number)
     cast.network.zero_grad()
-    loss_sum, counted = cast.network(batch, torch.zeros(num_samples, dtype=torch.int64))
+    loss_sum, counted = cast.network(batch.copy(), torch.zeros(num_samples, dtype=torch.int64))
     (loss_sum / counted).backward()
     for name, parameter in cast.network.named_parameters():
         if parameter.grad is not None and parameter.grad.layout != torch.strided:

@@ -28,7 +28,7 @@ from raystride.pipelines.data.feed.samples import ReadRows, Samples
 from raystride.pipelines.data.feed.verification import BesideTraining
 from raystride.pipelines.data.sources.faults import DataError
 from raystride.pipelines.data.tasks.task import IGNORED, Inputs, Task
-from raystride.pipelines.train.own_model.dataset import IndexedDataset, is_plain
+from raystride.pipelines.train.own_model.dataset import IndexedDataset, copy_sample, is_plain
 from raystride.pipelines.train.own_model.definition import describe_error
 from raystride.pipelines.train.own_model.forked import as_data_error, describe_end, start_forked
 from raystride.pipelines.train.own_model.streams import StoredRows
@@ -47,6 +47,10 @@ class NestedBatch:
     def __init__(self, content: Any, *, empty: bool = False) -> None:
         self.content, self.empty = content, empty
         """`empty`: a copy that keeps workers in lock-step, whose loss does not count."""
+
+    def copy(self) -> "NestedBatch":
+        """Returns the batch with tensors of its own, for a loss that changes them in place."""
+        return NestedBatch(copy_sample(self.content, deep=True), empty=self.empty)
 
     def pin_memory(self) -> "NestedBatch":
         """Returns the batch in page-locked memory."""

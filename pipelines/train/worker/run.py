@@ -9,6 +9,7 @@ of the newest validation (true labels in rows), and the first validation documen
     summary = run_worker(job, WorkerInfo(rank=0, world=1), recorder.receive, stopping=lambda: False)
 """
 
+import math
 import time
 from collections.abc import Callable
 from functools import partial
@@ -135,7 +136,9 @@ def run_worker(
         if training.checkpoints and worker.rank == 0:
             training.checkpoints.flush_record = partial(sender.flush, FLUSH_S)
         log(f"training on {worker.world} worker(s) from step {training.state.step}")
-        if message := describe_endless_warmup(job.config.optimizer, training.total_steps):
+        total_steps = int(training.total_steps) if math.isfinite(training.total_steps) else 0
+        has_schedule = training.loader.samples.task.learning_rate_factor(0, total_steps) is not None
+        if not has_schedule and (message := describe_endless_warmup(job.config.optimizer, training.total_steps)):
             log(WARNING_PREFIX + message)
         for metric, signature in training.loader.samples.task.signatures.items():
             log(f"{metric} {signature}")

@@ -14,7 +14,7 @@ from torch.optim import SGD, AdamW, lr_scheduler
 from torch.utils.data import DataLoader, RandomSampler, TensorDataset, WeightedRandomSampler
 
 import raystride
-from raystride.pipelines.config import SettingError
+from raystride.pipelines.config import SettingError, TrainConfig
 from raystride.pipelines.train.own_model.adopted import (
     PairLoss,
     ReplayedSchedule,
@@ -25,7 +25,7 @@ from raystride.pipelines.train.own_model.adopted import (
     adopt_schedule,
 )
 from raystride.pipelines.train.own_model.definition import OwnModel
-from raystride.pipelines.train.own_model.describe import _hash_parts
+from raystride.pipelines.train.own_model.describe import _check_schedule, _hash_parts
 from raystride.pipelines.train.own_model.network import read_loss
 
 generator = torch.Generator().manual_seed(3)
@@ -88,6 +88,7 @@ def test_a_script_of_pytorchs_objects_trains_as_one_of_functions(tmp_path: Path)
         run="functions",
         storage=tmp_path,
     )
+    assert "the highest learning rate is never reached" not in (tmp_path / "objects" / "log.txt").read_text()
     assert run.settings.train.slots * run.settings.train.slot_size == 8
     assert run.settings.optimizer.learning_rate == 0.02
     one, other = run.load_model(), by_functions.load_model()
@@ -240,7 +241,10 @@ class Drawn(lr_scheduler.LRScheduler):
     ("make", "words"),
     [
         (lambda o: lr_scheduler.ReduceLROnPlateau(o), "follows a metric: use validation.patience"),
-        (lambda o: lr_scheduler.OneCycleLR(o, max_lr=1.0, total_steps=200), r"changes momentum \(cycle_momentum=False\?\)"),
+        (
+            lambda o: lr_scheduler.OneCycleLR(o, max_lr=1.0, total_steps=200),
+            "changes momentum; OneCycleLR takes",
+        ),
         (Drawn, "must be a function of the step: a second replay gives other rates"),
         (lambda o: lr_scheduler.StepLR, "must be a scheduler that is made"),
     ],
@@ -281,6 +285,20 @@ def test_a_scheduler_that_ends_before_the_training_is_refused() -> None:
     schedule(49, 50)
     with pytest.raises(SettingError, match="schedule must go on to the end: it has rates for 51 steps, and step 99"):
         schedule(99, 100)
+
+
+@pytest.mark.parametrize(("rates", "is_refused"), [(10, False), (5, True)])
+def test_a_scheduler_ends_with_the_epochs(rates: int, is_refused: bool) -> None:
+    """38 samples twice in batches of 8, whatever the default of train.steps."""
+    optimizer = SGD([nn.Parameter(torch.zeros(1))], lr=0.5)
+    scheduler = lr_scheduler.OneCycleLR(optimizer, 0.5, total_steps=rates, cycle_momentum=False)
+    own, _ = adopt(OwnModel(make_model, (X, Y), nn.CrossEntropyLoss(), schedule=scheduler), {})
+    train = TrainConfig(steps=1000, epochs=2.0, slots=4, slot_size=2)
+    if is_refused:
+        with pytest.raises(SettingError, match="schedule must go on to the end"):
+            _check_schedule(own, train, 38)
+    else:
+        _check_schedule(own, train, 38)
 
 
 CRITERIA: dict[str, nn.Module] = {

@@ -2,6 +2,7 @@
 
 import random
 import re
+import time
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
@@ -14,6 +15,7 @@ import torch
 from torch import nn
 
 from raystride.pipelines.config import Config, FitConfig, ScalingConfig, SettingError, TrainConfig
+from raystride.pipelines.system.storage.folder import Folder
 from raystride.pipelines.train.own_model import rehearsal
 from raystride.pipelines.train.own_model.definition import OwnModel
 from raystride.pipelines.train.own_model.describe import describe_own_model
@@ -281,6 +283,37 @@ def test_what_the_user_owns_is_as_it_was_and_callables_are_called_three_times(co
     assert (data["x"] == X.numpy()).all()
     assert (data["y"] == Y.numpy()).all()
     assert len(made) <= 3
+
+
+def test_a_refusal_waits_for_the_save_beside_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An error of removing the folder that it writes into was taken for one of the disk, and the refusal was lost."""
+    written: list[str] = []
+    put_chunks = Folder.put_chunks
+
+    def slowly(folder: Folder, name: str, *given: Any, **named: Any) -> Any:
+        time.sleep(0.3)
+        found = put_chunks(folder, name, *given, **named)
+        written.append(name)
+        return found
+
+    monkeypatch.setattr(Folder, "put_chunks", slowly)
+
+    def noisy(model: nn.Module, batch: Any) -> torch.Tensor:
+        return loss(model, batch) * float(np.random.default_rng().random())
+
+    with pytest.raises(SettingError, match=r"train\.exact must be false where equal steps have other results"):
+        describe(EXACT, loss=noisy)
+    assert "last" in written
+
+
+def test_a_loss_in_place_is_as_reproducible_as_another() -> None:
+    """Each of the equal steps has a batch of its own."""
+
+    def in_place(network: nn.Module, batch: Any) -> torch.Tensor:
+        batch[0].mul_(0.5)
+        return loss(network, batch)
+
+    assert describe(EXACT, loss=in_place) == []
 
 
 def test_large_networks_and_slow_steps_are_compared_by_names_alone(monkeypatch: pytest.MonkeyPatch) -> None:
