@@ -3,6 +3,7 @@
 `masked`      a regression whose samples count differently, with a further loss and a metric
 `noisy`       samples and network draw random numbers
 `groups`      an optimizer of its own with two groups, a schedule of its own, a frozen part
+`instances`   the same by a module, an optimizer and a scheduler of PyTorch that are made
 `momentum`    the same without the schedule
 `norms`       a network with BatchNorm
 `drawn`       a loss and a metric that draw random numbers
@@ -111,6 +112,12 @@ def make_norms() -> nn.Module:
 register_model("masked", model=make_mlp, data=DATA, validation=DATA, loss=masked_loss, metrics=score)
 register_model("noisy", model=Noisy, data=Augmented(), loss=mean_loss)
 register_model("groups", model=make_groups, data=DATA, validation=DATA, loss=mean_loss, optimizer=make_sgd, schedule=halve)
+with torch.random.fork_rng(devices=[]):
+    torch.manual_seed(11)  # each process makes its own
+    _model = make_groups()
+_updates = make_sgd(_model, 0.1)
+_rates = torch.optim.lr_scheduler.StepLR(_updates, 3, 0.5)
+register_model("instances", model=_model, data=DATA, validation=DATA, loss=mean_loss, optimizer=_updates, schedule=_rates)
 register_model("momentum", model=make_groups, data=DATA, validation=DATA, loss=mean_loss, optimizer=make_sgd)
 register_model("norms", model=make_norms, data=DATA, validation=DATA, loss=mean_loss)
 for _name, _make in OPTIMIZERS.items():

@@ -102,9 +102,10 @@ def test_samples_that_count_differently_are_weighted_as_in_one_batch(tmp_path: P
     assert_same(course, train_plainly(job, make_adamw))
 
 
+@pytest.mark.parametrize("name", ["groups", "instances"])
 @pytest.mark.parametrize(("scaling", "world"), WAYS, ids=["one", "ddp", "fsdp"])
-def test_an_optimizer_and_a_schedule_of_ones_own_are_pytorchs(tmp_path: Path, scaling: Any, world: int) -> None:
-    job = own_job(tmp_path, "groups", scaling=scaling)
+def test_an_optimizer_and_a_schedule_of_ones_own_are_pytorchs(tmp_path: Path, scaling: Any, world: int, name: str) -> None:
+    job = own_job(tmp_path, name, scaling=scaling)
     plain = train_plainly(job, lambda model: models.make_sgd(model, 0.1), models.halve)
     course = run_course(job, world)
     assert_same(course, plain)
