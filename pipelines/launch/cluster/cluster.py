@@ -175,9 +175,12 @@ def start_local_ray(**options: Any) -> Any:
 
     Raises the errors of `ray.init`: ConnectionError, RuntimeError, ValueError, a bare Exception.
     """
+    import psutil
     import ray
 
+    process = psutil.Process()
     for number in range(1, MAX_STARTS + 1):
+        before = process.children()
         try:
             # Without an address Ray would join a cluster that runs on this machine, if there is one.
             return ray.init(address="local", include_dashboard=False, **options)
@@ -185,6 +188,11 @@ def start_local_ray(**options: Any) -> Any:
             if number == MAX_STARTS or STARTUP_TIMEOUT_TEXT not in str(error):
                 raise
             ray.shutdown()
+            for child in set(process.children()) - {*before}:
+                with suppress(psutil.NoSuchProcess):
+                    if any("/ray/" in part for part in child.cmdline()):  # Ray leaves them, a second head
+                        child.kill()
+                        child.wait()
     raise AssertionError("the last start returns or raises")
 
 

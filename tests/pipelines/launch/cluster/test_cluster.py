@@ -4,6 +4,8 @@ import os
 import signal
 import socket
 import stat
+import subprocess
+import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -95,22 +97,29 @@ def test_a_start_that_was_too_slow_is_made_again_and_another_failure_is_not(monk
         Exception("The current node timed out during startup."),
     ]
     tried: list[dict[str, object]] = []
+    left: list[subprocess.Popen[bytes]] = []
 
     def init(**options: object) -> str:
         tried.append(options)
         if failures:
+            for argument in ("/site-packages/ray/gcs_server", "a user's"):
+                left.append(subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)", argument]))
             raise failures.pop()
         return "there"
 
     monkeypatch.setattr(ray, "init", init)
     assert start_local_ray(num_cpus=1) == "there"
     assert len(tried) == 3
+    assert [process.poll() is None for process in left] == [False, True] * 2, "a failed start's processes are ended"
     failures += [ValueError("no such option")]
     with pytest.raises(ValueError, match="no such option"):
         start_local_ray()
     failures += [Exception("timed out during startup")] * 3
     with pytest.raises(Exception, match="timed out during startup"):
         start_local_ray()
+    for process in left:
+        process.kill()
+        process.wait()
 
 
 def test_the_address_of_a_dashboard_is_refused_at_once_by_where_it_came_from(monkeypatch: pytest.MonkeyPatch) -> None:
