@@ -28,6 +28,8 @@ from raystride.pipelines.system.storage.folder import Folder
 
 FORMAT = 1
 """Raised when shards of the same data and settings come out differently than before."""
+READING = 2
+"""Raised when tables are read by other rules than before: 2 refuses rows that do not have a field for each column."""
 
 
 def open_sources(config: Config, task: Task) -> tuple[Source, Source | None]:
@@ -147,15 +149,23 @@ def find_fingerprint(
     learned: str = "",
     storage: Folder | None = None,
 ) -> str:
-    """Returns the fingerprint of open sources; that of an earlier version, if its preparation exists.
+    """Returns the fingerprint of open sources; that of an earlier version, if its preparation exists and would be the same.
 
     Earlier versions hashed only the lines of a step or of a source's function, not the code that these reach.
     """
-    found = compute_fingerprint(config, task, source, validation, learned)
-    if storage is None or not hash_user_code(config, source, validation) or (storage / ".prepared" / found).exists():
+    found, *earlier = known_fingerprints(config, task, source, validation, learned)
+    if storage is None:
         return found
-    earlier = compute_fingerprint(config, task, source, validation, learned, with_code=False)
-    return earlier if (storage / ".prepared" / earlier).exists() else found
+    return next((name for name in (found, *earlier[:1]) if (storage / ".prepared" / name).exists()), found)
+
+
+def known_fingerprints(
+    config: Config, task: Task, source: Source, validation: Source | None, learned: str = ""
+) -> list[str]:
+    """Returns the fingerprint of open sources, and those that earlier versions gave to the same sources and settings."""
+    fingerprint_with = partial(compute_fingerprint, config, task, source, validation, learned)
+    rules = [(code, reading) for reading in (True, False) for code in (True, False)]
+    return [fingerprint_with(with_code=code, with_reading=reading) for code, reading in rules]
 
 
 def hash_user_code(config: Config, source: Source, validation: Source | None) -> str:
@@ -177,10 +187,12 @@ def compute_fingerprint(
     learned: str = "",
     *,
     with_code: bool = True,
+    with_reading: bool = True,
 ) -> str:
     """Returns the fingerprint of a preparation from open sources; `learned` is the fingerprint of facts shared with others.
 
-    Without `with_code` it is computed as in earlier versions, which ignored code that a step reaches.
+    Without `with_code` it is computed as in earlier versions, which ignored code that a step reaches; without `with_reading`
+    as before 0.4, which read rows of tables with too many fields.
     """
     data = config.data
     content: dict[str, Any] = {
@@ -204,6 +216,8 @@ def compute_fingerprint(
         if not data.follow and any(False in opened.quotes_between_tabs for opened in (source, validation) if opened):
             csv_settings["quote"] = "none"
         content |= {key: value for key, value in csv_settings.items() if value not in ("auto", [])}
+    if with_reading and "csv" in (source.kind, validation and validation.kind):
+        content["reading"] = READING
     if source.kind == "parquet" and data.class_names:
         content["class_names"] = True
     if data.image_root and data.on_error == "skip":  # images outside it are left out
