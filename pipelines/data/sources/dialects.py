@@ -18,8 +18,9 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from raystride.pipelines.config.data import DELIMITERS
-from raystride.pipelines.data.sources.faults import REMEDY, Fault, FaultError
+from raystride.pipelines.data.sources.faults import BINARY_REMEDY, REMEDY, Fault, FaultError
 from raystride.pipelines.data.sources.fields import Columns, find_columns, missing_column_fault
+from raystride.pipelines.data.sources.first_bytes import is_binary
 from raystride.pipelines.data.sources.pieces import File, empty_file_fault
 
 HEAD_BYTES = 1 << 16
@@ -122,6 +123,8 @@ def find_dialect(head: bytes, csv_settings: CsvSettings, columns: Columns, file:
                 names=found_names,
                 surplus=_count_surplus(found_names, look.rows[1:]),
             )
+    if file.encoding == "utf-8" and is_binary(head):
+        raise FaultError(Fault(file.uri, "is no text: it has NUL or control characters", BINARY_REMEDY))
     if problem := _utf16_fault(head, file):
         raise FaultError(problem)
     wanted = len(csv_settings.names) or None

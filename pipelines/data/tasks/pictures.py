@@ -14,6 +14,8 @@ from typing import Any
 
 import numpy as np
 
+from raystride.pipelines.data.sources.first_bytes import HEAD_BYTES, IMAGE, find_foreign_format
+
 CHANNELS = {
     "1": 1, "L": 1,
     "LA": 3, "P": 3, "PA": 3, "RGB": 3, "RGBA": 3, "RGBa": 3, "RGBX": 3, "CMYK": 3, "YCbCr": 3, "HSV": 3,
@@ -32,10 +34,14 @@ def open_picture(uri: str) -> Any:
 
     # For broken files, and decompression bombs, Pillow's readers raise more errors than documented.
     broken = (ValueError, OSError, SyntaxError, EOFError, struct.error, zlib.error, Image.DecompressionBombError)
+    content = b""
     try:
-        picture = Image.open(io.BytesIO(base64.b64decode(uri.partition(",")[2], validate=True)))
+        content = base64.b64decode(uri.partition(",")[2], validate=True)
+        picture = Image.open(io.BytesIO(content))
         picture.load()
     except broken as error:
+        if found := find_foreign_format(content[:HEAD_BYTES], expected=IMAGE):
+            raise ValueError(f"is no image but {found.format}: {found.remedy}") from error
         raise ValueError(f"is no image that can be read: {error}") from error
     with suppress(*broken, KeyError, TypeError):  # pictures with unreadable EXIF data are not turned
         ImageOps.exif_transpose(picture, in_place=True)  # orientation of the camera
