@@ -316,4 +316,8 @@ def test_pictures_that_come_as_before_are_found_as_before(tmp_path: Path, deep: 
     assert (find_fingerprint(config, task, *sources, storage=storage) == before) == (not deep)
     assert before in known_fingerprints(config, task, *sources), "a run of 0.3 goes on with it"
     (storage / ".prepared" / before).remove("manifest.json")
+    lines: list[str] = []
+    prepare_source(RunContext(config, storage, log=lines.append), task, on_ray=False)
+    assert next(before in line and "earlier version" in line for line in lines)
+    (storage / ".prepared").remove(find_fingerprint(config, task, *sources))
     assert find_fingerprint(config, task, *sources, storage=storage) != before, "it would go on by other rules"
