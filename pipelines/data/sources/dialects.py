@@ -175,7 +175,10 @@ def row_without_spaces(row: list[str], lines: Callable[[], Iterable[str]], diale
     else:
         return row
     # A field may also hold these characters within quotes; only the line shows it.
-    (found,) = list(dialect.read_rows(lines(), skip_spaces=True)) or [row]
+    rows: list[list[str]] = [*dialect.read_rows(lines(), skip_spaces=True)]
+    if len(rows) != 1:
+        raise csv.Error("quotes behind blanks that are not in pairs")
+    found = rows[0]
     if len(found) != len(row):
         return found
     return [new if old.lstrip(" ")[:1] == '"' else old for old, new in zip(row, found, strict=True)]
