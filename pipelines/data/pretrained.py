@@ -28,6 +28,7 @@ from raystride.pipelines.config import Config, ModelConfig, SettingError, Tokeni
 from raystride.pipelines.config.base_model import is_run, settings_from_description
 from raystride.pipelines.config.combinations import DECODERS
 from raystride.pipelines.config.stored_run import read_settings
+from raystride.pipelines.data.sources.first_bytes import HEAD_BYTES, describe_foreign_format
 from raystride.pipelines.data.tokenizers import load_tokenizer
 from raystride.pipelines.data.tokenizers.chat import parse_tokenizer
 from raystride.pipelines.data.tokenizers.loading import PROBE
@@ -83,7 +84,7 @@ def check_base(config: Config, path_or_name: str) -> BaseInfo:
     unsupported dtypes, or another tokenizer.
     """
     try:
-        description = read_description(path_or_name)
+        description = _read_description(path_or_name)
         _check_task(config, path_or_name, description)
         check_description(config.model, description)
         tensors = remote_tensors(path_or_name) if is_hub_name(path_or_name) else read_headers(Folder(path_or_name))
@@ -108,6 +109,15 @@ def check_base(config: Config, path_or_name: str) -> BaseInfo:
     described, now = settings_from_description(path_or_name, description, plain, {"model.init_from"}), config.flat()
     settings = {name: now[name] for name, value in described.items() if now[name] == value}
     return BaseInfo(described_type(description), weights, trained_context(description), rows, settings)
+
+
+def _read_description(path_or_name: str) -> Any:
+    """Returns the `config.json` of a base. Raises ValueError with what it is if it is no JSON, or FileNotFoundError."""
+    try:
+        return read_description(path_or_name)
+    except json.JSONDecodeError as error:
+        described = describe_foreign_format(error.doc[:HEAD_BYTES].encode(errors="replace"))
+        raise ValueError(f"its config.json {described or f'is no JSON: {error}'}") from error
 
 
 def _check_task(config: Config, path_or_name: str, description: Mapping[str, Any]) -> None:
@@ -179,6 +189,8 @@ def read_headers(folder: Folder) -> TensorSizes:
         assert bytes_there is not None  # `_weight_files` has checked
         length = int.from_bytes(_read_bytes(folder, file, 0, 8), "little") if bytes_there >= 8 else MAX_HEADER_BYTES
         if length > min(MAX_HEADER_BYTES, bytes_there - 8):
+            if described := describe_foreign_format(_read_bytes(folder, file, 0, min(HEAD_BYTES, bytes_there))):
+                raise ValueError(f"its {file} {described}")
             raise ValueError(f"its {file} is truncated, or no safetensors: it has {bytes_there:,} bytes")
         try:
             header = json.loads(_read_bytes(folder, file, 8, 8 + length))
@@ -269,7 +281,7 @@ def load_base_weights(
         raise _init_from_error(path_or_name, "it must be None for a task that trains no decoder and no classifier of texts")
     initialized: list[str] = []
     try:
-        check_description(model.shape, read_description(path_or_name))  # before any weight is fetched
+        check_description(model.shape, _read_description(path_or_name))  # before any weight is fetched
         folder = fetch_model(path_or_name)
         _check_types(read_headers(folder))
         # Rows may be cut off only if the ids are equal: Qwen2.5 0.5B has 151,936 for the 151,665 ids of its tokenizer.

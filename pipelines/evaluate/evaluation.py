@@ -18,7 +18,7 @@ import pyarrow as pa
 
 from raystride.pipelines.config import PredictorConfig, SettingError
 from raystride.pipelines.data.prepare.cleaning import build_cleaning
-from raystride.pipelines.data.prepare.fingerprint import compute_fingerprint, open_sources
+from raystride.pipelines.data.prepare.fingerprint import known_fingerprints, open_sources
 from raystride.pipelines.data.prepare.parts import divide_into_parts, divide_without_validation
 from raystride.pipelines.data.prepare.raw_files import describe_changed_files, find_changed_files
 from raystride.pipelines.data.sources.checking import check_source
@@ -296,7 +296,7 @@ def _find_changes(chosen: SelectedRun, run: Folder, source: Source, validation: 
     if (folder := prepared_folder(run)) is None:
         return []
     changes = find_changed_files(folder, source, validation)
-    if changes is None and folder.name != compute_fingerprint(chosen.config, chosen.task, source, validation):
+    if changes is None and folder.name not in known_fingerprints(chosen.config, chosen.task, source, validation):
         return ["other time stamps or sizes"]  # an earlier version noted no content
     return changes or []
 

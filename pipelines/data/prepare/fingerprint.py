@@ -8,7 +8,8 @@ It leaves out the storage, the number of workers, and settings that only the fee
 import codecs
 import hashlib
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -17,10 +18,13 @@ from raystride.pipelines.config import Config, TokenizerConfig
 from raystride.pipelines.data.plugins import TASKS
 from raystride.pipelines.data.prepare.cleaning import build_cleaning, fingerprint_cleaning
 from raystride.pipelines.data.prepare.code_hash import hash_code, qualified_name
-from raystride.pipelines.data.sources.faults import DataError
+from raystride.pipelines.data.prepare.manifest import load_finished_manifest
+from raystride.pipelines.data.sources.faults import DataError, Fault, FaultError
 from raystride.pipelines.data.sources.registry import RegisteredReader
 from raystride.pipelines.data.sources.source import Source, open_source
 from raystride.pipelines.data.tasks import build_task
+from raystride.pipelines.data.tasks.images import Images
+from raystride.pipelines.data.tasks.pictures import has_8_bits
 from raystride.pipelines.data.tasks.task import Task
 from raystride.pipelines.data.tokenizers.training import TRAINED_KINDS, read_file
 from raystride.pipelines.system.credentials import strip_credentials
@@ -28,6 +32,18 @@ from raystride.pipelines.system.storage.folder import Folder
 
 FORMAT = 1
 """Raised when shards of the same data and settings come out differently than before."""
+READING = 2
+"""Raised when tables and pictures are read by other rules than before: 2 refuses rows that do not have a field for each
+column, and scales pictures of 16 bits.
+"""
+READ_AGAIN = f"reading-{READING}"
+"""File in a preparation by earlier rules, all of whose documents come the same by today's."""
+EARLIER_RULES: tuple[dict[str, bool], ...] = (
+    {"with_code": False, "with_reading": True},
+    {"with_code": True, "with_reading": False},
+    {"with_code": False, "with_reading": False},
+)
+"""How earlier versions computed fingerprints: arguments of `compute_fingerprint`."""
 
 
 def open_sources(config: Config, task: Task) -> tuple[Source, Source | None]:
@@ -112,8 +128,7 @@ def identity(
     if not learned and (task.surveyed or (task.tokenizers and config.tokenizer.kind in TRAINED_KINDS)):
         learned = _hash_learned_facts(config, task)
         if storage and not (storage / ".prepared" / learned).exists():
-            earlier = _hash_learned_facts(config, task, with_code=False)
-            learned = earlier if (storage / ".prepared" / earlier).exists() else learned
+            learned = _find_learned_facts(config, task, storage) or learned
     sources = {
         name: kept.fingerprints.get(name)
         or find_fingerprint(own, task.under(own), *open_sources(own, task.under(own)), learned, storage)
@@ -130,10 +145,28 @@ def learning_sources(config: Config) -> dict[str, Config]:
     return {name: own for name, own in configs.items() if not names or name in names}
 
 
-def _hash_learned_facts(config: Config, task: Task, *, with_code: bool = True) -> str:
+def _find_learned_facts(config: Config, task: Task, storage: Folder) -> str | None:
+    """Returns the fingerprint of facts that an earlier version learned from the same sources; None if there are none."""
+    for rule in EARLIER_RULES:
+        earlier = _hash_learned_facts(config, task, **rule)
+        if (storage / ".prepared" / earlier).exists() and (
+            rule["with_reading"]
+            or all(
+                source is None or _is_read_as_before(task.under(own), source)
+                for own in learning_sources(config).values()
+                for source in open_sources(own, task.under(own))
+            )
+        ):
+            return earlier
+    return None
+
+
+def _hash_learned_facts(config: Config, task: Task, *, with_code: bool = True, with_reading: bool = True) -> str:
     tokenizer = _tokenizer_settings(config.tokenizer) if task.tokenizers else None
     fingerprints = [
-        compute_fingerprint(own, task.under(own), *open_sources(own, task.under(own)), with_code=with_code)
+        compute_fingerprint(
+            own, task.under(own), *open_sources(own, task.under(own)), with_code=with_code, with_reading=with_reading
+        )
         for own in learning_sources(config).values()
     ]
     return _hash_json({"format": FORMAT, "learned": sorted(fingerprints), "tokenizer": tokenizer})
@@ -147,15 +180,66 @@ def find_fingerprint(
     learned: str = "",
     storage: Folder | None = None,
 ) -> str:
-    """Returns the fingerprint of open sources; that of an earlier version, if its preparation exists.
+    """Returns the fingerprint of open sources; that of an earlier version, if its preparation exists and would be the same.
 
     Earlier versions hashed only the lines of a step or of a source's function, not the code that these reach.
     """
     found = compute_fingerprint(config, task, source, validation, learned)
-    if storage is None or not hash_user_code(config, source, validation) or (storage / ".prepared" / found).exists():
+    if storage is None or (storage / ".prepared" / found).exists():
         return found
-    earlier = compute_fingerprint(config, task, source, validation, learned, with_code=False)
-    return earlier if (storage / ".prepared" / earlier).exists() else found
+    for rule in EARLIER_RULES:
+        earlier = compute_fingerprint(config, task, source, validation, learned, **rule)
+        folder = storage / ".prepared" / earlier
+        if earlier == found or not folder.exists():
+            continue
+        if rule["with_reading"]:
+            return earlier
+        # What is not whole would go on by today's rules.
+        if load_finished_manifest(folder) and _is_made_as_today(folder, task, source, validation):
+            return earlier
+    return found
+
+
+def _is_made_as_today(folder: Folder, task: Task, source: Source, validation: Source | None) -> bool:
+    """Returns whether a preparation by earlier rules of reading is that of today's. Pictures are looked through once."""
+    if folder.exists(READ_AGAIN):
+        return True
+    alike = all(_is_read_as_before(task, opened) for opened in (source, validation) if opened)
+    if alike:
+        with suppress(OSError):  # then the next run looks again
+            folder.put(READ_AGAIN, f"{READING}\n")
+    return alike
+
+
+def _is_read_as_before(task: Task, source: Source) -> bool:
+    """Returns whether all pictures of a source come as before 0.4; other data with a reading number does not."""
+    if source.kind == "csv" or not isinstance(task, Images):
+        return False
+    try:
+        return all(
+            isinstance(item, Fault) or has_8_bits(item.document[0])
+            for file in source.files
+            for piece in source.reader.slices(file, 1 << 40)
+            for item in source.reader.read(piece)
+        )
+    except FaultError:  # preparing it reports the fault, or counts it
+        return False
+
+
+def known_fingerprints(
+    config: Config, task: Task, source: Source, validation: Source | None, learned: str = ""
+) -> list[str]:
+    """Returns the fingerprint of open sources, and those that earlier versions gave to the same sources and settings."""
+    fingerprint_with = partial(compute_fingerprint, config, task, source, validation, learned)
+    return [fingerprint_with(), *(fingerprint_with(**rule) for rule in EARLIER_RULES)]
+
+
+def find_outdated_preparation(chosen: str, known: Sequence[str], storage: Folder) -> Folder | None:
+    """Returns the folder of the same data by an earlier version, if `chosen` begins anew; None if there is none."""
+    folders = [storage / ".prepared" / name for name in dict.fromkeys(known) if name != chosen]
+    if (storage / ".prepared" / chosen).exists():
+        return None
+    return next((folder for folder in folders if folder.exists()), None)
 
 
 def hash_user_code(config: Config, source: Source, validation: Source | None) -> str:
@@ -177,10 +261,12 @@ def compute_fingerprint(
     learned: str = "",
     *,
     with_code: bool = True,
+    with_reading: bool = True,
 ) -> str:
     """Returns the fingerprint of a preparation from open sources; `learned` is the fingerprint of facts shared with others.
 
-    Without `with_code` it is computed as in earlier versions, which ignored code that a step reaches.
+    Without `with_code` it is computed as in earlier versions, which ignored code that a step reaches; without `with_reading`
+    as before 0.4, which read rows of tables with too many fields, and clipped pictures of 16 bits.
     """
     data = config.data
     content: dict[str, Any] = {
@@ -204,6 +290,8 @@ def compute_fingerprint(
         if not data.follow and any(False in opened.quotes_between_tabs for opened in (source, validation) if opened):
             csv_settings["quote"] = "none"
         content |= {key: value for key, value in csv_settings.items() if value not in ("auto", [])}
+    if with_reading and (isinstance(task, Images) or "csv" in (source.kind, validation and validation.kind)):
+        content["reading"] = READING
     if source.kind == "parquet" and data.class_names:
         content["class_names"] = True
     if data.image_root and data.on_error == "skip":  # images outside it are left out

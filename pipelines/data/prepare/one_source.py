@@ -17,7 +17,13 @@ from typing import Any
 
 from raystride.pipelines.config import Config, DataConfig
 from raystride.pipelines.data.prepare.cleaning import build_cleaning
-from raystride.pipelines.data.prepare.fingerprint import Identity, find_fingerprint, open_sources
+from raystride.pipelines.data.prepare.fingerprint import (
+    Identity,
+    find_fingerprint,
+    find_outdated_preparation,
+    known_fingerprints,
+    open_sources,
+)
 from raystride.pipelines.data.prepare.generations import Describe, Publisher, Records, validation_first
 from raystride.pipelines.data.prepare.learn_facts import FACTS, LearnedFacts, LearningSource, learn_facts, make_tokenizers
 from raystride.pipelines.data.prepare.manifest import FILE, Manifest, Shard, Shards, load_finished_manifest
@@ -95,7 +101,13 @@ def prepare_source(
     opened = None
     if fingerprint is None:
         opened = open_sources(config, task)
-        fingerprint = find_fingerprint(config, task, *opened, learned.digest if learned else "", storage)
+        digest = learned.digest if learned else ""
+        fingerprint = find_fingerprint(config, task, *opened, digest, storage)
+        if outdated := find_outdated_preparation(fingerprint, known_fingerprints(config, task, *opened, digest), storage):
+            log(
+                f"data: {outdated} is by an earlier version, which read rows and pictures by other rules, or was not whole: "
+                "the data is prepared anew"
+            )
     folder = storage / ".prepared" / fingerprint
     if (manifest := load_finished_manifest(folder)) is not None:
         log(f"data: {_describe_counts(manifest, task)}, prepared before ({folder})")

@@ -25,8 +25,9 @@ from contextlib import closing, suppress
 from pathlib import Path
 from typing import IO, Any
 
+from raystride.pipelines.data.sources import first_bytes
 from raystride.pipelines.data.sources.faults import REMEDY, DataError, Fault, FaultError, raise_as_faults
-from raystride.pipelines.data.sources.pieces import Archive, File
+from raystride.pipelines.data.sources.pieces import COMPRESSIONS, Archive, File
 from raystride.pipelines.system.credentials import redact_uris
 from raystride.pipelines.system.node_folder import ensure_private, node_folder
 from raystride.pipelines.system.storage.folder import resolve_filesystem
@@ -37,12 +38,9 @@ ARCHIVE_ENDINGS = (".zip", *TAR_ENDINGS)
 """Endings of supported archives."""
 UNSUPPORTED_ENDINGS = (".7z", ".rar", ".xz", ".lzma", ".tar.lz4", ".xlsx", ".docx", ".pdf")
 """Endings of unsupported containers and document formats, which must never be read as text."""
-MAGIC_BYTES = {b"PK\x03\x04": "a zip archive", b"\x1f\x8b": "a gzip file", b"BZh": "a bzip2 file", b"\xfd7zXZ": "an xz file",
-         b"(\xb5/\xfd": "a zstd file", b"7z\xbc\xaf": "a 7z archive", b"Rar!": "a rar archive", b"%PDF-": "a PDF",
-         b"PAR1": "a Parquet file", b"\x89PNG": "an image", b"\xff\xd8\xff": "an image"}  # fmt: skip
-"""The first bytes of files of these formats, whatever their name."""
 MAX_EXPANSION, MIN_EXTRACTED_BYTES = 200, 1 << 30
 """An archive may expand to MAX_EXPANSION times its size, and in any case to MIN_EXTRACTED_BYTES: text expands ten times."""
+_TABLE = re.compile(r"\.(csv|tsv|jsonl?|ndjson|parquet|pq)(\.(gz|bz2|zst))?$")
 _MARKERS = re.compile(r"_SUCCESS|_temporary|_metadata|_common_metadata|_delta_log|_spark_metadata|_(committed|started)_.*")
 """Marker files that Spark, Hadoop and Databricks write beside data."""
 MAX_MEMBERS = 5_000_000
@@ -96,12 +94,27 @@ def is_archive(name: str) -> bool:
     return name.lower().endswith(ARCHIVE_ENDINGS)
 
 
-def unsupported_format_fault(file: File, start: bytes = b"") -> Fault | None:
-    """Returns the fault of a file in an unsupported format, by its name and its first bytes; None if it may be text."""
+def unsupported_format_fault(file: File) -> Fault | None:
+    """Returns the fault of a file in an unsupported format, by its name; None if it may be text."""
     what = next((ending for ending in UNSUPPORTED_ENDINGS if file.name.lower().endswith(ending)), None)
-    what = what or next((name for magic, name in MAGIC_BYTES.items() if start.startswith(magic)), None)
     remedy = "unpack it, or save it as text, CSV, JSON lines or Parquet under a name that says so, or leave it out"
     return Fault(file.uri, f"is no text but holds {what.removeprefix('.')}", remedy) if what else None
+
+
+def foreign_format_fault(file: File, head: bytes | None = None, *, expected: str = "") -> Fault | None:
+    """Returns the fault of a file that is not `expected`, by default text, but another format by its first bytes.
+
+    Without `head` they are read, as they lie on the disk; None also if they cannot be.
+    """
+    may_be_page = not _TABLE.search(file.name.lower())
+    if head is None:
+        head, may_be_page = b"", may_be_page and not file.name.lower().endswith(tuple(COMPRESSIONS))
+        with suppress(Exception):
+            system, path = resolve_filesystem(file.uri)
+            with system.open_input_stream(path, compression=None) as stream:
+                head = bytes(stream.read(first_bytes.HEAD_BYTES))
+    found = first_bytes.find_foreign_format(head, expected=expected, may_be_page=may_be_page)
+    return Fault(file.uri, f"is {found.format}", found.remedy) if found else None
 
 
 def invalid_name_fault(file: File) -> Fault | None:
@@ -218,6 +231,12 @@ def _open_archive(uri: str, name: str, stream: Any) -> Any:
             return tarfile.open(fileobj=CompressedInputStream(stream, "zstd"), mode="r|")
         return zipfile.ZipFile(stream) if name.lower().endswith(".zip") else tarfile.open(fileobj=stream, mode="r:*")
     except (*_ARCHIVE_ERRORS, OSError) as error:
+        head = b""
+        with suppress(OSError):
+            stream.seek(0)
+            head = bytes(stream.read(first_bytes.HEAD_BYTES))
+        if found := first_bytes.find_substitute(head):
+            raise DataError(f"{uri}: is {found.format}; {found.remedy}", file=uri) from error
         reason = f"is no archive, or a broken one: {error}"
         raise DataError(f"{uri}: {reason}; mend it, or leave it out with a glob", file=uri) from error
 

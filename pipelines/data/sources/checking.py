@@ -101,9 +101,7 @@ def _check_samples(file: File, share: int, *, in_lines: bool) -> Fault | None:
     for start, data, ends in _sample_windows(file, share):
         if file.encoding == "utf-8" and (error := _find_invalid_utf8(start, data, ends)):
             line = f", line {data[: error[0]].count(NEWLINE) + 1}" if in_lines and start == 0 else ""
-            return unsupported_format_fault(file, data) or not_utf8_fault(
-                f"{file.uri}{line}", error[1], start + error[0] - error[1].start
-            )
+            return not_utf8_fault(f"{file.uri}{line}", error[1], start + error[0] - error[1].start)
     return None
 
 

@@ -1,25 +1,28 @@
 """Reads CSV and TSV: the task's columns of a row are a document.
 
-A file is one slice, read with bounded memory. Rows with only empty columns are skipped silently.
+A file is one slice, read with bounded memory. Rows with only empty columns are skipped silently, and so are repeated headers
+and rulers. All other rows must have a field for each column; only empty ones may be surplus.
 
     for piece in CsvReader(columns).read(Slice(file, 0, file.size, file.size)): ...
 """
 
 import csv
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 
 from raystride.pipelines.data.sources.dialects import (
+    DELIMITER_NAMES,
     HEAD_BYTES,
     CsvSettings,
     Dialect,
     find_dialect,
-    find_misquoted_field,
     is_blank,
+    is_ruler,
     misquoted_fault,
     preview_row,
+    row_without_spaces,
 )
 from raystride.pipelines.data.sources.faults import REMEDY, Fault, FaultError
 from raystride.pipelines.data.sources.fields import Columns, attach_row, build_document, make_unique
@@ -53,33 +56,32 @@ class CsvReader:
     def read(self, piece: Slice) -> Iterator[Piece | Fault]:
         """Yields the documents of the rows in the slice. An invalid row is a Fault, and reading continues at the next line.
 
-        Raises FaultError if the source's only file has no rows, or a column is missing.
+        Raises FaultError if the source's only file has no rows, a column is missing, or another header follows.
         """
         file, stop = piece.file, piece.stop
         head = _read_head(file)
         if not file.is_whole_source and len(head) < HEAD_BYTES and is_blank(head):
             return
         dialect = find_dialect(head, self.csv_settings, self.columns, file)
-        names, skipped = make_unique(dialect.names), dialect.header
+        names, headers = make_unique(dialect.names), _HeaderCheck(dialect)
         with open_range(file) as stream:
             text = _DecodedLines(stream, any_line_end=dialect.any_line_end)
             offset = line = 0
             broken = True
             while broken:
-                rows, lines_before, guessed, broken = dialect.read_rows(text), line, line > 0, False
+                rows, lines_before, broken = dialect.read_rows(text), line, False
                 try:
                     for row in rows:
                         if stop is not None and offset >= stop:
                             return
-                        line = lines_before + rows.line_num
-                        if skipped:
-                            skipped = False
-                        elif offset >= piece.start and row:
-                            found = self._parse_row(row, dialect, f"{file.uri}, line {line}", file.image_access, guessed)
+                        place = f"{file.uri}, line {lines_before + rows.line_num}"
+                        if row and not headers.is_no_data(row, place) and offset >= piece.start:
+                            row = row_without_spaces(row, text.current_row_lines, dialect)
+                            found = self._parse_row(row, dialect, place, file.image_access)
                             yield from attach_row(found, partial(_row_by_name, row, names), self.keep)
-                        offset = text.end_row()
+                        offset, line = text.end_row(), lines_before + rows.line_num
                 except csv.Error as error:
-                    found_at = find_misquoted_field(text.current_row_lines(), dialect.delimiter) if dialect.quoted else None
+                    found_at = dialect.find_misquoted_field(text.current_row_lines)
                     if offset >= piece.start and (stop is None or offset < stop):
                         fault = (
                             misquoted_fault(file, line, found_at, dialect)
@@ -100,23 +102,81 @@ class CsvReader:
             return None
         return dialect.quoted if dialect.quotes_matter else None
 
-    def _parse_row(
-        self, row: list[str], dialect: Dialect, place: str, image_access: ImageAccess, guessed: bool
-    ) -> Iterator[Piece | Fault]:
-        """Yields a row's document; `guessed`: the row may be the rest of another one, unless it has all fields."""
-        if guessed and len(row) != len(dialect.names):
-            yield Fault(
-                place, f"has {len(row)} fields, not {len(dialect.names)}, behind a row that is no CSV: {preview_row(row)}"
-            )
-            return
-        for index, column in zip(dialect.column_indices, self.columns, strict=True):
-            if index >= len(row):
-                seen = f"has {len(row)} fields, too few for column {column.name!r}: {preview_row(row)}"
-                yield Fault(place, seen, f"name what is between them with --data.delimiter, {REMEDY}", column.name)
+    def _parse_row(self, row: list[str], dialect: Dialect, place: str, image_access: ImageAccess) -> Iterator[Piece | Fault]:
+        """Yields a row's document, or the fault of a row without exactly a field for each column."""
+        if not dialect.has_all_fields(row):
+            if any(field.strip() for field in row):
+                yield self._wrong_fields_fault(row, dialect, place)
                 return
+            row = [""] * len(dialect.names)
         yield from build_document(
             [row[index] for index in dialect.column_indices], place, self.columns, image_access, keep=self.keep
         )
+
+    def _wrong_fields_fault(self, row: list[str], dialect: Dialect, place: str) -> Fault:
+        delimiter = DELIMITER_NAMES.get(dialect.delimiter, repr(dialect.delimiter))
+        missing = (
+            column.name
+            for index, column in zip(dialect.column_indices, self.columns, strict=True)
+            if index >= len(row) or (len(row) <= len(dialect.names) and not row[index])
+        )
+        named = f"columns {preview_row(dialect.names)}" if dialect.header else f"{len(dialect.names)} columns"
+        reason = f"has {len(row)} fields for the {named}: {preview_row(row)}"
+        quoting = f"put a field that contains a {delimiter} in quotes, " if dialect.quoted else ""
+        return Fault(place, reason, f"{quoting}name another delimiter with --data.delimiter, {REMEDY}", next(missing, ""))
+
+
+class _HeaderCheck:
+    """Finds rows that are no data: the header, repeated ones as in files put together, and rulers."""
+
+    def __init__(self, dialect: Dialect) -> None:
+        self._dialect = dialect
+        self._header: list[str] = []
+        self._names: list[str] = []
+        self._needed: set[str] = set()
+        self._max_length = 0
+        self._follows_header = False
+
+    def is_no_data(self, row: list[str], place: str) -> bool:
+        """Returns whether a row is the file's header, repeats it, or is a ruler. The rows must come in order.
+
+        Raises FaultError for a header with other columns, or in another order: what follows would be read by the wrong one.
+        """
+        if self._dialect.header and not self._header:
+            self._header, self._names = row, _fold(row)
+            self._needed = {self._names[index] for index in self._dialect.column_indices}
+            self._max_length = 2 * sum(map(len, row)) + 256
+            self._follows_header = True
+            return True
+        if self._header and (row == self._header or (len(row) > 1 and self._is_header(row, place))):
+            self._follows_header = True
+            return True
+        # A document may be a line of hyphens, but hardly all fields of a row.
+        ruler = is_ruler(row) and (len(row) > 1 or self._follows_header)
+        self._follows_header = self._follows_header and not any(row)
+        return ruler
+
+    def _is_header(self, row: list[str], place: str) -> bool:
+        text = "\n".join(row)  # most rows are told from a header by this alone, which takes less time
+        if len(text) > self._max_length or next(iter(self._needed)) not in text.casefold():
+            return False
+        found = _fold(row)
+        is_permutation = len(found) == len(self._names) and sorted(found) == sorted(self._names)
+        if not is_permutation and (len(self._needed) < 2 or not self._needed.issubset(found)):
+            return False
+        if found == self._names:
+            return True
+        reason = f"is another header ({preview_row(row)}) than the first one ({preview_row(self._header)})"
+        remedy = f"divide the file before this line, so that each part has one header, {REMEDY}"
+        raise FaultError(Fault(place, reason, remedy))
+
+
+def _fold(row: Iterable[str]) -> list[str]:
+    """Returns names without case and blanks, and without empty ones at the end."""
+    found = [field.strip().casefold() for field in row]
+    while found and not found[-1]:
+        found.pop()
+    return found
 
 
 def _csv_error_fault(file: File, lines_before: int, error: csv.Error) -> Fault:

@@ -10,15 +10,17 @@ program: only then do they have the columns, or equal numbers of fields, or thei
 """
 
 import csv
+import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from raystride.pipelines.config.data import DELIMITERS
-from raystride.pipelines.data.sources.faults import REMEDY, Fault, FaultError
-from raystride.pipelines.data.sources.fields import Columns, missing_column_fault
+from raystride.pipelines.data.sources.faults import BINARY_REMEDY, REMEDY, Fault, FaultError
+from raystride.pipelines.data.sources.fields import Columns, find_columns, missing_column_fault
+from raystride.pipelines.data.sources.first_bytes import is_binary
 from raystride.pipelines.data.sources.pieces import File, empty_file_fault
 
 HEAD_BYTES = 1 << 16
@@ -26,6 +28,7 @@ HEAD_BYTES = 1 << 16
 CANDIDATE_DELIMITERS = (",", ";", "\t", "|")
 MAX_NAME_LENGTH = 64
 """The maximal length of a column's name when names are distinguished from values."""
+_RULER = re.compile(r" *:?[-=_]+:? *")
 DELIMITER_NAMES = {",": "comma", ";": "semicolon", "\t": "tab", "|": "pipe"}
 
 
@@ -57,12 +60,42 @@ class Dialect:
     quotes_matter: bool = False
     """Whether the first rows would differ with the other meaning of quotes."""
 
-    def read_rows(self, lines: Iterable[str]) -> Any:
-        """Returns an iterator over the rows of some lines, with no field limit. It raises csv.Error at an invalid row."""
+    surplus: int = 0
+    """Empty fields behind the named ones in most rows, whose lines end with delimiters that the header lacks; negative: the
+    header alone ends with delimiters.
+    """
+
+    def read_rows(self, lines: Iterable[str], *, skip_spaces: bool = False) -> Any:
+        """Returns an iterator over the rows of some lines, with no field limit. It raises csv.Error at an invalid row.
+
+        `skip_spaces`: a field may begin with blanks before its quote.
+        """
         csv.field_size_limit(2**31 - 1)  # many documents exceed the default of 128 KiB
         if not self.quoted:
             return csv.reader(lines, delimiter=self.delimiter, quoting=csv.QUOTE_NONE, strict=True)
-        return csv.reader(lines, delimiter=self.delimiter, strict=True)
+        return csv.reader(lines, delimiter=self.delimiter, strict=True, skipinitialspace=skip_spaces)
+
+    def find_misquoted_field(self, lines: Callable[[], Iterable[str]]) -> "MisquotedField | None":
+        """Returns the field because of which the row that begins with these lines is invalid; None if quotes are not why."""
+        if not self.quoted:
+            return None
+        found = find_misquoted_field(lines(), self.delimiter)
+        return found or find_misquoted_field(lines(), self.delimiter, skip_spaces=True)
+
+    def has_all_fields(self, row: Sequence[str]) -> bool:
+        """Returns whether a row has a field for each column, and only empty ones behind them.
+
+        A row with more or fewer empty fields behind them than most others must have no empty field in a named column: one
+        that has may have lost a delimiter, or have one too many.
+        """
+        if len(row) == len(self.names) and not self.surplus:
+            return True
+        if any(field.strip() for field in row[len(self.names) :]):
+            return False
+        named = len(self.names)
+        while named > 1 and not self.names[named - 1]:
+            named -= 1
+        return len(row) == len(self.names) + self.surplus or (len(row) >= named and all(map(str.strip, row[:named])))
 
 
 def find_dialect(head: bytes, csv_settings: CsvSettings, columns: Columns, file: File) -> Dialect:
@@ -80,8 +113,18 @@ def find_dialect(head: bytes, csv_settings: CsvSettings, columns: Columns, file:
             and csv_settings.header is not False
             and all(column.name in look.rows[0] for column in columns)
         ):
+            find_columns(file.uri, columns, look.rows[0])
             column_indices = tuple(look.rows[0].index(column.name) for column in columns)
-            return replace(look.dialect, header=True, column_indices=column_indices, names=tuple(look.rows[0]))
+            found_names = tuple(look.rows[0])
+            return replace(
+                look.dialect,
+                header=True,
+                column_indices=column_indices,
+                names=found_names,
+                surplus=_count_surplus(found_names, look.rows[1:]),
+            )
+    if file.encoding == "utf-8" and is_binary(head):
+        raise FaultError(Fault(file.uri, "is no text: it has NUL or control characters", BINARY_REMEDY))
     if problem := _utf16_fault(head, file):
         raise FaultError(problem)
     wanted = len(csv_settings.names) or None
@@ -95,8 +138,50 @@ def find_dialect(head: bytes, csv_settings: CsvSettings, columns: Columns, file:
         )
     by_position = _dialect_by_position(look.rows, look.dialect.delimiter, csv_settings, columns, file)
     return replace(
-        look.dialect, header=by_position.header, column_indices=by_position.column_indices, names=by_position.names
+        look.dialect,
+        header=by_position.header,
+        column_indices=by_position.column_indices,
+        names=by_position.names,
+        surplus=_count_surplus(by_position.names, look.rows[by_position.header :]),
     )
+
+
+def _count_surplus(names: Sequence[str], rows: Sequence[Sequence[str]]) -> int:
+    """Returns how many more fields than names most of some rows have, if these are empty, or their names are."""
+    (fields, count), *_ = Counter(map(len, rows)).most_common(1) or [(0, 0)]
+    if count < 2 or 2 * count <= len(rows) or any(names[fields:]):
+        return 0
+    usual = (row for row in rows if len(row) == fields)
+    return 0 if any(field.strip() for row in usual for field in row[len(names) :]) else fields - len(names)
+
+
+def is_ruler(row: Sequence[str]) -> bool:
+    """Returns whether a row is a line between others, as databases and Markdown print it: `-----,-----`."""
+    if row[0][:1] not in " :-=_":
+        return False
+    return all(_RULER.fullmatch(field) for field in row) and any(len(field.strip()) > 2 for field in row)
+
+
+def row_without_spaces(row: list[str], lines: Callable[[], Iterable[str]], dialect: Dialect) -> list[str]:
+    """Returns a row with its fields that have blanks before their quotes read as quoted ones; `lines` returns its lines.
+
+    Raises csv.Error if such a field is not closed, or continues after its closing quote.
+    """
+    if not dialect.quoted:
+        return row
+    for field in row:
+        if field[:1] == " " and field.lstrip(" ")[:1] == '"':
+            break
+    else:
+        return row
+    # A field may also hold these characters within quotes; only the line shows it.
+    rows: list[list[str]] = [*dialect.read_rows(lines(), skip_spaces=True)]
+    if len(rows) != 1:
+        raise csv.Error("quotes behind blanks that are not in pairs")
+    found = rows[0]
+    if len(found) != len(row):
+        return found
+    return [new if old.lstrip(" ")[:1] == '"' else old for old, new in zip(row, found, strict=True)]
 
 
 def is_blank(head: bytes) -> bool:
@@ -173,16 +258,18 @@ def _is_in_quotes(field: str) -> bool:
     return len(field) > 1 and field[0] == field[-1] == '"'
 
 
-def find_misquoted_field(lines: Iterable[str], delimiter: str) -> MisquotedField | None:
+def find_misquoted_field(lines: Iterable[str], delimiter: str, *, skip_spaces: bool = False) -> MisquotedField | None:
     """Returns the quoted field of a row that is not closed or continues after its closing quote; None if there is none.
 
-    The row begins with the first of these lines.
+    The row begins with the first of these lines. `skip_spaces`: a field may begin with blanks before its quote.
     """
     field, begun = 0, None
     for number, line in enumerate(lines):
         position = 0
         while True:
             if begun is None:
+                while skip_spaces and line[position : position + 1] == " ":
+                    position += 1
                 if line.startswith('"', position):
                     begun, position = MisquotedField(number, field, "is not closed"), position + 1
                 elif (end := line.find(delimiter, position)) >= 0:
@@ -229,9 +316,7 @@ def _dialect_by_position(
             raise FaultError(
                 Fault(file.uri, reason, f"name as many columns with --data.columns, {_suggest_delimiter(delimiter)}")
             )
-        for column in columns:
-            if column.name not in csv_settings.names:
-                raise FaultError(missing_column_fault(file.uri, column, csv_settings.names))
+        find_columns(file.uri, columns, csv_settings.names)
         return Dialect(
             delimiter, named, tuple(csv_settings.names.index(column.name) for column in columns), csv_settings.names
         )
@@ -239,9 +324,11 @@ def _dialect_by_position(
     header = csv_settings.header if csv_settings.header != "auto" else _has_names(rows)
     if not numbers:
         raise FaultError(_missing_names_fault(first, header, delimiter, csv_settings, columns, file))
+    (fields, count), *_ = Counter(map(len, rows)).most_common(1)
+    width = fields if not header and 2 * count > len(rows) else len(first)  # the first row may be the one that is wrong
     for column in columns:
-        if int(column.name) >= len(first):
-            reason = f"has no column {column.name} but 0 to {len(first) - 1}: {_format_numbered(first)}"
+        if int(column.name) >= width:
+            reason = f"has no column {column.name} but 0 to {width - 1}: {_format_numbered(first)}"
             raise FaultError(
                 Fault(
                     file.uri, reason, f"choose another with --{column.setting}, {_suggest_delimiter(delimiter)}", column.name
@@ -250,7 +337,7 @@ def _dialect_by_position(
     if header is None:
         reason = f"names or values: its first line could be either ({preview_row(first)})"
         raise FaultError(Fault(file.uri, reason, "say whether it has a line of names with --data.header true or false"))
-    names = first if header else map(str, range(len(first)))
+    names = first if header else map(str, range(width))
     return Dialect(delimiter, header, tuple(int(column.name) for column in columns), tuple(names))
 
 

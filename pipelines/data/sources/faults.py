@@ -6,15 +6,19 @@ A reader yields a Fault in place of a document. With `data.on_error skip` it is 
     raise DataError("books/7.txt: is not UTF-8: byte 0xff at 1203; mend it, or ... --data.on_error skip")
 """
 
+import codecs
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from raystride.pipelines.data.sources.first_bytes import has_controls
 from raystride.pipelines.system.credentials import redact
 
 REMEDY = "mend or remove it, or leave out what cannot be read with --data.on_error skip"
+
+BINARY_REMEDY = f"save it as text, CSV, JSON lines or Parquet, {REMEDY}"
 
 ENCODING_REMEDY = f"name its encoding (--data.encoding latin-1, for instance), {REMEDY}"
 
@@ -131,7 +135,19 @@ def raise_as_faults(place: str) -> Iterator[None]:
         raise FaultError(Fault(place, f"is truncated or broken: {text}")) from error
 
 
-def not_utf8_fault(place: str, error: UnicodeDecodeError, offset: int = 0) -> Fault:
-    """Returns the fault of a text that is not UTF-8 and begins at `offset` of its file."""
-    position = offset + error.start
-    return Fault(place, f"is not UTF-8: byte 0x{error.object[error.start]:02x} at {position}", ENCODING_REMEDY)
+def not_utf8_fault(place: str, error: UnicodeDecodeError, offset: int = 0, head: bytes | None = None) -> Fault:
+    """Returns the fault of a text that is not UTF-8 and begins at `offset` of its file.
+
+    It names an encoding only if the file may be text in one: `head` are bytes to tell by, else those that were decoded.
+    """
+    reason = f"is not UTF-8: byte 0x{error.object[error.start]:02x} at {offset + error.start}"
+    return Fault(place, *explain_not_utf8(reason, error.object if head is None else head))
+
+
+def explain_not_utf8(reason: str, head: bytes) -> tuple[str, str]:
+    """Returns reason and remedy of bytes that are not UTF-8, by some of the file's bytes."""
+    if head.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        return "is UTF-16", "say so with --data.encoding utf-16"
+    if has_controls(head):
+        return f"is no text: it {reason}, and it has NUL or control characters", BINARY_REMEDY
+    return reason, ENCODING_REMEDY

@@ -84,13 +84,15 @@ def missing_column_fault(place: str, column: Column, found: Sequence[str]) -> Fa
 def find_columns(place: str, columns: Columns, found: Sequence[str], *, nested: bool = False) -> list[tuple[str, str]]:
     """Returns each column's name in a file and its nested field: "", or `de` of `translation.de`.
 
-    Raises FaultError if a column is not in `found`.
+    Raises FaultError if a column is not in `found`, or is there twice.
     """
     keys = []
     for column in columns:
         key, _, field = (column.name, "", "") if column.name in found or not nested else column.name.partition(".")
         if key not in found:
             raise FaultError(missing_column_fault(place, column, found))
+        if found.count(key) > 1:
+            raise FaultError(Fault(place, f"has {found.count(key)} columns {key!r}", "rename all but the right one", key))
         keys.append((key, field))
     return keys
 

@@ -14,10 +14,17 @@ from dataclasses import dataclass
 from itertools import islice, pairwise
 from typing import Any
 
-from raystride.pipelines.data.sources.faults import ENCODING_REMEDY, DataError, Fault, FaultError, not_utf8_fault
+from raystride.pipelines.data.sources.faults import DataError, Fault, FaultError, explain_not_utf8, not_utf8_fault
 from raystride.pipelines.data.sources.fields import Columns, attach_row, build_document, document_from_row
 from raystride.pipelines.data.sources.pieces import PIECE_BYTES, File, Piece, Slice, empty_file_fault
-from raystride.pipelines.data.sources.streams import check_line_endings, count_lines, open_range, read_lines, text_length
+from raystride.pipelines.data.sources.streams import (
+    check_line_endings,
+    count_lines,
+    open_range,
+    read_head,
+    read_lines,
+    text_length,
+)
 
 _FASTTEXT = "__label__"
 
@@ -69,7 +76,7 @@ class LineReader:
                     text = line.decode("utf-8-sig").strip()
                 except UnicodeDecodeError as error:
                     reason = f"is not UTF-8: byte 0x{error.object[error.start]:02x}"
-                    yield Fault(place, reason, ENCODING_REMEDY, row={} if self.keep else None)
+                    yield Fault(place, *explain_not_utf8(reason, read_head(piece.file)), row={} if self.keep else None)
                 else:
                     yield from self._parse_line(text, place, piece.file)
         if line is None and piece.file.is_whole_source:
@@ -202,6 +209,6 @@ class ParallelReader:
                     uri = other.uri
                     target = right.decode("utf-8-sig").strip()
                 except UnicodeDecodeError as error:
-                    yield not_utf8_fault(f"{uri}, line {number}", error)
+                    yield not_utf8_fault(f"{uri}, line {number}", error, head=read_head(other if uri == other.uri else file))
                 else:
                     yield from build_document([source, target], place, self.columns)

@@ -12,7 +12,7 @@ from functools import partial
 from itertools import repeat
 from typing import Any
 
-from raystride.pipelines.data.sources.archives import ensure_unpacked
+from raystride.pipelines.data.sources.archives import ensure_unpacked, foreign_format_fault
 from raystride.pipelines.data.sources.faults import Fault, FaultError, raise_as_faults
 from raystride.pipelines.data.sources.fields import (
     Columns,
@@ -22,6 +22,7 @@ from raystride.pipelines.data.sources.fields import (
     make_unique,
     nested_value,
 )
+from raystride.pipelines.data.sources.first_bytes import PARQUET
 from raystride.pipelines.data.sources.pieces import File, Piece, Slice, empty_file_fault
 from raystride.pipelines.system.storage.folder import resolve_filesystem
 from raystride.pipelines.system.storage.retries import retry
@@ -234,12 +235,17 @@ class _OpenParquet:
         from pyarrow.parquet import ParquetFile
 
         ensure_unpacked(self._file)
-        with raise_as_faults(self._file.uri):
-            if self._file.size == 0:
-                raise FaultError(empty_file_fault(self._file, "no rows"))
-            system, path = resolve_filesystem(self._file.uri)
-            self._stream = retry(lambda: system.open_input_file(path))
-            table = ParquetFile(self._stream)
+        try:
+            with raise_as_faults(self._file.uri):
+                if self._file.size == 0:
+                    raise FaultError(empty_file_fault(self._file, "no rows"))
+                system, path = resolve_filesystem(self._file.uri)
+                self._stream = retry(lambda: system.open_input_file(path))
+                table = ParquetFile(self._stream)
+        except FaultError as faulty:
+            if fault := foreign_format_fault(self._file, expected=PARQUET):
+                raise FaultError(fault) from faulty
+            raise
         try:
             find_columns(self._file.uri, self._columns, table.schema_arrow.names, nested=True)
         except FaultError:

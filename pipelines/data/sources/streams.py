@@ -11,8 +11,9 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
-from raystride.pipelines.data.sources.archives import ensure_unpacked, unsupported_format_fault
-from raystride.pipelines.data.sources.faults import REMEDY, Fault, FaultError, raise_as_faults
+from raystride.pipelines.data.sources.archives import ensure_unpacked, foreign_format_fault, unsupported_format_fault
+from raystride.pipelines.data.sources.faults import BINARY_REMEDY, REMEDY, Fault, FaultError, raise_as_faults
+from raystride.pipelines.data.sources.first_bytes import HEAD_BYTES, has_controls
 from raystride.pipelines.data.sources.pieces import COMPRESSIONS, PIECE_BYTES, File
 from raystride.pipelines.system.storage.folder import resolve_filesystem
 from raystride.pipelines.system.storage.retries import retry
@@ -24,17 +25,34 @@ _HEAD_BYTES = 1 << 16
 class ByteRange:
     """A stream that ends at an offset. Raises FaultError if the file ends earlier, or reading fails."""
 
-    def __init__(self, stream: Any, place: str, start: int, stop: int | None) -> None:
-        self._stream, self._place, self._left = stream, place, None if stop is None else stop - start
+    def __init__(self, stream: Any, file: File, start: int, stop: int | None, expected: str = "") -> None:
+        """`expected`: the format by `first_bytes` that the file has; by default it is text."""
+        self._stream, self._file, self._left = stream, file, None if stop is None else stop - start
+        self._expected, self._is_seen = expected, start > 0
         self.start = start
 
     def read(self, size: int) -> bytes:
         """Returns the next bytes, `size` unless the range ends.
 
-        Raises FaultError if reading fails, the file is missing, or it ends before the range does.
+        Raises FaultError if reading fails, the file is missing, or it ends before the range does; also if its first bytes
+        show another format.
         """
         wanted = size if self._left is None else min(size, self._left)
-        with raise_as_faults(self._place):
+        if self._is_seen:
+            return self._read(wanted)
+        try:
+            data = self._read(wanted)
+        except FaultError as faulty:
+            if fault := foreign_format_fault(self._file, expected=_packing(self._file)):
+                raise FaultError(fault) from faulty
+            raise
+        self._is_seen = True
+        if fault := foreign_format_fault(self._file, data[:HEAD_BYTES], expected=self._expected):
+            raise FaultError(fault)
+        return data
+
+    def _read(self, wanted: int) -> bytes:
+        with raise_as_faults(self._file.uri):
             data: bytes = retry(lambda: self._stream.read(wanted))  # a failed read has not moved the stream
             if self._left is not None:
                 self._left -= len(data)
@@ -44,8 +62,11 @@ class ByteRange:
 
 
 @contextmanager
-def open_range(file: File, start: int = 0, stop: int | None = None) -> Iterator[ByteRange]:
-    """Opens the file's (decompressed, recoded) bytes [start, stop). Raises FaultError."""
+def open_range(file: File, start: int = 0, stop: int | None = None, *, expected: str = "") -> Iterator[ByteRange]:
+    """Opens the file's (decompressed, recoded) bytes [start, stop). Raises FaultError.
+
+    `expected`: its format by `first_bytes`; by default it is text.
+    """
     ensure_unpacked(file)
     if fault := unsupported_format_fault(file):
         raise FaultError(fault)
@@ -69,7 +90,12 @@ def open_range(file: File, start: int = 0, stop: int | None = None) -> Iterator[
                 _skip_bytes(source, start)
             else:
                 stream.seek(start)
-        yield ByteRange(source, file.uri, start, stop)
+        yield ByteRange(source, file, start, stop, expected)
+
+
+def _packing(file: File) -> str:
+    """Returns the format by `first_bytes` that a compressed file has; "" if it is not compressed."""
+    return next((f"a {kind} file" for ending, kind in COMPRESSIONS.items() if file.name.lower().endswith(ending)), "")
 
 
 class _GzipStream:
@@ -105,14 +131,19 @@ class _RecodedStream:
         while len(self._ready) < size and not self._ended:
             data = self._stream.read(size)
             # In many encodings all bytes are valid text.
-            if not self._begun and (fault := unsupported_format_fault(self._file, data)):
+            if not self._begun and (fault := foreign_format_fault(self._file, data[:HEAD_BYTES])):
                 raise FaultError(fault)
-            self._begun, self._ended = True, not data
+            self._ended = not data
             try:
                 self._ready += self._decoder.decode(data, self._ended).encode("utf-8", "surrogatepass")
             except UnicodeDecodeError as error:
                 reason = f"is not {self._file.encoding}: {error.reason}"
-                raise FaultError(Fault(self._file.uri, reason, "name its encoding with --data.encoding")) from error
+                remedy = BINARY_REMEDY if has_controls(data) else "name its encoding with --data.encoding"
+                raise FaultError(Fault(self._file.uri, reason, remedy)) from error
+            if not self._begun and has_controls(self._ready):
+                reason = f"is no text in {self._file.encoding}: it has NUL or control characters"
+                raise FaultError(Fault(self._file.uri, reason, BINARY_REMEDY))
+            self._begun = True
         given, self._ready = self._ready[:size], self._ready[size:]
         return given
 
@@ -120,6 +151,15 @@ class _RecodedStream:
 def _skip_bytes(stream: Any, size: int) -> None:
     while size and (data := stream.read(min(size, PIECE_BYTES))):
         size -= len(data)
+
+
+def read_head(file: File) -> bytes:
+    """Returns the first bytes of a file's text; b"" if they cannot be read."""
+    try:
+        with open_range(file) as stream:
+            return stream.read(_HEAD_BYTES if file.is_streamed else min(_HEAD_BYTES, file.size))
+    except FaultError:
+        return b""
 
 
 def text_length(file: File) -> int:

@@ -18,8 +18,9 @@ from itertools import islice
 from typing import IO, Any, cast
 
 from raystride.pipelines.data.sources.archives import TAR_ENDINGS
-from raystride.pipelines.data.sources.faults import ENCODING_REMEDY, REMEDY, Fault, FaultError
+from raystride.pipelines.data.sources.faults import BINARY_REMEDY, ENCODING_REMEDY, REMEDY, Fault, FaultError
 from raystride.pipelines.data.sources.fields import Columns, build_document, nested_value
+from raystride.pipelines.data.sources.first_bytes import TAR, has_controls
 from raystride.pipelines.data.sources.image_files import MAX_BYTES
 from raystride.pipelines.data.sources.pieces import PIECE_BYTES, File, Piece, Slice, empty_file_fault
 from raystride.pipelines.data.sources.streams import open_range
@@ -117,7 +118,8 @@ def _decode_member(ending: str, content: bytes, column: Column, place: str, enco
         text = content.decode("utf-8-sig" if encoding == "utf-8" else encoding)
     except UnicodeDecodeError as error:
         reason = f"its .{ending} is not {encoding}: {error.reason}"
-        raise FaultError(Fault(place, reason, ENCODING_REMEDY, column.name)) from error
+        remedy = BINARY_REMEDY if has_controls(content) else ENCODING_REMEDY
+        raise FaultError(Fault(place, reason, remedy, column.name)) from error
     return text.strip()
 
 
@@ -192,7 +194,7 @@ def _split_member_name(info: tarfile.TarInfo) -> tuple[str, str]:
 def _open_tar(file: File, last: Callable[[], _Sample | None] = lambda: None) -> Iterator[tarfile.TarFile]:
     """Opens the file as a sequential tar. Raises FaultError, with the last started key, if reading fails."""
     plain = replace(file, encoding="utf-8", name=re.sub(r"\.t(gz|bz2)$", r".tar.\1", file.name.lower()))
-    with open_range(plain) as stream:
+    with open_range(plain, expected=TAR) as stream:
         try:
             with tarfile.open(fileobj=stream, mode="r|", bufsize=PIECE_BYTES, tarinfo=_StrictTarInfo) as tar:  # type: ignore[call-overload]
                 yield tar

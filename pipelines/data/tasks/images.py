@@ -8,11 +8,8 @@ width, and are cropped by the feed.
     (images,), labels = task.collate(rows, None)             # images (B, 1, 8, 8) uint8, labels (B) int64
 """
 
-import base64
-import io
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -21,6 +18,7 @@ from raystride.model.shape import convnet_flops
 from raystride.pipelines.config import SettingError
 from raystride.pipelines.data.tasks.crops import Crop, pack_with_size, resize_shorter_side, unpack_pixels
 from raystride.pipelines.data.tasks.labels import LabelTask
+from raystride.pipelines.data.tasks.pictures import open_picture, picture_size
 from raystride.pipelines.data.tasks.task import Column, Document, Facts, Inputs, Rows
 
 if TYPE_CHECKING:
@@ -59,14 +57,15 @@ class Images(LabelTask):
         """Counts the labels and the sizes of images; invalid images are detected when they are encoded."""
         labels: Counter[str] = Counter()
         sizes: Counter[str] = Counter()
+        unread = ""
         for image, label in documents:
             labels[label] += 1
             if not self.config.data.image_size:
                 try:
-                    sizes["x".join(map(str, _image_size(_open_image(image))))] += 1
-                except ValueError:
-                    continue
-        return {"labels": labels, "sizes": sizes}
+                    sizes["x".join(map(str, picture_size(open_picture(image))))] += 1
+                except ValueError as error:
+                    unread = unread or str(error)
+        return {"labels": labels, "sizes": sizes, "unread": unread}
 
     def learn(self, surveys: Sequence[Facts]) -> Facts:
         """Returns the labels, and the common size of images. Raises SettingError if they have several and none is set."""
@@ -74,7 +73,8 @@ class Images(LabelTask):
         if self.config.data.image_size:
             return {**labels, "image": list(self.config.data.image_size)}
         if len(sizes) != 1:
-            found = ", ".join(size for size, _ in sizes.most_common(5)) or "no image that could be read"
+            unread = next((f": one {survey['unread']}" for survey in surveys if survey.get("unread")), "")
+            found = ", ".join(size for size, _ in sizes.most_common(5)) or f"no image that could be read{unread}"
             raise SettingError(
                 f"data.image_size is None: the images have {len(sizes)} sizes (channels x height x width: {found}), so it "
                 "must say to which they are scaled, for instance [3, 32, 32]",
@@ -92,10 +92,10 @@ class Images(LabelTask):
         """Returns the label's number, 0 without a label, and the pixels. Raises ValueError for no image, or one of another
         size."""
         label = self.label_number(document[1]) if len(document) > 1 else 0
-        picture, (channels, height, width) = _open_image(document[0]), self.image
-        if not self.config.data.image_size and _image_size(picture) != self.image:
+        picture, (channels, height, width) = open_picture(document[0]), self.image
+        if not self.config.data.image_size and picture_size(picture) != self.image:
             raise ValueError(
-                f"is an image of {_image_size(picture)} (channels, height, width), the others have {self.image}"
+                f"is an image of {picture_size(picture)} (channels, height, width), the others have {self.image}"
             )
         shorter, picture = self.config.data.image_shorter_side, picture.convert(MODES[channels])
         picture = resize_shorter_side(picture, shorter) if shorter else picture.resize((width, height))
@@ -167,27 +167,3 @@ class Images(LabelTask):
             mean=data.image_mean,
             deviation=data.image_std,
         )
-
-
-def _open_image(uri: str) -> Any:
-    """Returns the upright picture in a data URI. Raises ValueError if it cannot be read."""
-    import struct
-    import zlib
-
-    from PIL import Image, ImageOps
-
-    # For broken files, and decompression bombs, Pillow's readers raise more errors than documented.
-    broken = (ValueError, OSError, SyntaxError, EOFError, struct.error, zlib.error, Image.DecompressionBombError)
-    try:
-        picture = Image.open(io.BytesIO(base64.b64decode(uri.partition(",")[2], validate=True)))
-        picture.load()
-    except broken as error:
-        raise ValueError(f"is no image that can be read: {error}") from error
-    with suppress(*broken, KeyError, TypeError):  # pictures with unreadable EXIF data are not turned
-        ImageOps.exif_transpose(picture, in_place=True)  # orientation of the camera
-    return picture
-
-
-def _image_size(picture: Any) -> tuple[int, int, int]:
-    """Returns channels (1 or 3), height and width."""
-    return 1 if picture.mode in ("1", "L", "I", "I;16", "F") else 3, picture.height, picture.width

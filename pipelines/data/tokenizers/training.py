@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from raystride.pipelines.config import TokenizerConfig
+from raystride.pipelines.data.sources.first_bytes import HEAD_BYTES, describe_foreign_format
 from raystride.pipelines.data.tokenizers.byte_pairs import NotByteLevelBpe, byte_pairs, count_characters, split_long_runs
 from raystride.pipelines.data.tokenizers.chat import FILE as CHAT_FILE
 from raystride.pipelines.data.tokenizers.chat import find_chat, find_markers, parse_tokenizer
@@ -72,11 +73,15 @@ def train_tokenizer(
 def read_file(settings: TokenizerConfig) -> str:
     """Returns the text of `tokenizer.file`. Raises SettingError if it cannot be read or is no tokenizer."""
     assert settings.file is not None  # the section checked it
+    head = b""
     try:
         place, name = _locate_file(settings.file)
-        content = place.read(name).decode()
+        head = place.read(name)
+        content = head.decode()
         parse_tokenizer(content)
     except (OSError, ValueError) as error:
+        if found := describe_foreign_format(head[:HEAD_BYTES]):
+            raise settings.error("file", f"must be a Hugging Face `tokenizer.json`, and it {found}") from error
         raise settings.error("file", f"must be a readable Hugging Face `tokenizer.json`: {error}") from error
     return content
 

@@ -11,7 +11,6 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
-from functools import partial
 from shlex import quote
 from typing import Any, TypeVar, cast
 
@@ -20,7 +19,7 @@ from raystride.pipelines.config.attempts import SETTINGS_FILE
 from raystride.pipelines.config.base_model import can_be_read
 from raystride.pipelines.config.mixture import defines_source
 from raystride.pipelines.config.stored_run import put_attempt, read_run
-from raystride.pipelines.data.prepare.fingerprint import Identity, KeptPreparations, compute_fingerprint, open_sources
+from raystride.pipelines.data.prepare.fingerprint import Identity, KeptPreparations, known_fingerprints, open_sources
 from raystride.pipelines.data.prepare.manifest import load_finished_manifest
 from raystride.pipelines.data.prepare.raw_files import (
     MAX_HASHED,
@@ -215,6 +214,10 @@ def keep_preparations(previous: PreviousAttempt, context: RunContext) -> KeptPre
                 "with what was prepared then. To train on the new data, give another --run NAME"
             )
         kept[name] = before
+    config, before_all = context.config, previous.fingerprints.get("")
+    # What is followed is never whole, and goes on with the folder that it began with.
+    if config.data.follow and before_all in known_fingerprints(config, task, *open_sources(config, task)):
+        kept[""] = str(before_all)
     return KeptPreparations(previous.learned, kept)
 
 
@@ -276,8 +279,7 @@ def _find_data_changes(
 
 def _matches(before: str, own: Config, task: Task, source: Source, validation: Source | None, learned: str) -> bool:
     """Returns whether a fingerprint is that of these sources, by the current rule or that of earlier versions."""
-    fingerprint_with = partial(compute_fingerprint, own, task, source, validation, learned)
-    return before in (fingerprint_with(), fingerprint_with(with_code=False))
+    return before in known_fingerprints(own, task, source, validation, learned)
 
 
 def _names_data_path(key: str) -> bool:

@@ -34,7 +34,7 @@ from raystride.pipelines.evaluate.evaluation import EvaluationResult, evaluate
 from raystride.pipelines.evaluate.load_run import select_run
 from raystride.pipelines.evaluate.prediction import predict_locally
 from raystride.pipelines.launch.console.screen import SilentScreen
-from raystride.pipelines.launch.run_store.resume import keep_preparations, read_previous_attempt
+from raystride.pipelines.launch.run_store.resume import PreviousAttempt, keep_preparations, read_previous_attempt
 from raystride.pipelines.launch.train_job import train
 from raystride.pipelines.observability.record.summary import put_summary
 from raystride.pipelines.system.storage.folder import Folder
@@ -317,3 +317,15 @@ def test_what_an_earlier_version_prepared_is_found_by_its_rule(stepped: Config, 
     assert _go_on(stepped, steps=8)[1].saying("code of data.transforms")
     train(replace(stepped, run="anew"), storage, SilentScreen())
     assert len(prepared.names()) == 2
+
+
+def test_a_followed_table_goes_on_with_what_an_earlier_version_prepared(tmp_path: Path) -> None:
+    """Which read it by other rules, and is never whole."""
+    (tmp_path / "rows").mkdir()
+    (tmp_path / "rows/a.csv").write_text("text\none\ntwo\n")
+    config = tiny(tmp_path, data=DataConfig(source=str(tmp_path / "rows"), follow=True, start_after_mib=1))
+    task, context = build_task(config), RunContext(config, Folder(config.storage), log=lambda _: None)
+    before = compute_fingerprint(config, task, *open_sources(config, task), with_reading=False)
+    assert context.identity().data != before
+    assert keep_preparations(PreviousAttempt(config, before, None), context).fingerprints == {"": before}
+    assert keep_preparations(PreviousAttempt(config, "0" * 16, None), context).fingerprints == {}

@@ -29,7 +29,8 @@ def test_a_large_text_is_told_by_samples(tmp_path: Path, monkeypatch: pytest.Mon
     """A file of 300 MB of which a stretch, but for whole samples UTF-8, is not: little of it is read."""
     path, size, bad = tmp_path / "big.txt", 300_000_000, b"caf\xe9 au lait, " * 2_000_000
     with path.open("wb") as stream:
-        stream.truncate(size)  # zeros, which are text and take no disk
+        stream.truncate(size)  # zeros, which are UTF-8 and take no disk
+        stream.write(b"text " * 20)
         stream.seek(int(at * (size - len(bad))))
         stream.write(bad)
     read = 0

@@ -14,11 +14,12 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 from raystride.pipelines.config import Config, DataConfig
-from raystride.pipelines.data.prepare.fingerprint import identity
+from raystride.pipelines.data.prepare.fingerprint import identity, known_fingerprints, open_sources
 from raystride.pipelines.data.sources.faults import DataError, Fault
 from raystride.pipelines.data.sources.source import open_source
 from raystride.pipelines.data.tasks import build_task
 from raystride.pipelines.data.tasks.task import Column
+from raystride.pipelines.system.storage.folder import Folder
 from tests.errors import refused, unreadable
 from tests.pipelines.data.sources.documents import open_documents
 
@@ -124,14 +125,23 @@ def test_a_line_of_names_over_numbers_is_none_of_the_data(tmp_path: Path) -> Non
     assert len(read(path, (Column("data.column", "1"),))) == 9
 
 
-def test_what_was_prepared_before_is_found_again(tmp_path: Path) -> None:
+def known(config: Config) -> list[str]:
+    """Returns the fingerprint of a source, and those of the same source in earlier versions."""
+    task = build_task(config)
+    return known_fingerprints(config, task, *open_sources(config, task))
+
+
+def test_a_run_of_an_earlier_version_finds_its_preparation_and_a_new_one_reads_by_the_new_rules(tmp_path: Path) -> None:
     """The numbers are those of the version before these settings."""
     path = tmp_path / "rows.csv"
     path.write_bytes(b"label,text\r\n1,one\r\n")
     os.utime(path, ns=(10**18, 10**18))
     config = replace(Config(), data=DataConfig(source=str(path)))
-    before = identity(config, build_task(config)).data
-    assert before == "ae74bc2a9b3addfb"
+    assert known(config)[2:] == ["ae74bc2a9b3addfb"] * 2
+    before, storage = identity(config, build_task(config)).data, Folder.from_uri(str(tmp_path))
+    assert before == known(config)[0] != "ae74bc2a9b3addfb"
+    (storage / ".prepared/ae74bc2a9b3addfb").put("manifest.json", "{}")
+    assert identity(config, build_task(config), storage=storage).data == before
     assert replace(config, data=DataConfig(source="rows.csv")).default_run_of_0_3("p") == "p-8cef1478"
     for change in ({"header": True}, {"delimiter": "comma"}, {"columns": ("a", "text")}):
         other = replace(config, data=replace(config.data, **change))  # type: ignore[arg-type]
@@ -179,10 +189,10 @@ def test_without_quotes_all_text_between_tabs_is_read_back(
     assert found == [(text, label.strip()) for text, label in rows if text and label.strip()]
 
 
-def test_only_a_field_that_begins_with_a_quote_is_quoted(tmp_path: Path) -> None:
+def test_only_a_field_that_begins_with_a_quote_or_blanks_before_it_is_quoted(tmp_path: Path) -> None:
     path = tmp_path / "rows.csv"
     path.write_text('label,text\n1,5" pipe\n2,he said "yes"\n3, "no", \n4,"a ""b"", c"\n')
-    assert read(path) == [('5" pipe', "1"), ('he said "yes"', "2"), (' "no"', "3"), ('a "b", c', "4")]
+    assert read(path) == [('5" pipe', "1"), ('he said "yes"', "2"), ("no", "3"), ('a "b", c', "4")]
 
 
 BROKEN = [  # a file, and line and column of where the field begins
@@ -281,9 +291,9 @@ def test_what_comes_otherwise_than_before_is_prepared_anew(tmp_path: Path) -> No
         path.write_bytes(content)
         os.utime(path, ns=(10**18, 10**18))
         config = replace(Config(), data=DataConfig(source=str(path)))
-        found[name] = identity(config, build_task(config)).data
+        found[name] = known(config)[-1]
         explicit = replace(config, data=replace(config.data, quote="none"))
-        assert (identity(explicit, build_task(config)).data == found[name]) == (name == "stray.tsv")
+        assert (known(explicit)[-1] == found[name]) == (name == "stray.tsv")
     assert found | {"stray.tsv": ""} == BEFORE_QUOTE
 
 

@@ -23,11 +23,19 @@ from raystride.pipelines.data.feed.order import Order
 from raystride.pipelines.data.feed.plan import Plan
 from raystride.pipelines.data.feed.samples import open_samples
 from raystride.pipelines.data.feed.stream import TokenStream
+from raystride.pipelines.data.prepare.fingerprint import (
+    compute_fingerprint,
+    find_fingerprint,
+    known_fingerprints,
+    open_sources,
+)
+from raystride.pipelines.data.prepare.one_source import prepare_source
 from raystride.pipelines.data.prepare.prepare import prepare
 from raystride.pipelines.data.prepare.run_context import RunContext
 from raystride.pipelines.data.sources.fields import data_uri
 from raystride.pipelines.data.tasks import build_task
 from raystride.pipelines.data.tasks.images import Images
+from raystride.pipelines.data.tasks.pictures import CHANNELS, DEEP_MODES
 from raystride.pipelines.system.storage.folder import Folder
 from tests.errors import refused
 from tests.tiny import tiny
@@ -230,3 +238,86 @@ def test_pixels_are_normalised_by_the_network() -> None:
 def test_settings_that_do_not_go_together_are_refused(data: dict[str, object], setting: str, names: tuple[str, ...]) -> None:
     with refused(f"data.{setting}", data.get(setting, ANY), names=names):
         DataConfig(**data)  # type: ignore[arg-type]
+
+
+def _file(pixels: np.ndarray | Image.Image, form: str) -> str:
+    stream = io.BytesIO()
+    (pixels if isinstance(pixels, Image.Image) else Image.fromarray(pixels)).save(stream, form)
+    return data_uri(stream.getvalue())
+
+
+def _grey(uri: str) -> list[int]:
+    task = _task([1, 16, 16], image_size=(1, 16, 16))
+    return task.encode((uri, "0"))[0][1:].tolist()
+
+
+RAMP = np.arange(256).reshape(16, 16)
+DEEP = {
+    "PNG, 16 bits": _file((RAMP * 257).astype(np.uint16), "PNG"),
+    "TIFF, 16 bits": _file((RAMP * 257).astype(np.uint16), "TIFF"),
+    "TIFF, 16 bits, high byte first": _file(Image.fromarray((RAMP * 257).astype(">u2")), "TIFF"),
+    "8 bits": _file(RAMP.astype(np.uint8), "PNG"),
+    "grey and alpha": _file(Image.fromarray(RAMP.astype(np.uint8)).convert("LA"), "PNG"),
+    "palette": _file(Image.fromarray(RAMP.astype(np.uint8)).convert("P"), "PNG"),
+    "RGB": _file(Image.fromarray(RAMP.astype(np.uint8)).convert("RGB"), "PNG"),
+    "CMYK": _file(Image.fromarray(RAMP.astype(np.uint8)).convert("RGB").convert("CMYK"), "TIFF"),
+}
+
+
+@pytest.mark.parametrize("name", DEEP)
+def test_a_ramp_keeps_all_its_levels_in_any_mode(name: str) -> None:
+    assert _grey(DEEP[name]) == list(range(256))
+
+
+def test_a_tiff_of_12_bits_is_scaled_by_12() -> None:
+    content = bytearray(base64.b64decode(DEEP["TIFF, 16 bits"].partition(",")[2]))
+    # Two pixels of 12 bits are three bytes.
+    values = (RAMP * 4095 // 255).reshape(-1, 2)
+    packed = bytes(byte for a, b in values.tolist() for byte in (a >> 4, (a & 15) << 4 | b >> 8, b & 255))
+    with Image.open(io.BytesIO(content)) as picture:
+        (start,) = picture.tag_v2[273]  # type: ignore[attr-defined]
+    content[start : start + len(packed)] = packed
+    entry = content.index(struct.pack("<HHI", 258, 3, 1))
+    content[entry + 8 : entry + 10] = struct.pack("<H", 12)
+    strip = content.index(struct.pack("<HHI", 279, 4, 1))
+    content[strip + 8 : strip + 12] = struct.pack("<I", len(packed))
+    assert _grey(data_uri(bytes(content))) == list(range(256))
+
+
+@pytest.mark.parametrize(
+    ("pixels", "mode"),
+    [(np.float32(RAMP / 255), "F"), ((RAMP * 6).astype(np.int32), "I"), (Image.new("LAB", (16, 16)), "LAB")],
+)
+def test_a_mode_without_a_scale_is_refused_by_its_name(pixels: np.ndarray, mode: str) -> None:
+    uri = _file(pixels, "TIFF")
+    with pytest.raises(ValueError, match=f"has pixels of mode '{mode}'.*8 or 16 bits"):
+        _task([1, 16, 16], image_size=(1, 16, 16)).encode((uri, "0"))
+    task = _task()
+    with refused("data.image_size", None, names=[f"mode '{mode}'"]):
+        task.learn([task.survey([(uri, "a"), (uri, "b")])])
+
+
+def test_all_modes_that_pillow_has_are_read_or_refused_by_name() -> None:
+    """None is clipped: a mode that a later version of Pillow brings is refused as well."""
+    assert {*Image.MODES} - {*CHANNELS, *DEEP_MODES} <= {"F", "I", "LAB", "La"}
+
+
+@pytest.mark.parametrize("deep", [False, True])
+def test_pictures_that_come_as_before_are_found_as_before(tmp_path: Path, deep: bool) -> None:
+    for number in range(20):
+        path = tmp_path / "data" / str(number % 2) / f"{number}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(np.full((8, 8), number, np.uint16 if deep and number == 19 else np.uint8)).save(path)
+    config = replace(tiny(tmp_path, data=DataConfig(source=str(tmp_path / "data"), validation_fraction=0.3)), task="images")
+    task, storage = build_task(config), Folder.from_uri(str(tmp_path / "runs"))
+    sources = open_sources(config, task)
+    before = compute_fingerprint(config, task, *sources, with_reading=False)
+    prepare_source(RunContext(config, storage, log=lambda _: None), task, fingerprint=before, on_ray=False)
+    assert (find_fingerprint(config, task, *sources, storage=storage) == before) == (not deep)
+    assert before in known_fingerprints(config, task, *sources), "a run of 0.3 goes on with it"
+    (storage / ".prepared" / before).remove("manifest.json")
+    lines: list[str] = []
+    prepare_source(RunContext(config, storage, log=lines.append), task, on_ray=False)
+    assert next(before in line and "earlier version" in line for line in lines)
+    (storage / ".prepared").remove(find_fingerprint(config, task, *sources))
+    assert find_fingerprint(config, task, *sources, storage=storage) != before, "it would go on by other rules"
