@@ -28,7 +28,7 @@ from raystride.pipelines.config import Config, ModelConfig, SettingError, Tokeni
 from raystride.pipelines.config.base_model import is_run, settings_from_description
 from raystride.pipelines.config.combinations import DECODERS
 from raystride.pipelines.config.stored_run import read_settings
-from raystride.pipelines.data.sources.first_bytes import HEAD_BYTES, describe_foreign_format
+from raystride.pipelines.data.first_bytes import HEAD_BYTES, describe_foreign_format
 from raystride.pipelines.data.tokenizers import load_tokenizer
 from raystride.pipelines.data.tokenizers.chat import parse_tokenizer
 from raystride.pipelines.data.tokenizers.loading import PROBE

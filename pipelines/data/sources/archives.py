@@ -25,7 +25,7 @@ from contextlib import closing, suppress
 from pathlib import Path
 from typing import IO, Any
 
-from raystride.pipelines.data.sources import first_bytes
+from raystride.pipelines.data import first_bytes
 from raystride.pipelines.data.sources.faults import REMEDY, DataError, Fault, FaultError, raise_as_faults
 from raystride.pipelines.data.sources.pieces import COMPRESSIONS, Archive, File
 from raystride.pipelines.system.credentials import redact_uris

@@ -18,9 +18,9 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from raystride.pipelines.config.data import DELIMITERS
+from raystride.pipelines.data.first_bytes import is_binary
 from raystride.pipelines.data.sources.faults import BINARY_REMEDY, REMEDY, Fault, FaultError
 from raystride.pipelines.data.sources.fields import Columns, find_columns, missing_column_fault
-from raystride.pipelines.data.sources.first_bytes import is_binary
 from raystride.pipelines.data.sources.pieces import File, empty_file_fault
 
 HEAD_BYTES = 1 << 16

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from raystride.pipelines.data.sources.first_bytes import has_controls
+from raystride.pipelines.data.first_bytes import has_controls
 from raystride.pipelines.system.credentials import redact
 
 REMEDY = "mend or remove it, or leave out what cannot be read with --data.on_error skip"

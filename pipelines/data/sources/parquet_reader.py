@@ -12,6 +12,7 @@ from functools import partial
 from itertools import repeat
 from typing import Any
 
+from raystride.pipelines.data.first_bytes import PARQUET
 from raystride.pipelines.data.sources.archives import ensure_unpacked, foreign_format_fault
 from raystride.pipelines.data.sources.faults import Fault, FaultError, raise_as_faults
 from raystride.pipelines.data.sources.fields import (
@@ -22,7 +23,6 @@ from raystride.pipelines.data.sources.fields import (
     make_unique,
     nested_value,
 )
-from raystride.pipelines.data.sources.first_bytes import PARQUET
 from raystride.pipelines.data.sources.pieces import File, Piece, Slice, empty_file_fault
 from raystride.pipelines.system.storage.folder import resolve_filesystem
 from raystride.pipelines.system.storage.retries import retry

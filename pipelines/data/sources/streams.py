@@ -11,9 +11,9 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
+from raystride.pipelines.data.first_bytes import HEAD_BYTES, has_controls
 from raystride.pipelines.data.sources.archives import ensure_unpacked, foreign_format_fault, unsupported_format_fault
 from raystride.pipelines.data.sources.faults import BINARY_REMEDY, REMEDY, Fault, FaultError, raise_as_faults
-from raystride.pipelines.data.sources.first_bytes import HEAD_BYTES, has_controls
 from raystride.pipelines.data.sources.pieces import COMPRESSIONS, PIECE_BYTES, File
 from raystride.pipelines.system.storage.folder import resolve_filesystem
 from raystride.pipelines.system.storage.retries import retry

@@ -17,10 +17,10 @@ from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import IO, Any, cast
 
+from raystride.pipelines.data.first_bytes import TAR, has_controls
 from raystride.pipelines.data.sources.archives import TAR_ENDINGS
 from raystride.pipelines.data.sources.faults import BINARY_REMEDY, ENCODING_REMEDY, REMEDY, Fault, FaultError
 from raystride.pipelines.data.sources.fields import Columns, build_document, nested_value
-from raystride.pipelines.data.sources.first_bytes import TAR, has_controls
 from raystride.pipelines.data.sources.image_files import MAX_BYTES
 from raystride.pipelines.data.sources.pieces import PIECE_BYTES, File, Piece, Slice, empty_file_fault
 from raystride.pipelines.data.sources.streams import open_range

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from raystride.pipelines.data.sources.first_bytes import HEAD_BYTES, IMAGE, find_foreign_format
+from raystride.pipelines.data.first_bytes import HEAD_BYTES, IMAGE, find_foreign_format
 
 CHANNELS = {
     "1": 1, "L": 1,

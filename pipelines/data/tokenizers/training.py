@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from raystride.pipelines.config import TokenizerConfig
-from raystride.pipelines.data.sources.first_bytes import HEAD_BYTES, describe_foreign_format
+from raystride.pipelines.data.first_bytes import HEAD_BYTES, describe_foreign_format
 from raystride.pipelines.data.tokenizers.byte_pairs import NotByteLevelBpe, byte_pairs, count_characters, split_long_runs
 from raystride.pipelines.data.tokenizers.chat import FILE as CHAT_FILE
 from raystride.pipelines.data.tokenizers.chat import find_chat, find_markers, parse_tokenizer
