@@ -8,6 +8,7 @@ import psutil
 import pytest
 
 from raystride.pipelines.config import CheckpointConfig, Config, LaunchConfig, RecordConfig, TrainConfig, ValidationConfig
+from raystride.pipelines.launch.run_store import lease
 from raystride.pipelines.launch.run_store.lease import Owner, read_owner
 from raystride.pipelines.observability.record import read_entries
 from raystride.pipelines.train.checkpoint.audit import audit
@@ -81,7 +82,9 @@ def test_a_driver_under_ray_that_lost_its_run_ends_with_its_workers_and_writes_n
     flags = ("--launch", "ray", "--scaling.workers", "1", "--train.steps", "1000000")
     driver, folder = start_job("train", config, "--run", "lost", *flags), run_folder(config, "lost")
     wait_for_checkpoint(config, "lost", 40, driver)
-    folder.put_json("owner.json", asdict(Owner.this_process("theirs")) | {"machine": "another", "host": "h2", "term": 9})
+    theirs = asdict(Owner.this_process("theirs")) | {"machine": "another", "host": "h2", "term": 9}
+    with lease._exclusive(folder):  # not between a renewal's read and its write
+        folder.put_json("owner.json", theirs)
     outcome = finish_job(driver)
     assert outcome.code == 2, outcome.out + outcome.err
     assert "on h2 has taken over run lost (attempt theirs)" in outcome.err
@@ -155,7 +158,8 @@ def test_a_driver_whose_run_was_taken_over_ends_without_touching_it(calm: tuple[
     owner = read_owner(folder)
     assert owner
     theirs = asdict(replace(owner, host="elsewhere", machine="another", pid=1, attempt="theirs"))
-    folder.put_json("owner.json", theirs)
+    with lease._exclusive(folder):
+        folder.put_json("owner.json", theirs)
     outcome = finish_job(driver)
     assert outcome.code == 2, outcome.out + outcome.err
     assert "process 1 on elsewhere has taken over run taken" in outcome.err

@@ -78,6 +78,11 @@ def _line(process: subprocess.Popen[str]) -> str:
 
 
 def _write(folder: Folder, **changes: object) -> None:
+    with owner._exclusive(folder):  # as a driver that takes over: not between a renewal's read and its write
+        _write_within(folder, **changes)
+
+
+def _write_within(folder: Folder, **changes: object) -> None:
     folder.put_json("owner.json", asdict(Owner.this_process("earlier")) | changes)
 
 
@@ -269,7 +274,7 @@ def test_a_renewal_and_a_release_wait_for_one_that_takes_over_on_a_disk(
         threads = [threading.Thread(target=mine._renew_once), threading.Thread(target=mine.release)]
         for thread in threads:
             thread.start()
-        _write(folder, attempt="theirs", term=mine.owner.term + 1)
+        _write_within(folder, attempt="theirs", term=mine.owner.term + 1)
         threads[0].join(0.2)
         assert threads[0].is_alive()
     for thread in threads:
