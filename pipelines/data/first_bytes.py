@@ -13,7 +13,7 @@ HEAD_BYTES = 1 << 10
 _MAX_CONTROLS = 0.01
 _CONTROLS = bytes({*range(32), 127} - {*b"\t\n\r\f\b\x1b"})
 """Characters that no text has: the rule of `file`, while git looks for NUL alone."""
-_UNPACK = "unpack it, or save it as text, CSV, JSON lines or Parquet under a name that says so, or leave it out"
+UNPACK = "unpack it, or save it as text, CSV, JSON lines or Parquet under a name that says so, or leave it out"
 _SAVE = "save it as Parquet, CSV or JSON lines, or leave it out"
 _NAME_IMAGE = "name it by its ending for task `images`, or leave it out"
 _FETCH = "fetch the file itself, and look at the address and its permissions"
@@ -26,14 +26,14 @@ _SUBSTITUTES: tuple[tuple[bytes, str, str], ...] = (
 _PAGE = re.compile(rb"(\xef\xbb\xbf)?\s*(<!doctype html|<html|<\?xml)", re.IGNORECASE)
 _FORMATS: tuple[tuple[bytes, str, str], ...] = (
     (rb"PAR1[^ -~]", PARQUET, "name it .parquet, or say --data.kind parquet, or leave it out"),
-    (rb".{257}ustar", TAR, _UNPACK),
-    (rb"PK\x03\x04", "a zip archive (or xlsx, docx, a PyTorch checkpoint)", _UNPACK),
-    (rb"\x1f\x8b", "a gzip file", f"name it .gz, {_UNPACK}"),
-    (rb"BZh[1-9]1AY&SY", "a bzip2 file", f"name it .bz2, {_UNPACK}"),
-    (rb"\(\xb5/\xfd", "a zstd file", f"name it .zst, {_UNPACK}"),
-    (rb"\xfd7zXZ", "an xz file", _UNPACK),
-    (rb"7z\xbc\xaf", "a 7z archive", _UNPACK),
-    (rb"Rar!\x1a", "a rar archive", _UNPACK),
+    (rb".{257}ustar", TAR, UNPACK),
+    (rb"PK\x03\x04", "a zip archive (or xlsx, docx, a PyTorch checkpoint)", UNPACK),
+    (rb"\x1f\x8b", "a gzip file", f"name it .gz, {UNPACK}"),
+    (rb"BZh[1-9]1AY&SY", "a bzip2 file", f"name it .bz2, {UNPACK}"),
+    (rb"\(\xb5/\xfd", "a zstd file", f"name it .zst, {UNPACK}"),
+    (rb"\xfd7zXZ", "an xz file", UNPACK),
+    (rb"7z\xbc\xaf", "a 7z archive", UNPACK),
+    (rb"Rar!\x1a", "a rar archive", UNPACK),
     (rb"%PDF-", "a PDF", "save its text, or leave it out"),
     (rb"\xd0\xcf\x11\xe0", "an Office document", _SAVE),
     (rb"ARROW1\x00\x00|\xff\xff\xff\xff[^\xff]{3}\x00", "an Arrow file", _SAVE),

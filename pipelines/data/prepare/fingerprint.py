@@ -8,7 +8,7 @@ It leaves out the storage, the number of workers, and settings that only the fee
 import codecs
 import hashlib
 import json
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -228,17 +228,17 @@ def _is_read_as_before(task: Task, source: Source) -> bool:
 
 def known_fingerprints(
     config: Config, task: Task, source: Source, validation: Source | None, learned: str = ""
-) -> list[str]:
-    """Returns the fingerprint of open sources, and those that earlier versions gave to the same sources and settings."""
-    fingerprint_with = partial(compute_fingerprint, config, task, source, validation, learned)
-    return [fingerprint_with(), *(fingerprint_with(**rule) for rule in EARLIER_RULES)]
+) -> Iterator[str]:
+    """Yields the fingerprint of open sources, then those that earlier versions gave to the same sources and settings."""
+    for rule in ({}, *EARLIER_RULES):
+        yield compute_fingerprint(config, task, source, validation, learned, **rule)
 
 
-def find_outdated_preparation(chosen: str, known: Sequence[str], storage: Folder) -> Folder | None:
+def find_outdated_preparation(chosen: str, known: Iterable[str], storage: Folder) -> Folder | None:
     """Returns the folder of the same data by an earlier version, if `chosen` begins anew; None if there is none."""
-    folders = [storage / ".prepared" / name for name in dict.fromkeys(known) if name != chosen]
     if (storage / ".prepared" / chosen).exists():
         return None
+    folders = (storage / ".prepared" / name for name in dict.fromkeys(known) if name != chosen)
     return next((folder for folder in folders if folder.exists()), None)
 
 

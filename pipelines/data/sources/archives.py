@@ -97,8 +97,7 @@ def is_archive(name: str) -> bool:
 def unsupported_format_fault(file: File) -> Fault | None:
     """Returns the fault of a file in an unsupported format, by its name; None if it may be text."""
     what = next((ending for ending in UNSUPPORTED_ENDINGS if file.name.lower().endswith(ending)), None)
-    remedy = "unpack it, or save it as text, CSV, JSON lines or Parquet under a name that says so, or leave it out"
-    return Fault(file.uri, f"is no text but holds {what.removeprefix('.')}", remedy) if what else None
+    return Fault(file.uri, f"is no text but holds {what.removeprefix('.')}", first_bytes.UNPACK) if what else None
 
 
 def foreign_format_fault(file: File, head: bytes | None = None, *, expected: str = "") -> Fault | None:

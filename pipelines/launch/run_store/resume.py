@@ -214,10 +214,10 @@ def keep_preparations(previous: PreviousAttempt, context: RunContext) -> KeptPre
                 "with what was prepared then. To train on the new data, give another --run NAME"
             )
         kept[name] = before
-    config, before_all = context.config, previous.fingerprints.get("")
+    config, before_all = context.config, str(previous.fingerprints.get(""))
     # What is followed is never whole, and goes on with the folder that it began with.
     if config.data.follow and before_all in known_fingerprints(config, task, *open_sources(config, task)):
-        kept[""] = str(before_all)
+        kept[""] = before_all
     return KeptPreparations(previous.learned, kept)
 
 

@@ -6,7 +6,6 @@ found.differing                                           # samples that are oth
 """
 
 import hashlib
-import random
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
@@ -18,6 +17,7 @@ import torch
 from raystride.pipelines.train.own_model.dataset import ArrayColumns, IndexedDataset, is_plain
 from raystride.pipelines.train.own_model.samples import seed_generators
 from raystride.pipelines.train.own_model.streams import StoredRows
+from raystride.pipelines.train.randomness import preserve_generators
 
 MAX_PLAIN, PORTIONS = 4096, (4, 16, 64)
 """Most samples that are hashed of arrays, tables and lists, and of a dataset whose samples a user's code makes: portions,
@@ -47,15 +47,11 @@ def read_content(dataset: IndexedDataset) -> Content:
     given = getattr(dataset, "given", dataset)
     if isinstance(given, StoredRows):  # the name is a hash of all rows
         return Content(hashlib.sha256(given.name.encode()).hexdigest()[:16])
-    state = random.getstate(), np.random.get_state()
     try:
-        with torch.random.fork_rng(devices=[]):
+        with preserve_generators(torch.device("cpu")):
             return _read_portions(dataset)
     except Exception:  # the training names a sample that cannot be read
         return Content()
-    finally:
-        random.setstate(state[0])
-        np.random.set_state(state[1])
 
 
 def _read_portions(dataset: IndexedDataset) -> Content:

@@ -163,13 +163,12 @@ def _hash_parts(own: OwnModel) -> str:
 
 
 def _run_once(
-    own: OwnModel, network: nn.Module, batch: NestedBatch, singles: list[Any], count: int, *, exact: bool
+    own: OwnModel, network: nn.Module, batch: NestedBatch, singles: list[Any], num_samples: int, *, exact: bool
 ) -> tuple[list[str], ProbedMetrics, int]:
     """Returns the names of further losses, the metrics, and the bytes saved, by a forward and backward.
 
     Raises SettingError.
     """
-    num_samples = count
     trained = [(name, parameter) for name, parameter in network.named_parameters() if parameter.requires_grad]
     if not trained:
         rule = "must have parameters that require gradients"
@@ -188,7 +187,7 @@ def _run_once(
         returned = call_users("loss", own.loss, network, batch.content)
     (loss_sum, counted), others = read_loss(returned, num_samples)
     if isinstance(returned["loss"] if isinstance(returned, Mapping) else returned, tuple | list):
-        _check_count(own, network, counted, singles, count)
+        _check_count(own, network, counted, singles, num_samples)
     if not loss_sum.requires_grad:
         rule = "must depend on the model's parameters"
         raise SettingError(f"loss {rule}, and has no gradient", setting="loss", value=float(loss_sum), allowed=rule)

@@ -32,6 +32,7 @@ from raystride.pipelines.train.own_model.definition import OwnModel, call_users
 from raystride.pipelines.train.own_model.network import OwnNetwork
 from raystride.pipelines.train.own_model.optimizer import build_own_optimizer
 from raystride.pipelines.train.own_model.samples import NestedBatch, seed_generators
+from raystride.pipelines.train.randomness import preserve_generators
 
 MAX_COMPARED_BYTES, MAX_COMPARED_S = 256 << 20, 20.0
 """Bytes of parameters, and seconds of a first step, above which names, shapes and types are compared and no bits."""
@@ -258,13 +259,10 @@ def generators_untouched(parts: Mapping[str, Any]) -> Iterator[None]:
     """Puts back the global generators, and those of NumPy, PyTorch and Python that functions of the user hold."""
     held = list(_find_generators(list(parts.values())))
     states = [_read_state(each) for each in held]
-    everywhere = random.getstate(), np.random.get_state()
-    with torch.random.fork_rng(devices=[]):
+    with preserve_generators(torch.device("cpu")):
         try:
             yield
         finally:
-            random.setstate(everywhere[0])
-            np.random.set_state(everywhere[1])
             for each, state in zip(held, states, strict=True):
                 _set_state(each, state)
 

@@ -246,10 +246,9 @@ def _is_torchmetric(function: Any) -> bool:
 
 def _own_copy(function: Any) -> Any:
     """Returns a copy of a torchmetrics object that does not ask other processes by itself."""
+    if hasattr(function, "compute_groups"):  # members that share states would be updated once
+        function = type(function)(dict(function.items(keep_base=True)), compute_groups=False)
     own = copy.deepcopy(function)
-    if hasattr(own, "compute_groups"):  # members that share states would be updated once
-        own = type(own)(dict(function.items(keep_base=True)), compute_groups=False)
-        own = copy.deepcopy(own)
     for _, metric in _members(own):
         metric.sync_on_compute = metric._to_sync = metric.dist_sync_on_step = False
     return own
