@@ -217,14 +217,17 @@ class PluginBundle:
 
     @classmethod
     def collect(cls, config: Config) -> "PluginBundle":
-        """Collects what this process's script and modules have registered, to send it to workers."""
+        """Collects what this process's script and modules have registered for a run with these settings.
+
+        Of tasks that is the run's own, as another, such as that of an earlier `raystride.fit`, may hold a data set.
+        """
         known = {OWN_PACKAGE, SCRIPT, *(_package(plugin) for plugin in (*installed_plugins(), *config.plugins))}
         modules = (made.__module__ for made in _used_by(config))
         imported = (name for name in modules if _package(name) not in known and not name.startswith(FILE_PREFIX))
         return cls(
             installed_plugins(),
             tuple(dict.fromkeys(imported)),
-            {name: task for name, task in TASKS.items() if task.__module__ == SCRIPT},
+            {name: task for name, task in TASKS.items() if task.__module__ == SCRIPT and name == config.task},
             {name: source for name, source in SOURCES.items() if source[0].__module__ == SCRIPT},
             {name: made for name, made in OBSERVERS.items() if made.__module__ == SCRIPT},
         )

@@ -106,7 +106,7 @@ def test_data_that_is_not_there_is_named(config: Config, job: str) -> None:
 @pytest.mark.parametrize("job", ["train", "prepare"])
 def test_data_that_is_no_text_is_named(config: Config, job: str) -> None:
     source = Path(config.storage).parent / "binary.txt"
-    source.write_bytes(b"\xff\xfe\x00" * 1000)
+    source.write_bytes(b"caf\xe9 au lait\n" * 1000)
     _is_refused(run_job(job, config, "--data.source", str(source), "--run", "binary"), str(source), "UTF-8")
 
 

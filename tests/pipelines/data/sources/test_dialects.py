@@ -128,7 +128,7 @@ def test_a_line_of_names_over_numbers_is_none_of_the_data(tmp_path: Path) -> Non
 def known(config: Config) -> list[str]:
     """Returns the fingerprint of a source, and those of the same source in earlier versions."""
     task = build_task(config)
-    return known_fingerprints(config, task, *open_sources(config, task))
+    return list(known_fingerprints(config, task, *open_sources(config, task)))
 
 
 def test_a_run_of_an_earlier_version_finds_its_preparation_and_a_new_one_reads_by_the_new_rules(tmp_path: Path) -> None:
