@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from itertools import islice, pairwise
 from typing import Any
 
-from raystride.pipelines.data.sources.faults import DataError, Fault, FaultError, explain_not_utf8, not_utf8_fault
+from raystride.pipelines.data.sources.faults import REMEDY, DataError, Fault, FaultError, explain_not_utf8, not_utf8_fault
 from raystride.pipelines.data.sources.fields import Columns, attach_row, build_document, document_from_row
 from raystride.pipelines.data.sources.pieces import PIECE_BYTES, File, Piece, Slice, empty_file_fault
 from raystride.pipelines.data.sources.streams import (
@@ -126,8 +126,8 @@ class JsonReader(LineReader):
         try:
             row = json.loads(line)
         except (ValueError, RecursionError) as error:
-            reason, *remedy = _explain_no_json(line, error) or (f"is no JSON: {error}",)
-            yield Fault(place, reason, *remedy, row={} if self.keep else None)
+            reason, remedy = _explain_no_json(line, error) or (f"is no JSON: {error}", REMEDY)
+            yield Fault(place, reason, remedy, row={} if self.keep else None)
             return
         # A file of one object, whose rows lie within it.
         shape = _explain_table(row, self.columns) if place.endswith(", line 1") and isinstance(row, dict) else None
