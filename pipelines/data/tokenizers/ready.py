@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from raystride.pipelines.config import SettingError
-from raystride.pipelines.data.tokenizers.byte_pairs import split_long_runs
 from raystride.pipelines.data.tokenizers.chat import Chat, answer_end_ids, parse_tokenizer
+from raystride.pipelines.data.tokenizers.long_runs import split_long_runs
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
