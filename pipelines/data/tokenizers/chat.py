@@ -295,9 +295,18 @@ def load_chat(folder: Folder, encoder: ChatEncoder) -> Chat | None:
     added = {token.content: number for number, token in tokens.items()}
     specials = {token.content: added[token.content] for token in tokens.values() if token.special}
     markers = find_markers(content, [name for name in added if name not in specials])
-    if content.get("format", 1) < FORMAT:
+    if _is_earlier(content):
         return EarlierChat(content, tokenizer, specials, added, markers, plain_encoder=encoder.with_plain_tokens(markers))
     return Chat(content, tokenizer, specials, added, markers)
+
+
+def is_of_earlier_version(folder: Folder) -> bool:
+    """Returns whether a tokenizer's folder has a chat template that 0.3 has stored."""
+    return folder.exists(FILE) and _is_earlier(folder.read_json(FILE))
+
+
+def _is_earlier(content: Mapping[str, Any]) -> bool:
+    return int(content.get("format", 1)) < FORMAT
 
 
 def find_markers(content: Mapping[str, Any], names: Iterable[str]) -> list[str]:
