@@ -18,7 +18,7 @@ import pyarrow as pa
 
 from raystride.pipelines.config import PredictorConfig, SettingError
 from raystride.pipelines.data.prepare.cleaning import build_cleaning
-from raystride.pipelines.data.prepare.fingerprint import known_fingerprints, open_sources
+from raystride.pipelines.data.prepare.fingerprint import known_fingerprints, open_as_prepared, open_sources
 from raystride.pipelines.data.prepare.parts import divide_into_parts, divide_without_validation
 from raystride.pipelines.data.prepare.raw_files import describe_changed_files, find_changed_files
 from raystride.pipelines.data.sources.checking import check_source
@@ -224,7 +224,7 @@ def _open_test(chosen: SelectedRun, settings: PredictorConfig) -> _SplitData:
             "data.test_source is None: it must name the data to score the model on (--data.test_source)",
             setting="data.test_source",
         )
-    source = open_source(data, data.test_source, task.columns, whole=task.window is None)
+    source = open_source(data, data.test_source, task.columns, whole=task.window is None, split="")
     if data.on_error == "raise":
         check_source(source)
     parts = list(divide_without_validation(source, with_part_size(data, source, _min_part_bytes(task))))
@@ -246,7 +246,8 @@ def _open_split(chosen: SelectedRun, split: PreparedName, settings: PredictorCon
         )
     prepared = find_prepared(chosen, run, split)
     try:
-        source, validation = open_sources(config, task)
+        prepared_in = prepared_folder(run)
+        source, validation = open_as_prepared(config, task, prepared_in) if prepared_in else open_sources(config, task)
     except NoFiles as error:
         if prepared:
             return _prepared_data(prepared, f"the raw data is gone ({error})")

@@ -22,6 +22,7 @@ from raystride.pipelines.data.prepare.fingerprint import (
     find_fingerprint,
     find_outdated_preparation,
     known_fingerprints,
+    open_as_prepared,
     open_sources,
 )
 from raystride.pipelines.data.prepare.generations import Describe, Publisher, Records, validation_first
@@ -105,8 +106,8 @@ def prepare_source(
         fingerprint = find_fingerprint(config, task, *opened, digest, storage)
         if outdated := find_outdated_preparation(fingerprint, known_fingerprints(config, task, *opened, digest), storage):
             log(
-                f"data: {outdated} is by an earlier version, which read rows and pictures by other rules, or was not whole: "
-                "the data is prepared anew"
+                f"data: {outdated} is by an earlier version, which read rows, pictures or folders by other rules, or was "
+                "not whole: the data is prepared anew"
             )
     folder = storage / ".prepared" / fingerprint
     if (manifest := load_finished_manifest(folder)) is not None:
@@ -116,7 +117,7 @@ def prepare_source(
         log(f"data: {folder} was prepared, but a file of it is not as it was written: it is prepared again")
         for name in task.tokenizers:
             folder.remove(name)
-    source, validation = opened or open_sources(config, task)
+    source, validation = opened or open_as_prepared(config, task, folder, learned.digest if learned else "")
     if task.reads_dataset:
         manifest = build_manifest(
             config.data, fingerprint, source, task.knowing({"dataset": task.describe_dataset(), **NO_TOKENS}, {}), []
