@@ -76,7 +76,9 @@ def open_as_prepared(config: Config, task: Task, folder: Folder, learned: str = 
     left_out -= {(role, file.name) for role, file in iterate_files(source, validation)}
     recorded = {file.key for file in read_raw_files(folder) or ()}
     names = {
-        compute_fingerprint(config, task, *before, learned, **rule) for rule in EARLIER_RULES if not rule["with_reading"]
+        compute_fingerprint(config, task, before[0], before[1], learned, **rule)
+        for rule in EARLIER_RULES
+        if not rule["with_reading"]
     }
     return before if left_out & recorded or folder.name in names else (source, validation)
 
