@@ -17,6 +17,7 @@ from typing import Any
 
 from raystride.pipelines.config import Config, DataConfig
 from raystride.pipelines.data.prepare.cleaning import build_cleaning
+from raystride.pipelines.data.prepare.document_hashes import PARTS, merge_hashes
 from raystride.pipelines.data.prepare.fingerprint import (
     Identity,
     find_fingerprint,
@@ -144,11 +145,14 @@ def prepare_source(
         publisher.end()
     manifest = describe(records)
     _check_splits(config.data, manifest)
+    found = merge_hashes(folder, [part.number for part in parts])
+    if validation and found and (shared := found[0].count_shared(found[1])).shared:
+        log(f"data: {shared.describe(redact_uris(str(config.data.validation_source)))}")
     folder.put_json(SPEED_FILE, sum_stages(record.get("stages", {}) for record in records))
     manifest.save(folder)
     # Only an interrupted preparation needs these files; with the manifest this one is finished.
     try:
-        for name in ("parts", *sealed_names(FACTS), SIGNATURES_FOLDER, *sealed_names(DUPLICATES_FILE)):
+        for name in ("parts", PARTS, *sealed_names(FACTS), SIGNATURES_FOLDER, *sealed_names(DUPLICATES_FILE)):
             folder.remove(name)
         folder.remove_temporary(before=started)
     except OSError as error:

@@ -233,6 +233,18 @@ def test_an_evaluation_scores_what_the_run_was_prepared_from(folder: Folder, con
         score()
 
 
+def test_documents_of_a_test_set_that_were_trained_on_are_said(folder: Folder, config: Config, tmp_path: Path) -> None:
+    (tmp_path / "t").mkdir()
+    shutil.copy(config.data.source, tmp_path / "t/1.txt")
+    (tmp_path / "t/2.txt").write_text("another text " * 9)
+    lines, chosen = Lines(), select_run(folder.parent, "r", "last")
+    chosen = replace(
+        chosen, config=replace(chosen.config, data=replace(chosen.config.data, test_source=str(tmp_path / "t")))
+    )
+    evaluate(chosen, PredictorConfig(run="r"), "test", folder, predict_locally, log=lines.log)
+    assert lines.saying(f"1 of 2 documents of {tmp_path / 't'} are also in training")
+
+
 @pytest.mark.long
 def test_a_mixture_keeps_the_sources_that_it_had(tmp_path: Path) -> None:
     for name in ("a", "b", "c"):
