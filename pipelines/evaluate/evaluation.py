@@ -268,9 +268,12 @@ def _open_split(chosen: SelectedRun, split: PreparedName, settings: PredictorCon
     try:
         prepared_in = prepared_folder(run)
         source, validation = open_as_prepared(config, task, prepared_in) if prepared_in else open_sources(config, task)
-    except NoFiles as error:
+    except DataError as error:
+        is_gone = isinstance(error, NoFiles)
         if prepared:
-            return _prepared_data(prepared, f"the raw data is gone ({error})")
+            return _prepared_data(prepared, f"the raw data {'is gone' if is_gone else 'cannot be read'} ({error})")
+        if not is_gone:
+            raise
         raise DataError(
             f"--split {split} reads the raw data that the run was prepared from, and {error}. Put it back, or score other "
             "data: --split test --data.test_source PLACE",

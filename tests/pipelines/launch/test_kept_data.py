@@ -228,6 +228,12 @@ def test_an_evaluation_scores_what_the_run_was_prepared_from(folder: Folder, con
     text.unlink()
     assert score().samples == before.samples
     assert "gone" in lines.saying("as this run has prepared it")[-1]
+    text.mkdir()
+    for name in ("train_sft", "test_sft"):
+        (text / f"{name}-00000-of-00001.txt").write_text("more")
+    assert score().samples == before.samples
+    assert "cannot be read (the files of" in lines.saying("as this run has prepared it")[-1]
+    shutil.rmtree(text)
     (folder.parent / ".prepared").remove()
     with unreadable(names=["--split validation", "--data.test_source", "text.txt"]):
         score()

@@ -80,6 +80,7 @@ def test_a_name_says_the_split(tmp_path: Path) -> None:
     assert read(f"{folder}#test", split="").notes == (
         f"files of {folder}#test: 1 read (test), 2 left out (train 1, validation 1)",
     )
+    assert len(read(folder, split="all").files) == 3
     with unreadable(str(folder), names=["no split", f"{folder}#validation"]):
         read(folder, split="")
     with unreadable(names=["not of 'more'", f"{folder}#all"]):
