@@ -169,7 +169,7 @@ def is_worth_ray(config: Config, task: Task, source: Source, parts: Sequence[Par
 
 
 def _describe_sources(source: Source, validation: Source | None) -> list[str]:
-    return [*source.describe(), *(validation.describe() if validation else ())]
+    return [*dict.fromkeys((*source.describe(), *(validation.describe() if validation else ())))]
 
 
 @dataclass(frozen=True)

@@ -370,6 +370,9 @@ def test_a_folder_of_splits_goes_on_with_what_an_earlier_version_prepared(tmp_pa
     manifest = load_finished_manifest(context.storage / ".prepared" / before)
     assert manifest is not None
     assert manifest.source["files"] == 2
+    (context.storage / ".prepared" / before).remove(FILE)
+    assert _prepare(config, with_reading=False) == before
+    assert load_finished_manifest(context.storage / ".prepared" / before) == manifest
     assert keep_preparations(PreviousAttempt(config, before, None), context).fingerprints == {"": before}
     assert log.lines == []
     _touch(tmp_path / "d/test.txt")
@@ -382,16 +385,3 @@ def test_a_folder_of_splits_goes_on_with_what_an_earlier_version_prepared(tmp_pa
     assert _prepare(config) == _prepare(config, with_reading=False) != found.manifest.fingerprint
     (tmp_path / "d/test.txt").write_text("longer")
     assert context.identity().data == found.manifest.fingerprint
-
-
-def test_a_half_made_preparation_of_an_earlier_version_is_made_with_its_files(tmp_path: Path) -> None:
-    (tmp_path / "d").mkdir()
-    for split in ("train", "test"):
-        (tmp_path / f"d/{split}.txt").write_text(f"{split} " * 400)
-    config = tiny(tmp_path / "d")
-    before = _prepare(config, with_reading=False)
-    folder = Folder(config.storage) / ".prepared" / before
-    whole = load_finished_manifest(folder)
-    folder.remove(FILE)
-    assert _prepare(config, with_reading=False) == before
-    assert load_finished_manifest(folder) == whole
