@@ -13,7 +13,7 @@ from importlib import import_module
 from os.path import dirname, isdir
 from typing import TYPE_CHECKING, Any
 
-from raystride import old_names
+from raystride import old_names, project_folder
 from raystride.locations import __version__ as __version__
 
 if not isdir(f"{dirname(__file__)}/pipelines"):
@@ -24,6 +24,7 @@ if not isdir(f"{dirname(__file__)}/pipelines"):
     )
 
 old_names.install()
+project_folder.put_last_in_worker()
 
 if TYPE_CHECKING:
     from raystride.api import (

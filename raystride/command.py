@@ -14,6 +14,7 @@ import raystride
 from raystride.pipelines.system.output import protected_output
 from raystride.pipelines.system.signals import raise_on_signals, report_interruption
 from raystride.pipelines.system.variables import exempt_loopback_from_proxies
+from raystride.project_folder import put_working_folder_last
 
 JOBS = {
     "train": ("jobs.train", "train or resume a run"),
@@ -70,6 +71,5 @@ def _run_command(arguments: Sequence[str] | None) -> int:
         meant = f"did you mean {similar[0]}?" if similar else f"commands are {', '.join(JOBS)}"
         print(f"error: unknown command {word!r}; {meant}", file=sys.stderr)
         return 2
-    if "" not in sys.path:
-        sys.path.insert(0, "")  # as for scripts: plug-ins are in the project's folder
+    put_working_folder_last()
     return int(import_module(f"raystride.{JOBS[word][0]}").main(rest))

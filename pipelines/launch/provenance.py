@@ -137,7 +137,7 @@ def _mlflow_tags(environment: RunEnvironment, dashboard: str | None) -> dict[str
     if commit := environment.get("commit"):
         tags["mlflow.source.git.commit"] = commit
     with suppress(OSError, KeyError, ImportError):  # no such user in this container
-        tags["mlflow.user"] = getpass.getuser()
+        tags["mlflow.user"] = getpass.getuser()  # noqa: TID251
     return tags
 
 

@@ -12,7 +12,6 @@ they are also redacted in other programs' messages.
 import os
 import re
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
@@ -196,6 +195,6 @@ def _has_login(scheme: str, logins: Sequence[str]) -> bool:
     """Returns whether the environment has a login for programs of that scheme."""
     if scheme.startswith("s3"):
         logins = (*logins, *AWS_LOGIN)
-        if (Path.home() / ".aws" / "credentials").exists():
+        if os.path.exists(os.path.expanduser("~/.aws/credentials")):
             return True
     return any(os.environ.get(name) for name in logins)

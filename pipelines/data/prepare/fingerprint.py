@@ -35,7 +35,8 @@ FORMAT = 1
 """Raised when shards of the same data and settings come out differently than before."""
 READING = 2
 """Raised when data is read by other rules than before: 2 refuses rows that do not have a field for each column, scales
-pictures of 16 bits, and knows splits and classes by the names of files.
+pictures of 16 bits, knows splits and classes by the names of files, and reads messages in parts of text or with `from` and
+`value`, which were left out.
 """
 READ_AGAIN = f"reading-{READING}"
 """File in a preparation by earlier rules, all of whose documents come the same by today's."""
@@ -314,9 +315,9 @@ def compute_fingerprint(
         if not data.follow and any(False in opened.quotes_between_tabs for opened in (source, validation) if opened):
             csv_settings["quote"] = "none"
         content |= {key: value for key, value in csv_settings.items() if value not in ("auto", [])}
-    if with_reading and (
-        reads_otherwise or isinstance(task, Images) or "csv" in (source.kind, validation and validation.kind)
-    ):
+    skips_chats = data.on_error == "skip" and any(column.kind == "messages" for column in task.columns)
+    is_table = "csv" in (source.kind, validation and validation.kind)
+    if with_reading and (reads_otherwise or skips_chats or isinstance(task, Images) or is_table):
         content["reading"] = READING
     if source.kind == "parquet" and data.class_names:
         content["class_names"] = True

@@ -10,11 +10,11 @@ another encoding than UTF-8, are one slice, read with bounded memory.
 import json
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice, pairwise
 from typing import Any
 
-from raystride.pipelines.data.sources.faults import DataError, Fault, FaultError, explain_not_utf8, not_utf8_fault
+from raystride.pipelines.data.sources.faults import REMEDY, DataError, Fault, FaultError, explain_not_utf8, not_utf8_fault
 from raystride.pipelines.data.sources.fields import Columns, attach_row, build_document, document_from_row
 from raystride.pipelines.data.sources.pieces import PIECE_BYTES, File, Piece, Slice, empty_file_fault
 from raystride.pipelines.data.sources.streams import (
@@ -126,9 +126,15 @@ class JsonReader(LineReader):
         try:
             row = json.loads(line)
         except (ValueError, RecursionError) as error:
-            yield Fault(place, f"is no JSON: {error}", row={} if self.keep else None)
-        else:
-            yield from self._parse_object(row, place, file)
+            reason, remedy = _explain_no_json(line, error) or (f"is no JSON: {error}", REMEDY)
+            yield Fault(place, reason, remedy, row={} if self.keep else None)
+            return
+        # A file of one object, whose rows lie within it.
+        shape = _explain_table(row, self.columns) if place.endswith(", line 1") and isinstance(row, dict) else None
+        for item in self._parse_object(row, place, file):
+            if shape and isinstance(item, Fault) and not item.empty and b"\n" not in read_head(file).strip():
+                item = replace(item, reason=shape[0], remedy=shape[1], column="")
+            yield item
 
     def _parse_object(self, row: Any, place: str, file: File) -> Iterator[Piece | Fault]:
         if isinstance(row, dict):
@@ -152,6 +158,30 @@ class JsonReader(LineReader):
             # Rows are assigned evenly to the file's bytes, so that a tail of the bytes is a tail of the rows.
             if piece.start <= number * len(content) // len(rows) < stop:
                 yield from self._parse_object(row, f"{file.uri}, element {number + 1}", file)
+
+
+def _explain_no_json(line: str, error: Exception) -> tuple[str, str] | None:
+    """Returns why a line is no JSON, and the remedy, where it is part of another form of JSON; None for other lines."""
+    if not isinstance(error, json.JSONDecodeError):
+        return None
+    if error.pos >= len(line.rstrip()) or error.msg.startswith("Unterminated"):
+        return "begins an object that ends on a later line", "write each object on one line, or all as an array in a .json"
+    if line[error.pos :].strip() == ",":
+        return "ends with a comma", "remove the commas between lines, or write an array: [, the objects, ]"
+    return None
+
+
+def _explain_table(row: Mapping[str, Any], columns: Columns) -> tuple[str, str] | None:
+    """Returns how an object holds rows, and the remedy; None if it does not look like a table."""
+    for key in row.keys() - {column.name for column in columns}:
+        if row[key] and isinstance(row[key], list) and all(isinstance(item, dict) for item in row[key]):
+            return f"is one object; {key!r} may hold the rows", "write that array alone, or its objects on a line each"
+    # pandas' to_json writes a column as an object by index.
+    values = [list(value.values()) if isinstance(value, dict) else value for value in row.values()]
+    by_columns = all(isinstance(value, list) and len(value) == len(values[0]) for value in values)
+    if by_columns and not any(isinstance(item, dict | list) for value in values for item in value):
+        return "is a table by columns", "write each row as an object on a line (pandas: orient='records', lines=True)"
+    return None
 
 
 def _is_array(file: File) -> bool:

@@ -15,8 +15,16 @@ Turns = str | Sequence[Message]
 """A text, or several messages."""
 
 
+_ROLES = {"human": "user", "gpt": "assistant"}
+"""Roles of ShareGPT's form, `from` and `value`; the others have one name in both."""
+
+
 def pack_messages(value: Sequence[Any]) -> str:
-    """Returns the JSON of a list of messages. Raises ValueError if it is none."""
+    """Returns the JSON of a list of messages, also of ShareGPT's form; contents in parts of text are joined.
+
+    Raises ValueError if it is none, or has other parts.
+    """
+    value = [_to_message(item) for item in value]
     if not _are_messages(value):
         raise ValueError("a list in which not everything is a message with a `role` and a `content` that are texts")
     # Tables add the keys of all messages to each one.
@@ -25,6 +33,21 @@ def pack_messages(value: Sequence[Any]) -> str:
         for message in value
     ]
     return json.dumps(kept, ensure_ascii=False) if kept else ""
+
+
+def _to_message(item: Any) -> Any:
+    """Returns a message of either form with `role` and a text as `content`. Raises ValueError for parts that are no text."""
+    if not isinstance(item, Mapping):
+        return item
+    if item.get("role") is None and isinstance(item.get("from"), str):
+        content = {key: found for key, found in item.items() if key not in ("from", "value", "role", "content")}
+        item = {"role": _ROLES.get(item["from"], item["from"]), "content": item.get("value"), **content}
+    parts = item.get("content")
+    if not isinstance(parts, list) or not all(isinstance(part, Mapping) for part in parts):
+        return item
+    if other := [part.get("type") for part in parts if not isinstance(part.get("text"), str)]:
+        raise ValueError(f"a message with a part that is no text, but {other[0]!r}")
+    return {**item, "content": "".join(part["text"] for part in parts)}
 
 
 def drop_none_values(value: Any) -> Any:

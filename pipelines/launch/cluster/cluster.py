@@ -24,6 +24,7 @@ from raystride.pipelines.system.credentials import redact
 from raystride.pipelines.system.limits import local_ray_resources
 from raystride.pipelines.system.output import print_warning
 from raystride.pipelines.system.signals import signal_exception
+from raystride.project_folder import job_metadata
 
 T = TypeVar("T")
 RAY_ENVIRONMENT = {
@@ -206,13 +207,15 @@ def _init_ray(settings: LaunchConfig, address: str | None, metadata: Mapping[str
         if address:
             _wait_for_address(address, settings.cluster_timeout_s)
             with scrubbed_environment():
-                context = ray.init(address=address, job_config=JobConfig(metadata=dict(metadata or {})), **quiet)
+                joined = JobConfig(metadata=job_metadata() | dict(metadata or {}))
+                context = ray.init(address=address, job_config=joined, **quiet)
         else:
             keep_token_private()
             # Ray's default is 15, at which any monitoring process would slow a training on few cores.
             os.environ.setdefault("RAY_worker_niceness", "0")
             with listen_on_loopback(), scrubbed_environment():
-                context = start_local_ray(runtime_env=None, **local_ray_resources(), **_short_session_folder(), **quiet)
+                options = {**local_ray_resources(), **_short_session_folder(), **quiet}
+                context = start_local_ray(runtime_env=None, job_config=JobConfig(metadata=job_metadata()), **options)
     except Exception as error:  # ray.init raises ConnectionError, RuntimeError, ValueError, grpc's own, ...
         if line := parse_ray_mismatch(str(error)):
             raise NoCluster(line) from None
@@ -253,7 +256,7 @@ def _check_versions(settings: LaunchConfig) -> None:
 
 def token_file() -> Path:
     """Returns the path of the token that this user's Ray clusters require."""
-    return Path(os.environ.get("RAY_AUTH_TOKEN_PATH") or Path.home() / ".ray" / "auth_token")
+    return Path(os.environ.get("RAY_AUTH_TOKEN_PATH") or os.path.expanduser("~/.ray/auth_token"))
 
 
 def keep_token_private() -> None:

@@ -52,7 +52,7 @@ def drain_node(seconds: float) -> None:
     node = [f"--address={context.gcs_address}", f"--node-id={context.get_node_id()}"]
     ray.shutdown()
     reason = ["--reason=DRAIN_NODE_REASON_PREEMPTION", "--reason-message=this node ends"]
-    command = [sys.executable, "-m", "ray.scripts.scripts", "drain-node", *node, *reason]
+    command = [sys.executable, "-P", "-m", "ray.scripts.scripts", "drain-node", *node, *reason]
     subprocess.run([*command, f"--deadline-remaining-seconds={seconds:.0f}"], check=True, capture_output=True)
 
 

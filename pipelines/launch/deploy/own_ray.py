@@ -120,7 +120,7 @@ class RayNode:
             raise CannotRun(f"Ray's temporary folder cannot be made on {host_name}: {error}", host=host_name) from None
         try:
             with reserve_ports(1) as (agent,):
-                command = [sys.executable, "-m", "ray.scripts.scripts", "start", *options, f"--num-cpus={cpus}"]
+                command = [sys.executable, "-P", "-m", "ray.scripts.scripts", "start", *options, f"--num-cpus={cpus}"]
                 command += [f"--temp-dir={folder}", "--disable-usage-stats", "--log-color=false"]
                 command += [f"--dashboard-agent-listen-port={agent}"]
                 variables = {**os.environ, **RAY_ENVIRONMENT, **environment, MARK_VARIABLE: str(folder)}

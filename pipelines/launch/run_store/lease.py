@@ -25,6 +25,7 @@ from typing import Self
 from raystride.pipelines.config import SettingError
 from raystride.pipelines.launch.cluster.cluster import CannotRun
 from raystride.pipelines.launch.hang.process import machine_id, process_start_ticks
+from raystride.pipelines.launch.launchers import launcher_hint
 from raystride.pipelines.system.output import print_warning
 from raystride.pipelines.system.permit import Permit
 from raystride.pipelines.system.service_thread import ServiceThread
@@ -303,7 +304,7 @@ def _has_lost(attempt: str, term: int, other: Owner) -> bool:
 def _owned_error(folder: Folder, other: Owner) -> RunLocked:
     return RunLocked(
         f"run {folder.name} is being trained by process {other.pid} on {other.host} (attempt "
-        f"{other.attempt}): wait for it, stop it, or give this one another name with --run",
+        f"{other.attempt}): wait for it, stop it, or give this one another name with --run{launcher_hint()}",
         run=folder.name,
         owner=other,
     )

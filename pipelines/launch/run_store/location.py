@@ -20,10 +20,12 @@ from raystride.pipelines.data.sources.selection import parse_split
 from raystride.pipelines.data.stored_code import admit_stored_code
 from raystride.pipelines.launch.cluster.cluster import CannotRun
 from raystride.pipelines.launch.cluster.internals import is_submitted_job
+from raystride.pipelines.launch.launchers import check_launcher
 from raystride.pipelines.launch.run_store.naming import name_run
 from raystride.pipelines.observability.record.mlflow.database import MAX_DATABASE_BYTES, database_uri
 from raystride.pipelines.system.storage.folder import UNWRITABLE_ERRNOS, Folder, absolute_uri
 from raystride.pipelines.system.variables import exempt_loopback_from_proxies
+from raystride.project_folder import find_hidden_library
 
 
 def storage_base() -> str | None:
@@ -66,9 +68,12 @@ def locate_run(parsed: Parsed[Config]) -> tuple[Config, Folder]:
     """Returns the settings with the run's name and absolute paths, and the storage.
 
     Inside a submitted job the working directory is a temporary package, so a relative storage is below $RAYSTRIDE_STORAGE or
-    ~/raystride on the head. Raises SettingError for an address with a redacted password that cannot be restored, CannotRun
+    ~/raystride on the head. Raises SettingError where a file here hides a library or a launcher has started several
+    processes, for an address with a redacted password that cannot be restored, CannotRun
     and OSError as `make_storage` does, SettingError and DataError as `choose_task` and `name_run` do, and without a source.
     """
+    check_launcher()
+    _refuse_hidden_library()
     config = with_data(parsed)
     unused = () if config.record.mlflow else ("record.mlflow_uri",)
     config = config.with_secrets(optional=("data.test_source", *unused))
@@ -80,6 +85,14 @@ def locate_run(parsed: Parsed[Config]) -> tuple[Config, Folder]:
     config = with_tracking_variables(config, storage)
     _check_database(config.record, storage)
     return config, storage
+
+
+def _refuse_hidden_library() -> None:
+    """Raises SettingError if a file of the user's hides a library that trainings use."""
+    if hidden := find_hidden_library():
+        name, file = hidden
+        message = f"{name!r} is {file} here, which hides the library of that name: rename it, or start elsewhere"
+        raise SettingError(message, value=file)
 
 
 def with_data(parsed: Parsed[Any]) -> Any:

@@ -60,7 +60,12 @@ def query_torch_in_subprocess() -> dict[str, Any]:
     program = f"import json\nfrom typing import Any\n{inspect.getsource(query_torch)}\nprint(json.dumps(query_torch()))"
     try:
         done = subprocess.run(
-            [sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=TIMEOUT_S, check=True
+            [sys.executable, "-P", "-c", program],
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=TIMEOUT_S,
+            check=True,
         )
         found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     except (OSError, subprocess.SubprocessError, ValueError, IndexError) as error:

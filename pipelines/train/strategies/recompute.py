@@ -6,7 +6,6 @@ outside of both.
     model = recompute(model, config.train)
 """
 
-import getpass
 import os
 import sys
 import tempfile
@@ -57,7 +56,7 @@ def _use_cache_of_cpu_type() -> None:
     process, on a machine that runs the same code with AVX2 (PyTorch 2.13).
     """
     capability = torch.backends.cpu.get_cpu_capability().lower().replace(" ", "-")
-    folder = Path(tempfile.gettempdir()) / f"torchinductor_{getpass.getuser()}_{capability}"
+    folder = Path(tempfile.gettempdir()) / f"torchinductor_{os.getuid()}_{capability}"
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(folder))
 
 

@@ -79,8 +79,8 @@ def rehearse(job: Job, layouts: list[Layout]) -> dict[Layout, float]:
     with tempfile.TemporaryDirectory(prefix="raystride-rehearsal-") as folder:
         file = Path(folder) / "job.pickle"
         file.write_bytes(cloudpickle.dumps((_strip_job(job, Folder(folder)), layouts)))
-        command = [sys.executable, "-m", "raystride.pipelines.train.worker.rehearsal", str(file)]
-        environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+        command = [sys.executable, "-P", "-m", "raystride.pipelines.train.worker.rehearsal", str(file)]
+        environment = os.environ | {"PYTHONPATH": os.pathsep.join(entry or os.getcwd() for entry in sys.path)}
         try:
             output = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, env=environment).stdout
         except subprocess.TimeoutExpired as error:

@@ -93,7 +93,7 @@ def start_server(uri: str, port: int) -> "subprocess.Popen[bytes]":
     ]
     command += ["--workers", "1", "--default-artifact-root", artifact_root(uri) or "mlartifacts"]
     # Its job runner would start nine processes of 230 MB each for features that runs do not use.
-    environment = os.environ | ENVIRONMENT | {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}
+    environment = os.environ | ENVIRONMENT | {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false", "PYTHONSAFEPATH": "1"}
     quiet = subprocess.DEVNULL  # the server prints much, and nothing useful here
     return subprocess.Popen(command, env=environment, start_new_session=True, stdout=quiet, stderr=quiet)
 

@@ -147,3 +147,24 @@ def test_lines_that_end_with_cr_alone_are_not_one(tmp_path: Path, name: str) -> 
         (tmp_path / name).write_bytes(gzip.compress(content) if name.endswith("gz") else content)
         found = open_documents(DataConfig(kind="lines"), str(tmp_path / name), pair[:1])
         assert len([document for part in found.parts for document in found.read(part)]) == wanted
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ('{\n "text": "hello"\n}\n', "line 1: begins an object that ends on a later line; write each object on one line"),
+        ('{"text": "hel\nlo"}\n', "line 1: begins an object that ends on a later line"),
+        ('{"text": "a"},\n{"text": "b"},\n', "line 1: ends with a comma; remove the commas between lines"),
+        ('{"version": 2, "data": [{"text": "a"}]}', "is one object; 'data' may hold the rows; write that array alone"),
+        ('{"text": ["a", "b"], "label": ["x", "y"]}\n', "is a table by columns; write each row as an object on a line"),
+        ('{"text": {"0": "a", "1": "b"}}', "is a table by columns"),
+        ('{"text": "a"}\n{"text": }\n', "line 2: is no JSON: Expecting value"),
+        ('{"other": [{"text": "a"}]}\n{"text": "b"}\n', "line 1: has no column 'text' but other"),
+    ],
+)
+def test_json_of_another_form_is_named(tmp_path: Path, content: str, said: str) -> None:
+    """Such a file was "no JSON", or another column was advised."""
+    (tmp_path / "rows.json").write_text(content)
+    with unreadable("rows.json", names=[said]):
+        found = open_documents(DataConfig(), str(tmp_path / "rows.json"), (Column("data.text_column", "text"),))
+        [*found.read(found.parts[0])]

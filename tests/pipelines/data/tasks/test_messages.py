@@ -46,3 +46,22 @@ def test_the_prompt_is_shared_and_each_keeps_an_answer(
     assert one
     assert other
     assert one[0] != other[0] or min(len(one), len(other)) == 1
+
+
+def test_the_forms_of_the_api_and_of_sharegpt_are_messages() -> None:
+    """Both were refused; half of the chats on the hub are of the second."""
+    parts = [{"type": "text", "text": "hi ", "image_url": None}, {"type": "text", "text": "there!"}]
+    assert unpack_messages(pack_messages([{"role": "user", "content": parts}])) == [{"role": "user", "content": "hi there!"}]
+    turns = [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b", "weight": 0}]
+    shared = [{"from": "system", "value": "Be kind."}, *turns]
+    assert unpack_messages(pack_messages(shared)) == [
+        {"role": "system", "content": "Be kind."},
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": "b", "weight": 0},
+    ]
+
+
+@pytest.mark.parametrize("part", [{"type": "image_url", "image_url": {"url": "x"}, "text": None}, {"type": "audio"}])
+def test_a_part_that_is_no_text_is_named(part: dict[str, object]) -> None:
+    with pytest.raises(ValueError, match=f"a part that is no text, but '{part['type']}'"):
+        pack_messages([{"role": "user", "content": [{"type": "text", "text": "see"}, part]}])
