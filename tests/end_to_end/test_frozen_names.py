@@ -103,7 +103,8 @@ curve.png environment.json journal/ATTEMPT-000001.jsonl log.txt metrics.jsonl ml
 summary.json
 """
 PREPARED_FILES = """
-files.parquet files.parquet.sha256 manifest.json manifest.json.sha256 stages.json tokenizer/tokenizer_kind.json
+documents.hashes documents.hashes.sha256 files.parquet files.parquet.sha256 manifest.json manifest.json.sha256 stages.json
+tokenizer/tokenizer_kind.json
 train/00000.arrow train/00000.hashes validation/00001.arrow validation/00001.hashes
 """
 KEYS = {

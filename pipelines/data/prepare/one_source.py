@@ -17,11 +17,13 @@ from typing import Any
 
 from raystride.pipelines.config import Config, DataConfig
 from raystride.pipelines.data.prepare.cleaning import build_cleaning
+from raystride.pipelines.data.prepare.document_hashes import PARTS, merge_hashes
 from raystride.pipelines.data.prepare.fingerprint import (
     Identity,
     find_fingerprint,
     find_outdated_preparation,
     known_fingerprints,
+    open_as_prepared,
     open_sources,
 )
 from raystride.pipelines.data.prepare.generations import Describe, Publisher, Records, validation_first
@@ -105,8 +107,8 @@ def prepare_source(
         fingerprint = find_fingerprint(config, task, *opened, digest, storage)
         if outdated := find_outdated_preparation(fingerprint, known_fingerprints(config, task, *opened, digest), storage):
             log(
-                f"data: {outdated} is by an earlier version, which read rows and pictures by other rules, or was not whole: "
-                "the data is prepared anew"
+                f"data: {outdated} is by an earlier version, which read rows, pictures or folders by other rules, or was "
+                "not whole: the data is prepared anew"
             )
     folder = storage / ".prepared" / fingerprint
     if (manifest := load_finished_manifest(folder)) is not None:
@@ -116,7 +118,7 @@ def prepare_source(
         log(f"data: {folder} was prepared, but a file of it is not as it was written: it is prepared again")
         for name in task.tokenizers:
             folder.remove(name)
-    source, validation = opened or open_sources(config, task)
+    source, validation = opened or open_as_prepared(config, task, folder, learned.digest if learned else "")
     if task.reads_dataset:
         manifest = build_manifest(
             config.data, fingerprint, source, task.knowing({"dataset": task.describe_dataset(), **NO_TOKENS}, {}), []
@@ -143,11 +145,14 @@ def prepare_source(
         publisher.end()
     manifest = describe(records)
     _check_splits(config.data, manifest)
+    found = merge_hashes(folder, [part.number for part in parts])
+    if validation and found and (shared := found[0].count_shared(found[1])).shared:
+        log(f"data: {shared.describe(redact_uris(str(config.data.validation_source)))}")
     folder.put_json(SPEED_FILE, sum_stages(record.get("stages", {}) for record in records))
     manifest.save(folder)
     # Only an interrupted preparation needs these files; with the manifest this one is finished.
     try:
-        for name in ("parts", *sealed_names(FACTS), SIGNATURES_FOLDER, *sealed_names(DUPLICATES_FILE)):
+        for name in ("parts", PARTS, *sealed_names(FACTS), SIGNATURES_FOLDER, *sealed_names(DUPLICATES_FILE)):
             folder.remove(name)
         folder.remove_temporary(before=started)
     except OSError as error:
@@ -164,7 +169,7 @@ def is_worth_ray(config: Config, task: Task, source: Source, parts: Sequence[Par
 
 
 def _describe_sources(source: Source, validation: Source | None) -> list[str]:
-    return [*source.describe(), *(validation.describe() if validation else ())]
+    return [*dict.fromkeys((*source.describe(), *(validation.describe() if validation else ())))]
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,8 @@
 """The three stages of preparing a part, which pass Arrow tables: read, tokenise, write. They run with or without Ray Data.
 
-read_part      part → (part, document, begins, ends, validation, text, place, fault), some MiB a table; a fault is the reason
-               for a missing document, and the fields of a document with several are a JSON array in `text`
+read_part      part → (part, document, begins, ends, validation, text, place, fault, hash), some MiB a table; a fault is the
+               reason for a missing document, the fields of a document with several are a JSON array in `text`, and where a
+               document begins, `hash` is that of its identity
 tokenise_table the same with ids (large_list of the id type), loss_mask (large_list<uint8> or null) and cut (bool) for text
 write_part     a part's tables → its shards and, last, parts/00003.json
 survey_part    a part → the task's survey of its documents, for tasks that must see all documents before they encode
@@ -15,7 +16,6 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
-from hashlib import blake2b
 from typing import Any
 
 import numpy as np
@@ -23,6 +23,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from raystride.pipelines.data.prepare.cleaning import Cleaning
+from raystride.pipelines.data.prepare.document_hashes import hash_document, put_part_hashes
 from raystride.pipelines.data.prepare.near_duplicates import read_duplicates
 from raystride.pipelines.data.prepare.parts import read_part_items
 from raystride.pipelines.data.prepare.progress import TimedIterator
@@ -49,6 +50,7 @@ _TEXT = pa.schema(
         "text": pa.large_string(),
         "place": pa.string(),
         "fault": pa.string(),
+        "hash": pa.uint64(),
     }
 )
 
@@ -96,8 +98,7 @@ class Preparation:
 
 def is_validation(identity: str, fraction: float) -> bool:
     """Returns whether the document with this identity (see Piece) validates, independent of other documents."""
-    digest = blake2b(identity.encode("utf-8", "surrogatepass"), digest_size=8).digest()
-    return int.from_bytes(digest) < fraction * 2**64
+    return hash_document(identity) < fraction * 2**64
 
 
 def read_part(job: Preparation, part: Part) -> Iterator[pa.Table]:
@@ -113,16 +114,16 @@ def read_part(job: Preparation, part: Part) -> Iterator[pa.Table]:
         if isinstance(item, Fault):
             if not job.skip:
                 raise item.error()
-            rows.append((part.number, None, None, None, None, None, item.place, item.reason))
+            rows.append((part.number, None, None, None, None, None, item.place, item.reason, None))
             continue
         # A skipped range may have held the beginning: the rest must not join the document before.
         document += item.begins or ended
         ended = item.ends
-        validation = part.split == "validation"
-        if part.split is None:
-            validation = is_validation(item.identity, job.validation_fraction)
+        key = hash_document(item.identity)
+        validation = part.split == "validation" if part.split else key < job.validation_fraction * 2**64
         text = _pack_fields(item.document)
-        rows.append((part.number, document, item.begins, item.ends, validation, text, item.place, None))
+        start = key if item.begins else None
+        rows.append((part.number, document, item.begins, item.ends, validation, text, item.place, None, start))
         size += len(text)
         if size >= _TABLE_BYTES or len(rows) >= _TABLE_ROWS:
             table = _build_table(rows)
@@ -131,7 +132,8 @@ def read_part(job: Preparation, part: Part) -> Iterator[pa.Table]:
             rows, size, began = [], 0, time.perf_counter()
     cleaning = max(0.0, took["clean"] - took["read"])
     seconds = {"read": spent + time.perf_counter() - began - cleaning, "clean": cleaning}
-    rows.append((part.number, None, None, None, None, None, json.dumps({"dropped": {**+dropped}, "seconds": seconds}), None))
+    trailer = json.dumps({"dropped": {**+dropped}, "seconds": seconds})
+    rows.append((part.number, None, None, None, None, None, trailer, None, None))
     yield _build_table(rows)
 
 
@@ -225,7 +227,7 @@ def _with_faults(job: Preparation, table: pa.Table, faults: dict[int, str]) -> p
     if not job.skip:
         row, reason = next(iter(faults.items()))
         raise Fault(table["place"][row].as_py(), reason).error()
-    for name in ("document", "validation", "fault"):
+    for name in ("document", "validation", "fault", "hash"):
         column = table[name].to_pylist()
         for row, reason in faults.items():
             column[row] = reason if name == "fault" else None
@@ -249,6 +251,7 @@ def write_part(job: Preparation, tables: Iterable[pa.Table]) -> dict[str, Any]:
     OSError if a shard reads back differently.
     """
     writers: dict[str, ShardWriter] = {}
+    hashes: dict[str, list[np.ndarray]] = {split: [] for split in SPLITS}
     faults: list[dict[str, str]] = []
     skipped, cut, number, is_complete = 0, 0, -1, False
     trailer: dict[str, Any] = {}
@@ -262,6 +265,7 @@ def write_part(job: Preparation, tables: Iterable[pa.Table]) -> dict[str, Any]:
             if rows.num_rows:
                 writer = writers.setdefault(split, ShardWriter(table.schema.field("ids").type.value_type))
                 writer.add(rows)
+                hashes[split].append(pc.drop_null(rows["hash"]).to_numpy())
         faulty = table.filter(pc.is_valid(table["fault"]))
         skipped += faulty.num_rows
         cut += pc.sum(table["cut"]).as_py() or 0
@@ -273,6 +277,7 @@ def write_part(job: Preparation, tables: Iterable[pa.Table]) -> dict[str, Any]:
             trailer = json.loads(last["place"][0].as_py())
     if not is_complete:
         raise RuntimeError(f"part {number} ended before its last row: this is a defect of Raystride, please report it")
+    put_part_hashes(job.folder, number, *(np.concatenate([np.empty(0, np.uint64), *hashes[split]]) for split in SPLITS))
     shards = {split: writer.finish(job.folder, f"{split}/{number:05d}.arrow") for split, writer in writers.items()}
     written = {split: asdict(shard) if (shard := shards.get(split)) else None for split in SPLITS}
     seconds = trailer["seconds"] | {"tokenise": took["tokenise"], "write": time.perf_counter() - began - took["others"]}

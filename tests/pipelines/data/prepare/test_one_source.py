@@ -219,6 +219,8 @@ def test_a_preparation_keeps_only_its_results_and_reuses_them(tmp_path: Path) ->
     first = prepare_source(RunContext(config, storage, log=lines.append), task, on_ray=False)
     assert first.folder == storage / ".prepared" / first.manifest.fingerprint
     assert first.folder.names() == [
+        "documents.hashes",
+        "documents.hashes.sha256",
         "files.parquet",
         "files.parquet.sha256",
         GENERATIONS_FOLDER,

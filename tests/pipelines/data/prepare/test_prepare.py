@@ -78,6 +78,8 @@ def test_a_finished_preparation_is_reused_until_a_file_is_lost(corpus: Path, tmp
     assert again.manifest == first.manifest
     assert "prepared before" in lines[-1]
     assert first.folder.names() == [
+        "documents.hashes",
+        "documents.hashes.sha256",
         "files.parquet",
         "files.parquet.sha256",
         "manifest.json",
