@@ -94,7 +94,8 @@ def test_torchs_trace_holds_the_windows_phases_and_the_table_what_costs(tmp_path
 @pytest.mark.long
 def test_memorys_time_line_and_who_takes_most(tmp_path: Path) -> None:
     for number in range(3):
-        folder, posted = train(tmp_path / str(number), ProfileConfig(tool="memory", steps=(3, 3)))
+        (place := tmp_path / str(number)).mkdir()
+        folder, posted = train(place, ProfileConfig(tool="memory", steps=(3, 3)))
         # PyTorch 2.13 rarely reads names that are freed (once in some seventy runs of this test).
         if "UnicodeDecodeError" not in str(event_texts(posted, "warning")):
             break
