@@ -66,9 +66,9 @@ def _describe_source(manifest: Manifest, folder: Folder) -> list[str]:
     if "parts" in manifest.source:  # a generation, whose counts are not yet those of the data
         return lines
     if counts := _label_counts(manifest):
-        totals = {name: sum(pair) for name, pair in counts.items()}
+        totals = {name: sum(pair) for name, pair in counts.items() if sum(pair)}  # a mixture has classes of other sources
         lines += [*describe_classes(totals), *_warn_of_single_documents(totals)]
-        lines += _warn_of_untrained([name for name, (train, _) in counts.items() if not train and totals[name] > 1])
+        lines += _warn_of_untrained([name for name, (train, _) in counts.items() if not train and totals.get(name, 0) > 1])
     lines += [*_describe_losses(manifest, folder), *describe_lost_text(manifest.source.get("lost_text", {}))]
     return sorted(lines, key=is_warning)
 
@@ -150,7 +150,7 @@ def _describe_losses(manifest: Manifest, folder: Folder) -> list[str]:
     if cut := facts.get("cut"):
         documents = sum(manifest.documents(split) for split in SPLITS)
         longest = f", the longest has {facts['longest']:,} tokens" if facts.get("longest", 0) > 1 else ""
-        share = f"{cut:,} of {documents:,} examples ({cut / documents:.1%})"
+        share = f"{cut:,} of {documents:,} examples ({100 * cut / documents:.3g}%)"
         lines.append(f"cut: {share} are longer than model.context allows{longest}")
     if dropped := facts.get("dropped"):
         # The name of a step is an import path, with a dot.

@@ -26,7 +26,7 @@ their counts."""
 STRETCH = 512
 """Minimum characters of a sampled stretch of text, which ends at a blank if there is one within as many more."""
 MIN_STRETCHES, MAX_STRETCHES = 64, 1000
-"""Stretches of a part that are sampled: about a sixteenth of its text within these limits, so at most some 0.5 MiB, 0.5 s."""
+"""Stretches of a part that are sampled: about a sixteenth of its text within these limits, at most some 0.5 MiB, 0.5 s."""
 MAX_EXAMPLES, MAX_SHOWN = 32, 6
 """Characters that are stored as examples, and those that are shown."""
 WARN_FROM, REFUSE_FROM = 0.001, 0.5
@@ -122,7 +122,9 @@ def _share_lost(found: Mapping[str, Any]) -> float:
 def _describe_loss(name: str, found: Mapping[str, Any]) -> str:
     examples = ", ".join(quote_visibly(character) for character in [*found["examples"]][:MAX_SHOWN])
     counts = f"{found['lost']:,} of {found['characters']:,} sampled characters"
-    return f"{name.replace('_', ' ')} cannot write {_share_lost(found):.1%} of the text ({counts}), such as {examples}"
+    return (
+        f"{name.replace('_', ' ')} cannot write {100 * _share_lost(found):.3g}% of the text ({counts}), such as {examples}"
+    )
 
 
 def quote_visibly(text: str) -> str:

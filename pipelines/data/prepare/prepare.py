@@ -147,11 +147,12 @@ def _check_first_rows(name: str, config: Config, task: Task) -> list[str]:
     if config.tokenizer.kind == "file" and task.tokenizers:
         task = task.knowing({}, dict.fromkeys(task.tokenizers, ReadyEncoder(read_file(config.tokenizer), end_id=0)))
     sample = TextSample(task, facts["bytes"], seed=0)
+    has_labels = isinstance(task, LabelTask) and source.kind != "folders"  # whose first files are of one class
     for opened in (source, validation):
         for item in read_first_rows(opened, FIRST_FILES, FIRST_ROWS) if opened and opened.kind != "registered" else ():
             if isinstance(item, Piece):
                 sample.add(item.document)
-                labels.update(item.document[-1:] if isinstance(task, LabelTask) else ())
+                labels.update(item.document[-1:] if has_labels else ())
             elif config.data.on_error == "raise":
                 raise item.error()
     lost = sample.measure()

@@ -70,7 +70,7 @@ def _normalize(tokenizer: "Tokenizer", texts: Sequence[str]) -> list[str]:
 def _decode(tokenizer: "Tokenizer", texts: Sequence[str]) -> list[str]:
     """Returns what the ids of each text keep, without unknown tokens."""
     ids = [encoding.ids for encoding in tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)]
-    tokens = {number: tokenizer.id_to_token(number) for number in set().union(*ids) - _unknown_ids(tokenizer)}
+    tokens = {number: str(tokenizer.id_to_token(number)) for number in set().union(*ids) - _unknown_ids(tokenizer)}
     kept, decoder = [[tokens[number] for number in some if number in tokens] for some in ids], _exact_decoder(tokenizer)
     return [decoder.decode(some) if decoder else "".join(some) for some in kept]
 
@@ -78,7 +78,8 @@ def _decode(tokenizer: "Tokenizer", texts: Sequence[str]) -> list[str]:
 def _unknown_ids(tokenizer: "Tokenizer") -> set[int]:
     """Returns the ids of unknown text."""
     if token := getattr(tokenizer.model, "unk_token", None):
-        return {tokenizer.token_to_id(token)}
+        number = tokenizer.token_to_id(token)
+        return set() if number is None else {number}
     # Unigram does not name its unknown token, but gives an unknown text as it is with the token's id.
     probe = tokenizer.encode(_RARE, add_special_tokens=False)
     return {number for number, token in zip(probe.ids, probe.tokens, strict=True) if tokenizer.id_to_token(number) != token}
