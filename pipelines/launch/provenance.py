@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import cast
 
 from raystride.pipelines.config import Config, LaunchConfig, ScalingConfig
-from raystride.pipelines.data.prepare.data_lines import list_data_lines
 from raystride.pipelines.data.prepare.one_source import PreparedData
 from raystride.pipelines.data.prepare.progress import describe_speeds, load_stages
 from raystride.pipelines.data.prepare.raw_files import hash_raw_files, read_raw_files
@@ -86,8 +85,8 @@ def describe_data(prepared: PreparedData, previous: PreviousAttempt | None) -> D
         found["content"] = content
     if stages:
         found["prepared_at"] = describe_speeds(stages)
-    if lines := list_data_lines(prepared.manifest, prepared.folder):
-        found["data_lines"] = lines
+    if prepared.lines:
+        found["data_lines"] = list(prepared.lines)
     if not fingerprints.sources:
         return found
     sources = {**(previous.sources if previous else {}), **fingerprints.sources}

@@ -44,14 +44,17 @@ def source_facts(data: DataConfig, source: Source, validation: Source | None) ->
 
 def list_data_lines(manifest: Manifest, folder: Folder) -> list[str]:
     """Returns the lines of a preparation in this folder, warnings last; those of a mixture are one line a source."""
-    if not manifest.sources:
-        return _describe_source(manifest, folder)
-    lines, warnings = [], []
-    for name, (own_folder, own) in manifest.by_source(folder).items():
-        found = _describe_source(own, own_folder)
-        lines.append(f"{name}: {'; '.join(line for line in found if not is_warning(line))}")
-        warnings += [f"{WARNING}{name}: {line.removeprefix(WARNING)}" for line in found if is_warning(line)]
-    return [*lines, *warnings]
+    return join_sources({name: _describe_source(own, place) for name, (place, own) in manifest.by_source(folder).items()})
+
+
+def join_sources(found: Mapping[str, Sequence[str]]) -> list[str]:
+    """Returns the lines of sources by name, warnings last: a line for each, unless it is the only one, with the name ""."""
+    lines: list[str] = []
+    for name, own in found.items():
+        facts = [line for line in own if not is_warning(line)]
+        lines += [f"{name}: {'; '.join(facts)}"] if name else facts
+        lines += [line.replace(WARNING, f"{WARNING}{name}: ", 1) if name else line for line in own if is_warning(line)]
+    return sorted(lines, key=is_warning)
 
 
 def is_warning(line: str) -> bool:
@@ -70,7 +73,7 @@ def _describe_source(manifest: Manifest, folder: Folder) -> list[str]:
         lines += [*describe_classes(totals), *_warn_of_single_documents(totals)]
         lines += _warn_of_untrained([name for name, (train, _) in counts.items() if not train and totals.get(name, 0) > 1])
     lines += [*_describe_losses(manifest, folder), *describe_lost_text(manifest.source.get("lost_text", {}))]
-    return sorted(lines, key=is_warning)
+    return lines
 
 
 def describe_files(facts: Mapping[str, Any]) -> list[str]:
@@ -78,7 +81,7 @@ def describe_files(facts: Mapping[str, Any]) -> list[str]:
     found: list[str] = []
     if "split" in facts:
         found = [f"split: {facts['split']} of {facts['name']}"]
-    elif facts["kind"] != "registered":
+    elif "files" in facts and facts["kind"] != "registered":
         others = facts.get("validation_files")
         found = [f"files: {facts['files']:,} read{f', {others:,} more to validate on' if others else ''}"]
     return [*found, *facts.get("notes", ())]

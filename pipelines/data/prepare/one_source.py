@@ -79,6 +79,8 @@ class PreparedData:
     """Whether an earlier preparation was found complete."""
     learned: str = ""
     """Fingerprint of the facts that a mixture's sources have learned together (`Identity.learned`)."""
+    lines: tuple[str, ...] = ()
+    """Lines about the data, once all of it is prepared, or its first part."""
 
     @property
     def identity(self) -> Identity:

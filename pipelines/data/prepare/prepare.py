@@ -14,7 +14,13 @@ from dataclasses import replace
 
 from raystride.pipelines.config import Config
 from raystride.pipelines.data.prepare.cleaning import build_cleaning
-from raystride.pipelines.data.prepare.data_lines import describe_classes, describe_files, list_data_lines, source_facts
+from raystride.pipelines.data.prepare.data_lines import (
+    describe_classes,
+    describe_files,
+    join_sources,
+    list_data_lines,
+    source_facts,
+)
 from raystride.pipelines.data.prepare.fingerprint import Identity, learning_sources, open_sources
 from raystride.pipelines.data.prepare.learn_facts import LearnedFacts, LearningSource, learn
 from raystride.pipelines.data.prepare.lost_text import TextSample, describe_lost_text, refuse_lost_text
@@ -51,7 +57,8 @@ def prepare(context: RunContext, task: Task, *, on_ray: OnRay = True) -> Prepare
     else:
         prepared = prepare_source(context, task, fingerprint=context.kept.fingerprints.get(""), on_ray=on_ray)
     notes = () if prepared.reused else prepared.manifest.source.get("notes", ())  # were logged before the preparation
-    for line in list_data_lines(prepared.manifest, prepared.folder):
+    prepared = replace(prepared, lines=tuple(list_data_lines(prepared.manifest, prepared.folder)))
+    for line in prepared.lines:
         if line not in notes:
             context.log(f"data: {line}")
     return prepared
@@ -133,15 +140,11 @@ def check_first_rows(context: RunContext) -> list[str]:
     _check_all_readable(task, unprepared.values())
     if not unprepared and (manifest := load_finished_manifest(context.prepared_folder)):
         return list_data_lines(manifest, context.prepared_folder)
-    return [
-        line
-        for name, own in unprepared.items()
-        for line in _check_first_rows(f"{name}: " * bool(name), own, task.under(own))
-    ]
+    return join_sources({name: _check_first_rows(own, task.under(own)) for name, own in unprepared.items()})
 
 
-def _check_first_rows(name: str, config: Config, task: Task) -> list[str]:
-    """Reads the first rows of a source; returns lines about it that begin with `name`. Raises DataError, SettingError."""
+def _check_first_rows(config: Config, task: Task) -> list[str]:
+    """Reads the first rows of a source, and returns lines about it. Raises DataError, SettingError."""
     source, validation = open_sources(config, task)
     facts, labels = source_facts(config.data, source, validation), Counter[str]()
     if config.tokenizer.kind == "file" and task.tokenizers:
@@ -158,7 +161,7 @@ def _check_first_rows(name: str, config: Config, task: Task) -> list[str]:
     lost = sample.measure()
     refuse_lost_text(config, lost)
     classes = describe_classes(labels, f"classes of the first {labels.total():,} rows") if labels else []
-    return [f"{name}{line}" for line in (*describe_files(facts), *classes, *describe_lost_text(lost))]
+    return [*describe_files(facts), *classes, *describe_lost_text(lost)]
 
 
 def _learn_from_sources(context: RunContext, task: Task, known: Identity, on_ray: OnRay) -> LearnedFacts | None:
