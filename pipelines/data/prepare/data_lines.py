@@ -22,7 +22,7 @@ from raystride.pipelines.system.storage.folder import Folder
 MAX_FREQUENT, MAX_RARE = 20, 3
 """Classes that are named: the most frequent ones, and the rarest of all others."""
 MAX_NAMED = 5
-"""Classes that a warning names."""
+"""Classes, or groups of them, that a warning names."""
 MAX_NAME = 40
 """Characters of a class's name in the line of classes."""
 WARNING = "warning: "
@@ -72,8 +72,7 @@ def _describe_source(manifest: Manifest, folder: Folder) -> list[str]:
         totals = {name: sum(pair) for name, pair in counts.items() if sum(pair)}  # a mixture has classes of other sources
         lines += [*describe_classes(totals), *_warn_of_single_documents(totals)]
         lines += _warn_of_untrained([name for name, (train, _) in counts.items() if not train and totals.get(name, 0) > 1])
-    lines += [*_describe_losses(manifest, folder), *describe_lost_text(manifest.source.get("lost_text", {}))]
-    return lines
+    return [*lines, *_describe_losses(manifest, folder), *describe_lost_text(manifest.source.get("lost_text", {}))]
 
 
 def describe_files(facts: Mapping[str, Any]) -> list[str]:

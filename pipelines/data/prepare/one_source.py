@@ -298,11 +298,8 @@ def build_manifest(
     data: DataConfig, digest: str, source: Source, validation: Source | None, task: Task, records: Records
 ) -> Manifest:
     """Returns the manifest of a preparation from the records of its parts."""
-    skipped, num_skipped = (
-        [fault for record in records for fault in record["faults"]],
-        sum(record["skipped"] for record in records),
-    )
-    if unnamed := num_skipped - len(skipped):
+    skipped, counts = [fault for record in records for fault in record["faults"]], _count_documents(records)
+    if unnamed := counts.get("skipped", 0) - len(skipped):
         skipped.append({"place": redact_uris(data.source), "reason": f"and {unnamed} more documents"})
     learned = dict(task.facts)
     shards = {
@@ -315,7 +312,7 @@ def build_manifest(
         vocabulary_size=learned.pop("vocabulary_size", 0),
         end_id=learned.pop("end_id", 0),
         splits=shards,
-        source=source_facts(data, source, validation) | _count_documents(records),
+        source=source_facts(data, source, validation) | counts,
         skipped=skipped,
         tokenizers=list(task.tokenizers),
         learned=learned,

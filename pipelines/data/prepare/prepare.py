@@ -38,6 +38,7 @@ from raystride.pipelines.data.tasks.labels import LabelTask
 from raystride.pipelines.data.tasks.task import Task
 from raystride.pipelines.data.tokenizers.ready import ReadyEncoder
 from raystride.pipelines.data.tokenizers.training import read_file
+from raystride.pipelines.system.credentials import redact
 from raystride.pipelines.system.storage.folder import Folder
 
 FIRST_FILES, FIRST_ROWS = 8, 100
@@ -57,7 +58,7 @@ def prepare(context: RunContext, task: Task, *, on_ray: OnRay = True) -> Prepare
     else:
         prepared = prepare_source(context, task, fingerprint=context.kept.fingerprints.get(""), on_ray=on_ray)
     notes = () if prepared.reused else prepared.manifest.source.get("notes", ())  # were logged before the preparation
-    prepared = replace(prepared, lines=tuple(list_data_lines(prepared.manifest, prepared.folder)))
+    prepared = replace(prepared, lines=tuple(map(redact, list_data_lines(prepared.manifest, prepared.folder))))
     for line in prepared.lines:
         if line not in notes:
             context.log(f"data: {line}")
