@@ -77,6 +77,15 @@ class TextSample:
             for name, found in measured.items()
         }
 
+    def measure_or_refuse(self, config: Config) -> dict[str, dict[str, Any]]:
+        """Returns the result of `measure`. Raises SettingError if half of it is lost, or the tokenizer fails."""
+        try:
+            found = self.measure()
+        except Exception as error:  # tokenizers raises the bare class, without an unknown token for instance
+            raise config.tokenizer.error("file", f"must name a tokenizer that can write the data: {error}") from error
+        refuse_lost_text(config, found)
+        return found
+
 
 def _most_frequent(lost: Counter[str]) -> dict[str, int]:
     return dict(sorted(lost.items(), key=lambda item: (-item[1], item[0]))[:MAX_EXAMPLES])

@@ -215,7 +215,7 @@ def _refuse_lost_text_of_first_part(config: Config, job: Preparation, parts: Seq
         if sample.is_needed:
             for document in job.clean_documents(sample_documents(job.readers["train"], [*part.slices], size)):
                 sample.add(document)
-            refuse_lost_text(config, sample.measure())
+            sample.measure_or_refuse(config)
 
 
 def _run_each_locally(function: Callable[[Preparation, Part], Any], job: Preparation, parts: Sequence[Part]) -> list[Any]:

@@ -23,7 +23,7 @@ from raystride.pipelines.data.prepare.data_lines import (
 )
 from raystride.pipelines.data.prepare.fingerprint import Identity, learning_sources, open_sources
 from raystride.pipelines.data.prepare.learn_facts import LearnedFacts, LearningSource, learn
-from raystride.pipelines.data.prepare.lost_text import TextSample, describe_lost_text, refuse_lost_text
+from raystride.pipelines.data.prepare.lost_text import TextSample, describe_lost_text
 from raystride.pipelines.data.prepare.manifest import Manifest, Shards, load_finished_manifest
 from raystride.pipelines.data.prepare.one_source import PreparedData, check_readable, is_worth_ray, prepare_source
 from raystride.pipelines.data.prepare.parts import divide_into_parts, read_first_rows
@@ -159,8 +159,7 @@ def _check_first_rows(config: Config, task: Task) -> list[str]:
                 labels.update(item.document[-1:] if has_labels else ())
             elif config.data.on_error == "raise":
                 raise item.error()
-    lost = sample.measure()
-    refuse_lost_text(config, lost)
+    lost = sample.measure_or_refuse(config)
     classes = describe_classes(labels, f"classes of the first {labels.total():,} rows") if labels else []
     return [*describe_files(facts), *classes, *describe_lost_text(lost)]
 

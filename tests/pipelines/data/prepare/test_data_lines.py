@@ -180,6 +180,16 @@ def test_a_tokenizer_that_loses_most_of_the_text_is_refused_before_the_work(
         prepared(replace(config, tokenizer=TokenizerConfig(kind="characters", vocabulary_size=3)), tmp_path / "runs")
 
 
+def test_a_tokenizer_that_cannot_encode_the_data_is_refused_by_its_file(tmp_path: Path) -> None:
+    tokenizer = Tokenizer(models.WordLevel({"<|end|>": 0, "cat": 1}))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.save(str(tmp_path / "words.json"))
+    config = settings(write_texts(tmp_path, ["cat"] * 9 + ["dog"]), "language_model")
+    config = replace(config, tokenizer=TokenizerConfig(kind="file", file=str(tmp_path / "words.json")))
+    with refused("tokenizer.file", names=["Missing [UNK] token"]):
+        check_first_rows(RunContext(config, Folder(str(tmp_path))))
+
+
 def test_text_that_a_tokenizer_loses_is_shown_from_a_thousandth_on(tmp_path: Path) -> None:
     def lines(lost: int) -> list[str]:
         texts = write_texts(tmp_path, [*["a" * 100] * 49, "a" * (100 - lost) + "ж" * lost])
