@@ -107,12 +107,12 @@ def encode_chat(template: ChatTemplate, chat: Conversation, room: int) -> Encode
         return Encoded(ids, mask)
     if ends[0] <= room:
         last = ends[ends <= room][-1]
-        return Encoded(ids[:last], mask[:last], cut=True)
+        return Encoded(ids[:last], mask[:last], cut=len(ids))
     first = int(mask.argmax())
     answer = ids[first : ends[0]]
     asked = ids[:first][-max(1, room - len(answer)) :]
     answer = answer[: room - len(asked)]
-    return Encoded(np.concatenate((asked, answer)), np.arange(len(asked) + len(answer)) >= len(asked), cut=True)
+    return Encoded(np.concatenate((asked, answer)), np.arange(len(asked) + len(answer)) >= len(asked), cut=len(ids))
 
 
 class Completion(LanguageModel):
@@ -193,9 +193,10 @@ class Completion(LanguageModel):
         chat, end = encoder.chat, np.uint32(encoder.end_id)
         answer = chat.answer(*document) if chat else np.append(encoder.encode(document[1]), end)
         room = self.config.model.context + 1
-        cut = len(prompt) + len(answer) > room
+        longest = len(prompt) + len(answer)
         prompt = self.fit_prompt(prompt, room - len(answer))
         answer = answer[: room - len(prompt)]
+        cut = longest if longest > room else 0
         return Encoded(np.concatenate((prompt, answer)), np.arange(len(prompt) + len(answer)) >= len(prompt), cut)
 
     def decode(self, ids: np.ndarray, mask: np.ndarray | None) -> Document:

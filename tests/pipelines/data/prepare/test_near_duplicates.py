@@ -37,7 +37,7 @@ from raystride.pipelines.data.prepare.near_duplicates import (
     group_bands_locally,
     minhash_signature,
 )
-from raystride.pipelines.data.prepare.one_source import prepare_source
+from raystride.pipelines.data.prepare.prepare import prepare
 from raystride.pipelines.data.prepare.run_context import RunContext
 from raystride.pipelines.data.tasks import build_task
 from raystride.pipelines.system.storage.folder import Folder
@@ -222,7 +222,7 @@ def test_sources_without_all_documents_are_refused() -> None:
 def _prepare(config: Config) -> tuple[Folder, list[str]]:
     lines: list[str] = []
     context = RunContext(config, Folder(config.storage), log=lines.append)
-    return prepare_source(context, build_task(config), on_ray=False).folder, lines
+    return prepare(context, build_task(config), on_ray=False).folder, lines
 
 
 def _lines(tmp_path: Path, **data: object) -> Config:
@@ -240,6 +240,7 @@ def test_documents_of_validation_that_are_in_training_are_said(tmp_path: Path) -
     config = _lines(tmp_path, validation="source", validation_source=str(tmp_path / "b.txt"))
     folder, lines = _prepare(config)
     assert f"data: 10 of 30 documents of {tmp_path / 'b.txt'} are also in training" in lines
+    assert any("also in training" in line for line in _prepare(config)[1]), "it is found prepared"
     known = read_hashes(folder)
     assert known is not None
     assert len(known.hashes) == 80
