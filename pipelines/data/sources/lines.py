@@ -165,7 +165,7 @@ def _explain_no_json(line: str, error: Exception) -> tuple[str, str] | None:
     if not isinstance(error, json.JSONDecodeError):
         return None
     if error.pos >= len(line.rstrip()) or error.msg.startswith("Unterminated"):
-        return "begins an object that ends on a later line", "write each object on one line, or all as an array in a .json"
+        return "is no JSON: it ends within an object", "write each object on one line, or all as an array in a .json"
     if line[error.pos :].strip() == ",":
         return "ends with a comma", "remove the commas between lines, or write an array: [, the objects, ]"
     return None
