@@ -9,7 +9,7 @@ A finished preparation is reused at once. An interrupted one continues at its ne
 
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Iterable, Sequence, Set
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -111,11 +111,7 @@ def prepare_source(
     if fingerprint is None:
         opened = open_sources(config, task)
         fingerprint = find_fingerprint(config, task, *opened, digest, storage)
-        if outdated := find_outdated_preparation(fingerprint, known_fingerprints(config, task, *opened, digest), storage):
-            log(
-                f"data: {outdated} is by an earlier version, which read rows, pictures or folders by other rules, or was "
-                "not whole: the data is prepared anew"
-            )
+        _log_if_outdated(fingerprint, known_fingerprints(config, task, *opened, digest), storage, log)
     folder = storage / ".prepared" / fingerprint
     if (manifest := load_finished_manifest(folder)) is not None:
         earlier = any(is_of_earlier_version(folder / name) for name in task.tokenizers)
@@ -168,6 +164,14 @@ def prepare_source(
         log(f"data: {describe_speeds(stages)}")
     log(f"data: {_describe_counts(manifest, task)}, prepared in {time.monotonic() - began:.1f} s ({folder})")
     return PreparedData(folder, manifest, reused=False)
+
+
+def _log_if_outdated(chosen: str, known: Iterable[str], storage: Folder, log: Callable[[str], None]) -> None:
+    if outdated := find_outdated_preparation(chosen, known, storage):
+        log(
+            f"data: {outdated} is by an earlier version, which read rows, pictures, folders or chats by other rules, or was "
+            "not whole: the data is prepared anew"
+        )
 
 
 def _count_shared(data: DataConfig, folder: Folder, parts: Sequence[Part], manifest: Manifest) -> None:
