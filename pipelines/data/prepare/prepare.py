@@ -34,6 +34,7 @@ from raystride.pipelines.data.prepare.watch_source import follow_source
 from raystride.pipelines.data.sources.faults import DataError
 from raystride.pipelines.data.sources.pieces import Part, Piece
 from raystride.pipelines.data.sources.source import Source
+from raystride.pipelines.data.sources.text import FolderReader
 from raystride.pipelines.data.tasks.labels import LabelTask
 from raystride.pipelines.data.tasks.task import Task
 from raystride.pipelines.data.tokenizers.ready import ReadyEncoder
@@ -151,7 +152,10 @@ def _check_first_rows(config: Config, task: Task) -> list[str]:
     if config.tokenizer.kind == "file" and task.tokenizers:
         task = task.knowing({}, dict.fromkeys(task.tokenizers, ReadyEncoder(read_file(config.tokenizer), end_id=0)))
     sample = TextSample(task, facts["bytes"], seed=0)
-    has_labels = isinstance(task, LabelTask) and source.kind != "folders"  # whose first files are of one class
+    has_labels, title = isinstance(task, LabelTask), "classes of the first {:,} rows"
+    if has_labels and isinstance(source.reader, FolderReader):  # whose first files are of one class
+        has_labels, title = False, "classes of {:,} files"
+        labels.update(filter(None, map(source.reader.label_of, source.files)))
     for opened in (source, validation):
         for item in read_first_rows(opened, FIRST_FILES, FIRST_ROWS) if opened and opened.kind != "registered" else ():
             if isinstance(item, Piece):
@@ -160,7 +164,7 @@ def _check_first_rows(config: Config, task: Task) -> list[str]:
             elif config.data.on_error == "raise":
                 raise item.error()
     lost = sample.measure_or_refuse(config)
-    classes = describe_classes(labels, f"classes of the first {labels.total():,} rows") if labels else []
+    classes = describe_classes(labels, title.format(labels.total())) if labels else []
     return [*describe_files(facts), *classes, *describe_lost_text(lost)]
 
 

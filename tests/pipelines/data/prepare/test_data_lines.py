@@ -297,6 +297,18 @@ def test_a_check_shows_the_first_rows_or_all_that_is_prepared(tmp_path: Path, mo
     assert check_first_rows(context) == CLASSES
 
 
+def test_a_check_shows_all_classes_of_folders(tmp_path: Path) -> None:
+    """Their first files are of one class."""
+    for split, count in (("train", 30), ("test", 5)):
+        for label in ("cat", "dog", "Dog"):
+            (tmp_path / "texts" / split / label).mkdir(parents=True)
+            for number in range(count):
+                (tmp_path / "texts" / split / label / f"{number}.txt").write_text(f"the {label} number {number}")
+    lines = check_first_rows(RunContext(settings(tmp_path / "texts"), Folder(str(tmp_path / "runs"))))
+    assert "classes of 90 files: Dog 30, cat 30, dog 30" in lines
+    assert any("look alike" in line for line in lines)
+
+
 def test_a_trainings_first_screen_its_end_and_its_page_show_files_and_classes(tmp_path: Path) -> None:
     config, screen, storage = settings(write_labelled(tmp_path)), Lines(), Folder(str(tmp_path / "runs"))
     config = replace(config, run="mine", launch=replace(config.launch, mode="inline"), train=replace(config.train, steps=1))
