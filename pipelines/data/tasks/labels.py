@@ -194,6 +194,20 @@ class LabelTask(Task):
 
         return grade_with_weights
 
+    def proportions(self, table: Mapping[str, Any]) -> dict[str, tuple[int, int]]:
+        """Returns accuracy, and each label's precision of the rows predicted as it and recall of its own rows."""
+        confusion = self.confusion(table)
+        right, found = confusion.diagonal(), {"accuracy": (int(confusion.trace()), int(confusion.sum()))}
+        for name, axis in (("precision", 0), ("recall", 1)):
+            pairs = zip(self.labels, right.tolist(), confusion.sum(axis).tolist(), strict=True)
+            found |= {f"{name}/{label}": (count, of) for label, count, of in pairs}
+        return found
+
+    @property
+    def without_interval(self) -> frozenset[str]:
+        """The calibration error: noise makes that of resamples larger."""
+        return frozenset({"calibration_error"})
+
     def confusion(self, table: Mapping[str, Any]) -> np.ndarray:
         """Returns the confusion matrix of predicted samples (true labels in rows): (labels, labels), whole numbers."""
         count, (true, given) = len(self.labels), self._label_numbers(table)

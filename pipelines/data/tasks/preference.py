@@ -318,6 +318,11 @@ class Preference(Completion):
 
         return grade_with_weights
 
+    def proportions(self, table: Mapping[str, Any]) -> dict[str, tuple[int, int]]:
+        """Returns the accuracy: pairs whose chosen answer has the greater reward."""
+        chosen, rejected = (np.asarray(table[self.given(f"{name}_reward")], float) for name in ("chosen", "rejected"))
+        return {"accuracy": (int((chosen > rejected).sum()), len(chosen))}
+
 
 def _all_true(like: "torch.Tensor") -> "torch.Tensor":
     """Returns a mask of all pairs, (B) bool."""

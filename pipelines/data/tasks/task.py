@@ -395,6 +395,15 @@ class Task:
         losses, targets = (np.asarray(table[self.given(name)], float) for name in ("loss", "targets"))
         return lambda weights: {"loss": mean(float(weights @ losses), float(weights @ targets))}
 
+    def proportions(self, table: Mapping[str, Any]) -> dict[str, tuple[int, int]]:
+        """Returns the metrics that are proportions, each with the rows that count and all rows that it is of."""
+        return {}
+
+    @property
+    def without_interval(self) -> frozenset[str]:
+        """Metrics whose interval by resampling would be wrong, as resampling biases them."""
+        return frozenset()
+
     @property
     def signatures(self) -> dict[str, str]:
         """Signatures of metrics, by name, for metrics that must be quoted with one."""
