@@ -211,27 +211,26 @@ def build_job(
         learned.copy_tokenizers(folder, task)
     else:
         make_tokenizers(config.tokenizer, [studied], folder, task, on_ray, log)
-    _refuse_lost_text_of_first_part(
-        config, replace(job, task=task.knowing({}, Tokenizers(folder, task.tokenizers))), divided.parts
-    )
+    encoders = Tokenizers(folder, task.tokenizers)
+    run_each, group = (_run_each_on_ray, _group_bands_on_ray) if on_ray else (_run_each_locally, None)
+    knowing = replace(job, task=task.knowing({}, encoders))
+    if TextSample(knowing.task, 0, seed=0).is_needed:  # before all parts are prepared
+        for sample in run_each(_sample_part, knowing, divided.parts[:1]):
+            sample.measure_or_refuse(config)
     if job.finds_duplicates:
         log("data: a first pass over all documents, for those that are near-duplicates of an earlier one")
-        run_each, group = (_run_each_on_ray, _group_bands_on_ray) if on_ray else (_run_each_locally, None)
         find_duplicates(job, divided.parts, run_each, group, log)
-    encoders = Tokenizers(folder, task.tokenizers)
-    job = replace(job, task=task.knowing({}, encoders))
+    job = knowing
     facts = learned.facts(job.task) if learned else learn_facts([replace(studied, job=job)], folder, on_ray, log)
     return replace(job, task=task.knowing(facts, encoders))
 
 
-def _refuse_lost_text_of_first_part(config: Config, job: Preparation, parts: Sequence[Part]) -> None:
-    """Raises SettingError if a tokenizer loses most of a sample of the first part, before all are prepared."""
-    for part in parts[:1]:
-        sample, size = TextSample(job.task, part.bytes, seed=part.number), MAX_STRETCHES * STRETCH
-        if sample.is_needed:
-            for document in job.clean_documents(sample_documents(job.readers["train"], [*part.slices], size)):
-                sample.add(document)
-            sample.measure_or_refuse(config)
+def _sample_part(job: Preparation, part: Part) -> TextSample:
+    """Returns a sample of the texts at a part's beginning."""
+    sample = TextSample(job.task, part.bytes, seed=part.number)
+    for document in job.clean_documents(sample_documents(job.readers["train"], [*part.slices], MAX_STRETCHES * STRETCH)):
+        sample.add(document)
+    return sample
 
 
 def _run_each_locally(function: Callable[[Preparation, Part], Any], job: Preparation, parts: Sequence[Part]) -> list[Any]:
