@@ -1,6 +1,7 @@
 """Settings of what is read and how it becomes samples: the source, the tokenizer, the order."""
 
 from dataclasses import dataclass, field
+from datetime import date
 from typing import Any, ClassVar, Literal
 
 from raystride.pipelines.config.section import Section, setting
@@ -252,6 +253,9 @@ class TokenizerConfig(Section):
     """Chat template for the tasks `completion` and `preference`. It formats prompts and answers. `auto`: the template next
     to `tokenizer.file` if there is one (`chat_template.jinja`, or in `tokenizer_config.json`). A path: a file with a
     template. `none`: prompt and answer are concatenated."""
+    date: str = setting("2026-01-01", fixed=True, since="0.4")
+    """Day that a chat template gets as today's, as in ISO 8601. It matters only to templates that write the date, such as
+    Llama 3.2's. A chat has the same tokens on every day, and an exported model keeps the day."""
     begin: Literal["auto", "none"] = setting("auto", fixed=True, since="0.3")
     """Tokens at the start of a text without a chat template. `auto`: those that the tokenizer of `tokenizer.file` puts
     there, such as `<bos>` (Llama and Gemma have one, GPT-2 and Qwen do not). `none`: no tokens."""
@@ -275,6 +279,10 @@ class TokenizerConfig(Section):
             raise self.error(
                 "chat_template", "must be `auto` or `none` but with tokenizer.kind `file`, whose tokens it writes"
             )
+        try:
+            date.fromisoformat(self.date)
+        except ValueError as error:
+            raise self.error("date", f"must be a day such as 2026-01-01: {error}") from error
         if self.kind != "file" and self.markers != "text":
             raise self.error("markers", f"must be `text` with tokenizer.kind `{self.kind}`: no text has its special tokens")
         if self.kind != "bpe" and self.lowercase:

@@ -12,7 +12,6 @@ does in Hugging Face: the assistant is trained on the text inside it.
     ids, mask = chat.conversation(messages, tools)           # a whole chat, with a mask of the assistant's turns
 """
 
-import json
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -27,41 +26,17 @@ from raystride.pipelines.data.tokenizers.conversation import (
     SpecialTokens,
     Stretch,
     check_turns,
-    marks_answers,
     split_stretches,
 )
 from raystride.pipelines.data.tokenizers.rendered import RenderedEncoder
+from raystride.pipelines.data.tokenizers.template import FORMAT, Template, is_earlier, needs_date
 from raystride.pipelines.system.storage.folder import Folder, parent_and_name
 
 if TYPE_CHECKING:
-    from jinja2 import Template
     from tokenizers import Tokenizer
-from collections.abc import Callable
-
-from jinja2 import nodes
-from jinja2.ext import Extension
-from jinja2.parser import Parser
-
-
-class Generation(Extension):
-    """The tag; in the output, BEGIN and END enclose its text."""
-
-    tags = {"generation"}  # noqa: RUF012  (as Jinja declares it)
-
-    def parse(self, parser: Parser) -> nodes.Node:
-        """Parses the block from the tag to `endgeneration`."""
-        line = next(parser.stream).lineno
-        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        return nodes.CallBlock(self.call_method("_wrap_in_marks"), [], [], body).set_lineno(line)
-
-    def _wrap_in_marks(self, caller: Callable[[], str]) -> str:
-        return f"{BEGIN}{caller()}{END}"
-
 
 FILE = "chat.json"
 """In a tokenizer's folder: the template, and the tokens that it refers to by name."""
-FORMAT = 2
-"""2 encodes whole chats. Files of 0.3 have no format: their runs go on as they began."""
 CONTENT_STAND_IN = "\ue000"
 """Replaces contents, to find the template's text around them: a character that no text has."""
 Message = Mapping[str, Any]
@@ -69,7 +44,7 @@ Turns = str | Sequence[Message]
 """The turns of one side: a text, or several messages; see `raystride.pipelines.data.tasks.messages`."""
 _TAG = re.compile(r"</?([a-z_]+)>")
 _SIGN = re.compile(r"[^\w\s\u2581]")
-TOKEN_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token")
+TOKEN_NAMES = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "pad", "sep", "cls", "mask"))
 
 
 class TextEncoder(Protocol):
@@ -102,10 +77,9 @@ class Chat:
 
         `markers` are added tokens that the template writes. Raises ValueError if the template is invalid.
         """
-        self._template, self._tokens = compile_template(content), content["tokens"]
+        self._template = Template(content)
         self._added = {**specials, **(added or {})}
         self._specials = {name: self._added[name] for name in (*specials, *markers)}
-        self._marks_answers = marks_answers(content["template"])
         self._hidden, self._tags = SpecialTokens(list(self._specials)), _paired_tags(markers)
         self._encoder = RenderedEncoder(tokenizer, self._hidden)
 
@@ -154,10 +128,9 @@ class Chat:
         return self._encode_stretches(self._split(messages, tools, asks=True))[0]
 
     def _split(self, messages: Sequence[Message], tools: Sequence[Any], *, asks: bool) -> list[Stretch]:
-        render = partial(_render_template, self._template, self._tokens, self._hidden.hide(list(tools)))
-        turns = [self._hide(message) for message in messages]
-        closings = self._tokens.values()
-        return split_stretches(render, turns, marked=self._marks_answers, asks=asks, closings=closings)
+        render = partial(self._template.render, tools=self._hidden.hide(list(tools)))
+        turns, closings = [self._hide(message) for message in messages], self._template.tokens.values()
+        return split_stretches(render, turns, marked=self._template.marks_answers, asks=asks, closings=closings)
 
     def _encode_stretches(self, stretches: Sequence[Stretch]) -> tuple[np.ndarray, np.ndarray]:
         found = self._encoder.encode("".join(stretch.text for stretch in stretches))
@@ -186,8 +159,8 @@ class Chat:
         return before, whole[len(before) :]
 
     def _render_turns(self, messages: list[Message], *, answered: bool = False) -> str:
-        text = _render_template(self._template, self._tokens, [], messages, asks=not answered)
-        return text.replace(BEGIN, "").replace(END, "") if self._marks_answers else text
+        text = self._template.render(messages, asks=not answered)
+        return text.replace(BEGIN, "").replace(END, "") if self._template.marks_answers else text
 
 
 class EarlierChat(Chat):
@@ -295,18 +268,18 @@ def load_chat(folder: Folder, encoder: ChatEncoder) -> Chat | None:
     added = {token.content: number for number, token in tokens.items()}
     specials = {token.content: added[token.content] for token in tokens.values() if token.special}
     markers = find_markers(content, [name for name in added if name not in specials])
-    if content.get("format", 1) < FORMAT:
+    if is_earlier(content):
         return EarlierChat(content, tokenizer, specials, added, markers, plain_encoder=encoder.with_plain_tokens(markers))
     return Chat(content, tokenizer, specials, added, markers)
 
 
 def find_markers(content: Mapping[str, Any], names: Iterable[str]) -> list[str]:
     """Returns the tokens that a template writes around contents, or that occur in its text."""
-    template, written = compile_template(content), [content["template"]]
+    template, written = Template(content), [content["template"]]
     turns = [{"role": role, "content": CONTENT_STAND_IN} for role in ("system", "user", "assistant", "user")]
     for probe, asks in ((turns, True), (turns[1:], True), (turns[1:3], False)):
         with suppress(ValueError):  # for instance it refuses a system message
-            written.append(_render_template(template, content["tokens"], [], probe, asks=asks))
+            written.append(template.render(probe, asks=asks))
     # Gemma has added line breaks and blanks, and others have words: they are no markers.
     return [name for name in names if _SIGN.search(name) and any(name in text for text in written)]
 
@@ -331,10 +304,11 @@ def parse_tokenizer(content: str) -> "Tokenizer":
     return tokenizer
 
 
-def find_chat(place: Folder, chosen: str) -> dict[str, Any] | None:
+def find_chat(place: Folder, chosen: str, day: str) -> dict[str, Any] | None:
     """Returns the content of the chat file for the template of `tokenizer.chat_template`; None without a template.
 
-    `place` is the folder of `tokenizer.json`. Raises ValueError if a named file is no template.
+    It has the `day` if the template asks for it. `place` is the folder of `tokenizer.json`. Raises ValueError if a named
+    file is no template.
     """
     config = place.read_json("tokenizer_config.json") if place.exists("tokenizer_config.json") else {}
     template: Any = None
@@ -351,49 +325,12 @@ def find_chat(place: Folder, chosen: str) -> dict[str, Any] | None:
         return None
     named = {name: config.get(name) for name in TOKEN_NAMES}
     tokens = {name: token["content"] if isinstance(token, dict) else token for name, token in named.items() if token}
-    content = {"format": FORMAT, "template": template, "tokens": tokens}
-    compile_template(content)
+    content = {"format": FORMAT, "template": template, "tokens": tokens, **({"date": day} if needs_date(template) else {})}
+    Template(content)
     return content
 
 
 def check_conversations(content: Mapping[str, Any]) -> None:
     """Raises ValueError if the bounds of the assistant's turns cannot be found in the template of a chat file."""
-    template, tokens = content["template"], content["tokens"]
-    render = partial(_render_template, compile_template(content), tokens, [])
-    check_turns(render, marked=marks_answers(template), closings=tokens.values())
-
-
-def _render_template(
-    template: "Template", tokens: Mapping[str, str], tools: Sequence[Any], messages: Sequence[Message], *, asks: bool
-) -> str:
-    from jinja2 import TemplateError
-
-    try:
-        return template.render(messages=messages, tools=tools or None, add_generation_prompt=asks, **tokens)
-    except (TemplateError, TypeError) as error:
-        raise ValueError(f"is refused by the chat template: {error}") from error
-
-
-def compile_template(content: Mapping[str, Any]) -> "Template":
-    """Compiles the template of a chat file, with the extensions that Hugging Face adds to Jinja. Raises ValueError."""
-    from jinja2 import TemplateError
-    from jinja2.ext import loopcontrols
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, Generation])
-    environment.filters["tojson"] = _to_json
-    environment.globals["raise_exception"] = _raise_template_error
-    try:
-        return environment.from_string(content["template"])
-    except TemplateError as error:
-        raise ValueError(f"its chat template is none: {error}") from error
-
-
-def _raise_template_error(message: str) -> None:
-    from jinja2 import TemplateError
-
-    raise TemplateError(message)
-
-
-def _to_json(value: Any, **options: Any) -> str:
-    return json.dumps(value, ensure_ascii=False, **options)
+    template = Template(content)
+    check_turns(template.render, marked=template.marks_answers, closings=template.tokens.values())

@@ -91,7 +91,7 @@ def read_chat(settings: TokenizerConfig) -> dict[str, Any] | None:
     """Returns the chat template of the settings, as it is saved. Raises SettingError if it is invalid."""
     assert settings.file is not None
     try:
-        return find_chat(_locate_file(settings.file)[0], settings.chat_template)
+        return find_chat(_locate_file(settings.file)[0], settings.chat_template, settings.date)
     except (OSError, ValueError) as error:
         raise settings.error("chat_template", f"must be `auto`, `none` or a readable template: {error}") from error
 
