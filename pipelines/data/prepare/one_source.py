@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from raystride.pipelines.config import Config, DataConfig
+from raystride.pipelines.config import Config, DataConfig, TokenizerConfig
 from raystride.pipelines.data.prepare.cleaning import build_cleaning
 from raystride.pipelines.data.prepare.fingerprint import (
     Identity,
@@ -54,6 +54,7 @@ from raystride.pipelines.data.sources.pieces import Part
 from raystride.pipelines.data.sources.source import Source
 from raystride.pipelines.data.tasks.task import NO_TOKENS, Task
 from raystride.pipelines.data.tokenizers import Tokenizers
+from raystride.pipelines.data.tokenizers.conversation import CANNOT_SPLIT
 from raystride.pipelines.system.credentials import redact_uris
 from raystride.pipelines.system.storage.folder import Folder
 from raystride.pipelines.system.storage.sealed import read_sealed, sealed_names
@@ -142,6 +143,7 @@ def prepare_source(
     if publisher:
         publisher.end()
     manifest = describe(records)
+    _refuse_unsplit_chats(config.tokenizer, records, manifest)
     _check_splits(config.data, manifest)
     folder.put_json(SPEED_FILE, sum_stages(record.get("stages", {}) for record in records))
     manifest.save(folder)
@@ -309,6 +311,19 @@ def _sum_drop_reasons(records: Records) -> dict[str, int]:
     for record in records:
         total.update(record.get("dropped", {}))
     return dict(total)
+
+
+def _refuse_unsplit_chats(tokenizer: TokenizerConfig, records: Records, manifest: Manifest) -> None:
+    """Raises SettingError if half of the documents or more are chats that the template does not write turn after turn."""
+    unsplit = sum(record.get("unsplit", 0) for record in records)
+    documents = sum(manifest.documents(split) for split in SPLITS)
+    if unsplit and unsplit >= documents:
+        first = next(fault["place"] for fault in manifest.skipped if fault["reason"].startswith(CANNOT_SPLIT))
+        raise tokenizer.error(
+            "chat_template",
+            f"must suit the data: {unsplit:,} of {unsplit + documents:,} chats, the first {first}, are rendered differently once others follow a turn, so where the assistant's turns begin and end is not known; "
+            "name a copy with {% generation %} and {% endgeneration %} around them",
+        )
 
 
 def _check_splits(data: DataConfig, manifest: Manifest) -> None:

@@ -169,7 +169,7 @@ class Completion(LanguageModel):
         try:
             check_conversations(template)
         except ValueError as error:
-            raise tokenizer.error("chat_template", f"must suit chats: one of two questions and answers {error}") from error
+            raise tokenizer.error("chat_template", f"must suit chats: a question and its answer {error}") from error
         return shape | {"chats": True}
 
     def encode(self, document: Document) -> tuple[np.ndarray, np.ndarray]:

@@ -28,6 +28,7 @@ from raystride.pipelines.data.tokenizers.conversation import (
     check_turns,
     split_stretches,
 )
+from raystride.pipelines.data.tokenizers.marked_copies import mark_known_template
 from raystride.pipelines.data.tokenizers.rendered import RenderedEncoder
 from raystride.pipelines.data.tokenizers.template import FORMAT, Template, is_earlier, needs_date
 from raystride.pipelines.system.storage.folder import Folder, parent_and_name
@@ -124,8 +125,9 @@ class Chat:
         return self._encode_stretches(self._split(messages, tools, asks=False))
 
     def opening(self, messages: Sequence[Message], tools: Sequence[Any] = ()) -> np.ndarray:
-        """Returns ids (uint32) of a chat and of the next answer's header, as in `conversation`. Raises as that does."""
-        return self._encode_stretches(self._split(messages, tools, asks=True))[0]
+        """Returns ids (uint32) of a chat and of the next answer's header. Raises ValueError if the template refuses them."""
+        turns = [self._hide(message) for message in messages]
+        return self._encoder.encode(self._render_turns(turns, self._hidden.hide(list(tools)))).ids
 
     def _split(self, messages: Sequence[Message], tools: Sequence[Any], *, asks: bool) -> list[Stretch]:
         render = partial(self._template.render, tools=self._hidden.hide(list(tools)))
@@ -158,8 +160,8 @@ class Chat:
             raise ValueError("is another text for the chat template once it is answered: set tokenizer.chat_template none")
         return before, whole[len(before) :]
 
-    def _render_turns(self, messages: list[Message], *, answered: bool = False) -> str:
-        text = self._template.render(messages, asks=not answered)
+    def _render_turns(self, messages: list[Message], tools: Sequence[Any] = (), *, answered: bool = False) -> str:
+        text = self._template.render(messages, tools, asks=not answered)
         return text.replace(BEGIN, "").replace(END, "") if self._template.marks_answers else text
 
 
@@ -195,6 +197,10 @@ class EarlierChat(Chat):
         _, pattern = self._render_answer(_with_stand_ins(asked), _with_stand_ins(said))
         question = self.question(prompt)
         return np.concatenate((question, self._encode_rendered(answer, pattern, said))), len(question)
+
+    def opening(self, messages: Sequence[Message], tools: Sequence[Any] = ()) -> np.ndarray:
+        """Returns the ids of a chat and of the next answer's header, as in `conversation`. Raises as that does."""
+        return self._encode_stretches(self._split(messages, tools, asks=True))[0]
 
     def _encode_stretches(self, stretches: Sequence[Stretch]) -> tuple[np.ndarray, np.ndarray]:
         parts, masks = [np.empty(0, np.uint32)], [np.empty(0, bool)]
@@ -307,7 +313,7 @@ def parse_tokenizer(content: str) -> "Tokenizer":
 def find_chat(place: Folder, chosen: str, day: str) -> dict[str, Any] | None:
     """Returns the content of the chat file for the template of `tokenizer.chat_template`; None without a template.
 
-    It has the `day` if the template asks for it. `place` is the folder of `tokenizer.json`. Raises ValueError if a named
+    It has the `day` if the template asks for it, and a copy with marks if it is a known one. `place` is the folder of `tokenizer.json`. Raises ValueError if a named
     file is no template.
     """
     config = place.read_json("tokenizer_config.json") if place.exists("tokenizer_config.json") else {}
@@ -325,7 +331,11 @@ def find_chat(place: Folder, chosen: str, day: str) -> dict[str, Any] | None:
         return None
     named = {name: config.get(name) for name in TOKEN_NAMES}
     tokens = {name: token["content"] if isinstance(token, dict) else token for name, token in named.items() if token}
-    content = {"format": FORMAT, "template": template, "tokens": tokens, **({"date": day} if needs_date(template) else {})}
+    content: dict[str, Any] = {"format": FORMAT, "template": template, "tokens": tokens}
+    if needs_date(template):
+        content["date"] = day
+    if marked := mark_known_template(template):
+        content |= {"marked": marked.template, "family": marked.family}
     Template(content)
     return content
 

@@ -23,6 +23,14 @@ _PROBE = [{"role": role, "content": text} for role, text in zip(("user", "assist
 Messages = Sequence[Mapping[str, Any]]
 
 
+class CannotSplit(ValueError):
+    """A chat template renders a turn of this chat differently once others follow; other chats it may render as they are."""
+
+
+CANNOT_SPLIT = "is not written turn after turn by the chat template"
+"""The beginning of the message of such an error."""
+
+
 class Stretch(NamedTuple):
     """A segment of a rendered chat."""
 
@@ -48,7 +56,7 @@ def split_stretches(
     """Returns the segments of the chat in order.
 
     `closings` are tokens that the template may write after the last turn of a chat, as Phi-3's does; they belong to no turn.
-    Raises ValueError if the template renders a turn differently once others follow it.
+    Raises CannotSplit if the template renders a turn differently once others follow it.
     """
     whole = render(messages, asks=asks)
     if marked:
@@ -95,8 +103,8 @@ def _split_at_turns(render: Render, messages: Messages, whole: str) -> list[Stre
             continue
         before, after = render(messages[:number], asks=True), render(messages[: number + 1], asks=False)
         if not (whole.startswith(after) and after.startswith(before) and position <= len(before)):
-            raise ValueError(
-                "is not written turn after turn by the chat template, so where the assistant's begin and end is not known: "
+            raise CannotSplit(
+                f"{CANNOT_SPLIT}, so where the assistant's begin and end is not known: "
                 "put {% generation %} and {% endgeneration %} around them in a copy of it, and name that as "
                 "tokenizer.chat_template"
             )
@@ -106,9 +114,9 @@ def _split_at_turns(render: Render, messages: Messages, whole: str) -> list[Stre
 
 
 def check_turns(render: Render, *, marked: bool, closings: Collection[str] = ()) -> None:
-    """Raises ValueError if a chat of two questions and answers is not split into segments with both answers."""
-    said = [stretch.text for stretch in split_stretches(render, _PROBE, marked=marked, closings=closings) if stretch.said]
-    if not all(any(text in answer for answer in said) for text in "bd"):
+    """Raises ValueError if a chat of a question and an answer is not split into segments with the answer."""
+    found = split_stretches(render, _PROBE[:2], marked=marked, closings=closings)
+    if not any(stretch.said and _PROBE[1]["content"] in stretch.text for stretch in found):
         raise ValueError("has turns of the assistant that the chat template does not mark as what is learned")
 
 

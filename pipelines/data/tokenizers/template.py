@@ -49,7 +49,7 @@ class Template:
 
     def __init__(self, content: Mapping[str, Any]) -> None:
         """`content` is that of the chat file. Raises ValueError if the template is invalid."""
-        self.text, self.tokens = content["template"], content["tokens"]
+        self.text, self.tokens = content.get("marked") or content["template"], content["tokens"]
         self.marks_answers = marks_answers(self.text)
         self._is_earlier = is_earlier(content)
         environment = ImmutableSandboxedEnvironment(

@@ -60,6 +60,8 @@ def train_tokenizer(
         if settings.kind == "file":
             if chat := read_chat(settings):
                 folder.put_json(CHAT_FILE, chat)
+                if "marked" in chat:
+                    log(f"tokenizer: what the assistant says is marked in a copy of {chat['family']}'s template, the same text")
             kind["end_token"] = _find_end_token(settings, content, chat)
             if begin := read_begin_ids(settings, content):
                 kind["begin_ids"] = begin

@@ -1,0 +1,72 @@
+"""Chats that a template does not write turn after turn are counted and left out; if they are most, they are refused."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from raystride.pipelines.config import Config, DataConfig, TokenizerConfig
+from raystride.pipelines.data.prepare.one_source import PreparedData
+from raystride.pipelines.data.prepare.prepare import prepare
+from raystride.pipelines.data.prepare.run_context import RunContext
+from raystride.pipelines.data.tasks import build_task
+from raystride.pipelines.system.storage.folder import Folder
+from tests.bases import write_tokenizer
+from tests.errors import refused, unreadable
+from tests.tiny import tiny
+
+QWEN = (
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}"
+    "{% if m.role == 'assistant' and loop.last %}{{ '<think>\n\n</think>\n\n' }}{% endif %}{{ m.content + '<|im_end|>\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+"""In the way of Qwen3's: the last turn has thoughts, earlier ones have none."""
+TURN = [{"role": "user", "content": "rain?"}, {"role": "assistant", "content": "yes"}]
+
+
+def _settings(tmp_path: Path, rows: list[dict[str, Any]], **data: Any) -> Config:
+    write_tokenizer(
+        tmp_path / "base", {"<eos>": True, "<|im_start|>": True, "<|im_end|>": True}, {"eos_token": "<eos>", "chat_template": QWEN}
+    )
+    (tmp_path / "chats.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    config = tiny(tmp_path / "chats.jsonl")
+    return replace(
+        config,
+        task="completion",
+        data=DataConfig(source=config.data.source, messages_column="messages", validation_fraction=0.2, **data),
+        tokenizer=TokenizerConfig(kind="file", file=str(tmp_path / "base" / "tokenizer.json")),
+        model=replace(config.model, context=256),
+    )
+
+
+def _prepare(config: Config, tmp_path: Path, lines: list[str]) -> PreparedData:
+    context = RunContext(config, Folder.from_uri(str(tmp_path / "storage")), log=lines.append)
+    return prepare(context, build_task(config), on_ray=False)
+
+
+@pytest.mark.parametrize("on_error", ["raise", "skip"])
+def test_chats_that_cannot_be_split_are_left_out_and_named(tmp_path: Path, on_error: str) -> None:
+    rows = [{"messages": TURN * (1 + (number % 10 == 3))} for number in range(40)]
+    lines: list[str] = []
+    manifest = _prepare(_settings(tmp_path, rows, on_error=on_error), tmp_path, lines).manifest
+    assert sum(manifest.documents(split) for split in ("train", "validation")) == 36
+    assert len(manifest.skipped) == 4
+    assert manifest.skipped[0]["place"].endswith("chats.jsonl:4")
+    (line,) = [line for line in lines if "skipped" in line]
+    assert "4 files or documents skipped" in line
+    assert "not written turn after turn" in line
+
+
+def test_other_faults_still_raise(tmp_path: Path) -> None:
+    rows = [{"messages": TURN * 2}, {"messages": TURN[:1]}, *[{"messages": TURN}] * 20]
+    with unreadable("chats.jsonl", names=["no turn of the assistant"]):
+        _prepare(_settings(tmp_path, rows), tmp_path, [])
+
+
+@pytest.mark.parametrize("on_error", ["raise", "skip"])
+def test_data_of_which_half_cannot_be_split_is_refused_with_the_remedy(tmp_path: Path, on_error: str) -> None:
+    rows = [{"messages": TURN * (1 + number % 2)} for number in range(40)]
+    with refused("tokenizer.chat_template", names=["20 of 40 chats", "chats.jsonl:2", "{% generation %}"]):
+        _prepare(_settings(tmp_path, rows, on_error=on_error), tmp_path, [])
