@@ -26,6 +26,7 @@ from raystride.pipelines.data.tasks import build_task
 from raystride.pipelines.data.tasks.images import Images
 from raystride.pipelines.data.tasks.pictures import has_8_bits
 from raystride.pipelines.data.tasks.task import Task
+from raystride.pipelines.data.tokenizers.chat import as_of_earlier_version
 from raystride.pipelines.data.tokenizers.training import TRAINED_KINDS, read_file
 from raystride.pipelines.system.credentials import strip_credentials
 from raystride.pipelines.system.storage.folder import Folder
@@ -34,7 +35,7 @@ FORMAT = 1
 """Raised when shards of the same data and settings come out differently than before."""
 READING = 2
 """Raised when tables and pictures are read by other rules than before: 2 refuses rows that do not have a field for each
-column, scales pictures of 16 bits, and reads messages in parts of text or with `from` and `value`, which were left out.
+column, and scales pictures of 16 bits. Chats have a number of their own, `chat.FORMAT`.
 """
 READ_AGAIN = f"reading-{READING}"
 """File in a preparation by earlier rules, all of whose documents come the same by today's."""
@@ -290,8 +291,7 @@ def compute_fingerprint(
         if not data.follow and any(False in opened.quotes_between_tabs for opened in (source, validation) if opened):
             csv_settings["quote"] = "none"
         content |= {key: value for key, value in csv_settings.items() if value not in ("auto", [])}
-    skips_chats = data.on_error == "skip" and any(column.kind == "messages" for column in task.columns)
-    if with_reading and (skips_chats or isinstance(task, Images) or "csv" in (source.kind, validation and validation.kind)):
+    if with_reading and (isinstance(task, Images) or "csv" in (source.kind, validation and validation.kind)):
         content["reading"] = READING
     if source.kind == "parquet" and data.class_names:
         content["class_names"] = True
@@ -302,6 +302,8 @@ def compute_fingerprint(
     if with_code and (code := hash_user_code(config, source, validation)):
         content["code"] = code
     if shape := task.shaped_by():
+        if shape.get("chat") and not with_reading:
+            shape["chat"] = as_of_earlier_version(shape["chat"])
         content["shape"] = shape
     if validation is not None:
         content["validation_source"] = validation.identity

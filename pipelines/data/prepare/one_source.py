@@ -54,6 +54,7 @@ from raystride.pipelines.data.sources.pieces import Part
 from raystride.pipelines.data.sources.source import Source
 from raystride.pipelines.data.tasks.task import NO_TOKENS, Task
 from raystride.pipelines.data.tokenizers import Tokenizers
+from raystride.pipelines.data.tokenizers.chat import is_of_earlier_version
 from raystride.pipelines.data.tokenizers.conversation import CANNOT_SPLIT
 from raystride.pipelines.system.credentials import redact_uris
 from raystride.pipelines.system.storage.folder import Folder
@@ -112,6 +113,8 @@ def prepare_source(
     folder = storage / ".prepared" / fingerprint
     if (manifest := load_finished_manifest(folder)) is not None:
         log(f"data: {_describe_counts(manifest, task)}, prepared before ({folder})")
+        if any(is_of_earlier_version(folder / name) for name in task.tokenizers):
+            log("data: its chats are encoded as in 0.3, each text between special tokens by itself (docs/upgrading.md)")
         return PreparedData(folder, manifest, reused=True)
     if folder.exists(FILE):
         log(f"data: {folder} was prepared, but a file of it is not as it was written: it is prepared again")
@@ -321,7 +324,8 @@ def _refuse_unsplit_chats(tokenizer: TokenizerConfig, records: Records, manifest
         first = next(fault["place"] for fault in manifest.skipped if fault["reason"].startswith(CANNOT_SPLIT))
         raise tokenizer.error(
             "chat_template",
-            f"must suit the data: {unsplit:,} of {unsplit + documents:,} chats, the first {first}, are rendered differently once others follow a turn, so where the assistant's turns begin and end is not known; "
+            f"must suit the data: {unsplit:,} of {unsplit + documents:,} chats, the first {first}, are rendered "
+            "differently once others follow a turn, so where the assistant's turns begin and end is not known; "
             "name a copy with {% generation %} and {% endgeneration %} around them",
         )
 

@@ -245,9 +245,9 @@ def id_type(task: Task) -> pa.DataType:
 def write_part(job: Preparation, tables: Iterable[pa.Table]) -> dict[str, Any]:
     """Writes a part's shards, then its record, and returns the record.
 
-    It has the part, shards by split, faults, their number and that of chats that cannot be split, the number of truncated documents (`Encoded.cut`), of dropped
-    documents by reason, and the seconds of each stage. Raises RuntimeError if the row that ends a part is missing, and
-    OSError if a shard reads back differently.
+    It has the part, shards by split, faults, their number and that of chats that cannot be split, the number of truncated
+    documents (`Encoded.cut`), of dropped documents by reason, and the seconds of each stage. Raises RuntimeError if the row
+    that ends a part is missing, and OSError if a shard reads back differently.
     """
     writers: dict[str, ShardWriter] = {}
     faults: list[dict[str, str]] = []

@@ -45,7 +45,8 @@ Turns = str | Sequence[Message]
 """The turns of one side: a text, or several messages; see `raystride.pipelines.data.tasks.messages`."""
 _TAG = re.compile(r"</?([a-z_]+)>")
 _SIGN = re.compile(r"[^\w\s\u2581]")
-TOKEN_NAMES = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "pad", "sep", "cls", "mask"))
+_EARLIER_TOKEN_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token")
+TOKEN_NAMES = (*_EARLIER_TOKEN_NAMES, "sep_token", "cls_token", "mask_token")
 
 
 class TextEncoder(Protocol):
@@ -279,6 +280,17 @@ def load_chat(folder: Folder, encoder: ChatEncoder) -> Chat | None:
     return Chat(content, tokenizer, specials, added, markers)
 
 
+def is_of_earlier_version(folder: Folder) -> bool:
+    """Returns whether a tokenizer's folder has a chat template that 0.3 has stored."""
+    return folder.exists(FILE) and is_earlier(folder.read_json(FILE))
+
+
+def as_of_earlier_version(content: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the content of a chat file as 0.3 would have stored it."""
+    tokens = {name: token for name, token in content["tokens"].items() if name in _EARLIER_TOKEN_NAMES}
+    return {"template": content["template"], "tokens": tokens}
+
+
 def find_markers(content: Mapping[str, Any], names: Iterable[str]) -> list[str]:
     """Returns the tokens that a template writes around contents, or that occur in its text."""
     template, written = Template(content), [content["template"]]
@@ -313,8 +325,8 @@ def parse_tokenizer(content: str) -> "Tokenizer":
 def find_chat(place: Folder, chosen: str, day: str) -> dict[str, Any] | None:
     """Returns the content of the chat file for the template of `tokenizer.chat_template`; None without a template.
 
-    It has the `day` if the template asks for it, and a copy with marks if it is a known one. `place` is the folder of `tokenizer.json`. Raises ValueError if a named
-    file is no template.
+    It has the `day` if the template asks for it, and a copy with marks if it is a known one. `place` is the folder of
+    `tokenizer.json`. Raises ValueError if a named file is no template.
     """
     config = place.read_json("tokenizer_config.json") if place.exists("tokenizer_config.json") else {}
     template: Any = None

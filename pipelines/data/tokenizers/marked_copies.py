@@ -32,7 +32,10 @@ def _marks_of_qwen(before: str) -> Edits:
         (r"{{- '<|im_start|>' + message.role + '\n<think>\n' + ", r"{{- '<think>\n' + "),
         (r"{{- '<|im_start|>' + message.role + '\n' + content }}", "{{- content }}"),
         (before, _QWEN_HEADER + before),
-        (f'{closing}\n    {{%- elif message.role == "tool" %}}', f'{closing}{_END}\n    {{%- elif message.role == "tool" %}}'),
+        (
+            f'{closing}\n    {{%- elif message.role == "tool" %}}',
+            f'{closing}{_END}\n    {{%- elif message.role == "tool" %}}',
+        ),
     )
 
 
@@ -67,7 +70,10 @@ _DEEPSEEK: Edits = (
     ("{{'\\n' + '<｜tool▁call▁begin｜>'", f"{_BEGIN}{{{{'\\n' + '<｜tool▁call▁begin｜>'"),
     ("'<｜tool▁call▁end｜>'}}", f"'<｜tool▁call▁end｜>'}}}}{_END}"),
     ("+ '<｜end▁of▁sentence｜>'}}", f"+ '<｜end▁of▁sentence｜>'}}}}{_END}"),
-    ("{{'<｜tool▁calls▁end｜><｜end▁of▁sentence｜>'}}", f"{_BEGIN}{{{{'<｜tool▁calls▁end｜><｜end▁of▁sentence｜>'}}}}{_END}"),
+    (
+        "{{'<｜tool▁calls▁end｜><｜end▁of▁sentence｜>'}}",
+        f"{_BEGIN}{{{{'<｜tool▁calls▁end｜><｜end▁of▁sentence｜>'}}}}{_END}",
+    ),
 )
 _KNOWN: Mapping[str, tuple[str, Edits]] = {
     "a55ee1b1660128b7098723e0abcd92caa0788061051c62d51cbe87d9cf1974d8": ("Qwen3", _QWEN_3),

@@ -11,7 +11,7 @@ import json
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -68,22 +68,33 @@ class RenderedEncoder:
 
     def encode(self, text: str) -> Rendered:
         """Returns the ids of a rendered chat."""
-        ids, spans = list[int](), list[np.ndarray]()
+        ids, spans = list[int](), [np.empty((0, 2), np.int64)]
         for start, piece, is_typed in self._split(text):
-            tokenizer, positions = self._tokenizer, None
-            if is_typed:
-                # In the restored text a token has several characters, in the rendered one that which stands for it.
-                tokenizer, restored = self._plain_tokenizer, [self._hidden.restore(character) for character in piece]
-                positions = np.array([*np.repeat(np.arange(len(piece)), list(map(len, restored))), len(piece)])
-                piece = "".join(restored)
-            encoding = tokenizer.encode(piece, add_special_tokens=False)
-            found = np.array(encoding.offsets, np.int64).reshape(-1, 2)
-            if positions is not None:
-                found = np.stack((positions[found[:, 0]], positions[found[:, 1] - 1] + 1), 1)
-            ids += encoding.ids
-            spans.append(found + start)
-        starts, ends = np.concatenate([*spans, np.empty((0, 2), np.int64)]).T
+            found, offsets = self._encode_typed(piece) if is_typed else _encode(self._tokenizer, piece)
+            ids += found
+            spans.append(offsets + start)
+        starts, ends = np.concatenate(spans).T
         return Rendered(np.array(ids, np.uint32), starts, ends)
+
+    def _encode_typed(self, piece: str) -> tuple[list[int], np.ndarray]:
+        """Encodes a text with tokens that somebody has typed, as ordinary text."""
+        restored = [self._hidden.restore(character) for character in piece]
+        ids, offsets = _encode(self._plain_tokenizer, "".join(restored))
+        if not self._token_ids.isdisjoint(ids):
+            # A Unigram model has them among its pieces, and finds none that is cut behind its first character.
+            cuts = [0, *(sum(map(len, restored[:n])) + 1 for n, text in enumerate(restored) if len(text) > 1), None]
+            parts = ["".join(restored)[a:b] for a, b in pairwise(cuts)]
+            encoded = [_encode(self._plain_tokenizer, part) for part in parts]
+            ids = [number for found, _ in encoded for number in found]
+            offsets = np.concatenate([found + cut for (_, found), cut in zip(encoded, cuts[:-1], strict=True)])
+        # In the restored text a token has several characters, in the rendered one that which stands for it.
+        starts = np.repeat(np.arange(len(piece) + 1), [*map(len, restored), 1])
+        ends = np.append(0, starts[:-1] + 1)
+        return ids, np.stack((starts[offsets[:, 0]], ends[offsets[:, 1]]), 1)
+
+    @cached_property
+    def _token_ids(self) -> frozenset[int]:
+        return frozenset(number for name in self._hidden.names if (number := self._tokenizer.token_to_id(name)) is not None)
 
     def _split(self, text: str) -> Iterator[tuple[int, str, bool]]:
         """Yields the pieces that are encoded by themselves, with their positions and whether one holds a typed token.
@@ -99,6 +110,11 @@ class RenderedEncoder:
                 if run:
                     yield position, run, is_typed
             start += len(piece)
+
+
+def _encode(tokenizer: "Tokenizer", text: str) -> tuple[list[int], np.ndarray]:
+    encoding = tokenizer.encode(text, add_special_tokens=False)
+    return encoding.ids, np.array(encoding.offsets, np.int64).reshape(-1, 2)
 
 
 def _join_untyped(pieces: list[str], is_typed: Callable[[str], bool]) -> Iterator[tuple[str, bool]]:

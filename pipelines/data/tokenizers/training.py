@@ -61,7 +61,7 @@ def train_tokenizer(
             if chat := read_chat(settings):
                 folder.put_json(CHAT_FILE, chat)
                 if "marked" in chat:
-                    log(f"tokenizer: what the assistant says is marked in a copy of {chat['family']}'s template, the same text")
+                    log(f"tokenizer: the template is {chat['family']}'s, and answers are marked in a copy of it")
             kind["end_token"] = _find_end_token(settings, content, chat)
             if begin := read_begin_ids(settings, content):
                 kind["begin_ids"] = begin

@@ -23,13 +23,15 @@ QWEN = (
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 """In the way of Qwen3's: the last turn has thoughts, earlier ones have none."""
-TURN = [{"role": "user", "content": "rain?"}, {"role": "assistant", "content": "yes"}]
+
+
+def _chat(number: int, turns: int = 1) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": f"rain {number}?"}, {"role": "assistant", "content": "yes"}] * turns}
 
 
 def _settings(tmp_path: Path, rows: list[dict[str, Any]], **data: Any) -> Config:
-    write_tokenizer(
-        tmp_path / "base", {"<eos>": True, "<|im_start|>": True, "<|im_end|>": True}, {"eos_token": "<eos>", "chat_template": QWEN}
-    )
+    added = dict.fromkeys(("<eos>", "<|im_start|>", "<|im_end|>"), True)
+    write_tokenizer(tmp_path / "base", added, {"eos_token": "<eos>", "chat_template": QWEN})
     (tmp_path / "chats.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     config = tiny(tmp_path / "chats.jsonl")
     return replace(
@@ -48,25 +50,25 @@ def _prepare(config: Config, tmp_path: Path, lines: list[str]) -> PreparedData:
 
 @pytest.mark.parametrize("on_error", ["raise", "skip"])
 def test_chats_that_cannot_be_split_are_left_out_and_named(tmp_path: Path, on_error: str) -> None:
-    rows = [{"messages": TURN * (1 + (number % 10 == 3))} for number in range(40)]
+    rows = [_chat(number, 1 + (number % 10 == 3)) for number in range(40)]
     lines: list[str] = []
     manifest = _prepare(_settings(tmp_path, rows, on_error=on_error), tmp_path, lines).manifest
     assert sum(manifest.documents(split) for split in ("train", "validation")) == 36
     assert len(manifest.skipped) == 4
-    assert manifest.skipped[0]["place"].endswith("chats.jsonl:4")
+    assert manifest.skipped[0]["place"].endswith("chats.jsonl, line 4")
     (line,) = [line for line in lines if "skipped" in line]
     assert "4 files or documents skipped" in line
     assert "not written turn after turn" in line
 
 
 def test_other_faults_still_raise(tmp_path: Path) -> None:
-    rows = [{"messages": TURN * 2}, {"messages": TURN[:1]}, *[{"messages": TURN}] * 20]
+    rows = [_chat(0, 2), {"messages": _chat(1)["messages"][:1]}, *map(_chat, range(20))]
     with unreadable("chats.jsonl", names=["no turn of the assistant"]):
         _prepare(_settings(tmp_path, rows), tmp_path, [])
 
 
 @pytest.mark.parametrize("on_error", ["raise", "skip"])
 def test_data_of_which_half_cannot_be_split_is_refused_with_the_remedy(tmp_path: Path, on_error: str) -> None:
-    rows = [{"messages": TURN * (1 + number % 2)} for number in range(40)]
-    with refused("tokenizer.chat_template", names=["20 of 40 chats", "chats.jsonl:2", "{% generation %}"]):
+    rows = [_chat(number, 1 + number % 2) for number in range(40)]
+    with refused("tokenizer.chat_template", names=["20 of 40 chats", "chats.jsonl, line 2", "{% generation %}"]):
         _prepare(_settings(tmp_path, rows, on_error=on_error), tmp_path, [])

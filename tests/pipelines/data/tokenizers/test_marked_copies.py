@@ -7,9 +7,14 @@ from typing import Any
 
 import pytest
 
+from raystride.pipelines.config import TokenizerConfig
+from raystride.pipelines.data.tokenizers import train_tokenizer
 from raystride.pipelines.data.tokenizers.conversation import BEGIN, END, split_stretches
 from raystride.pipelines.data.tokenizers.marked_copies import mark_known_template
-from raystride.pipelines.data.tokenizers.template import Template
+from raystride.pipelines.data.tokenizers.template import Template, export_template
+from raystride.pipelines.data.tokenizers.training import read_chat
+from raystride.pipelines.system.storage.folder import Folder
+from tests.bases import write_tokenizer
 
 TEMPLATES = {
     "qwen3": "Qwen3",
@@ -96,8 +101,20 @@ def test_a_copy_renders_the_original_and_marks_the_assistants_text(name: str) ->
 def test_only_templates_that_cannot_be_split_are_copied(name: str) -> None:
     template = _template(_read(name))
     with pytest.raises(ValueError, match="turn after turn"):
-        for messages in (CHATS["one turn"], CHATS["two turns"]):
-            split_stretches(template.render, messages, marked=False, closings=["<bos>", "<eos>"])
+        split_stretches(template.render, CHATS["two turns"], marked=False, closings=["<bos>", "<eos>"])
+
+
+def test_a_line_says_so_and_the_export_has_the_original(tmp_path: Path) -> None:
+    names = {"<eos>": True, "<|im_start|>": True, "<|im_end|>": True}
+    write_tokenizer(tmp_path, names, {"eos_token": "<eos>", "chat_template": _read("qwen3")})
+    settings = TokenizerConfig(kind="file", file=str(tmp_path / "tokenizer.json"))
+    lines: list[str] = []
+    encoder = train_tokenizer(settings, ["a text"], Folder.from_uri(str(tmp_path / "out")), lines.append)
+    assert any("Qwen3's" in line for line in lines)
+    assert export_template(read_chat(settings) or {}) == _read("qwen3")
+    assert encoder.chat
+    ids, mask = encoder.chat.conversation(CHATS["two turns"])
+    assert encoder.decode(ids[mask].tolist()) == "Yes.\n<think>\n\n</think>\n\nNo.\n"
 
 
 def test_a_template_that_is_not_as_published_is_left_alone() -> None:
