@@ -202,8 +202,6 @@ class DataConfig(Section):
             raise self.error("delimiter", f"must be one of {', '.join(DELIMITERS)}, or one character that is no quote")
         if len(set(self.columns)) < len(self.columns):
             raise self.error("columns", "must be names that differ from each other")
-        if self.tools_column and not self.messages_column:
-            raise self.error("tools_column", "needs data.messages_column, which names the chats that use the tools")
         if self.max_characters and self.max_characters < self.min_characters:
             raise self.error("max_characters", f"must be at least data.min_characters, {self.min_characters}")
         if bad := [name for name in self.transforms if not all(part.isidentifier() for part in f".{name}".split(".")[1:])]:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence, Set
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import islice
 from typing import Any
 
 from raystride.pipelines.config import Config, DataConfig, TokenizerConfig
@@ -35,7 +36,7 @@ from raystride.pipelines.data.prepare.near_duplicates import (
     SignedParts,
     find_duplicates,
 )
-from raystride.pipelines.data.prepare.parts import divide_into_parts
+from raystride.pipelines.data.prepare.parts import divide_into_parts, sample_documents
 from raystride.pipelines.data.prepare.progress import (
     SPEED_FILE,
     ProgressMeter,
@@ -64,6 +65,10 @@ MAX_LOCAL_BYTES = 64 << 20
 """Bytes that one process prepares in about the time in which Ray Data starts on two cores: some five seconds."""
 UNSIZED_KINDS = ("registered", "huggingface")
 """Kinds of sources with an unknown number of bytes."""
+
+
+_SAMPLED_DOCUMENTS = 200
+"""Documents, the first ones, of which lines say what they hold and examples do not."""
 
 
 @dataclass(frozen=True)
@@ -202,7 +207,12 @@ def build_job(
     encoders = Tokenizers(folder, task.tokenizers)
     job = replace(job, task=task.knowing({}, encoders))
     facts = learned.facts(job.task) if learned else learn_facts([replace(studied, job=job)], folder, on_ray, log)
-    return replace(job, task=task.knowing(facts, encoders))
+    job = replace(job, task=task.knowing(facts, encoders))
+    for part in divided.parts[:1]:
+        documents = sample_documents(readers[part.split or "train"], [*part.slices], part.bytes)
+        for line in job.task.describe_losses(islice(job.clean_documents(documents), _SAMPLED_DOCUMENTS)):
+            log(f"data: warning: {line}")
+    return job
 
 
 def _run_each_locally(function: Callable[[Preparation, Part], Any], job: Preparation, parts: Sequence[Part]) -> list[Any]:

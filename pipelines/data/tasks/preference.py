@@ -17,7 +17,7 @@ import numpy as np
 from raystride.pipelines.config import Config
 from raystride.pipelines.data.tasks.completion import Completion
 from raystride.pipelines.data.tasks.encoder import Encoders
-from raystride.pipelines.data.tasks.messages import Turns, message_texts, split_shared_prompt, unpack_messages
+from raystride.pipelines.data.tasks.messages import Message, Turns, message_texts, split_shared_prompt, unpack_messages
 from raystride.pipelines.data.tasks.reference import Reference, floats_to_ids, ids_to_floats, weights_sha256
 from raystride.pipelines.data.tasks.rows import pad_sequences
 from raystride.pipelines.data.tasks.task import (
@@ -122,6 +122,20 @@ class Preference(Completion):
         return np.concatenate(
             (np.array(head, np.uint32), chosen, rejected, np.zeros(self._reference_length, np.uint32))
         ), None
+
+    def describe_losses(self, documents: Iterable[Document]) -> list[str]:
+        """Returns lines about what prompts and chosen answers hold and the chat template does not write."""
+        if not self.writes_chats:
+            return []
+        return self._chat_template.describe_losses((chat, ()) for document in documents if (chat := self._join(document)))
+
+    def _join(self, document: Document) -> Sequence[Message]:
+        """Returns the messages of prompt and chosen answer; none if one of them is a text."""
+        try:
+            prompt, chosen, _ = self._parse_turns(document)
+        except ValueError:  # a fault, which encoding the pair reports
+            return ()
+        return () if isinstance(prompt, str) or isinstance(chosen, str) else (*prompt, *chosen)
 
     def decode(self, ids: np.ndarray, mask: np.ndarray | None) -> Document:
         """Returns the prompt, if it has a column of its own, and both answers."""

@@ -31,6 +31,7 @@ from raystride.pipelines.data.tokenizers.conversation import (
 from raystride.pipelines.data.tokenizers.marked_copies import mark_known_template
 from raystride.pipelines.data.tokenizers.rendered import RenderedEncoder
 from raystride.pipelines.data.tokenizers.template import FORMAT, Template, is_earlier, needs_date
+from raystride.pipelines.data.tokenizers.unwritten import describe_unwritten
 from raystride.pipelines.system.storage.folder import Folder, parent_and_name
 
 if TYPE_CHECKING:
@@ -129,6 +130,16 @@ class Chat:
         """Returns ids (uint32) of a chat and of the next answer's header. Raises ValueError if the template refuses them."""
         turns = [self._hide(message) for message in messages]
         return self._encoder.encode(self._render_turns(turns, self._hidden.hide(list(tools)))).ids
+
+    def describe_losses(self, chats: Iterable[tuple[Sequence[Message], Sequence[Any]]]) -> list[str]:
+        """Returns lines about what these chats hold, or what ends an answer, and is not learned because of the template."""
+        lines = describe_unwritten(self._template.render, chats)
+        with suppress(ValueError):  # it refuses a chat with one question
+            ids, mask = self.conversation([{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}])
+            if self.end_ids and not np.isin(ids[mask], self.end_ids).any():
+                end = next(name for name, number in self._added.items() if number == self.end_ids[0])
+                lines.append(f"the template's marks leave out {end}, which ends an answer: no answer learns to end")
+        return lines
 
     def _split(self, messages: Sequence[Message], tools: Sequence[Any], *, asks: bool) -> list[Stretch]:
         render = partial(self._template.render, tools=self._hidden.hide(list(tools)))

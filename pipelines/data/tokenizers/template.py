@@ -24,7 +24,7 @@ from raystride.pipelines.data.tokenizers.conversation import BEGIN, END, Message
 FORMAT = 2
 """2 encodes whole chats, as transformers does. Files of 0.3 have no format: their runs go on as they began."""
 _DIRECTIVE = re.compile(r"%-?[aAbBdDeFHIjmMpSTuUwWxXyYZ]")
-_THOUGHTS = ("reasoning_content", "thinking", "reasoning")
+THOUGHTS = ("reasoning_content", "thinking", "reasoning")
 """Keys of a turn's thoughts; templates read the first, gpt-oss's the second."""
 _FAILURES = (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError)
 
@@ -104,7 +104,7 @@ def export_template(content: Mapping[str, Any]) -> str:
 
 
 def _alias_thoughts(message: Mapping[str, Any]) -> Mapping[str, Any]:
-    found = next((message[key] for key in _THOUGHTS if message.get(key) is not None), None)
+    found = next((message[key] for key in THOUGHTS if message.get(key) is not None), None)
     return message if found is None else {"thinking": found, **message, "reasoning_content": found}
 
 
