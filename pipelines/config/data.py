@@ -246,7 +246,8 @@ class TokenizerConfig(Section):
     """Path or URI of `tokenizer.json`, or a model's name on the Hugging Face hub. Names are `org/name` or
     `org/name@revision`. Needed if `kind` is `file`."""
     end_token: str | None = setting(None, fixed=True)
-    """Token of the tokenizer file that ends a document. None: a common one is looked up (`<|endoftext|>`, `</s>`, ...)."""
+    """Token of the tokenizer file that ends a document. None: that of the files beside it (`tokenizer_config.json`,
+    `generation_config.json`, `config.json`), else a common one (`<|endoftext|>`, `</s>`, ...)."""
     chat_template: str = setting("auto", fixed=True, also="chat_format chat_template_path")
     """Chat template for the tasks `completion` and `preference`. It formats prompts and answers. `auto`: the template next
     to `tokenizer.file` if there is one (`chat_template.jinja`, or in `tokenizer_config.json`). A path: a file with a

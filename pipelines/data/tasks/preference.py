@@ -104,7 +104,7 @@ class Preference(Completion):
         """Returns the pair, with zeros for the reference.
 
         If a sequence is longer than context + 1, the prompt is cut from the left down to one id, then the answers from the
-        right. Raises ValueError for messages without a chat template, and for equal answers.
+        right. Raises ValueError for messages without a chat template, and for answers that are equal, or become so by it.
         """
         if len(document) == 1:
             return self.prompt(document[0]), None
@@ -118,6 +118,9 @@ class Preference(Completion):
         whole = len(prompt_ids) + max(map(len, answer_ids))
         prompt_ids = self.fit_prompt(prompt_ids, room - max(map(len, answer_ids)))
         chosen, rejected = (np.concatenate((prompt_ids, answer))[:room] for answer in answer_ids)
+        if np.array_equal(chosen, rejected):
+            cut = f"cut to model.context, {self.config.model.context} tokens" if whole > room else "written in tokens"
+            raise ValueError(f"has two answers that are the same once they are {cut}, of which none can be preferred")
         head = (max(len(chosen), len(rejected)), len(chosen), len(prompt_ids), whole > room)
         return np.concatenate(
             (np.array(head, np.uint32), chosen, rejected, np.zeros(self._reference_length, np.uint32))
