@@ -115,7 +115,9 @@ class DataConfig(Section):
     """Column names of CSV and TSV files, in order. For example `[label, title, text]`; they replace the names in the first
     line."""
     split: str = setting("train", fixed=True, also="train_split dataset_split")
-    """Split of a Hugging Face dataset. A source may name another one after a `#` (`--data.test_source imdb#test`)."""
+    """Split of a Hugging Face dataset, and of files whose names say `train` and another split (`train.jsonl` beside
+    `test.jsonl`, folders `train/` and `val/`); `all`: all of these files. A source may name another split after a `#`
+    (`--data.test_source imdb#test`, `--data.validation_source FOLDER#validation`)."""
     validation: Literal["hash", "tail", "source"] = setting("hash", fixed=True)
     """Selection of validation documents. `hash`: a fraction, by a hash of each document. `tail`: the end of the whole text.
     `source`: a separate source."""

@@ -9,7 +9,7 @@ killed evaluation is resumed.
 
 import io
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -18,12 +18,13 @@ import pyarrow as pa
 
 from raystride.pipelines.config import PredictorConfig, SettingError
 from raystride.pipelines.data.prepare.cleaning import build_cleaning
-from raystride.pipelines.data.prepare.fingerprint import known_fingerprints, open_sources
-from raystride.pipelines.data.prepare.parts import divide_into_parts, divide_without_validation
+from raystride.pipelines.data.prepare.document_hashes import hash_document, read_hashes
+from raystride.pipelines.data.prepare.fingerprint import known_fingerprints, open_as_prepared, open_sources
+from raystride.pipelines.data.prepare.parts import divide_into_parts, divide_without_validation, read_part_items
 from raystride.pipelines.data.prepare.raw_files import describe_changed_files, find_changed_files
 from raystride.pipelines.data.sources.checking import check_source
 from raystride.pipelines.data.sources.faults import DataError, NoFiles
-from raystride.pipelines.data.sources.pieces import Part, Reader
+from raystride.pipelines.data.sources.pieces import Part, Piece, Reader
 from raystride.pipelines.data.sources.source import Source, open_source
 from raystride.pipelines.data.tasks import Task
 from raystride.pipelines.data.tasks.labels import BINS, LabelTask
@@ -44,11 +45,15 @@ from raystride.pipelines.evaluate.prediction import (
 from raystride.pipelines.evaluate.prepared import PreparedSplit, find_prepared, prepared_folder
 from raystride.pipelines.evaluate.rows import to_json
 from raystride.pipelines.observability.report.drawing import MAX_NAMED_LABELS, plot_confusion
+from raystride.pipelines.system.credentials import redact_uris
 from raystride.pipelines.system.storage.folder import Folder
 from raystride.pipelines.system.storage.sealed import SealBroken, read_sealed
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+
+MAX_COMPARED_BYTES = 64 << 20
+"""Bytes of a test set whose documents are compared with those of training."""
 
 
 def draw_confusion(labels: list[str], confusion: np.ndarray) -> bytes:
@@ -124,7 +129,7 @@ def evaluate(
 ) -> EvaluationResult:
     """Predicts the split's documents and scores them. Raises DataError, SettingError."""
     folder = run / "evaluate" / split
-    data = _open_test(chosen, settings) if split == "test" else _open_split(chosen, split, settings, run)
+    data = _open_test(chosen, settings, run) if split == "test" else _open_split(chosen, split, settings, run)
     for line in dict.fromkeys(data.lines):
         log(f"data: {line}")
     job = PredictJob(
@@ -216,7 +221,7 @@ class _SplitData:
     """The prepared examples, if these are scored in place of the raw data."""
 
 
-def _open_test(chosen: SelectedRun, settings: PredictorConfig) -> _SplitData:
+def _open_test(chosen: SelectedRun, settings: PredictorConfig, run: Folder) -> _SplitData:
     """Returns the test set. Raises DataError, SettingError."""
     data, task = replace(chosen.config.data, on_error=settings.on_error), chosen.task
     if not data.test_source:
@@ -224,11 +229,26 @@ def _open_test(chosen: SelectedRun, settings: PredictorConfig) -> _SplitData:
             "data.test_source is None: it must name the data to score the model on (--data.test_source)",
             setting="data.test_source",
         )
-    source = open_source(data, data.test_source, task.columns, whole=task.window is None)
+    source = open_source(data, data.test_source, task.columns, whole=task.window is None, split="")
     if data.on_error == "raise":
         check_source(source)
     parts = list(divide_without_validation(source, with_part_size(data, source, _min_part_bytes(task))))
-    return _SplitData(parts=parts, identity=[source.identity], lines=list(source.describe()), readers={"": source.reader})
+    lines = [*source.describe(), *_describe_shared(chosen, run, source, parts)]
+    return _SplitData(parts=parts, identity=[source.identity], lines=lines, readers={"": source.reader})
+
+
+def _describe_shared(chosen: SelectedRun, run: Folder, source: Source, parts: Sequence[Part]) -> list[str]:
+    """Returns a line about documents of the test set that are also in training, among its first MAX_COMPARED_BYTES."""
+    folder = prepared_folder(run)
+    if folder is None or (known := read_hashes(folder)) is None:
+        return []
+    sizes = np.cumsum([0, *(part.bytes for part in parts)])
+    some = [part for part, before in zip(parts, sizes, strict=False) if before < MAX_COMPARED_BYTES]
+    items = (item for part in some for item in read_part_items(source.reader, part))
+    hashes = [hash_document(item.identity) for item in items if isinstance(item, Piece) and item.begins]
+    shared = known.count_shared(np.array(hashes, np.uint64))
+    first = "" if len(some) == len(parts) else "the first part of "
+    return [shared.describe(f"{first}{redact_uris(str(chosen.config.data.test_source))}")] if shared.shared else []
 
 
 def _open_split(chosen: SelectedRun, split: PreparedName, settings: PredictorConfig, run: Folder) -> _SplitData:
@@ -246,10 +266,14 @@ def _open_split(chosen: SelectedRun, split: PreparedName, settings: PredictorCon
         )
     prepared = find_prepared(chosen, run, split)
     try:
-        source, validation = open_sources(config, task)
-    except NoFiles as error:
+        prepared_in = prepared_folder(run)
+        source, validation = open_as_prepared(config, task, prepared_in) if prepared_in else open_sources(config, task)
+    except DataError as error:
+        is_gone = isinstance(error, NoFiles)
         if prepared:
-            return _prepared_data(prepared, f"the raw data is gone ({error})")
+            return _prepared_data(prepared, f"the raw data {'is gone' if is_gone else 'cannot be read'} ({error})")
+        if not is_gone:
+            raise
         raise DataError(
             f"--split {split} reads the raw data that the run was prepared from, and {error}. Put it back, or score other "
             "data: --split test --data.test_source PLACE",

@@ -33,6 +33,7 @@ from raystride.pipelines.data.sources.parquet_reader import ParquetReader
 from raystride.pipelines.data.sources.pieces import File, Part
 from raystride.pipelines.data.sources.registry import RegisteredReader
 from raystride.pipelines.data.sources.source import Source, first_items, open_source
+from raystride.pipelines.data.sources.splits import ALL
 from raystride.pipelines.data.tasks.language_model import LanguageModel
 from raystride.pipelines.evaluate.load_run import SelectedRun
 from raystride.pipelines.evaluate.parts import RECORDS_FOLDER, PredictJob, load_records, unify_files
@@ -136,10 +137,10 @@ def predict(
         named: dict[str, Any] = {chosen.task.asked[0].setting.removeprefix("data."): given.column}
         chosen = replace(chosen, config=replace(chosen.config, data=replace(data, **named)))
     columns = chosen.task.asked
-    source = open_source(data, given.source, columns, whole=True)
+    source = open_source(data, given.source, columns, whole=True, split=ALL)
     # Here every line is an input, while a training takes the whole file as one document.
     if source.kind == "text":
-        source = open_source(replace(data, kind="lines"), given.source, columns)
+        source = open_source(replace(data, kind="lines"), given.source, columns, split=ALL)
     source = source.keeping_rows()
     if data.on_error == "raise":
         check_source(source)

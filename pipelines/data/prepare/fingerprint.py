@@ -19,6 +19,7 @@ from raystride.pipelines.data.plugins import TASKS
 from raystride.pipelines.data.prepare.cleaning import build_cleaning, fingerprint_cleaning
 from raystride.pipelines.data.prepare.code_hash import hash_code, qualified_name
 from raystride.pipelines.data.prepare.manifest import load_finished_manifest
+from raystride.pipelines.data.prepare.raw_files import iterate_files, read_raw_files
 from raystride.pipelines.data.sources.faults import DataError, Fault, FaultError
 from raystride.pipelines.data.sources.registry import RegisteredReader
 from raystride.pipelines.data.sources.source import Source, open_source
@@ -34,8 +35,8 @@ from raystride.pipelines.system.storage.folder import Folder
 FORMAT = 1
 """Raised when shards of the same data and settings come out differently than before."""
 READING = 2
-"""Raised when tables and pictures are read by other rules than before: 2 refuses rows that do not have a field for each
-column, and scales pictures of 16 bits. Chats have a number of their own, `chat.FORMAT`.
+"""Raised when data is read by other rules than before: 2 refuses rows that do not have a field for each column, scales
+pictures of 16 bits, and knows splits and classes by the names of files. Chats have a number of their own, `chat.FORMAT`.
 """
 READ_AGAIN = f"reading-{READING}"
 """File in a preparation by earlier rules, all of whose documents come the same by today's."""
@@ -60,7 +61,27 @@ def open_sources(config: Config, task: Task) -> tuple[Source, Source | None]:
     whole = task.window is None or build_cleaning(config, task) is not None
     opened = partial(open_source, data, columns=task.columns, whole=whole)
     own = data.validation_source if data.validation == "source" else None
-    return opened(data.source), opened(own) if own else None
+    return opened(data.source), opened(own, split="") if own else None
+
+
+def open_as_prepared(config: Config, task: Task, folder: Folder, learned: str = "") -> tuple[Source, Source | None]:
+    """Returns the same sources, read by the rules of the preparation in `folder`. Raises DataError.
+
+    Preparations before 0.4 have the files of all splits, and the first folders as classes.
+    """
+    source, validation = open_sources(config, task)
+    before = source.as_before(), validation and validation.as_before()
+    if before == (source, validation) or folder.exists(READ_AGAIN):
+        return source, validation
+    left_out = {(role, file.name) for role, file in iterate_files(*before)}
+    left_out -= {(role, file.name) for role, file in iterate_files(source, validation)}
+    recorded = {file.key for file in read_raw_files(folder) or ()}
+    names = {
+        compute_fingerprint(config, task, before[0], before[1], learned, **rule)
+        for rule in EARLIER_RULES
+        if not rule["with_reading"]
+    }
+    return before if left_out & recorded or folder.name in names else (source, validation)
 
 
 def hash_inputs(config: Config, missing: Collection[str]) -> str | None:
@@ -214,7 +235,7 @@ def _is_made_as_today(folder: Folder, task: Task, source: Source, validation: So
 
 def _is_read_as_before(task: Task, source: Source) -> bool:
     """Returns whether all pictures of a source come as before 0.4; other data with a reading number does not."""
-    if source.kind == "csv" or not isinstance(task, Images):
+    if source.kind == "csv" or source.open_before or not isinstance(task, Images):
         return False
     try:
         return all(
@@ -267,9 +288,12 @@ def compute_fingerprint(
     """Returns the fingerprint of a preparation from open sources; `learned` is the fingerprint of facts shared with others.
 
     Without `with_code` it is computed as in earlier versions, which ignored code that a step reaches; without `with_reading`
-    as before 0.4, which read rows of tables with too many fields, and clipped pictures of 16 bits.
+    as before 0.4, which read rows of tables with too many fields, clipped pictures of 16 bits, and knew no splits of files.
     """
     data = config.data
+    reads_otherwise = any(opened and opened.open_before for opened in (source, validation))
+    if not with_reading:
+        source, validation = source.as_before(), validation and validation.as_before()
     content: dict[str, Any] = {
         "format": FORMAT,
         "task": config.task,
@@ -291,7 +315,8 @@ def compute_fingerprint(
         if not data.follow and any(False in opened.quotes_between_tabs for opened in (source, validation) if opened):
             csv_settings["quote"] = "none"
         content |= {key: value for key, value in csv_settings.items() if value not in ("auto", [])}
-    if with_reading and (isinstance(task, Images) or "csv" in (source.kind, validation and validation.kind)):
+    is_table = "csv" in (source.kind, validation and validation.kind)
+    if with_reading and (reads_otherwise or isinstance(task, Images) or is_table):
         content["reading"] = READING
     if source.kind == "parquet" and data.class_names:
         content["class_names"] = True

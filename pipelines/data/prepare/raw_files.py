@@ -54,7 +54,7 @@ class RawFile:
 
 def list_raw_files(source: Source, validation: Source | None) -> list[RawFile]:
     """Returns the raw files of the source and of the validation source, with hashes of their content."""
-    found = list(_iterate_files(source, validation))
+    found = list(iterate_files(source, validation))
     step = -(-len(found) // MAX_HASHED) or 1
     hashed = _hash_files([file for _, file in found[::step]])
     return [
@@ -106,7 +106,7 @@ def find_changed_files(
         return None
     known, now = (
         {file.key: file for file in before},
-        {(role, file.name): file for role, file in _iterate_files(source, validation)},
+        {(role, file.name): file for role, file in iterate_files(source, validation)},
     )
     changes = [f"{name}: gone" for _, name in known.keys() - now.keys()]
     changes += [f"{name}: new" for _, name in now.keys() - known.keys()]
@@ -144,7 +144,8 @@ def describe_changed_files(changes: Sequence[str], max_shown: int = 3) -> str:
     return "; ".join(changes[:max_shown]) + (f"; and {more:,} more" if more > 0 else "")
 
 
-def _iterate_files(source: Source, validation: Source | None) -> Iterator[tuple[str, File]]:
+def iterate_files(source: Source, validation: Source | None) -> Iterator[tuple[str, File]]:
+    """Yields the files of sources with their roles."""
     for role, opened in (("train", source), ("validation", validation)):
         if opened:
             yield from ((role, file) for file in opened.files)

@@ -1,8 +1,9 @@
 """The three stages of preparing a part, which pass Arrow tables: read, tokenise, write. They run with or without Ray Data.
 
-read_part      part → (part, document, begins, ends, validation, text, place, fault), some MiB a table; a fault is the reason
-               for a missing document, and the fields of a document with several are a JSON array in `text`
-tokenise_table the same with ids (large_list of the id type), loss_mask (large_list<uint8> or null) and cut (bool) for text
+read_part      part → (part, document, begins, ends, validation, text, place, fault, hash), some MiB a table; a fault is the
+               reason for a missing document, the fields of a document with several are a JSON array in `text`, and where a
+               document begins, `hash` is that of its identity
+tokenise_table the same with ids (large_list of the id type), loss_mask (large_list<uint8> or null) and cut (int64) for text
 write_part     a part's tables → its shards and, last, parts/00003.json
 survey_part    a part → the task's survey of its documents, for tasks that must see all documents before they encode
 
@@ -15,7 +16,6 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
-from hashlib import blake2b
 from typing import Any
 
 import numpy as np
@@ -23,12 +23,15 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from raystride.pipelines.data.prepare.cleaning import Cleaning
+from raystride.pipelines.data.prepare.document_hashes import hash_document, put_part_hashes
+from raystride.pipelines.data.prepare.lost_text import TextSample
 from raystride.pipelines.data.prepare.near_duplicates import read_duplicates
 from raystride.pipelines.data.prepare.parts import read_part_items
 from raystride.pipelines.data.prepare.progress import TimedIterator
 from raystride.pipelines.data.prepare.shards import ShardWriter
 from raystride.pipelines.data.sources.faults import Fault
 from raystride.pipelines.data.sources.pieces import Part, Piece, Reader
+from raystride.pipelines.data.tasks.labels import LabelTask
 from raystride.pipelines.data.tasks.task import Document, Encoded, Facts, Task
 from raystride.pipelines.data.tokenizers.conversation import CANNOT_SPLIT
 from raystride.pipelines.system.storage.folder import Folder
@@ -50,6 +53,7 @@ _TEXT = pa.schema(
         "text": pa.large_string(),
         "place": pa.string(),
         "fault": pa.string(),
+        "hash": pa.uint64(),
     }
 )
 
@@ -97,16 +101,17 @@ class Preparation:
 
 def is_validation(identity: str, fraction: float) -> bool:
     """Returns whether the document with this identity (see Piece) validates, independent of other documents."""
-    digest = blake2b(identity.encode("utf-8", "surrogatepass"), digest_size=8).digest()
-    return int.from_bytes(digest) < fraction * 2**64
+    return hash_document(identity) < fraction * 2**64
 
 
 def read_part(job: Preparation, part: Part) -> Iterator[pa.Table]:
     """Yields the part's pieces in order, then an empty row that marks its end. Raises DataError unless faults are skipped.
 
-    The `place` of the last row has, as JSON, the dropped documents and the seconds of each stage.
+    The `place` of the last row has, as JSON, the dropped documents, the text that tokenizers lose, and the seconds of each
+    stage.
     """
     dropped: Counter[str] = Counter()
+    sample = TextSample(job.task, part.bytes, seed=part.number)
     took = {"read": 0.0, "clean": 0.0}
     rows: list[tuple[Any, ...]] = []
     size, document, ended, spent, began = 0, -1, True, 0.0, time.perf_counter()
@@ -114,16 +119,17 @@ def read_part(job: Preparation, part: Part) -> Iterator[pa.Table]:
         if isinstance(item, Fault):
             if not job.skip:
                 raise item.error()
-            rows.append((part.number, None, None, None, None, None, item.place, item.reason))
+            rows.append((part.number, None, None, None, None, None, item.place, item.reason, None))
             continue
         # A skipped range may have held the beginning: the rest must not join the document before.
         document += item.begins or ended
         ended = item.ends
-        validation = part.split == "validation"
-        if part.split is None:
-            validation = is_validation(item.identity, job.validation_fraction)
+        key = hash_document(item.identity)
+        validation = part.split == "validation" if part.split else key < job.validation_fraction * 2**64
+        sample.add(item.document)
         text = _pack_fields(item.document)
-        rows.append((part.number, document, item.begins, item.ends, validation, text, item.place, None))
+        start = key if item.begins else None
+        rows.append((part.number, document, item.begins, item.ends, validation, text, item.place, None, start))
         size += len(text)
         if size >= _TABLE_BYTES or len(rows) >= _TABLE_ROWS:
             table = _build_table(rows)
@@ -132,7 +138,8 @@ def read_part(job: Preparation, part: Part) -> Iterator[pa.Table]:
             rows, size, began = [], 0, time.perf_counter()
     cleaning = max(0.0, took["clean"] - took["read"])
     seconds = {"read": spent + time.perf_counter() - began - cleaning, "clean": cleaning}
-    rows.append((part.number, None, None, None, None, None, json.dumps({"dropped": {**+dropped}, "seconds": seconds}), None))
+    trailer = {"dropped": {**+dropped}, "lost_text": sample.measure(), "seconds": seconds}
+    rows.append((part.number, None, None, None, None, None, json.dumps(trailer), None, None))
     yield _build_table(rows)
 
 
@@ -172,7 +179,7 @@ def tokenise_table(job: Preparation, table: pa.Table) -> pa.Table:
     began, texts = time.perf_counter(), pc.sum(pc.binary_length(table["text"])).as_py() or 0
     ids: list[np.ndarray] = []
     masks: list[np.ndarray | None] = []
-    cuts: list[bool] = []
+    cuts: list[int] = []
     faults: dict[int, str] = {}
     fields = len(job.task.columns)
     columns = (table[name].to_pylist() for name in ("text", "begins", "ends"))
@@ -185,7 +192,7 @@ def tokenise_table(job: Preparation, table: pa.Table) -> pa.Table:
                 faults[row] = str(error)
         ids.append(example)
         masks.append(mask)
-        cuts.append(cut)
+        cuts.append(int(cut))
     found = [row for row, example in enumerate(ids) if len(example)]
     for row, example in zip(found, job.task.complete([ids[row] for row in found]), strict=True):
         ids[row] = example
@@ -200,7 +207,7 @@ def tokenise_table(job: Preparation, table: pa.Table) -> pa.Table:
     lists = pa.LargeListArray.from_arrays(pa.array(offsets), pa.array(values.astype(kind.to_pandas_dtype()), kind))
     mask_column = pa.array(masks, pa.large_list(pa.uint8()))
     encoded = table.drop_columns(["text"]).append_column("ids", lists).append_column("loss_mask", mask_column)
-    encoded = encoded.append_column("cut", pa.array(cuts, pa.bool_()))
+    encoded = encoded.append_column("cut", pa.array(cuts, pa.int64()))
     # The first row has the table's figures; Ray Data may merge and split tables anywhere.
     for name, value in (("tokenise_s", time.perf_counter() - began), ("text_bytes", texts)):
         encoded = encoded.append_column(name, pa.array([float(value), *[0.0] * (encoded.num_rows - 1)], pa.float64()))
@@ -226,7 +233,7 @@ def _with_faults(job: Preparation, table: pa.Table, faults: dict[int, str]) -> p
     for row, reason in faults.items():
         if not (job.skip or reason.startswith(CANNOT_SPLIT)):
             raise Fault(table["place"][row].as_py(), reason).error()
-    for name in ("document", "validation", "fault"):
+    for name in ("document", "validation", "fault", "hash"):
         column = table[name].to_pylist()
         for row, reason in faults.items():
             column[row] = reason if name == "fault" else None
@@ -246,12 +253,16 @@ def write_part(job: Preparation, tables: Iterable[pa.Table]) -> dict[str, Any]:
     """Writes a part's shards, then its record, and returns the record.
 
     It has the part, shards by split, faults, their number and that of chats that cannot be split, the number of truncated
-    documents (`Encoded.cut`), of dropped documents by reason, and the seconds of each stage. Raises RuntimeError if the row
-    that ends a part is missing, and OSError if a shard reads back differently.
+    documents (`Encoded.cut`) and the ids of the longest, the documents of each label by split, those dropped by reason, the
+    text that tokenizers lose, and the seconds of each stage. Raises RuntimeError if the row that ends a part is missing, and
+    OSError if a shard reads back differently.
     """
     writers: dict[str, ShardWriter] = {}
+    hashes: dict[str, list[np.ndarray]] = {split: [] for split in SPLITS}
     faults: list[dict[str, str]] = []
-    skipped, unsplit, cut, number, is_complete = 0, 0, 0, -1, False
+    skipped, unsplit, cut, longest, number, is_complete = 0, 0, 0, 0, -1, False
+    num_labels = len(job.task.labels) if isinstance(job.task, LabelTask) else 0
+    labels = {split: np.zeros(num_labels, np.int64) for split in SPLITS}
     trailer: dict[str, Any] = {}
     took, texts, began = {"tokenise": 0.0, "others": 0.0}, 0.0, time.perf_counter()
     for table in TimedIterator(tables, took, "others"):
@@ -263,10 +274,16 @@ def write_part(job: Preparation, tables: Iterable[pa.Table]) -> dict[str, Any]:
             if rows.num_rows:
                 writer = writers.setdefault(split, ShardWriter(table.schema.field("ids").type.value_type))
                 writer.add(rows)
+                hashes[split].append(pc.drop_null(rows["hash"]).to_numpy())
+                if num_labels:  # the first number of an example
+                    labels[split] += np.bincount(pc.list_element(rows["ids"], 0).to_numpy(), minlength=num_labels)[
+                        :num_labels
+                    ]
         faulty = table.filter(pc.is_valid(table["fault"]))
         skipped += faulty.num_rows
         unsplit += pc.sum(pc.starts_with(faulty["fault"], CANNOT_SPLIT)).as_py() or 0
-        cut += pc.sum(table["cut"]).as_py() or 0
+        cut += pc.sum(pc.greater(table["cut"], 0)).as_py() or 0
+        longest = max(longest, pc.max(table["cut"]).as_py() or 0)
         pairs = zip(faulty["place"].to_pylist(), faulty["fault"].to_pylist(), strict=True)
         faults += [{"place": place, "reason": reason} for place, reason in pairs][: _MAX_NAMED_FAULTS - len(faults)]
         last = table.slice(table.num_rows - 1)
@@ -275,12 +292,14 @@ def write_part(job: Preparation, tables: Iterable[pa.Table]) -> dict[str, Any]:
             trailer = json.loads(last["place"][0].as_py())
     if not is_complete:
         raise RuntimeError(f"part {number} ended before its last row: this is a defect of Raystride, please report it")
+    put_part_hashes(job.folder, number, *(np.concatenate([np.empty(0, np.uint64), *hashes[split]]) for split in SPLITS))
     shards = {split: writer.finish(job.folder, f"{split}/{number:05d}.arrow") for split, writer in writers.items()}
     written = {split: asdict(shard) if (shard := shards.get(split)) else None for split in SPLITS}
     seconds = trailer["seconds"] | {"tokenise": took["tokenise"], "write": time.perf_counter() - began - took["others"]}
     documents = sum(shard.documents for shard in shards.values() if shard)
     stages = {"bytes": round(texts), "documents": documents, "seconds": seconds}
     record = {"part": number, "shards": written, "faults": faults, "skipped": skipped, "unsplit": unsplit, "cut": cut}
-    record |= {"dropped": trailer["dropped"], "stages": stages}
+    record |= {"longest": longest, "labels": {split: counts.tolist() for split, counts in labels.items() if num_labels}}
+    record |= {"dropped": trailer["dropped"], "lost_text": trailer["lost_text"], "stages": stages}
     put_sealed(job.folder / "parts", f"{number:05d}.json", record)
     return record

@@ -14,7 +14,13 @@ from functools import partial
 from typing import Any, NoReturn
 
 from raystride.pipelines.config import DataConfig
-from raystride.pipelines.data.prepare.fingerprint import find_fingerprint, open_sources
+from raystride.pipelines.data.prepare.fingerprint import (
+    READ_AGAIN,
+    READING,
+    find_fingerprint,
+    open_as_prepared,
+    open_sources,
+)
 from raystride.pipelines.data.prepare.one_source import (
     DividedSource,
     build_job,
@@ -42,12 +48,18 @@ POLL_INTERVAL_S = 2.0
 def follow_source(context: RunContext, task: Task, *, on_ray: bool) -> NoReturn:
     """Prepares the source and files added to it, forever. Raises DataError, SettingError."""
     config, storage, log = context.config, context.storage, context.log
-    source, validation = open_sources(config, task)
+    kept = context.kept.fingerprints.get("")
+    open_again = (
+        partial(open_as_prepared, config, task, storage / ".prepared" / kept)
+        if kept
+        else partial(open_sources, config, task)
+    )
+    source, validation = open_again()
     check_readable(config.data, source, validation)
     logged_lines = [*source.describe()]
     for line in logged_lines:
         log(f"data: {line}")
-    digest = context.kept.fingerprints.get("") or find_fingerprint(config, task, source, validation, storage=storage)
+    digest = kept or find_fingerprint(config, task, source, validation, storage=storage)
     watched = WatchedSource(storage / ".prepared" / digest)
     if not watched.has_batches and not source.files:
         message = f"data.source {config.data.source!r} has no files to begin with: put some there"
@@ -56,7 +68,9 @@ def follow_source(context: RunContext, task: Task, *, on_ray: bool) -> NoReturn:
     first = source if is_resumed else replace(source, files=watched.next_batch(0, source.files, must_be_stable=False))
     parts = () if is_resumed else divide_into_parts(first, validation, config.data)
     job = build_job(context, watched.folder, DividedSource(first, validation, parts), task, None, on_ray)
-    publisher = build_publisher(config.data, job, partial(build_manifest, config.data, digest, source, job.task), log)
+    publisher = build_publisher(
+        config.data, job, partial(build_manifest, config.data, digest, source, validation, job.task), log
+    )
     records = watched.folder / "parts"
     recorded = set(records.names())
     number, before = 0, 0
@@ -86,7 +100,7 @@ def follow_source(context: RunContext, task: Task, *, on_ray: bool) -> NoReturn:
         else:
             time.sleep(POLL_INTERVAL_S)
             try:
-                source, _ = open_sources(config, task)
+                source, _ = open_again()
                 for line in source.notes:
                     if line not in logged_lines:
                         logged_lines.append(line)
@@ -141,6 +155,8 @@ class WatchedSource:
             self._seen = {file.uri: file for file in new}
             if not stable:
                 return ()
+            if not number:
+                self.folder.put(READ_AGAIN, f"{READING}\n")
             self._batches.append({"files": [[file.uri, file.size] for file in stable], "parts": None})
             self._known.update(file.uri for file in stable)
             self._save_batch(number)

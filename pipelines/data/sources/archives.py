@@ -246,8 +246,10 @@ def _list_entries(uri: str, opened: Any) -> Iterator[tuple[str, Any]]:
         parts = name.split("/")
         if _has_hidden_part(parts):
             continue
-        if name.startswith(("/", "\\")) or ".." in parts or "\\" in name or "\0" in name:
+        if name.startswith(("/", "\\")) or ".." in name.replace("\\", "/").split("/") or "\0" in name:
             problem = "leads out of the archive"
+        elif "\\" in name:
+            problem = "has backslashes in its name"
         elif is_archive(name) or name.lower().endswith((".7z", ".rar")):
             problem = "is an archive in an archive"
         if problem:
@@ -257,10 +259,13 @@ def _list_entries(uri: str, opened: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _zip_entries(opened: zipfile.ZipFile) -> Iterator[tuple[str, Any, str]]:
+    # Some programs of Windows write the separators of their system.
+    separator = "\\" if not any("/" in info.filename for info in opened.infolist()) else "/"
     for info in opened.infolist():
-        if not info.is_dir():
+        if not info.filename.endswith(separator):
             link = "is a link or no regular file" if stat.S_ISLNK(info.external_attr >> 16) else ""
-            yield info.filename.removeprefix("./"), info, "has a password" if info.flag_bits & 1 else link
+            name = info.filename.replace(separator, "/").removeprefix("./")
+            yield name, info, "has a password" if info.flag_bits & 1 else link
 
 
 def _tar_entries(uri: str, opened: tarfile.TarFile) -> Iterator[tuple[str, Any, str]]:

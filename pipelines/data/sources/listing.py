@@ -28,7 +28,8 @@ from raystride.pipelines.system.storage.retries import retry
 if TYPE_CHECKING:
     from pyarrow.fs import FileInfo, FileSystem
 
-_WILDCARD = re.compile(r"[*?\[]")
+WILDCARD = re.compile(r"[*?\[]")
+"""What makes a path a glob."""
 _MAX_NAMED = 3
 """The maximal number of names in a note."""
 
@@ -81,7 +82,7 @@ def _expand_archive(file: File, *, is_whole_source: bool) -> list[File]:
 
 def path_exists(place: str) -> bool:
     """Returns whether a local path exists; True for all URIs and globs."""
-    if "://" in place or _WILDCARD.search(place):
+    if "://" in place or WILDCARD.search(place):
         return True
     return os.path.lexists(absolute_uri(place))
 
@@ -104,7 +105,7 @@ class _WalkResult:
 def _list_local(place: str, path: str, encoding: str) -> Listing:
     status = _stat_path(path)
     if status is None:
-        if _WILDCARD.search(path):
+        if WILDCARD.search(path):
             return _match_local(place, path, encoding)
         what = (
             f"a link to {escape_surrogates(os.readlink(path))}, which" if os.path.islink(path) else escape_surrogates(path)
@@ -263,7 +264,7 @@ def _list_remote(place: str, uri: str, encoding: str) -> Listing:
         if not files:
             raise _no_files_error(place, "is a folder without files: put the data there, or name another place")
         return Listing(files)
-    if _WILDCARD.search(path):
+    if WILDCARD.search(path):
         base, rest = _split_pattern(path)
         wanted = re.compile(_glob_to_regex(rest), re.DOTALL)
         found = _list_below(system, base, recursive="/" in rest or "**" in rest, hidden=_hidden_filter(rest))
@@ -295,7 +296,7 @@ def _list_below(
 def _split_pattern(pattern: str) -> tuple[str, str]:
     """Splits a glob into the folder before its first wildcard, and the rest."""
     parts = pattern.split("/")
-    first = next(i for i, part in enumerate(parts) if _WILDCARD.search(part))
+    first = next(i for i, part in enumerate(parts) if WILDCARD.search(part))
     return "/".join(parts[:first]) or "/", "/".join(parts[first:])
 
 

@@ -6,13 +6,13 @@ source.reader.slices(source.files[0], 32 << 20)           # see raystride.pipeli
 """
 
 import os
-import re
 import sys
 import sysconfig
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from itertools import islice
 from pathlib import Path
@@ -27,6 +27,7 @@ from raystride.pipelines.data.sources.fields import Columns
 from raystride.pipelines.data.sources.hub import HuggingFaceReader, is_saved_dataset
 from raystride.pipelines.data.sources.lines import JsonReader, LabelledReader, LineReader, ParallelReader
 from raystride.pipelines.data.sources.listing import (
+    Listing,
     expand_archives,
     left_out_note,
     list_files,
@@ -35,36 +36,37 @@ from raystride.pipelines.data.sources.listing import (
     remove_duplicates,
 )
 from raystride.pipelines.data.sources.parquet_reader import ParquetReader
-from raystride.pipelines.data.sources.pieces import COMPRESSIONS, File, Piece, Reader, Slice
+from raystride.pipelines.data.sources.pieces import File, Piece, Reader, Slice
 from raystride.pipelines.data.sources.registry import open_registered_source, registered_sources
+from raystride.pipelines.data.sources.selection import (
+    FORMAT_BY_ENDING,
+    TABLE_KINDS,
+    SplitChooser,
+    choose_class_level,
+    drop_documentation,
+    file_format,
+    is_documentation,
+    order_note,
+    parse_split,
+    refuse_slice,
+)
+from raystride.pipelines.data.sources.splits import ALL, Selection
 from raystride.pipelines.data.sources.text import IMAGE_ENDINGS, FolderReader, TextReader
 from raystride.pipelines.data.sources.webdataset import WebDatasetReader, holds_documents, is_shard
 from raystride.pipelines.system.storage.folder import Folder, absolute_uri
 
-_FORMAT_BY_ENDING = {
-    ".jsonl": "json", ".ndjson": "json", ".json": "json",
-    ".csv": "csv", ".tsv": "csv",
-    ".parquet": "parquet", ".pq": "parquet",
-    **dict.fromkeys(IMAGE_ENDINGS, "image"),
-}  # fmt: skip
 _SKIPPED_FOLDERS = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 _COLUMNS_BY_KIND = {"text": ["text"], "python": ["text"], "lines": ["text"], "parallel": ["text", "text"],
           "labelled": ["label", "text"], "image": ["image"]}  # fmt: skip
 """The kinds of columns of sources without column names."""
-TABLE_KINDS = ("json", "csv", "parquet")
-"""Kinds of files with named columns."""
-_DOCUMENTATION = re.compile(
-    r"(readme|licen[cs]e|copying|notice|authors|citation|changelog|contributing|(sha\d+|md5)sums)\b.*"
-    r"|.*\.(md5|sha\d+|asc|sig)|thumbs\.db|desktop\.ini|(?P<described>dataset_infos?|datapackage|croissant)\.json",
-    re.IGNORECASE,
-)
-"""Names of documentation files, which are not data if there are tables beside them."""
 FIRST_ROWS, _MAX_PROBED_FILES = 20, 8
 """Rows of a file, and number of files, that are checked for the columns."""
 _READERS: dict[str, Callable[[Columns], Reader]] = {
     "json": JsonReader,
     "lines": LineReader, "labelled": LabelledReader, "folders": FolderReader, "webdataset": WebDatasetReader,
 }  # fmt: skip
+_UNREAD = (".jp2", ".avif", ".heic", ".heif", ".jxl", ".svg")
+"""Endings of pictures that are not read."""
 
 
 @dataclass(frozen=True)
@@ -80,6 +82,17 @@ class Source:
     """The target files of parallel text, line by line those of `files`; else empty."""
     notes: tuple[str, ...] = ()
     """Notes for the user, a line each: files that are left out."""
+    selection: Selection | None = None
+    """The split that was chosen by the files' names; None if they name none, or all are read."""
+    open_before: "Callable[[], Source] | None" = field(default=None, compare=False, repr=False)
+    """Opens the source by the rules before 0.4, all files with first folders as classes; None if that is the same."""
+
+    def as_before(self) -> "Source":
+        """Returns the source as read before 0.4; itself if that is the same, or cannot be opened any more."""
+        if self.open_before is not None:
+            with suppress(DataError):
+                return self.open_before()
+        return self
 
     def keeping_rows(self) -> "Source":
         """Returns the source with a reader that keeps complete rows beside the documents, if it has rows."""
@@ -111,29 +124,31 @@ class Source:
         return found
 
 
-def open_source(data: DataConfig, name: str, columns: Columns, *, whole: bool = False) -> Source:
+def open_source(data: DataConfig, name: str, columns: Columns, *, whole: bool = False, split: str | None = None) -> Source:
     """Opens the source `name` (`data.source`, or another of its form), with the columns that a task reads.
 
-    `whole`: each document is one piece. Raises DataError if there is no such source, or it lacks these columns.
+    `whole`: each document is one piece. `split`: the split of files whose names say several, if `name` does not say it after
+    a `#`: by default `data.split`; "" if it must. Raises DataError if there is no such source, or it lacks these columns.
     """
+    default = data.split if split is None or data.split == ALL else split
     if data.target_source:
-        return _open_parallel(data, name, columns)
+        return _open_parallel(data, name, columns, default, split is None)
     kind = data.kind if data.kind != "auto" else _detect_kind(name)
     image_root = absolute_uri(data.image_root) if data.image_root else None
     if kind == "python":
         _check_columns(kind, name, columns)
         return Source(kind, standard_library_files(), TextReader(data.on_error == "skip", whole))
+    place, named = parse_split(name)
     if kind == "registered":
-        place, split = _parse_split(name)
-        own = open_registered_source(place, split or data.split, columns, image_root)
+        own = open_registered_source(place, named or data.split, columns, image_root)
         return Source(kind, (own.as_file(),), own)
     if kind == "huggingface":
-        place, split = _parse_split(name)
+        refuse_slice(place, named or data.split)
         place = absolute_uri(place) if path_exists(place) else place
-        hub = HuggingFaceReader(place, split or data.split, columns, image_root)
+        hub = HuggingFaceReader(place, named or data.split, columns, image_root)
         return Source(kind, (hub.as_file(),), hub)
     try:
-        listing = list_without_unpacking(name, data.encoding)
+        listing = list_without_unpacking(place, data.encoding)
     except NoFiles as error:
         if not data.follow:
             raise
@@ -143,30 +158,62 @@ def open_source(data: DataConfig, name: str, columns: Columns, *, whole: bool = 
         return Source(
             kind, (), WebDatasetReader(columns) if kind == "webdataset" else _make_reader(kind, data, columns, whole)
         )
-    listed, notes = listing.files, listing.notes
+    return _open_files(data, listing, kind, columns, whole, SplitChooser.from_name(name, default, split is None))
+
+
+def _open_files(
+    data: DataConfig, listing: Listing, kind: str, columns: Columns, whole: bool, chooser: SplitChooser
+) -> Source:
+    """Opens listed files, those of one split if their names say splits."""
+    name, image_root = chooser.name, absolute_uri(data.image_root) if data.image_root else None
+    before = partial(_open_files, data, listing, kind, columns, whole, replace(chooser, split=ALL, is_before=True))
+    listed, notes, selection = listing.files, list(listing.notes), None
+    if any(is_archive(file.name) for file in listed):  # their own names count first
+        listed, selection, said = chooser.choose(listed, may_be_inside=True)
+        notes += said
     if kind == "webdataset" or (
         kind == "files" and all(is_shard(file.name) for file in listed) and holds_documents(listed[0])
     ):
-        tars, repeated_notes = remove_duplicates(_select_tars(name, listed))
-        return Source("webdataset", _mark_neighbours(tars), WebDatasetReader(columns), notes=(*notes, *repeated_notes))
+        if not selection:
+            listed, selection, said = chooser.choose(listed)
+            notes += said
+        tars, said = remove_duplicates(_select_tars(name, listed))
+        found = _mark_neighbours(tars)
+        return Source(
+            "webdataset", found, WebDatasetReader(columns), (), (*notes, *said), selection, before if selection else None
+        )
     files = expand_archives(listed)
     if kind in ("files", *TABLE_KINDS):
-        files, left_out = _drop_documentation(files)
-        notes = notes + left_out
+        files, said = drop_documentation(files, beside_images=not chooser.is_before)
+        notes += said
+    if not selection:
+        files, selection, said = chooser.choose(files)
+        notes += said
     if kind == "files":
         kind = _detect_files_kind(name, files, columns, data)
     elif kind in TABLE_KINDS and len(files) > 1:
         # An archive that is not unpacked cannot be opened, and is refused or skipped when it is read.
-        files = [file for file in files if _file_format(file.name) == kind or is_archive(file.name)] or files
+        files = [file for file in files if file_format(file.name) == kind or is_archive(file.name)] or files
+    level, differs = 0, selection is not None
     if kind == "folders":
-        files = _select_in_folders(name, files, columns)
+        files, said = _select_in_folders(name, files, columns)
+        if _has_label(columns) and not chooser.is_before:
+            notes += said
+            level = choose_class_level(data, chooser, [file.name for file in files])
+            texts = [file for file in files if not is_documentation(file.name)]
+            if texts and len(texts) < len(files):
+                notes += left_out_note("about the data", [file.name for file in files if is_documentation(file.name)])
+                files, differs = texts, True
     _check_columns(kind, name, columns)
-    files, repeated_notes = remove_duplicates(files)
-    notes = notes + repeated_notes
+    files, said = remove_duplicates(files)
     found = _mark_neighbours(files, image_root, follow=data.follow)
+    notes += said
     if kind not in ("text", "folders"):  # in these, each file is a row
-        notes = notes + left_out_note("empty", [file.name for file in found if not file.size and not file.is_whole_source])
-    return Source(kind, found, _make_reader(kind, data, columns, whole), notes=tuple(notes))
+        notes += left_out_note("empty", [file.name for file in found if not file.size and not file.is_whole_source])
+    if chooser.is_training:
+        notes += order_note(data, [file.name for file in found])
+    reader = FolderReader(columns, level) if kind == "folders" else _make_reader(kind, data, columns, whole)
+    return Source(kind, found, reader, (), tuple(notes), selection, before if differs or level else None)
 
 
 def _mark_neighbours(files: Iterable[File], image_root: str | None = None, *, follow: bool = False) -> tuple[File, ...]:
@@ -178,26 +225,6 @@ def _mark_neighbours(files: Iterable[File], image_root: str | None = None, *, fo
         if is_whole_source and not image_root
         else tuple(replace(file, image_root=image_root, is_whole_source=is_whole_source) for file in found)
     )
-
-
-def _drop_documentation(files: list[File]) -> tuple[list[File], list[str]]:
-    """Leaves out files beside tables that are no data; returns the others, and notes about those.
-
-    As in Arrow and Spark, these are names that begin with `_`, and also README, LICENSE and similar files.
-    """
-    hidden = {file.name for file in files if any(part[:1] == "_" and "=" not in part for part in file.name.split("/"))}
-    about = {file.name for file in files if _is_documentation(file.name)} - hidden
-    if not any(_file_format(file.name) in TABLE_KINDS for file in files if file.name not in hidden | about):
-        return files, []
-    hidden = {name for name in hidden if _file_format(name) != "image"}
-    kept = [file for file in files if file.name not in hidden | about]
-    lines = [*left_out_note("a name that begins with `_`", sorted(hidden)), *left_out_note("about the data", sorted(about))]
-    return kept, lines
-
-
-def _is_documentation(name: str) -> bool:
-    found = _DOCUMENTATION.fullmatch(name.rpartition("/")[2])
-    return found is not None and (_file_format(name) == "text" or found["described"] is not None)
 
 
 def _make_reader(kind: str, data: DataConfig, columns: Columns, whole: bool) -> Reader:
@@ -222,22 +249,26 @@ def _select_tars(name: str, files: list[File]) -> tuple[File, ...]:
     return found
 
 
-def _open_parallel(data: DataConfig, name: str, columns: Columns) -> Source:
+def _open_parallel(data: DataConfig, name: str, columns: Columns, split: str, is_training: bool) -> Source:
     """Opens a parallel source; its targets are `data.target_source`, or follow a comma in another source's name."""
-    target = data.target_source
+    named, target = name, data.target_source
     if name != data.source:
         name, _, target = name.partition(",")
+    before = partial(_open_parallel, data, named, columns, ALL, False)
     if len(columns) == 1:
-        listing = list_files(name, data.encoding)
+        listing, selection = _list_split(data, name, split, is_training)
         _check_columns("lines", name, columns)
         files, repeated_notes = remove_duplicates(listing.files)
-        return Source("lines", _mark_neighbours(files), LineReader(columns), notes=(*listing.notes, *repeated_notes))
+        notes = (*listing.notes, *repeated_notes)
+        return Source(
+            "lines", _mark_neighbours(files), LineReader(columns), (), notes, selection, before if selection else None
+        )
     _check_columns("parallel", name, columns)
     if not target:
         message = f"{name!r} has no targets: name two files with a comma between, as data.target_source is given"
         raise DataError(message, file=name, settings=("data.target_source",))
     # A text may have several translations: a file's other names count, unless their targets are the same file, too.
-    some, others = (list_files(place, data.encoding) for place in (name, target))
+    (some, selection), (others, _) = (_list_split(data, part, split, is_training) for part in (name, target))
     if len(some.files) != len(others.files):
         counts = f"{name!r} is {len(some.files)} files and {target!r} {len(others.files)}"
         raise DataError(
@@ -249,10 +280,23 @@ def _open_parallel(data: DataConfig, name: str, columns: Columns) -> Source:
     for file, other in zip(some.files, others.files, strict=True):
         kept.setdefault((file.inode or file.uri, other.inode or other.uri), (file, other))
     repeated_notes = sorted({file.name for file in some.files} - {file.name for file, _ in kept.values()})
-    notes = (*some.notes, *others.notes, *left_out_note("another name of a file that is read", repeated_notes))
+    notes = (
+        *dict.fromkeys((*some.notes, *others.notes)),
+        *left_out_note("another name of a file that is read", repeated_notes),
+    )
     paired, targets = (_mark_neighbours(found) for found in zip(*kept.values(), strict=True))
     pairs = {file.uri: other for file, other in zip(paired, targets, strict=True)}
-    return Source("parallel", paired, ParallelReader(columns, pairs), targets, notes)
+    return Source(
+        "parallel", paired, ParallelReader(columns, pairs), targets, notes, selection, before if selection else None
+    )
+
+
+def _list_split(data: DataConfig, name: str, split: str, is_training: bool) -> tuple[Listing, Selection | None]:
+    """Lists the text files of a split, with archives replaced by the files in them."""
+    chooser = SplitChooser.from_name(name, split, is_training)
+    listing = list_files(chooser.place, data.encoding)
+    files, selection, notes = chooser.choose(listing.files)
+    return Listing(files, [*listing.notes, *notes]), selection
 
 
 def _check_columns(kind: str, name: str, columns: Columns) -> None:
@@ -277,29 +321,25 @@ def _has_label(columns: Columns) -> bool:
     return any(column.kind == "label" for column in columns)
 
 
-def _select_in_folders(name: str, files: list[File], columns: Columns) -> list[File]:
-    """Returns the text or image files in folders; without a label column also those outside. Raises DataError if none."""
+def _select_in_folders(name: str, files: list[File], columns: Columns) -> tuple[list[File], list[str]]:
+    """Returns the text or image files in folders, without a label column also those outside, and notes about others.
+
+    Raises DataError if there are none.
+    """
     document_kind = _document_kind(columns)
-    found = [
-        file for file in files if _file_format(file.name) == document_kind and ("/" in file.name or not _has_label(columns))
-    ]
+    some = [file for file in files if file_format(file.name) == document_kind]
+    found = [file for file in some if "/" in file.name or not _has_label(columns)]
     if not found:
         raise DataError(
             f"data.source {name!r} has no {document_kind} files in folders: put those of a class into a folder of its name",
             file=name,
             settings=("data.source",),
         )
-    return found
-
-
-def _parse_split(name: str) -> tuple[str, str]:
-    """Splits a dataset's name from the split after a `#`; "" if there is none."""
-    place, _, split = name.partition("#")
-    return (name, "") if path_exists(name) else (place, split)
+    return found, left_out_note("outside the folders of classes", [file.name for file in some if "/" not in file.name])
 
 
 def _detect_kind(name: str) -> str:
-    name, _ = _parse_split(name)
+    name, _ = parse_split(name)
     if name == "python":
         return "python"
     if name in registered_sources():
@@ -311,30 +351,26 @@ def _detect_kind(name: str) -> str:
     if (
         name.count("/") > 1
         or name.startswith((".", "/", "~"))
-        or Path(name).suffix in {".txt", ".md", ".gz", *_FORMAT_BY_ENDING, *ARCHIVE_ENDINGS}
+        or Path(name).suffix in {".txt", ".md", ".gz", *FORMAT_BY_ENDING, *ARCHIVE_ENDINGS}
     ):
         return "files"
     return "huggingface"
 
 
-def _file_format(name: str) -> str:
-    """Returns the kind of a file by its name, compressed or not; text for unknown endings."""
-    stem = name.lower()
-    for ending in COMPRESSIONS:
-        stem = stem.removesuffix(ending)
-    return _FORMAT_BY_ENDING.get(os.path.splitext(stem)[1], "text")
-
-
 def _detect_files_kind(name: str, files: list[File], columns: Columns, data: DataConfig) -> str:
     document_kind, labelled = _document_kind(columns), _has_label(columns)
     inside = [file for file in files if "/" in file.name or not labelled]
-    if (
-        (labelled or document_kind == "image")
-        and inside
-        and all(_file_format(file.name) == document_kind for file in inside)
-    ):
+    if (labelled or document_kind == "image") and inside and all(file_format(file.name) == document_kind for file in inside):
         return "folders"
-    counts = Counter(_file_format(file.name) for file in files)
+    if document_kind == "image" and (unread := sorted(file.name for file in files if file.name.lower().endswith(_UNREAD))):
+        ending = os.path.splitext(unread[0])[1]
+        raise DataError(
+            f"data.source {name!r} has pictures that end with {ending} ({unread[0]}), which are not read: convert them to "
+            f"one of {', '.join(IMAGE_ENDINGS)}, or name the others with a glob",
+            file=name,
+            settings=("data.source",),
+        )
+    counts = Counter(file_format(file.name) for file in files)
     if len(counts) > 1:
         found = ", ".join(f"{count} {kind}" for kind, count in counts.most_common())
         raise DataError(
@@ -347,14 +383,14 @@ def _detect_files_kind(name: str, files: list[File], columns: Columns, data: Dat
 
 def _suggest_fix(name: str, files: list[File], columns: Columns, data: DataConfig) -> str:
     """Returns the remedy for files of several kinds: a kind with the columns in its files, or a glob for the texts."""
-    counts = Counter(_file_format(file.name) for file in files)
+    counts = Counter(file_format(file.name) for file in files)
     for kind, _ in counts.most_common():
-        some = [file for file in files if _file_format(file.name) == kind]
+        some = [file for file in files if file_format(file.name) == kind]
         if kind in TABLE_KINDS and not any(
             map(partial(first_fault, _make_reader(kind, data, columns, False), kind), some[:_MAX_PROBED_FILES])
         ):
             return f"say which to take with --data.kind {kind}, or name them with a glob"
-    texts = [file for file in files if _file_format(file.name) == "text"]
+    texts = [file for file in files if file_format(file.name) == "text"]
     endings = {os.path.splitext(file.name)[1] for file in texts} - {""}
     if len(columns) == 1 and columns[0].kind == "text" and len(endings) == 1 and os.path.isdir(absolute_uri(name)):
         return f"name those to take with a glob, {name.rstrip('/')}/**/*{endings.pop()} for instance"

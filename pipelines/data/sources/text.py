@@ -146,15 +146,17 @@ def _mark_last(blocks: Iterator[bytes]) -> Iterator[tuple[bytes, bool]]:
         yield previous, True
 
 
-IMAGE_ENDINGS = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp")
+IMAGE_ENDINGS = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff")
 """Endings of image files."""
 
 
 @dataclass(frozen=True)
 class FolderReader:
-    """A reader of complete text or image files, labelled by the first folder of their names. Units are files."""
+    """A reader of complete text or image files, labelled by a folder of their names. Units are files."""
 
     columns: Columns
+    level: int = 0
+    """The level of the folders that are classes, from 0."""
     keep: bool = False
     """Whether each file yields an item, a fault if it is empty or broken."""
 
@@ -174,7 +176,11 @@ class FolderReader:
         """Yields the file's document: its label and its text, or image."""
         file = piece.file
         ensure_unpacked(file)
-        values: dict[str, Any] = {"label": file.name.partition("/")[0], "image": file.uri}
+        parents, labelled = file.name.split("/")[:-1], any(column.kind == "label" for column in self.columns)
+        if labelled and len(parents) <= self.level:
+            yield Fault(file.uri, "lies above the folders of classes", row={} if self.keep else None)
+            return
+        values: dict[str, Any] = {"label": parents[self.level] if labelled else "", "image": file.uri}
         if any(column.kind == "text" for column in self.columns):
             for item in TextReader(whole=True).read(Slice(file, 0, None, file.size)):
                 if isinstance(item, Fault):

@@ -114,12 +114,12 @@ def encode_chat(template: ChatTemplate, chat: Conversation, room: int) -> Encode
         return Encoded(ids, mask)
     if ends[0] <= room:
         last = ends[ends <= room][-1]
-        return Encoded(ids[:last], mask[:last], cut=True)
+        return Encoded(ids[:last], mask[:last], cut=len(ids))
     first = int(mask.argmax())
     answer = ids[first : ends[0]]
     asked = ids[:first][-max(1, room - len(answer)) :]
     answer = answer[: room - len(asked)]
-    return Encoded(np.concatenate((asked, answer)), np.arange(len(asked) + len(answer)) >= len(asked), cut=True)
+    return Encoded(np.concatenate((asked, answer)), np.arange(len(asked) + len(answer)) >= len(asked), cut=len(ids))
 
 
 class Completion(LanguageModel):
@@ -205,9 +205,10 @@ class Completion(LanguageModel):
             return Encoded(prompt, np.zeros(len(prompt), bool))
         prompt, answer = self.encode_exchange(*document)
         room = self.config.model.context + 1
-        cut = len(prompt) + len(answer) > room
+        longest = len(prompt) + len(answer)
         prompt = self.fit_prompt(prompt, room - len(answer))
         answer = answer[: room - len(prompt)]
+        cut = longest if longest > room else 0
         return Encoded(np.concatenate((prompt, answer)), np.arange(len(prompt) + len(answer)) >= len(prompt), cut)
 
     def decode(self, ids: np.ndarray, mask: np.ndarray | None) -> Document:

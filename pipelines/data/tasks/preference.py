@@ -106,8 +106,15 @@ class Preference(Completion):
         If a sequence is longer than context + 1, the prompt is cut from the left down to one id, then the answers from the
         right. Raises ValueError for messages without a chat template, and for answers that are equal, or become so by it.
         """
+        return self._encode_whole(document).ids, None
+
+    def example(self, document: Document) -> Encoded:
+        """Returns the pair of `encode`, and the ids of the longer sequence if it does not fit. Raises as `encode` does."""
+        return self._encode_whole(document) if self._inherits(Preference, "encode") else Task.example(self, document)
+
+    def _encode_whole(self, document: Document) -> Encoded:
         if len(document) == 1:
-            return self.prompt(document[0]), None
+            return Encoded(self.prompt(document[0]), None)
         prompt, *answers = self._parse_turns(document)
         if answers[0] == answers[1]:
             raise ValueError("has two answers that are the same, of which none can be preferred")
@@ -122,9 +129,8 @@ class Preference(Completion):
             cut = f"cut to model.context, {self.config.model.context} tokens" if whole > room else "written in tokens"
             raise ValueError(f"has two answers that are the same once they are {cut}, of which none can be preferred")
         head = (max(len(chosen), len(rejected)), len(chosen), len(prompt_ids), whole > room)
-        return np.concatenate(
-            (np.array(head, np.uint32), chosen, rejected, np.zeros(self._reference_length, np.uint32))
-        ), None
+        ids = (np.array(head, np.uint32), chosen, rejected, np.zeros(self._reference_length, np.uint32))
+        return Encoded(np.concatenate(ids), None, whole if whole > room else 0)
 
     def describe_losses(self, documents: Iterable[Document]) -> list[str]:
         """Returns lines about what prompts and chosen answers hold and the chat template does not write."""
@@ -150,10 +156,6 @@ class Preference(Completion):
         )
         texts = tuple(self.encoders["tokenizer"].decode(part.tolist()) for part in parts)
         return texts[3 - len(self.columns) :]
-
-    def example(self, document: Document) -> Encoded:
-        """Returns the pair of `encode`, and whether it was truncated. Raises as `encode` does."""
-        return Task.example(self, document)
 
     @property
     def _reference_length(self) -> int:

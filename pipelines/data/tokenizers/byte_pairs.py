@@ -140,7 +140,7 @@ def byte_pairs(tokenizer: dict[str, Any], end_token: str) -> dict[bytes, int]:
     added = {token["content"]: token for token in tokenizer.get("added_tokens") or []}
     if not all(token["special"] for token in added.values()):
         raise NotByteLevelBpe("it has added tokens that are matched in ordinary text")
-    letters = _byte_letters()
+    letters = byte_letters()
     tokens = {token: i for token, i in model["vocab"].items() if token not in added and token != end_token}
     if any(letter not in letters for token in tokens for letter in token):
         raise NotByteLevelBpe("its vocabulary has tokens that are no bytes")
@@ -151,7 +151,7 @@ def byte_pairs(tokenizer: dict[str, Any], end_token: str) -> dict[bytes, int]:
     return ranks
 
 
-def _byte_letters() -> dict[str, int]:
+def byte_letters() -> dict[str, int]:
     """Returns GPT-2's visible letter of every byte: itself if it is printable in Latin-1, else a letter from U+0100 on."""
     visible = [*range(33, 127), *range(161, 173), *range(174, 256)]
     hidden = [byte for byte in range(256) if byte not in visible]

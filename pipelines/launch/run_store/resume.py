@@ -19,7 +19,13 @@ from raystride.pipelines.config.attempts import SETTINGS_FILE
 from raystride.pipelines.config.base_model import can_be_read
 from raystride.pipelines.config.mixture import defines_source
 from raystride.pipelines.config.stored_run import put_attempt, read_run
-from raystride.pipelines.data.prepare.fingerprint import Identity, KeptPreparations, known_fingerprints, open_sources
+from raystride.pipelines.data.prepare.fingerprint import (
+    Identity,
+    KeptPreparations,
+    known_fingerprints,
+    open_as_prepared,
+    open_sources,
+)
 from raystride.pipelines.data.prepare.manifest import load_finished_manifest
 from raystride.pipelines.data.prepare.raw_files import (
     MAX_HASHED,
@@ -32,6 +38,7 @@ from raystride.pipelines.data.prepare.raw_files import (
 )
 from raystride.pipelines.data.prepare.run_context import RunContext
 from raystride.pipelines.data.sources.faults import DataError
+from raystride.pipelines.data.sources.selection import parse_split
 from raystride.pipelines.data.sources.source import Source
 from raystride.pipelines.data.tasks import Task, build_task
 from raystride.pipelines.launch.cluster.resources import Allocation
@@ -260,7 +267,7 @@ def _find_data_changes(
     own: Config, task: Task, folder: Folder, before: str, previous: PreviousAttempt, name: str, *, check_all: bool
 ) -> list[str]:
     """Returns the differences between raw data and that of the preparation `before` in `folder`, a line each."""
-    source, validation = open_sources(own, task)
+    source, validation = open_as_prepared(own, task, folder, previous.learned)
     if _matches(before, own, task, source, validation, previous.learned):
         return []
     changes = find_changed_files(folder, source, validation, max_hashed=MAX_HASHED if check_all else 256)
@@ -293,7 +300,7 @@ def _differs(before: Mapping[str, Any], now: Mapping[str, Any], key: str) -> boo
 
 
 def _normalize_path(value: str) -> str:
-    return absolute_uri(value) if os.path.exists(os.path.expanduser(value)) else value
+    return absolute_uri(value) if os.path.exists(os.path.expanduser(parse_split(value)[0])) else value
 
 
 def describe_completion(previous: PreviousAttempt, config: Config) -> str | None:

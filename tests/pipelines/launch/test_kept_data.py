@@ -26,6 +26,7 @@ from raystride.pipelines.config import (
 from raystride.pipelines.config.attempts import newest_attempt, read_environment
 from raystride.pipelines.config.stored_run import parse_settings, put_attempt
 from raystride.pipelines.data.prepare.fingerprint import compute_fingerprint, open_sources
+from raystride.pipelines.data.prepare.manifest import FILE, load_finished_manifest
 from raystride.pipelines.data.prepare.one_source import prepare_source
 from raystride.pipelines.data.prepare.run_context import RunContext
 from raystride.pipelines.data.sources.faults import DataError
@@ -227,9 +228,27 @@ def test_an_evaluation_scores_what_the_run_was_prepared_from(folder: Folder, con
     text.unlink()
     assert score().samples == before.samples
     assert "gone" in lines.saying("as this run has prepared it")[-1]
+    text.mkdir()
+    for name in ("train_sft", "test_sft"):
+        (text / f"{name}-00000-of-00001.txt").write_text("more")
+    assert score().samples == before.samples
+    assert "cannot be read (the files of" in lines.saying("as this run has prepared it")[-1]
+    shutil.rmtree(text)
     (folder.parent / ".prepared").remove()
     with unreadable(names=["--split validation", "--data.test_source", "text.txt"]):
         score()
+
+
+def test_documents_of_a_test_set_that_were_trained_on_are_said(folder: Folder, config: Config, tmp_path: Path) -> None:
+    (tmp_path / "t").mkdir()
+    shutil.copy(config.data.source, tmp_path / "t/1.txt")
+    (tmp_path / "t/2.txt").write_text("another text " * 9)
+    lines, chosen = Lines(), select_run(folder.parent, "r", "last")
+    chosen = replace(
+        chosen, config=replace(chosen.config, data=replace(chosen.config.data, test_source=str(tmp_path / "t")))
+    )
+    evaluate(chosen, PredictorConfig(run="r"), "test", folder, predict_locally, log=lines.log)
+    assert lines.saying(f"1 of 2 documents of {tmp_path / 't'} are also in training")
 
 
 @pytest.mark.long
@@ -329,3 +348,40 @@ def test_a_followed_table_goes_on_with_what_an_earlier_version_prepared(tmp_path
     assert context.identity().data != before
     assert keep_preparations(PreviousAttempt(config, before, None), context).fingerprints == {"": before}
     assert keep_preparations(PreviousAttempt(config, "0" * 16, None), context).fingerprints == {}
+
+
+def _prepare(config: Config, **rule: bool) -> str:
+    """Prepares data under the fingerprint by a rule, and returns that."""
+    task, storage = build_task(config), Folder(config.storage)
+    digest = compute_fingerprint(config, task, *open_sources(config, task), **rule)
+    prepare_source(RunContext(config, storage, log=lambda _: None), task, fingerprint=digest, on_ray=False)
+    return digest
+
+
+def test_a_folder_of_splits_goes_on_with_what_an_earlier_version_prepared(tmp_path: Path) -> None:
+    """Which read the files of all splits: a run keeps them, also half prepared, and a new one begins anew."""
+    (tmp_path / "d").mkdir()
+    for split in ("train", "test"):
+        (tmp_path / f"d/{split}.txt").write_text(f"{split} " * 400)
+    config = tiny(tmp_path / "d")
+    task, log = build_task(config), Lines()
+    context = RunContext(config, Folder(config.storage), log=log.log, notice=log.log)
+    before = _prepare(config, with_reading=False)
+    manifest = load_finished_manifest(context.storage / ".prepared" / before)
+    assert manifest is not None
+    assert manifest.source["files"] == 2
+    (context.storage / ".prepared" / before).remove(FILE)
+    assert _prepare(config, with_reading=False) == before
+    assert load_finished_manifest(context.storage / ".prepared" / before) == manifest
+    assert keep_preparations(PreviousAttempt(config, before, None), context).fingerprints == {"": before}
+    assert log.lines == []
+    _touch(tmp_path / "d/test.txt")
+    assert keep_preparations(PreviousAttempt(config, before, None), context).fingerprints == {"": before}
+    assert log.lines == []
+    found = prepare_source(context, task, on_ray=False)
+    assert found.manifest.fingerprint != before
+    assert found.manifest.source["files"] == 1
+    (tmp_path / "d/test.txt").unlink()
+    assert _prepare(config) == _prepare(config, with_reading=False) != found.manifest.fingerprint
+    (tmp_path / "d/test.txt").write_text("longer")
+    assert context.identity().data == found.manifest.fingerprint

@@ -27,7 +27,7 @@ def test_ray_data_writes_the_same_bytes_as_one_process(tmp_path: Path, capfd: py
     assert alone.folder.local
     assert cluster.folder.local
     assert tree(cluster.folder.local) == tree(alone.folder.local)
-    assert [line for line in lines if not line.startswith("preparing: ")] == lines[-2:]
+    assert [line for line in lines if not line.startswith("preparing: ")] == lines[-3:]
     shown = capfd.readouterr()
     assert "Dataset" not in shown.out + shown.err
     assert prepared(config, tmp_path / "cluster", on_ray=True).reused

@@ -118,6 +118,17 @@ def test_members_that_are_refused_by_name(
     assert not list((tmp_path / "cache-unpacked").rglob("a.txt"))
 
 
+def test_separators_of_windows(tmp_path: Path) -> None:
+    members = {"root\\": b"", "root\\ham\\1.txt": b"tea", "root\\spam\\1.txt": b"gold", "root\\spam\\__MACOSX\\x": b""}
+    assert read(write_zip(tmp_path / "a.zip", members), LABELLED) == [("tea", "ham"), ("gold", "spam")]
+    for number, (name, problem) in enumerate({"..\\out.txt": "out of", "\\out.txt": "out of"}.items()):
+        with unreadable(names=[problem]):
+            read(write_zip(tmp_path / f"b{number}.zip", {"a\\b.txt": b"", name: b""}))
+    for pack, end in ((write_zip, "zip"), (write_tar, "tar")):
+        with unreadable(names=["has backslashes in its name"]):
+            read(pack(tmp_path / f"c.{end}", {"a/b.txt": b"x", "a\\c.txt": b"y"}))
+
+
 def test_links_passwords_and_broken_members(tmp_path: Path) -> None:
     with tarfile.open(tmp_path / "a.tar", "w") as archive:
         link = tarfile.TarInfo("elsewhere.txt")

@@ -60,6 +60,9 @@ def test_places_that_are_here_become_absolute(here: Path) -> None:
     assert (found.data.source, found.data.validation_source) == (f"{here}/a.txt", f"{here}/*.txt")
     assert (found.data.test_source, found.data.target_source) == ("trec", "s3://bucket/a"), "what is not here is a name"
     assert found.tokenizer.file == f"{here}/a.txt"
+    (here / "d").mkdir()
+    found = with_absolute_paths(Config(data=DataConfig(source="d", test_source="d#test")))
+    assert (found.data.source, found.data.test_source) == (f"{here}/d", f"{here}/d#test")
 
 
 def test_every_place_is_changed_and_none_is_made() -> None:
