@@ -20,15 +20,9 @@ _PRIVATE = 0xF0000
 _TAG = re.compile(r"\{%-?\+?\s*generation\b")
 _PROBE = [{"role": role, "content": text} for role, text in zip(("user", "assistant") * 2, "abcd", strict=True)]
 
-Messages = Sequence[Mapping[str, Any]]
-
-
-class CannotSplit(ValueError):
-    """A chat template renders a turn of this chat differently once others follow; other chats it may render as they are."""
-
-
 CANNOT_SPLIT = "is not written turn after turn by the chat template"
-"""The beginning of the message of such an error."""
+"""Begins the error about a chat of which a turn is rendered differently once others follow. Other chats may be right."""
+Messages = Sequence[Mapping[str, Any]]
 
 
 class Stretch(NamedTuple):
@@ -56,7 +50,7 @@ def split_stretches(
     """Returns the segments of the chat in order.
 
     `closings` are tokens that the template may write after the last turn of a chat, as Phi-3's does; they belong to no turn.
-    Raises CannotSplit if the template renders a turn differently once others follow it.
+    Raises ValueError if the template renders a turn differently once others follow it.
     """
     whole = render(messages, asks=asks)
     if marked:
@@ -103,7 +97,7 @@ def _split_at_turns(render: Render, messages: Messages, whole: str) -> list[Stre
             continue
         before, after = render(messages[:number], asks=True), render(messages[: number + 1], asks=False)
         if not (whole.startswith(after) and after.startswith(before) and position <= len(before)):
-            raise CannotSplit(
+            raise ValueError(
                 f"{CANNOT_SPLIT}, so where the assistant's begin and end is not known: "
                 "put {% generation %} and {% endgeneration %} around them in a copy of it, and name that as "
                 "tokenizer.chat_template"
