@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 
-from raystride.pipelines.config import Config, DataConfig, TokenizerConfig
+from raystride.pipelines.config import Config, DataConfig, ObjectiveConfig, TokenizerConfig
 from raystride.pipelines.data.prepare.one_source import PreparedData
 from raystride.pipelines.data.prepare.prepare import prepare
 from raystride.pipelines.data.prepare.run_context import RunContext
 from raystride.pipelines.data.tasks import build_task
+from raystride.pipelines.data.tokenizers import train_tokenizer
 from raystride.pipelines.system.storage.folder import Folder
 from tests.bases import write_tokenizer
 from tests.errors import refused, unreadable
@@ -38,9 +39,13 @@ def _settings(tmp_path: Path, rows: list[dict[str, Any]], **data: Any) -> Config
         config,
         task="completion",
         data=DataConfig(source=config.data.source, messages_column="messages", validation_fraction=0.2, **data),
-        tokenizer=TokenizerConfig(kind="file", file=str(tmp_path / "base" / "tokenizer.json")),
+        tokenizer=_tokenizer(tmp_path),
         model=replace(config.model, context=256),
     )
+
+
+def _tokenizer(tmp_path: Path) -> TokenizerConfig:
+    return TokenizerConfig(kind="file", file=str(tmp_path / "base" / "tokenizer.json"))
 
 
 def _prepare(config: Config, tmp_path: Path, lines: list[str]) -> PreparedData:
@@ -72,3 +77,22 @@ def test_data_of_which_half_cannot_be_split_is_refused_with_the_remedy(tmp_path:
     rows = [_chat(number, 1 + number % 2) for number in range(40)]
     with refused("tokenizer.chat_template", names=["20 of 40 chats", "chats.jsonl, line 2", "{% generation %}"]):
         _prepare(_settings(tmp_path, rows, on_error=on_error), tmp_path, [])
+
+
+def test_what_chats_hold_and_the_template_does_not_write_is_said(tmp_path: Path) -> None:
+    rows = [_chat(number) | ({"tools": [{"name": "add"}]} if number % 4 == 0 else {}) for number in range(40)]
+    lines: list[str] = []
+    _prepare(_settings(tmp_path, rows, tools_column="tools"), tmp_path, lines)
+    found = [line for line in lines if "writes no" in line]
+    assert found == ["data: warning: the template writes no tools: 10 of 40 chats have some"]
+
+
+def test_pairs_of_messages_say_so_too(tmp_path: Path) -> None:
+    _settings(tmp_path, [])
+    encoder = train_tokenizer(_tokenizer(tmp_path), ["a"], Folder.from_uri(str(tmp_path / "t")), lambda _: None)
+    config = Config(task="preference", tokenizer=_tokenizer(tmp_path), objective=ObjectiveConfig(reference_free=True))
+    task = build_task(config, {"vocabulary_size": 300, "end_id": 0}, {"tokenizer": encoder})
+    prompt, answer = [{"role": "user", "content": "rain?"}], {"role": "assistant", "content": "yes", "reasoning": "hm"}
+    pair = (json.dumps(prompt), json.dumps([answer]), json.dumps([answer | {"content": "no"}]))
+    (line,) = task.describe_losses([pair, ("rain?", "yes", "no")])
+    assert line == "the template writes no thoughts: 1 of 1 chats have some"
