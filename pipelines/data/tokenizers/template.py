@@ -75,9 +75,9 @@ class Template:
         try:
             return self._compiled.render(messages=messages, **values)
         except _FAILURES as error:
-            if not self._is_earlier and (as_text := [_write_arguments(message) for message in messages]) != messages:
-                with suppress(*_FAILURES):  # DeepSeek's templates add arguments to a text
-                    return self._compiled.render(messages=as_text, **values)
+            if not self._is_earlier and (as_sent := [_as_sent(message) for message in messages]) != messages:
+                with suppress(*_FAILURES):  # DeepSeek's templates add arguments to a text, R1's asks for a content of null
+                    return self._compiled.render(messages=as_sent, **values)
             raise ValueError(f"is refused by the chat template: {error}") from error
 
 
@@ -108,10 +108,11 @@ def _alias_thoughts(message: Mapping[str, Any]) -> Mapping[str, Any]:
     return message if found is None else {"thinking": found, **message, "reasoning_content": found}
 
 
-def _write_arguments(message: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Returns a message with the arguments of its tool calls as JSON texts."""
-    calls = message.get("tool_calls")
-    return {**message, "tool_calls": [_with_text(call) for call in calls]} if isinstance(calls, list) else message
+def _as_sent(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Returns a message with tool calls as OpenAI's API sends it: arguments are JSON texts, no content is a null."""
+    if not isinstance(calls := message.get("tool_calls"), list):
+        return message
+    return {"content": None, **message, "tool_calls": [_with_text(call) for call in calls]}
 
 
 def _with_text(call: Any) -> Any:

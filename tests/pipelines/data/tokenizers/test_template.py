@@ -128,3 +128,6 @@ def test_arguments_are_given_as_text_where_the_object_fails() -> None:
     with pytest.raises(ValueError, match="concatenate"):
         Template({"template": template, "tokens": {}}).render(chat)  # of 0.3
     assert "days" in Template(_content(_trl_template("deepseekv3"))).render(chat)
+    # As chats are stored, a message with calls has no content; R1's template asks whether it is null.
+    stored = [chat[0], {key: value for key, value in chat[1].items() if key != "content"}]
+    assert "days" in Template(_content(_trl_template("deepseek_r1_distill"))).render(stored)
