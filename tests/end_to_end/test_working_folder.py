@@ -72,10 +72,8 @@ def test_a_folder_without_code_hides_nothing(tmp_path: Path, monkeypatch: pytest
 def test_what_a_library_brings_along_hides_nothing(tmp_path: Path) -> None:
     """Ray puts its own psutil first on the path."""
     write_text(tmp_path)
-    script = "import ray._private.worker, sys\nimport raystride\n"
-    (tmp_path / "mine.py").write_text(
-        script + "assert 'thirdparty' in sys.path[0], sys.path\nprint(find_hidden_library())\n"
-    )
+    script = "import ray._private.worker, sys\nimport raystride\nassert 'thirdparty' in sys.path[0], sys.path\n"
+    (tmp_path / "mine.py").write_text(f"{script}print(raystride.project_folder.find_hidden_library())\n")
     ended = run_in(tmp_path, "mine.py")
     assert ended.stdout == "None\n", ended.stderr
 

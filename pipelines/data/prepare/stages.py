@@ -33,6 +33,7 @@ from raystride.pipelines.data.sources.faults import Fault
 from raystride.pipelines.data.sources.pieces import Part, Piece, Reader
 from raystride.pipelines.data.tasks.labels import LabelTask
 from raystride.pipelines.data.tasks.task import Document, Encoded, Facts, Task
+from raystride.pipelines.data.tokenizers.conversation import CANNOT_SPLIT
 from raystride.pipelines.system.storage.folder import Folder
 from raystride.pipelines.system.storage.sealed import put_sealed
 
@@ -172,8 +173,8 @@ def tokenise_table(job: Preparation, table: pa.Table) -> pa.Table:
     """Returns the table with the ids of each text instead of the text. A piece that does not end its document gets no end
     token.
 
-    A document that the task cannot encode becomes a fault. Raises DataError unless faults are skipped, and RuntimeError if
-    the task gives an id that is not below its `ids`.
+    A document that the task cannot encode becomes a fault. Raises DataError unless faults are skipped, or it is a chat that
+    cannot be split, and RuntimeError if the task gives an id that is not below its `ids`.
     """
     began, texts = time.perf_counter(), pc.sum(pc.binary_length(table["text"])).as_py() or 0
     ids: list[np.ndarray] = []
@@ -228,10 +229,10 @@ def _encode_stretch(task: Task, document: Document, begins: bool, ends: bool) ->
 
 
 def _with_faults(job: Preparation, table: pa.Table, faults: dict[int, str]) -> pa.Table:
-    """Returns the table with faults in place of some documents. Raises DataError unless faults are skipped."""
-    if not job.skip:
-        row, reason = next(iter(faults.items()))
-        raise Fault(table["place"][row].as_py(), reason).error()
+    """Returns the table with faults in place of some documents. Raises DataError as `tokenise_table` does."""
+    for row, reason in faults.items():
+        if not (job.skip or reason.startswith(CANNOT_SPLIT)):
+            raise Fault(table["place"][row].as_py(), reason).error()
     for name in ("document", "validation", "fault", "hash"):
         column = table[name].to_pylist()
         for row, reason in faults.items():
@@ -251,15 +252,15 @@ def id_type(task: Task) -> pa.DataType:
 def write_part(job: Preparation, tables: Iterable[pa.Table]) -> dict[str, Any]:
     """Writes a part's shards, then its record, and returns the record.
 
-    It has the part, shards by split, faults and their number, the number of truncated documents (`Encoded.cut`) and the ids
-    of the longest, the documents of each label by split, those dropped by reason, the text that tokenizers lose, and the
-    seconds of each stage. Raises RuntimeError if the row that ends a part is missing, and OSError if a shard reads back
-    differently.
+    It has the part, shards by split, faults, their number and that of chats that cannot be split, the number of truncated
+    documents (`Encoded.cut`) and the ids of the longest, the documents of each label by split, those dropped by reason, the
+    text that tokenizers lose, and the seconds of each stage. Raises RuntimeError if the row that ends a part is missing, and
+    OSError if a shard reads back differently.
     """
     writers: dict[str, ShardWriter] = {}
     hashes: dict[str, list[np.ndarray]] = {split: [] for split in SPLITS}
     faults: list[dict[str, str]] = []
-    skipped, cut, longest, number, is_complete = 0, 0, 0, -1, False
+    skipped, unsplit, cut, longest, number, is_complete = 0, 0, 0, 0, -1, False
     num_labels = len(job.task.labels) if isinstance(job.task, LabelTask) else 0
     labels = {split: np.zeros(num_labels, np.int64) for split in SPLITS}
     trailer: dict[str, Any] = {}
@@ -280,6 +281,7 @@ def write_part(job: Preparation, tables: Iterable[pa.Table]) -> dict[str, Any]:
                     ]
         faulty = table.filter(pc.is_valid(table["fault"]))
         skipped += faulty.num_rows
+        unsplit += pc.sum(pc.starts_with(faulty["fault"], CANNOT_SPLIT)).as_py() or 0
         cut += pc.sum(pc.greater(table["cut"], 0)).as_py() or 0
         longest = max(longest, pc.max(table["cut"]).as_py() or 0)
         pairs = zip(faulty["place"].to_pylist(), faulty["fault"].to_pylist(), strict=True)
@@ -296,7 +298,7 @@ def write_part(job: Preparation, tables: Iterable[pa.Table]) -> dict[str, Any]:
     seconds = trailer["seconds"] | {"tokenise": took["tokenise"], "write": time.perf_counter() - began - took["others"]}
     documents = sum(shard.documents for shard in shards.values() if shard)
     stages = {"bytes": round(texts), "documents": documents, "seconds": seconds}
-    record = {"part": number, "shards": written, "faults": faults, "skipped": skipped, "cut": cut}
+    record = {"part": number, "shards": written, "faults": faults, "skipped": skipped, "unsplit": unsplit, "cut": cut}
     record |= {"longest": longest, "labels": {split: counts.tolist() for split, counts in labels.items() if num_labels}}
     record |= {"dropped": trailer["dropped"], "lost_text": trailer["lost_text"], "stages": stages}
     put_sealed(job.folder / "parts", f"{number:05d}.json", record)

@@ -16,7 +16,14 @@ from itertools import pairwise
 from typing import Any
 
 from raystride.pipelines.data.sources.faults import DataError, Fault
-from raystride.pipelines.data.sources.fields import Columns, attach_row, build_document, find_columns, nested_value
+from raystride.pipelines.data.sources.fields import (
+    Columns,
+    attach_row,
+    build_document,
+    drop_added_keys,
+    find_columns,
+    nested_value,
+)
 from raystride.pipelines.data.sources.image_files import ImageAccess
 from raystride.pipelines.data.sources.parquet_reader import BATCH_BYTES, BatchRow
 from raystride.pipelines.data.sources.pieces import File, Piece, Slice
@@ -86,6 +93,7 @@ class HuggingFaceReader:
             shown = _with_class_names(rows, dataset.features) if self.keep else rows
             for row, values in enumerate(zip(*fields, strict=True), first + 1):
                 place = f"{self.source}, split {self.split}, row {row}"
+                values = tuple(map(drop_added_keys, values, self.columns))
                 found = build_document(values, place, self.columns, image_access, keep=self.keep)
                 yield from attach_row(found, partial(BatchRow, shown, row - first - 1), self.keep)
 

@@ -173,6 +173,11 @@ class Task:
         encoder = self.encoders[self.tokenizers[0]]
         return {"vocabulary_size": encoder.vocabulary_size, "end_id": encoder.end_id}
 
+    def describe_losses(self, documents: Iterable[Document]) -> list[str]:
+        """Returns lines about what some documents hold and examples do not; preparation logs them. Not reading `documents`
+        costs nothing."""
+        return []
+
     def encode(self, document: Document) -> tuple[np.ndarray, np.ndarray | None]:
         """Returns an example: its numbers (n), below `ids`, and a loss mask (n) or None. Raises ValueError if it cannot be
         encoded.
