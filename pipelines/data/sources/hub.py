@@ -9,7 +9,9 @@ of a `ClassLabel` become their names.
 """
 
 import logging
+import os
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from itertools import pairwise
@@ -112,7 +114,7 @@ class HuggingFaceReader:
         return ImageAccess(self.source if local else "", (*own, self.image_root) if self.image_root else own)
 
     def _load_dataset(self) -> Any:
-        return _load_split(self.source, self.split)
+        return _load_split(self.source, self.split, _find_stamps(self.source, self.split))
 
 
 def _with_class_names(rows: Any, features: Any) -> Any:
@@ -133,9 +135,21 @@ def _column_values(values: list[Any], feature: Any, field: str) -> list[Any]:
     return [nested_value(value, field) for value in values] if field else values
 
 
+def _find_stamps(source: str, split: str) -> tuple[tuple[int, int], ...]:
+    """Returns times and sizes of the files that `save_to_disk` writes last in a local folder."""
+    names = (*_SAVED_MARKERS, f"{split}/{_SAVED_MARKERS[0]}") if source.startswith("/") else ()
+    found = []
+    for name in names:
+        with suppress(OSError):
+            status = os.stat(os.path.join(source, name))
+            found.append((status.st_mtime_ns, status.st_size))
+    return tuple(found)
+
+
 @lru_cache(maxsize=4)
-def _load_split(source: str, split: str) -> Any:
-    """Loads a split, memory-mapped. Cached, since each slice of a process needs it. Raises DataError."""
+def _load_split(source: str, split: str, stamps: tuple[tuple[int, int], ...]) -> Any:
+    """Loads a split, memory-mapped. Cached, since each slice of a process needs it; a folder that was written anew has other
+    stamps. Raises DataError."""
     import datasets
 
     local = _is_path_or_uri(source)
