@@ -61,9 +61,9 @@ def _make_trainer_class() -> type:
     accelerators = import_private(f"{RAY_TRAIN}.callbacks", "AcceleratorSetupCallback")
     backends = import_private(f"{RAY_TRAIN}.callbacks", "BackendSetupCallback")
     users = import_private(f"{RAY_TRAIN}.callbacks.user_callback", "UserCallbackHandler")
-    failure_policy = import_private(f"{RAY_TRAIN}.execution.failure_handling", "create_failure_policy")
     reference = import_private(f"{RAY_TRAIN}.util", "ObjectRefWrapper")
     controller, scaling, rendezvous = _make_controller_class(), _make_scaling_class(), _make_rendezvous_class()
+    failure_policy = _make_failure_policy_class()
     base = import_private("ray.train.v2.api.data_parallel_trainer", "DataParallelTrainer")
     # Reports the training to the dashboard; see `cluster`.
     is_tracked = os.environ.get("RAY_TRAIN_ENABLE_STATE_TRACKING") == "1"
@@ -214,6 +214,22 @@ def _make_scaling_class() -> type:
             pass
 
     return check_overrides(QuietScaling, "after_controller_start", "_maybe_send_resource_request")
+
+
+def _make_failure_policy_class() -> type:
+    """Builds a policy that starts no group again after an error that the next one would meet as well: of settings or data."""
+    # Upstream: no issue asks for errors that are not tried again (searched November 2026);
+    # #41285 counts announced preemptions apart, and all else alike.
+    base = import_private(f"{RAY_TRAIN}.execution.failure_handling", "DefaultFailurePolicy")
+    final = import_private(f"{RAY_TRAIN}.execution.failure_handling", "FailureDecision").RAISE
+
+    class FailurePolicy(base):  # type: ignore[misc, valid-type]
+        def make_decision(self, training_failed_error: Any) -> Any:
+            from raystride.pipelines.launch.console.failure import is_final
+
+            return final if is_final(training_failed_error) else super().make_decision(training_failed_error)
+
+    return check_overrides(FailurePolicy, "make_decision")
 
 
 def _make_rendezvous_class() -> type:

@@ -107,6 +107,12 @@ def first_cause(error: BaseException) -> tuple[int | None, BaseException]:
     return rank, _root_cause(wrapped_error)
 
 
+def is_final(error: BaseException) -> bool:
+    """Returns whether the same start would fail again, since a worker met an error of settings or data."""
+    failures = getattr(error, "worker_failures", None) or {0: error}
+    return any(isinstance(_root_cause(failure), SettingError | DataError) for failure in failures.values())
+
+
 def _first_failure(error: BaseException) -> tuple[int | None, BaseException]:
     failures = getattr(error, "worker_failures", None)
     if not failures:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from raystride.pipelines.config import RecordConfig, TrainConfig
+from raystride.pipelines.data.sources.faults import DataError
 from raystride.pipelines.launch.cluster.fast_start import GROUP_MODULE, GROUP_STATE_MODULE
 from raystride.pipelines.launch.cluster.internals import RAY_TRAIN
 from raystride.pipelines.launch.cluster.recorder_handle import RecorderHandle
@@ -62,6 +63,28 @@ def _settings() -> dict[str, Any]:
     return {"scaling_config": ScalingConfig(num_workers=1), "run_config": RunConfig(name="name")}
 
 
+def _count_starts(place: Path, error: Exception) -> int:
+    """Trains with two restarts by a function that ends with the error; returns how often it began."""
+    from ray.train import FailureConfig, RunConfig, TrainingFailedError
+
+    def fail(config: dict[str, Any]) -> None:
+        with (place / "starts").open("a") as starts:
+            starts.write("started\n")
+        raise error
+
+    settings = _settings() | {"run_config": RunConfig(name="name", failure_config=FailureConfig(max_failures=2))}
+    trainer = make_trainer(fail, settings, fast_start=True, warn=print)
+    with pytest.raises(TrainingFailedError):
+        trainer.fit()
+    return len((place / "starts").read_text().splitlines())
+
+
+def test_a_group_starts_again_after_an_error_unless_the_next_would_meet_it_as_well(tmp_path: Path) -> None:
+    (tmp_path / "passing").mkdir()
+    assert _count_starts(tmp_path, DataError("shard 3 has changed")) == 1
+    assert _count_starts(tmp_path / "passing", RuntimeError("NCCL: connection reset")) == 3
+
+
 def _kind(warned: list[str], *, fast_start: bool = True) -> str:
     return type(make_trainer(lambda config: None, _settings(), fast_start=fast_start, warn=warned.append)).__name__
 
@@ -97,7 +120,7 @@ def test_each_is_made_where_it_is_asked_for() -> None:
         (f"{RAY_TRAIN}.execution.worker_group.WorkerGroup", "_get_worker_runtime_env"),
         (f"{RAY_TRAIN}.execution.worker_group.WorkerGroup", "_worker_cls"),
         (f"{RAY_TRAIN}.execution.controller", "TrainController"),
-        (f"{RAY_TRAIN}.execution.failure_handling", "create_failure_policy"),
+        (f"{RAY_TRAIN}.execution.failure_handling", "DefaultFailurePolicy"),
         (f"{RAY_TRAIN}.execution.scaling_policy.fixed", "FixedScalingPolicy"),
         (f"{RAY_TRAIN}.execution.worker_group", "WorkerGroup"),
         (GROUP_MODULE, "SynchronizationActor"),
