@@ -217,9 +217,9 @@ def _make_scaling_class() -> type:
 
 
 def _make_failure_policy_class() -> type:
-    """Builds a policy that starts no group again after an error that the next one would meet as well: of settings or data."""
-    # Upstream: no issue asks for errors that are not tried again (searched November 2026);
-    # #41285 counts announced preemptions apart, and all else alike.
+    """Builds a policy that starts no group after an error of settings or data, which the next would meet as well."""
+    # Upstream: no issue asks for errors that are not tried again (searched November 2026); #41285
+    # counts announced preemptions apart, and all else alike.
     base = import_private(f"{RAY_TRAIN}.execution.failure_handling", "DefaultFailurePolicy")
     final = import_private(f"{RAY_TRAIN}.execution.failure_handling", "FailureDecision").RAISE
 
