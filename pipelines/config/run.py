@@ -172,8 +172,8 @@ class LaunchConfig(Section):
     max_restarts: int = setting(
         0, at_least=0, was="launch.restarts", renamed="0.3", also="max_failures max_retries elastic_max_restarts"
     )
-    """Maximum number of restarts after a worker died. Each restarts from the newest checkpoint, within the same job. An
-    error of settings or data, which the next start would meet as well, ends the job at once; without `fast_start` it counts."""
+    """Maximum number of restarts after a worker died. Each restarts from the newest checkpoint, in the same job. An error
+    of settings or data, which the next start would meet as well, ends the job at once; without `fast_start` it counts."""
     max_preemption_restarts: int = setting(-1, at_least=-1, since="0.3", was="launch.preemptions", renamed="0.3")
     """Maximum number of further restarts after announced preemptions. They do not count against `max_restarts`. -1: no
     limit."""

@@ -43,7 +43,8 @@ from raystride.pipelines.data.sources.source import Source
 from raystride.pipelines.data.tasks import Task, build_task
 from raystride.pipelines.launch.cluster.resources import Allocation
 from raystride.pipelines.observability.record.environment import Environment
-from raystride.pipelines.observability.record.summary import SUMMARY_FILE, RunSummary, read_summary
+from raystride.pipelines.observability.record.journal import SUMMARY_FILE
+from raystride.pipelines.observability.record.summary import RunSummary, read_summary
 from raystride.pipelines.system.commands import launch_command
 from raystride.pipelines.system.credentials import redact_all_uris
 from raystride.pipelines.system.storage.folder import Folder, absolute_uri

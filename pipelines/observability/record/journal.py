@@ -5,8 +5,8 @@ hundred segments are merged into one file, `<attempt>-<first>..<last>.jsonl`. Re
 the run is. A line is one entry as strict JSON: `attempt`, `sender`, `sequence`, `time` (seconds since 1970), `kind`, `step`,
 `values`. The first of each segment also has `writer`, the version that wrote it. JSON has neither NaN nor infinity: they are
 written as the strings "NaN", "Infinity" and "-Infinity", and `float()` reads these. A segment's last line, of kind `seal`,
-has the SHA-256 of those before it, and readers leave out what does not match; segments of 0.3 have none. What readers miss
-or leave out is an event `damaged` in its place.
+has the SHA-256 of those before it, and readers leave out what does not match; segments of 0.3 have none. `summary.json` has
+each attempt's last segment. What readers miss or leave out is an event `damaged` in its place.
 
     journal = Journal(run_folder, "a1")
     journal.append([{"sender": "rank0", "sequence": 1, "time": 1.0, "kind": "metrics", "step": 1, "values": {"loss": 2.3}}])
@@ -28,11 +28,14 @@ from raystride.locations import __version__
 from raystride.pipelines.observability.record.entry import ENTRY_KEYS, KINDS, Entry, new_entry
 from raystride.pipelines.system.permit import Permit
 from raystride.pipelines.system.storage.folder import Folder
-from raystride.pipelines.system.storage.sealed import SEAL
+from raystride.pipelines.system.storage.sealed import SEAL, SealBroken, read_sealed
 from raystride.pipelines.system.writer import WRITER, refuse_unknown
 
 JOINED_FILE = "metrics.jsonl"
 TEXT_LOG_FILE = "log.txt"
+SUMMARY_FILE = "summary.json"
+LAST_SEGMENTS = "journal"
+"""Key of `summary.json`: the number of each attempt's last segment."""
 NOT_IN_TEXT_LOG = frozenset({"system", "totals", "rank", "ranks", "parameters"})
 """Kinds that are left out of `log.txt`, since nobody reads them line by line."""
 LEADING_FIGURES = ("train_loss", "val_loss", "tokens_per_second")
@@ -158,6 +161,18 @@ def list_segments(run_folder: Folder) -> list[Segment]:
     return unmerged
 
 
+def last_segments(run_folder: Folder) -> dict[str, int]:
+    """Returns the number of each attempt's last segment."""
+    return {segment.attempt: segment.number for segment in list_segments(run_folder)}
+
+
+def _recorded_segments(run_folder: Folder) -> dict[str, int]:
+    try:
+        return dict(read_sealed(run_folder, SUMMARY_FILE).get(LAST_SEGMENTS) or {})
+    except (FileNotFoundError, SealBroken):
+        return {}
+
+
 def _parse_segment_name(name: str) -> Segment | None:
     attempt, _, numbers = name.removesuffix(".jsonl").rpartition("-")
     first, _, last = numbers.partition("..")
@@ -257,13 +272,15 @@ Line = tuple[bytes, Entry]
 
 
 def _read_run_lines(run_folder: Folder) -> Iterator[Line]:
-    attempts = dict.fromkeys(segment.attempt for segment in list_segments(run_folder))
-    if not attempts:
+    recorded, there = _recorded_segments(run_folder), last_segments(run_folder)
+    if not there:
         with suppress(FileNotFoundError):
             yield from _parse_lines(BytesIO(run_folder.read(JOINED_FILE)), _JOINED)
-        return
-    for attempt in sorted(attempts, key=lambda attempt: _start_time(run_folder, attempt)):
+    for attempt in sorted(there, key=lambda attempt: _start_time(run_folder, attempt)):
         yield from _read_attempt_lines(run_folder, attempt)
+    for attempt, last in recorded.items():
+        if last > (number := there.get(attempt, 0)):
+            yield _damaged_line(attempt, f"the journal's segments {number + 1} to {last} of {attempt} are gone")
 
 
 def _start_time(run_folder: Folder, attempt: str) -> float:

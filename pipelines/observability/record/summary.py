@@ -15,11 +15,9 @@ and `waiting_share` the average share that workers waited for each other; both b
 from collections.abc import Mapping
 from typing import Any, TypedDict, cast
 
-from raystride.pipelines.observability.record.journal import to_json_value
+from raystride.pipelines.observability.record.journal import LAST_SEGMENTS, SUMMARY_FILE, last_segments, to_json_value
 from raystride.pipelines.system.storage.folder import Folder
 from raystride.pipelines.system.storage.sealed import put_sealed, read_sealed
-
-SUMMARY_FILE = "summary.json"
 
 
 class _SummaryKeys(TypedDict, total=False):
@@ -81,6 +79,8 @@ class RunSummary(_SummaryKeys, total=False):
     """Backend of linear products on CPUs, and its measured gain."""
     kernels: dict[str, str]
     """Implementation that ran, by operation."""
+    journal: dict[str, int]
+    """Number of the journal's last segment, by attempt."""
 
 
 SUMMARY_KEYS = tuple(_SummaryKeys.__annotations__)
@@ -118,8 +118,8 @@ def _to_int(value: Any) -> Any:
 
 
 def put_summary(run: Folder, summary: Mapping[str, Any]) -> None:
-    """Writes a run's `summary.json`, sealed. Raises OSError."""
-    put_sealed(run, SUMMARY_FILE, dict(summary))
+    """Writes a run's `summary.json`, sealed, with the journal's last segments. Raises OSError."""
+    put_sealed(run, SUMMARY_FILE, dict(summary) | {LAST_SEGMENTS: last_segments(run)})
 
 
 def read_summary(run: Folder) -> dict[str, Any]:

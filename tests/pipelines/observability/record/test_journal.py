@@ -24,6 +24,7 @@ from raystride.pipelines.observability.record.journal import (
     stream_entries,
     to_json_value,
 )
+from raystride.pipelines.observability.record.summary import put_summary
 from raystride.pipelines.system.storage.folder import Folder
 from raystride.pipelines.system.writer import WrittenByNewer
 from tests.flips import flip
@@ -240,6 +241,22 @@ def test_segments_that_are_gone_are_told_in_their_place(place: Folder) -> None:
     assert said == ["the journal's segments 1 to 1 of a1 are gone", "the journal's segments 4 to 5 of a1 are gone"]
     assert [each["sequence"] for each in tail.read_new()] == [0, 2, 3, 0, 6, 7]
     assert tail.read_new() == []
+
+
+def test_the_summary_knows_of_segments_and_attempts_that_are_gone_at_the_end(place: Folder) -> None:
+    for attempt, count in {"a1": 3, "a2": 2, "a3": 1}.items():
+        journal = Journal(place, attempt)
+        for number in range(1, count + 1):
+            journal.append([entry(number)])
+    put_summary(place, {"run": "r"})
+    assert len(read_entries(place)) == 6
+    Journal(place, "a1").append([entry(4)])  # later ones are no damage
+    for name in ("a2-000002", "a3-000001"):
+        place.remove(f"journal/{name}.jsonl")
+    said = [each["values"]["text"] for each in read_entries(place) if not each["sequence"]]
+    assert said == ["the journal's segments 2 to 2 of a2 are gone", "the journal's segments 1 to 1 of a3 are gone"]
+    place.put("summary.json", b"{")
+    assert len(read_entries(place)) == 5
 
 
 def test_segments_of_0_3_and_what_0_3_reads_of_ours(tmp_path: Path) -> None:
