@@ -37,3 +37,15 @@ def picklable_error(error: BaseException) -> BaseException:
         return error
     except Exception:
         return RuntimeError(f"{type(error).__name__}: {error}")
+
+
+def root_cause(error: BaseException) -> BaseException:
+    """Returns the error that Ray's errors wrap, at last; without a wrapper the error itself."""
+    return cause_chain(error)[-1]
+
+
+def cause_chain(error: BaseException) -> list[BaseException]:
+    """Returns the error and the errors that it wraps, the root cause last."""
+    wrapped = (getattr(error, name, None) for name in ("cause", "controller_failure", "health_check_failure"))
+    inner = next(filter(None, wrapped), None)
+    return [error, *cause_chain(inner)] if isinstance(inner, BaseException) else [error]

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from importlib import import_module
 from typing import Any
 
+from raystride.pipelines.data.sources.faults import DataError
 from raystride.pipelines.launch.cluster.fallback import (
     PrivateApiMissing,
     Warn,
@@ -24,6 +25,7 @@ from raystride.pipelines.launch.cluster.fallback import (
 )
 from raystride.pipelines.launch.cluster.internals import RAY_TRAIN
 from raystride.pipelines.launch.cluster.meeting import find_free_address, set_master_address, set_up_rendezvous
+from raystride.pipelines.system.errors import SettingError, root_cause
 from raystride.pipelines.system.output import print_warning
 
 GROUP_MODULE, GROUP_STATE_MODULE = (f"{RAY_TRAIN}.execution.worker_group.{name}" for name in ("worker_group", "state"))
@@ -225,9 +227,9 @@ def _make_failure_policy_class() -> type:
 
     class FailurePolicy(base):  # type: ignore[misc, valid-type]
         def make_decision(self, training_failed_error: Any) -> Any:
-            from raystride.pipelines.launch.console.failure import is_final
-
-            return final if is_final(training_failed_error) else super().make_decision(training_failed_error)
+            failures = getattr(training_failed_error, "worker_failures", {}).values()
+            is_final = any(isinstance(root_cause(failure), SettingError | DataError) for failure in failures)
+            return final if is_final else super().make_decision(training_failed_error)
 
     return check_overrides(FailurePolicy, "make_decision")
 

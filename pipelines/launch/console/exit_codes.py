@@ -12,7 +12,7 @@ from raystride.pipelines.config import SettingError
 from raystride.pipelines.data.sources.faults import DataError
 from raystride.pipelines.launch.cluster.cluster import CannotRun
 from raystride.pipelines.launch.cluster.resubmission import ISOLATED_EXIT_CODE
-from raystride.pipelines.launch.console.failure import TrainingFailed, find_remedies, is_final
+from raystride.pipelines.launch.console.failure import TrainingFailed, find_remedies
 from raystride.pipelines.launch.run_store.lease import DriverIsolated
 from raystride.pipelines.system.credentials import MissingSecret, redact_exception
 from raystride.pipelines.system.errors import Unreadable
@@ -48,7 +48,7 @@ def _run_with_exit_code(job: Callable[[], int], own_handlers: bool) -> int:
     except KeyboardInterrupt as signalled:
         return report_interruption(signalled)
     except TrainingFailed as failed:  # its screen was already shown
-        if is_final(failed.cause):  # only workers could find it out
+        if isinstance(failed.cause, SettingError | DataError):  # only workers could find it out
             return WRONG_SETTINGS
         unusable = (*UNWRITABLE_ERRNOS, *MISPLACED_ERRNOS)
         if isinstance(failed.cause, SealBroken) or getattr(failed.cause, "errno", None) in unusable:

@@ -11,7 +11,7 @@ from pathlib import Path
 from raystride.pipelines.data.sources.faults import DataError
 from raystride.pipelines.launch.hang.detector import Hung
 from raystride.pipelines.system.credentials import redact
-from raystride.pipelines.system.errors import SettingError
+from raystride.pipelines.system.errors import SettingError, cause_chain, root_cause
 from raystride.pipelines.system.storage.folder import Folder
 
 MAX_FRAMES = 4
@@ -85,7 +85,7 @@ class TrainingFailed(RuntimeError):
 def failure_screen(error: BaseException, *, step: int | None, folder: Folder) -> str:
     """Returns the text for people about an exception of a training."""
     rank, wrapped_error = _first_failure(error)
-    cause = _root_cause(wrapped_error)
+    cause = root_cause(wrapped_error)
     location = f"rank {rank}" if rank is not None else "all workers" if isinstance(error, Hung) else "the driver"
     step_text = f", step {step:,}" if step is not None else ""
     if isinstance(cause, SettingError):  # it says what to change: no line of ours does, and the same command ends so again
@@ -104,13 +104,7 @@ def failure_screen(error: BaseException, *, step: int | None, folder: Folder) ->
 def first_cause(error: BaseException) -> tuple[int | None, BaseException]:
     """Returns the rank that failed first and its exception, unwrapped from Ray's. Ranks that only lost a peer come last."""
     rank, wrapped_error = _first_failure(error)
-    return rank, _root_cause(wrapped_error)
-
-
-def is_final(error: BaseException) -> bool:
-    """Returns whether the same start would fail again, since a worker met an error of settings or data."""
-    failures = getattr(error, "worker_failures", None) or {0: error}
-    return any(isinstance(_root_cause(failure), SettingError | DataError) for failure in failures.values())
+    return rank, root_cause(wrapped_error)
 
 
 def _first_failure(error: BaseException) -> tuple[int | None, BaseException]:
@@ -125,17 +119,6 @@ def _first_failure(error: BaseException) -> tuple[int | None, BaseException]:
 
 def _is_peer_loss(error: BaseException) -> bool:
     return bool(re.search(r"gloo|NCCL|Connection (reset|closed)|peer", f"{type(error).__name__} {error}"))
-
-
-def _root_cause(error: BaseException) -> BaseException:
-    return _cause_chain(error)[-1]
-
-
-def _cause_chain(error: BaseException) -> list[BaseException]:
-    """Returns the error and the errors that it wraps, the root cause last."""
-    wrapped = (getattr(error, name, None) for name in ("cause", "controller_failure", "health_check_failure"))
-    inner = next(filter(None, wrapped), None)
-    return [error, *_cause_chain(inner)] if isinstance(inner, BaseException) else [error]
 
 
 def _error_name(error: BaseException) -> str:
@@ -160,7 +143,7 @@ def _relevant_frames(error: BaseException) -> list[str]:
     if isinstance(error, Hung):
         frames = [_relative_path(frame) for frame in error.frames]
     else:
-        chain = _cause_chain(error)
+        chain = cause_chain(error)
         # An exception loses its traceback between processes, so the worker has put it into the notes.
         texts = [text for part in chain for text in (*getattr(part, "__notes__", ()), str(part))]
         frames = [frame for text in texts for frame in _remote_frames(text)] or list(_local_frames(chain[-1]))
