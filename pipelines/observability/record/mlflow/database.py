@@ -60,11 +60,12 @@ def artifact_root(uri: str) -> str | None:
     return str(Path(uri.removeprefix("sqlite:///")).parent / ARTIFACT_FOLDER) if uri.startswith("sqlite:///") else None
 
 
-def relocate_artifacts(uri: str) -> None:
+def relocate_artifacts(uri: str, own_run: str = "") -> None:
     """Updates the artifact locations in a storage's own database if the storage was copied or moved.
 
     MLflow stores absolute artifact locations in experiments, runs and logged models. Those below a former root of this
-    storage are changed: an experiment of ours has a root as its location, one of a server a folder in the server's own.
+    storage are changed: an experiment of ours has a root as its location, and a run two folders below it; a server's have
+    one folder more. Those of runs that go on, perhaps on a host that mounts the storage elsewhere, stay but for `own_run`'s.
     Call it under `schema_lock`.
     """
     place, path = artifact_root(uri), Path(uri.removeprefix("sqlite:///"))
@@ -76,20 +77,24 @@ def relocate_artifacts(uri: str) -> None:
         columns = [(table, column) for table, column in ARTIFACT_COLUMNS if table in tables]
         if ARTIFACT_COLUMNS[0] not in columns:
             return
-        roots = [root for old in _distinct(connection, *ARTIFACT_COLUMNS[0]) if (root := _former_root(old, place))]
+        locations = _distinct(connection, *ARTIFACT_COLUMNS[0])
+        locations |= {run.rpartition("/")[0].rpartition("/")[0] for run in _distinct(connection, *ARTIFACT_COLUMNS[1])}
+        roots = [root for old in locations if (root := _former_root(old, place))]
         for table, column in columns:
             for old in _distinct(connection, table, column):
                 plain = old.removeprefix("file://")
                 root = next((root for root in roots if plain == root or plain.startswith(f"{root}/")), None)
                 if root:
                     update = f"update {table} set {column} = ? where {column} = ?"  # noqa: S608, constants
-                    connection.execute(update, (f"{place}{plain.removeprefix(root)}", old))
+                    condition = " and (status <> 'RUNNING' or run_uuid = ?)" if table == "runs" else ""
+                    values = (f"{place}{plain.removeprefix(root)}", old, own_run)
+                    connection.execute(update + condition, values if condition else values[:2])
 
 
-def _distinct(connection: sqlite3.Connection, table: str, column: str) -> list[str]:
+def _distinct(connection: sqlite3.Connection, table: str, column: str) -> set[str]:
     """Returns the texts in a column."""
     found = connection.execute(f"select distinct {column} from {table} where {column} is not null")  # noqa: S608, constants
-    return [text for (text,) in found.fetchall()]
+    return {text for (text,) in found.fetchall()}
 
 
 def _former_root(location: str, place: str) -> str | None:

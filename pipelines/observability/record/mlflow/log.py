@@ -215,7 +215,7 @@ class MlflowLog:
             if is_own or is_plain_file(self.uri):
                 ensure_schema(self.uri, self._notes.append, is_own=is_own)
             if is_own:
-                relocate_artifacts(self.uri)
+                relocate_artifacts(self.uri, self.reference.get("run_id", ""))
             client = MlflowClient(self.uri)
             run = self._find_run(client) or self._make_run(client)
         _drop_cached_artifact_location(run.info.run_id)

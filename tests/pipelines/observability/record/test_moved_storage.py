@@ -219,3 +219,28 @@ def test_a_uri_that_cannot_be_used_names_the_variable(uri: str, monkeypatch: pyt
     monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
     with refused("record.mlflow_uri", uri, names=["MLFLOW_TRACKING_URI", "--record.mlflow_uri"]):
         with_tracking_variables(Config(run="r"), Folder(str(tmp_path)))
+
+
+def test_a_run_that_goes_on_keeps_its_place_until_it_is_its_own_or_has_ended(recorded: Folder, tmp_path: Path) -> None:
+    copy, old = tmp_path / "copy", f"{recorded.local}/mlartifacts"
+    shutil.copytree(str(recorded.local), copy)
+    uri, statuses = database_uri(Folder(str(copy))), {"mine": "RUNNING", "theirs": "RUNNING", "ended": "FINISHED"}
+
+    def places() -> dict[str, str]:
+        with closing(sqlite3.connect(copy / "mlflow.db")) as connection:
+            found = dict(connection.execute("select name, artifact_uri from runs where name <> 'r'").fetchall())
+        return {name: "copy" if place.startswith(f"{copy}/mlartifacts/") else "old" for name, place in found.items()}
+
+    with closing(sqlite3.connect(copy / "mlflow.db")) as connection, connection:
+        for name, status in statuses.items():
+            connection.execute(
+                "insert into runs (run_uuid, name, status, artifact_uri, lifecycle_stage, experiment_id) "
+                "values (?, ?, ?, ?, 'active', 1)",
+                (name, name, status, f"{old}/{name}/artifacts"),
+            )
+    relocate_artifacts(uri, "mine")
+    assert places() == {"mine": "copy", "theirs": "old", "ended": "copy"}
+    with closing(sqlite3.connect(copy / "mlflow.db")) as connection, connection:
+        connection.execute("update runs set status = 'KILLED' where name = 'theirs'")
+    relocate_artifacts(uri)
+    assert set(places().values()) == {"copy"}
