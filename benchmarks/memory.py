@@ -27,11 +27,11 @@ import torch
 from benchmarks import runs
 from benchmarks.examples import prepare_examples
 from benchmarks.pairs import command_line, machine, machine_line
-from benchmarks.storages import Storages, size_of
 from benchmarks.workers import make_job, read_job, settings, write_job
 from raystride.pipelines.config import Config, SettingError
 from raystride.pipelines.system.storage.folder import Folder
 from raystride.pipelines.train.memory.estimate import MemoryEstimate, estimate
+from raystride.pipelines.train.memory.storages import Storages, size_of
 from raystride.pipelines.train.worker.job import Job, WorkerInfo
 
 PARTS = ("parameters", "gradients", "optimizer", "activations", "tensors")

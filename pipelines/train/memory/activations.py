@@ -122,6 +122,8 @@ class Network:
     """Numbers of a head whose gradient is made before that of the blocks ..."""
     deferred_gradient: float = 0.0
     """... and bytes of the gradient of a tied head, held until the embedding's gradient is made."""
+    optimizer_moments: float | None = None
+    """Numbers that an optimiser of the user's own keeps for a parameter, as measured."""
 
     @property
     def num_parameters(self) -> int:

@@ -81,12 +81,15 @@ def describe_network(
 
 
 def measured_network(train: TrainConfig, description: Facts, slots: int) -> Network:
-    """Describes a model of the user's own from `own_model.describe`: all its activations exist until its backward ends."""
+    """Describes a model of the user's own from `own_model.describe`: the worst moment of its step has all gradients."""
     sizes = [math.prod(shape) for shape in description["parameters"].values()]
     samples = slots * train.slot_size
-    saved = samples * float(description["activation_bytes"])
-    final_moment = Moment(saved, sum(sizes), max(sizes), "embedding")
-    return Network(sizes=sizes, blocks=[], embedding_saved=saved, loss=[], final_moment=final_moment)
+    held = max(fixed + samples * by_sample for fixed, by_sample in description["step_bytes"])
+    final_moment = Moment(held, sum(sizes), phase="embedding")
+    moments = description.get("optimizer_moments")
+    return Network(
+        sizes=sizes, blocks=[], embedding_saved=held, loss=[], final_moment=final_moment, optimizer_moments=moments
+    )
 
 
 def decoder_network(

@@ -7,7 +7,8 @@ split_indices(2000, 0.05, seed=0)["validation"]           # 100 samples
 import hashlib
 import math
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, fields
 from functools import partial
 from typing import Any, TypeVar
@@ -21,6 +22,7 @@ from raystride.pipelines.config.combinations import SHARDED
 from raystride.pipelines.data.feed.order import Order
 from raystride.pipelines.data.prepare.code_hash import hash_code, qualified_name
 from raystride.pipelines.data.sources.faults import DataError
+from raystride.pipelines.train.memory.storages import Storages
 from raystride.pipelines.train.own_model.adopted import Adopted
 from raystride.pipelines.train.own_model.content import Content, read_content
 from raystride.pipelines.train.own_model.dataset import IndexedDataset, copy_sample, describe_sample, is_plain
@@ -76,13 +78,21 @@ def describe_own_model(own: OwnModel, config: Config) -> dict[str, Any]:
         bits = compares_bits(config.fit, network)
         marks = {name: (value._version, checksum(value, bits)) for name, value in network.named_parameters()}
         logged, found, saved = _run_once(own, network, batches[0].copy(), probe.singles, count, exact=config.train.exact)
+        step_bytes = [(0.0, saved / count)]
+        if bits and probe.joined:
+            try:
+                step_bytes = _measure_steps(own, network, [(batches[0], count), (NestedBatch(probe.joined), 2 * count)])
+            except Exception as error:  # of an operation that PyTorch's dispatch does not follow, for instance
+                said = f"memory: estimated from what a forward keeps, as no step can be followed: {describe_error(error)}"
+                warnings.warn(said, stacklevel=4)
         after = {name: (value._version, checksum(value, bits)) for name, value in network.named_parameters()}
         moving = {name: network.get_parameter(name).requires_grad for name in after if after[name] != marks[name]}
         check_strategy(sizes, moving, config)
         del network
         _check_schedule(own, config.train, num_train)
+        moments = None
         try:
-            rehearse(own, config, [(batch, count) for batch in batches])
+            moments = rehearse(own, config, [(batch, count) for batch in batches])
         except (OSError, MemoryError) as error:
             warnings.warn(f"not rehearsed: {type(error).__name__}: {error}", stacklevel=4)
     return {
@@ -96,7 +106,8 @@ def describe_own_model(own: OwnModel, config: Config) -> dict[str, Any]:
         "numbers": found.numbers,
         "gathered_bytes": found.gathered_bytes / count,
         "moving": moving,
-        "activation_bytes": saved / count,
+        "step_bytes": step_bytes,
+        **({} if moments is None else {"optimizer_moments": moments}),
         "code": _hash_parts(own),
         "content": {name: part.hash for name, part in content.items()},
     }
@@ -112,6 +123,8 @@ class _Probe:
     """Two batches of `PROBED` samples, or of fewer, collated."""
     singles: list[Any]
     """Each sample of the first batch by itself, collated; empty if that is not possible."""
+    joined: Any = None
+    """Both batches in one; None if that is not possible."""
 
 
 def _probe(read: Callable[[], T], *, is_inline: bool) -> T:
@@ -129,11 +142,13 @@ def _read_first(dataset: IndexedDataset, collate: Collate | None, seed: int) -> 
     seed_generators(seed)
     samples = [dataset[i % len(dataset)] for i in range(2 * count)]
     single = [copy_sample(sample) for sample in samples[:count]]
-    batches = [collate_samples(part, collate) for part in (samples[:count], samples[count:])]
-    try:
-        return _Probe(structure, batches, [collate_samples([sample], collate) for sample in single])
-    except DataError:
-        return _Probe(structure, batches, [])
+    again = [copy_sample(sample) for sample in samples]
+    probe = _Probe(structure, [collate_samples(part, collate) for part in (samples[:count], samples[count:])], [])
+    with suppress(DataError):
+        probe.singles = [collate_samples([sample], collate) for sample in single]
+    with suppress(DataError):
+        probe.joined = collate_samples(again, collate)
+    return probe
 
 
 def _check_repeats(content: Mapping[str, Content], *, exact: bool) -> None:
@@ -220,6 +235,36 @@ def _run_once(
     for name, value in {**others, **{name: figures[name] for name in probed.means}}.items():
         as_sums(value, num_samples, name, loss_sum.device)
     return sorted(others), probed, sum(saved.values())
+
+
+def _measure_steps(
+    own: OwnModel, network: nn.Module, batches: Iterable[tuple[NestedBatch, int]]
+) -> list[tuple[float, float]]:
+    """Returns the fixed part and the part by sample of what a step holds besides parameters and gradients, at each moment
+    that is the worst for some number of samples.
+
+    It follows from steps of two batches, each with its number of samples. Raises what the user's code raises.
+    """
+    gradients = [parameter.grad for parameter in network.parameters() if parameter.grad is not None]
+    held: list[list[int]] = []
+    counts: list[int] = []
+    for batch, count in batches:
+        with Storages(before=gradients, ignoring=[*network.parameters(), *network.buffers()]) as alive:
+            (loss_sum, _), _ = read_loss(own.loss(network, batch.copy().content), count)
+            loss_sum.backward()
+        held.append(alive.moments(besides=gradients))
+        counts.append(count)
+    few, many = counts
+    if len(held[0]) != len(held[1]):  # other operations for other sizes
+        held = [[max(moments)] for moments in held]
+    slopes = [max(0.0, (at_many - at_few) / (many - few)) for at_few, at_many in zip(*held, strict=True)]
+    lines = sorted({(at_many - many * slope, slope) for at_many, slope in zip(held[1], slopes, strict=True)}, reverse=True)
+    steepest, worst = -1.0, list[tuple[float, float]]()
+    for fixed, slope in lines:  # a smaller fixed part is the worst for no number, unless it grows faster
+        if slope > steepest:
+            steepest = slope
+            worst.append((fixed, slope))
+    return worst
 
 
 def check_strategy(sizes: Mapping[str, list[int]], moving: Mapping[str, bool], config: Config) -> None:

@@ -52,18 +52,20 @@ class _Cast:
     optimizer: Updater
 
 
-def rehearse(own: OwnModel, config: Config, batches: Sequence[tuple[NestedBatch, int]]) -> None:
+def rehearse(own: OwnModel, config: Config, batches: Sequence[tuple[NestedBatch, int]]) -> float | None:
     """Rehearses a training on two batches, each with its number of samples.
 
+    Returns the numbers that an optimiser of the user's own keeps for a parameter, None for ours or without a rehearsal.
     Raises SettingError for what a training could not resume, or under exact not repeat; warns where that is only likely.
     """
     if config.fit.rehearse == "off":
-        return
+        return None
     began = time.perf_counter()
     first = _build(own, config)
     bits = compares_bits(config.fit, first.network)
     before = _take_snapshot(first, bits)
     _step(own, config, first, batches, 0)
+    moments = _count_moments(first) if own.optimizer else None
     if config.fit.rehearse == "auto" and time.perf_counter() - began > MAX_COMPARED_S:
         bits = False
     if not bits:
@@ -72,7 +74,7 @@ def rehearse(own: OwnModel, config: Config, batches: Sequence[tuple[NestedBatch,
         del first
         again = {name: (value.shape, value.dtype) for name, value in _build(own, config).network.state_dict().items()}
         _refuse_loss([name for name in again if shapes.get(name) != again[name]], [], [])
-        return
+        return moments
     once = _take_snapshot(first, bits)
     with tempfile.TemporaryDirectory(prefix="raystride-rehearsal-") as place:
         checkpoints = Checkpoints(Folder(place), "rehearsal", keep=1, log=lambda _: None)
@@ -94,6 +96,14 @@ def rehearse(own: OwnModel, config: Config, batches: Sequence[tuple[NestedBatch,
     _step(own, config, resumed, batches, 1)
     later = _differences(twice, _take_snapshot(resumed, bits)) if repeats else []
     _refuse_loss(lost, later, changed=_differences(before, once))
+    return moments
+
+
+def _count_moments(cast: _Cast) -> float:
+    trained = [parameter for parameter in cast.network.parameters() if parameter.requires_grad]
+    states = [value for parameter in trained for value in cast.optimizer.state(parameter).values()]
+    held = sum(value.nbytes for value in states if isinstance(value, torch.Tensor))
+    return held / (4 * sum(parameter.numel() for parameter in cast.network.parameters()))
 
 
 def compares_bits(settings: FitConfig, network: nn.Module) -> bool:

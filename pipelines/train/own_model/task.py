@@ -86,14 +86,17 @@ class OwnModelTask(Task):
         return [*found["logged"], *(name for name in found["measured"] if name not in found["logged"])]
 
     def describe_dataset(self) -> dict[str, Any]:
-        """Returns what identifies model and data, as JSON, after one forward and backward of two samples on the CPU.
+        """Returns what identifies model and data, as JSON, after some steps of two and four samples on the CPU.
 
         Keys: `train`, `validation` (samples), `sample` (structure), `parameters` (shapes by name), `logged` (names of
         further losses), `measured` (names of `metrics`), `of_set` (names of their figures of the whole set by those of
         `metrics`, only if there are any), `moving` (whether each that forwards change is trained), `code`, `content` (hashes
-        of samples of `data` and `validation`), `activation_bytes` (those that a sample's forward saves for its backward, in
-        fp32), `numbers` (names of figures that are numbers), `gathered_bytes` (those that a sample gives to metrics of the
-        whole set). Computed once a process. Raises DataError, SettingError.
+        of samples of `data` and `validation`), `step_bytes` (fixed part and part by sample of what a
+        step in fp32 holds besides parameters and gradients, at each moment that can be the worst), `optimizer_moments`
+        (numbers that an optimiser of the user's keeps for a parameter), `numbers` (names of figures that are numbers),
+        `gathered_bytes` (those that a sample gives to metrics of the whole set).
+
+        It is computed once a process. Raises DataError, SettingError.
         """
         if "dataset" in self.facts:
             return dict(self.facts["dataset"])
@@ -115,7 +118,16 @@ class OwnModelTask(Task):
     def shaped_by(self) -> dict[str, Any]:
         """Returns lengths and structure of the data, and the network's parameters: a resumed run must have the same."""
         described = self.describe_dataset()
-        unshaped = ("code", "content", "activation_bytes", "moving", "numbers", "gathered_bytes")
+        unshaped = (
+            "code",
+            "content",
+            "step_bytes",
+            "activation_bytes",
+            "optimizer_moments",
+            "moving",
+            "numbers",
+            "gathered_bytes",
+        )
         return {key: value for key, value in described.items() if key not in unshaped}
 
     def open_samples(self, split: str) -> "IndexedSamples":

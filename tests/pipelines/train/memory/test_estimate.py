@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.storages import Storages, size_of
 from raystride.model.classifier import Classifier
 from raystride.model.convnet import ConvNet
 from raystride.model.transformer import Decoder
@@ -17,6 +16,7 @@ from raystride.pipelines.config import Config, ModelConfig, ScalingConfig, Train
 from raystride.pipelines.train.memory.activations import Arithmetic
 from raystride.pipelines.train.memory.estimate import MemoryEstimate, estimate
 from raystride.pipelines.train.memory.networks import describe_network
+from raystride.pipelines.train.memory.storages import Storages, size_of
 from raystride.pipelines.train.strategies.recompute import recompute
 from tests.tiny import tiny
 

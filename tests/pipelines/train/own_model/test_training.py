@@ -23,8 +23,6 @@ from raystride.pipelines.config import (
 )
 from raystride.pipelines.config.parse import to_yaml
 from raystride.pipelines.data.tasks import build_task
-from raystride.pipelines.train.memory.estimate import estimate
-from raystride.pipelines.train.memory.networks import expected_facts
 from raystride.pipelines.train.own_model.definition import OwnModel
 from raystride.pipelines.train.worker.build import build_training
 from raystride.pipelines.train.worker.job import Job, WorkerInfo
@@ -244,31 +242,6 @@ def test_a_buffer_that_begins_to_change_ends_a_run_under_exact_by_name(tmp_path:
     with pytest.raises(SettingError, match=rf"train\.exact must be false.*module\.seen has changed by step {step}\)"):
         training.run()
     assert not list(tmp_path.glob("run/checkpoints/*/MANIFEST.json"))
-
-
-@pytest.mark.parametrize("name", ["masked", "noisy", "norms"])
-def test_the_memory_of_activations_is_estimated_from_two_samples(tmp_path: Path, name: str) -> None:
-    """A forward of the whole batch keeps what the estimate says, or less where something does not grow with the batch."""
-    job = own_job(tmp_path, name)
-    task: Any = build_task(job.config)
-    needed = estimate(job.config, expected_facts(job.config), workers=1, device="cpu")
-    network: nn.Module = task.own_model.make_network(job.config.fit)
-    held = {value.untyped_storage().data_ptr() for value in (*network.parameters(), *network.buffers())}
-    saved: dict[int, int] = {}
-
-    def note(value: torch.Tensor) -> torch.Tensor:
-        if (pointer := value.untyped_storage().data_ptr()) not in held:
-            saved[pointer] = value.untyped_storage().nbytes()
-        return value
-
-    batch = {key: torch.from_numpy(values[:10]) for key, values in models.DATA.items()}
-    kept: list[torch.Tensor] = []  # so that no address is used twice
-    with torch.autograd.graph.saved_tensors_hooks(lambda value: (kept.append(value), note(value))[1], lambda value: value):
-        task.own_model.loss(network, batch)
-    assert needed
-    largest_gradient = 4 * max(parameter.numel() for parameter in network.parameters())
-    measured = sum(saved.values()) + largest_gradient
-    assert measured <= needed.activations <= (1.2 if name == "norms" else 1) * measured
 
 
 def test_validations_of_a_loss_that_draws_are_the_same_on_any_number_of_workers(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ takes for itself while it runs is not seen, nor is what a custom operator does i
 
 import weakref
 from collections.abc import Iterable
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ class Storages(TorchDispatchMode):  # type: ignore[misc]
 
     def __init__(self, before: Iterable[torch.Tensor] = (), ignoring: Iterable[torch.Tensor] = ()) -> None:
         """`before`: tensors that are counted from the start; `ignoring`: tensors that are never counted."""
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._events: list[tuple[int, int]] = []
         """Whose memory grew or shrank, by how many bytes."""
         self._known: dict[int, tuple[weakref.ref[Any], int]] = {}
@@ -39,17 +40,17 @@ class Storages(TorchDispatchMode):  # type: ignore[misc]
         self._resize = torch.UntypedStorage.resize_
         alive = self
 
-        def resize(storage: torch.UntypedStorage, size: int) -> Any:
+        def resize(storage: Any, size: int) -> Any:
             result = alive._resize(storage, size)
             alive._resized(storage)
             return result
 
-        torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign]
-        super().__enter__()
+        torch.UntypedStorage.resize_ = resize  # type: ignore[assignment, method-assign]
+        super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *exception: Any) -> None:
-        super().__exit__(*exception)
+        super().__exit__(*exception)  # type: ignore[no-untyped-call]
         torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -61,18 +62,18 @@ class Storages(TorchDispatchMode):  # type: ignore[misc]
         return result
 
     def most(self, besides: Iterable[torch.Tensor] = ()) -> int:
-        """The most bytes alive at a moment.
+        """The most bytes alive at a moment, as `moments` has them."""
+        return max(self.moments(besides), default=0)
+
+    def moments(self, besides: Iterable[torch.Tensor] = ()) -> list[int]:
+        """The bytes alive after each change, in order.
 
         `besides`: what lies in the memory of these tensors is left out, and with it what was counted from the start.
         """
         left_out = {self._number(plain(tensor).untyped_storage()) for tensor in besides}
         if left_out:
             left_out |= set(range(self._before))
-        now = most = 0
-        for number, change in self._events:
-            now += 0 if number in left_out else change
-            most = max(most, now)
-        return most
+        return list(accumulate(0 if number in left_out else change for number, change in self._events))
 
     def _record_storage(self, tensor: torch.Tensor) -> None:
         tensor = plain(tensor)
