@@ -3,6 +3,7 @@
 # make test-all   install, then run all tests, as continuous integration does
 # make test-changed  the tests that a change needs, within about a minute, by tests/source_map.json
 # make test-weekly   further cases of what daily tests prove, and larger ones
+# make test-families  logits, gradients and text of 20 drawn settings of each family of decoders, beside transformers; two minutes
 # make test-map   make test, traced, which writes tests/source_map.json; half again as long, on Python 3.12 no longer
 # make test-table  the seconds of the last make test-all, into tests/seconds.json and tests/README.md
 # make test-of X  the tests of one package: make test-of feed, make test-of NAME=triton_kernels
@@ -43,7 +44,7 @@ PIP := $(RUN) -m pip install --quiet --disable-pip-version-check -c constraints.
 # As a path that editors and type checkers follow, and not by a hook of Python's import, which they do not.
 EDITABLE := --config-settings editable_mode=compat
 
-.PHONY: help install train test test-all test-changed test-weekly test-map test-table test-of test-processors test-newest test-oldest test-ray-next kernels tiles ui pictures sanitize lint map settings api bill audit
+.PHONY: help install train test test-all test-changed test-weekly test-families test-map test-table test-of test-processors test-newest test-oldest test-ray-next kernels tiles ui pictures sanitize lint map settings api bill audit
 .DEFAULT_GOAL := train
 
 help:
@@ -76,6 +77,9 @@ test-changed: install
 
 test-weekly: install
 	@$(PYTEST) -m weekly
+
+test-families: install
+	@$(PYTEST) -m "weekly or not weekly" tests/model/test_families.py
 
 test-map: install
 	@$(RUN) -m tests.source_map run -n $(WORKERS)
