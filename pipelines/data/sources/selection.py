@@ -203,8 +203,7 @@ def choose_class_level(data: DataConfig, chooser: SplitChooser, names: Sequence[
     level, place = find_class_level(names), chooser.place
     if data.follow:
         return level
-    paths = [name.split("/") for name in names]
-    classes = {path[level] for path in paths}
+    classes = {name.split("/", level + 1)[level] for name in names}
     if chooser.split != ALL and has_train_and_another([split_of_folder(name) for name in classes]):
         raise DataError(
             f"data.source {chooser.name!r} would have the classes {', '.join(sorted(classes)[:5])}: name the split to read, "
@@ -212,7 +211,7 @@ def choose_class_level(data: DataConfig, chooser: SplitChooser, names: Sequence[
             file=chooser.name,
             settings=("data.source", "data.split"),
         )
-    shallow, deep = min(paths, key=len), max(paths, key=len)
+    shallow, deep = (extreme(names, key=lambda name: name.count("/")).split("/") for extreme in (min, max))
     if len(shallow) == len(deep) or level < _count_named_levels(place):
         return level
     found = WILDCARD.search(place)

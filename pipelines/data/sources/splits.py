@@ -80,8 +80,11 @@ def read_splits(names: Sequence[str], wanted: str = "") -> SplitNames | None:
     `wanted` is a split that was asked for, whose word then need not stand in most names. The folders that all files have in
     common count for that alone.
     """
+    if not wanted and not any(_WORD.search(name.replace("/", " ")) for name in names):
+        return None  # a million files of no split need no lists of their folders
     whole = [name.split("/") for name in names]
-    paths = [path[count_common_folders(whole) :] for path in whole]
+    common = count_common_folders(whole)
+    paths = [path[common:] for path in whole]
     if found := _read_shards(paths):
         return found
     some = None
@@ -152,7 +155,7 @@ def find_class_level(names: Sequence[str]) -> int:
 
     It is the first one on which files differ, if splits and archives can be passed over.
     """
-    folders = [name.split("/")[:-1] for name in names]
+    folders = [folder.split("/")[:-1] for folder in {name[: name.rfind("/") + 1] for name in names}]
     depth = min(map(len, folders))
     levels = [{path[level] for path in folders} for level in range(depth)]
     differing = [level for level in range(depth) if len(levels[level]) > 1]
