@@ -24,7 +24,6 @@ from raystride.pipelines.data.prepare.fingerprint import (
     find_outdated_preparation,
     known_fingerprints,
     open_as_prepared,
-    open_sources,
 )
 from raystride.pipelines.data.prepare.generations import Describe, Publisher, Records, validation_first
 from raystride.pipelines.data.prepare.learn_facts import FACTS, LearnedFacts, LearningSource, learn_facts, make_tokenizers
@@ -37,7 +36,6 @@ from raystride.pipelines.data.prepare.near_duplicates import (
     SignedParts,
     find_duplicates,
 )
-from raystride.pipelines.data.prepare.parts import divide_into_parts
 from raystride.pipelines.data.prepare.progress import (
     SPEED_FILE,
     ProgressMeter,
@@ -50,7 +48,6 @@ from raystride.pipelines.data.prepare.raw_files import write_raw_files
 from raystride.pipelines.data.prepare.run_context import Log, OnRay, RunContext
 from raystride.pipelines.data.prepare.shards import is_intact
 from raystride.pipelines.data.prepare.stages import SPLITS, Preparation, id_type, read_part, tokenise_table, write_part
-from raystride.pipelines.data.sources.checking import check_source
 from raystride.pipelines.data.sources.faults import DataError
 from raystride.pipelines.data.sources.pieces import Part
 from raystride.pipelines.data.sources.source import Source
@@ -100,12 +97,12 @@ def prepare_source(
     cannot.
     """
     config, storage, log = context.config, context.storage, context.log
-    opened = None
+    sources = None
     if fingerprint is None:
-        opened = open_sources(config, task)
+        sources = context.open_sources(config, task)
         digest = learned.digest if learned else ""
-        fingerprint = find_fingerprint(config, task, *opened, digest, storage)
-        if outdated := find_outdated_preparation(fingerprint, known_fingerprints(config, task, *opened, digest), storage):
+        fingerprint = find_fingerprint(config, task, *sources, digest, storage)
+        if outdated := find_outdated_preparation(fingerprint, known_fingerprints(config, task, *sources, digest), storage):
             log(
                 f"data: {outdated} is by an earlier version, which read rows, pictures or folders by other rules, or was "
                 "not whole: the data is prepared anew"
@@ -118,7 +115,8 @@ def prepare_source(
         log(f"data: {folder} was prepared, but a file of it is not as it was written: it is prepared again")
         for name in task.tokenizers:
             folder.remove(name)
-    source, validation = opened or open_as_prepared(config, task, folder, learned.digest if learned else "")
+    sources = sources or open_as_prepared(config, task, folder, learned.digest if learned else "", context.open_sources)
+    source, validation = sources
     if task.reads_dataset:
         manifest = build_manifest(
             config.data, fingerprint, source, task.knowing({"dataset": task.describe_dataset(), **NO_TOKENS}, {}), []
@@ -126,12 +124,12 @@ def prepare_source(
         manifest.save(folder)
         log(f"data: {_describe_counts(manifest, task)}, read as they are")
         return PreparedData(folder, manifest, reused=False)
-    check_readable(config.data, source, validation)
+    context.check_sources(config, sources)
     write_raw_files(folder, source, validation)
     for line in _describe_sources(source, validation):
         log(f"data: {line}")
     started, began = time.time(), time.monotonic()
-    parts = divide_into_parts(source, validation, config.data)
+    parts = context.divide_sources(config, sources)
     if on_ray == "large":
         on_ray = is_worth_ray(config, task, source, parts)
     if on_ray:
@@ -219,13 +217,6 @@ def _group_bands_on_ray(folder: Folder, signed: SignedParts, bands: Bands) -> Co
     from raystride.pipelines.data.prepare.ray_data import group_bands
 
     return group_bands(folder, signed, bands)
-
-
-def check_readable(data: DataConfig, source: Source, validation: Source | None) -> None:
-    """Raises DataError for a source that is visibly unreadable, unless faults are skipped."""
-    for opened in (source, validation):
-        if opened and data.on_error == "raise":
-            check_source(opened)
 
 
 def _log_if_cluster_full(log: Log) -> None:

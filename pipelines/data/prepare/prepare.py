@@ -8,23 +8,21 @@ first.
     for name, (folder, manifest) in prepared.manifest.by_source(prepared.folder).items(): ...
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 
 from raystride.pipelines.config import Config
 from raystride.pipelines.data.prepare.cleaning import build_cleaning
-from raystride.pipelines.data.prepare.fingerprint import Identity, learning_sources, open_sources
+from raystride.pipelines.data.prepare.fingerprint import Identity, learning_sources
 from raystride.pipelines.data.prepare.learn_facts import LearnedFacts, LearningSource, learn
 from raystride.pipelines.data.prepare.manifest import Manifest, Shards, load_finished_manifest
-from raystride.pipelines.data.prepare.one_source import PreparedData, check_readable, is_worth_ray, prepare_source
-from raystride.pipelines.data.prepare.parts import divide_into_parts, first_fault
+from raystride.pipelines.data.prepare.one_source import PreparedData, is_worth_ray, prepare_source
+from raystride.pipelines.data.prepare.parts import first_fault
 from raystride.pipelines.data.prepare.progress import SPEED_FILE, load_stages, sum_stages
 from raystride.pipelines.data.prepare.run_context import Log, OnRay, RunContext
 from raystride.pipelines.data.prepare.stages import SPLITS, Preparation
 from raystride.pipelines.data.prepare.watch_source import follow_source
 from raystride.pipelines.data.sources.faults import DataError
-from raystride.pipelines.data.sources.pieces import Part
-from raystride.pipelines.data.sources.source import Source
 from raystride.pipelines.data.tasks.task import Task
 from raystride.pipelines.system.storage.folder import Folder
 
@@ -41,16 +39,23 @@ def prepare(context: RunContext, task: Task, *, on_ray: OnRay = True) -> Prepare
     if context.config.data.follow:
         follow_source(context, task, on_ray=bool(on_ray))
     if not context.config.data.sources:
-        return prepare_source(context, task, fingerprint=context.kept.fingerprints.get(""), on_ray=on_ray)
+        prepared = prepare_source(context, task, fingerprint=context.kept.fingerprints.get(""), on_ray=on_ray)
+    else:
+        prepared = _prepare_mixture(context, task, on_ray)
+    context.opened.close()
+    return prepared
+
+
+def _prepare_mixture(context: RunContext, task: Task, on_ray: OnRay) -> PreparedData:
     known = context.identity(task)
-    prepared = _prepare_mixture(context, task, known, on_ray)
+    prepared = _prepare_sources(context, task, known, on_ray)
     folder = context.storage / ".prepared" / known.data
     if (manifest := load_finished_manifest(folder)) is None:
         manifest = _commit_mixture(folder, known, prepared, task)
     return PreparedData(folder, manifest, all(data.reused for data in prepared.values()), known.learned)
 
 
-def _prepare_mixture(context: RunContext, task: Task, known: Identity, on_ray: OnRay) -> dict[str, PreparedData]:
+def _prepare_sources(context: RunContext, task: Task, known: Identity, on_ray: OnRay) -> dict[str, PreparedData]:
     configs, prepared = context.config.by_source(), context.storage / ".prepared"
     # Shared facts are needed to prepare a source, but not to use a prepared one.
     all_whole = all(load_finished_manifest(prepared / known.fingerprint_of_source(name)) for name in configs)
@@ -78,17 +83,14 @@ def needs_ray(context: RunContext) -> bool:
         return False
     # All of them: a mixture learns also from sources that are prepared.
     configs = [(own, context.task.under(own)) for own in context.config.by_source().values()]
-    return any(is_worth_ray(own, task, *_open_parts(own, task)) for own, task in configs)
-
-
-def _open_parts(config: Config, task: Task) -> tuple[Source, tuple[Part, ...]]:
-    source, validation = open_sources(config, task)
-    return source, divide_into_parts(source, validation, config.data)
+    opened = ((own, task, context.open_sources(own, task)) for own, task in configs)
+    return any(is_worth_ray(own, task, sources[0], context.divide_sources(own, sources)) for own, task, sources in opened)
 
 
 def check_data(context: RunContext) -> None:
     """Checks data that is not prepared yet, before any long work. Raises DataError, SettingError."""
-    _check_all_readable(context.task, _unprepared_sources(context))
+    for own in _unprepared_sources(context):
+        context.check_sources(own, context.open_sources(own, context.task.under(own)))
 
 
 def _unprepared_sources(context: RunContext) -> list[Config]:
@@ -101,20 +103,14 @@ def _unprepared_sources(context: RunContext) -> list[Config]:
     ]
 
 
-def _check_all_readable(task: Task, configs: Sequence[Config]) -> None:
-    for own in configs:
-        check_readable(own.data, *open_sources(own, task.under(own)))
-
-
 def check_first_rows(context: RunContext) -> None:
     """Reads the first rows of data that is not prepared yet, with the readers of its preparation.
 
     A registered source is not run. Raises DataError, SettingError.
     """
-    task, unprepared = context.task, _unprepared_sources(context)
-    _check_all_readable(task, unprepared)
-    for own in unprepared:
-        for source in open_sources(own, task.under(own)):
+    check_data(context)
+    for own in _unprepared_sources(context):
+        for source in context.open_sources(own, context.task.under(own)):
             if source and source.kind != "registered" and own.data.on_error == "raise":
                 fault = first_fault(source, FIRST_FILES, FIRST_ROWS)
                 if fault:
@@ -133,14 +129,14 @@ def _learn_from_sources(context: RunContext, task: Task, known: Identity, on_ray
         return LearnedFacts(folder, known.learned)
     studied = []
     for own in learning_sources(context.config).values():
-        source, validation = open_sources(own, task.under(own))
+        source, validation = sources = context.open_sources(own, task.under(own))
         readers = {"train": source.reader, "validation": (validation or source).reader}
         skip = own.data.on_error == "skip"
         cleaning = build_cleaning(own, task.under(own))
         # Facts of several sources include near-duplicates, which are searched for later.
         cleaning = cleaning and replace(cleaning, data=replace(own.data, near_duplicates=0.0))
         job = Preparation(folder, readers, task.under(own), own.data.validation_fraction, skip, cleaning)
-        parts = divide_into_parts(source, validation, own.data)
+        parts = context.divide_sources(own, sources)
         studied.append(LearningSource(job, parts, own.data.validation == "tail"))
         if on_ray == "large":
             on_ray = is_worth_ray(own, job.task, source, parts) or "large"

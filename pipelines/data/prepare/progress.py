@@ -79,16 +79,16 @@ def _format_figures(value: float) -> str:
 
 
 _BAR_EVERY_S = 0.5
-_LINE_EVERY_S = 10.0
+LINE_EVERY_S = 10.0
 
 
 class ProgressSource(Protocol):
     """A source of progress figures."""
 
     total: int
-    """Bytes of all parts."""
+    """Bytes of all parts, or another amount of work."""
     done: int
-    """Bytes of the parts that were finished at the last reading."""
+    """How much of it was finished at the last reading."""
 
     def read(self) -> str:
         """Updates the figures and returns them as a line."""
@@ -99,7 +99,7 @@ class ProgressSource(Protocol):
 def show_progress(label: str, meter: ProgressSource, log: Callable[[str], None]) -> Iterator[None]:
     """Shows the progress of `label` while the block runs."""
     if not (log is print and sys.stdout.isatty()):
-        with ServiceThread(label, lambda: log(f"{label}: {meter.read()}"), every_s=_LINE_EVERY_S, log=log):
+        with ServiceThread(label, lambda: log(f"{label}: {meter.read()}"), every_s=LINE_EVERY_S, log=log):
             yield
         return
     from rich.progress import BarColumn, Progress, TextColumn
@@ -113,6 +113,21 @@ def show_progress(label: str, meter: ProgressSource, log: Callable[[str], None])
 
         with ServiceThread(label, draw, every_s=_BAR_EVERY_S, log=progress.console.print):
             yield
+
+
+class FileMeter:
+    """Counts files."""
+
+    def __init__(self, total: int) -> None:
+        self.total, self.done = total, 0
+
+    def count(self) -> None:
+        """Counts a file."""
+        self.done += 1
+
+    def read(self) -> str:
+        """Returns the count as a line."""
+        return f"{self.done:,}/{self.total:,} files"
 
 
 class ProgressMeter:
