@@ -230,9 +230,12 @@ def _open_files(
 def _mark_neighbours(files: Iterable[File], image_root: str | None = None, *, follow: bool = False) -> tuple[File, ...]:
     """Sets in each file whether the source has, or will have, other files, and the other folder of its images."""
     found = tuple(files)
-    marks = {"image_root": image_root, "is_whole_source": len(found) == 1 and not follow}
+    alone = len(found) == 1 and not follow
     return tuple(
-        file if (file.image_root, file.is_whole_source) == (*marks.values(),) else replace(file, **marks) for file in found
+        file
+        if file.image_root == image_root and file.is_whole_source == alone
+        else replace(file, image_root=image_root, is_whole_source=alone)
+        for file in found
     )
 
 
