@@ -67,11 +67,16 @@ class ShardFiles(Protocol):
         """Called before a shard is read from end to end."""
         return
 
+    def expect_random_reads(self) -> None:
+        """Called before shards are read in a random order."""
+        return
+
 
 @dataclass(slots=True)
 class _MappedShard:
     """Views into a shard's memory map, and which of its leaves are verified."""
 
+    pages: mmap.mmap
     file: np.ndarray
     """All bytes, uint8."""
     ids: np.ndarray
@@ -135,6 +140,10 @@ class MappedShardList:
             return True
         return False
 
+    def of_stream(self, stream: int) -> list[_MappedShard]:
+        """Returns the views of a stream's shards that are mapped."""
+        return [mapped for (owner, _), mapped in self._mapped.copy().items() if owner == stream]
+
     def _remove_stream(self, stream: int) -> None:
         for key in [key for key in self._mapped.copy() if key[0] == stream]:
             self._mapped.pop(key, None)
@@ -158,6 +167,7 @@ class MappedShards(ShardFiles):
         self._folder, self._id_type, self._marks, self._beside = folder, id_type, marks, beside
         self._stream = MAPPED.add_stream(self)
         self._hash_list = lru_cache(MAX_HASH_LISTS)(self._read_hash_list)
+        self._is_random = False
         self.hashed_bytes = 0
         """Bytes of leaves hashed so far."""
         self.set_shards(shards)
@@ -192,6 +202,12 @@ class MappedShards(ShardFiles):
         if self._beside and not all(mapped.verified):
             self._verify_whole(shard, mapped)
 
+    def expect_random_reads(self) -> None:
+        """Has the system read pages of these shards as they are asked for; by default it reads megabytes around each."""
+        self._is_random = True
+        for mapped in MAPPED.of_stream(self._stream):
+            mapped.pages.madvise(mmap.MADV_RANDOM)
+
     def _verify(self, number: int, mapped: _MappedShard, first: int, end: int) -> None:
         """Verifies the leaves of the bytes [first, end) of a shard. Raises DataError."""
         for leaf in range(first // LEAF_BYTES, (end - 1) // LEAF_BYTES + 1):
@@ -211,6 +227,8 @@ class MappedShards(ShardFiles):
 
     def _is_whole(self, hashes: HashList, mapped: _MappedShard, leaf: int) -> bool:
         content = mapped.file[leaf * LEAF_BYTES : (leaf + 1) * LEAF_BYTES]
+        if self._is_random:  # else a page at a time
+            mapped.pages.madvise(mmap.MADV_WILLNEED, leaf * LEAF_BYTES, len(content))
         self.hashed_bytes += len(content)
         return hashes.matches(leaf * LEAF_BYTES, content.data)
 
@@ -261,7 +279,10 @@ class MappedShards(ShardFiles):
             return found
         shard = self._shards[number]
         path = f"{self._folder}/{shard.file}"  # a Path and np.memmap would take as long as all the rest
-        file, status = self._map_file(number, path)
+        pages, status = self._map_file(number, path)
+        if self._is_random:
+            pages.madvise(mmap.MADV_RANDOM)
+        file = np.frombuffer(pages, np.uint8)
         ids = np.frombuffer(file, self._id_type, shard.tokens, shard.ids_offset)
         mask = None if shard.mask_offset is None else np.frombuffer(file, np.uint8, shard.tokens, shard.mask_offset)
         starts = np.empty(0, np.int64)
@@ -271,12 +292,12 @@ class MappedShards(ShardFiles):
         key = file_key(path, status, shard.sha256)
         verified = self._marks.read(self._first_leaf(number), leaves) == key if is_hashed else np.ones(leaves, bool)
         offsets = (shard.ids_offset, shard.mask_offset or 0, shard.rows_offset or 0)
-        mapped = _MappedShard(file, ids, mask, starts, *offsets, key, bytearray(verified.tobytes()))
+        mapped = _MappedShard(pages, file, ids, mask, starts, *offsets, key, bytearray(verified.tobytes()))
         MAPPED.add(self._stream, number, mapped)
         return mapped
 
-    def _map_file(self, number: int, path: str) -> tuple[np.ndarray, os.stat_result]:
-        """Returns all bytes of a shard, uint8, and its status; shards are unmapped if there are too many open files."""
+    def _map_file(self, number: int, path: str) -> tuple[mmap.mmap, os.stat_result]:
+        """Returns a shard's map and status; shards are unmapped if there are too many open files."""
         size = self._shards[number].bytes
         while True:
             try:
@@ -284,9 +305,7 @@ class MappedShards(ShardFiles):
                     status = os.fstat(stream.fileno())
                     if status.st_size != size:
                         raise self._damaged(number, min(status.st_size, size), max(status.st_size, size))
-                    return np.frombuffer(
-                        mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ, **_UNTRACKED), np.uint8
-                    ), status
+                    return mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ, **_UNTRACKED), status
             except OSError as error:
                 if error.errno not in (errno.EMFILE, errno.ENFILE):
                     raise

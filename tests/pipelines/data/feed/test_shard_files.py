@@ -95,6 +95,21 @@ def test_the_shard_that_was_asked_for_the_longest_ago_is_let_go(stream: TokenStr
     assert mapped == [*range(3, MAX_MAPPED + 1), 1, MAX_MAPPED + 1]
 
 
+def test_samples_of_a_step_are_read_in_the_order_of_the_disk(stream: TokenStream, monkeypatch: pytest.MonkeyPatch) -> None:
+    read, order, files = list[int](), np.random.default_rng(0).permutation(SHARDS - 1), stream._files
+    read_ids = files.read_ids
+    monkeypatch.setattr(files, "read_ids", lambda shard, *given: (read.append(shard), read_ids(shard, *given))[1])
+    ids, masks = stream.read_rows(order)
+    assert read == sorted(read)
+    assert [row[0] for row in ids] == order.tolist()
+    assert masks is not None
+    read.clear()
+    windows, masks = stream.read_windows(order * LENGTH + LENGTH // 2, LENGTH)
+    assert read == sorted(read)
+    assert windows[:, 0].tolist() == order.tolist()
+    assert windows[:, -1].tolist() == (order + 1).tolist()
+
+
 def test_the_streams_of_a_mixture_share_the_maps_of_a_process(tmp_path: Path) -> None:
     streams = [stream_of_shards(tmp_path / f"{number}", 20) for number in range(3)]
     for stream in streams:
