@@ -36,6 +36,7 @@ from raystride.pipelines.data.prepare.near_duplicates import (
     SignedParts,
     find_duplicates,
 )
+from raystride.pipelines.data.prepare.parts import packed_notes
 from raystride.pipelines.data.prepare.progress import (
     SPEED_FILE,
     ProgressMeter,
@@ -46,6 +47,7 @@ from raystride.pipelines.data.prepare.progress import (
 )
 from raystride.pipelines.data.prepare.raw_files import write_raw_files
 from raystride.pipelines.data.prepare.run_context import Log, OnRay, RunContext
+from raystride.pipelines.data.prepare.sections import SECTIONS, shards_of_record
 from raystride.pipelines.data.prepare.shards import is_intact
 from raystride.pipelines.data.prepare.stages import SPLITS, Preparation, id_type, read_part, tokenise_table, write_part
 from raystride.pipelines.data.sources.faults import DataError
@@ -126,10 +128,10 @@ def prepare_source(
         return PreparedData(folder, manifest, reused=False)
     context.check_sources(config, sources)
     write_raw_files(folder, source, validation)
-    for line in _describe_sources(source, validation):
-        log(f"data: {line}")
     started, began = time.time(), time.monotonic()
     parts = context.divide_sources(config, sources)
+    for line in (*_describe_sources(source, validation), *packed_notes(parts, config.data)):
+        log(f"data: {line}")
     if on_ray == "large":
         on_ray = is_worth_ray(config, task, source, parts)
     if on_ray:
@@ -150,7 +152,7 @@ def prepare_source(
     manifest.save(folder)
     # Only an interrupted preparation needs these files; with the manifest this one is finished.
     try:
-        for name in ("parts", PARTS, *sealed_names(FACTS), SIGNATURES_FOLDER, *sealed_names(DUPLICATES_FILE)):
+        for name in ("parts", SECTIONS, PARTS, *sealed_names(FACTS), SIGNATURES_FOLDER, *sealed_names(DUPLICATES_FILE)):
             folder.remove(name)
         folder.remove_temporary(before=started)
     except OSError as error:
@@ -265,7 +267,7 @@ def _load_done_records(folder: Folder, wanted: Set[int]) -> dict[int, dict[str, 
             if int(name.removesuffix(".json")) not in wanted:
                 continue
             record = read_sealed(folder / "parts", name)
-            if all(is_intact(folder, shard) for shard in record["shards"].values() if shard):
+            if all(is_intact(folder, shard) for split in SPLITS for shard in shards_of_record(record, split)):
                 records[record["part"]] = record
         except (OSError, ValueError, KeyError):
             continue  # it is prepared again
@@ -280,7 +282,7 @@ def build_manifest(data: DataConfig, digest: str, source: Source, task: Task, re
         skipped.append({"place": redact_uris(data.source), "reason": f"and {unnamed} more documents"})
     learned = dict(task.facts)
     shards = {
-        split: Shards.from_shards(Shard(**shard) for record in records if (shard := record["shards"][split]))
+        split: Shards.from_shards(Shard(**shard) for record in records for shard in shards_of_record(record, split))
         for split in SPLITS
     }
     return Manifest(

@@ -7,12 +7,12 @@ continues on any cluster, and gives the same shards.
     for document in sample_documents(reader, sample_slices(slices, 64 << 20), 64 << 20): ...
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 
 from raystride.pipelines.config import DataConfig
-from raystride.pipelines.data.sources.faults import Fault, FaultError
-from raystride.pipelines.data.sources.pieces import File, Part, Piece, Reader, Slice
+from raystride.pipelines.data.sources.faults import Fault, FaultError, escape_surrogates
+from raystride.pipelines.data.sources.pieces import COMPRESSIONS, File, Part, Piece, Reader, Slice
 from raystride.pipelines.data.sources.source import Source
 from raystride.pipelines.data.tasks.task import Document
 from raystride.pipelines.system.threads import map_in_threads
@@ -47,6 +47,22 @@ def divide_into_parts(
         for group in _group_slices(some, size):
             parts.append(Part(len(parts), tuple(group), split or None))
     return tuple(parts)
+
+
+def packed_notes(parts: Sequence[Part], data: DataConfig) -> list[str]:
+    """Returns a note about large packed files, each of which one task reads, if there are fewer of them than tasks."""
+    size = data.shard_mib * 2**20
+    pieces = (piece for part in parts for piece in part.slices if piece.stop is None)
+    packed = [piece for piece in pieces if piece.bytes > size and piece.file.name.lower().endswith(tuple(COMPRESSIONS))]
+    if not packed or len(packed) >= WORKERS:
+        return []
+    largest = max(packed, key=lambda piece: piece.bytes)
+    name, megabytes = escape_surrogates(largest.file.name), largest.bytes / 1e6
+    count = min(WORKERS, max(2, round(largest.bytes / size)))
+    return [
+        f"{name} is packed ({megabytes:,.0f} MB) and so read by one process: unpack it, or split it into files of some 100 "
+        f"MB, and up to {count} processes read it at once"
+    ]
 
 
 def divide_without_validation(source: Source, data: DataConfig) -> tuple[Part, ...]:

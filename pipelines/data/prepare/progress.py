@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Generic, Protocol, Self, TypeVar
 
+from raystride.pipelines.data.prepare.sections import SECTIONS
 from raystride.pipelines.data.sources.pieces import Part
 from raystride.pipelines.system.service_thread import ServiceThread
 from raystride.pipelines.system.storage.folder import Folder
@@ -136,12 +137,17 @@ class ProgressMeter:
     @classmethod
     def for_parts(cls, folder: Folder, parts: Sequence[Part]) -> Self:
         """Returns the meter of parts that are prepared in a folder."""
-        return cls(folder / "parts", {f"{part.number:05d}.json": part.bytes for part in parts})
+        has_sections = any(piece.stop is None for part in parts for piece in part.slices)
+        sizes = {f"{part.number:05d}.json": part.bytes for part in parts}
+        return cls(folder / "parts", sizes, folder / SECTIONS if has_sections else None)
 
-    def __init__(self, records: Folder, sizes: Mapping[str, int]) -> None:
-        """`sizes` are the parts' bytes by the names of their files in the folder `records`."""
-        self._records, self._bytes = records, sizes
-        self._start = time.monotonic()
+    def __init__(self, records: Folder, sizes: Mapping[str, int], sections: Folder | None = None) -> None:
+        """`sizes` are the parts' bytes by the names of their files in the folder `records`; `sections` has those of packed
+        files.
+        """
+        self._records, self._bytes, self._sections = records, sizes, sections
+        self._first: tuple[float, int] | None = None
+        """Time at which parts were finished first, and their bytes: what comes before, as Ray's start, is not their rate."""
         self.total = max(sum(self._bytes.values()), 1)
         self.done = 0
 
@@ -150,6 +156,12 @@ class ProgressMeter:
         records = set(self._records.names())
         found = [size for name, size in self._bytes.items() if name in records]
         self.done = sum(found)
-        speed = self.done / max(time.monotonic() - self._start, 1e-9)
-        left = f", {(self.total - self.done) / speed:.0f} s left" if speed else ""
-        return f"{len(found)}/{len(self._bytes)} parts, {self.done / 1e6:.0f} MB, {speed / 1e6:.1f} MB/s{left}"
+        text = f"{len(found)}/{len(self._bytes)} parts, {self.done / 1e6:.0f} MB"
+        if self._sections and (sections := sum(name.endswith(".json") for name in self._sections.names())):
+            text += f", {sections} shards of packed files"
+        if self._first is None:
+            self._first = (time.monotonic(), self.done) if self.done else None
+        elif self.done > self._first[1]:
+            speed = (self.done - self._first[1]) / max(time.monotonic() - self._first[0], 1e-9)
+            text += f", {speed / 1e6:.1f} MB/s, {(self.total - self.done) / speed:.0f} s left"
+        return text

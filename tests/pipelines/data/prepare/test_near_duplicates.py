@@ -23,7 +23,8 @@ from raystride.pipelines.data.prepare.document_hashes import (
     Shared,
     hash_document,
     merge_hashes,
-    put_part_hashes,
+    part_hashes_name,
+    put_hashes,
     read_hashes,
 )
 from raystride.pipelines.data.prepare.near_duplicates import (
@@ -268,8 +269,8 @@ def test_documents_are_the_same_by_their_beginning_whatever_their_pieces(tmp_pat
 def test_of_many_documents_a_sample_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(document_hashes, "MAX_HASHES", 1100)
     folder, hashes = Folder(str(tmp_path)), np.array([hash_document(str(i)) for i in range(10_000)], np.uint64)
-    put_part_hashes(folder, 0, hashes[:4000], hashes[:0])
-    put_part_hashes(folder, 1, hashes[4000:8000], hashes[7000:])
+    put_hashes(folder, part_hashes_name(0), hashes[:4000], hashes[:0])
+    put_hashes(folder, part_hashes_name(1), hashes[4000:8000], hashes[7000:])
     found = merge_hashes(folder, [0, 1])
     assert found is not None
     known, validation = found
@@ -284,7 +285,7 @@ def test_of_many_documents_a_sample_is_kept(tmp_path: Path, monkeypatch: pytest.
 def test_what_an_earlier_version_prepared_says_nothing(tmp_path: Path) -> None:
     folder = Folder(str(tmp_path))
     assert read_hashes(folder) is None
-    put_part_hashes(folder, 0, np.zeros(1, np.uint64), np.zeros(0, np.uint64))
+    put_hashes(folder, part_hashes_name(0), np.zeros(1, np.uint64), np.zeros(0, np.uint64))
     assert merge_hashes(folder, [0, 1]) is None
     assert merge_hashes(folder, [0]) is not None
     folder.put(FILE, b"12345678")

@@ -92,7 +92,7 @@ def test_parts_of_a_hundred_thousand_files_come_to_the_tasks(tmp_path: Path) -> 
     """Ray Data ends with a traceback if a task, with the list of its files, is larger than a mebibyte."""
     config = settings(tmp_path, on_error="skip")
     files = [
-        File(f"/nowhere/train/n01443537/images/{number:09d}.txt", f"{number:09d}.txt", 700) for number in range(200_000)
+        File(f"/nowhere/train/n01443537/images/{number:09d}.txt", f"{number:09d}.xz", 700) for number in range(200_000)
     ]
     source = Source("text", tuple(files), TextReader(skip=True))
     parts = divide_into_parts(source, None, config.data)
