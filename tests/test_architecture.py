@@ -24,11 +24,13 @@ def _id(path: Path) -> str:
     return str(path.relative_to(ROOT))
 
 
-def test_two_files_reach_into_private_parts_of_ray() -> None:
+def test_few_files_reach_into_private_parts_of_ray() -> None:
     """By import, by name in a text, or by a name of Ray's that no page of its documentation has."""
     private = re.compile(r"\bray\.[\w.]*\b_\w+|_raylet|ray\.core\b|ray\.train\.v2|__internal|_JSON_ENV_VAR")
     found = [_id(path) for path in MODULES if private.search(path.read_text())]
-    assert found == [f"pipelines/launch/cluster/{name}.py" for name in ("fast_start", "internals")]
+    # The last orders a worker's path before anything of the pipelines is imported.
+    cluster = [f"pipelines/launch/cluster/{name}.py" for name in ("fast_start", "internals")]
+    assert found == [*cluster, "raystride/project_folder.py"]
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "pipelines" / "config").glob("*.py")), ids=_id)

@@ -143,7 +143,7 @@ def load_plugins(plugins: Iterable[str]) -> None:
     for plugin in listed:
         if plugin != SCRIPT:
             check_stored_name(plugin, "plugins", listed)
-            _load_plugin(str(plugin))
+            _load_plugin(str(plugin), find_plugin_file(str(plugin)))
 
 
 @cache
@@ -153,8 +153,8 @@ def installed_plugins() -> tuple[str, ...]:
 
 
 @cache
-def _load_plugin(plugin: str) -> None:
-    file = find_plugin_file(plugin)
+def _load_plugin(plugin: str, file: Path | None) -> None:
+    """Imports a module, or this file of that name; files of one name in several folders are several plug-ins."""
     try:
         if file is None:
             import_module(plugin)

@@ -22,6 +22,7 @@ from raystride.pipelines.config import Config, SettingError
 from raystride.pipelines.config.parse import Parsed
 from raystride.pipelines.data.feed.samples import count_windows
 from raystride.pipelines.data.plugins import PluginBundle
+from raystride.pipelines.data.prepare.data_lines import list_data_lines
 from raystride.pipelines.data.prepare.fingerprint import KeptPreparations
 from raystride.pipelines.data.prepare.generations import clear_failure, publish_failure, read_failure, read_generation
 from raystride.pipelines.data.prepare.manifest import load_finished_manifest
@@ -105,7 +106,7 @@ class PreparationProcess:
         while True:
             ended = self._process.exitcode
             if (manifest := read_generation(self.folder, 0)) or (manifest := load_finished_manifest(self.folder)):
-                return PreparedData(self.folder, manifest, reused=False)
+                return PreparedData(self.folder, manifest, reused=False, lines=tuple(list_data_lines(manifest, self.folder)))
             if error := read_failure(self.folder):
                 raise DataError(error)
             if ended is not None:

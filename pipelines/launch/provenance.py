@@ -85,6 +85,8 @@ def describe_data(prepared: PreparedData, previous: PreviousAttempt | None) -> D
         found["content"] = content
     if stages:
         found["prepared_at"] = describe_speeds(stages)
+    if prepared.lines:
+        found["data_lines"] = list(prepared.lines)
     if not fingerprints.sources:
         return found
     sources = {**(previous.sources if previous else {}), **fingerprints.sources}

@@ -113,8 +113,8 @@ attempt bits commit data device fed files folder format order parent_step positi
 threads versions world writer
 """,
     "environment.json": """
-attempt base code_sha256 command commit content cores cpu data dirty gpus host memory_bytes platform prepared_at python
-settings_sha256 sha256 versions writer
+attempt base code_sha256 command commit content cores cpu data data_lines dirty gpus host memory_bytes platform prepared_at
+python settings_sha256 sha256 versions writer
 """,
     "mlflow.json": "ended experiment_id logged names run_id sha256 token uri writer",
     "owner.json": "released sha256 term writer",

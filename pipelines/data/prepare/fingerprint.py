@@ -35,8 +35,7 @@ FORMAT = 1
 """Raised when shards of the same data and settings come out differently than before."""
 READING = 2
 """Raised when data is read by other rules than before: 2 refuses rows that do not have a field for each column, scales
-pictures of 16 bits, knows splits and classes by the names of files, and reads messages in parts of text or with `from` and
-`value`, which were left out.
+pictures of 16 bits, and knows splits and classes by the names of files. Chats have a number of their own, `chat.FORMAT`.
 """
 READ_AGAIN = f"reading-{READING}"
 """File in a preparation by earlier rules, all of whose documents come the same by today's."""
@@ -309,9 +308,8 @@ def compute_fingerprint(
         if not data.follow and any(False in opened.quotes_between_tabs for opened in (source, validation) if opened):
             csv_settings["quote"] = "none"
         content |= {key: value for key, value in csv_settings.items() if value not in ("auto", [])}
-    skips_chats = data.on_error == "skip" and any(column.kind == "messages" for column in task.columns)
     is_table = "csv" in (source.kind, validation and validation.kind)
-    if with_reading and (reads_otherwise or skips_chats or isinstance(task, Images) or is_table):
+    if with_reading and (reads_otherwise or isinstance(task, Images) or is_table):
         content["reading"] = READING
     if source.kind == "parquet" and data.class_names:
         content["class_names"] = True
@@ -322,6 +320,8 @@ def compute_fingerprint(
     if with_code and (code := hash_user_code(config, source, validation)):
         content["code"] = code
     if shape := task.shaped_by():
+        if shape.get("chat") and not with_reading:
+            shape["chat"] = {key: value for key, value in shape["chat"].items() if key != "format"}
         content["shape"] = shape
     if validation is not None:
         content["validation_source"] = JsonText(validation.identity_json)

@@ -9,14 +9,17 @@ A finished preparation is reused at once. An interrupted one continues at its ne
 
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Iterable, Sequence, Set
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+import numpy as np
+
 from raystride.pipelines.config import Config, DataConfig
 from raystride.pipelines.data.prepare.cleaning import build_cleaning
+from raystride.pipelines.data.prepare.data_lines import source_facts
 from raystride.pipelines.data.prepare.document_hashes import PARTS, merge_hashes
 from raystride.pipelines.data.prepare.fingerprint import (
     Identity,
@@ -27,6 +30,7 @@ from raystride.pipelines.data.prepare.fingerprint import (
 )
 from raystride.pipelines.data.prepare.generations import Describe, Publisher, Records, validation_first
 from raystride.pipelines.data.prepare.learn_facts import FACTS, LearnedFacts, LearningSource, learn_facts, make_tokenizers
+from raystride.pipelines.data.prepare.lost_text import MAX_STRETCHES, STRETCH, TextSample, refuse_lost_text, sum_lost_text
 from raystride.pipelines.data.prepare.manifest import FILE, Manifest, Shard, Shards, load_finished_manifest
 from raystride.pipelines.data.prepare.near_duplicates import (
     DUPLICATES_FILE,
@@ -36,7 +40,7 @@ from raystride.pipelines.data.prepare.near_duplicates import (
     SignedParts,
     find_duplicates,
 )
-from raystride.pipelines.data.prepare.parts import packed_notes
+from raystride.pipelines.data.prepare.parts import packed_notes, sample_documents
 from raystride.pipelines.data.prepare.progress import (
     SPEED_FILE,
     ProgressMeter,
@@ -55,6 +59,7 @@ from raystride.pipelines.data.sources.pieces import Part
 from raystride.pipelines.data.sources.source import Source
 from raystride.pipelines.data.tasks.task import NO_TOKENS, Task
 from raystride.pipelines.data.tokenizers import Tokenizers
+from raystride.pipelines.data.tokenizers.chat import is_of_earlier_version
 from raystride.pipelines.system.credentials import redact_uris
 from raystride.pipelines.system.storage.folder import Folder
 from raystride.pipelines.system.storage.sealed import read_sealed, sealed_names
@@ -76,6 +81,8 @@ class PreparedData:
     """Whether an earlier preparation was found complete."""
     learned: str = ""
     """Fingerprint of the facts that a mixture's sources have learned together (`Identity.learned`)."""
+    lines: tuple[str, ...] = ()
+    """Lines about the data, once all of it is prepared, or its first part."""
 
     @property
     def identity(self) -> Identity:
@@ -99,29 +106,25 @@ def prepare_source(
     cannot.
     """
     config, storage, log = context.config, context.storage, context.log
-    sources = None
+    sources, digest = None, learned.digest if learned else ""
     if fingerprint is None:
         sources = context.open_sources(config, task)
-        digest = learned.digest if learned else ""
         fingerprint = find_fingerprint(config, task, *sources, digest, storage)
-        if outdated := find_outdated_preparation(fingerprint, known_fingerprints(config, task, *sources, digest), storage):
-            log(
-                f"data: {outdated} is by an earlier version, which read rows, pictures or folders by other rules, or was "
-                "not whole: the data is prepared anew"
-            )
+        _log_if_outdated(fingerprint, known_fingerprints(config, task, *sources, digest), storage, log)
     folder = storage / ".prepared" / fingerprint
     if (manifest := load_finished_manifest(folder)) is not None:
-        log(f"data: {_describe_counts(manifest, task)}, prepared before ({folder})")
+        earlier = any(is_of_earlier_version(folder / name) for name in task.tokenizers)
+        chats = ", its chats as by 0.3 (docs/upgrading.md)" if earlier else ""
+        log(f"data: {_describe_counts(manifest, task)}, prepared before ({folder}){chats}")
         return PreparedData(folder, manifest, reused=True)
     if folder.exists(FILE):
         log(f"data: {folder} was prepared, but a file of it is not as it was written: it is prepared again")
         for name in task.tokenizers:
             folder.remove(name)
-    sources = sources or open_as_prepared(config, task, folder, learned.digest if learned else "", context.open_sources)
-    source, validation = sources
+    source, validation = sources = sources or open_as_prepared(config, task, folder, digest, context.open_sources)
     if task.reads_dataset:
         manifest = build_manifest(
-            config.data, fingerprint, source, task.knowing({"dataset": task.describe_dataset(), **NO_TOKENS}, {}), []
+            config.data, fingerprint, source, None, task.knowing({"dataset": task.describe_dataset(), **NO_TOKENS}, {}), []
         )
         manifest.save(folder)
         log(f"data: {_describe_counts(manifest, task)}, read as they are")
@@ -130,14 +133,14 @@ def prepare_source(
     write_raw_files(folder, source, validation)
     started, began = time.time(), time.monotonic()
     parts = context.divide_sources(config, sources)
-    for line in (*_describe_sources(source, validation), *packed_notes(parts, config.data)):
+    for line in (*source_facts(config.data, source, validation).get("notes", ()), *packed_notes(parts, config.data)):
         log(f"data: {line}")
     if on_ray == "large":
         on_ray = is_worth_ray(config, task, source, parts)
     if on_ray:
         _log_if_cluster_full(log)
     job = build_job(context, folder, DividedSource(source, validation, parts), task, learned, on_ray)
-    describe = partial(build_manifest, config.data, fingerprint, source, job.task)
+    describe = partial(build_manifest, config.data, fingerprint, source, validation, job.task)
     publisher = build_publisher(config.data, job, describe, log) if config.data.start_after_mib else None
     with publisher.publishing(parts) if publisher else nullcontext():
         records = prepare_parts(job, parts, on_ray, log)
@@ -145,9 +148,8 @@ def prepare_source(
         publisher.end()
     manifest = describe(records)
     _check_splits(config.data, manifest)
-    found = merge_hashes(folder, [part.number for part in parts])
-    if validation and found and (shared := found[0].count_shared(found[1])).shared:
-        log(f"data: {shared.describe(redact_uris(str(config.data.validation_source)))}")
+    refuse_lost_text(config, manifest.source.get("lost_text", {}))
+    _count_shared(config.data, folder, parts, manifest)
     folder.put_json(SPEED_FILE, sum_stages(record.get("stages", {}) for record in records))
     manifest.save(folder)
     # Only an interrupted preparation needs these files; with the manifest this one is finished.
@@ -157,8 +159,25 @@ def prepare_source(
         folder.remove_temporary(before=started)
     except OSError as error:
         log(f"warning: what an interrupted preparation would need is left in {folder}: {error}")
-    _log_report(manifest, task, records, folder, time.monotonic() - began, log)
+    if stages := load_stages(folder):
+        log(f"data: {describe_speeds(stages)}")
+    log(f"data: {_describe_counts(manifest, task)}, prepared in {time.monotonic() - began:.1f} s ({folder})")
     return PreparedData(folder, manifest, reused=False)
+
+
+def _log_if_outdated(chosen: str, known: Iterable[str], storage: Folder, log: Callable[[str], None]) -> None:
+    if outdated := find_outdated_preparation(chosen, known, storage):
+        log(
+            f"data: {outdated} is by an earlier version, which read rows, pictures, folders or chats by other rules, or was "
+            "not whole: the data is prepared anew"
+        )
+
+
+def _count_shared(data: DataConfig, folder: Folder, parts: Sequence[Part], manifest: Manifest) -> None:
+    """Keeps the hashes of the training documents; notes in the manifest how many of a validation source are among them."""
+    found = merge_hashes(folder, [part.number for part in parts])
+    if data.validation == "source" and found and (shared := found[0].count_shared(found[1])).shared:
+        manifest.source["also_in_training"] = shared.describe(redact_uris(str(data.validation_source)))
 
 
 def is_worth_ray(config: Config, task: Task, source: Source, parts: Sequence[Part]) -> bool:
@@ -166,10 +185,6 @@ def is_worth_ray(config: Config, task: Task, source: Source, parts: Sequence[Par
     has_images = any(column.kind == "image" for column in task.columns)
     is_expensive = has_images or task.wants_gpu or build_cleaning(config, task) is not None
     return is_expensive or source.kind in UNSIZED_KINDS or sum(part.bytes for part in parts) > MAX_LOCAL_BYTES
-
-
-def _describe_sources(source: Source, validation: Source | None) -> list[str]:
-    return [*dict.fromkeys((*source.describe(), *(validation.describe() if validation else ())))]
 
 
 @dataclass(frozen=True)
@@ -195,6 +210,9 @@ def build_job(
         learned.copy_tokenizers(folder, task)
     else:
         make_tokenizers(config.tokenizer, [studied], folder, task, on_ray, log)
+    _refuse_lost_text_of_first_part(
+        config, replace(job, task=task.knowing({}, Tokenizers(folder, task.tokenizers))), divided.parts
+    )
     if job.finds_duplicates:
         log("data: a first pass over all documents, for those that are near-duplicates of an earlier one")
         run_each, group = (_run_each_on_ray, _group_bands_on_ray) if on_ray else (_run_each_locally, None)
@@ -203,6 +221,16 @@ def build_job(
     job = replace(job, task=task.knowing({}, encoders))
     facts = learned.facts(job.task) if learned else learn_facts([replace(studied, job=job)], folder, on_ray, log)
     return replace(job, task=task.knowing(facts, encoders))
+
+
+def _refuse_lost_text_of_first_part(config: Config, job: Preparation, parts: Sequence[Part]) -> None:
+    """Raises SettingError if a tokenizer loses most of a sample of the first part, before all are prepared."""
+    for part in parts[:1]:
+        sample, size = TextSample(job.task, part.bytes, seed=part.number), MAX_STRETCHES * STRETCH
+        if sample.is_needed:
+            for document in job.clean_documents(sample_documents(job.readers["train"], [*part.slices], size)):
+                sample.add(document)
+            sample.measure_or_refuse(config)
 
 
 def _run_each_locally(function: Callable[[Preparation, Part], Any], job: Preparation, parts: Sequence[Part]) -> list[Any]:
@@ -274,11 +302,12 @@ def _load_done_records(folder: Folder, wanted: Set[int]) -> dict[int, dict[str, 
     return records
 
 
-def build_manifest(data: DataConfig, digest: str, source: Source, task: Task, records: Records) -> Manifest:
+def build_manifest(
+    data: DataConfig, digest: str, source: Source, validation: Source | None, task: Task, records: Records
+) -> Manifest:
     """Returns the manifest of a preparation from the records of its parts."""
-    skipped = [fault for record in records for fault in record["faults"]]
-    unnamed = sum(record["skipped"] for record in records) - len(skipped)
-    if unnamed:
+    skipped, counts = [fault for record in records for fault in record["faults"]], _count_documents(records)
+    if unnamed := counts.get("skipped", 0) - len(skipped):
         skipped.append({"place": redact_uris(data.source), "reason": f"and {unnamed} more documents"})
     learned = dict(task.facts)
     shards = {
@@ -291,22 +320,32 @@ def build_manifest(data: DataConfig, digest: str, source: Source, task: Task, re
         vocabulary_size=learned.pop("vocabulary_size", 0),
         end_id=learned.pop("end_id", 0),
         splits=shards,
-        source={"kind": source.kind, "name": redact_uris(data.source), "files": len(source.files)}
-        | {"bytes": sum(file.size for file in source.files)}
-        | ({"cut": cut} if (cut := sum(record.get("cut", 0) for record in records)) else {})
-        | ({"dropped": dropped} if (dropped := _sum_drop_reasons(records)) else {}),
+        source=source_facts(data, source, validation) | counts,
         skipped=skipped,
         tokenizers=list(task.tokenizers),
         learned=learned,
     )
 
 
-def _sum_drop_reasons(records: Records) -> dict[str, int]:
-    """Returns how many documents were dropped, by reason; negative for a step that added documents."""
-    total: Counter[str] = Counter()
+def _count_documents(records: Records) -> dict[str, Any]:
+    """Returns the counts of all parts that are not 0: documents of each label, truncated, skipped, dropped ones, lost text.
+
+    Dropped documents are counted by reason, negative for a step that added some. Records of earlier versions lack counts.
+    """
+    dropped: Counter[str] = Counter()
     for record in records:
-        total.update(record.get("dropped", {}))
-    return dict(total)
+        dropped.update(record.get("dropped", {}))
+    by_split = {split: [record.get("labels", {}).get(split) for record in records] for split in SPLITS}
+    labels = {split: np.sum(counts, 0).tolist() for split, counts in by_split.items() if counts and None not in counts}
+    found = {
+        "cut": sum(record.get("cut", 0) for record in records),
+        "longest": max((record.get("longest", 0) for record in records), default=0),
+        "skipped": sum(record["skipped"] for record in records),
+        "dropped": dict(dropped),
+        "labels": labels,
+        "lost_text": sum_lost_text(record.get("lost_text", {}) for record in records),
+    }
+    return {name: value for name, value in found.items() if value}
 
 
 def _check_splits(data: DataConfig, manifest: Manifest) -> None:
@@ -330,24 +369,6 @@ def _check_splits(data: DataConfig, manifest: Manifest) -> None:
         remedy = f"use a {other} --data.validation_fraction"
     count = manifest.documents("train") + manifest.documents("validation")
     raise DataError(f"no document for {empty}: {share} leaves none of {count}; {remedy}, or name a --data.validation_source")
-
-
-def _log_report(
-    manifest: Manifest, task: Task, records: list[dict[str, Any]], folder: Folder, seconds: float, log: Log
-) -> None:
-    if count := sum(record["skipped"] for record in records):
-        first = manifest.skipped[0]
-        named = f"the first {first['place']}: {first['reason']}"
-        log(f"data: {count} files or documents skipped, {named}; listed in {folder / FILE}")
-    if dropped := manifest.source.get("dropped"):
-        # The name of a step is an import path, with a dot.
-        counts = (f"{count:,} {'by ' * ('.' in why)}{why}" for why, count in dropped.items())
-        log(f"data: left out {', '.join(counts)}")
-    if cut := manifest.source.get("cut"):
-        log(f"data: {cut:,} examples are longer than model.context allows and were cut")
-    if stages := load_stages(folder):
-        log(f"data: {describe_speeds(stages)}")
-    log(f"data: {_describe_counts(manifest, task)}, prepared in {seconds:.1f} s ({folder})")
 
 
 def _describe_counts(manifest: Manifest, task: Task) -> str:

@@ -81,17 +81,14 @@ def read_part_items(reader: Reader, part: Part) -> Iterator[Piece | Fault]:
             yield faulty.fault
 
 
-def first_fault(source: Source, max_files: int, max_rows: int) -> Fault | None:
-    """Returns the first fault in the first rows of the first files; None if there is none."""
+def read_first_rows(source: Source, max_files: int, max_rows: int) -> Iterator[Piece | Fault]:
+    """Yields the pieces and faults of the first rows of the first files."""
     for file in source.files[:max_files]:
         try:
             for beginning in source.reader.slices(file, MIN_PART_BYTES)[:1]:
-                for item in islice(source.reader.read(beginning), max_rows):
-                    if isinstance(item, Fault):
-                        return item
+                yield from islice(source.reader.read(beginning), max_rows)
         except FaultError as faulty:
-            return faulty.fault
-    return None
+            yield faulty.fault
 
 
 def target_part_bytes(total: int, data: DataConfig) -> int:

@@ -8,22 +8,37 @@ first.
     for name, (folder, manifest) in prepared.manifest.by_source(prepared.folder).items(): ...
 """
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
 
 from raystride.pipelines.config import Config
 from raystride.pipelines.data.prepare.cleaning import build_cleaning
+from raystride.pipelines.data.prepare.data_lines import (
+    describe_classes,
+    describe_files,
+    join_sources,
+    list_data_lines,
+    source_facts,
+)
 from raystride.pipelines.data.prepare.fingerprint import Identity, learning_sources
 from raystride.pipelines.data.prepare.learn_facts import LearnedFacts, LearningSource, learn
+from raystride.pipelines.data.prepare.lost_text import TextSample, describe_lost_text
 from raystride.pipelines.data.prepare.manifest import Manifest, Shards, load_finished_manifest
 from raystride.pipelines.data.prepare.one_source import PreparedData, is_worth_ray, prepare_source
-from raystride.pipelines.data.prepare.parts import first_fault
+from raystride.pipelines.data.prepare.parts import read_first_rows
 from raystride.pipelines.data.prepare.progress import SPEED_FILE, load_stages, sum_stages
 from raystride.pipelines.data.prepare.run_context import Log, OnRay, RunContext
 from raystride.pipelines.data.prepare.stages import SPLITS, Preparation
 from raystride.pipelines.data.prepare.watch_source import follow_source
 from raystride.pipelines.data.sources.faults import DataError
+from raystride.pipelines.data.sources.pieces import Piece
+from raystride.pipelines.data.sources.text import FolderReader
+from raystride.pipelines.data.tasks.labels import LabelTask
 from raystride.pipelines.data.tasks.task import Task
+from raystride.pipelines.data.tokenizers.ready import ReadyEncoder
+from raystride.pipelines.data.tokenizers.training import read_file
+from raystride.pipelines.system.credentials import redact
 from raystride.pipelines.system.storage.folder import Folder
 
 FIRST_FILES, FIRST_ROWS = 8, 100
@@ -38,24 +53,30 @@ def prepare(context: RunContext, task: Task, *, on_ray: OnRay = True) -> Prepare
     """
     if context.config.data.follow:
         follow_source(context, task, on_ray=bool(on_ray))
-    if not context.config.data.sources:
-        prepared = prepare_source(context, task, fingerprint=context.kept.fingerprints.get(""), on_ray=on_ray)
+    if context.config.data.sources:
+        prepared = _prepare_sources(context, task, on_ray)
     else:
-        prepared = _prepare_mixture(context, task, on_ray)
+        prepared = prepare_source(context, task, fingerprint=context.kept.fingerprints.get(""), on_ray=on_ray)
+    notes = () if prepared.reused else prepared.manifest.source.get("notes", ())  # were logged before the preparation
+    prepared = replace(prepared, lines=tuple(map(redact, list_data_lines(prepared.manifest, prepared.folder))))
+    for line in prepared.lines:
+        if line not in notes:
+            context.log(f"data: {line}")
     context.opened.close()
     return prepared
 
 
-def _prepare_mixture(context: RunContext, task: Task, on_ray: OnRay) -> PreparedData:
+def _prepare_sources(context: RunContext, task: Task, on_ray: OnRay) -> PreparedData:
+    """Prepares the sources of a mixture, or finds them prepared, and writes what they have in common."""
     known = context.identity(task)
-    prepared = _prepare_sources(context, task, known, on_ray)
+    prepared = _prepare_mixture(context, task, known, on_ray)
     folder = context.storage / ".prepared" / known.data
     if (manifest := load_finished_manifest(folder)) is None:
         manifest = _commit_mixture(folder, known, prepared, task)
     return PreparedData(folder, manifest, all(data.reused for data in prepared.values()), known.learned)
 
 
-def _prepare_sources(context: RunContext, task: Task, known: Identity, on_ray: OnRay) -> dict[str, PreparedData]:
+def _prepare_mixture(context: RunContext, task: Task, known: Identity, on_ray: OnRay) -> dict[str, PreparedData]:
     configs, prepared = context.config.by_source(), context.storage / ".prepared"
     # Shared facts are needed to prepare a source, but not to use a prepared one.
     all_whole = all(load_finished_manifest(prepared / known.fingerprint_of_source(name)) for name in configs)
@@ -89,32 +110,54 @@ def needs_ray(context: RunContext) -> bool:
 
 def check_data(context: RunContext) -> None:
     """Checks data that is not prepared yet, before any long work. Raises DataError, SettingError."""
-    for own in _unprepared_sources(context):
+    for own in _unprepared_sources(context).values():
         context.check_sources(own, context.open_sources(own, context.task.under(own)))
 
 
-def _unprepared_sources(context: RunContext) -> list[Config]:
-    """Returns the settings of each source that is not prepared yet. Raises DataError, SettingError."""
+def _unprepared_sources(context: RunContext) -> dict[str, Config]:
+    """Returns the settings of each source that is not prepared yet, by its name. Raises DataError, SettingError."""
     known, prepared = context.identity(), context.storage / ".prepared"
-    return [
-        own
+    return {
+        name: own
         for name, own in context.config.by_source().items()
         if load_finished_manifest(prepared / known.fingerprint_of_source(name)) is None
-    ]
+    }
 
 
-def check_first_rows(context: RunContext) -> None:
+def check_first_rows(context: RunContext) -> list[str]:
     """Reads the first rows of data that is not prepared yet, with the readers of its preparation.
 
-    A registered source is not run. Raises DataError, SettingError.
+    Returns lines about the data: all documents of prepared data, else the first rows. A registered source is not run. Raises
+    DataError, SettingError.
     """
     check_data(context)
-    for own in _unprepared_sources(context):
-        for source in context.open_sources(own, context.task.under(own)):
-            if source and source.kind != "registered" and own.data.on_error == "raise":
-                fault = first_fault(source, FIRST_FILES, FIRST_ROWS)
-                if fault:
-                    raise fault.error()
+    task, unprepared = context.task, _unprepared_sources(context)
+    if not unprepared and (manifest := load_finished_manifest(context.prepared_folder)):
+        return list_data_lines(manifest, context.prepared_folder)
+    return join_sources({name: _check_first_rows(context, own, task.under(own)) for name, own in unprepared.items()})
+
+
+def _check_first_rows(context: RunContext, config: Config, task: Task) -> list[str]:
+    """Reads the first rows of a source, and returns lines about it. Raises DataError, SettingError."""
+    source, validation = context.open_sources(config, task)
+    facts, labels = source_facts(config.data, source, validation), Counter[str]()
+    if config.tokenizer.kind == "file" and task.tokenizers:
+        task = task.knowing({}, dict.fromkeys(task.tokenizers, ReadyEncoder(read_file(config.tokenizer), end_id=0)))
+    sample = TextSample(task, facts["bytes"], seed=0)
+    has_labels, title = isinstance(task, LabelTask), "classes of the first {:,} rows"
+    if has_labels and isinstance(source.reader, FolderReader):  # whose first files are of one class
+        has_labels, title = False, "classes of {:,} files"
+        labels.update(filter(None, map(source.reader.label_of, source.files)))
+    for opened in (source, validation):
+        for item in read_first_rows(opened, FIRST_FILES, FIRST_ROWS) if opened and opened.kind != "registered" else ():
+            if isinstance(item, Piece):
+                sample.add(item.document)
+                labels.update(item.document[-1:] if has_labels else ())
+            elif config.data.on_error == "raise":
+                raise item.error()
+    lost = sample.measure_or_refuse(config)
+    classes = describe_classes(labels, title.format(labels.total())) if labels else []
+    return [*describe_files(facts), *classes, *describe_lost_text(lost)]
 
 
 def _learn_from_sources(context: RunContext, task: Task, known: Identity, on_ray: OnRay) -> LearnedFacts | None:

@@ -3,7 +3,7 @@
 read_part      part → (part, document, begins, ends, validation, text, place, fault, hash), some MiB a table; a fault is the
                reason for a missing document, the fields of a document with several are a JSON array in `text`, and where a
                document begins, `hash` is that of its identity
-tokenise_table the same with ids (large_list of the id type), loss_mask (large_list<uint8> or null) and cut (bool) for text
+tokenise_table the same with ids (large_list of the id type), loss_mask (large_list<uint8> or null) and cut (int64) for text
 write_part     a part's tables → its shards and, last, parts/00003.json
 survey_part    a part → the task's survey of its documents, for tasks that must see all documents before they encode
 
@@ -30,6 +30,7 @@ from raystride.pipelines.data.prepare.document_hashes import (
     put_hashes,
     read_hash_file,
 )
+from raystride.pipelines.data.prepare.lost_text import TextSample
 from raystride.pipelines.data.prepare.near_duplicates import read_duplicates
 from raystride.pipelines.data.prepare.parts import read_part_items
 from raystride.pipelines.data.prepare.progress import TimedIterator
@@ -37,6 +38,7 @@ from raystride.pipelines.data.prepare.sections import SECTIONS, load_sections, s
 from raystride.pipelines.data.prepare.shards import ShardWriter
 from raystride.pipelines.data.sources.faults import Fault
 from raystride.pipelines.data.sources.pieces import Part, Piece, Reader
+from raystride.pipelines.data.tasks.labels import LabelTask
 from raystride.pipelines.data.tasks.task import Document, Encoded, Facts, Task
 from raystride.pipelines.system.storage.folder import Folder
 from raystride.pipelines.system.storage.sealed import put_sealed
@@ -114,9 +116,11 @@ def is_validation(identity: str, fraction: float) -> bool:
 def read_part(job: Preparation, part: Part) -> Iterator[pa.Table]:
     """Yields the part's pieces in order, then an empty row that marks its end. Raises DataError unless faults are skipped.
 
-    The `place` of the last row has, as JSON, the dropped documents and the seconds of each stage.
+    The `place` of the last row has, as JSON, the dropped documents, the text that tokenizers lose, and the seconds of each
+    stage.
     """
     dropped: Counter[str] = Counter()
+    sample = TextSample(job.task, part.bytes, seed=part.number)
     took = {"read": 0.0, "clean": 0.0}
     rows: list[tuple[Any, ...]] = []
     size, document, ended, spent, began = 0, -1, True, 0.0, time.perf_counter()
@@ -142,6 +146,7 @@ def read_part(job: Preparation, part: Part) -> Iterator[pa.Table]:
         ended = item.ends
         key = hash_document(item.identity)
         validation = part.split == "validation" if part.split else key < job.validation_fraction * 2**64
+        sample.add(item.document)
         text = _pack_fields(item.document)
         section_size += len(text)
         if left:
@@ -156,8 +161,8 @@ def read_part(job: Preparation, part: Part) -> Iterator[pa.Table]:
             rows, size, began = [], 0, time.perf_counter()
     cleaning = max(0.0, took["clean"] - took["read"])
     seconds = {"read": spent + time.perf_counter() - began - cleaning, "clean": cleaning}
-    trailer = json.dumps({"dropped": {**+dropped}, "seconds": seconds})
-    rows.append((part.number, None, None, None, None, None, trailer, None, None))
+    trailer = {"dropped": {**+dropped}, "lost_text": sample.measure(), "seconds": seconds}
+    rows.append((part.number, None, None, None, None, None, json.dumps(trailer), None, None))
     yield _build_table(rows)
 
 
@@ -197,7 +202,7 @@ def tokenise_table(job: Preparation, table: pa.Table) -> pa.Table:
     began, texts = time.perf_counter(), pc.sum(pc.binary_length(table["text"])).as_py() or 0
     ids: list[np.ndarray] = []
     masks: list[np.ndarray | None] = []
-    cuts: list[bool] = []
+    cuts: list[int] = []
     faults: dict[int, str] = {}
     fields = len(job.task.columns)
     columns = (table[name].to_pylist() for name in ("text", "begins", "ends"))
@@ -210,7 +215,7 @@ def tokenise_table(job: Preparation, table: pa.Table) -> pa.Table:
                 faults[row] = str(error)
         ids.append(example)
         masks.append(mask)
-        cuts.append(cut)
+        cuts.append(int(cut))
     found = [row for row, example in enumerate(ids) if len(example)]
     for row, example in zip(found, job.task.complete([ids[row] for row in found]), strict=True):
         ids[row] = example
@@ -225,7 +230,7 @@ def tokenise_table(job: Preparation, table: pa.Table) -> pa.Table:
     lists = pa.LargeListArray.from_arrays(pa.array(offsets), pa.array(values.astype(kind.to_pandas_dtype()), kind))
     mask_column = pa.array(masks, pa.large_list(pa.uint8()))
     encoded = table.drop_columns(["text"]).append_column("ids", lists).append_column("loss_mask", mask_column)
-    encoded = encoded.append_column("cut", pa.array(cuts, pa.bool_()))
+    encoded = encoded.append_column("cut", pa.array(cuts, pa.int64()))
     # The first row has the table's figures; Ray Data may merge and split tables anywhere.
     for name, value in (("tokenise_s", time.perf_counter() - began), ("text_bytes", texts)):
         encoded = encoded.append_column(name, pa.array([float(value), *[0.0] * (encoded.num_rows - 1)], pa.float64()))
@@ -270,12 +275,14 @@ def id_type(task: Task) -> pa.DataType:
 class _SectionWriter:
     """Writes the shards of a section, or of a whole part, and collects what its record has."""
 
-    def __init__(self, folder: Folder) -> None:
-        self._folder = folder
+    def __init__(self, job: Preparation) -> None:
+        self._folder = job.folder
         self._writers: dict[str, ShardWriter] = {}
         self.hashes: dict[str, list[np.ndarray]] = {split: [] for split in SPLITS}
         self.faults: list[dict[str, str]] = []
-        self.skipped = self.cut = 0
+        self.skipped = self.cut = self.longest = 0
+        self._num_labels = len(job.task.labels) if isinstance(job.task, LabelTask) else 0
+        self.labels = {split: np.zeros(self._num_labels, np.int64) for split in SPLITS}
 
     def add(self, table: pa.Table) -> None:
         """Adds rows."""
@@ -285,9 +292,13 @@ class _SectionWriter:
                 id_type = table.schema.field("ids").type.value_type
                 self._writers.setdefault(split, ShardWriter(id_type, self._folder)).add(rows)
                 self.hashes[split].append(pc.drop_null(rows["hash"]).to_numpy())
+                if count := self._num_labels:  # the first number of an example
+                    labels = pc.list_element(rows["ids"], 0).to_numpy()
+                    self.labels[split] += np.bincount(labels, minlength=count)[:count]
         faulty = table.filter(pc.is_valid(table["fault"]))
         self.skipped += faulty.num_rows
-        self.cut += pc.sum(table["cut"]).as_py() or 0
+        self.cut += pc.sum(pc.greater(table["cut"], 0)).as_py() or 0
+        self.longest = max(self.longest, pc.max(table["cut"]).as_py() or 0)
         pairs = zip(faulty["place"].to_pylist(), faulty["fault"].to_pylist(), strict=True)
         faults = [{"place": place, "reason": reason} for place, reason in pairs]
         self.faults += faults[: _MAX_NAMED_FAULTS - len(self.faults)]
@@ -296,7 +307,14 @@ class _SectionWriter:
         """Writes the shards of this name and returns the record."""
         shards = {split: writer.finish(f"{split}/{name}.arrow") for split, writer in self._writers.items()}
         written = {split: asdict(shard) if (shard := shards.get(split)) else None for split in SPLITS}
-        return {"shards": written, "faults": self.faults, "skipped": self.skipped, "cut": self.cut}
+        record = {
+            "shards": written,
+            "faults": self.faults,
+            "skipped": self.skipped,
+            "cut": self.cut,
+            "longest": self.longest,
+        }
+        return record | {"labels": {split: counts.tolist() for split, counts in self.labels.items() if self._num_labels}}
 
     def joined_hashes(self) -> list[np.ndarray]:
         """Returns the hashes of the documents by split."""
@@ -306,11 +324,12 @@ class _SectionWriter:
 def write_part(job: Preparation, tables: Iterable[pa.Table]) -> dict[str, Any]:
     """Writes a part's shards, then its record, and returns the record.
 
-    It has the part, shards by split, faults and their number, the number of truncated documents (`Encoded.cut`), of dropped
-    documents by reason, and the seconds of each stage; of a part in sections, also the shards of those before the last.
-    Raises RuntimeError if the row that ends a part is missing, and OSError if a shard reads back differently.
+    It has the part, shards by split, faults and their number, the number of truncated documents (`Encoded.cut`) and the ids
+    of the longest, the documents of each label by split, those dropped by reason, the text that tokenizers lose, and the
+    seconds of each stage; of a part in sections, also the shards of those before the last. Raises RuntimeError if the row
+    that ends a part is missing, and OSError if a shard reads back differently.
     """
-    writer, sections = _SectionWriter(job.folder), list[dict[str, Any]]()
+    writer, sections = _SectionWriter(job), list[dict[str, Any]]()
     number, is_complete = -1, False
     trailer: dict[str, Any] = {}
     took, texts, began = {"tokenise": 0.0, "others": 0.0}, 0.0, time.perf_counter()
@@ -330,7 +349,7 @@ def write_part(job: Preparation, tables: Iterable[pa.Table]) -> dict[str, Any]:
                 put_hashes(job.folder, f"{SECTIONS}/{name}.hashes", *writer.joined_hashes())
                 put_sealed(job.folder / SECTIONS, f"{name}.json", record)
                 sections.append(record)
-                writer = _SectionWriter(job.folder)
+                writer = _SectionWriter(job)
             else:
                 is_complete, trailer = True, json.loads(place)
         writer.add(table.slice(first))
@@ -346,13 +365,15 @@ def write_part(job: Preparation, tables: Iterable[pa.Table]) -> dict[str, Any]:
     record = {"part": number, "shards": last["shards"]}
     record |= {"faults": [fault for found in records for fault in found["faults"]][:_MAX_NAMED_FAULTS]}
     record |= {name: sum(found[name] for found in records) for name in ("skipped", "cut")}
+    record["longest"] = max(found["longest"] for found in records)
+    record["labels"] = {
+        split: np.sum([found["labels"][split] for found in records], axis=0).tolist() for split in last["labels"]
+    }
     record |= {"sections": [section["shards"] for section in sections]} if sections else {}
     seconds = trailer["seconds"] | {"tokenise": took["tokenise"], "write": time.perf_counter() - began - took["others"]}
     documents = sum(shard["documents"] for split in SPLITS for shard in shards_of_record(record, split))
-    record |= {
-        "dropped": trailer["dropped"],
-        "stages": {"bytes": round(texts), "documents": documents, "seconds": seconds},
-    }
+    stages = {"bytes": round(texts), "documents": documents, "seconds": seconds}
+    record |= {"dropped": trailer["dropped"], "lost_text": trailer["lost_text"], "stages": stages}
     put_sealed(job.folder / "parts", f"{number:05d}.json", record)
     return record
 

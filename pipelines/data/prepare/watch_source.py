@@ -67,7 +67,9 @@ def follow_source(context: RunContext, task: Task, *, on_ray: bool) -> NoReturn:
     first = source if is_resumed else replace(source, files=watched.next_batch(0, source.files, must_be_stable=False))
     parts = () if is_resumed else divide_into_parts(first, validation, config.data)
     job = build_job(context, watched.folder, DividedSource(first, validation, parts), task, None, on_ray)
-    publisher = build_publisher(config.data, job, partial(build_manifest, config.data, digest, source, job.task), log)
+    publisher = build_publisher(
+        config.data, job, partial(build_manifest, config.data, digest, source, validation, job.task), log
+    )
     records = watched.folder / "parts"
     recorded = set(records.names())
     number, before = 0, 0

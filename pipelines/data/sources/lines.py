@@ -165,7 +165,10 @@ def _explain_no_json(line: str, error: Exception) -> tuple[str, str] | None:
     if not isinstance(error, json.JSONDecodeError):
         return None
     if error.pos >= len(line.rstrip()) or error.msg.startswith("Unterminated"):
-        return "begins an object that ends on a later line", "write each object on one line, or all as an array in a .json"
+        return (
+            "is no JSON: it ends within an object",
+            f"write each object on one line, or all as an array in a .json, {REMEDY}",
+        )
     if line[error.pos :].strip() == ",":
         return "ends with a comma", "remove the commas between lines, or write an array: [, the objects, ]"
     return None

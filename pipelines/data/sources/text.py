@@ -160,6 +160,11 @@ class FolderReader:
     keep: bool = False
     """Whether each file yields an item, a fault if it is empty or broken."""
 
+    def label_of(self, file: File) -> str | None:
+        """Returns the class of a file; None for one that lies above the classes."""
+        parents = file.name.split("/")[:-1]
+        return parents[self.level] if len(parents) > self.level else None
+
     def slices(self, file: File, target: int) -> list[Slice]:
         """Returns one slice: the file, which is a document."""
         return [Slice(file, 0, 1, file.size)]
@@ -176,11 +181,11 @@ class FolderReader:
         """Yields the file's document: its label and its text, or image."""
         file = piece.file
         ensure_unpacked(file)
-        parents, labelled = file.name.split("/")[:-1], any(column.kind == "label" for column in self.columns)
-        if labelled and len(parents) <= self.level:
+        label = self.label_of(file) if any(column.kind == "label" for column in self.columns) else ""
+        if label is None:
             yield Fault(file.uri, "lies above the folders of classes", row={} if self.keep else None)
             return
-        values: dict[str, Any] = {"label": parents[self.level] if labelled else "", "image": file.uri}
+        values: dict[str, Any] = {"label": label, "image": file.uri}
         if any(column.kind == "text" for column in self.columns):
             for item in TextReader(whole=True).read(Slice(file, 0, None, file.size)):
                 if isinstance(item, Fault):

@@ -17,7 +17,7 @@ from raystride.pipelines.config import Config
 from raystride.pipelines.data.tasks.encoder import Encoders
 from raystride.pipelines.data.tasks.labels import LabelTask
 from raystride.pipelines.data.tasks.rows import pad_sequences
-from raystride.pipelines.data.tasks.task import Column, Document, Facts, Inputs, Rows, Task
+from raystride.pipelines.data.tasks.task import Column, Document, Encoded, Facts, Inputs, Rows, Task
 from raystride.pipelines.data.tokenizers.training import read_surrounding
 
 if TYPE_CHECKING:
@@ -65,11 +65,20 @@ class Classification(LabelTask):
     def encode(self, document: Document) -> tuple[np.ndarray, None]:
         """Returns the label's number, 0 for an unlabelled text, and the first ids of the text, with the special tokens
         around them."""
+        return self._encode_whole(document).ids, None
+
+    def example(self, document: Document) -> Encoded:
+        """Returns the example of `encode`, and the ids of the text if they do not all fit."""
+        return self._encode_whole(document) if self._inherits(Classification, "encode") else super().example(document)
+
+    def _encode_whole(self, document: Document) -> Encoded:
         label = self.label_number(document[1]) if len(document) > 1 else 0
         first, last = self.facts.get("around", ([], []))
-        room = max(0, self.config.model.context - len(first) - len(last))
-        ids = self.encoders["tokenizer"].encode(document[0])[:room]
-        return np.concatenate([np.asarray(part, np.uint32) for part in ([label], first, ids, last)]), None
+        around, context = len(first) + len(last), self.config.model.context
+        ids = self.encoders["tokenizer"].encode(document[0])
+        cut = len(ids) + around if len(ids) + around > context else 0
+        parts = ([label], first, ids[: max(0, context - around)], last)
+        return Encoded(np.concatenate([np.asarray(part, np.uint32) for part in parts]), None, cut)
 
     def decode(self, ids: np.ndarray, mask: np.ndarray | None) -> Document:
         """Returns the text, as much of it as the context holds, and its label."""

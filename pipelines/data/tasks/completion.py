@@ -32,7 +32,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from raystride.pipelines.data.tasks.messages import Message
+from raystride.pipelines.data.tasks.messages import Message, Turns
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 """Roles of messages."""
@@ -107,12 +107,12 @@ def encode_chat(template: ChatTemplate, chat: Conversation, room: int) -> Encode
         return Encoded(ids, mask)
     if ends[0] <= room:
         last = ends[ends <= room][-1]
-        return Encoded(ids[:last], mask[:last], cut=True)
+        return Encoded(ids[:last], mask[:last], cut=len(ids))
     first = int(mask.argmax())
     answer = ids[first : ends[0]]
     asked = ids[:first][-max(1, room - len(answer)) :]
     answer = answer[: room - len(asked)]
-    return Encoded(np.concatenate((asked, answer)), np.arange(len(asked) + len(answer)) >= len(asked), cut=True)
+    return Encoded(np.concatenate((asked, answer)), np.arange(len(asked) + len(answer)) >= len(asked), cut=len(ids))
 
 
 class Completion(LanguageModel):
@@ -186,16 +186,15 @@ class Completion(LanguageModel):
         """
         if self.chats:
             return encode_chat(self._chat_template, read_conversation(document), self.config.model.context + 1)
-        prompt = self.prompt(document[0])
         if len(document) == 1:
+            prompt = self.prompt(document[0])
             return Encoded(prompt, np.zeros(len(prompt), bool))
-        encoder = self.encoders["tokenizer"]
-        chat, end = encoder.chat, np.uint32(encoder.end_id)
-        answer = chat.answer(*document) if chat else np.append(encoder.encode(document[1]), end)
+        prompt, answer = self.encode_exchange(*document)
         room = self.config.model.context + 1
-        cut = len(prompt) + len(answer) > room
+        longest = len(prompt) + len(answer)
         prompt = self.fit_prompt(prompt, room - len(answer))
         answer = answer[: room - len(prompt)]
+        cut = longest if longest > room else 0
         return Encoded(np.concatenate((prompt, answer)), np.arange(len(prompt) + len(answer)) >= len(prompt), cut)
 
     def decode(self, ids: np.ndarray, mask: np.ndarray | None) -> Document:
@@ -214,9 +213,9 @@ class Completion(LanguageModel):
 
     @property
     def _chat_template(self) -> ChatTemplate:
-        template = self.encoders["tokenizer"].chat
-        assert template  # `shaped_by` has checked it
-        return template
+        if template := self.encoders["tokenizer"].chat:
+            return template
+        raise ValueError("has messages, and the tokenizer has no chat template: see tokenizer.chat_template")
 
     def question(self, document: Document) -> np.ndarray:
         """Returns the prompt's ids; for a chat, all before the assistant's last turn. Raises ValueError if a chat is
@@ -241,6 +240,17 @@ class Completion(LanguageModel):
         encoder = self.encoders["tokenizer"]
         ids = encoder.chat.question(text) if encoder.chat else prepend_begin_ids(encoder.encode(text), encoder.begin_ids)
         return ids if len(ids) else np.array([encoder.end_id], np.uint32)
+
+    def encode_exchange(self, prompt: Turns, completion: Turns) -> tuple[np.ndarray, np.ndarray]:
+        """Returns ids of a prompt, and of its answer with the end of its turn or, without a chat template, an end token.
+
+        Raises ValueError if the template refuses them.
+        """
+        encoder = self.encoders["tokenizer"]
+        if isinstance(prompt, str) and isinstance(completion, str) and not encoder.chat:
+            return self.prompt(prompt), np.append(encoder.encode(completion), np.uint32(encoder.end_id))
+        ids, count = self._chat_template.exchange(prompt, completion)
+        return ids[:count], ids[count:]
 
     def fit_prompt(self, prompt: np.ndarray, room: int) -> np.ndarray:
         """Returns the last ids of a prompt that fit into `room`, at least one, after the begin tokens."""

@@ -18,8 +18,8 @@ class ChatTemplate(Protocol):
         """Returns ids up to the beginning of the answer."""
         ...
 
-    def answer(self, prompt: Turns, completion: Turns) -> np.ndarray:
-        """Returns ids of the answer and of the tokens that end it."""
+    def exchange(self, prompt: Turns, completion: Turns) -> tuple[np.ndarray, int]:
+        """Returns ids of the prompt, of its answer and of the tokens that end it, and how many are the prompt's."""
         ...
 
     def conversation(self, messages: Sequence[Message], tools: Sequence[Any] = ()) -> tuple[np.ndarray, np.ndarray]:

@@ -16,7 +16,7 @@ import numpy as np
 
 from raystride.pipelines.config import Config
 from raystride.pipelines.data.tasks.completion import Completion
-from raystride.pipelines.data.tasks.encoder import ChatTemplate, Encoders
+from raystride.pipelines.data.tasks.encoder import Encoders
 from raystride.pipelines.data.tasks.messages import Turns, message_texts, split_shared_prompt, unpack_messages
 from raystride.pipelines.data.tasks.reference import Reference, floats_to_ids, ids_to_floats, weights_sha256
 from raystride.pipelines.data.tasks.rows import pad_sequences
@@ -106,20 +106,28 @@ class Preference(Completion):
         If a sequence is longer than context + 1, the prompt is cut from the left down to one id, then the answers from the
         right. Raises ValueError for messages without a chat template, and for equal answers.
         """
+        return self._encode_whole(document).ids, None
+
+    def example(self, document: Document) -> Encoded:
+        """Returns the pair of `encode`, and the ids of the longer sequence if it does not fit. Raises as `encode` does."""
+        return self._encode_whole(document) if self._inherits(Preference, "encode") else Task.example(self, document)
+
+    def _encode_whole(self, document: Document) -> Encoded:
         if len(document) == 1:
-            return self.prompt(document[0]), None
+            return Encoded(self.prompt(document[0]), None)
         prompt, *answers = self._parse_turns(document)
         if answers[0] == answers[1]:
             raise ValueError("has two answers that are the same, of which none can be preferred")
-        prompt_ids, room = self._encode_prompt(prompt), self.config.model.context + 1
-        answer_ids = [self._encode_answer(prompt, answer) for answer in answers]
+        (prompt_ids, chosen), (others, rejected) = (self.encode_exchange(prompt, answer) for answer in answers)
+        if not np.array_equal(prompt_ids, others):
+            raise ValueError("has a prompt whose last token depends on the answer: the tokenizer joins them")
+        answer_ids, room = (chosen, rejected), self.config.model.context + 1
         whole = len(prompt_ids) + max(map(len, answer_ids))
         prompt_ids = self.fit_prompt(prompt_ids, room - max(map(len, answer_ids)))
         chosen, rejected = (np.concatenate((prompt_ids, answer))[:room] for answer in answer_ids)
         head = (max(len(chosen), len(rejected)), len(chosen), len(prompt_ids), whole > room)
-        return np.concatenate(
-            (np.array(head, np.uint32), chosen, rejected, np.zeros(self._reference_length, np.uint32))
-        ), None
+        ids = (np.array(head, np.uint32), chosen, rejected, np.zeros(self._reference_length, np.uint32))
+        return Encoded(np.concatenate(ids), None, whole if whole > room else 0)
 
     def decode(self, ids: np.ndarray, mask: np.ndarray | None) -> Document:
         """Returns the prompt, if it has a column of its own, and both answers."""
@@ -131,10 +139,6 @@ class Preference(Completion):
         )
         texts = tuple(self.encoders["tokenizer"].decode(part.tolist()) for part in parts)
         return texts[3 - len(self.columns) :]
-
-    def example(self, document: Document) -> Encoded:
-        """Returns the pair of `encode`, and whether it was truncated. Raises as `encode` does."""
-        return Task.example(self, document)
 
     @property
     def _reference_length(self) -> int:
@@ -153,18 +157,6 @@ class Preference(Completion):
         if isinstance(prompt, str):
             return super().prompt(prompt)
         return self._chat_template.question(prompt)
-
-    def _encode_answer(self, prompt: Turns, answer: Turns) -> np.ndarray:
-        encoder = self.encoders["tokenizer"]
-        if encoder.chat or not isinstance(prompt, str) or not isinstance(answer, str):
-            return self._chat_template.answer(prompt, answer)
-        return np.append(encoder.encode(answer), np.uint32(encoder.end_id))
-
-    @property
-    def _chat_template(self) -> ChatTemplate:
-        if chat := self.encoders["tokenizer"].chat:
-            return chat
-        raise ValueError("has messages, and the tokenizer has no chat template: see tokenizer.chat_template")
 
     def is_cut(self, example: np.ndarray) -> bool:
         """Returns whether the prompt or an answer was truncated."""

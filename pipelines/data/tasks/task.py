@@ -47,8 +47,8 @@ class Encoded(NamedTuple):
     """Its numbers (n)."""
     mask: np.ndarray | None
     """Loss mask (n); None: all count."""
-    cut: bool = False
-    """Whether the document was truncated."""
+    cut: int = 0
+    """Ids of the document before it was truncated, or True if they were not counted; 0: it was not truncated."""
 
 
 class SetMetrics(Protocol):
@@ -182,7 +182,8 @@ class Task:
         raise NotImplementedError
 
     def example(self, document: Document) -> Encoded:
-        """Returns the example of `encode`, and whether it was truncated, as `is_cut` says. Raises as `encode` does."""
+        """Returns the example of `encode`, and whether it was truncated, as `is_cut` says; a task that knows counts the ids
+        of the whole document (`Encoded.cut`). Raises as `encode` does."""
         ids, mask = self.encode(document)
         return Encoded(ids, mask, len(ids) > 0 and self.is_cut(ids))
 

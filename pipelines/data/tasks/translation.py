@@ -24,6 +24,7 @@ from raystride.pipelines.data.tasks.task import (
     TRAINING,
     Column,
     Document,
+    Encoded,
     Facts,
     Inputs,
     NetworkMethods,
@@ -166,10 +167,20 @@ class Translation(Task):
 
     def encode(self, document: Document) -> tuple[np.ndarray, None]:
         """Returns both sides, each truncated to the context; a document without a target has an empty one."""
-        first, last, most = self.encoders["tokenizer"], self.encoders[self.tokenizers[-1]], self.config.model.context - 1
-        source = first.encode(document[0])[:most]
-        target = last.encode(document[1])[:most] if len(document) > 1 else np.empty(0, np.uint32)
-        return np.concatenate(([np.uint32(len(source) + 1)], source, [np.uint32(first.end_id)], target)), None
+        return self._encode_whole(document).ids, None
+
+    def example(self, document: Document) -> Encoded:
+        """Returns the example of `encode`, and the ids of the longer side if it does not fit."""
+        return self._encode_whole(document) if self._inherits(Translation, "encode") else super().example(document)
+
+    def _encode_whole(self, document: Document) -> Encoded:
+        first, last, context = self.encoders["tokenizer"], self.encoders[self.tokenizers[-1]], self.config.model.context
+        source = first.encode(document[0])
+        target = last.encode(document[1]) if len(document) > 1 else np.empty(0, np.uint32)
+        longest = max(len(source), len(target)) + 1  # with an end or a start token
+        source, target = source[: context - 1], target[: context - 1]
+        ids = np.concatenate(([np.uint32(len(source) + 1)], source, [np.uint32(first.end_id)], target))
+        return Encoded(ids, None, longest if longest > context else 0)
 
     def decode(self, ids: np.ndarray, mask: np.ndarray | None) -> Document:
         """Returns both sides, as much of them as the context holds."""

@@ -10,17 +10,15 @@ stack (a megabyte of blanks ends it with "Max stack size", measured), and merges
     vocabulary = byte_pairs(json.loads(content), "<|end|>")   # {b"th": 257, ...}, or NotByteLevelBpe
     BytePairEncoder(vocabulary, end_id=0, size=4096).encode("def main():")      # uint32, (n,)
     CharacterEncoder("eta onis").encode("tea")                # array([3, 2, 4], dtype=uint32); 0 ends a document
-    split_long_runs("a" * 100_000)                            # 7 texts of at most 2 * WINDOW characters
 """
 
-import re
 from collections.abc import Collection, Iterable
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
 from raystride.pipelines.data.tokenizers.chat import Chat, answer_end_ids
+from raystride.pipelines.data.tokenizers.long_runs import split_long_runs
 
 _CODE_POINTS = 0x110000
 
@@ -84,25 +82,6 @@ def _code_points(text: str) -> np.ndarray:
     return np.frombuffer(text.encode("utf-32-le", "replace"), np.dtype("<u4"))
 
 
-WINDOW = 16384
-"""Characters between two searches for a break; a run that stays uncut is shorter than two windows."""
-
-_BREAK, _SOLID = re.compile(r"\s"), re.compile(r"\S")
-
-
-def split_long_runs(text: str) -> list[str]:
-    """Returns the text's pieces in order, cut around every aligned window that is all blank or has no blank at all."""
-    if len(text) < 2 * WINDOW:
-        return [text]
-    cuts = {0, len(text)}
-    for start in range(0, len(text) - WINDOW + 1, WINDOW):
-        stop = start + WINDOW
-        if not (_BREAK.search(text, start, stop) and _SOLID.search(text, start, stop)):
-            cuts |= {start, stop}
-    edges = sorted(cuts)
-    return [text[start:stop] for start, stop in pairwise(edges)]
-
-
 PATTERN = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"""
 """GPT-2's pattern for cutting a text before merging (Radford et al., 2019)."""
 
@@ -161,7 +140,7 @@ def byte_pairs(tokenizer: dict[str, Any], end_token: str) -> dict[bytes, int]:
     added = {token["content"]: token for token in tokenizer.get("added_tokens") or []}
     if not all(token["special"] for token in added.values()):
         raise NotByteLevelBpe("it has added tokens that are matched in ordinary text")
-    letters = _byte_letters()
+    letters = byte_letters()
     tokens = {token: i for token, i in model["vocab"].items() if token not in added and token != end_token}
     if any(letter not in letters for token in tokens for letter in token):
         raise NotByteLevelBpe("its vocabulary has tokens that are no bytes")
@@ -172,7 +151,7 @@ def byte_pairs(tokenizer: dict[str, Any], end_token: str) -> dict[bytes, int]:
     return ranks
 
 
-def _byte_letters() -> dict[str, int]:
+def byte_letters() -> dict[str, int]:
     """Returns GPT-2's visible letter of every byte: itself if it is printable in Latin-1, else a letter from U+0100 on."""
     visible = [*range(33, 127), *range(161, 173), *range(174, 256)]
     hidden = [byte for byte in range(256) if byte not in visible]

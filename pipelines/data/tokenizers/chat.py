@@ -8,7 +8,7 @@ does in Hugging Face: the assistant is trained on the text inside it.
 
     chat = load_chat(folder, encoder)                        # None: there is no template
     question = chat.question("Who are you?")                 # ids (uint32) up to the beginning of the answer
-    answer = chat.answer("Who are you?", "A model.")         # ids of the answer, with the token that ends a turn
+    ids, count = chat.exchange("Who are you?", "A model.")   # ids of both, and how many are the question's
     ids, mask = chat.conversation(messages, tools)           # a whole chat, with a mask of the assistant's turns
 """
 
@@ -25,10 +25,12 @@ from raystride.pipelines.data.tokenizers.conversation import (
     BEGIN,
     END,
     SpecialTokens,
+    Stretch,
     check_turns,
     marks_answers,
     split_stretches,
 )
+from raystride.pipelines.data.tokenizers.rendered import RenderedEncoder
 from raystride.pipelines.system.storage.folder import Folder, parent_and_name
 
 if TYPE_CHECKING:
@@ -58,6 +60,8 @@ class Generation(Extension):
 
 FILE = "chat.json"
 """In a tokenizer's folder: the template, and the tokens that it refers to by name."""
+FORMAT = 2
+"""2 encodes whole chats. Files of 0.3 have no format: their runs go on as they began."""
 CONTENT_STAND_IN = "\ue000"
 """Replaces contents, to find the template's text around them: a character that no text has."""
 Message = Mapping[str, Any]
@@ -83,29 +87,27 @@ class ChatEncoder(TextEncoder, Protocol):
 
 
 class Chat:
-    """A template and the special tokens of its tokenizer."""
+    """A template and the tokens of its tokenizer. Ids are those of the whole rendered chat, as in transformers."""
 
     def __init__(
         self,
         content: Mapping[str, Any],
+        tokenizer: str,
         specials: Mapping[str, int],
-        encoder: TextEncoder,
         added: Mapping[str, int] | None = None,
         markers: Collection[str] = (),
     ) -> None:
-        """`content` is that of the chat file; `specials` and all `added` tokens are ids by name.
+        """`content` is that of the chat file, `tokenizer` that of `tokenizer.json`; `specials` and all `added` tokens are
+        ids by name.
 
-        `markers` are added tokens that the template writes. The encoder reads them, and special tokens, as ordinary text.
-        Raises ValueError if the template is invalid.
+        `markers` are added tokens that the template writes. Raises ValueError if the template is invalid.
         """
-        self._template, self._tokens = _compile_template(content["template"]), content["tokens"]
+        self._template, self._tokens = compile_template(content), content["tokens"]
         self._added = {**specials, **(added or {})}
         self._specials = {name: self._added[name] for name in (*specials, *markers)}
-        self._encoder, self._marks_answers = encoder, marks_answers(content["template"])
+        self._marks_answers = marks_answers(content["template"])
         self._hidden, self._tags = SpecialTokens(list(self._specials)), _paired_tags(markers)
-        # The longest first: one special token may be the beginning of another.
-        names = sorted(self._specials, key=len, reverse=True)
-        self._specials_pattern = re.compile("(" + "|".join(map(re.escape, names)) + ")") if names else None
+        self._encoder = RenderedEncoder(tokenizer, self._hidden)
 
     @cached_property
     def end_ids(self) -> tuple[int, ...]:
@@ -123,39 +125,48 @@ class Chat:
     def question(self, prompt: Turns) -> np.ndarray:
         """Returns ids (uint32) of the first turns and of the answer's header. Raises ValueError if the template refuses
         them."""
-        turns = self._hide_turns(prompt, "user")
-        return self._encode_rendered(self._render_turns(turns), self._render_turns(_with_stand_ins(turns)), turns)
+        return self._encoder.encode(self._render_turns(self._hide_turns(prompt, "user"))).ids
+
+    def exchange(self, prompt: Turns, completion: Turns) -> tuple[np.ndarray, int]:
+        """Returns ids (uint32) of the prompt with its answer and the end of its turn, and how many are the prompt's.
+
+        Raises ValueError as `question` does.
+        """
+        asked, said = self._hide_turns(prompt, "user"), self._hide_turns(completion, "assistant")
+        before, answer = self._render_answer(asked, said)
+        found = self._encoder.encode(before + answer)
+        return found.ids, found.count_ended(len(before))
 
     def answer(self, prompt: Turns, completion: Turns) -> np.ndarray:
         """Returns ids (uint32) of an answer to the prompt, and of the end of its turn. Raises ValueError as above."""
-        asked, said = self._hide_turns(prompt, "user"), self._hide_turns(completion, "assistant")
-        return self._encode_rendered(
-            self._render_answer(asked, said), self._render_answer(_with_stand_ins(asked), _with_stand_ins(said)), said
-        )
+        ids, count = self.exchange(prompt, completion)
+        return ids[count:]
 
     def conversation(self, messages: Sequence[Message], tools: Sequence[Any] = ()) -> tuple[np.ndarray, np.ndarray]:
         """Returns ids (uint32) of a whole chat, and a mask (bool) of the assistant's turns, with their end tokens.
 
         Raises ValueError if the template refuses it, or the bounds of turns cannot be found.
         """
-        return self._encode_stretches(messages, tools, asks=False)
+        return self._encode_stretches(self._split(messages, tools, asks=False))
 
     def opening(self, messages: Sequence[Message], tools: Sequence[Any] = ()) -> np.ndarray:
         """Returns ids (uint32) of a chat and of the next answer's header, as in `conversation`. Raises as that does."""
-        return self._encode_stretches(messages, tools, asks=True)[0]
+        return self._encode_stretches(self._split(messages, tools, asks=True))[0]
 
-    def _encode_stretches(
-        self, messages: Sequence[Message], tools: Sequence[Any], *, asks: bool
-    ) -> tuple[np.ndarray, np.ndarray]:
+    def _split(self, messages: Sequence[Message], tools: Sequence[Any], *, asks: bool) -> list[Stretch]:
         render = partial(_render_template, self._template, self._tokens, self._hidden.hide(list(tools)))
-        parts, masks = [np.empty(0, np.uint32)], [np.empty(0, bool)]
         turns = [self._hide(message) for message in messages]
         closings = self._tokens.values()
-        for stretch in split_stretches(render, turns, marked=self._marks_answers, asks=asks, closings=closings):
-            found = self._encode_with_specials(stretch.text)
-            parts += found
-            masks.append(np.full(sum(map(len, found)), stretch.said))
-        return np.concatenate(parts), np.concatenate(masks)
+        return split_stretches(render, turns, marked=self._marks_answers, asks=asks, closings=closings)
+
+    def _encode_stretches(self, stretches: Sequence[Stretch]) -> tuple[np.ndarray, np.ndarray]:
+        found = self._encoder.encode("".join(stretch.text for stretch in stretches))
+        mask, start = np.zeros(len(found.ids), bool), 0
+        for text, said in stretches:
+            if said and text:  # an id across a bound is the assistant's, as in transformers
+                mask[found.count_ended(start) : found.count_begun(start + len(text))] = True
+            start += len(text)
+        return found.ids, mask
 
     def _hide_turns(self, said: Turns, role: str) -> list[Message]:
         """Returns messages with special tokens hidden; a text is one message of this role."""
@@ -167,16 +178,58 @@ class Chat:
         hidden: Message = self._hidden.hide(turn, except_tokens=self._tags if turn.get("role") == "assistant" else ())
         return hidden
 
-    def _render_answer(self, prompt: list[Message], completion: list[Message]) -> str:
-        """Returns the text that a completion adds to the rendered prompt."""
+    def _render_answer(self, prompt: list[Message], completion: list[Message]) -> tuple[str, str]:
+        """Returns the rendered prompt, and the text that a completion adds to it."""
         before, whole = self._render_turns(prompt), self._render_turns([*prompt, *completion], answered=True)
         if not whole.startswith(before):
             raise ValueError("is another text for the chat template once it is answered: set tokenizer.chat_template none")
-        return whole[len(before) :]
+        return before, whole[len(before) :]
 
     def _render_turns(self, messages: list[Message], *, answered: bool = False) -> str:
         text = _render_template(self._template, self._tokens, [], messages, asks=not answered)
         return text.replace(BEGIN, "").replace(END, "") if self._marks_answers else text
+
+
+class EarlierChat(Chat):
+    """A chat of a run of 0.3, which goes on as it began: each text between special tokens is encoded by itself."""
+
+    def __init__(
+        self,
+        content: Mapping[str, Any],
+        tokenizer: str,
+        specials: Mapping[str, int],
+        added: Mapping[str, int] | None = None,
+        markers: Collection[str] = (),
+        *,
+        plain_encoder: TextEncoder,
+    ) -> None:
+        """`plain_encoder` reads special tokens and markers as ordinary text; the rest is as in `Chat`."""
+        super().__init__(content, tokenizer, specials, added, markers)
+        self._plain_encoder = plain_encoder
+        # The longest first: one special token may be the beginning of another.
+        names = sorted(self._specials, key=len, reverse=True)
+        self._specials_pattern = re.compile("(" + "|".join(map(re.escape, names)) + ")") if names else None
+
+    def question(self, prompt: Turns) -> np.ndarray:
+        """Returns ids (uint32) of the first turns and of the answer's header."""
+        turns = self._hide_turns(prompt, "user")
+        return self._encode_rendered(self._render_turns(turns), self._render_turns(_with_stand_ins(turns)), turns)
+
+    def exchange(self, prompt: Turns, completion: Turns) -> tuple[np.ndarray, int]:
+        """Returns the ids of `question` and those of the answer, and the number of the first."""
+        asked, said = self._hide_turns(prompt, "user"), self._hide_turns(completion, "assistant")
+        _, answer = self._render_answer(asked, said)
+        _, pattern = self._render_answer(_with_stand_ins(asked), _with_stand_ins(said))
+        question = self.question(prompt)
+        return np.concatenate((question, self._encode_rendered(answer, pattern, said))), len(question)
+
+    def _encode_stretches(self, stretches: Sequence[Stretch]) -> tuple[np.ndarray, np.ndarray]:
+        parts, masks = [np.empty(0, np.uint32)], [np.empty(0, bool)]
+        for stretch in stretches:
+            found = self._encode_with_specials(stretch.text)
+            parts += found
+            masks.append(np.full(sum(map(len, found)), stretch.said))
+        return np.concatenate(parts), np.concatenate(masks)
 
     def _encode_rendered(self, text: str, pattern: str, turns: list[Message]) -> np.ndarray:
         """Encodes the template's tokens as their ids; contents, at CONTENT_STAND_IN in `pattern`, are encoded separately."""
@@ -194,7 +247,7 @@ class Chat:
         return [
             np.array([self._specials[piece]], np.uint32)
             if piece in self._specials
-            else self._encoder.encode(self._hidden.restore(piece))
+            else self._plain_encoder.encode(self._hidden.restore(piece))
             for piece in pieces
             if piece
         ]
@@ -237,17 +290,28 @@ def load_chat(folder: Folder, encoder: ChatEncoder) -> Chat | None:
     """Returns the chat of a tokenizer's folder; None if it was saved without one."""
     if not folder.exists(FILE):
         return None
-    content = folder.read_json(FILE)
-    tokens = parse_tokenizer(folder.read("tokenizer.json").decode()).get_added_tokens_decoder()
+    content, tokenizer = folder.read_json(FILE), folder.read("tokenizer.json").decode()
+    tokens = parse_tokenizer(tokenizer).get_added_tokens_decoder()
     added = {token.content: number for number, token in tokens.items()}
     specials = {token.content: added[token.content] for token in tokens.values() if token.special}
     markers = find_markers(content, [name for name in added if name not in specials])
-    return Chat(content, specials, encoder.with_plain_tokens(markers), added, markers)
+    if _is_earlier(content):
+        return EarlierChat(content, tokenizer, specials, added, markers, plain_encoder=encoder.with_plain_tokens(markers))
+    return Chat(content, tokenizer, specials, added, markers)
+
+
+def is_of_earlier_version(folder: Folder) -> bool:
+    """Returns whether a tokenizer's folder has a chat template that 0.3 has stored."""
+    return folder.exists(FILE) and _is_earlier(folder.read_json(FILE))
+
+
+def _is_earlier(content: Mapping[str, Any]) -> bool:
+    return int(content.get("format", 1)) < FORMAT
 
 
 def find_markers(content: Mapping[str, Any], names: Iterable[str]) -> list[str]:
     """Returns the tokens that a template writes around contents, or that occur in its text."""
-    template, written = _compile_template(content["template"]), [content["template"]]
+    template, written = compile_template(content), [content["template"]]
     turns = [{"role": role, "content": CONTENT_STAND_IN} for role in ("system", "user", "assistant", "user")]
     for probe, asks in ((turns, True), (turns[1:], True), (turns[1:3], False)):
         with suppress(ValueError):  # for instance it refuses a system message
@@ -294,16 +358,17 @@ def find_chat(place: Folder, chosen: str) -> dict[str, Any] | None:
             template = {named["name"]: named["template"] for named in template}.get("default")
     if not template:
         return None
-    _compile_template(template)
     named = {name: config.get(name) for name in TOKEN_NAMES}
     tokens = {name: token["content"] if isinstance(token, dict) else token for name, token in named.items() if token}
-    return {"template": template, "tokens": tokens}
+    content = {"format": FORMAT, "template": template, "tokens": tokens}
+    compile_template(content)
+    return content
 
 
 def check_conversations(content: Mapping[str, Any]) -> None:
     """Raises ValueError if the bounds of the assistant's turns cannot be found in the template of a chat file."""
     template, tokens = content["template"], content["tokens"]
-    render = partial(_render_template, _compile_template(template), tokens, [])
+    render = partial(_render_template, compile_template(content), tokens, [])
     check_turns(render, marked=marks_answers(template), closings=tokens.values())
 
 
@@ -318,8 +383,8 @@ def _render_template(
         raise ValueError(f"is refused by the chat template: {error}") from error
 
 
-def _compile_template(template: str) -> "Template":
-    """Compiles the template, with the extensions that Hugging Face adds to Jinja."""
+def compile_template(content: Mapping[str, Any]) -> "Template":
+    """Compiles the template of a chat file, with the extensions that Hugging Face adds to Jinja. Raises ValueError."""
     from jinja2 import TemplateError
     from jinja2.ext import loopcontrols
     from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -328,7 +393,7 @@ def _compile_template(template: str) -> "Template":
     environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = _raise_template_error
     try:
-        return environment.from_string(template)
+        return environment.from_string(content["template"])
     except TemplateError as error:
         raise ValueError(f"its chat template is none: {error}") from error
 

@@ -118,9 +118,12 @@ class SpecialTokens:
     def __init__(self, specials: Sequence[str]) -> None:
         # The longest first: one special token may be the beginning of another.
         names = sorted((*specials, BEGIN, END), key=len, reverse=True)
+        self.names = frozenset(specials)
         self._stands = {name: chr(_PRIVATE + number) for number, name in enumerate(names)}
         self._names = {ord(stand): name for name, stand in self._stands.items()}
         self._any = re.compile("|".join(map(re.escape, names)))
+        self._hidden = re.compile(f"[{chr(_PRIVATE)}-{chr(_PRIVATE + len(names) - 1)}]")
+        self._split = re.compile("(" + "|".join(map(re.escape, sorted(specials, key=len, reverse=True))) + ")")
 
     def hide(self, value: Any, except_tokens: Collection[str] = ()) -> Any:
         """Returns the same value with special tokens replaced in all its texts, except `except_tokens`."""
@@ -129,6 +132,14 @@ class SpecialTokens:
         if isinstance(value, Mapping):
             return {self.hide(key, except_tokens): self.hide(item, except_tokens) for key, item in value.items()}
         return [self.hide(item, except_tokens) for item in value] if isinstance(value, list | tuple) else value
+
+    def is_in(self, text: str) -> bool:
+        """Returns whether a text holds a token that was hidden."""
+        return self._hidden.search(text) is not None
+
+    def split(self, text: str) -> list[str]:
+        """Returns the text cut before and after each token, if any was hidden in it; else the text."""
+        return self._split.split(text) if self.names and self.is_in(text) else [text]
 
     def restore(self, text: str) -> str:
         """Returns the original text."""

@@ -17,10 +17,11 @@ import numpy as np
 
 from raystride.pipelines.config import TokenizerConfig
 from raystride.pipelines.data.first_bytes import HEAD_BYTES, describe_foreign_format
-from raystride.pipelines.data.tokenizers.byte_pairs import NotByteLevelBpe, byte_pairs, count_characters, split_long_runs
+from raystride.pipelines.data.tokenizers.byte_pairs import NotByteLevelBpe, byte_pairs, count_characters
 from raystride.pipelines.data.tokenizers.chat import FILE as CHAT_FILE
 from raystride.pipelines.data.tokenizers.chat import find_chat, find_markers, parse_tokenizer
 from raystride.pipelines.data.tokenizers.loading import AnyEncoder, build_encoder, load_tokenizer, save_tokenizer
+from raystride.pipelines.data.tokenizers.long_runs import split_long_runs
 from raystride.pipelines.data.tokenizers.ready import end_token, find_begin_ids, find_surrounding
 from raystride.pipelines.system.hub import TOKENIZER, fetch_tokenizer, is_hub_name
 from raystride.pipelines.system.storage.folder import Folder, absolute_uri, parent_and_name

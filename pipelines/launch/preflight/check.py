@@ -36,7 +36,10 @@ def run_check(parsed: Parsed[Config]) -> int:
 
 
 def _run_check(context: RunContext) -> int:
-    data, launch = _check_first_rows(context), context.config.launch  # no cluster is started for data that cannot be read
+    (data, lines), launch = (
+        _check_first_rows(context),
+        context.config.launch,
+    )  # no cluster is started for data that cannot be read
     if not data.passed:
         return _report([data], [], "", context.storage)
     with cluster(launch):
@@ -46,16 +49,16 @@ def _run_check(context: RunContext) -> int:
             hosts, links = probe_hosts(resolved.context), measure_network(launch.cluster_timeout_s)
             checks += [*hosts.checks(), *hosts.optional_checks(links)]
             table = hosts.table(links)
-    return _report(checks, _mixture_notes(resolved.context), table, context.storage)
+    return _report(checks, [*lines, *_mixture_notes(resolved.context)], table, context.storage)
 
 
-def _check_first_rows(context: RunContext) -> Check:
-    """Reads the first rows of data that is not prepared, as the preparation would."""
+def _check_first_rows(context: RunContext) -> tuple[Check, list[str]]:
+    """Reads the first rows of data that is not prepared, as the preparation would; also returns lines about the data."""
     try:
-        check_first_rows(context)
+        lines = check_first_rows(context)
     except DataError as error:
-        return Check("data", False, str(error), "mend the data, or the settings of data that the line names")
-    return Check("data", True, "its first rows can be read")
+        return Check("data", False, str(error), "mend the data, or the settings of data that the line names"), []
+    return Check("data", True, "its first rows can be read"), [f"data: {line}" for line in lines]
 
 
 def _report(checks: list[Check], notes: list[str], table: str, storage: Folder) -> int:

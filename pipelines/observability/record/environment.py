@@ -76,6 +76,8 @@ class DataFingerprints(TypedDict):
     data: str
     prepared_at: NotRequired[str]
     """Speed of the stages of its preparation, in words."""
+    data_lines: NotRequired[list[str]]
+    """Lines about what was read, its classes, and what was left out."""
     sources: NotRequired[dict[str, str]]
     learned: NotRequired[str]
     content: NotRequired[dict[str, str]]

@@ -6,6 +6,7 @@ print(closing_screen(summary, run_folder, text_curve(points, validation), sample
 from collections import defaultdict
 
 from raystride.pipelines.observability.record.summary import RunSummary
+from raystride.pipelines.observability.report.origin import load_origin
 from raystride.pipelines.observability.report.run_figures import format_metric, list_run_figures
 from raystride.pipelines.system.commands import shell_command
 from raystride.pipelines.system.storage.folder import Folder
@@ -29,14 +30,14 @@ def closing_screen(
 ) -> str:
     """Returns the closing screen of a job; its last three lines are always: results, MLflow, next.
 
-    `summary` holds the keys of `summary.json`; `link` is the run's page on a tracking server, if there is one; `next_job` is
-    the command to suggest, by default one that fits the run's status, whether it writes samples, and whether it
-    `has_test_data`, on which `raystride evaluate` scores it.
+    `summary` holds the keys of `summary.json`; lines about the data come from the run's folder. `link` is the run's page on
+    a tracking server, if there is one; `next_job` is the command to suggest, by default one that fits the run's status,
+    whether it writes samples, and whether it `has_test_data`, on which `raystride evaluate` scores it.
     """
-    parts = [part for part in (curve, _sample_text(sample), _figures_text(summary), _straggler_sentence(summary)) if part]
+    parts = [curve, _sample_text(sample), _data_text(run_folder), _figures_text(summary), _straggler_sentence(summary)]
     split = "" if has_test_data else "--split validation"
     lines = _last_lines(summary, run_folder, link, next_job, split, writes=bool(sample))
-    return "\n\n".join([*parts, "\n".join(lines)])
+    return "\n\n".join([*filter(None, parts), "\n".join(lines)])
 
 
 def _last_lines(
@@ -59,6 +60,13 @@ def _last_lines(
         else:
             next_job = shell_command("evaluate", run, storage, split).rstrip()
     return [f"results  {run_folder}", f"mlflow   {tracking}", f"next     {next_job}"]
+
+
+def _data_text(run_folder: Folder) -> str:
+    """Returns the lines about the run's data."""
+    return "\n".join(
+        f"{'' if number else 'data':<9}{line}" for number, line in enumerate(load_origin(run_folder).data_lines)
+    )
 
 
 def _sample_text(text: str) -> str:

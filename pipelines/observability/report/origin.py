@@ -52,6 +52,11 @@ class Origin:
         mixed = self.config.data.sources if self.config else {}
         return ", ".join(f"{name}: {flat[f'data.sources.{name}.source']}" for name in mixed) or flat.get("data.source")
 
+    @property
+    def data_lines(self) -> list[str]:
+        """Lines about the data that was read; empty if an older version prepared it."""
+        return list(self.environment.get("data_lines", ()))
+
     def list_facts(self, began: float | None) -> list[list[str]]:
         """Returns rows on data, begin, commit and machine, as far as they are known. `began` is in seconds since 1970."""
         flat = self.config.flat() if self.config else {}

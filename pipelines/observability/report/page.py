@@ -56,6 +56,7 @@ def run_page(
     optional = [
         ("Loss", pictures.draw_losses(figures), "loss"),
         ("Quality", pictures.draw_metrics(figures), ""),
+        ("Data", bullet_list(origin.data_lines) if origin.data_lines else "", ""),
         ("Confusion of labels", _confusion(origin.answers), ""),
         ("Answers on validation documents", _answers_table(origin.answers), ""),
         ("Speed", pictures.draw_speed(figures, rate_unit(summary.get("unit"))) + pictures.draw_mfu(figures), "speed"),

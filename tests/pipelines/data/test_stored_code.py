@@ -289,3 +289,16 @@ def test_names_of_the_caller_are_his(victim: Victim, tmp_path: Path) -> None:
     victim.write_code(victim.project / "mine.py")
     load_plugins(load_settings(Config, str(settings)).settings.plugins)
     assert victim.was_run
+
+
+def test_files_of_one_name_are_several_plug_ins(victim: Victim, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second was taken for the first, in whose folder the process had been before."""
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "mine.py").write_text("")
+    monkeypatch.chdir(other)
+    load_plugins(["mine.py"])
+    victim.write_code(victim.project / "mine.py")
+    monkeypatch.chdir(victim.project)
+    load_plugins(["mine.py"])
+    assert victim.was_run

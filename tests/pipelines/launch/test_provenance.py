@@ -70,6 +70,7 @@ def test_what_is_kept_of_the_data_is_its_fingerprint_and_those_of_its_sources(tm
     found = describe_data(prepared(tmp_path), None)
     assert found["data"] == "f"
     assert found["prepared_at"].startswith("read 1 MB/s")
+    assert describe_data(replace(prepared(tmp_path), lines=("files: 3 read",)), None)["data_lines"] == ["files: 3 read"]
 
 
 @pytest.mark.parametrize(

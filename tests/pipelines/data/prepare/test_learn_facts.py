@@ -49,8 +49,8 @@ def test_sources_are_prepared_once_whatever_mixture_uses_them(texts: dict[str, s
     lines: list[str] = []
     other = _prepared(_config({name: texts[name] for name in ("code", "math")}), tmp_path / "runs", lines)
     assert both.manifest.sources["code"] == other.manifest.sources["code"]
-    assert ["prepared before" in line for line in lines] == [True, False, False]
-    assert [line.split(":")[0] for line in lines] == ["data code", *["data math"] * 2]
+    assert ["prepared before" in line for line in lines[:3]] == [True, False, False]
+    assert [line.split(":")[0] for line in lines[:3]] == ["data code", *["data math"] * 2]
     alone = _config({})
     alone = replace(alone, data=DataConfig(source=texts["web"], validation="tail", validation_fraction=0.1))
     assert _prepared(alone, tmp_path / "runs").manifest.fingerprint == both.manifest.sources["web"]

@@ -38,7 +38,7 @@ from raystride.pipelines.data.prepare.near_duplicates import (
     group_bands_locally,
     minhash_signature,
 )
-from raystride.pipelines.data.prepare.one_source import prepare_source
+from raystride.pipelines.data.prepare.prepare import prepare
 from raystride.pipelines.data.prepare.run_context import RunContext
 from raystride.pipelines.data.tasks import build_task
 from raystride.pipelines.system.storage.folder import Folder
@@ -220,10 +220,10 @@ def test_sources_without_all_documents_are_refused() -> None:
         Config(data=DataConfig(near_duplicates=0.8, start_after_mib=1.0), train=TrainConfig(steps=1))
 
 
-def _prepare(config: Config) -> tuple[Folder, list[str]]:
+def _prepare_with_lines(config: Config) -> tuple[Folder, list[str]]:
     lines: list[str] = []
     context = RunContext(config, Folder(config.storage), log=lines.append)
-    return prepare_source(context, build_task(config), on_ray=False).folder, lines
+    return prepare(context, build_task(config), on_ray=False).folder, lines
 
 
 def _lines(tmp_path: Path, **data: object) -> Config:
@@ -239,14 +239,15 @@ def _lines(tmp_path: Path, **data: object) -> Config:
 
 def test_documents_of_validation_that_are_in_training_are_said(tmp_path: Path) -> None:
     config = _lines(tmp_path, validation="source", validation_source=str(tmp_path / "b.txt"))
-    folder, lines = _prepare(config)
+    folder, lines = _prepare_with_lines(config)
     assert f"data: 10 of 30 documents of {tmp_path / 'b.txt'} are also in training" in lines
+    assert any("also in training" in line for line in _prepare_with_lines(config)[1]), "it is found prepared"
     known = read_hashes(folder)
     assert known is not None
     assert len(known.hashes) == 80
     assert not (folder / document_hashes.PARTS).names()
     (tmp_path / "b.txt").write_text("\n".join(f"another {i}" for i in range(30)))
-    assert not [line for line in _prepare(config)[1] if "also in training" in line]
+    assert not [line for line in _prepare_with_lines(config)[1] if "also in training" in line]
 
 
 def test_documents_are_the_same_by_their_beginning_whatever_their_pieces(tmp_path: Path) -> None:
@@ -254,7 +255,7 @@ def test_documents_are_the_same_by_their_beginning_whatever_their_pieces(tmp_pat
     (tmp_path / "d").mkdir()
     for name, text in (("a", long), ("b", "other " * 9000), ("c", long + "more")):
         (tmp_path / f"d/{name}.txt").write_text(text)
-    folder, _ = _prepare(
+    folder, _ = _prepare_with_lines(
         tiny(
             tmp_path / "d",
             storage=str(tmp_path / "runs"),

@@ -16,7 +16,6 @@ from raystride.pipelines.data.prepare.one_source import (
     _check_splits,
     _describe_counts,
     _load_done_records,
-    _log_report,
     build_manifest,
     build_publisher,
     is_worth_ray,
@@ -54,7 +53,8 @@ def config_of(text: Path, **data: Any) -> Config:
 def describe_records(config: Config, records: list[dict[str, Any]]) -> Manifest:
     """Returns the manifest of the records of all parts."""
     task = build_task(config).knowing({"vocabulary_size": 257, "end_id": 256, "more": "known"}, {})
-    return build_manifest(config.data, "digest", open_source(config.data, config.data.source, task.columns), task, records)
+    source = open_source(config.data, config.data.source, task.columns)
+    return build_manifest(config.data, "digest", source, None, task, records)
 
 
 def test_a_manifest_sums_the_records_of_its_parts(tmp_path: Path) -> None:
@@ -75,6 +75,7 @@ def test_a_manifest_sums_the_records_of_its_parts(tmp_path: Path) -> None:
         "files": 1,
         "bytes": size,
         "cut": 3,
+        "skipped": 1,
         "dropped": {"too_short": 2, "own.step": 4},
     }
     assert found.skipped == [{"place": "a", "reason": "b"}], "all that was skipped has its name"
@@ -174,26 +175,6 @@ def test_counts_are_of_tokens_or_of_examples(tmp_path: Path) -> None:
     assert _describe_counts(manifest, build_task(config)) == "12,345 train and 67 validation tokens, vocabulary 4,096"
     labels = build_task(replace(config, task="classification"))
     assert _describe_counts(manifest, labels) == "1,002 train and 1,002 validation examples"
-
-
-def test_the_report_counts_skipped_dropped_and_cut_documents(tmp_path: Path) -> None:
-    config, lines = config_of(tmp_path / "text.txt"), list[str]()
-    told = replace(
-        manifest_with(10, 10),
-        skipped=[{"place": "7.txt", "reason": "is empty"}, {"place": "8.txt", "reason": "no"}],
-        source={"dropped": {"too_short": 1200, "own.step": 3}, "cut": 1500},
-    )
-    task, folder = build_task(config), Folder(str(tmp_path))
-    _log_report(told, task, [record(0, skipped=2), record(1, skipped=3)], folder, 1.25, lines.append)
-    assert lines[0].startswith("data: 5 files or documents skipped, the first 7.txt: is empty; listed in ")
-    assert lines[1:3] == [
-        "data: left out 1,200 too_short, 3 by own.step",
-        "data: 1,500 examples are longer than model.context allows and were cut",
-    ]
-    assert lines[3].startswith("data: 10 train and 10 validation tokens, vocabulary 4,096, prepared in 1.2 s")
-    lines.clear()
-    _log_report(manifest_with(10, 10), task, [record(0)], folder, 1.25, lines.append)
-    assert len(lines) == 1
 
 
 def test_the_first_generation_has_a_window_of_both_splits(tmp_path: Path) -> None:

@@ -35,7 +35,7 @@ def test_ray_data_writes_the_same_bytes_as_one_process(tmp_path: Path, capfd: py
     assert alone.folder.local
     assert cluster.folder.local
     assert tree(cluster.folder.local) == tree(alone.folder.local)
-    assert [line for line in lines if not line.startswith("preparing: ")] == lines[-2:]
+    assert [line for line in lines if not line.startswith("preparing: ")] == lines[-3:]
     shown = capfd.readouterr()
     assert "Dataset" not in shown.out + shown.err
     assert prepared(config, tmp_path / "cluster", on_ray=True).reused
@@ -91,9 +91,7 @@ def test_an_error_of_the_tokenizer_comes_out_as_it_is(tmp_path: Path) -> None:
 def test_parts_of_a_hundred_thousand_files_come_to_the_tasks(tmp_path: Path) -> None:
     """Ray Data ends with a traceback if a task, with the list of its files, is larger than a mebibyte."""
     config = settings(tmp_path, on_error="skip")
-    files = [
-        File(f"/nowhere/train/n01443537/images/{number:09d}.txt", f"{number:09d}.xz", 700) for number in range(200_000)
-    ]
+    files = [File(f"/nowhere/train/n01443537/images/{number:09d}.txt", f"{number:09d}.xz", 700) for number in range(200_000)]
     source = Source("text", tuple(files), TextReader(skip=True))
     parts = divide_into_parts(source, None, config.data)
     assert len(parts) == 16

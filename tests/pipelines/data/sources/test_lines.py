@@ -152,8 +152,8 @@ def test_lines_that_end_with_cr_alone_are_not_one(tmp_path: Path, name: str) -> 
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        ('{\n "text": "hello"\n}\n', "line 1: begins an object that ends on a later line; write each object on one line"),
-        ('{"text": "hel\nlo"}\n', "line 1: begins an object that ends on a later line"),
+        ('{\n "text": "hello"\n}\n', "line 1: is no JSON: it ends within an object; write each object on one line"),
+        ('{"text": "hel\nlo"}\n', "line 1: is no JSON: it ends within an object"),
         ('{"text": "a"},\n{"text": "b"},\n', "line 1: ends with a comma; remove the commas between lines"),
         ('{"version": 2, "data": [{"text": "a"}]}', "is one object; 'data' may hold the rows; write that array alone"),
         ('{"text": ["a", "b"], "label": ["x", "y"]}\n', "is a table by columns; write each row as an object on a line"),

@@ -40,9 +40,10 @@ class _Turns:
         turns = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
         return self._bytes("".join(f"{each['role'][0]}:{each['content']};" for each in turns) + "a:")
 
-    def answer(self, prompt: Any, completion: Any) -> np.ndarray:
+    def exchange(self, prompt: Any, completion: Any) -> tuple[np.ndarray, int]:
         text = completion if isinstance(completion, str) else completion[0]["content"]
-        return self._bytes(f"{text};")
+        asked = self.question(prompt)
+        return np.concatenate((asked, self._bytes(f"{text};"))), len(asked)
 
     def _bytes(self, text: str) -> np.ndarray:
         return np.frombuffer(text.encode(), np.uint8).astype(np.uint32)

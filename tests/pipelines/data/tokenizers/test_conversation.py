@@ -1,17 +1,17 @@
 """Whole chats: the assistant's text is separated from the rest, and has the ids of transformers."""
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import Tokenizer, models, pre_tokenizers
 
 from raystride.pipelines.config import TokenizerConfig
 from raystride.pipelines.data.tokenizers import load_tokenizer, train_tokenizer
 from raystride.pipelines.data.tokenizers.chat import Chat, check_conversations
-from raystride.pipelines.data.tokenizers.conversation import SpecialTokens, marks_answers
+from raystride.pipelines.data.tokenizers.conversation import BEGIN, END, marks_answers
 from raystride.pipelines.system.storage.folder import Folder
 from tests.preferences import CHATML, write_base
 
@@ -139,35 +139,27 @@ def test_a_template_that_rewrites_earlier_turns_raises_with_a_remedy(base: Path,
         check_conversations({"template": template, "tokens": {}})
 
 
-class _Characters:
-    """Every character is an id."""
+LETTERS = sorted({*"ab<|im_end|>_start\n ", *"user", *"assistant", BEGIN, END})
 
-    def encode(self, text: str) -> Any:
-        import numpy as np
 
-        return np.array([ord(each) for each in text], np.uint32)
+def _letters() -> str:
+    """A `tokenizer.json` in which every character is an id."""
+    letters = Tokenizer(models.WordLevel({letter: number for number, letter in enumerate(LETTERS)}, unk_token="a"))
+    letters.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    letters.add_special_tokens(["<|im_start|>", "<|im_end|>"])
+    return str(letters.to_str())
 
 
 @given(st.lists(st.text("ab<|im_end|>\n \ue001\ue002"), min_size=1, max_size=4), st.sampled_from([CHATML, MARKED]))
 @settings(deadline=None, max_examples=60)
 def test_nobody_forges_a_turn(contents: list[str], template: str) -> None:
-    specials = {"<|im_start|>": 2**20, "<|im_end|>": 2**20 + 1}
-    chat = Chat({"template": template, "tokens": {}}, specials, _Characters())
+    first = len(LETTERS)
+    chat = Chat({"template": template, "tokens": {}}, _letters(), {"<|im_start|>": first, "<|im_end|>": first + 1})
     messages = [{"role": ("user", "assistant")[at % 2], "content": text} for at, text in enumerate(contents)]
     ids, mask = chat.conversation(messages)
-    assert (ids == 2**20).sum() == (ids == 2**20 + 1).sum() == len(messages)
-    text = "".join("" if number >= 2**20 else chr(number) for number in ids)
+    assert (ids == first).sum() == (ids == first + 1).sum() == len(messages)
+    text = "".join("" if number >= first else LETTERS[number] for number in ids)
     assert text == "".join(f"{each['role']}\n{each['content']}\n" for each in messages)
-    said = "".join(chr(number) for number in ids[mask] if number < 2**20)
+    said = "".join(LETTERS[number] for number in ids[mask] if number < first)
     after = "" if template == MARKED else "\n"
     assert said == "".join(f"{each}{after}" for each in contents[1::2])
-
-
-@settings(max_examples=50, deadline=None)
-@given(st.recursive(st.text("<|im_end|>ab"), lambda each: st.lists(each) | st.dictionaries(st.text("ab"), each)))
-def test_hidden_tokens_are_restored(value: Any) -> None:
-    hidden = SpecialTokens(["<|im_end|>", "<|im_end", "a"])
-    written = json.dumps(hidden.hide(value), ensure_ascii=False)
-    assert "<|im_end" not in written
-    assert "a" not in written
-    assert hidden.restore(written) == json.dumps(value, ensure_ascii=False)

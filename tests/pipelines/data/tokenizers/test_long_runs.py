@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raystride.pipelines.data.tokenizers.byte_pairs import WINDOW, split_long_runs
+from raystride.pipelines.data.tokenizers.long_runs import WINDOW, split_long_runs
 
 
 @given(st.lists(st.tuples(st.sampled_from(["a", " ", "b c ", "\n"]), st.integers(1, 4 * WINDOW)), max_size=4))

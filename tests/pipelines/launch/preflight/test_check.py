@@ -38,8 +38,9 @@ def test_what_will_run_passes_every_check_and_says_what_comes_next(
 ) -> None:
     assert run_check(Parsed(config_of(tmp_path), "tiny")) == DONE
     lines = capsys.readouterr().out.splitlines()
-    assert {line[:5] for line in lines[:-3]} == {"ok   "}
-    assert {line[5:].split()[0] for line in lines[:-3]} == {"data", "kernels", "slots", "resources", "memory", "storage"}
+    assert lines[-4] == "note data: files: 1 read"
+    assert {line[:5] for line in lines[:-4]} == {"ok   "}
+    assert {line[5:].split()[0] for line in lines[:-4]} == {"data", "kernels", "slots", "resources", "memory", "storage"}
     assert lines[-3] == f"results  {tmp_path / 'runs'}"
     assert lines[-2] == "mlflow   not logged"
     assert lines[-1].endswith(" train with the same settings")
@@ -110,5 +111,6 @@ def test_shares_that_cannot_be_dealt_are_told(tmp_path: Path, capsys: pytest.Cap
     config, text = config_of(tmp_path), str(write_text(tmp_path))
     sources = {"web": {"source": text}, "rare": {"source": text, "weight": 1e-9}}
     run_check(Parsed(replace(config, data=replace(config.data, source=DataConfig().source, sources=sources)), "tiny"))
-    (note,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("note ")]
+    *files, note = [line for line in capsys.readouterr().out.splitlines() if line.startswith("note ")]
+    assert files == ["note data: web: files: 1 read", "note data: rare: files: 1 read"]
     assert "rare has 9.54e-07 where 1e-09 is wanted" in note

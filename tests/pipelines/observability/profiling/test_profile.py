@@ -93,7 +93,12 @@ def test_torchs_trace_holds_the_windows_phases_and_the_table_what_costs(tmp_path
 
 @pytest.mark.long
 def test_memorys_time_line_and_who_takes_most(tmp_path: Path) -> None:
-    folder, posted = train(tmp_path, ProfileConfig(tool="memory", steps=(3, 3)))
+    for number in range(3):
+        (place := tmp_path / str(number)).mkdir()
+        folder, posted = train(place, ProfileConfig(tool="memory", steps=(3, 3)))
+        # PyTorch 2.13 rarely reads names that are freed (once in some seventy runs of this test).
+        if "UnicodeDecodeError" not in str(event_texts(posted, "warning")):
+            break
     assert not event_texts(posted, "warning")
     assert (folder / "memory-rank0-steps3-3-timeline.html").stat().st_size > 10_000
     rows = json.loads((folder / "memory-rank0-steps3-3-allocations.json").read_text())
