@@ -129,10 +129,10 @@ def prepare_source(
         manifest.save(folder)
         log(f"data: {_describe_counts(manifest, task)}, read as they are")
         return PreparedData(folder, manifest, reused=False)
-    context.check_sources(config, sources)
+    context.check_sources(config.data, sources)
     write_raw_files(folder, source, validation)
     started, began = time.time(), time.monotonic()
-    parts = context.divide_sources(config, sources)
+    parts = context.divide_sources(config.data, sources)
     for line in (*source_facts(config.data, source, validation).get("notes", ()), *packed_notes(parts, config.data)):
         log(f"data: {line}")
     if on_ray == "large":

@@ -2,8 +2,8 @@
 
 opened = OpenedSources()
 sources = opened.open(config, task, print)                # data: 200,000 files found, 133 MB
-opened.check(config, sources, print)                      # checking: 40,000/200,000 files, after ten seconds
-parts = opened.divide(config, sources, print)
+opened.check(config.data, sources, print)                 # checking: 40,000/200,000 files, after ten seconds
+parts = opened.divide(config.data, sources, print)
 """
 
 import time
@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 
-from raystride.pipelines.config import Config
+from raystride.pipelines.config import Config, DataConfig
 from raystride.pipelines.data.prepare.cleaning import build_cleaning
 from raystride.pipelines.data.prepare.parts import divide_into_parts
 from raystride.pipelines.data.prepare.progress import LINE_EVERY_S, FileMeter, show_progress
@@ -50,10 +50,10 @@ def open_sources(config: Config, task: Task) -> Sources:
     return opened(data.source), opened(own, split="") if own else None
 
 
-def check_sources(config: Config, sources: Sources, count_file: Callable[[], object] = lambda: None) -> None:
+def check_sources(data: DataConfig, sources: Sources, count_file: Callable[[], object] = lambda: None) -> None:
     """Raises DataError for a source that is visibly unreadable, unless faults are skipped."""
     for source in sources:
-        if source and config.data.on_error == "raise":
+        if source and data.on_error == "raise":
             check_source(source, count_file)
 
 
@@ -95,20 +95,20 @@ class OpenedSources:
         opened.used = time.monotonic()
         return opened.sources
 
-    def check(self, config: Config, sources: Sources, log: Log) -> None:
+    def check(self, data: DataConfig, sources: Sources, log: Log) -> None:
         """Raises DataError for a source that is visibly unreadable, unless faults are skipped."""
         opened = self._find(sources)
         if not opened.is_checked:
             with _show_files("checking", sources, log) as count_file:
-                check_sources(config, sources, count_file)
+                check_sources(data, sources, count_file)
             opened.is_checked, opened.used = True, time.monotonic()
 
-    def divide(self, config: Config, sources: Sources, log: Log) -> tuple[Part, ...]:
+    def divide(self, data: DataConfig, sources: Sources, log: Log) -> tuple[Part, ...]:
         """Returns the parts of the sources. Raises DataError."""
         opened = self._find(sources)
         if opened.parts is None:
             with _show_files("dividing", sources, log) as count_file:
-                opened.parts = divide_into_parts(*sources, config.data, count_file)
+                opened.parts = divide_into_parts(*sources, data, count_file)
             opened.used = time.monotonic()
         return opened.parts
 

@@ -105,13 +105,15 @@ def needs_ray(context: RunContext) -> bool:
     # All of them: a mixture learns also from sources that are prepared.
     configs = [(own, context.task.under(own)) for own in context.config.by_source().values()]
     opened = ((own, task, context.open_sources(own, task)) for own, task in configs)
-    return any(is_worth_ray(own, task, sources[0], context.divide_sources(own, sources)) for own, task, sources in opened)
+    return any(
+        is_worth_ray(own, task, sources[0], context.divide_sources(own.data, sources)) for own, task, sources in opened
+    )
 
 
 def check_data(context: RunContext) -> None:
     """Checks data that is not prepared yet, before any long work. Raises DataError, SettingError."""
     for own in _unprepared_sources(context).values():
-        context.check_sources(own, context.open_sources(own, context.task.under(own)))
+        context.check_sources(own.data, context.open_sources(own, context.task.under(own)))
 
 
 def _unprepared_sources(context: RunContext) -> dict[str, Config]:
@@ -179,7 +181,7 @@ def _learn_from_sources(context: RunContext, task: Task, known: Identity, on_ray
         # Facts of several sources include near-duplicates, which are searched for later.
         cleaning = cleaning and replace(cleaning, data=replace(own.data, near_duplicates=0.0))
         job = Preparation(folder, readers, task.under(own), own.data.validation_fraction, skip, cleaning)
-        parts = context.divide_sources(own, sources)
+        parts = context.divide_sources(own.data, sources)
         studied.append(LearningSource(job, parts, own.data.validation == "tail"))
         if on_ray == "large":
             on_ray = is_worth_ray(own, job.task, source, parts) or "large"

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from raystride.pipelines.config import Config
+from raystride.pipelines.config import Config, DataConfig
 from raystride.pipelines.data.prepare.fingerprint import NO_KEPT_PREPARATIONS, Identity, KeptPreparations, identity
 from raystride.pipelines.data.prepare.manifest import load_finished_manifest
 from raystride.pipelines.data.prepare.opened_sources import OpenedSources, Sources
@@ -75,13 +75,13 @@ class RunContext:
         """Opens the sources of settings, once a command. Raises DataError."""
         return self.opened.open(config, task, self.log)
 
-    def check_sources(self, config: Config, sources: Sources) -> None:
+    def check_sources(self, data: DataConfig, sources: Sources) -> None:
         """Raises DataError for a source of settings that is visibly unreadable, unless faults are skipped."""
-        self.opened.check(config, sources, self.log)
+        self.opened.check(data, sources, self.log)
 
-    def divide_sources(self, config: Config, sources: Sources) -> tuple[Part, ...]:
+    def divide_sources(self, data: DataConfig, sources: Sources) -> tuple[Part, ...]:
         """Returns the parts of the sources of settings. Raises DataError."""
-        return self.opened.divide(config, sources, self.log)
+        return self.opened.divide(data, sources, self.log)
 
     @property
     def prepared_folder(self) -> Folder:

@@ -54,7 +54,7 @@ def follow_source(context: RunContext, task: Task, *, on_ray: bool) -> NoReturn:
         else partial(open_sources, config, task)
     )
     source, validation = open_again()
-    check_sources(config, (source, validation))
+    check_sources(config.data, (source, validation))
     logged_lines = [*source.describe()]
     for line in logged_lines:
         log(f"data: {line}")

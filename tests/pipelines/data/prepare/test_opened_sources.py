@@ -79,7 +79,7 @@ def test_a_file_takes_less_than_a_kilobyte(tmp_path: Path) -> None:
     tracemalloc.start()
     check_data(context)
     sources = context.open_sources(context.config, context.task)
-    parts = context.divide_sources(context.config, sources)
+    parts = context.divide_sources(context.config.data, sources)
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert sum(len(part.slices) for part in parts) == count
