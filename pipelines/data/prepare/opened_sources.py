@@ -15,7 +15,7 @@ from functools import partial
 from raystride.pipelines.config import Config, DataConfig
 from raystride.pipelines.data.prepare.cleaning import build_cleaning
 from raystride.pipelines.data.prepare.parts import divide_into_parts
-from raystride.pipelines.data.prepare.progress import LINE_EVERY_S, FileMeter, show_progress
+from raystride.pipelines.data.prepare.progress import LINE_EVERY_S, CountMeter, show_progress
 from raystride.pipelines.data.sources.checking import check_source
 from raystride.pipelines.data.sources.faults import DataError
 from raystride.pipelines.data.sources.pieces import Part
@@ -124,7 +124,7 @@ class OpenedSources:
 @contextmanager
 def _show_files(label: str, sources: Sources, log: Log) -> Iterator[Callable[[], object]]:
     """Yields a function that counts a file, with progress if there are many."""
-    meter = FileMeter(sum(len(source.files) + len(source.targets) for source in sources if source))
+    meter = CountMeter(sum(len(source.files) + len(source.targets) for source in sources if source), "files")
     if meter.total < MANY_FILES:
         yield meter.count
         return

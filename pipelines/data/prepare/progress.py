@@ -116,19 +116,19 @@ def show_progress(label: str, meter: ProgressSource, log: Callable[[str], None])
             yield
 
 
-class FileMeter:
-    """Counts files."""
+class CountMeter:
+    """Counts files, documents, or other units of work."""
 
-    def __init__(self, total: int) -> None:
-        self.total, self.done = total, 0
+    def __init__(self, total: int, unit: str) -> None:
+        self.total, self.done, self._unit = max(total, 1), 0, unit
 
     def count(self) -> None:
-        """Counts a file."""
+        """Counts one."""
         self.done += 1
 
     def read(self) -> str:
         """Returns the count as a line."""
-        return f"{self.done:,}/{self.total:,} files"
+        return f"{self.done:,}/{self.total:,} {self._unit}"
 
 
 class ProgressMeter:

@@ -32,13 +32,13 @@ from raystride.pipelines.data.prepare.near_duplicates import (
     NUM_HASHES,
     SIGNATURES_FOLDER,
     Bands,
-    _CompareProgress,
     _select_duplicates,
     describe_memory_need,
     group_bands_locally,
     minhash_signature,
 )
 from raystride.pipelines.data.prepare.prepare import prepare
+from raystride.pipelines.data.prepare.progress import CountMeter
 from raystride.pipelines.data.prepare.run_context import RunContext
 from raystride.pipelines.data.tasks import build_task
 from raystride.pipelines.system.storage.folder import Folder
@@ -114,7 +114,7 @@ def test_grouped_bands_drop_the_same_documents_as_the_index(
         signed.append((number, first))
     parts = ((number, signatures[first : first + size]) for number, first in signed)
     collisions = group_bands_locally(folder, signed, Bands.for_threshold(threshold))
-    assert _select_duplicates(collisions, folder, signed, threshold, _CompareProgress(len(signatures))) == _by_index(
+    assert _select_duplicates(collisions, folder, signed, threshold, CountMeter(len(signatures), "documents")) == _by_index(
         parts, threshold
     )
 
