@@ -60,11 +60,13 @@ def put_last_in_worker() -> None:
 
 def find_hidden_library() -> tuple[str, str] | None:
     """Returns the name of an installed library that a file of the script's or working folder hides, and that file."""
-    first = {os.path.realpath(entry) for entry in ("", *sys.path[:1]) if os.path.isdir(entry or ".")}
-    later = [entry for entry in sys.path if os.path.realpath(entry) not in first]
-    for name in sorted(LIBRARIES & {entry.partition(".")[0] for folder in first for entry in os.listdir(folder)}):
+    script = getattr(sys.modules.get("__main__"), "__file__", None)
+    users = {os.path.realpath(folder) for folder in ("", os.path.dirname(script or "."))}
+    users &= {os.path.realpath(entry) for entry in sys.path if os.path.isdir(entry or ".")}
+    others = [entry for entry in sys.path if os.path.realpath(entry) not in users]
+    for name in sorted(LIBRARIES & {entry.partition(".")[0] for folder in users for entry in os.listdir(folder)}):
         found = find_spec(name)
         origin = Path(os.path.realpath(found.origin)) if found and found.origin else None
-        if origin and str(origin.parents[origin.name == "__init__.py"]) in first and PathFinder.find_spec(name, later):
+        if origin and str(origin.parents[origin.name == "__init__.py"]) in users and PathFinder.find_spec(name, others):
             return name, str(origin)
     return None

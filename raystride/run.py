@@ -248,9 +248,9 @@ def evaluate(
         storage: the folder or filesystem URI that contains the runs, if `run` is a name.
 
     Returns:
-        The result: `metrics` by name, `intervals` (95 %, by bootstrap over documents), `samples`, `skipped`, the `step` of
-        the checkpoint that was scored and the run's `last_step`, and the `folder` and `files` with each document's
-        prediction.
+        The result: `metrics` by name, `intervals` (95 %; of counts by Agresti and Coull, of others by bootstrap over
+        documents, from 30 on), the `rows` that a proportion is of, `samples`, `skipped`, the `step` of the checkpoint that
+        was scored and the run's `last_step`, and the `folder` and `files` with each document's prediction.
 
     Raises:
         SettingError: there is no such run or checkpoint, or a setting is invalid.

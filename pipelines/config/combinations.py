@@ -101,7 +101,11 @@ def _refuse_with_encoder(task: str, model: ModelConfig) -> None:
 
 def refuse_chats(task: str, data: DataConfig, tokenizer: TokenizerConfig) -> None:
     """Raises SettingError for chats that nothing would write."""
-    if data.messages_column is None or task not in (*DECODERS, *OTHERS):
+    if task not in (*DECODERS, *OTHERS):
+        return
+    if data.messages_column is None:
+        if data.tools_column:
+            raise data.error("tools_column", "needs data.messages_column, which names the chats that use the tools")
         return
     if task != "completion":
         raise data.error("messages_column", f"must be None but with task `completion`, not `{task}`")

@@ -1,6 +1,7 @@
 """Settings of what is read and how it becomes samples: the source, the tokenizer, the order."""
 
 from dataclasses import dataclass, field
+from datetime import date
 from typing import Any, ClassVar, Literal
 
 from raystride.pipelines.config.section import Section, setting
@@ -203,8 +204,6 @@ class DataConfig(Section):
             raise self.error("delimiter", f"must be one of {', '.join(DELIMITERS)}, or one character that is no quote")
         if len(set(self.columns)) < len(self.columns):
             raise self.error("columns", "must be names that differ from each other")
-        if self.tools_column and not self.messages_column:
-            raise self.error("tools_column", "needs data.messages_column, which names the chats that use the tools")
         if self.max_characters and self.max_characters < self.min_characters:
             raise self.error("max_characters", f"must be at least data.min_characters, {self.min_characters}")
         if bad := [name for name in self.transforms if not all(part.isidentifier() for part in f".{name}".split(".")[1:])]:
@@ -249,11 +248,15 @@ class TokenizerConfig(Section):
     """Path or URI of `tokenizer.json`, or a model's name on the Hugging Face hub. Names are `org/name` or
     `org/name@revision`. Needed if `kind` is `file`."""
     end_token: str | None = setting(None, fixed=True)
-    """Token of the tokenizer file that ends a document. None: a common one is looked up (`<|endoftext|>`, `</s>`, ...)."""
+    """Token of the tokenizer file that ends a document. None: that of the files beside it (`tokenizer_config.json`,
+    `generation_config.json`, `config.json`), else a common one (`<|endoftext|>`, `</s>`, ...)."""
     chat_template: str = setting("auto", fixed=True, also="chat_format chat_template_path")
     """Chat template for the tasks `completion` and `preference`. It formats prompts and answers. `auto`: the template next
     to `tokenizer.file` if there is one (`chat_template.jinja`, or in `tokenizer_config.json`). A path: a file with a
     template. `none`: prompt and answer are concatenated."""
+    date: str = setting("2026-01-01", fixed=True, since="0.4")
+    """Day that a chat template gets as today's, as in ISO 8601. It matters only to templates that write the date, such as
+    Llama 3.2's. A chat has the same tokens on every day, and an exported model keeps the day."""
     begin: Literal["auto", "none"] = setting("auto", fixed=True, since="0.3")
     """Tokens at the start of a text without a chat template. `auto`: those that the tokenizer of `tokenizer.file` puts
     there, such as `<bos>` (Llama and Gemma have one, GPT-2 and Qwen do not). `none`: no tokens."""
@@ -277,6 +280,10 @@ class TokenizerConfig(Section):
             raise self.error(
                 "chat_template", "must be `auto` or `none` but with tokenizer.kind `file`, whose tokens it writes"
             )
+        try:
+            date.fromisoformat(self.date)
+        except ValueError as error:
+            raise self.error("date", f"must be a day such as 2026-01-01: {error}") from error
         if self.kind != "file" and self.markers != "text":
             raise self.error("markers", f"must be `text` with tokenizer.kind `{self.kind}`: no text has its special tokens")
         if self.kind != "bpe" and self.lowercase:

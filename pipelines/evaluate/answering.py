@@ -135,6 +135,7 @@ class Predictor:
             # Bytes are divided by tokens: a character cut between two tokens has no length of its own.
             num_bytes = size * min(start + window.stride, last) // last - size * start // last
             fields = {self._columns[0].name: text, self.task.given("bytes"): num_bytes}
+            fields[self.task.given("begins")] = begins and start == 0
             yield Example(fields, filled, np.arange(window.length) < len(window_ids))
 
     def predict_examples(self, examples: Iterable[Example]) -> Iterator[dict[str, Any]]:

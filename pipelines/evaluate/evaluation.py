@@ -9,7 +9,8 @@ killed evaluation is resumed.
 
 import io
 import json
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -29,6 +30,7 @@ from raystride.pipelines.data.sources.pieces import Part, Piece, Reader
 from raystride.pipelines.data.sources.source import Source, open_source
 from raystride.pipelines.data.tasks import Task
 from raystride.pipelines.data.tasks.labels import BINS, LabelTask
+from raystride.pipelines.evaluate.intervals import CONFIDENCE_LEVEL, RESAMPLES, Interval, find_intervals
 from raystride.pipelines.evaluate.load_run import SelectedRun
 from raystride.pipelines.evaluate.parts import PredictJob
 from raystride.pipelines.evaluate.prediction import (
@@ -45,6 +47,7 @@ from raystride.pipelines.evaluate.prediction import (
 )
 from raystride.pipelines.evaluate.prepared import PreparedSplit, find_prepared, prepared_folder
 from raystride.pipelines.evaluate.rows import to_json
+from raystride.pipelines.observability.record.journal import to_json_value
 from raystride.pipelines.observability.report.drawing import MAX_NAMED_LABELS, plot_confusion
 from raystride.pipelines.system.credentials import redact_uris
 from raystride.pipelines.system.storage.folder import Folder
@@ -99,6 +102,8 @@ PreparedName = Literal["train", "validation"]
 Split = PreparedName | Literal["test"]
 PREDICTIONS, WORST, METRICS = "predictions.parquet", "worst.jsonl", "metrics.json"
 NUM_WORST = 20
+TABLE = 2
+"""Raised when the table of predictions gets other columns: 2 marks the windows with which a document begins."""
 MIN_WINDOWED_BYTES = 64 << 10
 """Minimum of bytes of a part if documents are cut into windows, as these restart at each part."""
 
@@ -111,9 +116,15 @@ class EvaluationResult:
     files: list[str]
     """Names in the folder."""
     metrics: dict[str, float]
-    intervals: dict[str, tuple[float, float]]
+    """NaN: of a class that has no rows, or was never predicted."""
+    intervals: dict[str, Interval]
+    """Bounds at 95 % by metric, of those that have some."""
+    rows: dict[str, int]
+    """The rows that a proportion is of, by metric: for precision those predicted as the class, for recall those of it."""
     signatures: dict[str, str]
     samples: int
+    documents: int
+    """What intervals draw anew: a language model's windows of one document stay together."""
     skipped: int
     rate: float | None
     """Samples a second; None if all were predicted before."""
@@ -142,7 +153,7 @@ def evaluate(
         prepared=data.prepared,
         graded=True,
     )
-    origin = {"input": compute_digest(data.identity), **describe_origin(job)}
+    origin = {"input": compute_digest(data.identity), "table": TABLE, **describe_origin(job)}
     _remove_other_answers(job.folder, origin)
     predictions = predict_all(job, data.parts, origin, run_parts, log)
     if not predictions.rows:
@@ -159,18 +170,21 @@ def evaluate(
 
 def _score(chosen: SelectedRun, predictions: PredictionResult, table: dict[str, Any], folder: Folder) -> EvaluationResult:
     task = chosen.task
-    metrics, signatures = task.grade(table), task.signatures
-    intervals = bootstrap(task.grades(table), predictions.rows)
+    metrics, signatures, units = task.grade(table), task.signatures, _number_documents(task, table)
+    intervals, rows = find_intervals(task, table, units), {name: of for name, (_, of) in task.proportions(table).items()}
+    metrics |= {name: math.nan for name, of in rows.items() if not of}  # nothing was predicted, or there is nothing
     files = [PREDICTIONS, WORST, METRICS, *_draw_pictures(task, table, folder)]
     folder.put(WORST, "".join(to_json(row) + "\n" for row in worst_samples(task, table)))
     folder.put_json(
         METRICS,
         {
-            "metrics": metrics,
+            "metrics": to_json_value(metrics),
             "intervals": {name: list(bounds) for name, bounds in intervals.items()},
             "level": CONFIDENCE_LEVEL,
             "resamples": RESAMPLES,
             "samples": predictions.rows,
+            "documents": int(units[-1]) + 1,
+            "rows": rows,
             "skipped": predictions.skipped,
             "faults": predictions.faults,
             "step": chosen.step,
@@ -185,10 +199,18 @@ def _score(chosen: SelectedRun, predictions: PredictionResult, table: dict[str, 
         intervals=intervals,
         signatures=signatures,
         samples=predictions.rows,
+        documents=int(units[-1]) + 1,
+        rows=rows,
         skipped=predictions.skipped,
         rate=predictions.rate,
         step=chosen.step,
     )
+
+
+def _number_documents(task: Task, table: Mapping[str, Any]) -> np.ndarray:
+    """Returns the number of each sample's document, from 0."""
+    begins = table.get(task.given("begins"))
+    return np.arange(len(table[task.given("loss")])) if begins is None else np.maximum(np.cumsum(begins) - 1, 0)
 
 
 def worst_samples(task: Task, table: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -359,20 +381,3 @@ def _draw_pictures(task: Task, table: Mapping[str, Any], folder: Folder) -> list
     folder.put("confusion.png", draw_confusion(task.labels, task.confusion(table)))
     folder.put("reliability.png", draw_reliability(np.asarray(table[task.given("probability")]), is_right))
     return ["confusion.png", "reliability.png"]
-
-
-RESAMPLES = 1000
-CONFIDENCE_LEVEL = 0.95
-
-
-def bootstrap(
-    grades: Callable[[np.ndarray], dict[str, float]], samples: int, *, resamples: int = RESAMPLES, seed: int = 0
-) -> dict[str, tuple[float, float]]:
-    """Returns bounds that contain CONFIDENCE_LEVEL of the metrics of samples drawn with replacement; deterministic by the
-    seed."""
-    generator = np.random.default_rng(seed)
-    resample_counts = (np.bincount(generator.integers(samples, size=samples), minlength=samples) for _ in range(resamples))
-    resampled = [grades(counts.astype(float)) for counts in resample_counts]
-    tail = (1 - CONFIDENCE_LEVEL) / 2
-    bounds = {name: np.nanquantile([resample[name] for resample in resampled], (tail, 1 - tail)) for name in resampled[0]}
-    return {name: (float(low), float(high)) for name, (low, high) in bounds.items()}

@@ -23,6 +23,7 @@ from raystride.pipelines.data.tokenizers.byte_pairs import ByteEncoder, Characte
 from raystride.pipelines.data.tokenizers.chat import FILE as CHAT_FILE
 from raystride.pipelines.data.tokenizers.chat import parse_tokenizer
 from raystride.pipelines.data.tokenizers.loading import KIND_FILE, READY_FILE
+from raystride.pipelines.data.tokenizers.template import export_template
 from raystride.pipelines.evaluate.load_run import LoadedModel
 from raystride.pipelines.system.storage.folder import Folder
 
@@ -219,7 +220,7 @@ def _token_names(opened: LoadedModel, content: str, end: str, folder: Folder) ->
     place = opened.place / "tokenizer"
     if place.exists(CHAT_FILE):
         chat = place.read_json(CHAT_FILE)
-        folder.put("chat_template.jinja", chat["template"])
+        folder.put("chat_template.jinja", export_template(chat))
         names |= chat["tokens"]
         if "eos_token" not in chat["template"] or "eos_token" not in chat["tokens"]:  # else it writes that one
             first = opened.task.end_ids[0] if opened.task.writes_chats else opened.encoder.end_id

@@ -48,11 +48,13 @@ def export_own_model(opened: LoadedModel, to: str, folder: Folder) -> Folder:
 
 
 def _write_state_dict(opened: LoadedModel, module: nn.Module, place: Path) -> None:
-    from safetensors.torch import save_model
+    from safetensors.torch import save_file
 
     state = module.state_dict()
     torch.save(state, place / "state_dict.pt")
-    save_model(module, str(place / "model.safetensors"))
+    # safetensors refuses tensors that share memory: tied weights have a copy under each name, so that a strict load fits.
+    copies = {name: tensor.detach().clone(memory_format=torch.contiguous_format) for name, tensor in state.items()}
+    save_file(copies, place / "model.safetensors")
 
 
 def _write_pretrained(opened: LoadedModel, module: nn.Module, place: Path) -> None:

@@ -4,6 +4,7 @@ append_scores(result, "test", storage / "my-run", 500)                   # a seg
 problem = merge_scores(result, "test", storage / "my-run", config.record, storage)   # None, or why MLflow lacks it
 """
 
+import math
 import secrets
 import time
 from collections.abc import Iterable
@@ -26,7 +27,7 @@ SENDER = "evaluation"
 
 def named_scores(scored: EvaluationResult, split: Split) -> dict[str, float]:
     """Returns the metrics and the bounds of their intervals by their names in the record: `test_accuracy_low`."""
-    figures = {f"{split}_{name}": value for name, value in scored.metrics.items()}
+    figures = {f"{split}_{name}": value for name, value in scored.metrics.items() if not math.isnan(value)}
     for name, (low, high) in scored.intervals.items():
         figures |= {f"{split}_{name}_low": low, f"{split}_{name}_high": high}
     return figures

@@ -78,7 +78,7 @@ def remote_tensors(path_or_name: str) -> dict[str, tuple[str, tuple[int, ...]]]:
 def fetch_tokenizer(path_or_name: str) -> Folder:
     """Downloads a hub model's tokenizer; returns its folder. Raises ValueError as `fetch_model` does, or if it has none."""
     folder, commit = _fetch_first(path_or_name, TOKENIZER[0])
-    for name in TOKENIZER[1:]:
+    for name in (*TOKENIZER[1:], GENERATION, "config.json"):
         _fetch_file(path_or_name, name, commit, needed=False)
     return folder
 

@@ -3,6 +3,7 @@
 python ray_jobs/evaluate.py --run NAME --split test --data.test_source test.csv
 """
 
+import math
 import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -48,20 +49,27 @@ def _print_table(scored: "EvaluationResult", split: str) -> None:
     from rich.console import Console
     from rich.table import Table
 
+    from raystride.pipelines.evaluate.intervals import MIN_UNITS
+
     table = Table(box=None, header_style="bold", pad_edge=False)
-    for title in (split, "value", "95 % interval"):
+    for title in (split, "value", "95 % interval", "rows"):
         table.add_column(title, justify="left" if title == split else "right", no_wrap=True)
     per_label = [name for name in scored.metrics if "/" in name]
     hidden = per_label if len(per_label) > 2 * MAX_LABEL_ROWS else []
     for name, value in scored.metrics.items():
         if name not in hidden:
-            low, high = scored.intervals[name]
-            table.add_row(name, f"{value:.4f}", f"{low:.4f} to {high:.4f}")
+            bounds = "{:.4f} to {:.4f}".format(*scored.intervals[name]) if name in scored.intervals else "-"
+            rows = f"{scored.rows[name]:,}" if name in scored.rows else ""
+            table.add_row(name, "-" if math.isnan(value) else f"{value:.4f}", bounds, rows)
     Console(width=None if sys.stdout.isatty() else 160).print(table)
     speed = f", {scored.rate:,.0f} a second" if scored.rate else ""
     skipped = f"; {scored.skipped:,} documents skipped, see metrics.json" if scored.skipped else ""
     step = step_text(scored.step, scored.last_step)
-    print(f"{scored.samples:,} samples, {step}{speed}{skipped}; intervals by bootstrap over samples")
+    unit = "samples" if scored.documents == scored.samples else "documents"
+    of = "" if unit == "samples" else f" of {scored.documents:,} documents"
+    is_enough = scored.documents >= MIN_UNITS
+    others = f"others by bootstrap over {unit}" if is_enough else f"no others from fewer than {MIN_UNITS} {unit}"
+    print(f"{scored.samples:,} samples{of}, {step}{speed}{skipped}; intervals of counts by Agresti and Coull, {others}")
     for name, signature in scored.signatures.items():
         print(f"{name}: {signature}")
     print()

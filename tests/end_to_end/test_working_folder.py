@@ -69,6 +69,15 @@ def test_a_folder_without_code_hides_nothing(tmp_path: Path, monkeypatch: pytest
     assert project_folder.find_hidden_library() == ("optuna", str(tmp_path / "optuna.py"))
 
 
+def test_what_a_library_brings_along_hides_nothing(tmp_path: Path) -> None:
+    """Ray puts its own psutil first on the path."""
+    write_text(tmp_path)
+    script = "import ray._private.worker, sys\nimport raystride\nassert 'thirdparty' in sys.path[0], sys.path\n"
+    (tmp_path / "mine.py").write_text(f"{script}print(raystride.project_folder.find_hidden_library())\n")
+    ended = run_in(tmp_path, "mine.py")
+    assert ended.stdout == "None\n", ended.stderr
+
+
 def test_the_libraries_are_those_that_the_product_imports() -> None:
     found = set()
     for folder in ("pipelines", "model", "triton_kernels", "raystride", "ray_jobs"):

@@ -23,12 +23,21 @@ from raystride.pipelines.config import Config, DataConfig, SettingError, Tokeniz
 from raystride.pipelines.config.stored_run import parse_settings
 from raystride.pipelines.data.prepare.opened_sources import open_sources
 from raystride.pipelines.data.sources.faults import DataError, Fault
+from raystride.pipelines.data.sources.pieces import Piece
 from raystride.pipelines.data.sources.source import first_items
 from raystride.pipelines.data.tasks import build_task
 from raystride.pipelines.system.storage.folder import Folder
 
 AUTO = "auto"
-_COLUMNS = ("column", "target_column", "messages_column", "prompt_column", "chosen_column", "rejected_column")
+_COLUMNS = (
+    "column",
+    "target_column",
+    "messages_column",
+    "tools_column",
+    "prompt_column",
+    "chosen_column",
+    "rejected_column",
+)
 _TASK_COLUMNS: tuple[tuple[str, Mapping[str, str]], ...] = (
     ("completion", {"messages_column": "messages"}),
     ("completion", {"column": "prompt", "target_column": "completion"}),
@@ -59,7 +68,7 @@ def choose_task(config: Config, storage: Folder | None = None) -> Config:
     for task, columns in _candidate_tasks(config.data):
         data = replace(config.data, **columns)
         if (fault := _missing_column(replace(probe, task=task, data=data))) is None:
-            return _with_task(config, task, data)
+            return _with_task(config, task, _with_tools(replace(probe, task=task, data=data)))
         faults.append(fault)
     raise SettingError(
         f"task is 'auto': data.source {config.data.source!r} {faults[-1]}; it must have the columns messages, or prompt and "
@@ -74,7 +83,7 @@ def _candidate_tasks(data: DataConfig) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yields each candidate task with the columns that it reads unless the settings name others."""
     given = {name for name in _COLUMNS if getattr(data, name) != getattr(DataConfig, name)}
     for task, columns in _TASK_COLUMNS:
-        if "messages_column" not in given or "messages_column" in columns:
+        if given.isdisjoint(("messages_column", "tools_column")) or "messages_column" in columns:
             yield task, {name: value for name, value in columns.items() if name not in given}
 
 
@@ -87,20 +96,36 @@ def _with_task(config: Config, task: str, data: DataConfig) -> Config:
     return replace(config, task=task, data=data, train=train)
 
 
+def _with_tools(probe: Config) -> DataConfig:
+    """Returns the settings of the data, with the column `tools` for chats of which one of the first has some."""
+    data = probe.data
+    if not data.messages_column or data.tools_column:
+        return data
+    found = replace(probe, data=replace(data, tools_column="tools"))
+    if _missing_column(found) is not None:
+        return data
+    has_tools = any(isinstance(item, Piece) and item.document[1] != "[]" for item in _first_items(found))
+    return found.data if has_tools else data
+
+
 def _missing_column(config: Config) -> str | None:
     """Returns the description of a column that the data lacks; None if it has all. Raises DataError for other faults."""
+    try:
+        faults = (item for item in _first_items(config) if isinstance(item, Fault))
+        return next((fault.reason for fault in faults if fault.column), None)
+    except DataError as error:
+        if error.column:
+            return str(error)
+        raise
+
+
+def _first_items(config: Config) -> Iterator[Piece | Fault]:
+    """Yields the items of the first rows of each source. Raises DataError."""
     task = build_task(config)
     for own in config.by_source().values():
-        try:
-            source, _ = open_sources(own, task)
-        except DataError as error:
-            if error.column:
-                return str(error)
-            raise
-        for item in first_items(source.reader, source.kind, source.files[0]) if source.files else ():
-            if isinstance(item, Fault) and item.column:
-                return item.reason
-    return None
+        source, _ = open_sources(own, task)
+        if source.files:
+            yield from first_items(source.reader, source.kind, source.files[0])
 
 
 def _with_stored_task(config: Config, stored: Config) -> Config:

@@ -27,7 +27,8 @@ from raystride.pipelines.data.tasks import build_task
 from raystride.pipelines.data.tasks.images import Images
 from raystride.pipelines.data.tasks.pictures import has_8_bits
 from raystride.pipelines.data.tasks.task import Task
-from raystride.pipelines.data.tokenizers.training import TRAINED_KINDS, read_file
+from raystride.pipelines.data.tokenizers.chat import as_of_earlier_version
+from raystride.pipelines.data.tokenizers.training import TRAINED_KINDS, read_file, read_new_end
 from raystride.pipelines.system.credentials import strip_credentials
 from raystride.pipelines.system.storage.folder import Folder
 
@@ -175,7 +176,7 @@ def _find_learned_facts(config: Config, task: Task, storage: Folder, open_source
 def _hash_learned_facts(
     config: Config, task: Task, open_sources: Opener, *, with_code: bool = True, with_reading: bool = True
 ) -> str:
-    tokenizer = _tokenizer_settings(config.tokenizer) if task.tokenizers else None
+    tokenizer = _tokenizer_settings(config.tokenizer, with_reading=with_reading) if task.tokenizers else None
     fingerprints = [
         compute_fingerprint(
             own, task.under(own), *open_sources(own, task.under(own)), with_code=with_code, with_reading=with_reading
@@ -321,7 +322,7 @@ def compute_fingerprint(
         content["code"] = code
     if shape := task.shaped_by():
         if shape.get("chat") and not with_reading:
-            shape["chat"] = {key: value for key, value in shape["chat"].items() if key != "format"}
+            shape["chat"] = as_of_earlier_version(shape["chat"])
         content["shape"] = shape
     if validation is not None:
         content["validation_source"] = JsonText(validation.identity_json)
@@ -330,7 +331,7 @@ def compute_fingerprint(
     if learned:
         content["learned"] = learned
     elif task.tokenizers:
-        content |= _tokenizer_settings(config.tokenizer)
+        content |= _tokenizer_settings(config.tokenizer, with_reading=with_reading)
     return _hash_json(content)
 
 
@@ -352,7 +353,7 @@ def _hash_json(content: Mapping[str, Any]) -> str:
     return digest.hexdigest()[:16]
 
 
-def _tokenizer_settings(tokenizer: TokenizerConfig) -> dict[str, Any]:
+def _tokenizer_settings(tokenizer: TokenizerConfig, *, with_reading: bool) -> dict[str, Any]:
     content: dict[str, Any] = {"tokenizer": tokenizer.kind}
     if tokenizer.kind in TRAINED_KINDS:
         content["vocabulary_size"] = tokenizer.vocabulary_size
@@ -362,7 +363,7 @@ def _tokenizer_settings(tokenizer: TokenizerConfig) -> dict[str, Any]:
             content["lowercase"] = True
     if tokenizer.kind == "file":
         content["file"] = hashlib.sha256(read_file(tokenizer).encode()).hexdigest()
-        content["end_token"] = tokenizer.end_token
+        content["end_token"] = (read_new_end(tokenizer) if with_reading else None) or tokenizer.end_token
         if tokenizer.markers != "text":
             content["markers"] = tokenizer.markers
     return content

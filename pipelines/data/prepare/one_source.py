@@ -13,11 +13,12 @@ from collections.abc import Callable, Iterable, Sequence, Set
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import islice
 from typing import Any
 
 import numpy as np
 
-from raystride.pipelines.config import Config, DataConfig
+from raystride.pipelines.config import Config, DataConfig, TokenizerConfig
 from raystride.pipelines.data.prepare.cleaning import build_cleaning
 from raystride.pipelines.data.prepare.data_lines import source_facts
 from raystride.pipelines.data.prepare.document_hashes import PARTS, merge_hashes
@@ -60,6 +61,7 @@ from raystride.pipelines.data.sources.source import Source
 from raystride.pipelines.data.tasks.task import NO_TOKENS, Task
 from raystride.pipelines.data.tokenizers import Tokenizers
 from raystride.pipelines.data.tokenizers.chat import is_of_earlier_version
+from raystride.pipelines.data.tokenizers.conversation import CANNOT_SPLIT
 from raystride.pipelines.system.credentials import redact_uris
 from raystride.pipelines.system.storage.folder import Folder
 from raystride.pipelines.system.storage.sealed import read_sealed, sealed_names
@@ -68,6 +70,10 @@ MAX_LOCAL_BYTES = 64 << 20
 """Bytes that one process prepares in about the time in which Ray Data starts on two cores: some five seconds."""
 UNSIZED_KINDS = ("registered", "huggingface")
 """Kinds of sources with an unknown number of bytes."""
+
+
+_SAMPLED_DOCUMENTS = 200
+"""Documents, the first ones, of which lines say what they hold and examples do not."""
 
 
 @dataclass(frozen=True)
@@ -147,8 +153,7 @@ def prepare_source(
     if publisher:
         publisher.end()
     manifest = describe(records)
-    _check_splits(config.data, manifest)
-    refuse_lost_text(config, manifest.source.get("lost_text", {}))
+    _check_prepared(config, records, manifest)
     _count_shared(config.data, folder, parts, manifest)
     folder.put_json(SPEED_FILE, sum_stages(record.get("stages", {}) for record in records))
     manifest.save(folder)
@@ -210,27 +215,31 @@ def build_job(
         learned.copy_tokenizers(folder, task)
     else:
         make_tokenizers(config.tokenizer, [studied], folder, task, on_ray, log)
-    _refuse_lost_text_of_first_part(
-        config, replace(job, task=task.knowing({}, Tokenizers(folder, task.tokenizers))), divided.parts
-    )
+    encoders = Tokenizers(folder, task.tokenizers)
+    run_each, group = (_run_each_on_ray, _group_bands_on_ray) if on_ray else (_run_each_locally, None)
+    knowing = replace(job, task=task.knowing({}, encoders))
+    if TextSample(knowing.task, 0, seed=0).is_needed:  # before all parts are prepared
+        for sample in run_each(_sample_part, knowing, divided.parts[:1]):
+            sample.measure_or_refuse(config)
     if job.finds_duplicates:
         log("data: a first pass over all documents, for those that are near-duplicates of an earlier one")
-        run_each, group = (_run_each_on_ray, _group_bands_on_ray) if on_ray else (_run_each_locally, None)
         find_duplicates(job, divided.parts, run_each, group, log)
-    encoders = Tokenizers(folder, task.tokenizers)
-    job = replace(job, task=task.knowing({}, encoders))
+    job = knowing
     facts = learned.facts(job.task) if learned else learn_facts([replace(studied, job=job)], folder, on_ray, log)
-    return replace(job, task=task.knowing(facts, encoders))
+    job = replace(job, task=task.knowing(facts, encoders))
+    for part in divided.parts[:1]:
+        documents = sample_documents(readers[part.split or "train"], [*part.slices], part.bytes)
+        for line in job.task.describe_losses(islice(job.clean_documents(documents), _SAMPLED_DOCUMENTS)):
+            log(f"data: warning: {line}")
+    return job
 
 
-def _refuse_lost_text_of_first_part(config: Config, job: Preparation, parts: Sequence[Part]) -> None:
-    """Raises SettingError if a tokenizer loses most of a sample of the first part, before all are prepared."""
-    for part in parts[:1]:
-        sample, size = TextSample(job.task, part.bytes, seed=part.number), MAX_STRETCHES * STRETCH
-        if sample.is_needed:
-            for document in job.clean_documents(sample_documents(job.readers["train"], [*part.slices], size)):
-                sample.add(document)
-            sample.measure_or_refuse(config)
+def _sample_part(job: Preparation, part: Part) -> TextSample:
+    """Returns a sample of the texts at a part's beginning."""
+    sample = TextSample(job.task, part.bytes, seed=part.number)
+    for document in job.clean_documents(sample_documents(job.readers["train"], [*part.slices], MAX_STRETCHES * STRETCH)):
+        sample.add(document)
+    return sample
 
 
 def _run_each_locally(function: Callable[[Preparation, Part], Any], job: Preparation, parts: Sequence[Part]) -> list[Any]:
@@ -346,6 +355,27 @@ def _count_documents(records: Records) -> dict[str, Any]:
         "lost_text": sum_lost_text(record.get("lost_text", {}) for record in records),
     }
     return {name: value for name, value in found.items() if value}
+
+
+def _check_prepared(config: Config, records: Records, manifest: Manifest) -> None:
+    """Raises SettingError for chats that cannot be split and for lost text, if they are half, and DataError without data."""
+    _refuse_unsplit_chats(config.tokenizer, records, manifest)
+    _check_splits(config.data, manifest)
+    refuse_lost_text(config, manifest.source.get("lost_text", {}))
+
+
+def _refuse_unsplit_chats(tokenizer: TokenizerConfig, records: Records, manifest: Manifest) -> None:
+    """Raises SettingError if half of the documents or more are chats that the template does not write turn after turn."""
+    unsplit = sum(record.get("unsplit", 0) for record in records)
+    documents = sum(manifest.documents(split) for split in SPLITS)
+    if unsplit and unsplit >= documents:
+        first = next(fault["place"] for fault in manifest.skipped if fault["reason"].startswith(CANNOT_SPLIT))
+        raise tokenizer.error(
+            "chat_template",
+            f"must suit the data: {unsplit:,} of {unsplit + documents:,} chats, the first {first}, are rendered "
+            "differently once others follow a turn, so where the assistant's turns begin and end is not known; "
+            "name a copy with {% generation %} and {% endgeneration %} around them",
+        )
 
 
 def _check_splits(data: DataConfig, manifest: Manifest) -> None:

@@ -40,6 +40,7 @@ from raystride.pipelines.data.sources.faults import Fault
 from raystride.pipelines.data.sources.pieces import Part, Piece, Reader
 from raystride.pipelines.data.tasks.labels import LabelTask
 from raystride.pipelines.data.tasks.task import Document, Encoded, Facts, Task
+from raystride.pipelines.data.tokenizers.conversation import CANNOT_SPLIT
 from raystride.pipelines.system.storage.folder import Folder
 from raystride.pipelines.system.storage.sealed import put_sealed
 
@@ -196,8 +197,8 @@ def tokenise_table(job: Preparation, table: pa.Table) -> pa.Table:
     """Returns the table with the ids of each text instead of the text. A piece that does not end its document gets no end
     token.
 
-    A document that the task cannot encode becomes a fault. Raises DataError unless faults are skipped, and RuntimeError if
-    the task gives an id that is not below its `ids`.
+    A document that the task cannot encode becomes a fault. Raises DataError unless faults are skipped, or it is a chat that
+    cannot be split, and RuntimeError if the task gives an id that is not below its `ids`.
     """
     began, texts = time.perf_counter(), pc.sum(pc.binary_length(table["text"])).as_py() or 0
     ids: list[np.ndarray] = []
@@ -252,10 +253,10 @@ def _encode_stretch(task: Task, document: Document, begins: bool, ends: bool) ->
 
 
 def _with_faults(job: Preparation, table: pa.Table, faults: dict[int, str]) -> pa.Table:
-    """Returns the table with faults in place of some documents. Raises DataError unless faults are skipped."""
-    if not job.skip:
-        row, reason = next(iter(faults.items()))
-        raise Fault(table["place"][row].as_py(), reason).error()
+    """Returns the table with faults in place of some documents. Raises DataError as `tokenise_table` does."""
+    for row, reason in faults.items():
+        if not (job.skip or reason.startswith(CANNOT_SPLIT)):
+            raise Fault(table["place"][row].as_py(), reason).error()
     for name in ("document", "validation", "fault", "hash"):
         column = table[name].to_pylist()
         for row, reason in faults.items():
@@ -280,7 +281,7 @@ class _SectionWriter:
         self._writers: dict[str, ShardWriter] = {}
         self.hashes: dict[str, list[np.ndarray]] = {split: [] for split in SPLITS}
         self.faults: list[dict[str, str]] = []
-        self.skipped = self.cut = self.longest = 0
+        self.skipped = self.unsplit = self.cut = self.longest = 0
         self._num_labels = len(job.task.labels) if isinstance(job.task, LabelTask) else 0
         self.labels = {split: np.zeros(self._num_labels, np.int64) for split in SPLITS}
 
@@ -297,6 +298,7 @@ class _SectionWriter:
                     self.labels[split] += np.bincount(labels, minlength=count)[:count]
         faulty = table.filter(pc.is_valid(table["fault"]))
         self.skipped += faulty.num_rows
+        self.unsplit += pc.sum(pc.starts_with(faulty["fault"], CANNOT_SPLIT)).as_py() or 0
         self.cut += pc.sum(pc.greater(table["cut"], 0)).as_py() or 0
         self.longest = max(self.longest, pc.max(table["cut"]).as_py() or 0)
         pairs = zip(faulty["place"].to_pylist(), faulty["fault"].to_pylist(), strict=True)
@@ -311,6 +313,7 @@ class _SectionWriter:
             "shards": written,
             "faults": self.faults,
             "skipped": self.skipped,
+            "unsplit": self.unsplit,
             "cut": self.cut,
             "longest": self.longest,
         }
@@ -324,10 +327,10 @@ class _SectionWriter:
 def write_part(job: Preparation, tables: Iterable[pa.Table]) -> dict[str, Any]:
     """Writes a part's shards, then its record, and returns the record.
 
-    It has the part, shards by split, faults and their number, the number of truncated documents (`Encoded.cut`) and the ids
-    of the longest, the documents of each label by split, those dropped by reason, the text that tokenizers lose, and the
-    seconds of each stage; of a part in sections, also the shards of those before the last. Raises RuntimeError if the row
-    that ends a part is missing, and OSError if a shard reads back differently.
+    It has the part, shards by split, faults, their number and that of chats that cannot be split, the number of truncated
+    documents (`Encoded.cut`) and the ids of the longest, the documents of each label by split, those dropped by reason, the
+    text that tokenizers lose, and the seconds of each stage; of a part in sections, also the shards of those before the last.
+    Raises RuntimeError if the row that ends a part is missing, and OSError if a shard reads back differently.
     """
     writer, sections = _SectionWriter(job), list[dict[str, Any]]()
     number, is_complete = -1, False
@@ -364,7 +367,7 @@ def write_part(job: Preparation, tables: Iterable[pa.Table]) -> dict[str, Any]:
     records = [*sections, last]
     record = {"part": number, "shards": last["shards"]}
     record |= {"faults": [fault for found in records for fault in found["faults"]][:_MAX_NAMED_FAULTS]}
-    record |= {name: sum(found[name] for found in records) for name in ("skipped", "cut")}
+    record |= {name: sum(found[name] for found in records) for name in ("skipped", "unsplit", "cut")}
     record["longest"] = max(found["longest"] for found in records)
     record["labels"] = {
         split: np.sum([found["labels"][split] for found in records], axis=0).tolist() for split in last["labels"]

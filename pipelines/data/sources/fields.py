@@ -65,12 +65,13 @@ def document_from_row(
 ) -> Iterator[Piece | Fault]:
     """Yields the document of a row, a mapping by column name, as `build_document` does."""
     try:
-        keys = find_columns(place, columns, list(row), nested=True)
+        optional = [column.name for column in columns if column.kind == "tools" and column.name not in row]
+        keys = find_columns(place, columns, [*row, *optional], nested=True)
     except FaultError as faulty:
         yield faulty.fault
         return
     yield from build_document(
-        [nested_value(row[key], field) for key, field in keys], place, columns, image_access, keep=keep
+        [nested_value(row.get(key), field) for key, field in keys], place, columns, image_access, keep=keep
     )
 
 
@@ -95,6 +96,11 @@ def find_columns(place: str, columns: Columns, found: Sequence[str], *, nested: 
             raise FaultError(Fault(place, f"has {found.count(key)} columns {key!r}", "rename all but the right one", key))
         keys.append((key, field))
     return keys
+
+
+def drop_added_keys(value: Any, column: Column) -> Any:
+    """Returns a table's value without keys that only other rows have, which Arrow adds to all, in messages and tools."""
+    return drop_none_values(value, except_keys=()) if column.kind in ("messages", "tools") else value
 
 
 def make_unique(names: Sequence[str]) -> tuple[str, ...]:

@@ -9,14 +9,23 @@ of a `ClassLabel` become their names.
 """
 
 import logging
+import os
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from itertools import pairwise
 from typing import Any
 
 from raystride.pipelines.data.sources.faults import DataError, Fault
-from raystride.pipelines.data.sources.fields import Columns, attach_row, build_document, find_columns, nested_value
+from raystride.pipelines.data.sources.fields import (
+    Columns,
+    attach_row,
+    build_document,
+    drop_added_keys,
+    find_columns,
+    nested_value,
+)
 from raystride.pipelines.data.sources.image_files import ImageAccess
 from raystride.pipelines.data.sources.parquet_reader import BATCH_BYTES, BatchRow
 from raystride.pipelines.data.sources.pieces import File, Piece, Slice
@@ -86,6 +95,7 @@ class HuggingFaceReader:
             shown = _with_class_names(rows, dataset.features) if self.keep else rows
             for row, values in enumerate(zip(*fields, strict=True), first + 1):
                 place = f"{self.source}, split {self.split}, row {row}"
+                values = tuple(map(drop_added_keys, values, self.columns))
                 found = build_document(values, place, self.columns, image_access, keep=self.keep)
                 yield from attach_row(found, partial(BatchRow, shown, row - first - 1), self.keep)
 
@@ -104,7 +114,7 @@ class HuggingFaceReader:
         return ImageAccess(self.source if local else "", (*own, self.image_root) if self.image_root else own)
 
     def _load_dataset(self) -> Any:
-        return _load_split(self.source, self.split)
+        return _load_split(self.source, self.split, _find_stamps(self.source, self.split))
 
 
 def _with_class_names(rows: Any, features: Any) -> Any:
@@ -125,9 +135,21 @@ def _column_values(values: list[Any], feature: Any, field: str) -> list[Any]:
     return [nested_value(value, field) for value in values] if field else values
 
 
+def _find_stamps(source: str, split: str) -> tuple[tuple[int, int], ...]:
+    """Returns times and sizes of the files that `save_to_disk` writes last in a local folder."""
+    names = (*_SAVED_MARKERS, f"{split}/{_SAVED_MARKERS[0]}") if source.startswith("/") else ()
+    found = []
+    for name in names:
+        with suppress(OSError):
+            status = os.stat(os.path.join(source, name))
+            found.append((status.st_mtime_ns, status.st_size))
+    return tuple(found)
+
+
 @lru_cache(maxsize=4)
-def _load_split(source: str, split: str) -> Any:
-    """Loads a split, memory-mapped. Cached, since each slice of a process needs it. Raises DataError."""
+def _load_split(source: str, split: str, stamps: tuple[tuple[int, int], ...]) -> Any:
+    """Loads a split, memory-mapped. Cached, since each slice of a process needs it; a folder that was written anew has other
+    stamps. Raises DataError."""
     import datasets
 
     local = _is_path_or_uri(source)

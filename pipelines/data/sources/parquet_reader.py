@@ -19,6 +19,7 @@ from raystride.pipelines.data.sources.fields import (
     Columns,
     attach_row,
     build_document,
+    drop_added_keys,
     find_columns,
     make_unique,
     nested_value,
@@ -106,7 +107,7 @@ class ParquetReader:
             for index, values in enumerate(zip(*columns, strict=True), first):
                 place, keep = f"{file.uri}, row {row + first_row + index + 1}", partial(BatchRow, shown, index)
                 try:
-                    named = tuple(map(_class_name, values, classes, repeat(place)))
+                    named = tuple(map(_class_name, map(drop_added_keys, values, self.columns), classes, repeat(place)))
                 except FaultError as faulty:
                     yield from attach_row(iter([faulty.fault]), keep, self.keep)
                     continue

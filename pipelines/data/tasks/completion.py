@@ -82,6 +82,13 @@ def read_conversation(document: Document) -> Conversation:
     return Conversation(messages, _parse_tools(document[1]) if len(document) > 1 else ())
 
 
+def _read_or_none(document: Document) -> Conversation | None:
+    try:
+        return read_conversation(document)
+    except ValueError:  # a fault, which encoding the chat reports
+        return None
+
+
 def _parse_tools(text: str) -> Sequence[Any]:
     try:
         found = json.loads(text)
@@ -169,8 +176,15 @@ class Completion(LanguageModel):
         try:
             check_conversations(template)
         except ValueError as error:
-            raise tokenizer.error("chat_template", f"must suit chats: one of two questions and answers {error}") from error
+            raise tokenizer.error("chat_template", f"must suit chats: a question and its answer {error}") from error
         return shape | {"chats": True}
+
+    def describe_losses(self, documents: Iterable[Document]) -> list[str]:
+        """Returns lines about what chats hold and their template does not write."""
+        if not self.chats:
+            return []
+        found = (chat for document in documents if (chat := _read_or_none(document)))
+        return self._chat_template.describe_losses((chat.messages, chat.tools) for chat in found)
 
     def encode(self, document: Document) -> tuple[np.ndarray, np.ndarray]:
         """Returns ids and loss mask of `example`. Raises ValueError if a chat is invalid."""

@@ -3,7 +3,7 @@
 ids = encoders["tokenizer"].encode("a text")               # uint32, without an end token
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -28,6 +28,10 @@ class ChatTemplate(Protocol):
 
     def opening(self, messages: Sequence[Message], tools: Sequence[Any] = ()) -> np.ndarray:
         """Returns ids of a chat up to the beginning of the next answer."""
+        ...
+
+    def describe_losses(self, chats: Iterable[tuple[Sequence[Message], Sequence[Any]]]) -> list[str]:
+        """Returns lines about what the chats, messages and tools, hold and the template does not write."""
         ...
 
 

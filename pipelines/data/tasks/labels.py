@@ -6,6 +6,7 @@ The first number of an example is its label. Validation counts a confusion matri
     class Classification(LabelTask): ...                    # adds the encoding of examples, and a network
 """
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -68,6 +69,13 @@ class LabelTask(Task):
             raise SettingError(
                 f"{setting.setting} is {setting.name!r}: it has {found} and a classifier needs 2 to {MAX_LABELS:,} "
                 "different ones; name another column",
+                setting=setting.setting,
+                value=setting.name,
+            )
+        if all(map(_is_number, names)) and any("." in name for name in names):
+            raise SettingError(
+                f"{setting.setting} is {setting.name!r}: it has fractions ({', '.join(names[:3])}, ...), which are scores "
+                "and no classes; name another column, or write classes as whole numbers or words",
                 setting=setting.setting,
                 value=setting.name,
             )
@@ -194,6 +202,20 @@ class LabelTask(Task):
 
         return grade_with_weights
 
+    def proportions(self, table: Mapping[str, Any]) -> dict[str, tuple[int, int]]:
+        """Returns accuracy, and each label's precision of the rows predicted as it and recall of its own rows."""
+        confusion = self.confusion(table)
+        right, found = confusion.diagonal(), {"accuracy": (int(confusion.trace()), int(confusion.sum()))}
+        for name, axis in (("precision", 0), ("recall", 1)):
+            pairs = zip(self.labels, right.tolist(), confusion.sum(axis).tolist(), strict=True)
+            found |= {f"{name}/{label}": (count, of) for label, count, of in pairs}
+        return found
+
+    @property
+    def without_interval(self) -> frozenset[str]:
+        """The calibration error: noise makes that of resamples larger."""
+        return frozenset({"calibration_error"})
+
     def confusion(self, table: Mapping[str, Any]) -> np.ndarray:
         """Returns the confusion matrix of predicted samples (true labels in rows): (labels, labels), whole numbers."""
         count, (true, given) = len(self.labels), self._label_numbers(table)
@@ -216,6 +238,13 @@ def accuracy_and_macro_f1(confusion: np.ndarray) -> tuple[float, float]:
     right, occurring = confusion.diagonal(), confusion.sum(0) + confusion.sum(1)
     f1 = 2 * right[occurring > 0] / occurring[occurring > 0]
     return mean(float(right.sum()), float(confusion.sum())), mean(float(f1.sum()), len(f1))
+
+
+def _is_number(name: str) -> bool:
+    try:
+        return math.isfinite(float(name))
+    except ValueError:
+        return False
 
 
 def _sort_key(name: str) -> tuple[int, str]:

@@ -6,7 +6,7 @@ split_shared_prompt(chosen, rejected)                     # the first turns of b
 """
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 Message = Mapping[str, Any]
@@ -50,11 +50,18 @@ def _to_message(item: Any) -> Any:
     return {**item, "content": "".join(part["text"] for part in parts)}
 
 
-def drop_none_values(value: Any) -> Any:
-    """Returns the same value without keys of value None, at any depth: tables add them to all objects of a column."""
+def drop_none_values(value: Any, *, except_keys: Collection[str] = ("arguments", "parameters")) -> Any:
+    """Returns the same value without keys of value None, but as it is below `except_keys`, where a null has a meaning.
+
+    Tables add keys to all objects of a column: their readers leave them out everywhere.
+    """
     if isinstance(value, Mapping):
-        return {key: drop_none_values(item) for key, item in value.items() if item is not None}
-    return [drop_none_values(item) for item in value] if isinstance(value, list) else value
+        return {
+            key: item if key in except_keys else drop_none_values(item, except_keys=except_keys)
+            for key, item in value.items()
+            if item is not None
+        }
+    return [drop_none_values(item, except_keys=except_keys) for item in value] if isinstance(value, list) else value
 
 
 def _parse_arguments(calls: Any) -> Any:

@@ -17,7 +17,7 @@ import numpy as np
 from raystride.pipelines.config import Config
 from raystride.pipelines.data.tasks.completion import Completion
 from raystride.pipelines.data.tasks.encoder import Encoders
-from raystride.pipelines.data.tasks.messages import Turns, message_texts, split_shared_prompt, unpack_messages
+from raystride.pipelines.data.tasks.messages import Message, Turns, message_texts, split_shared_prompt, unpack_messages
 from raystride.pipelines.data.tasks.reference import Reference, floats_to_ids, ids_to_floats, weights_sha256
 from raystride.pipelines.data.tasks.rows import pad_sequences
 from raystride.pipelines.data.tasks.task import (
@@ -104,7 +104,7 @@ class Preference(Completion):
         """Returns the pair, with zeros for the reference.
 
         If a sequence is longer than context + 1, the prompt is cut from the left down to one id, then the answers from the
-        right. Raises ValueError for messages without a chat template, and for equal answers.
+        right. Raises ValueError for messages without a chat template, and for answers that are equal, or become so by it.
         """
         return self._encode_whole(document).ids, None
 
@@ -125,9 +125,26 @@ class Preference(Completion):
         whole = len(prompt_ids) + max(map(len, answer_ids))
         prompt_ids = self.fit_prompt(prompt_ids, room - max(map(len, answer_ids)))
         chosen, rejected = (np.concatenate((prompt_ids, answer))[:room] for answer in answer_ids)
+        if np.array_equal(chosen, rejected):
+            cut = f"cut to model.context, {self.config.model.context} tokens" if whole > room else "written in tokens"
+            raise ValueError(f"has two answers that are the same once they are {cut}, of which none can be preferred")
         head = (max(len(chosen), len(rejected)), len(chosen), len(prompt_ids), whole > room)
         ids = (np.array(head, np.uint32), chosen, rejected, np.zeros(self._reference_length, np.uint32))
         return Encoded(np.concatenate(ids), None, whole if whole > room else 0)
+
+    def describe_losses(self, documents: Iterable[Document]) -> list[str]:
+        """Returns lines about what prompts and chosen answers hold and the chat template does not write."""
+        if not self.writes_chats:
+            return []
+        return self._chat_template.describe_losses((chat, ()) for document in documents if (chat := self._join(document)))
+
+    def _join(self, document: Document) -> Sequence[Message]:
+        """Returns the messages of prompt and chosen answer; none if one of them is a text."""
+        try:
+            prompt, chosen, _ = self._parse_turns(document)
+        except ValueError:  # a fault, which encoding the pair reports
+            return ()
+        return () if isinstance(prompt, str) or isinstance(chosen, str) else (*prompt, *chosen)
 
     def decode(self, ids: np.ndarray, mask: np.ndarray | None) -> Document:
         """Returns the prompt, if it has a column of its own, and both answers."""
@@ -317,6 +334,11 @@ class Preference(Completion):
             return grades(weights) | {name: mean(float(weights @ values), total) for name, values in figures.items()}
 
         return grade_with_weights
+
+    def proportions(self, table: Mapping[str, Any]) -> dict[str, tuple[int, int]]:
+        """Returns the accuracy: pairs whose chosen answer has the greater reward."""
+        chosen, rejected = (np.asarray(table[self.given(f"{name}_reward")], float) for name in ("chosen", "rejected"))
+        return {"accuracy": (int((chosen > rejected).sum()), len(chosen))}
 
 
 def _all_true(like: "torch.Tensor") -> "torch.Tensor":

@@ -173,6 +173,11 @@ class Task:
         encoder = self.encoders[self.tokenizers[0]]
         return {"vocabulary_size": encoder.vocabulary_size, "end_id": encoder.end_id}
 
+    def describe_losses(self, documents: Iterable[Document]) -> list[str]:
+        """Returns lines about what some documents hold and examples do not; preparation logs them. Not reading `documents`
+        costs nothing."""
+        return []
+
     def encode(self, document: Document) -> tuple[np.ndarray, np.ndarray | None]:
         """Returns an example: its numbers (n), below `ids`, and a loss mask (n) or None. Raises ValueError if it cannot be
         encoded.
@@ -394,6 +399,15 @@ class Task:
         """Returns the same metrics as a function of the samples' weights (n): 1, or counts of a bootstrap."""
         losses, targets = (np.asarray(table[self.given(name)], float) for name in ("loss", "targets"))
         return lambda weights: {"loss": mean(float(weights @ losses), float(weights @ targets))}
+
+    def proportions(self, table: Mapping[str, Any]) -> dict[str, tuple[int, int]]:
+        """Returns the metrics that are proportions, each with the rows that count and all rows that it is of."""
+        return {}
+
+    @property
+    def without_interval(self) -> frozenset[str]:
+        """Metrics whose interval by resampling would be wrong, as resampling biases them."""
+        return frozenset()
 
     @property
     def signatures(self) -> dict[str, str]:

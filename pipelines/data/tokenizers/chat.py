@@ -12,7 +12,6 @@ does in Hugging Face: the assistant is trained on the text inside it.
     ids, mask = chat.conversation(messages, tools)           # a whole chat, with a mask of the assistant's turns
 """
 
-import json
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -27,41 +26,19 @@ from raystride.pipelines.data.tokenizers.conversation import (
     SpecialTokens,
     Stretch,
     check_turns,
-    marks_answers,
     split_stretches,
 )
+from raystride.pipelines.data.tokenizers.marked_copies import mark_known_template
 from raystride.pipelines.data.tokenizers.rendered import RenderedEncoder
+from raystride.pipelines.data.tokenizers.template import FORMAT, Template, is_earlier, needs_date
+from raystride.pipelines.data.tokenizers.unwritten import describe_unwritten
 from raystride.pipelines.system.storage.folder import Folder, parent_and_name
 
 if TYPE_CHECKING:
-    from jinja2 import Template
     from tokenizers import Tokenizer
-from collections.abc import Callable
-
-from jinja2 import nodes
-from jinja2.ext import Extension
-from jinja2.parser import Parser
-
-
-class Generation(Extension):
-    """The tag; in the output, BEGIN and END enclose its text."""
-
-    tags = {"generation"}  # noqa: RUF012  (as Jinja declares it)
-
-    def parse(self, parser: Parser) -> nodes.Node:
-        """Parses the block from the tag to `endgeneration`."""
-        line = next(parser.stream).lineno
-        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        return nodes.CallBlock(self.call_method("_wrap_in_marks"), [], [], body).set_lineno(line)
-
-    def _wrap_in_marks(self, caller: Callable[[], str]) -> str:
-        return f"{BEGIN}{caller()}{END}"
-
 
 FILE = "chat.json"
 """In a tokenizer's folder: the template, and the tokens that it refers to by name."""
-FORMAT = 2
-"""2 encodes whole chats. Files of 0.3 have no format: their runs go on as they began."""
 CONTENT_STAND_IN = "\ue000"
 """Replaces contents, to find the template's text around them: a character that no text has."""
 Message = Mapping[str, Any]
@@ -69,7 +46,8 @@ Turns = str | Sequence[Message]
 """The turns of one side: a text, or several messages; see `raystride.pipelines.data.tasks.messages`."""
 _TAG = re.compile(r"</?([a-z_]+)>")
 _SIGN = re.compile(r"[^\w\s\u2581]")
-TOKEN_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token")
+_EARLIER_TOKEN_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token")
+TOKEN_NAMES = (*_EARLIER_TOKEN_NAMES, "sep_token", "cls_token", "mask_token")
 
 
 class TextEncoder(Protocol):
@@ -102,10 +80,9 @@ class Chat:
 
         `markers` are added tokens that the template writes. Raises ValueError if the template is invalid.
         """
-        self._template, self._tokens = compile_template(content), content["tokens"]
+        self._template = Template(content)
         self._added = {**specials, **(added or {})}
         self._specials = {name: self._added[name] for name in (*specials, *markers)}
-        self._marks_answers = marks_answers(content["template"])
         self._hidden, self._tags = SpecialTokens(list(self._specials)), _paired_tags(markers)
         self._encoder = RenderedEncoder(tokenizer, self._hidden)
 
@@ -150,14 +127,24 @@ class Chat:
         return self._encode_stretches(self._split(messages, tools, asks=False))
 
     def opening(self, messages: Sequence[Message], tools: Sequence[Any] = ()) -> np.ndarray:
-        """Returns ids (uint32) of a chat and of the next answer's header, as in `conversation`. Raises as that does."""
-        return self._encode_stretches(self._split(messages, tools, asks=True))[0]
+        """Returns ids (uint32) of a chat and of the next answer's header. Raises ValueError if the template refuses them."""
+        turns = [self._hide(message) for message in messages]
+        return self._encoder.encode(self._render_turns(turns, self._hidden.hide(list(tools)))).ids
+
+    def describe_losses(self, chats: Iterable[tuple[Sequence[Message], Sequence[Any]]]) -> list[str]:
+        """Returns lines about what these chats hold, or what ends an answer, and is not learned because of the template."""
+        lines = describe_unwritten(self._template.render, chats)
+        with suppress(ValueError):  # it refuses a chat with one question
+            ids, mask = self.conversation([{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}])
+            if self.end_ids and not np.isin(ids[mask], self.end_ids).any():
+                end = next(name for name, number in self._added.items() if number == self.end_ids[0])
+                lines.append(f"the template's marks leave out {end}, which ends an answer: no answer learns to end")
+        return lines
 
     def _split(self, messages: Sequence[Message], tools: Sequence[Any], *, asks: bool) -> list[Stretch]:
-        render = partial(_render_template, self._template, self._tokens, self._hidden.hide(list(tools)))
-        turns = [self._hide(message) for message in messages]
-        closings = self._tokens.values()
-        return split_stretches(render, turns, marked=self._marks_answers, asks=asks, closings=closings)
+        render = partial(self._template.render, tools=self._hidden.hide(list(tools)))
+        turns, closings = [self._hide(message) for message in messages], self._template.tokens.values()
+        return split_stretches(render, turns, marked=self._template.marks_answers, asks=asks, closings=closings)
 
     def _encode_stretches(self, stretches: Sequence[Stretch]) -> tuple[np.ndarray, np.ndarray]:
         found = self._encoder.encode("".join(stretch.text for stretch in stretches))
@@ -185,9 +172,9 @@ class Chat:
             raise ValueError("is another text for the chat template once it is answered: set tokenizer.chat_template none")
         return before, whole[len(before) :]
 
-    def _render_turns(self, messages: list[Message], *, answered: bool = False) -> str:
-        text = _render_template(self._template, self._tokens, [], messages, asks=not answered)
-        return text.replace(BEGIN, "").replace(END, "") if self._marks_answers else text
+    def _render_turns(self, messages: list[Message], tools: Sequence[Any] = (), *, answered: bool = False) -> str:
+        text = self._template.render(messages, tools, asks=not answered)
+        return text.replace(BEGIN, "").replace(END, "") if self._template.marks_answers else text
 
 
 class EarlierChat(Chat):
@@ -222,6 +209,10 @@ class EarlierChat(Chat):
         _, pattern = self._render_answer(_with_stand_ins(asked), _with_stand_ins(said))
         question = self.question(prompt)
         return np.concatenate((question, self._encode_rendered(answer, pattern, said))), len(question)
+
+    def opening(self, messages: Sequence[Message], tools: Sequence[Any] = ()) -> np.ndarray:
+        """Returns the ids of a chat and of the next answer's header, as in `conversation`. Raises as that does."""
+        return self._encode_stretches(self._split(messages, tools, asks=True))[0]
 
     def _encode_stretches(self, stretches: Sequence[Stretch]) -> tuple[np.ndarray, np.ndarray]:
         parts, masks = [np.empty(0, np.uint32)], [np.empty(0, bool)]
@@ -295,27 +286,29 @@ def load_chat(folder: Folder, encoder: ChatEncoder) -> Chat | None:
     added = {token.content: number for number, token in tokens.items()}
     specials = {token.content: added[token.content] for token in tokens.values() if token.special}
     markers = find_markers(content, [name for name in added if name not in specials])
-    if _is_earlier(content):
+    if is_earlier(content):
         return EarlierChat(content, tokenizer, specials, added, markers, plain_encoder=encoder.with_plain_tokens(markers))
     return Chat(content, tokenizer, specials, added, markers)
 
 
 def is_of_earlier_version(folder: Folder) -> bool:
     """Returns whether a tokenizer's folder has a chat template that 0.3 has stored."""
-    return folder.exists(FILE) and _is_earlier(folder.read_json(FILE))
+    return folder.exists(FILE) and is_earlier(folder.read_json(FILE))
 
 
-def _is_earlier(content: Mapping[str, Any]) -> bool:
-    return int(content.get("format", 1)) < FORMAT
+def as_of_earlier_version(content: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the content of a chat file as 0.3 would have stored it."""
+    tokens = {name: token for name, token in content["tokens"].items() if name in _EARLIER_TOKEN_NAMES}
+    return {"template": content["template"], "tokens": tokens}
 
 
 def find_markers(content: Mapping[str, Any], names: Iterable[str]) -> list[str]:
     """Returns the tokens that a template writes around contents, or that occur in its text."""
-    template, written = compile_template(content), [content["template"]]
+    template, written = Template(content), [content["template"]]
     turns = [{"role": role, "content": CONTENT_STAND_IN} for role in ("system", "user", "assistant", "user")]
     for probe, asks in ((turns, True), (turns[1:], True), (turns[1:3], False)):
         with suppress(ValueError):  # for instance it refuses a system message
-            written.append(_render_template(template, content["tokens"], [], probe, asks=asks))
+            written.append(template.render(probe, asks=asks))
     # Gemma has added line breaks and blanks, and others have words: they are no markers.
     return [name for name in names if _SIGN.search(name) and any(name in text for text in written)]
 
@@ -340,10 +333,11 @@ def parse_tokenizer(content: str) -> "Tokenizer":
     return tokenizer
 
 
-def find_chat(place: Folder, chosen: str) -> dict[str, Any] | None:
+def find_chat(place: Folder, chosen: str, day: str) -> dict[str, Any] | None:
     """Returns the content of the chat file for the template of `tokenizer.chat_template`; None without a template.
 
-    `place` is the folder of `tokenizer.json`. Raises ValueError if a named file is no template.
+    It has the `day` if the template asks for it, and a copy with marks if it is a known one. `place` is the folder of
+    `tokenizer.json`. Raises ValueError if a named file is no template.
     """
     config = place.read_json("tokenizer_config.json") if place.exists("tokenizer_config.json") else {}
     template: Any = None
@@ -360,49 +354,16 @@ def find_chat(place: Folder, chosen: str) -> dict[str, Any] | None:
         return None
     named = {name: config.get(name) for name in TOKEN_NAMES}
     tokens = {name: token["content"] if isinstance(token, dict) else token for name, token in named.items() if token}
-    content = {"format": FORMAT, "template": template, "tokens": tokens}
-    compile_template(content)
+    content: dict[str, Any] = {"format": FORMAT, "template": template, "tokens": tokens}
+    if needs_date(template):
+        content["date"] = day
+    if marked := mark_known_template(template):
+        content |= {"marked": marked.template, "family": marked.family}
+    Template(content)
     return content
 
 
 def check_conversations(content: Mapping[str, Any]) -> None:
     """Raises ValueError if the bounds of the assistant's turns cannot be found in the template of a chat file."""
-    template, tokens = content["template"], content["tokens"]
-    render = partial(_render_template, compile_template(content), tokens, [])
-    check_turns(render, marked=marks_answers(template), closings=tokens.values())
-
-
-def _render_template(
-    template: "Template", tokens: Mapping[str, str], tools: Sequence[Any], messages: Sequence[Message], *, asks: bool
-) -> str:
-    from jinja2 import TemplateError
-
-    try:
-        return template.render(messages=messages, tools=tools or None, add_generation_prompt=asks, **tokens)
-    except (TemplateError, TypeError) as error:
-        raise ValueError(f"is refused by the chat template: {error}") from error
-
-
-def compile_template(content: Mapping[str, Any]) -> "Template":
-    """Compiles the template of a chat file, with the extensions that Hugging Face adds to Jinja. Raises ValueError."""
-    from jinja2 import TemplateError
-    from jinja2.ext import loopcontrols
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, Generation])
-    environment.filters["tojson"] = _to_json
-    environment.globals["raise_exception"] = _raise_template_error
-    try:
-        return environment.from_string(content["template"])
-    except TemplateError as error:
-        raise ValueError(f"its chat template is none: {error}") from error
-
-
-def _raise_template_error(message: str) -> None:
-    from jinja2 import TemplateError
-
-    raise TemplateError(message)
-
-
-def _to_json(value: Any, **options: Any) -> str:
-    return json.dumps(value, ensure_ascii=False, **options)
+    template = Template(content)
+    check_turns(template.render, marked=template.marks_answers, closings=template.tokens.values())

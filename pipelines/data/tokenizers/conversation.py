@@ -20,6 +20,8 @@ _PRIVATE = 0xF0000
 _TAG = re.compile(r"\{%-?\+?\s*generation\b")
 _PROBE = [{"role": role, "content": text} for role, text in zip(("user", "assistant") * 2, "abcd", strict=True)]
 
+CANNOT_SPLIT = "is not written turn after turn by the chat template"
+"""Begins the error about a chat of which a turn is rendered differently once others follow. Other chats may be right."""
 Messages = Sequence[Mapping[str, Any]]
 
 
@@ -96,7 +98,7 @@ def _split_at_turns(render: Render, messages: Messages, whole: str) -> list[Stre
         before, after = render(messages[:number], asks=True), render(messages[: number + 1], asks=False)
         if not (whole.startswith(after) and after.startswith(before) and position <= len(before)):
             raise ValueError(
-                "is not written turn after turn by the chat template, so where the assistant's begin and end is not known: "
+                f"{CANNOT_SPLIT}, so where the assistant's begin and end is not known: "
                 "put {% generation %} and {% endgeneration %} around them in a copy of it, and name that as "
                 "tokenizer.chat_template"
             )
@@ -106,9 +108,9 @@ def _split_at_turns(render: Render, messages: Messages, whole: str) -> list[Stre
 
 
 def check_turns(render: Render, *, marked: bool, closings: Collection[str] = ()) -> None:
-    """Raises ValueError if a chat of two questions and answers is not split into segments with both answers."""
-    said = [stretch.text for stretch in split_stretches(render, _PROBE, marked=marked, closings=closings) if stretch.said]
-    if not all(any(text in answer for answer in said) for text in "bd"):
+    """Raises ValueError if a chat of a question and an answer is not split into segments with the answer."""
+    found = split_stretches(render, _PROBE[:2], marked=marked, closings=closings)
+    if not any(stretch.said and _PROBE[1]["content"] in stretch.text for stretch in found):
         raise ValueError("has turns of the assistant that the chat template does not mark as what is learned")
 
 

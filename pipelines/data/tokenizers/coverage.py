@@ -11,9 +11,10 @@ are counted without their order, which no tokenizer changes.
 import json
 from collections import Counter
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
-from raystride.pipelines.data.tasks.encoder import Encoder
+import numpy as np
+
 from raystride.pipelines.data.tokenizers.byte_pairs import CharacterEncoder, byte_letters
 from raystride.pipelines.data.tokenizers.ready import ReadyEncoder
 
@@ -27,6 +28,14 @@ _RARE = "\U00012000\U00013000\U00014400"
 """Characters of scripts that hardly any vocabulary has: cuneiform, Egyptian and Anatolian hieroglyphs."""
 
 
+class TextCodec(Protocol):
+    """An encoder that also decodes."""
+
+    def encode(self, text: str) -> np.ndarray: ...
+
+    def decode(self, ids: list[int]) -> str: ...
+
+
 class Coverage(NamedTuple):
     """Coverage of some texts."""
 
@@ -36,14 +45,14 @@ class Coverage(NamedTuple):
     """Those that the ids do not keep."""
 
 
-def keeps_all_text(encoder: Encoder) -> bool:
+def keeps_all_text(encoder: TextCodec) -> bool:
     """Returns whether an encoder writes any text by its form: its vocabulary has all bytes."""
     if isinstance(encoder, ReadyEncoder):
         return _has_all_bytes(encoder.tokenizer)
     return not isinstance(encoder, CharacterEncoder)
 
 
-def measure_coverage(encoder: Encoder, texts: Sequence[str]) -> Coverage:
+def measure_coverage(encoder: TextCodec, texts: Sequence[str]) -> Coverage:
     """Returns the coverage of some texts. Raises the library's Exception if it cannot encode one."""
     texts = [text.encode("utf-8", "replace").decode() for text in texts]
     if isinstance(encoder, ReadyEncoder):

@@ -11,7 +11,7 @@ import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from os.path import exists
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -22,9 +22,12 @@ from raystride.pipelines.data.tokenizers.chat import FILE as CHAT_FILE
 from raystride.pipelines.data.tokenizers.chat import find_chat, find_markers, parse_tokenizer
 from raystride.pipelines.data.tokenizers.loading import AnyEncoder, build_encoder, load_tokenizer, save_tokenizer
 from raystride.pipelines.data.tokenizers.long_runs import split_long_runs
-from raystride.pipelines.data.tokenizers.ready import end_token, find_begin_ids, find_surrounding
-from raystride.pipelines.system.hub import TOKENIZER, fetch_tokenizer, is_hub_name
+from raystride.pipelines.data.tokenizers.ready import USUAL_ENDS, end_token, find_begin_ids, find_surrounding
+from raystride.pipelines.system.hub import GENERATION, TOKENIZER, fetch_tokenizer, is_hub_name
 from raystride.pipelines.system.storage.folder import Folder, absolute_uri, parent_and_name
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
 
 TRAINED_KINDS = ("characters", "bpe")
 """Kinds that are trained on texts of the data."""
@@ -60,6 +63,8 @@ def train_tokenizer(
         if settings.kind == "file":
             if chat := read_chat(settings):
                 folder.put_json(CHAT_FILE, chat)
+                if "marked" in chat:
+                    log(f"tokenizer: the template is {chat['family']}'s, and answers are marked in a copy of it")
             kind["end_token"] = _find_end_token(settings, content, chat)
             if begin := read_begin_ids(settings, content):
                 kind["begin_ids"] = begin
@@ -91,7 +96,7 @@ def read_chat(settings: TokenizerConfig) -> dict[str, Any] | None:
     """Returns the chat template of the settings, as it is saved. Raises SettingError if it is invalid."""
     assert settings.file is not None
     try:
-        return find_chat(_locate_file(settings.file)[0], settings.chat_template)
+        return find_chat(_locate_file(settings.file)[0], settings.chat_template, settings.date)
     except (OSError, ValueError) as error:
         raise settings.error("chat_template", f"must be `auto`, `none` or a readable template: {error}") from error
 
@@ -114,9 +119,40 @@ def read_end_id(settings: TokenizerConfig) -> int:
 
 
 def _find_end_token(settings: TokenizerConfig, content: str, chat: Mapping[str, Any] | None) -> str:
-    """Returns the token that ends a document: the chat's `eos_token`, unless the settings name another one."""
+    """Returns the token that ends a document: that of the settings, of the chat, of the files beside it, or a usual one."""
+    tokenizer = parse_tokenizer(content)
     asked = settings.end_token or (chat["tokens"].get("eos_token") if chat else None)
-    return end_token(parse_tokenizer(content), asked)
+    return end_token(tokenizer, asked or _read_stated_end(settings, tokenizer))
+
+
+def read_new_end(settings: TokenizerConfig) -> str | None:
+    """Returns the end token that files beside `tokenizer.file` state, where 0.3 would have chosen another; None if it would
+    not. Raises SettingError if the file cannot be read."""
+    if settings.end_token or ((chat := read_chat(settings)) and "eos_token" in chat["tokens"]):
+        return None
+    tokenizer = parse_tokenizer(read_file(settings))
+    stated, vocabulary = _read_stated_end(settings, tokenizer), tokenizer.get_vocab(with_added_tokens=True)
+    usual = next((name for name in USUAL_ENDS if name in vocabulary), None)
+    return stated if stated != usual else None
+
+
+def _read_stated_end(settings: TokenizerConfig, tokenizer: "Tokenizer") -> str | None:
+    """Returns the end token by `tokenizer_config.json`, `generation_config.json` or `config.json`; None if they state none
+    that the tokenizer has."""
+    assert settings.file is not None
+    place, vocabulary = _locate_file(settings.file)[0], tokenizer.get_vocab(with_added_tokens=True)
+    for name in ("tokenizer_config.json", GENERATION, "config.json"):
+        stated = place.read_json(name) if place.exists(name) else {}
+        token, numbers = stated.get("eos_token"), stated.get("eos_token_id")
+        tokens = [token.get("content") if isinstance(token, dict) else token]
+        tokens += [
+            tokenizer.id_to_token(number)
+            for number in (numbers if isinstance(numbers, list) else [numbers])
+            if number is not None
+        ]
+        if found := next((token for token in tokens if token in vocabulary), None):
+            return str(found)
+    return None
 
 
 def read_surrounding(settings: TokenizerConfig) -> tuple[list[int], list[int]]:

@@ -108,6 +108,21 @@ def _check_settings(context: RunContext, previous: PreviousAttempt | None) -> No
     check_tensorboard(context.config.record)
     if previous:
         refuse_changes(previous, context.config, has_same_data=lambda: has_same_data(previous, context))
+    else:
+        refuse_dropout_beside_reference(context.config)
+
+
+def refuse_dropout_beside_reference(config: Config) -> None:
+    """Raises SettingError for dropout in preference learning, whose reference has none; runs of 0.3 go on with theirs."""
+    if config.task != "preference" or config.objective.reference_free:
+        return
+    for section, probability in ((config.model, config.model.dropout), (config.lora, config.lora.dropout)):
+        if probability:
+            raise section.error(
+                "dropout",
+                "must be 0 with task `preference`: the reference's log-probabilities have no dropout, so the model would "
+                "differ from it at random, from the first step on",
+            )
 
 
 def check_metric(config: Config) -> None:

@@ -265,13 +265,43 @@ def _copy_same_shape(found: torch.Tensor, whole: torch.Tensor) -> None:
     whole.copy_(found)
 
 
-_UNSUPPORTED = (
+_UNDERSTOOD = (
+    "peft_type",
+    "bias",
+    "lora_bias",
+    "r",
+    "lora_alpha",
+    "use_rslora",
+    "use_dora",
+    "target_modules",
+    "exclude_modules",
+    "rank_pattern",
+    "alpha_pattern",
+    "init_lora_weights",
     "modules_to_save",
-    "layers_to_transform",
-    "trainable_token_indices",
-    "target_parameters",
 )
-"""PEFT's settings with adapters that are unsupported here."""
+"""PEFT's settings that are compared with those of the run, or refused with a reason of their own."""
+_WITHOUT_EFFECT = (
+    "task_type",
+    "auto_mapping",
+    "peft_version",
+    "base_model_name_or_path",
+    "revision",
+    "inference_mode",
+    "lora_dropout",
+    "fan_in_fan_out",
+    "layers_pattern",
+    "megatron_config",
+    "megatron_core",
+    "loftq_config",
+    "eva_config",
+    "corda_config",
+    "lora_ga_config",
+    "qalora_group_size",
+    "runtime_config",
+    "ensure_weight_tying",
+)
+"""Those that do not change what stored adapters add to a layer."""
 _SUPPORTED_INITS = (True, False, None, "gaussian", "eva", "orthogonal", "mica")
 """Initialisations that keep the base's weights; PiSSA, OLoRA, CorDA and LoftQ subtract a part of them."""
 
@@ -282,9 +312,11 @@ def _check_description(model: nn.Module, lora: LoraConfig, folder: Folder, descr
     if description.get("bias", "none") != "none" or description.get("lora_bias"):
         raise _setting_error(folder, "it has trained biases, which have no place here")
     known = {*peft_modules_to_save(model), "score"} if peft_modules_to_save(model) else set()
-    for key in _UNSUPPORTED:
-        if description.get(key) and not (key == "modules_to_save" and known >= {*description[key]}):
-            raise _setting_error(folder, f"its {key} is {description[key]!r}, which has no place here")
+    saved = set(description.get("modules_to_save") or ())
+    # Every other setting is off by default, in versions of PEFT to come as well.
+    others = [key for key, value in description.items() if value and key not in _UNDERSTOOD + _WITHOUT_EFFECT]
+    for key in others or (["modules_to_save"] if saved - known else []):
+        raise _setting_error(folder, f"its {key} is {description[key]!r}, which has no place here")
     _check_patterns(model, lora, folder, description)
     if (init := description.get("init_lora_weights", True)) not in _SUPPORTED_INITS:
         raise _setting_error(

@@ -64,6 +64,17 @@ def test_columns_choose_the_task(
     assert (chosen.train.slot_tokens, chosen.train.slot_size) == ((0, 8) if windows else (1024, TrainConfig.slot_size))
 
 
+@pytest.mark.parametrize("ending", ["jsonl", "parquet"])
+def test_tools_beside_chats_are_used(ending: str, tmp_path: Path) -> None:
+    tools = [{"type": "function", "function": {"name": "add"}}]
+    source = _write(tmp_path / f"rows.{ending}", {"messages": CHAT, "tools": tools})
+    assert choose_task(_auto(source)).data.tools_column == "tools"
+    assert choose_task(_auto(source, tools_column="tools")).data.messages_column == "messages"
+    for name, row in {"none": {"tools": []}, "null": {"tools": None}, "no column": {}}.items():
+        plain = _write(tmp_path / f"{name}.jsonl", {"messages": CHAT, **row})
+        assert choose_task(_auto(plain)).data.tools_column is None
+
+
 def test_an_encoder_is_for_one_task_whatever_the_columns(tmp_path: Path) -> None:
     source = _write(tmp_path / "rows.jsonl", {"text": "It rains.", "label": "weather"})
     encoder = replace(Config().model, architecture="bert", init_from=str(tmp_path))

@@ -287,3 +287,17 @@ def test_faults_are_raised_or_left_out(tmp_path: Path) -> None:
         read(data, tmp_path / "rows.jsonl", LABELLED)
     found = read(replace(data, on_error="skip"), tmp_path / "rows.jsonl", LABELLED)
     assert found == [(f"{tmp_path}/rows.jsonl, line 2", ("b", "1"))]
+
+
+@pytest.mark.parametrize("split", [False, True])
+def test_a_data_set_that_was_saved_anew_is_read_anew(tmp_path: Path, split: bool) -> None:
+    """A notebook got the rows of the first."""
+    import datasets
+
+    found = []
+    for number, text in enumerate(("first", "second")):
+        rows = datasets.Dataset.from_dict({"text": [f"the {text} text"] * (number + 1)})
+        (datasets.DatasetDict(train=rows) if split else rows).save_to_disk(tmp_path / "saved")
+        documents = open_documents(DataConfig(), str(tmp_path / "saved"), (Column("data.column", "text"),))
+        found.append([document for part in documents.parts for _, document in documents.read(part)])
+    assert found == [[("the first text",)], [("the second text",)] * 2]

@@ -133,7 +133,7 @@ def test_chats_that_nothing_would_write_are_refused(base: Path, tmp_path: Path) 
         with refused("data.messages_column", names=[name]):
             Config(task=task, data=data, tokenizer=tokenizer)
     with refused("data.tools_column", "tools"):
-        DataConfig(tools_column="tools")
+        Config(task="completion", data=DataConfig(tools_column="tools"))
     (tmp_path / "tokenizer.json").write_text((base / "tokenizer.json").read_text())
     config = Config(
         task="completion", data=data, tokenizer=TokenizerConfig(kind="file", file=str(tmp_path / "tokenizer.json"))

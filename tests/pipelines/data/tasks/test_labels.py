@@ -54,6 +54,13 @@ def test_a_classifier_has_two_to_a_thousand_labels(count: int, fits: bool) -> No
         learn_labels(names)
 
 
+@pytest.mark.parametrize("names", [["0.0", "0.5", "5.0"], ["1", "2.5"], ["0.0", "1.0"], ["-.5", "1e-3"]])
+def test_scores_are_no_classes_in_csv_as_in_json(names: list[str]) -> None:
+    with refused("data.label_column", "label", names=["scores", names[0]]):
+        learn_labels(names)
+    assert learn_labels([*names, "none"])[-1] == "none"
+
+
 def test_shares_of_labels_are_of_all_surveys_together() -> None:
     task = task_of()
     surveys = [

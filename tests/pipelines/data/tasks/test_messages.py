@@ -1,9 +1,18 @@
 """Messages are stored as text and restored unchanged; similar text stays text."""
 
+import json
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from raystride.pipelines.config import Config, DataConfig, TokenizerConfig
+from raystride.pipelines.data.sources.pieces import Piece
+from raystride.pipelines.data.sources.source import first_items, open_source
+from raystride.pipelines.data.tasks import build_task
 from raystride.pipelines.data.tasks.messages import message_texts, pack_messages, split_shared_prompt, unpack_messages
 
 MESSAGES = st.lists(
@@ -27,6 +36,30 @@ def test_keys_that_a_table_gives_to_all_messages_are_left_out() -> None:
     packed = pack_messages([{"role": "user", "content": "a", "name": None}, {"role": "user", "content": "b", "name": "N"}])
     assert unpack_messages(packed) == [{"role": "user", "content": "a"}, {"role": "user", "content": "b", "name": "N"}]
     assert pack_messages([]) == "", "nothing is said"
+
+
+CALL = {"type": "function", "id": None, "function": {"name": "weather", "arguments": {"city": "Zürich", "days": None}}}
+PARAMETERS = {"default": None, "a": [{"b": None}]}
+TOOL = {"type": "function", "strict": None, "function": {"name": "weather", "parameters": PARAMETERS}}
+
+
+def test_nulls_in_arguments_and_parameters_stay_in_json_lines_and_go_in_tables(tmp_path: Path) -> None:
+    row = {"messages": [{"role": "assistant", "content": None, "tool_calls": [CALL]}], "tools": [TOOL]}
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
+    pq.write_table(pa.Table.from_pylist([row]), tmp_path / "rows.parquet")
+    data = DataConfig(messages_column="messages", tools_column="tools")
+    columns = build_task(Config(task="completion", data=data, tokenizer=TokenizerConfig(kind="file", file="t.json"))).columns
+    found = {}
+    for ending in ("jsonl", "parquet"):
+        source = open_source(data, str(tmp_path / f"rows.{ending}"), columns)
+        (item,) = first_items(source.reader, source.kind, source.files[0])
+        assert isinstance(item, Piece)
+        (message,), (tool,) = map(json.loads, item.document)
+        found[ending] = message["tool_calls"][0]["function"]["arguments"], tool["function"]["parameters"]
+        assert "id" not in message["tool_calls"][0]
+        assert "strict" not in tool
+    assert found["jsonl"] == ({"city": "Zürich", "days": None}, PARAMETERS)
+    assert found["parquet"] == ({"city": "Zürich"}, {"a": [{}]})
 
 
 @pytest.mark.parametrize("wrong", [["text"], [{"role": "user"}], [{"role": "user", "content": ["parts"]}]])

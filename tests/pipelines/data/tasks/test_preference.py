@@ -72,6 +72,14 @@ def _model(task: Preference, seed: int = 0) -> PreferenceDecoder:
     return task.build_model()
 
 
+@pytest.mark.parametrize("chat", [False, True])
+def test_answers_that_become_the_same_when_they_are_cut_raise(chat: bool) -> None:
+    task, same = _task(16, chat=chat), "a" * 20
+    with pytest.raises(ValueError, match=r"the same once they are cut to model\.context, 16 tokens"):
+        task.encode(("is it?", same + "b", same + "c"))
+    assert len(task.encode(("is it?", "b" + same, "c" + same))[0])
+
+
 def _answer_text(role: str, content: str) -> dict[str, str]:
     return {"role": role, "content": content}
 

@@ -132,10 +132,11 @@ def test_a_template_that_rewrites_earlier_turns_raises_with_a_remedy(base: Path,
     encoder = _encoder(base, tmp_path, FORGETFUL)
     with pytest.raises(ValueError, match=r"not written turn after turn.*\{% generation %\}.*tokenizer.chat_template"):
         encoder.chat.conversation(TALK)
-    for template, match in ((FORGETFUL, "turn after turn"), ("{% generation %}{% endgeneration %}x", "does not mark")):
+    thinking = FORGETFUL.replace("{{ '<|im_start|>assistant\n' }}", "{{ '<|im_start|>assistant\n<think>\n' }}")
+    for template, match in ((thinking, "turn after turn"), ("{% generation %}{% endgeneration %}x", "does not mark")):
         with pytest.raises(ValueError, match=match):
             check_conversations({"template": template, "tokens": {}})
-    for template in (CHATML, TOOLS, MARKED):
+    for template in (CHATML, TOOLS, MARKED, FORGETFUL):  # its single turns are right
         check_conversations({"template": template, "tokens": {}})
 
 

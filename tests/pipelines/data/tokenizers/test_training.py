@@ -3,6 +3,7 @@
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from raystride.pipelines.config import TokenizerConfig
 from raystride.pipelines.data.tokenizers import load_tokenizer, train_tokenizer
 from raystride.pipelines.data.tokenizers.byte_pairs import BytePairEncoder
 from raystride.pipelines.data.tokenizers.ready import ReadyEncoder
+from raystride.pipelines.data.tokenizers.training import read_end_id, read_new_end
 from raystride.pipelines.system.storage.folder import Folder
 from tests.bases import CHATML
 from tests.bases import write_tokenizer as write_base_tokenizer
@@ -180,6 +182,29 @@ def test_other_merges_are_noticed_on_the_data(tmp_path: Path) -> None:
     encoder = train_tokenizer(settings, iter(["abc"]), Folder(str(tmp_path / "t")), lines.append)
     assert isinstance(encoder, ReadyEncoder)
     assert "other ids" in lines[0]
+
+
+@pytest.mark.parametrize(
+    ("name", "stated"),
+    [
+        ("tokenizer_config.json", {"eos_token": "<e>"}),
+        ("tokenizer_config.json", {"eos_token": {"content": "<e>", "special": True}}),
+        ("generation_config.json", {"eos_token_id": ["id", 0]}),
+        ("config.json", {"eos_token_id": "id"}),
+    ],
+)
+def test_the_end_token_is_that_of_the_folder_whatever_its_name(name: str, stated: dict[str, Any], tmp_path: Path) -> None:
+    for place, others in ((tmp_path / "alone", []), (tmp_path / "others", ["</s>"])):
+        number = write_base_tokenizer(place, dict.fromkeys(["<e>", *others], True))["<e>"]
+        text = json.dumps(stated).replace('"id"', str(number))
+        (place / name).write_text(text)
+        settings = TokenizerConfig(kind="file", file=str(place / "tokenizer.json"))
+        encoder = train_tokenizer(settings, ["a text"], Folder.from_uri(str(place / "out")), lambda _: None)
+        assert encoder.end_id == number
+        assert read_end_id(settings) == number
+        assert read_new_end(settings) == "<e>", "0.3 would have refused the folder, or ended with another token"
+    (tmp_path / "others" / name).write_text("{}")
+    assert read_new_end(settings) is None
 
 
 def test_end_tokens(tmp_path: Path) -> None:

@@ -38,6 +38,25 @@ def test_a_complete_run_says_how_to_train_it_further(tmp_path: Path, steps: int 
     assert f"--train.steps {2 * 6}" in _describe_completed_run(folder, config, "", PreviousAttempt(config, None, None))
 
 
+@pytest.mark.parametrize("section", ["model", "lora"])
+def test_dropout_beside_a_reference_is_refused_in_new_runs(section: str, tmp_path: Path) -> None:
+    base = tiny(PLACE)
+    config = replace(
+        base,
+        task="preference",
+        model=replace(base.model, init_from="base"),
+        lora=replace(base.lora, rank=2),
+        run="a",
+    )
+    random = replace(config, **{section: replace(getattr(config, section), dropout=0.1)})
+    context = RunContext(random, Folder(str(tmp_path)), log=lambda _: None)
+    with refused(f"{section}.dropout", 0.1):
+        _has_nothing_left(context, None)
+    for fine in (config, replace(random, objective=replace(random.objective, reference_free=True))):
+        assert not _has_nothing_left(context.with_config(fine), None)
+    assert not _has_nothing_left(context, PreviousAttempt(random, None, None)), "a run that has begun goes on"
+
+
 def left(folder: Path, config: Config, steps: int | None = None, saved: int | None = None) -> bool:
     """Whether a run that came to its end after so many steps, with such a checkpoint, has nothing left to do."""
     summary: Any = {"status": "finished", "complete": True, "steps": steps} if steps else None

@@ -32,7 +32,7 @@ from raystride.pipelines.config import (
 )
 from raystride.pipelines.system.storage.folder import Folder
 from raystride.pipelines.train.loop import Training
-from raystride.pipelines.train.lora.peft import CONFIG, WEIGHTS, write_adapter
+from raystride.pipelines.train.lora.peft import CONFIG, WEIGHTS, read_adapter, write_adapter
 from raystride.pipelines.train.worker.build import build_training
 from raystride.pipelines.train.worker.job import WorkerInfo
 from tests.bases import ENCODERS, SHAPES, write_base, write_encoder
@@ -277,6 +277,24 @@ def test_targets_by_a_regular_expression_are_those_that_peft_means(tmp_path: Pat
     assert {name for name, each in _peft(tmp_path / "base", adapter).named_modules() if name.endswith("lora_A")} == {
         f"base_model.model.model.layers.1.self_attn.{name}.lora_A" for name in ("q_proj", "v_proj")
     }
+
+
+def test_only_settings_that_are_understood_may_differ_from_pefts_defaults(tmp_path: Path) -> None:
+    """An activated LoRA was read as a plain one, with logits off by as much as they are large."""
+    from peft import LoraConfig as PeftConfig
+
+    config = _config(tmp_path, "llama")
+    training, adapter = _training(config, tmp_path), tmp_path / "adapter"
+    write_adapter(training.model, config.lora, Folder(str(adapter)), base="")
+    defaults = json.loads(json.dumps(PeftConfig().to_dict(), default=str))
+    written = json.loads((adapter / CONFIG).read_text())
+    (adapter / CONFIG).write_text(json.dumps(defaults | written))
+    read_adapter(training.model, config.lora, Folder(str(adapter)))
+    unknown = {"alora_invocation_tokens": [5, 6], "use_qalora": True, "kasa_config": {"a": 1}, "of_a_version_to_come": "on"}
+    for key, value in unknown.items():
+        (adapter / CONFIG).write_text(json.dumps(defaults | written | {key: value}))
+        with refused("lora.init_from", str(adapter), names=[key]):
+            read_adapter(training.model, config.lora, Folder(str(adapter)))
 
 
 def test_keys_that_peft_would_pass_over_are_refused(tmp_path: Path) -> None:
