@@ -329,7 +329,7 @@ def write_part(job: Preparation, tables: Iterable[pa.Table]) -> dict[str, Any]:
 
     It has the part, shards by split, faults, their number and that of chats that cannot be split, the number of truncated
     documents (`Encoded.cut`) and the ids of the longest, the documents of each label by split, those dropped by reason, the
-    text that tokenizers lose, and the seconds of each stage; of a part in sections, also the shards of those before the last.
+    text that tokenizers lose, the seconds of each stage, and of a part in sections the shards of those before the last.
     Raises RuntimeError if the row that ends a part is missing, and OSError if a shard reads back differently.
     """
     writer, sections = _SectionWriter(job), list[dict[str, Any]]()
