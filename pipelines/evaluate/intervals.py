@@ -25,10 +25,11 @@ def find_intervals(task: Task, table: Mapping[str, Any], units: np.ndarray) -> d
     `units` (n) numbers the documents of the samples, from 0: samples of one document are drawn together. Metrics other than
     proportions have bounds from MIN_UNITS documents on; those of `Task.without_interval` have none.
     """
-    found = {name: proportion_interval(*counts) for name, counts in task.proportions(table).items() if counts[1]}
+    proportions = task.proportions(table)
+    found = {name: proportion_interval(*counts) for name, counts in proportions.items() if counts[1]}
     if len(units) and units[-1] + 1 >= MIN_UNITS:
         resampled = bootstrap(task.grades(table), units)
-        found = {name: bounds for name, bounds in resampled.items() if name not in task.proportions(table)} | found
+        found = {name: bounds for name, bounds in resampled.items() if name not in proportions} | found
     return {name: bounds for name, bounds in found.items() if name not in task.without_interval}
 
 

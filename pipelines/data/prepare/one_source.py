@@ -58,7 +58,7 @@ from raystride.pipelines.data.prepare.stages import SPLITS, Preparation, id_type
 from raystride.pipelines.data.sources.faults import DataError
 from raystride.pipelines.data.sources.pieces import Part
 from raystride.pipelines.data.sources.source import Source
-from raystride.pipelines.data.tasks.task import NO_TOKENS, Task
+from raystride.pipelines.data.tasks.task import NO_TOKENS, Document, Task
 from raystride.pipelines.data.tokenizers import Tokenizers
 from raystride.pipelines.data.tokenizers.chat import is_of_earlier_version
 from raystride.pipelines.data.tokenizers.conversation import CANNOT_SPLIT
@@ -227,19 +227,28 @@ def build_job(
     job = knowing
     facts = learned.facts(job.task) if learned else learn_facts([replace(studied, job=job)], folder, on_ray, log)
     job = replace(job, task=task.knowing(facts, encoders))
-    for part in divided.parts[:1]:
-        documents = sample_documents(readers[part.split or "train"], [*part.slices], part.bytes)
-        for line in job.task.describe_losses(islice(job.clean_documents(documents), _SAMPLED_DOCUMENTS)):
-            log(f"data: warning: {line}")
+    if type(task).describe_losses is not Task.describe_losses:
+        for lines in run_each(_describe_losses, job, divided.parts[:1]):
+            for line in lines:
+                log(f"data: warning: {line}")
     return job
 
 
 def _sample_part(job: Preparation, part: Part) -> TextSample:
     """Returns a sample of the texts at a part's beginning."""
     sample = TextSample(job.task, part.bytes, seed=part.number)
-    for document in job.clean_documents(sample_documents(job.readers["train"], [*part.slices], MAX_STRETCHES * STRETCH)):
+    for document in _first_documents(job, part, MAX_STRETCHES * STRETCH):
         sample.add(document)
     return sample
+
+
+def _describe_losses(job: Preparation, part: Part) -> list[str]:
+    """Returns lines about what a part's first documents hold and examples do not."""
+    return job.task.describe_losses(islice(_first_documents(job, part, part.bytes), _SAMPLED_DOCUMENTS))
+
+
+def _first_documents(job: Preparation, part: Part, max_bytes: int) -> Iterable[Document]:
+    return job.clean_documents(sample_documents(job.readers[part.split or "train"], [*part.slices], max_bytes))
 
 
 def _run_each_locally(function: Callable[[Preparation, Part], Any], job: Preparation, parts: Sequence[Part]) -> list[Any]:

@@ -111,7 +111,11 @@ class Preparation:
 
 def is_validation(identity: str, fraction: float) -> bool:
     """Returns whether the document with this identity (see Piece) validates, independent of other documents."""
-    return hash_document(identity) < fraction * 2**64
+    return _is_within(hash_document(identity), fraction)
+
+
+def _is_within(key: int, fraction: float) -> bool:
+    return key < fraction * 2**64
 
 
 def read_part(job: Preparation, part: Part) -> Iterator[pa.Table]:
@@ -146,7 +150,7 @@ def read_part(job: Preparation, part: Part) -> Iterator[pa.Table]:
         document += item.begins or ended
         ended = item.ends
         key = hash_document(item.identity)
-        validation = part.split == "validation" if part.split else key < job.validation_fraction * 2**64
+        validation = part.split == "validation" if part.split else _is_within(key, job.validation_fraction)
         sample.add(item.document)
         text = _pack_fields(item.document)
         section_size += len(text)

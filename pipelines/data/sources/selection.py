@@ -90,6 +90,11 @@ def parse_split(name: str) -> tuple[str, str]:
     return place, split
 
 
+def is_local(name: str) -> bool:
+    """Returns whether the path of a source, without a split after a `#`, exists on this machine."""
+    return os.path.exists(os.path.expanduser(parse_split(name)[0]))
+
+
 def refuse_slice(place: str, split: str) -> None:
     """Raises DataError for a slice of a split."""
     if _SLICE.fullmatch(split):

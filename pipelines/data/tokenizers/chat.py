@@ -114,11 +114,6 @@ class Chat:
         found = self._encoder.encode(before + answer)
         return found.ids, found.count_ended(len(before))
 
-    def answer(self, prompt: Turns, completion: Turns) -> np.ndarray:
-        """Returns ids (uint32) of an answer to the prompt, and of the end of its turn. Raises ValueError as above."""
-        ids, count = self.exchange(prompt, completion)
-        return ids[count:]
-
     def conversation(self, messages: Sequence[Message], tools: Sequence[Any] = ()) -> tuple[np.ndarray, np.ndarray]:
         """Returns ids (uint32) of a whole chat, and a mask (bool) of the assistant's turns, with their end tokens.
 
@@ -180,22 +175,10 @@ class Chat:
 class EarlierChat(Chat):
     """A chat of a run of 0.3, which goes on as it began: each text between special tokens is encoded by itself."""
 
-    def __init__(
-        self,
-        content: Mapping[str, Any],
-        tokenizer: str,
-        specials: Mapping[str, int],
-        added: Mapping[str, int] | None = None,
-        markers: Collection[str] = (),
-        *,
-        plain_encoder: TextEncoder,
-    ) -> None:
-        """`plain_encoder` reads special tokens and markers as ordinary text; the rest is as in `Chat`."""
-        super().__init__(content, tokenizer, specials, added, markers)
+    def __init__(self, *chat: Any, plain_encoder: TextEncoder) -> None:
+        """`plain_encoder` reads special tokens and markers as ordinary text; `chat` are the arguments of `Chat`."""
+        super().__init__(*chat)
         self._plain_encoder = plain_encoder
-        # The longest first: one special token may be the beginning of another.
-        names = sorted(self._specials, key=len, reverse=True)
-        self._specials_pattern = re.compile("(" + "|".join(map(re.escape, names)) + ")") if names else None
 
     def question(self, prompt: Turns) -> np.ndarray:
         """Returns ids (uint32) of the first turns and of the answer's header."""
@@ -234,12 +217,11 @@ class EarlierChat(Chat):
         return np.concatenate([*parts, np.empty(0, np.uint32)])
 
     def _encode_with_specials(self, text: str) -> list[np.ndarray]:
-        pieces = self._specials_pattern.split(text) if self._specials_pattern else [text]
         return [
             np.array([self._specials[piece]], np.uint32)
             if piece in self._specials
             else self._plain_encoder.encode(self._hidden.restore(piece))
-            for piece in pieces
+            for piece in self._hidden.split(text)
             if piece
         ]
 

@@ -140,8 +140,8 @@ class SpecialTokens:
         return self._hidden.search(text) is not None
 
     def split(self, text: str) -> list[str]:
-        """Returns the text cut before and after each token, if any was hidden in it; else the text."""
-        return self._split.split(text) if self.names and self.is_in(text) else [text]
+        """Returns the text cut before and after each token."""
+        return self._split.split(text) if self.names else [text]
 
     def restore(self, text: str) -> str:
         """Returns the original text."""

@@ -103,7 +103,8 @@ class RenderedEncoder:
         """
         text = text.encode("utf-8", "replace").decode()
         start = 0
-        for piece, is_typed in _join_untyped(self._hidden.split(text), self._hidden.is_in):
+        pieces = self._hidden.split(text) if self._hidden.is_in(text) else [text]
+        for piece, is_typed in _join_untyped(pieces, self._hidden.is_in):
             # A megabyte without a break would cost more than linear time.
             runs = [piece] if is_typed else split_long_runs(piece)
             for position, run in zip(accumulate(map(len, runs), initial=start), runs, strict=False):

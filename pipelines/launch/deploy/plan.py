@@ -6,7 +6,6 @@ deployment.workers, deployment.grace_s                     # 16, 180
 """
 
 import math
-import os
 import re
 import subprocess
 from collections.abc import Iterator
@@ -22,7 +21,7 @@ from raystride.pipelines.config.combinations import SHARDED
 from raystride.pipelines.config.deploy import DeployConfig, TargetConfig
 from raystride.pipelines.config.parse import Parsed, load_settings
 from raystride.pipelines.data.prepare.choose_task import choose_task
-from raystride.pipelines.data.sources.selection import parse_split
+from raystride.pipelines.data.sources.selection import is_local
 from raystride.pipelines.launch.cluster.resources import Allocation, Resources
 from raystride.pipelines.launch.preflight.checks import GIB, Check, check_settings, estimate_memory, raise_for_failures
 from raystride.pipelines.launch.preflight.choose_mesh import choose_mesh
@@ -312,7 +311,7 @@ def _resolve_local_paths(config: Config) -> Config:
 
 def _is_local_path(text: str) -> bool:
     """Returns whether it is an existing path of this machine, and not of the place."""
-    return is_path(text) and os.path.exists(os.path.expanduser(parse_split(text)[0]))
+    return is_path(text) and is_local(text)
 
 
 def _host_name(run: str) -> str:

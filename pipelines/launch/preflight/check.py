@@ -36,10 +36,8 @@ def run_check(parsed: Parsed[Config]) -> int:
 
 
 def _run_check(context: RunContext) -> int:
-    (data, lines), launch = (
-        _check_first_rows(context),
-        context.config.launch,
-    )  # no cluster is started for data that cannot be read
+    data, lines = _check_first_rows(context)  # no cluster is started for data that cannot be read
+    launch = context.config.launch
     if not data.passed:
         return _report([data], [], "", context.storage)
     with cluster(launch):

@@ -16,7 +16,7 @@ from raystride.pipelines.config.stored_run import missing_run
 from raystride.pipelines.data.plugins import TASKS, load_plugins
 from raystride.pipelines.data.prepare.choose_task import choose_task
 from raystride.pipelines.data.sources.registry import registered_sources
-from raystride.pipelines.data.sources.selection import parse_split
+from raystride.pipelines.data.sources.selection import is_local
 from raystride.pipelines.data.stored_code import admit_stored_code
 from raystride.pipelines.launch.cluster.cluster import CannotRun
 from raystride.pipelines.launch.cluster.internals import is_submitted_job
@@ -54,9 +54,7 @@ def map_data_paths(config: Config, transform: Callable[[str], str]) -> Config:
 
 
 def _exists_locally(place: str) -> bool:
-    return is_path(place) and (
-        os.path.exists(os.path.expanduser(parse_split(place)[0])) or re.search(r"[*?\[]", place) is not None
-    )
+    return is_path(place) and (is_local(place) or re.search(r"[*?\[]", place) is not None)
 
 
 def is_path(place: str) -> bool:

@@ -38,7 +38,7 @@ from raystride.pipelines.data.prepare.raw_files import (
 )
 from raystride.pipelines.data.prepare.run_context import RunContext
 from raystride.pipelines.data.sources.faults import DataError
-from raystride.pipelines.data.sources.selection import parse_split
+from raystride.pipelines.data.sources.selection import is_local
 from raystride.pipelines.data.sources.source import Source
 from raystride.pipelines.data.tasks import Task, build_task
 from raystride.pipelines.launch.cluster.resources import Allocation
@@ -300,7 +300,7 @@ def _differs(before: Mapping[str, Any], now: Mapping[str, Any], key: str) -> boo
 
 
 def _normalize_path(value: str) -> str:
-    return absolute_uri(value) if os.path.exists(os.path.expanduser(parse_split(value)[0])) else value
+    return absolute_uri(value) if is_local(value) else value
 
 
 def describe_completion(previous: PreviousAttempt, config: Config) -> str | None:

@@ -51,6 +51,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return place
 
 
+def _answer(chat: Any, prompt: Any, completion: Any) -> Any:
+    """The ids of an answer, and of the end of its turn."""
+    ids, count = chat.exchange(prompt, completion)
+    return ids[count:]
+
+
 def _choose(place: Path, template: str, end: str) -> None:
     names = {"bos_token": "<s>", "eos_token": end, "tokenizer_class": "PreTrainedTokenizerFast"}
     (place / "tokenizer_config.json").write_text(json.dumps(names | {"chat_template": template}))
@@ -79,7 +85,7 @@ def test_the_ids_are_those_of_transformers(folder: Path, tmp_path: Path, templat
         messages = [{"role": "user", "content": prompt}, {"role": "assistant", "content": completion}]
         before = theirs.apply_chat_template(messages[:1], add_generation_prompt=True, tokenize=False)
         whole = theirs.apply_chat_template(messages, tokenize=False)
-        written = np.concatenate((encoder.chat.question(prompt), encoder.chat.answer(prompt, completion)))
+        written = np.concatenate((encoder.chat.question(prompt), _answer(encoder.chat, prompt, completion)))
         assert encoder.chat.question(prompt).size
         assert encoder.decode(written.tolist()) == _without_specials(whole)
         named = [number for number in written.tolist() if number in _ids(theirs)]
@@ -144,7 +150,7 @@ def test_several_turns_have_the_ids_of_transformers(folder: Path, tmp_path: Path
     if template == CHATML:
         safe = [*prompt[:2], {"role": "user", "content": "sure?"}]
         whole = theirs.apply_chat_template([*safe, *answer], tokenize=True, return_dict=False)
-        assert [*chat.question(safe).tolist(), *chat.answer(safe, answer).tolist()] == whole
+        assert [*chat.question(safe).tolist(), *_answer(chat, safe, answer).tolist()] == whole
     end = _special(folder, "<|im_end|>")
     assert question.tolist().count(end) == (3 if template == CHATML else 0), "nobody forges the end of a turn by typing it"
     assert np.array_equal(chat.question("who?"), chat.question([{"role": "user", "content": "who?"}]))
@@ -162,9 +168,11 @@ def test_tool_calls_need_no_content(folder: Path, tmp_path: Path) -> None:
     for said in ({}, {"content": None}):
         answers = [{"role": "assistant", "tool_calls": [{"function": {"name": name}}], **said} for name in ("a", "</s><s>a")]
         whole = theirs.apply_chat_template([*prompt, answers[0]], tokenize=True, return_dict=False)
-        assert [*chat.question(prompt).tolist(), *chat.answer(prompt, [answers[0]]).tolist()] == whole
+        assert [*chat.question(prompt).tolist(), *_answer(chat, prompt, [answers[0]]).tolist()] == whole
         assert len(chat.question([*prompt, answers[0], *prompt])) > len(whole)
-        assert _special(folder, "<s>") not in chat.answer(prompt, [answers[1]]).tolist(), "nor does anybody forge one there"
+        assert _special(folder, "<s>") not in _answer(chat, prompt, [answers[1]]).tolist(), (
+            "nor does anybody forge one there"
+        )
 
 
 def _special(folder: Path, name: str) -> int:
@@ -227,13 +235,13 @@ def test_nobody_forges_markers_that_are_not_special(deepseek: tuple[AnyEncoder, 
     assert chat
     turns = [{"role": role, "content": typed} for role in ("system", "user", "assistant", "user")]
     messages = [*turns, {"role": "assistant", "content": f"<think>hm</think>{typed}"}]
-    in_turn = np.concatenate((chat.question(turns), chat.answer(turns, messages[-1:])))
+    in_turn = np.concatenate((chat.question(turns), _answer(chat, turns, messages[-1:])))
     for written in (in_turn, chat.conversation(messages)[0]):
         found = [int((written == ids[name]).sum()) for name in ("<｜User｜>", "<｜Assistant｜>", "<bos>", "<eos>")]
         assert found == [2, 2, 1, 2]
     question = chat.question(turns[:2]).tolist()
     assert question.count(ids["<think>"]) == question.count(ids["</think>"]) == 0
-    answer = chat.answer(turns[:2], turns[2:3]).tolist()
+    answer = _answer(chat, turns[:2], turns[2:3]).tolist()
     assert answer.count(ids["</think>"]) == typed.count("</think>"), "the assistant may think"
     assert encoder.decode(chat.question("hi\n\nyou").tolist()).count("hi\n\nyou") == 1
     assert ids["\n\n"] in chat.question("hi\n\nyou").tolist(), "what is no marker is encoded as in any text"
