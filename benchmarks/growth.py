@@ -6,15 +6,20 @@
     documents   a text is tokenised and written, in this process
     runs        `raystride runs list` of a storage
     trials      a sweep's answer, and its page with pictures
+    files       a source of so many small files is listed, checked, and divided into parts
+    reads       64 windows at random, of so many shards
+    sources     the same of a mixture of so many sources with 40 shards each
+    packed      one packed file of so many documents is prepared, in this process
 
 The exponent is log(t2 / t1) / log(n2 / n1) between neighbouring sizes: constant costs make it small where sizes are, so
 the last one counts. `documents` names the hours of 10^8 by its last exponent.
 
-    python -m benchmarks.growth                                # six curves, some three minutes on two cores
+    python -m benchmarks.growth                                # ten curves, some six minutes on two cores
     python -m benchmarks.growth --curves trials runs --rounds 3
 """
 
 import contextlib
+import gzip
 import io
 import itertools
 import math
@@ -27,14 +32,18 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+
 from benchmarks import longrun
 from benchmarks.pairs import command_line, machine, machine_line, report
 from benchmarks.scale_recorder import times
 from raystride.pipelines.config import Config, ModelConfig, ScalingConfig, TokenizerConfig, TrainConfig
 from raystride.pipelines.config.parse import load_settings
 from raystride.pipelines.config.sweep import SweepConfig, SweepJobConfig
-from raystride.pipelines.data.prepare.manifest import Manifest
-from raystride.pipelines.data.prepare.prepare import prepare
+from raystride.pipelines.data.feed.cache import NodeCache
+from raystride.pipelines.data.feed.stream import TokenStream
+from raystride.pipelines.data.prepare.manifest import Manifest, Shard, Shards
+from raystride.pipelines.data.prepare.prepare import check_data, needs_ray, prepare
 from raystride.pipelines.data.prepare.run_context import RunContext
 from raystride.pipelines.data.tasks import build_task
 from raystride.pipelines.launch.run_store import commands
@@ -135,6 +144,74 @@ def trials(size: int, folder: Path) -> Iterator[Operation]:
     yield lambda: render_page(build_answer(base, results, None))
 
 
+@contextmanager
+def files(size: int, folder: Path) -> Iterator[Operation]:
+    """So many files of some 50 bytes in folders of 500."""
+    for number in range(size):
+        if number % 500 == 0:
+            (place := folder / f"texts/{number // 500:05}").mkdir(parents=True)
+        (place / f"{number:07}.txt").write_text(f"{number} is a text that is not longer than this\n")
+    config = load_settings(Config, {"data.source": str(folder / "texts"), "tokenizer.kind": "bytes"}).settings
+
+    def open_all() -> None:
+        context = RunContext(config, Folder(str(folder / "storage")), log=lambda _: None)
+        check_data(context)
+        needs_ray(context)
+
+    yield open_all
+
+
+@contextmanager
+def reads(size: int, folder: Path, streams: int = 1) -> Iterator[Operation]:
+    """So many shards of 4,096 ids."""
+    random, length = np.random.default_rng(0), 4096
+    opened = []
+    for stream in range(streams):
+        (place := folder / f"{stream}").mkdir()
+        found = []
+        for number in range(size):
+            (place / f"{number}.arrow").write_bytes(np.full(length, number % 2**16, "<u2").tobytes())
+            shard = Shard(
+                file=f"{number}.arrow", tokens=length, documents=1, bytes=2 * length, sha256="",
+                ids_offset=0, mask_offset=None, rows_offset=None, rows=1,
+            )  # fmt: skip
+            found.append(shard)
+        manifest = Manifest(
+            fingerprint="f", id_type="uint16", vocabulary_size=2**16, end_id=0, splits={"train": Shards.from_shards(found)}
+        )
+        opened.append(TokenStream(Folder(str(place)), manifest, "train", NodeCache(folder, 0)))
+
+    def read_windows() -> None:
+        for stream in random.choice(opened, 64):
+            stream.read_windows(random.integers(0, stream.tokens - 513, 1), 513)
+
+    for stream in opened:  # each shard is mapped once
+        stream.read_windows(np.arange(0, stream.tokens, length), length)
+    yield read_windows
+
+
+def sources(size: int, folder: Path) -> contextlib.AbstractContextManager[Operation]:
+    """So many sources of 40 shards."""
+    return reads(40, folder, size)
+
+
+@contextmanager
+def packed(size: int, folder: Path) -> Iterator[Operation]:
+    """One packed file of so many lines of some 500 bytes, in shards of 1 MiB."""
+    with gzip.open(folder / "all.txt.gz", "wt", compresslevel=1) as file:
+        for number in range(size):
+            file.write(f"{number} " + "Documents come one by one, and each is written once. " * 10 + "\n")
+    settings = {"data.source": str(folder / "all.txt.gz"), "data.kind": "lines", "data.shard_mib": 1.0}
+    config = load_settings(Config, settings | {"tokenizer.kind": "bytes"}).settings
+    counts = itertools.count()
+
+    def prepare_all() -> None:
+        storage = Folder(str(folder / f"storage{next(counts)}"))
+        prepare(RunContext(config, storage, log=lambda _: None), build_task(config), on_ray=False)
+
+    yield prepare_all
+
+
 def _trial(number: int, count: int, rate: float) -> Result:
     label = f"workers {count}, learning_rate {rate:.6g}"
     speed = 1e4 * count**0.8 * (1 + 0.01 * (number % 7))
@@ -154,6 +231,10 @@ CURVES: dict[str, tuple[Size, tuple[int, ...]]] = {
     "documents": (documents, (2_000, 20_000, 200_000)),
     "runs": (runs, (10, 100, 1_000)),
     "trials": (trials, (10, 100, 1_000)),
+    "files": (files, (1_000, 10_000, 100_000)),
+    "reads": (reads, (50, 400, 3_200)),
+    "sources": (sources, (1, 8, 64)),
+    "packed": (packed, (1_000, 10_000, 100_000)),
 }
 
 

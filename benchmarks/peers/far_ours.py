@@ -23,12 +23,12 @@ def write(folder: Path, tokens: np.ndarray, shards: int) -> None:
     place, splits = Folder(str(folder)), {"train": [], "validation": []}  # type: ignore[var-annotated]
     for number, part in enumerate([*np.array_split(tokens, shards), tokens[:1000]]):
         split = "train" if number < shards else "validation"
-        writer = ShardWriter(pa.uint16())
+        writer = ShardWriter(pa.uint16(), place)
         columns = {"document": [0], "begins": [True], "ends": [True]}
         ids = pa.LargeListArray.from_arrays(pa.array([0, len(part)], pa.int64()), pa.array(part))
         masks = pa.nulls(1, pa.large_list(pa.uint8()))
         writer.add(pa.table(columns | {"ids": ids, "loss_mask": masks}))
-        splits[split].append(writer.finish(place, f"{split}/{number:05d}.arrow"))
+        splits[split].append(writer.finish(f"{split}/{number:05d}.arrow"))
     known = {name: Shards.from_shards(each) for name, each in splits.items()}
     facts = {"vocabulary_size": 2**16, "end_id": 0, "tokenizers": []}
     Manifest(fingerprint="far", id_type="uint16", splits=known, **facts).save(place)  # type: ignore[arg-type]

@@ -158,8 +158,8 @@ class DataConfig(Section):
     """Size of the text in one shard, in MiB. Small sources are split finer, so that every worker has work."""
     shuffle: Literal["auto", "full", "blocks", "none"] = setting("full", fixed=True, also="shuffle_buffer shuffle_dataset")
     """Shuffling of an epoch. `full`: a permutation of all samples. `blocks`: a permutation of blocks, then of samples within
-    a window of blocks (for slow disks). `none`: as read. `auto`: `full`, or `blocks` if shards are remote and a full shuffle
-    would make a node's cache fetch them repeatedly."""
+    a window of blocks (for slow disks). `none`: as read. `auto`: `full`, or `blocks` if a full shuffle would fetch
+    shards repeatedly: from a store into a node's cache, or from a disk if half of a node's memory does not hold them."""
     shuffle_block: int = setting(1024, at_least=1, fixed=True)
     """Number of neighbouring samples in a block of `shuffle blocks`."""
     shuffle_window: int = setting(64, at_least=1, fixed=True)

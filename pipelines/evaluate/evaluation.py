@@ -20,7 +20,8 @@ import pyarrow as pa
 from raystride.pipelines.config import PredictorConfig, SettingError
 from raystride.pipelines.data.prepare.cleaning import build_cleaning
 from raystride.pipelines.data.prepare.document_hashes import hash_document, read_hashes
-from raystride.pipelines.data.prepare.fingerprint import known_fingerprints, open_as_prepared, open_sources
+from raystride.pipelines.data.prepare.fingerprint import known_fingerprints, open_as_prepared
+from raystride.pipelines.data.prepare.opened_sources import open_sources
 from raystride.pipelines.data.prepare.parts import divide_into_parts, divide_without_validation, read_part_items
 from raystride.pipelines.data.prepare.raw_files import describe_changed_files, find_changed_files
 from raystride.pipelines.data.sources.checking import check_source

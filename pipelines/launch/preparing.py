@@ -50,7 +50,7 @@ OTHER_PROCESS_POLL_S = 5.0
 
 def run_preparation(parsed: Parsed[Config]) -> int:
     """Prepares the data of a configuration; returns the exit code."""
-    return run_with_exit_code(lambda: _prepare(RunContext(*locate_run(parsed), log=Screen().log)))
+    return run_with_exit_code(lambda: _prepare(RunContext(*locate_run(parsed), log=Screen().log)), what="preparation")
 
 
 def _prepare(context: RunContext) -> int:

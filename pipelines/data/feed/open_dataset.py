@@ -7,7 +7,8 @@ feed.held_out                                             # {"": samples}; for a
 
 import hashlib
 import math
-from collections.abc import Callable, Iterable, Mapping
+import mmap
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -19,13 +20,17 @@ from raystride.pipelines.data.feed.mixture import MAX_PERIOD, Mixture, MixtureSo
 from raystride.pipelines.data.feed.plan import Plan, build_order, build_plan
 from raystride.pipelines.data.feed.read_ahead import ReadAhead
 from raystride.pipelines.data.feed.samples import MixedSamples, Samples, open_samples
-from raystride.pipelines.data.feed.shuffling import RemoteReading, choose_shuffle
+from raystride.pipelines.data.feed.shuffling import ShardReading, choose_shuffle
 from raystride.pipelines.data.feed.stream import TokenStream
 from raystride.pipelines.data.feed.verification import BesideTraining
 from raystride.pipelines.data.prepare.generations import read_generation
 from raystride.pipelines.data.prepare.manifest import Manifest
 from raystride.pipelines.data.tasks.task import Task
+from raystride.pipelines.system.limits import usable_memory
 from raystride.pipelines.system.storage.folder import Folder
+
+MEMORY_SHARE = 1 / 2
+"""Share of the memory that local shards may fill."""
 
 
 @dataclass(frozen=True)
@@ -61,11 +66,13 @@ def open_feed(
     position: int = 0,
     clock: str = "",
     log: Callable[[str], None] = lambda _: None,
+    memory: int | None = None,
 ) -> Feed:
     """Opens prepared data for a run at a step and position; on resume `past` is its order until then (`to_json`).
 
     `clock` names the readers with the same steps, as a run's workers. `log` gets messages when training waits for data that
-    is still being prepared, and on the cost of remote shards. Raises FileNotFoundError if a source's preparation is
+    is still being prepared, and on the cost of remote shards. `memory` is that of the smallest node in bytes, by which all
+    workers choose the same shuffle; None: this one's. Raises FileNotFoundError if a source's preparation is
     incomplete, SettingError for impossible weights.
     """
     cache, manifest = node_cache(config.data, clock, log), open_manifest(config.data, prepared, past)
@@ -79,11 +86,18 @@ def open_feed(
     if manifest.growing:
         return _open_streaming_feed(config, task, prepared, manifest, cache, beside, past, step, position, log)
     splits: dict[str, dict[str, Samples]] = {"train": {}, "validation": {}}
+    streams = []
     for name, (folder, source_manifest) in manifest.by_source(prepared).items():
         for split, samples in splits.items():
-            samples[name] = open_samples(config, task, TokenStream(folder, source_manifest, split, cache, beside))
+            stream = TokenStream(folder, source_manifest, split, cache, beside)
+            samples[name] = open_samples(config, task, stream)
+            streams += [stream] if split == "train" else []
     train, held_out = splits["train"], splits["validation"]
-    config = replace(config, data=choose_shuffle(config.data, _describe_reading(train.values(), cache), past, log))
+    reading = _describe_reading(train.values(), cache) or _describe_local_reading(streams, train.values(), memory)
+    config = replace(config, data=choose_shuffle(config.data, reading, past, log))
+    if config.data.shuffle == "full" and _exceeds_memory(streams, usable_memory()):
+        for stream in streams:
+            stream.expect_random_reads()
     if not manifest.sources:
         plan = build_plan(config, train[""].num_samples, step, position)
         return Feed(plan, train[""], held_out, {"": 1.0}, cache, beside)
@@ -96,14 +110,30 @@ def open_feed(
     return Feed(plan, MixedSamples(task, train, mixture), held_out, mixture.shares(), cache, beside)
 
 
-def _describe_reading(samples_list: Iterable[Samples], cache: NodeCache) -> RemoteReading | None:
+def _describe_reading(samples_list: Iterable[Samples], cache: NodeCache) -> ShardReading | None:
     """Returns the remote reads of an epoch of samples; None if nothing is remote."""
     remote_samples = [samples for samples in samples_list if samples.remote_shards]
     if not remote_samples:
         return None
     shards = [shard for samples in remote_samples for shard in samples.remote_shards]
     piece, size = max(shard.largest_piece_bytes for shard in shards), sum(shard.total_bytes for shard in shards)
-    return RemoteReading(size, sum(samples.num_samples for samples in remote_samples), piece, cache.max_bytes)
+    return ShardReading(size, sum(samples.num_samples for samples in remote_samples), piece, cache.max_bytes)
+
+
+def _exceeds_memory(streams: Iterable[TokenStream], memory: int) -> bool:
+    """Returns whether local shards have more bytes than half of the memory, which may hold them."""
+    return sum(stream.local_bytes for stream in streams) > memory * MEMORY_SHARE
+
+
+def _describe_local_reading(
+    streams: Sequence[TokenStream], samples_list: Iterable[Samples], memory: int | None
+) -> ShardReading | None:
+    """Returns the reads of an epoch from a disk; None if memory holds the shards."""
+    memory = usable_memory() if memory is None else memory
+    if not _exceeds_memory(streams, memory):
+        return None
+    size, samples = sum(stream.local_bytes for stream in streams), sum(samples.num_samples for samples in samples_list)
+    return ShardReading(size, samples, mmap.PAGESIZE, int(memory * MEMORY_SHARE), is_remote=False)
 
 
 def open_manifest(data: DataConfig, prepared: Folder, past: Mapping[str, Any] | None = None) -> Manifest:

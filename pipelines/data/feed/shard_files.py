@@ -8,11 +8,16 @@ files.read_ids(3, 100, 200)                               # (100) uint16, of the
 files.row_starts(3, 0, 2)                                 # (3) int64: first tokens of its rows 0, 1 and 2
 """
 
+import errno
 import mmap
 import os
+import resource
+import sys
+import weakref
 from collections import OrderedDict
+from contextlib import suppress
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import cached_property, lru_cache, partial
 from pathlib import Path
 from typing import Protocol
 
@@ -31,8 +36,12 @@ from raystride.pipelines.data.sources.faults import DataError
 
 ROW = np.dtype("<i8")
 """Type of the rows' first tokens."""
-MAX_MAPPED = 96
-"""Maximum shards mapped at once by a stream, each an open file: a process may have 1,024, a long run ten thousand shards."""
+MAX_MAPPED = 16_384
+"""Maximum shards mapped at once by a process, a quarter of the maps that Linux gives it."""
+MAX_OPEN_FILES = 1 << 16
+"""Files that a process asks to open at most: child processes may close all numbers up to the limit."""
+_UNTRACKED = {"trackfd": False} if sys.version_info >= (3, 13) else {}
+"""Arguments of a map that keeps no open file; before Python 3.13 each does."""
 
 
 class ShardFiles(Protocol):
@@ -58,11 +67,16 @@ class ShardFiles(Protocol):
         """Called before a shard is read from end to end."""
         return
 
+    def expect_random_reads(self) -> None:
+        """Called before shards are read in a random order."""
+        return
+
 
 @dataclass(slots=True)
 class _MappedShard:
     """Views into a shard's memory map, and which of its leaves are verified."""
 
+    pages: mmap.mmap
     file: np.ndarray
     """All bytes, uint8."""
     ids: np.ndarray
@@ -75,6 +89,67 @@ class _MappedShard:
     """Of the file's present content; see `file_key`."""
     verified: bytearray
     """1 for each leaf that need not be verified."""
+
+
+class MappedShardList:
+    """The mapped shards of a process, of all its streams; the least recently used are unmapped.
+
+    Threads share it without a lock, as each call of the dictionary is atomic.
+    """
+
+    def __init__(self) -> None:
+        self._mapped: OrderedDict[tuple[int, int], _MappedShard] = OrderedDict()
+        self._streams = 0
+
+    @cached_property
+    def max_mapped(self) -> int:
+        """Maximum number of shards: half of the open files that the process may have, after raising their limit."""
+        if _UNTRACKED:
+            return MAX_MAPPED
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        wanted = MAX_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_OPEN_FILES)
+        if soft != resource.RLIM_INFINITY and soft < wanted:
+            with suppress(OSError, ValueError):  # refused
+                resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+        return max(1, min(MAX_MAPPED, max(resource.getrlimit(resource.RLIMIT_NOFILE)[0], 0) // 2))
+
+    def add_stream(self, stream: object) -> int:
+        """Returns the number of a new stream; with the stream its shards are unmapped."""
+        self._streams += 1
+        weakref.finalize(stream, self._remove_stream, self._streams).atexit = False
+        return self._streams
+
+    def find(self, stream: int, number: int) -> _MappedShard | None:
+        """Returns a shard's views if it is mapped."""
+        mapped = self._mapped.get((stream, number))
+        if mapped is not None:
+            with suppress(KeyError):  # another thread unmaps it
+                self._mapped.move_to_end((stream, number))
+        return mapped
+
+    def add(self, stream: int, number: int, mapped: _MappedShard) -> None:
+        """Adds a shard's views."""
+        self._mapped[stream, number] = mapped
+        while len(self._mapped) > self.max_mapped:
+            self.remove_oldest()
+
+    def remove_oldest(self) -> bool:
+        """Unmaps the least recently used shard; returns False if none is mapped."""
+        with suppress(KeyError):
+            self._mapped.popitem(last=False)
+            return True
+        return False
+
+    def of_stream(self, stream: int) -> list[_MappedShard]:
+        """Returns the views of a stream's shards that are mapped."""
+        return [mapped for (owner, _), mapped in self._mapped.copy().items() if owner == stream]
+
+    def _remove_stream(self, stream: int) -> None:
+        for key in [key for key in self._mapped.copy() if key[0] == stream]:
+            self._mapped.pop(key, None)
+
+
+MAPPED = MappedShardList()
 
 
 class MappedShards(ShardFiles):
@@ -90,8 +165,9 @@ class MappedShards(ShardFiles):
     ) -> None:
         """`marks` are those of this list of shards. `beside` verifies whole shards; None: they are when they are read."""
         self._folder, self._id_type, self._marks, self._beside = folder, id_type, marks, beside
-        self._mapped: OrderedDict[int, _MappedShard] = OrderedDict()
+        self._stream = MAPPED.add_stream(self)
         self._hash_list = lru_cache(MAX_HASH_LISTS)(self._read_hash_list)
+        self._is_random = False
         self.hashed_bytes = 0
         """Bytes of leaves hashed so far."""
         self.set_shards(shards)
@@ -126,6 +202,12 @@ class MappedShards(ShardFiles):
         if self._beside and not all(mapped.verified):
             self._verify_whole(shard, mapped)
 
+    def expect_random_reads(self) -> None:
+        """Has the system read pages of these shards as they are asked for; by default it reads megabytes around each."""
+        self._is_random = True
+        for mapped in MAPPED.of_stream(self._stream):
+            mapped.pages.madvise(mmap.MADV_RANDOM)
+
     def _verify(self, number: int, mapped: _MappedShard, first: int, end: int) -> None:
         """Verifies the leaves of the bytes [first, end) of a shard. Raises DataError."""
         for leaf in range(first // LEAF_BYTES, (end - 1) // LEAF_BYTES + 1):
@@ -145,6 +227,8 @@ class MappedShards(ShardFiles):
 
     def _is_whole(self, hashes: HashList, mapped: _MappedShard, leaf: int) -> bool:
         content = mapped.file[leaf * LEAF_BYTES : (leaf + 1) * LEAF_BYTES]
+        if self._is_random:  # else a page at a time
+            mapped.pages.madvise(mmap.MADV_WILLNEED, leaf * LEAF_BYTES, len(content))
         self.hashed_bytes += len(content)
         return hashes.matches(leaf * LEAF_BYTES, content.data)
 
@@ -190,19 +274,15 @@ class MappedShards(ShardFiles):
             return None
 
     def _map_shard(self, number: int) -> _MappedShard:
-        """Returns a shard's views, mapping it if needed; unmaps the least recently used shards. Raises DataError."""
-        if number in self._mapped:
-            self._mapped.move_to_end(number)
-            return self._mapped[number]
-        while len(self._mapped) >= MAX_MAPPED:
-            self._mapped.popitem(last=False)
+        """Returns a shard's views, mapping it if needed. Raises DataError."""
+        if (found := MAPPED.find(self._stream, number)) is not None:
+            return found
         shard = self._shards[number]
         path = f"{self._folder}/{shard.file}"  # a Path and np.memmap would take as long as all the rest
-        with open(path, "rb", buffering=0) as stream:
-            status = os.fstat(stream.fileno())
-            if status.st_size != shard.bytes:
-                raise self._damaged(number, min(status.st_size, shard.bytes), max(status.st_size, shard.bytes))
-            file = np.frombuffer(mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ), np.uint8)
+        pages, status = self._map_file(number, path)
+        if self._is_random:
+            pages.madvise(mmap.MADV_RANDOM)
+        file = np.frombuffer(pages, np.uint8)
         ids = np.frombuffer(file, self._id_type, shard.tokens, shard.ids_offset)
         mask = None if shard.mask_offset is None else np.frombuffer(file, np.uint8, shard.tokens, shard.mask_offset)
         starts = np.empty(0, np.int64)
@@ -212,5 +292,28 @@ class MappedShards(ShardFiles):
         key = file_key(path, status, shard.sha256)
         verified = self._marks.read(self._first_leaf(number), leaves) == key if is_hashed else np.ones(leaves, bool)
         offsets = (shard.ids_offset, shard.mask_offset or 0, shard.rows_offset or 0)
-        self._mapped[number] = _MappedShard(file, ids, mask, starts, *offsets, key, bytearray(verified.tobytes()))
-        return self._mapped[number]
+        mapped = _MappedShard(pages, file, ids, mask, starts, *offsets, key, bytearray(verified.tobytes()))
+        MAPPED.add(self._stream, number, mapped)
+        return mapped
+
+    def _map_file(self, number: int, path: str) -> tuple[mmap.mmap, os.stat_result]:
+        """Returns a shard's map and status; shards are unmapped if there are too many open files."""
+        size = self._shards[number].bytes
+        while True:
+            try:
+                with open(path, "rb", buffering=0) as stream:
+                    status = os.fstat(stream.fileno())
+                    if status.st_size != size:
+                        raise self._damaged(number, min(status.st_size, size), max(status.st_size, size))
+                    return mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ, **_UNTRACKED), status
+            except OSError as error:
+                if error.errno not in (errno.EMFILE, errno.ENFILE):
+                    raise
+                if not MAPPED.remove_oldest():
+                    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+                    raise DataError(
+                        f"{path}: cannot be opened, as {'this process' if error.errno == errno.EMFILE else 'this machine'} "
+                        f"has too many open files ({limit:,} are allowed a process): raise the limit with `ulimit -n`, in a "
+                        "container with `--ulimit nofile=`, under systemd with LimitNOFILE=",
+                        file=path,
+                    ) from error

@@ -1,10 +1,11 @@
-"""Chooses the shuffle of remote shards: a full shuffle of more data than the node's cache fetches most pieces many times.
+"""Chooses the shuffle of shards that are remote, or larger than memory: a full shuffle of more data than the node's cache,
+or the memory, holds fetches most pieces many times.
 
 The number of fetches follows from the order, which is computed, and from the cache's optimal eviction: a scaled-down model
 of both is simulated. Blocks of consecutive samples, shuffled in windows that fit the cache, fetch each piece about once per
 epoch.
 
-    reading = RemoteReading(total_bytes=10**10, samples=2_500_000, piece_bytes=1 << 20, cache_bytes=2 << 30)
+    reading = ShardReading(total_bytes=10**10, samples=2_500_000, piece_bytes=1 << 20, cache_bytes=2 << 30)
     data = choose_shuffle(config.data, reading, None, print)
     data.shuffle, data.shuffle_block, data.shuffle_window     # "blocks", 4096, 32
 """
@@ -33,8 +34,8 @@ WINDOW_CACHE_SHARE = 1 / 4
 
 
 @dataclass(frozen=True)
-class RemoteReading:
-    """Remote reads of an epoch, and the cache size."""
+class ShardReading:
+    """Reads of an epoch from a store or a disk, and the size of what keeps pieces."""
 
     total_bytes: int
     """Bytes read in an epoch."""
@@ -42,7 +43,8 @@ class RemoteReading:
     piece_bytes: int
     """Bytes of a piece."""
     cache_bytes: int
-    """Bytes of the node's cache."""
+    """Bytes of the node's cache; of local shards, of the memory that may hold them."""
+    is_remote: bool = True
 
     @property
     def sample_bytes(self) -> float:
@@ -51,11 +53,11 @@ class RemoteReading:
 
 
 def choose_shuffle(
-    data: DataConfig, reading: RemoteReading | None, past: Mapping[str, Any] | None, log: Callable[[str], None]
+    data: DataConfig, reading: ShardReading | None, past: Mapping[str, Any] | None, log: Callable[[str], None]
 ) -> DataConfig:
     """Returns the settings with `auto` resolved; a resumed run keeps the shuffle of its past order (`to_json`).
 
-    `reading` is None if nothing is remote. `log` gets the choice, and the cost of a full shuffle.
+    `reading` is None if nothing is remote, nor larger than memory. `log` gets the choice, and the cost of a full shuffle.
     """
     if data.shuffle not in ("auto", "full"):
         return data
@@ -65,11 +67,13 @@ def choose_shuffle(
     cost = 1.0 if reading is None else estimate_full_shuffle_cost(reading)
     if reading is None or cost <= MAX_FULL_SHUFFLE_COST:
         return replace(data, shuffle="full")
-    cache_text = f"the node's cache holds {reading.cache_bytes / 2**30:,.2g} of {reading.total_bytes / 2**30:,.2g} GiB"
+    cache = "the node's cache" if reading.is_remote else "half of the memory"
+    cache_text = f"{cache} holds {reading.cache_bytes / 2**30:,.2g} of {reading.total_bytes / 2**30:,.2g} GiB"
     if data.shuffle == "full":
         log(
             f"data.shuffle full will fetch about {cost:.1f} times the data in each epoch, since {cache_text}: "
-            "--data.shuffle auto fetches it about once, by mixing blocks of samples; --data.cache_gib is the other way"
+            "--data.shuffle auto fetches it about once, by mixing blocks of samples; "
+            f"{'--data.cache_gib' if reading.is_remote else 'more memory'} is the other way"
         )
         return data
     block = max(data.shuffle_block, math.ceil(MIN_BLOCK_PIECES * reading.piece_bytes / reading.sample_bytes))
@@ -82,7 +86,7 @@ def choose_shuffle(
     return replace(data, shuffle="blocks", shuffle_block=block, shuffle_window=window, shuffle_first_window=first_window)
 
 
-def estimate_full_shuffle_cost(reading: RemoteReading) -> float:
+def estimate_full_shuffle_cost(reading: ShardReading) -> float:
     """Estimates how many times a full shuffle fetches the data per epoch after the first."""
     if reading.total_bytes <= reading.cache_bytes:
         return 1.0

@@ -34,6 +34,15 @@ class TokenStream:
         self._files: ShardFiles = self.remote_shards or MappedShards(folder.local, id_type, shards, marks, beside)  # type: ignore[arg-type]
         self._set_shards(shards)
 
+    @property
+    def local_bytes(self) -> int:
+        """Bytes of the shards if they are local, else 0."""
+        return 0 if self.remote_shards else int(self._shards.column("bytes").sum())
+
+    def expect_random_reads(self) -> None:
+        """Has the system read no more of local shards than is asked for: a sample is not beside the one before."""
+        self._files.expect_random_reads()
+
     def extend(self, *shards: Shards) -> None:
         """Appends shards, from the reading thread: many at once, since the whole list is copied."""
         all_shards = concatenate_shards(self._shards, *shards)
@@ -53,7 +62,8 @@ class TokenStream:
         """
         ids = np.empty((len(starts), length), np.int64)
         masks: np.ndarray | None = None
-        for row, start in enumerate(starts.tolist()):
+        for row in np.argsort(starts, kind="stable").tolist():  # a disk is read in its order
+            start = int(starts[row])
             written = 0
             while written < length:
                 part_ids, part_mask = self._read_slice(start + written, length - written)
@@ -71,14 +81,14 @@ class TokenStream:
         In shards without masks among others with some, every token counts. Raises IndexError for a number beyond the last
         row.
         """
-        ids: list[np.ndarray] = []
-        masks: list[np.ndarray | None] = []
-        for number in numbers.tolist():
-            shard, row_in_shard = self._locate_row(number)
+        ids: list[np.ndarray] = [np.empty(0)] * len(numbers)
+        masks: list[np.ndarray | None] = [None] * len(numbers)
+        for index in np.argsort(numbers, kind="stable").tolist():
+            shard, row_in_shard = self._locate_row(int(numbers[index]))
             first, end = self._files.row_starts(shard, row_in_shard, row_in_shard + 1).tolist()
-            ids.append(self._files.read_ids(shard, first, end))
+            ids[index] = self._files.read_ids(shard, first, end)
             mask = self._files.read_mask(shard, first, end)
-            masks.append(None if mask is None else mask.astype(bool))
+            masks[index] = None if mask is None else mask.astype(bool)
         if all(mask is None for mask in masks):
             return ids, None
         return ids, [np.ones(len(row), bool) if mask is None else mask for row, mask in zip(ids, masks, strict=True)]

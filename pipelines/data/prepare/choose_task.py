@@ -21,7 +21,7 @@ from typing import Any
 from raystride.model.shape import ENCODERS
 from raystride.pipelines.config import Config, DataConfig, SettingError, TokenizerConfig
 from raystride.pipelines.config.stored_run import parse_settings
-from raystride.pipelines.data.prepare.fingerprint import open_sources
+from raystride.pipelines.data.prepare.opened_sources import open_sources
 from raystride.pipelines.data.sources.faults import DataError, Fault
 from raystride.pipelines.data.sources.pieces import Piece
 from raystride.pipelines.data.sources.source import first_items

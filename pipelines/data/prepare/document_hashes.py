@@ -10,6 +10,7 @@ are several. Its hash has 64 bits. Above MAX_HASHES documents those are kept who
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from hashlib import blake2b
 
 import numpy as np
@@ -58,22 +59,29 @@ class DocumentHashes:
         return Shared(int(np.isin(others, self.hashes).sum()), len(others))
 
 
-def put_part_hashes(folder: Folder, part: int, train: np.ndarray, validation: np.ndarray) -> None:
-    """Writes the hashes of a part's documents."""
+def part_hashes_name(part: int) -> str:
+    """Returns the name of the file with the hashes of a part's documents."""
+    return f"{PARTS}/{part:05d}"
+
+
+def put_hashes(folder: Folder, name: str, train: np.ndarray, validation: np.ndarray) -> None:
+    """Writes the hashes of some documents to a file."""
     content = np.concatenate([np.array([len(train)], "<u8"), train, validation])
-    folder.put(f"{PARTS}/{part:05d}", content.astype("<u8").tobytes())
+    folder.put(name, content.astype("<u8").tobytes())
+
+
+def read_hash_file(folder: Folder, name: str) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the hashes of training and of validation documents in a file. Raises FileNotFoundError."""
+    content = np.frombuffer(folder.read(name), "<u8")
+    return content[1 : 1 + int(content[0])], content[1 + int(content[0]) :]
 
 
 def merge_hashes(folder: Folder, parts: Sequence[int]) -> tuple[DocumentHashes, np.ndarray] | None:
     """Writes the hashes of all training documents; returns them and those of validation, or None if parts have none."""
-
-    def read_part(part: int) -> tuple[np.ndarray, np.ndarray]:
-        content = np.frombuffer(folder.read(f"{PARTS}/{part:05d}"), "<u8")
-        return content[1 : 1 + int(content[0])], content[1 + int(content[0]) :]
-
     try:
         with ThreadPoolExecutor(THREADS) as pool:
-            train, validation = (np.concatenate(some) for some in zip(*pool.map(read_part, parts), strict=True))
+            found_by_part = pool.map(partial(read_hash_file, folder), map(part_hashes_name, parts))
+            train, validation = (np.concatenate(some) for some in zip(*found_by_part, strict=True))
     except FileNotFoundError:  # parts from before 0.4
         return None
     step = 1

@@ -11,18 +11,18 @@ import json
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 from raystride.pipelines.config import Config, TokenizerConfig
 from raystride.pipelines.data.plugins import TASKS
-from raystride.pipelines.data.prepare.cleaning import build_cleaning, fingerprint_cleaning
+from raystride.pipelines.data.prepare.cleaning import fingerprint_cleaning
 from raystride.pipelines.data.prepare.code_hash import hash_code, qualified_name
 from raystride.pipelines.data.prepare.manifest import load_finished_manifest
+from raystride.pipelines.data.prepare.opened_sources import Opener, Sources, open_sources
 from raystride.pipelines.data.prepare.raw_files import iterate_files, read_raw_files
-from raystride.pipelines.data.sources.faults import DataError, Fault, FaultError
+from raystride.pipelines.data.sources.faults import Fault, FaultError
 from raystride.pipelines.data.sources.registry import RegisteredReader
-from raystride.pipelines.data.sources.source import Source, open_source
+from raystride.pipelines.data.sources.source import Source
 from raystride.pipelines.data.tasks import build_task
 from raystride.pipelines.data.tasks.images import Images
 from raystride.pipelines.data.tasks.pictures import has_8_bits
@@ -48,31 +48,17 @@ EARLIER_RULES: tuple[dict[str, bool], ...] = (
 """How earlier versions computed fingerprints: arguments of `compute_fingerprint`."""
 
 
-def open_sources(config: Config, task: Task) -> tuple[Source, Source | None]:
-    """Returns the training source, and the validation source if `data.validation` is `source`. Raises DataError."""
-    data = config.data
-    if data.target_source and len(task.columns) == 1:
-        raise DataError(
-            f"data.target_source is {data.target_source!r}, but task `{config.task}` has no targets: leave it out",
-            file=data.target_source,
-            settings=("data.target_source",),
-        )
-    # Steps and measurements need whole documents.
-    whole = task.window is None or build_cleaning(config, task) is not None
-    opened = partial(open_source, data, columns=task.columns, whole=whole)
-    own = data.validation_source if data.validation == "source" else None
-    return opened(data.source), opened(own, split="") if own else None
-
-
-def open_as_prepared(config: Config, task: Task, folder: Folder, learned: str = "") -> tuple[Source, Source | None]:
+def open_as_prepared(
+    config: Config, task: Task, folder: Folder, learned: str = "", open_sources: Opener = open_sources
+) -> Sources:
     """Returns the same sources, read by the rules of the preparation in `folder`. Raises DataError.
 
     Preparations before 0.4 have the files of all splits, and the first folders as classes.
     """
-    source, validation = open_sources(config, task)
-    before = source.as_before(), validation and validation.as_before()
-    if before == (source, validation) or folder.exists(READ_AGAIN):
-        return source, validation
+    source, validation = sources = open_sources(config, task)
+    before = source.as_before, validation and validation.as_before
+    if all(now is then for now, then in zip(sources, before, strict=True)) or folder.exists(READ_AGAIN):
+        return sources
     left_out = {(role, file.name) for role, file in iterate_files(*before)}
     left_out -= {(role, file.name) for role, file in iterate_files(source, validation)}
     recorded = {file.key for file in read_raw_files(folder) or ()}
@@ -81,7 +67,7 @@ def open_as_prepared(config: Config, task: Task, folder: Folder, learned: str = 
         for rule in EARLIER_RULES
         if not rule["with_reading"]
     }
-    return before if left_out & recorded or folder.name in names else (source, validation)
+    return before if left_out & recorded or folder.name in names else sources
 
 
 def hash_inputs(config: Config, missing: Collection[str]) -> str | None:
@@ -137,7 +123,11 @@ NO_KEPT_PREPARATIONS = KeptPreparations()
 
 
 def identity(
-    config: Config, task: Task, kept: KeptPreparations = NO_KEPT_PREPARATIONS, storage: Folder | None = None
+    config: Config,
+    task: Task,
+    kept: KeptPreparations = NO_KEPT_PREPARATIONS,
+    storage: Folder | None = None,
+    open_sources: Opener = open_sources,
 ) -> Identity:
     """Returns the fingerprints of these settings' data; sources with a kept preparation are not opened.
 
@@ -148,9 +138,9 @@ def identity(
         return Identity(known or find_fingerprint(config, task, *open_sources(config, task), storage=storage))
     configs, learned = config.by_source(), kept.learned
     if not learned and (task.surveyed or (task.tokenizers and config.tokenizer.kind in TRAINED_KINDS)):
-        learned = _hash_learned_facts(config, task)
+        learned = _hash_learned_facts(config, task, open_sources)
         if storage and not (storage / ".prepared" / learned).exists():
-            learned = _find_learned_facts(config, task, storage) or learned
+            learned = _find_learned_facts(config, task, storage, open_sources) or learned
     sources = {
         name: kept.fingerprints.get(name)
         or find_fingerprint(own, task.under(own), *open_sources(own, task.under(own)), learned, storage)
@@ -167,10 +157,10 @@ def learning_sources(config: Config) -> dict[str, Config]:
     return {name: own for name, own in configs.items() if not names or name in names}
 
 
-def _find_learned_facts(config: Config, task: Task, storage: Folder) -> str | None:
+def _find_learned_facts(config: Config, task: Task, storage: Folder, open_sources: Opener) -> str | None:
     """Returns the fingerprint of facts that an earlier version learned from the same sources; None if there are none."""
     for rule in EARLIER_RULES:
-        earlier = _hash_learned_facts(config, task, **rule)
+        earlier = _hash_learned_facts(config, task, open_sources, **rule)
         if (storage / ".prepared" / earlier).exists() and (
             rule["with_reading"]
             or all(
@@ -183,7 +173,9 @@ def _find_learned_facts(config: Config, task: Task, storage: Folder) -> str | No
     return None
 
 
-def _hash_learned_facts(config: Config, task: Task, *, with_code: bool = True, with_reading: bool = True) -> str:
+def _hash_learned_facts(
+    config: Config, task: Task, open_sources: Opener, *, with_code: bool = True, with_reading: bool = True
+) -> str:
     tokenizer = _tokenizer_settings(config.tokenizer, with_reading=with_reading) if task.tokenizers else None
     fingerprints = [
         compute_fingerprint(
@@ -293,11 +285,13 @@ def compute_fingerprint(
     data = config.data
     reads_otherwise = any(opened and opened.open_before for opened in (source, validation))
     if not with_reading:
-        source, validation = source.as_before(), validation and validation.as_before()
+        source, validation = source.as_before, validation and validation.as_before
     content: dict[str, Any] = {
         "format": FORMAT,
         "task": config.task,
-        "source": {"kind": source.kind, "followed": strip_credentials(data.source)} if data.follow else source.identity,
+        "source": {"kind": source.kind, "followed": strip_credentials(data.source)}
+        if data.follow
+        else JsonText(source.identity_json),
         "validation": data.validation,
         "on_error": data.on_error,
         "shard_mib": data.shard_mib,
@@ -331,7 +325,7 @@ def compute_fingerprint(
             shape["chat"] = as_of_earlier_version(shape["chat"])
         content["shape"] = shape
     if validation is not None:
-        content["validation_source"] = validation.identity
+        content["validation_source"] = JsonText(validation.identity_json)
     else:
         content["validation_fraction"] = data.validation_fraction
     if learned:
@@ -341,8 +335,22 @@ def compute_fingerprint(
     return _hash_json(content)
 
 
+class JsonText(str):
+    """A value that is JSON already."""
+
+    __slots__ = ()
+
+
 def _hash_json(content: Mapping[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
+    """Returns the hash of `json.dumps(content, sort_keys=True)`."""
+    digest, comma = hashlib.sha256(), "{"
+    for key in sorted(content):
+        value = content[key]
+        digest.update(f"{comma}{json.dumps(key)}: ".encode())
+        digest.update((value if isinstance(value, JsonText) else json.dumps(value, sort_keys=True)).encode())
+        comma = ", "
+    digest.update(b"}")
+    return digest.hexdigest()[:16]
 
 
 def _tokenizer_settings(tokenizer: TokenizerConfig, *, with_reading: bool) -> dict[str, Any]:

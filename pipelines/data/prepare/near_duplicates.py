@@ -21,7 +21,7 @@ import numpy as np
 
 from raystride.pipelines.data.prepare.cleaning import Cleaning
 from raystride.pipelines.data.prepare.parts import read_part_items
-from raystride.pipelines.data.prepare.progress import ProgressMeter, show_progress
+from raystride.pipelines.data.prepare.progress import CountMeter, ProgressMeter, show_progress
 from raystride.pipelines.data.sources.faults import Fault
 from raystride.pipelines.data.sources.pieces import Part, Piece, Reader
 from raystride.pipelines.system.storage.folder import Folder
@@ -186,22 +186,11 @@ def minhash_signature(text: str) -> np.ndarray:
     return found.hashvalues.astype(np.uint32)  # type: ignore[no-any-return]
 
 
-class _CompareProgress:
-    """Number of compared documents, for a progress bar or line."""
-
-    def __init__(self, total: int) -> None:
-        self.total, self.done = max(total, 1), 0
-
-    def read(self) -> str:
-        """Returns the number of documents so far as a line."""
-        return f"{self.done:,}/{self.total:,} documents"
-
-
 def _find_similar(
     folder: Folder, signed: SignedParts, documents: int, threshold: float, group: GroupBands, log: Callable[[str], None]
 ) -> dict[int, list[int]]:
     """Returns the documents that are left out, by part."""
-    compared, bands = _CompareProgress(documents), Bands.for_threshold(threshold)
+    compared, bands = CountMeter(documents, "documents"), Bands.for_threshold(threshold)
     if documents > REPORT_ABOVE:
         log(f"data: {describe_memory_need(documents, bands)}")
     collisions = (group if documents > MAX_GROUPED_LOCALLY else group_bands_locally)(folder, signed, bands)
@@ -245,7 +234,7 @@ def find_collisions(documents: np.ndarray, keys: np.ndarray) -> Collisions:
 
 
 def _select_duplicates(
-    collisions: Collisions, folder: Folder, signed: SignedParts, threshold: float, compared: _CompareProgress
+    collisions: Collisions, folder: Folder, signed: SignedParts, threshold: float, compared: CountMeter
 ) -> dict[int, list[int]]:
     """Returns, by part, the documents with a signature similar to that of an earlier kept one.
 

@@ -28,7 +28,6 @@ from raystride.pipelines.data.prepare.fingerprint import (
     find_outdated_preparation,
     known_fingerprints,
     open_as_prepared,
-    open_sources,
 )
 from raystride.pipelines.data.prepare.generations import Describe, Publisher, Records, validation_first
 from raystride.pipelines.data.prepare.learn_facts import FACTS, LearnedFacts, LearningSource, learn_facts, make_tokenizers
@@ -42,7 +41,7 @@ from raystride.pipelines.data.prepare.near_duplicates import (
     SignedParts,
     find_duplicates,
 )
-from raystride.pipelines.data.prepare.parts import divide_into_parts, sample_documents
+from raystride.pipelines.data.prepare.parts import packed_notes, sample_documents
 from raystride.pipelines.data.prepare.progress import (
     SPEED_FILE,
     ProgressMeter,
@@ -53,9 +52,9 @@ from raystride.pipelines.data.prepare.progress import (
 )
 from raystride.pipelines.data.prepare.raw_files import write_raw_files
 from raystride.pipelines.data.prepare.run_context import Log, OnRay, RunContext
+from raystride.pipelines.data.prepare.sections import SECTIONS, shards_of_record
 from raystride.pipelines.data.prepare.shards import is_intact
 from raystride.pipelines.data.prepare.stages import SPLITS, Preparation, id_type, read_part, tokenise_table, write_part
-from raystride.pipelines.data.sources.checking import check_source
 from raystride.pipelines.data.sources.faults import DataError
 from raystride.pipelines.data.sources.pieces import Part
 from raystride.pipelines.data.sources.source import Source
@@ -113,11 +112,11 @@ def prepare_source(
     cannot.
     """
     config, storage, log = context.config, context.storage, context.log
-    opened, digest = None, learned.digest if learned else ""
+    sources, digest = None, learned.digest if learned else ""
     if fingerprint is None:
-        opened = open_sources(config, task)
-        fingerprint = find_fingerprint(config, task, *opened, digest, storage)
-        _log_if_outdated(fingerprint, known_fingerprints(config, task, *opened, digest), storage, log)
+        sources = context.open_sources(config, task)
+        fingerprint = find_fingerprint(config, task, *sources, digest, storage)
+        _log_if_outdated(fingerprint, known_fingerprints(config, task, *sources, digest), storage, log)
     folder = storage / ".prepared" / fingerprint
     if (manifest := load_finished_manifest(folder)) is not None:
         earlier = any(is_of_earlier_version(folder / name) for name in task.tokenizers)
@@ -128,7 +127,7 @@ def prepare_source(
         log(f"data: {folder} was prepared, but a file of it is not as it was written: it is prepared again")
         for name in task.tokenizers:
             folder.remove(name)
-    source, validation = opened or open_as_prepared(config, task, folder, digest)
+    source, validation = sources = sources or open_as_prepared(config, task, folder, digest, context.open_sources)
     if task.reads_dataset:
         manifest = build_manifest(
             config.data, fingerprint, source, None, task.knowing({"dataset": task.describe_dataset(), **NO_TOKENS}, {}), []
@@ -136,12 +135,12 @@ def prepare_source(
         manifest.save(folder)
         log(f"data: {_describe_counts(manifest, task)}, read as they are")
         return PreparedData(folder, manifest, reused=False)
-    check_readable(config.data, source, validation)
+    context.check_sources(config.data, sources)
     write_raw_files(folder, source, validation)
-    for line in source_facts(config.data, source, validation).get("notes", ()):
-        log(f"data: {line}")
     started, began = time.time(), time.monotonic()
-    parts = divide_into_parts(source, validation, config.data)
+    parts = context.divide_sources(config.data, sources)
+    for line in (*source_facts(config.data, source, validation).get("notes", ()), *packed_notes(parts, config.data)):
+        log(f"data: {line}")
     if on_ray == "large":
         on_ray = is_worth_ray(config, task, source, parts)
     if on_ray:
@@ -160,7 +159,7 @@ def prepare_source(
     manifest.save(folder)
     # Only an interrupted preparation needs these files; with the manifest this one is finished.
     try:
-        for name in ("parts", PARTS, *sealed_names(FACTS), SIGNATURES_FOLDER, *sealed_names(DUPLICATES_FILE)):
+        for name in ("parts", SECTIONS, PARTS, *sealed_names(FACTS), SIGNATURES_FOLDER, *sealed_names(DUPLICATES_FILE)):
             folder.remove(name)
         folder.remove_temporary(before=started)
     except OSError as error:
@@ -268,13 +267,6 @@ def _group_bands_on_ray(folder: Folder, signed: SignedParts, bands: Bands) -> Co
     return group_bands(folder, signed, bands)
 
 
-def check_readable(data: DataConfig, source: Source, validation: Source | None) -> None:
-    """Raises DataError for a source that is visibly unreadable, unless faults are skipped."""
-    for opened in (source, validation):
-        if opened and data.on_error == "raise":
-            check_source(opened)
-
-
 def _log_if_cluster_full(log: Log) -> None:
     """Logs that no CPU is free, since tasks wait silently while others use all CPUs of a cluster."""
     import ray
@@ -321,7 +313,7 @@ def _load_done_records(folder: Folder, wanted: Set[int]) -> dict[int, dict[str, 
             if int(name.removesuffix(".json")) not in wanted:
                 continue
             record = read_sealed(folder / "parts", name)
-            if all(is_intact(folder, shard) for shard in record["shards"].values() if shard):
+            if all(is_intact(folder, shard) for split in SPLITS for shard in shards_of_record(record, split)):
                 records[record["part"]] = record
         except (OSError, ValueError, KeyError):
             continue  # it is prepared again
@@ -337,7 +329,7 @@ def build_manifest(
         skipped.append({"place": redact_uris(data.source), "reason": f"and {unnamed} more documents"})
     learned = dict(task.facts)
     shards = {
-        split: Shards.from_shards(Shard(**shard) for record in records if (shard := record["shards"][split]))
+        split: Shards.from_shards(Shard(**shard) for record in records for shard in shards_of_record(record, split))
         for split in SPLITS
     }
     return Manifest(

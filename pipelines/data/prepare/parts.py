@@ -7,15 +7,15 @@ continues on any cluster, and gives the same shards.
     for document in sample_documents(reader, sample_slices(slices, 64 << 20), 64 << 20): ...
 """
 
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 
 from raystride.pipelines.config import DataConfig
-from raystride.pipelines.data.sources.faults import Fault, FaultError
-from raystride.pipelines.data.sources.pieces import Part, Piece, Reader, Slice
+from raystride.pipelines.data.sources.faults import Fault, FaultError, escape_surrogates
+from raystride.pipelines.data.sources.pieces import COMPRESSIONS, File, Part, Piece, Reader, Slice
 from raystride.pipelines.data.sources.source import Source
 from raystride.pipelines.data.tasks.task import Document
+from raystride.pipelines.system.threads import map_in_threads
 
 MIN_PART_BYTES = 256 << 10
 """Minimum bytes of text of a part, if the source has as many."""
@@ -26,11 +26,16 @@ WORKERS = 16
 _SAMPLED_SLICES = 256
 
 
-def divide_into_parts(source: Source, validation: Source | None, data: DataConfig) -> tuple[Part, ...]:
-    """Returns all parts, in the order of the stream; numbers count from 0. Raises DataError if a tail cannot be found."""
-    slices = _slice_files(source, data)
+def divide_into_parts(
+    source: Source, validation: Source | None, data: DataConfig, count_file: Callable[[], object] = lambda: None
+) -> tuple[Part, ...]:
+    """Returns all parts, in the order of the stream; numbers count from 0. Raises DataError if a tail cannot be found.
+
+    `count_file` is called for each file.
+    """
+    slices = _slice_files(source, data, count_file)
     if validation is not None:
-        chosen = [("train", slices), ("validation", _slice_files(validation, data))]
+        chosen = [("train", slices), ("validation", _slice_files(validation, data, count_file))]
     elif data.validation == "tail":
         front, tail = _split_tail(source.reader, slices, data)
         chosen = [("train", front), ("validation", tail)]
@@ -42,6 +47,22 @@ def divide_into_parts(source: Source, validation: Source | None, data: DataConfi
         for group in _group_slices(some, size):
             parts.append(Part(len(parts), tuple(group), split or None))
     return tuple(parts)
+
+
+def packed_notes(parts: Sequence[Part], data: DataConfig) -> list[str]:
+    """Returns a note about large packed files, each of which one task reads, if there are fewer of them than tasks."""
+    size = data.shard_mib * 2**20
+    pieces = (piece for part in parts for piece in part.slices if piece.stop is None)
+    packed = [piece for piece in pieces if piece.bytes > size and piece.file.name.lower().endswith(tuple(COMPRESSIONS))]
+    if not packed or len(packed) >= WORKERS:
+        return []
+    largest = max(packed, key=lambda piece: piece.bytes)
+    name, megabytes = escape_surrogates(largest.file.name), largest.bytes / 1e6
+    count = min(WORKERS, max(2, round(largest.bytes / size)))
+    return [
+        f"{name} is packed ({megabytes:,.0f} MB) and so read by one process: unpack it, or split it into files of some 100 "
+        f"MB, and up to {count} processes read it at once"
+    ]
 
 
 def divide_without_validation(source: Source, data: DataConfig) -> tuple[Part, ...]:
@@ -75,19 +96,22 @@ def target_part_bytes(total: int, data: DataConfig) -> int:
     return int(min(max(total / WORKERS, MIN_PART_BYTES), data.shard_mib * 2**20)) or 1
 
 
-def _slice_files(source: Source, data: DataConfig) -> list[Slice]:
+def _slice_files(source: Source, data: DataConfig, count_file: Callable[[], object] = lambda: None) -> list[Slice]:
     target = target_part_bytes(sum(file.size for file in source.files), data)
 
-    def slice_file(number: int) -> list[Slice]:
-        file = source.files[number]
+    def slice_file(file: File) -> list[Slice]:
         try:
             return source.reader.slices(file, target)
         except FaultError:
             # Reading it in its part gives the same fault, and there data.on_error applies.
             return [Slice(file, 0, file.size, file.size)]
 
-    with ThreadPoolExecutor(WORKERS) as pool:  # remote files answer slowly, and a large one takes a request a cut
-        return [piece for some in pool.map(slice_file, range(len(source.files))) for piece in some]
+    slices: list[Slice] = []
+    # Remote files answer slowly, and a large one takes a request a cut.
+    for some in map_in_threads(slice_file, source.files, WORKERS):
+        slices += some
+        count_file()
+    return slices
 
 
 def _group_slices(slices: list[Slice], size: int) -> Iterator[list[Slice]]:

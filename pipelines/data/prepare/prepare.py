@@ -9,7 +9,7 @@ first.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 
 from raystride.pipelines.config import Config
@@ -21,19 +21,18 @@ from raystride.pipelines.data.prepare.data_lines import (
     list_data_lines,
     source_facts,
 )
-from raystride.pipelines.data.prepare.fingerprint import Identity, learning_sources, open_sources
+from raystride.pipelines.data.prepare.fingerprint import Identity, learning_sources
 from raystride.pipelines.data.prepare.learn_facts import LearnedFacts, LearningSource, learn
 from raystride.pipelines.data.prepare.lost_text import TextSample, describe_lost_text
 from raystride.pipelines.data.prepare.manifest import Manifest, Shards, load_finished_manifest
-from raystride.pipelines.data.prepare.one_source import PreparedData, check_readable, is_worth_ray, prepare_source
-from raystride.pipelines.data.prepare.parts import divide_into_parts, read_first_rows
+from raystride.pipelines.data.prepare.one_source import PreparedData, is_worth_ray, prepare_source
+from raystride.pipelines.data.prepare.parts import read_first_rows
 from raystride.pipelines.data.prepare.progress import SPEED_FILE, load_stages, sum_stages
 from raystride.pipelines.data.prepare.run_context import Log, OnRay, RunContext
 from raystride.pipelines.data.prepare.stages import SPLITS, Preparation
 from raystride.pipelines.data.prepare.watch_source import follow_source
 from raystride.pipelines.data.sources.faults import DataError
-from raystride.pipelines.data.sources.pieces import Part, Piece
-from raystride.pipelines.data.sources.source import Source
+from raystride.pipelines.data.sources.pieces import Piece
 from raystride.pipelines.data.sources.text import FolderReader
 from raystride.pipelines.data.tasks.labels import LabelTask
 from raystride.pipelines.data.tasks.task import Task
@@ -63,6 +62,7 @@ def prepare(context: RunContext, task: Task, *, on_ray: OnRay = True) -> Prepare
     for line in prepared.lines:
         if line not in notes:
             context.log(f"data: {line}")
+    context.opened.close()
     return prepared
 
 
@@ -104,17 +104,16 @@ def needs_ray(context: RunContext) -> bool:
         return False
     # All of them: a mixture learns also from sources that are prepared.
     configs = [(own, context.task.under(own)) for own in context.config.by_source().values()]
-    return any(is_worth_ray(own, task, *_open_parts(own, task)) for own, task in configs)
-
-
-def _open_parts(config: Config, task: Task) -> tuple[Source, tuple[Part, ...]]:
-    source, validation = open_sources(config, task)
-    return source, divide_into_parts(source, validation, config.data)
+    opened = ((own, task, context.open_sources(own, task)) for own, task in configs)
+    return any(
+        is_worth_ray(own, task, sources[0], context.divide_sources(own.data, sources)) for own, task, sources in opened
+    )
 
 
 def check_data(context: RunContext) -> None:
     """Checks data that is not prepared yet, before any long work. Raises DataError, SettingError."""
-    _check_all_readable(context.task, _unprepared_sources(context).values())
+    for own in _unprepared_sources(context).values():
+        context.check_sources(own.data, context.open_sources(own, context.task.under(own)))
 
 
 def _unprepared_sources(context: RunContext) -> dict[str, Config]:
@@ -127,27 +126,22 @@ def _unprepared_sources(context: RunContext) -> dict[str, Config]:
     }
 
 
-def _check_all_readable(task: Task, configs: Iterable[Config]) -> None:
-    for own in configs:
-        check_readable(own.data, *open_sources(own, task.under(own)))
-
-
 def check_first_rows(context: RunContext) -> list[str]:
     """Reads the first rows of data that is not prepared yet, with the readers of its preparation.
 
     Returns lines about the data: all documents of prepared data, else the first rows. A registered source is not run. Raises
     DataError, SettingError.
     """
+    check_data(context)
     task, unprepared = context.task, _unprepared_sources(context)
-    _check_all_readable(task, unprepared.values())
     if not unprepared and (manifest := load_finished_manifest(context.prepared_folder)):
         return list_data_lines(manifest, context.prepared_folder)
-    return join_sources({name: _check_first_rows(own, task.under(own)) for name, own in unprepared.items()})
+    return join_sources({name: _check_first_rows(context, own, task.under(own)) for name, own in unprepared.items()})
 
 
-def _check_first_rows(config: Config, task: Task) -> list[str]:
+def _check_first_rows(context: RunContext, config: Config, task: Task) -> list[str]:
     """Reads the first rows of a source, and returns lines about it. Raises DataError, SettingError."""
-    source, validation = open_sources(config, task)
+    source, validation = context.open_sources(config, task)
     facts, labels = source_facts(config.data, source, validation), Counter[str]()
     if config.tokenizer.kind == "file" and task.tokenizers:
         task = task.knowing({}, dict.fromkeys(task.tokenizers, ReadyEncoder(read_file(config.tokenizer), end_id=0)))
@@ -180,14 +174,14 @@ def _learn_from_sources(context: RunContext, task: Task, known: Identity, on_ray
         return LearnedFacts(folder, known.learned)
     studied = []
     for own in learning_sources(context.config).values():
-        source, validation = open_sources(own, task.under(own))
+        source, validation = sources = context.open_sources(own, task.under(own))
         readers = {"train": source.reader, "validation": (validation or source).reader}
         skip = own.data.on_error == "skip"
         cleaning = build_cleaning(own, task.under(own))
         # Facts of several sources include near-duplicates, which are searched for later.
         cleaning = cleaning and replace(cleaning, data=replace(own.data, near_duplicates=0.0))
         job = Preparation(folder, readers, task.under(own), own.data.validation_fraction, skip, cleaning)
-        parts = divide_into_parts(source, validation, own.data)
+        parts = context.divide_sources(own.data, sources)
         studied.append(LearningSource(job, parts, own.data.validation == "tail"))
         if on_ray == "large":
             on_ray = is_worth_ray(own, job.task, source, parts) or "large"

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Generic, Protocol, Self, TypeVar
 
+from raystride.pipelines.data.prepare.sections import SECTIONS
 from raystride.pipelines.data.sources.pieces import Part
 from raystride.pipelines.system.service_thread import ServiceThread
 from raystride.pipelines.system.storage.folder import Folder
@@ -79,16 +80,16 @@ def _format_figures(value: float) -> str:
 
 
 _BAR_EVERY_S = 0.5
-_LINE_EVERY_S = 10.0
+LINE_EVERY_S = 10.0
 
 
 class ProgressSource(Protocol):
     """A source of progress figures."""
 
     total: int
-    """Bytes of all parts."""
+    """Bytes of all parts, or another amount of work."""
     done: int
-    """Bytes of the parts that were finished at the last reading."""
+    """How much of it was finished at the last reading."""
 
     def read(self) -> str:
         """Updates the figures and returns them as a line."""
@@ -99,7 +100,7 @@ class ProgressSource(Protocol):
 def show_progress(label: str, meter: ProgressSource, log: Callable[[str], None]) -> Iterator[None]:
     """Shows the progress of `label` while the block runs."""
     if not (log is print and sys.stdout.isatty()):
-        with ServiceThread(label, lambda: log(f"{label}: {meter.read()}"), every_s=_LINE_EVERY_S, log=log):
+        with ServiceThread(label, lambda: log(f"{label}: {meter.read()}"), every_s=LINE_EVERY_S, log=log):
             yield
         return
     from rich.progress import BarColumn, Progress, TextColumn
@@ -115,18 +116,38 @@ def show_progress(label: str, meter: ProgressSource, log: Callable[[str], None])
             yield
 
 
+class CountMeter:
+    """Counts files, documents, or other units of work."""
+
+    def __init__(self, total: int, unit: str) -> None:
+        self.total, self.done, self._unit = max(total, 1), 0, unit
+
+    def count(self) -> None:
+        """Counts one."""
+        self.done += 1
+
+    def read(self) -> str:
+        """Returns the count as a line."""
+        return f"{self.done:,}/{self.total:,} {self._unit}"
+
+
 class ProgressMeter:
     """Counts finished parts and measures their rate."""
 
     @classmethod
     def for_parts(cls, folder: Folder, parts: Sequence[Part]) -> Self:
         """Returns the meter of parts that are prepared in a folder."""
-        return cls(folder / "parts", {f"{part.number:05d}.json": part.bytes for part in parts})
+        has_sections = any(piece.stop is None for part in parts for piece in part.slices)
+        sizes = {f"{part.number:05d}.json": part.bytes for part in parts}
+        return cls(folder / "parts", sizes, folder / SECTIONS if has_sections else None)
 
-    def __init__(self, records: Folder, sizes: Mapping[str, int]) -> None:
-        """`sizes` are the parts' bytes by the names of their files in the folder `records`."""
-        self._records, self._bytes = records, sizes
-        self._start = time.monotonic()
+    def __init__(self, records: Folder, sizes: Mapping[str, int], sections: Folder | None = None) -> None:
+        """`sizes` are the parts' bytes by the names of their files in the folder `records`; `sections` has those of packed
+        files.
+        """
+        self._records, self._bytes, self._sections = records, sizes, sections
+        self._first: tuple[float, int] | None = None
+        """Time at which parts were finished first, and their bytes: what comes before, as Ray's start, is not their rate."""
         self.total = max(sum(self._bytes.values()), 1)
         self.done = 0
 
@@ -135,6 +156,12 @@ class ProgressMeter:
         records = set(self._records.names())
         found = [size for name, size in self._bytes.items() if name in records]
         self.done = sum(found)
-        speed = self.done / max(time.monotonic() - self._start, 1e-9)
-        left = f", {(self.total - self.done) / speed:.0f} s left" if speed else ""
-        return f"{len(found)}/{len(self._bytes)} parts, {self.done / 1e6:.0f} MB, {speed / 1e6:.1f} MB/s{left}"
+        text = f"{len(found)}/{len(self._bytes)} parts, {self.done / 1e6:.0f} MB"
+        if self._sections and (sections := sum(name.endswith(".json") for name in self._sections.names())):
+            text += f", {sections} shards of packed files"
+        if self._first is None:
+            self._first = (time.monotonic(), self.done) if self.done else None
+        elif self.done > self._first[1]:
+            speed = (self.done - self._first[1]) / max(time.monotonic() - self._first[0], 1e-9)
+            text += f", {speed / 1e6:.1f} MB/s, {(self.total - self.done) / speed:.0f} s left"
+        return text

@@ -9,7 +9,6 @@ so a resumed run compares content: names, sizes, and a hash of samples of each l
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from hashlib import blake2b, sha256
 
@@ -20,6 +19,7 @@ from raystride.pipelines.data.sources.pieces import File
 from raystride.pipelines.data.sources.source import Source
 from raystride.pipelines.system.storage.folder import Folder
 from raystride.pipelines.system.storage.sealed import SealBroken, put_bytes_sealed_beside, read_bytes_sealed_beside
+from raystride.pipelines.system.threads import map_in_threads
 
 FILE = "files.parquet"
 MAX_HASHED = 10_000
@@ -153,13 +153,7 @@ def iterate_files(source: Source, validation: Source | None) -> Iterator[tuple[s
 
 
 def _hash_files(files: Sequence[File]) -> list[str | None]:
-    # One range of files a thread: handing over a small file takes as long as hashing it.
-    stretch = -(-len(files) // THREADS) or 1
-    with ThreadPoolExecutor(THREADS) as pool:
-        stretches = pool.map(
-            lambda first: list(map(_hash_file, files[first : first + stretch])), range(0, len(files), stretch)
-        )
-        return [found for some in stretches for found in some]
+    return list(map_in_threads(_hash_file, files, THREADS))
 
 
 def _hash_file(file: File) -> str | None:

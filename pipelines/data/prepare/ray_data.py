@@ -40,12 +40,33 @@ _ROW = ("document", "key")
 Result = TypeVar("Result")
 
 
+class PartRefs:
+    """Parts in the object store, so that a task carries a reference: a part may be of a hundred thousand files."""
+
+    def __init__(self, parts: Iterable[Part]) -> None:
+        """Requires ray.init."""
+        self._refs = {part.number: ray.put(part) for part in parts}
+
+    def __getitem__(self, number: int) -> Part:
+        """Returns a part by its number, in any process of the cluster."""
+        part: Part = ray.get(self._refs[number])
+        return part
+
+    def __iter__(self) -> "Iterator[ray.ObjectRef[Part]]":
+        """Yields the references, in the order of the parts."""
+        return iter(self._refs.values())
+
+
+def _read_part(job: "ray.ObjectRef[Preparation]", part: "ray.ObjectRef[Part]") -> Iterator[pa.Table]:
+    return read_part(*ray.get([job, part]))
+
+
 class _Parts(Datasource):  # type: ignore[misc]
     """Data source with a read task a part."""
 
     def __init__(self, job: Preparation, parts: list[Part]) -> None:
         super().__init__()
-        self._job, self._parts = job, parts
+        self._job, self._parts, self._refs = ray.put(job), parts, PartRefs(parts)
 
     def estimate_inmemory_data_size(self) -> int:
         return sum(part.bytes for part in self._parts)
@@ -53,11 +74,11 @@ class _Parts(Datasource):  # type: ignore[misc]
     def get_read_tasks(
         self, parallelism: int, per_task_row_limit: int | None = None, data_context: DataContext | None = None
     ) -> list[ReadTask]:
-        def task(part: Part) -> ReadTask:
+        def task(part: Part, ref: "ray.ObjectRef[Part]") -> ReadTask:
             metadata = BlockMetadata(num_rows=None, size_bytes=part.bytes, input_files=None, exec_stats=None)
-            return ReadTask(partial(read_part, self._job, part), metadata)
+            return ReadTask(partial(_read_part, self._job, ref), metadata)
 
-        return [task(part) for part in self._parts]
+        return list(map(task, self._parts, self._refs))
 
 
 class _Shards(Datasink[dict[str, Any]]):  # type: ignore[misc]
@@ -109,7 +130,7 @@ def run_each(
     """Returns the function's results in order, from a task a part with `gpus` GPUs each. Raises DataError as it does."""
     remote, shared = ray.remote(function).options(num_gpus=gpus), ray.put(job)
     with _unwrap_errors():
-        results: list[Result] = ray.get([remote.remote(shared, part) for part in parts])
+        results: list[Result] = ray.get([remote.remote(shared, part) for part in PartRefs(parts)])
         return results
 
 

@@ -6,12 +6,14 @@ context = context.with_config(chosen)                     # a later step has cho
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from raystride.pipelines.config import Config
+from raystride.pipelines.config import Config, DataConfig
 from raystride.pipelines.data.prepare.fingerprint import NO_KEPT_PREPARATIONS, Identity, KeptPreparations, identity
 from raystride.pipelines.data.prepare.manifest import load_finished_manifest
+from raystride.pipelines.data.prepare.opened_sources import OpenedSources, Sources
+from raystride.pipelines.data.sources.pieces import Part
 from raystride.pipelines.data.tasks import build_task
 from raystride.pipelines.data.tasks.task import Task
 from raystride.pipelines.system.storage.folder import Folder
@@ -35,6 +37,8 @@ class RunContext:
     """Preparations with which a resumed run goes on."""
     notice: Log = print
     """Receives the lines that a program must not miss either: what differs between a run and this start of it."""
+    opened: OpenedSources = field(default_factory=OpenedSources, compare=False, repr=False)
+    """Sources that are open already."""
 
     def with_config(self, config: Config) -> "RunContext":
         """Returns the context with other settings."""
@@ -65,7 +69,19 @@ class RunContext:
 
         Raises SettingError, DataError.
         """
-        return identity(self.config, task or self.task, self.kept, self.storage)
+        return identity(self.config, task or self.task, self.kept, self.storage, self.open_sources)
+
+    def open_sources(self, config: Config, task: Task) -> Sources:
+        """Opens the sources of settings, once a command. Raises DataError."""
+        return self.opened.open(config, task, self.log)
+
+    def check_sources(self, data: DataConfig, sources: Sources) -> None:
+        """Raises DataError for a source of settings that is visibly unreadable, unless faults are skipped."""
+        self.opened.check(data, sources, self.log)
+
+    def divide_sources(self, data: DataConfig, sources: Sources) -> tuple[Part, ...]:
+        """Returns the parts of the sources of settings. Raises DataError."""
+        return self.opened.divide(data, sources, self.log)
 
     @property
     def prepared_folder(self) -> Folder:

@@ -4,15 +4,17 @@
     ids: large_list<uint16 | uint32>   document: uint64   begins: bool   ends: bool   loss_mask: large_list<uint8>, optional
 
 `document` counts the documents of one part, from 0: part and document together identify a document. Ids are buffered in an
-unnamed temporary file, so that a shard may be larger than memory.
+unnamed temporary file beside the shard, so that a shard may be larger than memory.
 
-    writer = ShardWriter(pa.uint16())
+    writer = ShardWriter(pa.uint16(), folder)
     writer.add(table)                                         # rows of one split, see `prepare.stages`
-    shard = writer.finish(folder, "train/00003.arrow")        # None: nothing was added
+    shard = writer.finish("train/00003.arrow")                # None: nothing was added
 """
 
 import hashlib
 import tempfile
+from array import array
+from contextlib import nullcontext
 from pathlib import Path
 from typing import IO, Any
 
@@ -24,20 +26,27 @@ from raystride.pipelines.data.prepare.manifest import Shard
 from raystride.pipelines.system.storage.folder import Folder
 
 _LIST_COLUMNS = ("ids", "loss_mask")
+_COMPARED_BYTES = 4 << 20
+"""Bytes that are compared at once with what was written."""
 
 
 class ShardWriter:
     """Buffers the rows of one shard and writes it atomically."""
 
-    def __init__(self, id_type: pa.DataType) -> None:
-        self._id_type = id_type
-        self._ids: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115  (closed by finish)
+    def __init__(self, id_type: pa.DataType, folder: Folder) -> None:
+        self._id_type, self._folder = id_type, folder
+        self._ids = self._open_spool()
         self._mask: IO[bytes] | None = None
         self._tokens = 0
-        self._offsets: list[int] = []
-        self._documents: list[int] = []
-        self._begins: list[bool] = []
-        self._ends: list[bool] = []
+        # A shard of a packed file may have millions of documents.
+        self._offsets, self._documents = array("q"), array("Q")
+        self._begins, self._ends = bytearray(), bytearray()
+
+    def _open_spool(self) -> IO[bytes]:
+        """Opens a temporary file on the shard's disk, as the system's folder for them is often small or memory."""
+        if self._folder.local:
+            self._folder.local.mkdir(parents=True, exist_ok=True)
+        return tempfile.TemporaryFile(dir=self._folder.local)  # closed by finish
 
     def add(self, table: pa.Table) -> None:
         """Appends rows (document, begins, ends, ids, loss_mask); a row of the last row's document is merged with it."""
@@ -64,24 +73,24 @@ class ShardWriter:
 
     def _add_mask(self, masks: pa.Array, lengths: list[int]) -> None:
         if self._mask is None:
-            self._mask = tempfile.TemporaryFile()  # noqa: SIM115  (closed by finish)
+            self._mask = self._open_spool()
             np.ones(self._tokens, np.uint8).tofile(self._mask)
         for mask, length in zip(masks, lengths, strict=True):
             values = mask.values.to_numpy() if mask.is_valid else np.ones(length, np.uint8)
             values.tofile(self._mask)
 
-    def finish(self, folder: Folder, name: str) -> Shard | None:
+    def finish(self, name: str) -> Shard | None:
         """Writes the shard atomically and returns it with the offset of its ids. Raises OSError if it reads back
         differently."""
-        with self._ids, self._mask or tempfile.TemporaryFile():
+        with self._ids, self._mask or nullcontext():
             if not self._tokens:
                 return None
             batch = self._build_batch()
-            with folder.file(name) as path:
+            with self._folder.file(name) as path:
                 with pa.ipc.new_file(str(path), batch.schema) as out:
                     out.write_batch(batch)
                 offsets = _offsets(path, batch)
-                digest, top_hash = _hash_file(path), put_hash_list(folder, name, path)
+                digest, top_hash = _hash_file(path), put_hash_list(self._folder, name, path)
                 size = path.stat().st_size
         return Shard(
             file=name,
@@ -97,12 +106,12 @@ class ShardWriter:
         )
 
     def _build_batch(self) -> pa.RecordBatch:
-        offsets = pa.py_buffer(np.asarray([*self._offsets, self._tokens], np.int64))
+        offsets = pa.py_buffer(np.append(np.frombuffer(self._offsets, np.int64), self._tokens))
         columns = {
             "ids": self._list_column(self._ids, self._id_type, offsets),
-            "document": pa.array(self._documents, pa.uint64()),
-            "begins": pa.array(self._begins, pa.bool_()),
-            "ends": pa.array(self._ends, pa.bool_()),
+            "document": pa.array(np.frombuffer(self._documents, np.uint64)),
+            "begins": pa.array(np.frombuffer(self._begins, bool)),
+            "ends": pa.array(np.frombuffer(self._ends, bool)),
         }
         if self._mask is not None:
             columns["loss_mask"] = self._list_column(self._mask, pa.uint8(), offsets)
@@ -128,7 +137,11 @@ def _offsets(path: Path, batch: pa.RecordBatch) -> dict[str, int]:
         for name, buffer in buffers.items():
             found[name] = buffer.address - start
             on_disk = np.memmap(path, expected[name].dtype, "r", found[name], expected[name].shape)
-            if not np.array_equal(on_disk, expected[name]):
+            step = _COMPARED_BYTES // on_disk.itemsize
+            if not all(
+                np.array_equal(on_disk[first : first + step], expected[name][first : first + step])
+                for first in range(0, len(on_disk), step)
+            ):
                 raise OSError(f"{path}: the {name} that were written read otherwise: check the disk and prepare again")
     return found
 

@@ -12,6 +12,7 @@ survey_part    a part → the task's survey of its documents, for tasks that mus
 """
 
 import json
+import math
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -23,11 +24,17 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from raystride.pipelines.data.prepare.cleaning import Cleaning
-from raystride.pipelines.data.prepare.document_hashes import hash_document, put_part_hashes
+from raystride.pipelines.data.prepare.document_hashes import (
+    hash_document,
+    part_hashes_name,
+    put_hashes,
+    read_hash_file,
+)
 from raystride.pipelines.data.prepare.lost_text import TextSample
 from raystride.pipelines.data.prepare.near_duplicates import read_duplicates
 from raystride.pipelines.data.prepare.parts import read_part_items
 from raystride.pipelines.data.prepare.progress import TimedIterator
+from raystride.pipelines.data.prepare.sections import SECTIONS, load_sections, section_name, shards_of_record
 from raystride.pipelines.data.prepare.shards import ShardWriter
 from raystride.pipelines.data.sources.faults import Fault
 from raystride.pipelines.data.sources.pieces import Part, Piece, Reader
@@ -42,6 +49,9 @@ SPLITS = ("train", "validation")
 _TABLE_BYTES = 2 << 20
 _TABLE_ROWS = 8192
 _MAX_NAMED_FAULTS = 100
+
+_SECTION_END, _GOES_ON = "section ends", "goes on"
+"""Places of rows without document and fault: one ends a section, and one follows the sections that are written already."""
 
 _TEXT = pa.schema(
     {
@@ -119,11 +129,22 @@ def read_part(job: Preparation, part: Part) -> Iterator[pa.Table]:
     took = {"read": 0.0, "clean": 0.0}
     rows: list[tuple[Any, ...]] = []
     size, document, ended, spent, began = 0, -1, True, 0.0, time.perf_counter()
+    # What cannot be divided is written in sections, and those that are written are read over.
+    is_divided = all(piece.stop is not None for piece in part.slices)
+    left = 0 if is_divided else len(load_sections(job.folder, part.number))
+    section_bytes, section_size = math.inf if is_divided else job.task.config.data.shard_mib * 2**20, 0
+    if left:
+        rows.append((part.number, None, None, None, None, None, _GOES_ON, None, None))
     for item in job.items(part, dropped, took):
+        if isinstance(item, Piece) and item.begins and section_size >= section_bytes:
+            if not left:
+                rows.append((part.number, None, None, None, None, None, _SECTION_END, None, None))
+            left, section_size = max(0, left - 1), 0
         if isinstance(item, Fault):
             if not job.skip:
                 raise item.error()
-            rows.append((part.number, None, None, None, None, None, item.place, item.reason, None))
+            if not left:
+                rows.append((part.number, None, None, None, None, None, item.place, item.reason, None))
             continue
         # A skipped range may have held the beginning: the rest must not join the document before.
         document += item.begins or ended
@@ -132,6 +153,9 @@ def read_part(job: Preparation, part: Part) -> Iterator[pa.Table]:
         validation = part.split == "validation" if part.split else _is_within(key, job.validation_fraction)
         sample.add(item.document)
         text = _pack_fields(item.document)
+        section_size += len(text)
+        if left:
+            continue
         start = key if item.begins else None
         rows.append((part.number, document, item.begins, item.ends, validation, text, item.place, None, start))
         size += len(text)
@@ -253,57 +277,114 @@ def id_type(task: Task) -> pa.DataType:
     return pa.uint16() if task.ids <= 2**16 else pa.uint32()
 
 
+class _SectionWriter:
+    """Writes the shards of a section, or of a whole part, and collects what its record has."""
+
+    def __init__(self, job: Preparation) -> None:
+        self._folder = job.folder
+        self._writers: dict[str, ShardWriter] = {}
+        self.hashes: dict[str, list[np.ndarray]] = {split: [] for split in SPLITS}
+        self.faults: list[dict[str, str]] = []
+        self.skipped = self.unsplit = self.cut = self.longest = 0
+        self._num_labels = len(job.task.labels) if isinstance(job.task, LabelTask) else 0
+        self.labels = {split: np.zeros(self._num_labels, np.int64) for split in SPLITS}
+
+    def add(self, table: pa.Table) -> None:
+        """Adds rows."""
+        for split, chosen in zip(SPLITS, (pc.invert(table["validation"]), table["validation"]), strict=True):
+            rows = table.filter(chosen)  # a null, as in faults and the last row, is in neither
+            if rows.num_rows:
+                id_type = table.schema.field("ids").type.value_type
+                self._writers.setdefault(split, ShardWriter(id_type, self._folder)).add(rows)
+                self.hashes[split].append(pc.drop_null(rows["hash"]).to_numpy())
+                if count := self._num_labels:  # the first number of an example
+                    labels = pc.list_element(rows["ids"], 0).to_numpy()
+                    self.labels[split] += np.bincount(labels, minlength=count)[:count]
+        faulty = table.filter(pc.is_valid(table["fault"]))
+        self.skipped += faulty.num_rows
+        self.unsplit += pc.sum(pc.starts_with(faulty["fault"], CANNOT_SPLIT)).as_py() or 0
+        self.cut += pc.sum(pc.greater(table["cut"], 0)).as_py() or 0
+        self.longest = max(self.longest, pc.max(table["cut"]).as_py() or 0)
+        pairs = zip(faulty["place"].to_pylist(), faulty["fault"].to_pylist(), strict=True)
+        faults = [{"place": place, "reason": reason} for place, reason in pairs]
+        self.faults += faults[: _MAX_NAMED_FAULTS - len(self.faults)]
+
+    def finish(self, name: str) -> dict[str, Any]:
+        """Writes the shards of this name and returns the record."""
+        shards = {split: writer.finish(f"{split}/{name}.arrow") for split, writer in self._writers.items()}
+        written = {split: asdict(shard) if (shard := shards.get(split)) else None for split in SPLITS}
+        record = {
+            "shards": written,
+            "faults": self.faults,
+            "skipped": self.skipped,
+            "unsplit": self.unsplit,
+            "cut": self.cut,
+            "longest": self.longest,
+        }
+        return record | {"labels": {split: counts.tolist() for split, counts in self.labels.items() if self._num_labels}}
+
+    def joined_hashes(self) -> list[np.ndarray]:
+        """Returns the hashes of the documents by split."""
+        return [np.concatenate([np.empty(0, np.uint64), *self.hashes[split]]) for split in SPLITS]
+
+
 def write_part(job: Preparation, tables: Iterable[pa.Table]) -> dict[str, Any]:
     """Writes a part's shards, then its record, and returns the record.
 
     It has the part, shards by split, faults, their number and that of chats that cannot be split, the number of truncated
     documents (`Encoded.cut`) and the ids of the longest, the documents of each label by split, those dropped by reason, the
-    text that tokenizers lose, and the seconds of each stage. Raises RuntimeError if the row that ends a part is missing, and
-    OSError if a shard reads back differently.
+    text that tokenizers lose, the seconds of each stage, and of a part in sections the shards of those before the last.
+    Raises RuntimeError if the row that ends a part is missing, and OSError if a shard reads back differently.
     """
-    writers: dict[str, ShardWriter] = {}
-    hashes: dict[str, list[np.ndarray]] = {split: [] for split in SPLITS}
-    faults: list[dict[str, str]] = []
-    skipped, unsplit, cut, longest, number, is_complete = 0, 0, 0, 0, -1, False
-    num_labels = len(job.task.labels) if isinstance(job.task, LabelTask) else 0
-    labels = {split: np.zeros(num_labels, np.int64) for split in SPLITS}
+    writer, sections = _SectionWriter(job), list[dict[str, Any]]()
+    number, is_complete = -1, False
     trailer: dict[str, Any] = {}
     took, texts, began = {"tokenise": 0.0, "others": 0.0}, 0.0, time.perf_counter()
     for table in TimedIterator(tables, took, "others"):
         number = table["part"][0].as_py()
         took["tokenise"] += pc.sum(table["tokenise_s"]).as_py()
         texts += pc.sum(table["text_bytes"]).as_py()
-        for split, chosen in zip(SPLITS, (pc.invert(table["validation"]), table["validation"]), strict=True):
-            rows = table.filter(chosen)  # a null, as in faults and the last row, is in neither
-            if rows.num_rows:
-                writer = writers.setdefault(split, ShardWriter(table.schema.field("ids").type.value_type))
-                writer.add(rows)
-                hashes[split].append(pc.drop_null(rows["hash"]).to_numpy())
-                if num_labels:  # the first number of an example
-                    labels[split] += np.bincount(pc.list_element(rows["ids"], 0).to_numpy(), minlength=num_labels)[
-                        :num_labels
-                    ]
-        faulty = table.filter(pc.is_valid(table["fault"]))
-        skipped += faulty.num_rows
-        unsplit += pc.sum(pc.starts_with(faulty["fault"], CANNOT_SPLIT)).as_py() or 0
-        cut += pc.sum(pc.greater(table["cut"], 0)).as_py() or 0
-        longest = max(longest, pc.max(table["cut"]).as_py() or 0)
-        pairs = zip(faulty["place"].to_pylist(), faulty["fault"].to_pylist(), strict=True)
-        faults += [{"place": place, "reason": reason} for place, reason in pairs][: _MAX_NAMED_FAULTS - len(faults)]
-        last = table.slice(table.num_rows - 1)
-        is_complete = not (last["document"][0].is_valid or last["fault"][0].is_valid)
-        if is_complete:
-            trailer = json.loads(last["place"][0].as_py())
+        first = 0
+        for end in np.flatnonzero(_without_content(table).to_numpy(zero_copy_only=False)).tolist():
+            writer.add(table.slice(first, end - first))
+            first, place = end + 1, table["place"][end].as_py()
+            if place == _GOES_ON:
+                sections = load_sections(job.folder, number)
+            elif place == _SECTION_END:
+                name = section_name(number, len(sections))
+                record = writer.finish(name)
+                put_hashes(job.folder, f"{SECTIONS}/{name}.hashes", *writer.joined_hashes())
+                put_sealed(job.folder / SECTIONS, f"{name}.json", record)
+                sections.append(record)
+                writer = _SectionWriter(job)
+            else:
+                is_complete, trailer = True, json.loads(place)
+        writer.add(table.slice(first))
     if not is_complete:
         raise RuntimeError(f"part {number} ended before its last row: this is a defect of Raystride, please report it")
-    put_part_hashes(job.folder, number, *(np.concatenate([np.empty(0, np.uint64), *hashes[split]]) for split in SPLITS))
-    shards = {split: writer.finish(job.folder, f"{split}/{number:05d}.arrow") for split, writer in writers.items()}
-    written = {split: asdict(shard) if (shard := shards.get(split)) else None for split in SPLITS}
+    last = writer.finish(section_name(number, len(sections)) if sections else f"{number:05d}")
+    hashes = [
+        read_hash_file(job.folder, f"{SECTIONS}/{section_name(number, section)}.hashes") for section in range(len(sections))
+    ]
+    joined = (np.concatenate(some) for some in zip(*hashes, writer.joined_hashes(), strict=True))
+    put_hashes(job.folder, part_hashes_name(number), *joined)
+    records = [*sections, last]
+    record = {"part": number, "shards": last["shards"]}
+    record |= {"faults": [fault for found in records for fault in found["faults"]][:_MAX_NAMED_FAULTS]}
+    record |= {name: sum(found[name] for found in records) for name in ("skipped", "unsplit", "cut")}
+    record["longest"] = max(found["longest"] for found in records)
+    record["labels"] = {
+        split: np.sum([found["labels"][split] for found in records], axis=0).tolist() for split in last["labels"]
+    }
+    record |= {"sections": [section["shards"] for section in sections]} if sections else {}
     seconds = trailer["seconds"] | {"tokenise": took["tokenise"], "write": time.perf_counter() - began - took["others"]}
-    documents = sum(shard.documents for shard in shards.values() if shard)
+    documents = sum(shard["documents"] for split in SPLITS for shard in shards_of_record(record, split))
     stages = {"bytes": round(texts), "documents": documents, "seconds": seconds}
-    record = {"part": number, "shards": written, "faults": faults, "skipped": skipped, "unsplit": unsplit, "cut": cut}
-    record |= {"longest": longest, "labels": {split: counts.tolist() for split, counts in labels.items() if num_labels}}
     record |= {"dropped": trailer["dropped"], "lost_text": trailer["lost_text"], "stages": stages}
     put_sealed(job.folder / "parts", f"{number:05d}.json", record)
     return record
+
+
+def _without_content(table: pa.Table) -> pa.ChunkedArray:
+    """Returns which rows have neither document nor fault, bool: they end a section, or the part."""
+    return pc.and_(pc.is_null(table["document"]), pc.is_null(table["fault"]))

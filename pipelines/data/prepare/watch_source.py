@@ -19,16 +19,15 @@ from raystride.pipelines.data.prepare.fingerprint import (
     READING,
     find_fingerprint,
     open_as_prepared,
-    open_sources,
 )
 from raystride.pipelines.data.prepare.one_source import (
     DividedSource,
     build_job,
     build_manifest,
     build_publisher,
-    check_readable,
     prepare_parts,
 )
+from raystride.pipelines.data.prepare.opened_sources import check_sources, open_sources
 from raystride.pipelines.data.prepare.parts import divide_into_parts
 from raystride.pipelines.data.prepare.run_context import RunContext
 from raystride.pipelines.data.sources.faults import DataError, NoFiles
@@ -55,7 +54,7 @@ def follow_source(context: RunContext, task: Task, *, on_ray: bool) -> NoReturn:
         else partial(open_sources, config, task)
     )
     source, validation = open_again()
-    check_readable(config.data, source, validation)
+    check_sources(config.data, (source, validation))
     logged_lines = [*source.describe()]
     for line in logged_lines:
         log(f"data: {line}")

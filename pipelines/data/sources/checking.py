@@ -7,21 +7,21 @@ faulty files are reported together. Deeper faults are found when the data is rea
 """
 
 import codecs
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator
 
 from raystride.pipelines.data.sources.archives import invalid_name_fault, unsupported_format_fault
 from raystride.pipelines.data.sources.faults import DataError, Fault, FaultError, not_utf8_fault
 from raystride.pipelines.data.sources.pieces import File
 from raystride.pipelines.data.sources.source import Source, first_fault
 from raystride.pipelines.data.sources.streams import open_range
+from raystride.pipelines.system.threads import map_in_threads
 
 BUDGET_BYTES = 128 << 20
 """Total bytes to sample, unless MIN_SHARE_BYTES of each file are more."""
 MIN_SHARE_BYTES, MAX_SHARE_BYTES, WINDOW_BYTES = 4 << 10, 2 << 20, 64 << 10
 """Bytes to sample of a file, and bytes of a sample window."""
-MAX_REMOTE_FILES = 256
-"""Remote files to check, as each needs requests to a server."""
+MAX_REMOTE_FILES, MAX_LOCAL_FILES = 256, 10_000
+"""Files to check: of a source with more remote ones, each of which needs requests to a server, and of others."""
 MAX_NAMED_FILES = 3
 NUM_THREADS = 16
 NEWLINE = b"\n"
@@ -29,21 +29,27 @@ MAX_ARRAY_BYTES = 32 << 20
 """A larger JSON array is not checked, since it can only be read as a whole."""
 
 
-def check_source(source: Source) -> None:
-    """Raises one DataError for all files that are found to be unreadable. A registered source is not run."""
+def check_source(source: Source, count_file: Callable[[], object] = lambda: None) -> None:
+    """Raises one DataError for all files that are found to be unreadable, among a sample of many.
+
+    `count_file` is called for each checked file. A registered source is not run.
+    """
     files = [*source.files, *source.targets]
     if source.kind == "registered":
         return
     remote = sum("://" in file.uri for file in files)
-    if remote > MAX_REMOTE_FILES:
-        files = files[:: -(-len(files) // MAX_REMOTE_FILES)]
+    files = files[:: -(-len(files) // (MAX_REMOTE_FILES if remote > MAX_REMOTE_FILES else MAX_LOCAL_FILES)) or 1]
     if len(files) > 1 and source.kind != "folders" and not any(file.size for file in files):
         raise DataError(f"all of {len(files):,} files are empty, the first {files[0].uri}: name others", file=files[0].uri)
     share = min(max(BUDGET_BYTES // max(len(files), 1), MIN_SHARE_BYTES), MAX_SHARE_BYTES)
     targets = {file.uri for file in source.targets}
-    with ThreadPoolExecutor(NUM_THREADS) as pool:
-        results = pool.map(lambda file: _check_file(source, file, share, rows=file.uri not in targets), files)
-        faults = [fault for fault in results if fault]
+    faults = []
+    for fault in map_in_threads(
+        lambda file: _check_file(source, file, share, rows=file.uri not in targets), files, NUM_THREADS
+    ):
+        count_file()
+        if fault:
+            faults.append(fault)
     if len(faults) == 1:
         raise faults[0].error()
     if faults:

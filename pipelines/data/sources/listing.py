@@ -112,7 +112,8 @@ def _list_local(place: str, path: str, encoding: str) -> Listing:
         )
         raise _no_files_error(place, f"does not exist ({what}): name a file, a folder, a glob or a URI that does")
     if stat.S_ISREG(status.st_mode):
-        return Listing([_local_file(os.path.dirname(path), os.path.basename(path), status, encoding)])
+        folder, name = os.path.split(path)
+        return Listing([_local_file(folder, name, status, encoding, is_whole_source=True)])
     if not stat.S_ISDIR(status.st_mode):
         raise _no_files_error(place, "is a pipe or a device, which is read once at most: save it as a file, and name that")
     listing = _to_listing(_walk_folder(path, encoding, unique=True))
@@ -306,17 +307,28 @@ def _glob_to_regex(glob: str) -> str:
     return "".join(steps.get(t) or (t.replace("[!", "[^") if t[0] == "[" and len(t) > 1 else re.escape(t)) for t in tokens)
 
 
-def _local_file(base: str, name: str, status: os.stat_result, encoding: str, via_link: bool = False) -> File:
+def _local_file(
+    base: str, name: str, status: os.stat_result, encoding: str, via_link: bool = False, *, is_whole_source: bool = False
+) -> File:
     inode = (status.st_dev, status.st_ino) if status.st_ino else None
     uri = f"{base.rstrip('/')}/{name}"
-    return File(uri, name, status.st_size, status.st_mtime_ns, encoding, inode=inode, via_link=via_link)
+    return File(
+        uri,
+        name,
+        status.st_size,
+        status.st_mtime_ns,
+        encoding,
+        inode=inode,
+        via_link=via_link,
+        is_whole_source=is_whole_source,
+    )
 
 
 def _remote_file(info: "FileInfo", uri: str, base: str, encoding: str) -> File:
     name = os.path.relpath(info.path, base)
     if "://" in info.path:  # a web address: with another key in it, it is still the same file
         name = strip_credentials(info.path).rpartition("/")[2]
-    return File(address_of(info.path, uri), name, info.size or 0, info.mtime_ns or 0, encoding)
+    return File(address_of(info.path, uri), name, info.size or 0, info.mtime_ns or 0, encoding, is_whole_source=False)
 
 
 def _no_files_error(place: str, reason: str) -> NoFiles:

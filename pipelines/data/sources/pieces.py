@@ -8,7 +8,7 @@ A reader supports one format. It splits a file into slices, and reads a slice in
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import lru_cache
 from typing import Any, Protocol
 
 from raystride.pipelines.data.sources.faults import Fault
@@ -38,9 +38,9 @@ class Archive:
     """The local folder for its members."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class File:
-    """A file of a source."""
+    """A file of a source. A driver holds a million of them."""
 
     uri: str
     """Absolute path or URI."""
@@ -75,11 +75,16 @@ class File:
         """The path or URI of its folder."""
         return parent_and_name(self.uri)[0].uri
 
-    @cached_property
+    @property
     def image_access(self) -> ImageAccess:
         """The images that it may name: relative to its folder, below the source's folder or `image_root`."""
-        base = self.uri.removesuffix(f"/{self.name}") if self.uri.endswith(f"/{self.name}") else self.folder
-        return ImageAccess(self.folder, (base, self.image_root) if self.image_root else (base,))
+        return _image_access(self)
+
+
+@lru_cache(16)
+def _image_access(file: File) -> ImageAccess:
+    base = file.uri.removesuffix(f"/{file.name}") if file.uri.endswith(f"/{file.name}") else file.folder
+    return ImageAccess(file.folder, (base, file.image_root) if file.image_root else (base,))
 
 
 def empty_file_fault(file: File, what: str) -> Fault:
@@ -87,7 +92,7 @@ def empty_file_fault(file: File, what: str) -> Fault:
     return Fault(file.uri, "is empty" if file.size == 0 else f"has {what} in its {file.size:,} bytes")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Slice:
     """A range of a file, in units of its reader: bytes of (decompressed) text, or rows."""
 

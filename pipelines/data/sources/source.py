@@ -5,6 +5,7 @@ source.kind, len(source.files)                            # "text", 12
 source.reader.slices(source.files[0], 32 << 20)           # see raystride.pipelines.data.prepare.parts
 """
 
+import json
 import os
 import sys
 import sysconfig
@@ -87,8 +88,9 @@ class Source:
     open_before: "Callable[[], Source] | None" = field(default=None, compare=False, repr=False)
     """Opens the source by the rules before 0.4, all files with first folders as classes; None if that is the same."""
 
+    @cached_property
     def as_before(self) -> "Source":
-        """Returns the source as read before 0.4; itself if that is the same, or cannot be opened any more."""
+        """The source as read before 0.4; itself if that is the same, or cannot be opened any more."""
         if self.open_before is not None:
             with suppress(DataError):
                 return self.open_before()
@@ -122,6 +124,15 @@ class Source:
         if self.targets:
             found["targets"] = [[file.name, file.size, file.stamp] for file in self.targets]
         return found
+
+    @cached_property
+    def identity_json(self) -> str:
+        """The identity as JSON with sorted keys: of many files it is made once, without their lists."""
+        files, targets = (
+            ", ".join(json.dumps([file.name, file.size, file.stamp]) for file in some) for some in (self.files, self.targets)
+        )
+        rest = f', "targets": [{targets}]' if self.targets else ""
+        return f'{{"files": [{files}], "kind": {json.dumps(self.kind)}{rest}}}'
 
 
 def open_source(data: DataConfig, name: str, columns: Columns, *, whole: bool = False, split: str | None = None) -> Source:
@@ -219,11 +230,12 @@ def _open_files(
 def _mark_neighbours(files: Iterable[File], image_root: str | None = None, *, follow: bool = False) -> tuple[File, ...]:
     """Sets in each file whether the source has, or will have, other files, and the other folder of its images."""
     found = tuple(files)
-    is_whole_source = len(found) == 1 and not follow
-    return (
-        found
-        if is_whole_source and not image_root
-        else tuple(replace(file, image_root=image_root, is_whole_source=is_whole_source) for file in found)
+    alone = len(found) == 1 and not follow
+    return tuple(
+        file
+        if file.image_root == image_root and file.is_whole_source == alone
+        else replace(file, image_root=image_root, is_whole_source=alone)
+        for file in found
     )
 
 

@@ -18,6 +18,7 @@ from raystride.pipelines.launch.cluster.resources import Resources
 if TYPE_CHECKING:
     import numpy as np
 
+    from raystride.pipelines.data.prepare.ray_data import PartRefs
     from raystride.pipelines.data.sources.pieces import Part
     from raystride.pipelines.evaluate.prediction import PartJob, RunParts
 
@@ -96,7 +97,7 @@ def _run_on_cluster(job: "PartJob", parts: "list[Part]") -> dict[int, Any]:
 class _PredictActor:
     """Actor that holds the model and runs inference on one part at a time."""
 
-    def __init__(self, job: "PartJob", parts: "dict[int, Part]") -> None:
+    def __init__(self, job: "PartJob", parts: "PartRefs") -> None:
         self._job, self._parts, self._predictor = job, parts, job.load_predictor()
 
     def __call__(self, batch: "dict[str, np.ndarray]") -> "dict[str, np.ndarray]":
@@ -122,16 +123,16 @@ def predict_on_ray(job: "PartJob", parts: "list[Part]", *, workers: int, per_wor
     import ray
     from ray.data import ActorPoolStrategy
 
-    from raystride.pipelines.data.prepare.ray_data import quiet_ray_data
+    from raystride.pipelines.data.prepare.ray_data import PartRefs, quiet_ray_data
 
     # Ray Data needs CPU for a reading task besides the actors; if they held every CPU, it would never start.
     resources: dict[str, Any] = {f"num_{name.lower()}s": 0.9 * n if name == "CPU" else n for name, n in per_worker.items()}
-    parts_by_number, done = {part.number: part for part in parts}, dict[int, Any]()
+    done = dict[int, Any]()
     with quiet_ray_data():
-        rows = ray.data.from_items([{"part": number} for number in parts_by_number], override_num_blocks=len(parts))
+        rows = ray.data.from_items([{"part": part.number} for part in parts], override_num_blocks=len(parts))
         pool = ActorPoolStrategy(size=workers, max_tasks_in_flight_per_actor=2)
         results = rows.map_batches(
-            _PredictActor, batch_size=1, compute=pool, fn_constructor_args=(job, parts_by_number), **resources
+            _PredictActor, batch_size=1, compute=pool, fn_constructor_args=(job, PartRefs(parts)), **resources
         )
         for row in results.iter_rows():
             result = pickle.loads(row["result"])  # from our own actor  # noqa: S301

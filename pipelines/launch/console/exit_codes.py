@@ -12,7 +12,7 @@ from raystride.pipelines.config import SettingError
 from raystride.pipelines.data.sources.faults import DataError
 from raystride.pipelines.launch.cluster.cluster import CannotRun
 from raystride.pipelines.launch.cluster.resubmission import ISOLATED_EXIT_CODE
-from raystride.pipelines.launch.console.failure import TrainingFailed, find_remedies
+from raystride.pipelines.launch.console.failure import TrainingFailed, describe_failure, find_remedies
 from raystride.pipelines.launch.run_store.lease import DriverIsolated
 from raystride.pipelines.system.credentials import MissingSecret, redact_exception
 from raystride.pipelines.system.errors import Unreadable
@@ -27,16 +27,17 @@ MISPLACED_ERRNOS = (errno.EISDIR, errno.ENOTDIR)
 """Error numbers of a folder that lies where a file belongs, or the other way round."""
 
 
-def run_with_exit_code(job: Callable[[], int], *, own_handlers: bool = False) -> int:
+def run_with_exit_code(job: Callable[[], int], *, own_handlers: bool = False, what: str = "") -> int:
     """Runs a job; errors that a user can cause, and signals, become a line and an exit code. Failing output does not end it.
 
-    If SIGINT is ignored, a line says so first, unless the job sets its own handlers.
+    `what` the job is, as `preparation`: any other error then becomes some lines with its place, and `FAILED`. If SIGINT is
+    ignored, a line says so first, unless the job sets its own handlers.
     """
     with protected_output():
-        return _run_with_exit_code(job, own_handlers)
+        return _run_with_exit_code(job, own_handlers, what)
 
 
-def _run_with_exit_code(job: Callable[[], int], own_handlers: bool) -> int:
+def _run_with_exit_code(job: Callable[[], int], own_handlers: bool, what: str) -> int:
     if sigint_is_ignored() and not own_handlers:
         print(
             f"Ctrl-C is ignored: this process was started with SIGINT ignored; `kill {os.getpid()}` stops it",
@@ -66,9 +67,17 @@ def _run_with_exit_code(job: Callable[[], int], own_handlers: bool) -> int:
     except OSError as error:
         redact_exception(error)
         if error.errno not in (*UNWRITABLE_ERRNOS, *MISPLACED_ERRNOS):
-            raise
+            return _report_defect(error, what)
         print("\n  try: ".join([f"error: {error}", *find_remedies(error)]), file=sys.stderr)
         return CANNOT_RUN
     except Exception as error:
+        return _report_defect(error, what)
+
+
+def _report_defect(error: Exception, what: str) -> int:
+    """Prints what failed, why and where; raises the error if it is not said what."""
+    if not what:
         redact_exception(error)
-        raise
+        raise error
+    print(describe_failure(what, error), file=sys.stderr)
+    return FAILED

@@ -101,6 +101,14 @@ def failure_screen(error: BaseException, *, step: int | None, folder: Folder) ->
     return "\n".join(lines)
 
 
+def describe_failure(what: str, error: BaseException) -> str:
+    """Returns the text for people about an exception of other work: what failed, the cause, its place, and a remedy."""
+    cause = _root_cause(error)
+    lines = [f"{what} failed: {_error_name(cause)}: {_error_message(cause)}"]
+    lines += [f"    {line}" for line in _relevant_frames(error)]
+    return redact("\n".join([*lines, *(f"  try: {remedy}" for remedy in find_remedies(cause))]))
+
+
 def first_cause(error: BaseException) -> tuple[int | None, BaseException]:
     """Returns the rank that failed first and its exception, unwrapped from Ray's. Ranks that only lost a peer come last."""
     rank, wrapped_error = _first_failure(error)

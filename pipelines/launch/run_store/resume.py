@@ -24,9 +24,9 @@ from raystride.pipelines.data.prepare.fingerprint import (
     KeptPreparations,
     known_fingerprints,
     open_as_prepared,
-    open_sources,
 )
 from raystride.pipelines.data.prepare.manifest import load_finished_manifest
+from raystride.pipelines.data.prepare.opened_sources import open_sources
 from raystride.pipelines.data.prepare.raw_files import (
     MAX_HASHED,
     describe_changed_files,

@@ -31,6 +31,7 @@ from raystride.pipelines.data.tasks.task import Document
 from raystride.pipelines.data.tokenizers import Tokenizers
 from raystride.pipelines.observability.observers.observer import Observer
 from raystride.pipelines.system.heap import keep_freed_memory
+from raystride.pipelines.system.limits import usable_memory
 from raystride.pipelines.train.checkpoint.manager import Checkpoints, ValidCheckpoint
 from raystride.pipelines.train.checkpoint.train_state import TrainState, Updater
 from raystride.pipelines.train.distributed.process_group import join_group
@@ -78,6 +79,14 @@ NUM_HELD_OUT_SEEN = 200
 """Number of validation samples of each source that the task gets to see before the training."""
 
 
+def _smallest_memory(worker: WorkerInfo) -> int:
+    """Returns the memory of the worker with the least, in bytes."""
+    memory = torch.tensor(usable_memory())
+    if worker.world > 1:
+        dist.all_reduce(memory, op=dist.ReduceOp.MIN)
+    return int(memory)
+
+
 def build_training(
     job: Job, worker: WorkerInfo, observers: list[Observer], stopping: Callable[[], bool], log: Callable[[str], None]
 ) -> Training:
@@ -97,7 +106,14 @@ def build_training(
     since = {"step": state.step, "position": state.position}
     clock = f"{job.folder} {job.attempt}"
     feed = open_feed(
-        config, built.task, job.prepared, past=past, **since, clock=clock, log=lambda text: log(WARNING_PREFIX + text)
+        config,
+        built.task,
+        job.prepared,
+        past=past,
+        **since,
+        clock=clock,
+        log=lambda text: log(WARNING_PREFIX + text),
+        memory=_smallest_memory(worker) if config.data.shuffle == "auto" else None,
     )
     if message := built.task.see_held_out(_read_held_out_documents(built.task, feed)):
         log(message)

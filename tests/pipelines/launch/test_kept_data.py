@@ -25,9 +25,10 @@ from raystride.pipelines.config import (
 )
 from raystride.pipelines.config.attempts import newest_attempt, read_environment
 from raystride.pipelines.config.stored_run import parse_settings, put_attempt
-from raystride.pipelines.data.prepare.fingerprint import compute_fingerprint, open_sources
+from raystride.pipelines.data.prepare.fingerprint import compute_fingerprint
 from raystride.pipelines.data.prepare.manifest import FILE, load_finished_manifest
 from raystride.pipelines.data.prepare.one_source import prepare_source
+from raystride.pipelines.data.prepare.opened_sources import open_sources
 from raystride.pipelines.data.prepare.run_context import RunContext
 from raystride.pipelines.data.sources.faults import DataError
 from raystride.pipelines.data.tasks import build_task

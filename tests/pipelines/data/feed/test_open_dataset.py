@@ -5,9 +5,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from raystride.pipelines.config import Config, DataConfig, TrainConfig
+from raystride.pipelines.data.feed import open_dataset
 from raystride.pipelines.data.feed.open_dataset import (
     Feed,
     _describe_reading,
@@ -18,7 +20,7 @@ from raystride.pipelines.data.feed.open_dataset import (
 )
 from raystride.pipelines.data.feed.order import Order
 from raystride.pipelines.data.feed.samples import MixedSamples
-from raystride.pipelines.data.feed.shuffling import RemoteReading
+from raystride.pipelines.data.feed.shuffling import ShardReading
 from raystride.pipelines.data.prepare.generations import GENERATIONS_FOLDER
 from raystride.pipelines.data.prepare.prepare import prepare
 from raystride.pipelines.data.prepare.run_context import RunContext
@@ -88,7 +90,7 @@ def test_what_is_read_of_far_shards_is_all_of_them_by_the_largest_piece(tmp_path
     shards = manifest.splits["train"]
     found = _describe_reading([near.train, far.train, far.train], far.cache)
     (only,) = far.train.remote_shards
-    assert found == RemoteReading(
+    assert found == ShardReading(
         2 * only.total_bytes, 2 * far.train.num_samples, only.largest_piece_bytes, far.cache.max_bytes
     )
     assert 2 * manifest.tokens("train") <= only.total_bytes <= sum(shard.bytes for shard in shards)
@@ -97,6 +99,36 @@ def test_what_is_read_of_far_shards_is_all_of_them_by_the_largest_piece(tmp_path
     assert reading is not None
     assert reading._max_pieces == 7
     assert near.read_ahead(ahead.data, 0, 1) is None
+
+
+@pytest.mark.parametrize(("shuffle", "is_larger", "is_random"), [("full", 1, 1), ("full", 0, 0), ("blocks", 1, 0)])
+def test_no_more_is_read_of_data_larger_than_memory_than_is_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shuffle: Any, is_larger: int, is_random: int
+) -> None:
+    """Read-ahead made a batch of 33 kB one of 434 MB."""
+    folder, manifest, task = prepared_text(tmp_path, 30_000)
+    size = int(manifest.splits["train"].column("bytes").sum())
+    monkeypatch.setattr(open_dataset, "usable_memory", lambda: 2 * size - 1 if is_larger else 2 * size)
+    config = replace(task.config, data=replace(task.config.data, shuffle=shuffle))
+    feed = open_feed(config, task, folder)
+    feed.train.read_rows(np.array([0]))
+    (shard,) = (part for part in Path("/proc/self/smaps").read_text().split("VmFlags:")[:-1] if f"{folder}/train" in part)
+    flags = Path("/proc/self/smaps").read_text().partition(shard)[2].partition("\n")[0].split()
+    assert ("rr" in flags) == is_random
+
+
+def test_auto_is_blocks_where_memory_does_not_hold_local_shards(tmp_path: Path) -> None:
+    folder, manifest, task = prepared_text(tmp_path, 300_000)
+    size = int(manifest.splits["train"].column("bytes").sum())
+    config = replace(task.config, data=replace(task.config.data, shuffle="auto"))
+    lines = list[str]()
+    assert open_feed(config, task, folder, memory=2 * size).plan.order.shuffle == "full"  # type: ignore[union-attr]
+    found = open_feed(config, task, folder, memory=size // 4, log=lines.append).plan.order
+    assert found.shuffle == "blocks"  # type: ignore[union-attr]
+    assert "half of the memory holds" in lines[0]
+    past = open_feed(config, task, folder, memory=2 * size).plan.order.to_json()
+    kept = open_feed(config, task, folder, memory=size // 4, past=past).plan.order
+    assert kept.shuffle == "full"  # type: ignore[union-attr]
 
 
 @pytest.fixture(scope="module")

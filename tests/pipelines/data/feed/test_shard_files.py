@@ -1,5 +1,6 @@
 """A stream reads any sample of any number of shards with few open files, and nothing that is not what was prepared."""
 
+import gc
 import os
 import re
 import subprocess
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 
 from raystride.pipelines.data.feed.cache import NodeCache
-from raystride.pipelines.data.feed.shard_files import MAX_MAPPED
+from raystride.pipelines.data.feed.shard_files import MAPPED
 from raystride.pipelines.data.feed.stream import TokenStream
 from raystride.pipelines.data.feed.verification import BesideTraining
 from raystride.pipelines.data.prepare.hash_list import LEAF_BYTES
@@ -20,15 +21,26 @@ from raystride.pipelines.system.storage.folder import Folder
 from tests.flips import flip_bit, without_hash_lists
 from tests.pipelines.data.feed.far import prepared_text
 
+MAX_MAPPED = 30
 SHARDS = 3 * MAX_MAPPED
 LENGTH = 16
 
 
+@pytest.fixture(autouse=True)
+def few_maps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(MAPPED, "max_mapped", MAX_MAPPED)
+
+
 @pytest.fixture(scope="module")
 def stream(tmp_path_factory: pytest.TempPathFactory) -> TokenStream:
+    return stream_of_shards(tmp_path_factory.mktemp("prepared"), SHARDS)
+
+
+def stream_of_shards(folder: Path, count: int) -> TokenStream:
     """Shards of one row each, filled with the shard's number, every other one with a mask."""
-    folder, shards = tmp_path_factory.mktemp("prepared"), []
-    for number in range(SHARDS):
+    folder.mkdir(exist_ok=True)
+    shards = []
+    for number in range(count):
         starts, ids, mask = np.array([0, LENGTH], "<i8"), np.full(LENGTH, number, "<u2"), np.full(LENGTH, 1, np.uint8)
         content = starts.tobytes() + ids.tobytes() + mask.tobytes()
         (folder / f"{number}.arrow").write_bytes(content)
@@ -79,8 +91,62 @@ def test_rows_stay_readable_after_their_shard_is_let_go(stream: TokenStream) -> 
 def test_the_shard_that_was_asked_for_the_longest_ago_is_let_go(stream: TokenStream) -> None:
     stream.read_rows(np.arange(MAX_MAPPED + 1))
     stream.read_rows(np.array([1, MAX_MAPPED + 1]))
-    mapped = stream._files._mapped  # type: ignore[attr-defined]
-    assert list(mapped) == [*range(3, MAX_MAPPED + 1), 1, MAX_MAPPED + 1]
+    mapped = [number for owner, number in MAPPED._mapped if owner == stream._files._stream]  # type: ignore[attr-defined]
+    assert mapped == [*range(3, MAX_MAPPED + 1), 1, MAX_MAPPED + 1]
+
+
+def test_samples_of_a_step_are_read_in_the_order_of_the_disk(stream: TokenStream, monkeypatch: pytest.MonkeyPatch) -> None:
+    read, order, files = list[int](), np.random.default_rng(0).permutation(SHARDS - 1), stream._files
+    read_ids = files.read_ids
+    monkeypatch.setattr(files, "read_ids", lambda shard, *given: (read.append(shard), read_ids(shard, *given))[1])
+    ids, masks = stream.read_rows(order)
+    assert read == sorted(read)
+    assert [row[0] for row in ids] == order.tolist()
+    assert masks is not None
+    read.clear()
+    windows, masks = stream.read_windows(order * LENGTH + LENGTH // 2, LENGTH)
+    assert read == sorted(read)
+    assert windows[:, 0].tolist() == order.tolist()
+    assert windows[:, -1].tolist() == (order + 1).tolist()
+
+
+def test_the_streams_of_a_mixture_share_the_maps_of_a_process(tmp_path: Path) -> None:
+    streams = [stream_of_shards(tmp_path / f"{number}", 20) for number in range(3)]
+    for stream in streams:
+        stream.read_rows(np.arange(20))
+    assert [_maps(stream) for stream in streams] == [0, 10, 20]
+    left, folder = len(MAPPED._mapped), str(streams[2]._files._folder)  # type: ignore[attr-defined]
+    del streams[2], stream
+    gc.collect()
+    assert len(MAPPED._mapped) == left - 20
+    assert folder not in Path("/proc/self/maps").read_text()
+
+
+LIMITED = """
+import resource, sys
+from pathlib import Path
+import numpy as np
+from tests.pipelines.data.feed.test_shard_files import MAPPED, stream_of_shards
+resource.setrlimit(resource.RLIMIT_NOFILE, (128, 256))
+streams = [stream_of_shards(Path(sys.argv[1]) / f"{number}", 40) for number in range(40)]
+for stream in [*streams, *streams]:
+    assert stream.read_rows(np.arange(40))[0][39].tolist() == [39] * 16
+print(resource.getrlimit(resource.RLIMIT_NOFILE))
+MAPPED._mapped.clear()
+held = []
+try:
+    while True:
+        held.append(open("/dev/null"))
+except OSError:
+    pass
+stream.read_rows(np.arange(20))
+"""
+
+
+def test_forty_sources_of_forty_shards_need_no_more_open_files_than_there_may_be(tmp_path: Path) -> None:
+    done = subprocess.run([sys.executable, "-c", LIMITED, str(tmp_path)], capture_output=True, text=True, check=False)
+    assert done.stdout == "(256, 256)\n", done.stderr
+    assert "too many open files (256 are allowed a process): raise the limit with `ulimit -n`" in done.stderr
 
 
 @pytest.fixture
@@ -155,7 +221,7 @@ def test_a_node_without_a_private_folder_verifies_too(
     (tmp_path / "file-verified").touch()
     stream = _open(prepared)
     assert _read_all(stream) > 0
-    stream._files._mapped.clear()  # type: ignore[attr-defined]
+    MAPPED._mapped.clear()
     assert _read_all(stream) == 0, "what was unmapped since is known"
     assert _read_all(_open(prepared)) > 0
 

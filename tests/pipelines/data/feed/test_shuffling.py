@@ -10,24 +10,24 @@ from raystride.pipelines.config import DataConfig
 from raystride.pipelines.data.feed.mixture import Mixture, MixtureSource
 from raystride.pipelines.data.feed.order import Order
 from raystride.pipelines.data.feed.shuffling import (
-    RemoteReading,
+    ShardReading,
     choose_shuffle,
     count_belady_fetches,
     estimate_full_shuffle_cost,
 )
 
-FAR = RemoteReading(total_bytes=10 * 2**30, samples=2_500_000, piece_bytes=1 << 20, cache_bytes=2 << 30)
+FAR = ShardReading(total_bytes=10 * 2**30, samples=2_500_000, piece_bytes=1 << 20, cache_bytes=2 << 30)
 
 
 def _choose(
-    data: DataConfig, reading: RemoteReading | None, past: dict[str, object] | None = None
+    data: DataConfig, reading: ShardReading | None, past: dict[str, object] | None = None
 ) -> tuple[DataConfig, list[str]]:
     messages: list[str] = []
     return choose_shuffle(data, reading, past, messages.append), messages
 
 
 def test_auto_is_full_where_nothing_is_far_or_the_cache_holds_it() -> None:
-    for reading in (None, RemoteReading(FAR.total_bytes, FAR.samples, FAR.piece_bytes, FAR.total_bytes)):
+    for reading in (None, ShardReading(FAR.total_bytes, FAR.samples, FAR.piece_bytes, FAR.total_bytes)):
         assert _choose(DataConfig(shuffle="auto"), reading) == (DataConfig(shuffle="full"), [])
 
 
@@ -64,7 +64,7 @@ def test_a_run_that_goes_on_keeps_its_order_whatever_the_cache_is_now(of: str, f
 
 def test_what_a_full_shuffle_costs_grows_with_what_a_piece_holds_besides() -> None:
     costs = [
-        estimate_full_shuffle_cost(RemoteReading(1 << 30, (1 << 30) // sample, 1 << 16, 1 << 28))
+        estimate_full_shuffle_cost(ShardReading(1 << 30, (1 << 30) // sample, 1 << 16, 1 << 28))
         for sample in (1 << 18, 1 << 16, 1 << 12)
     ]
     assert costs[0] <= costs[1] <= 1.01

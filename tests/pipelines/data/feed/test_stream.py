@@ -34,13 +34,14 @@ class Written:
 
     def add(self, lengths: list[int], masked: bool) -> None:
         """Writes one more shard."""
-        random, writer, first = np.random.default_rng(len(self.shards)), ShardWriter(pa.uint16()), len(self.rows)
+        random, first = np.random.default_rng(len(self.shards)), len(self.rows)
+        writer = ShardWriter(pa.uint16(), Folder(str(self.folder)))
         for length in lengths:
             self.rows.append(random.integers(0, 2**16, length).tolist())
             self.masks.append((random.integers(0, 2, length) if masked else np.ones(length, int)).tolist())
         own = zip(self.rows[first:], self.masks[first:], strict=True)
         writer.add(table_of([(number, True, True, ids, mask if masked else None) for number, (ids, mask) in enumerate(own)]))
-        shard = writer.finish(Folder(str(self.folder)), f"train/{len(self.shards):05d}.arrow")
+        shard = writer.finish(f"train/{len(self.shards):05d}.arrow")
         assert shard
         self.shards.append(shard)
 

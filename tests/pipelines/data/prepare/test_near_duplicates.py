@@ -23,7 +23,8 @@ from raystride.pipelines.data.prepare.document_hashes import (
     Shared,
     hash_document,
     merge_hashes,
-    put_part_hashes,
+    part_hashes_name,
+    put_hashes,
     read_hashes,
 )
 from raystride.pipelines.data.prepare.near_duplicates import (
@@ -31,13 +32,13 @@ from raystride.pipelines.data.prepare.near_duplicates import (
     NUM_HASHES,
     SIGNATURES_FOLDER,
     Bands,
-    _CompareProgress,
     _select_duplicates,
     describe_memory_need,
     group_bands_locally,
     minhash_signature,
 )
 from raystride.pipelines.data.prepare.prepare import prepare
+from raystride.pipelines.data.prepare.progress import CountMeter
 from raystride.pipelines.data.prepare.run_context import RunContext
 from raystride.pipelines.data.tasks import build_task
 from raystride.pipelines.system.storage.folder import Folder
@@ -113,7 +114,7 @@ def test_grouped_bands_drop_the_same_documents_as_the_index(
         signed.append((number, first))
     parts = ((number, signatures[first : first + size]) for number, first in signed)
     collisions = group_bands_locally(folder, signed, Bands.for_threshold(threshold))
-    assert _select_duplicates(collisions, folder, signed, threshold, _CompareProgress(len(signatures))) == _by_index(
+    assert _select_duplicates(collisions, folder, signed, threshold, CountMeter(len(signatures), "documents")) == _by_index(
         parts, threshold
     )
 
@@ -269,8 +270,8 @@ def test_documents_are_the_same_by_their_beginning_whatever_their_pieces(tmp_pat
 def test_of_many_documents_a_sample_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(document_hashes, "MAX_HASHES", 1100)
     folder, hashes = Folder(str(tmp_path)), np.array([hash_document(str(i)) for i in range(10_000)], np.uint64)
-    put_part_hashes(folder, 0, hashes[:4000], hashes[:0])
-    put_part_hashes(folder, 1, hashes[4000:8000], hashes[7000:])
+    put_hashes(folder, part_hashes_name(0), hashes[:4000], hashes[:0])
+    put_hashes(folder, part_hashes_name(1), hashes[4000:8000], hashes[7000:])
     found = merge_hashes(folder, [0, 1])
     assert found is not None
     known, validation = found
@@ -285,7 +286,7 @@ def test_of_many_documents_a_sample_is_kept(tmp_path: Path, monkeypatch: pytest.
 def test_what_an_earlier_version_prepared_says_nothing(tmp_path: Path) -> None:
     folder = Folder(str(tmp_path))
     assert read_hashes(folder) is None
-    put_part_hashes(folder, 0, np.zeros(1, np.uint64), np.zeros(0, np.uint64))
+    put_hashes(folder, part_hashes_name(0), np.zeros(1, np.uint64), np.zeros(0, np.uint64))
     assert merge_hashes(folder, [0, 1]) is None
     assert merge_hashes(folder, [0]) is not None
     folder.put(FILE, b"12345678")

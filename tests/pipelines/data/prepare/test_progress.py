@@ -12,9 +12,9 @@ from raystride.pipelines.system.storage.folder import Folder
 from tests.waiting import wait_until
 
 
-def part(number: int, size: int) -> Part:
-    """Returns a part with this many bytes."""
-    return Part(number, (Slice(File("/f", "f", size), 0, None, size),), None)
+def part(number: int, size: int, stop: int | None = 1) -> Part:
+    """Returns a part with this many bytes, of a packed file if its end is not known."""
+    return Part(number, (Slice(File("/f", "f", size), 0, stop, size),), None)
 
 
 def test_speed_and_time_left_are_of_the_parts_that_stand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -23,17 +23,25 @@ def test_speed_and_time_left_are_of_the_parts_that_stand(tmp_path: Path, monkeyp
     folder = Folder(str(tmp_path))
     meter = ProgressMeter.for_parts(folder, [part(1, 30_000_000), part(2, 10_000_000), part(7, 20_000_000)])
     assert (meter.total, meter.done) == (60_000_000, 0)
-    assert meter.read() == "0/3 parts, 0 MB, 0.0 MB/s"
+    now[0] = 53.0
+    assert meter.read() == "0/3 parts, 0 MB"
     (folder / "parts").put_json("00001.json", {})
     (folder / "parts").put_json("00003.json", {})  # another's
     now[0] = 60.0
-    assert meter.read() == "1/3 parts, 30 MB, 3.0 MB/s, 10 s left"
+    assert meter.read() == "1/3 parts, 30 MB"
     assert meter.done == 30_000_000
+    (folder / "parts").put_json("00002.json", {})
+    now[0] = 65.0
+    assert meter.read() == "2/3 parts, 40 MB, 2.0 MB/s, 10 s left", "what was before the first part is no part's time"
+    assert ProgressMeter.for_parts(folder, [part(9, 1, None)]).read() == "0/1 parts, 0 MB"
+    for number in range(3):
+        (folder / "sections").put_json(f"00009-{number:04d}.json", {})
+    assert ProgressMeter.for_parts(folder, [part(9, 1, None)]).read() == "0/1 parts, 0 MB, 3 shards of packed files"
     assert ProgressMeter.for_parts(folder, []).total == 1
 
 
 def test_lines_are_logged_without_a_terminal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(progress, "_LINE_EVERY_S", 0.001)
+    monkeypatch.setattr(progress, "LINE_EVERY_S", 0.001)
     lines: list[str] = []
     with show_progress("preparing", ProgressMeter.for_parts(Folder(str(tmp_path)), [part(1, 5)]), lines.append):
         wait_until(lambda: bool(lines), "a line")
@@ -41,7 +49,7 @@ def test_lines_are_logged_without_a_terminal(tmp_path: Path, monkeypatch: pytest
 
 
 def test_lines_go_on_when_looking_has_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(progress, "_LINE_EVERY_S", 0.001)
+    monkeypatch.setattr(progress, "LINE_EVERY_S", 0.001)
     monkeypatch.setattr(service_thread, "FIRST_PAUSE_S", 0.001)
 
     class Away(ProgressMeter):

@@ -5,7 +5,15 @@ from pathlib import Path
 import pytest
 
 from raystride.pipelines.config import TokenizerConfig
+from raystride.pipelines.data.prepare.parts import divide_into_parts
+from raystride.pipelines.data.prepare.ray_data import run_parts
+from raystride.pipelines.data.prepare.stages import Preparation, read_part, tokenise_table, write_part
 from raystride.pipelines.data.sources.faults import DataError
+from raystride.pipelines.data.sources.pieces import File
+from raystride.pipelines.data.sources.source import Source
+from raystride.pipelines.data.sources.text import TextReader
+from raystride.pipelines.data.tasks import build_task
+from raystride.pipelines.system.storage.folder import Folder
 from tests.errors import refused, unreadable
 from tests.pipelines.conftest import prepared, settings
 from tests.pipelines.data.prepare.test_prepare import LINES, tree
@@ -38,9 +46,7 @@ def test_an_interrupted_preparation_goes_on_with_another_number_of_workers(tmp_p
     (tmp_path / "text.txt").write_text(LINES)
     config = settings(tmp_path / "text.txt", validation="tail", shard_mib=0.05)
     whole = prepared(config, tmp_path / "whole")
-    from raystride.pipelines.data.prepare.fingerprint import open_sources
-    from raystride.pipelines.data.prepare.parts import divide_into_parts
-    from raystride.pipelines.data.prepare.stages import Preparation, read_part, tokenise_table, write_part
+    from raystride.pipelines.data.prepare.opened_sources import open_sources
     from raystride.pipelines.data.tasks.language_model import LanguageModel
     from raystride.pipelines.data.tokenizers import Tokenizers, train_tokenizer
 
@@ -80,3 +86,15 @@ def test_an_error_of_the_tokenizer_comes_out_as_it_is(tmp_path: Path) -> None:
     config = replace(config, tokenizer=TokenizerConfig(kind="file", file=str(file)))
     with refused("tokenizer.end_token", None):
         prepared(config, tmp_path / "runs", on_ray=True)
+
+
+def test_parts_of_a_hundred_thousand_files_come_to_the_tasks(tmp_path: Path) -> None:
+    """Ray Data ends with a traceback if a task, with the list of its files, is larger than a mebibyte."""
+    config = settings(tmp_path, on_error="skip")
+    files = [File(f"/nowhere/train/n01443537/images/{number:09d}.txt", f"{number:09d}.xz", 700) for number in range(200_000)]
+    source = Source("text", tuple(files), TextReader(skip=True))
+    parts = divide_into_parts(source, None, config.data)
+    assert len(parts) == 16
+    task = build_task(config).knowing({"vocabulary_size": 257, "end_id": 256}, {})
+    job = Preparation(Folder(str(tmp_path / "prepared")), {"train": source.reader}, task, 0.05, skip=True)
+    assert sum(record["skipped"] for record in run_parts(job, list(parts))) == len(files)

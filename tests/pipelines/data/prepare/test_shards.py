@@ -1,6 +1,7 @@
 """Shards as read by Arrow: continued rows are joined, masks begin with the first, and damage is detected."""
 
 import hashlib
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -29,10 +30,10 @@ def table_of(rows: list[Row]) -> pa.Table:
 
 def write(folder: Path, *tables: list[Row], name: str = "train/00003.arrow") -> Shard | None:
     """Returns the shard of these rows, written table by table."""
-    writer = ShardWriter(pa.uint16())
+    writer = ShardWriter(pa.uint16(), Folder(str(folder)))
     for rows in tables:
         writer.add(table_of(rows))
-    return writer.finish(Folder(str(folder)), name)
+    return writer.finish(name)
 
 
 def read(path: Path) -> list[dict[str, Any]]:
@@ -117,3 +118,18 @@ def test_a_shard_is_the_same_while_its_file_and_its_hash_list_are(tmp_path: Path
     list_of.unlink()
     assert not is_intact(folder, known)
     assert is_intact(folder, known | {"top_hash": ""}), "an older version wrote none"
+
+
+def test_a_shard_takes_no_memory_by_its_size(tmp_path: Path) -> None:
+    writer, count = ShardWriter(pa.uint16(), Folder(str(tmp_path))), 4 << 20
+    ids = pa.LargeListArray.from_arrays(pa.array([0, count], pa.int64()), pa.array(np.zeros(count, np.uint16)))
+    columns = {"document": [0], "begins": [True], "ends": [True], "ids": ids}
+    for _ in range(8):
+        writer.add(pa.table(columns | {"loss_mask": pa.nulls(1, pa.large_list(pa.uint8()))}))
+    tracemalloc.start()
+    shard = writer.finish("a.arrow")
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert shard
+    assert shard.tokens == 8 * count
+    assert peak < count

@@ -11,9 +11,9 @@ import pytest
 
 from raystride.pipelines.config import Config, DataConfig
 from raystride.pipelines.data.prepare import watch_source as following
-from raystride.pipelines.data.prepare.fingerprint import open_sources
 from raystride.pipelines.data.prepare.generations import read_generation
 from raystride.pipelines.data.prepare.manifest import Manifest
+from raystride.pipelines.data.prepare.opened_sources import open_sources
 from raystride.pipelines.data.prepare.run_context import RunContext
 from raystride.pipelines.data.prepare.watch_source import WatchedSource, follow_source
 from raystride.pipelines.data.sources.faults import DataError

@@ -14,7 +14,8 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 from raystride.pipelines.config import Config, DataConfig
-from raystride.pipelines.data.prepare.fingerprint import identity, known_fingerprints, open_sources
+from raystride.pipelines.data.prepare.fingerprint import identity, known_fingerprints
+from raystride.pipelines.data.prepare.opened_sources import open_sources
 from raystride.pipelines.data.sources.faults import DataError, Fault
 from raystride.pipelines.data.sources.source import open_source
 from raystride.pipelines.data.tasks import build_task

@@ -211,9 +211,9 @@ def test_numbers_out_of_order_are_said_where_the_order_matters(tmp_path: Path, s
 
 def test_what_it_was_before(tmp_path: Path) -> None:
     folder = write(tmp_path / "d", [f"{split}/{name}/1.txt" for split in ("train", "test") for name in ("cat", "dog")])
-    before = read(folder, LABELLED).as_before()
+    before = read(folder, LABELLED).as_before
     assert (len(before.files), labels_of(before)) == (4, ["test", "train"])
-    assert before.as_before() is before
+    assert before.as_before is before
     plain = read(write(tmp_path / "e", ["a/1.txt", "b/1.txt"]), LABELLED)
     assert plain.open_before is None
     assert replace(plain) == plain

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
 from raystride.pipelines.config import Config, DataConfig, ModelConfig, ObjectiveConfig, TokenizerConfig
-from raystride.pipelines.data.prepare.fingerprint import compute_fingerprint, open_sources
+from raystride.pipelines.data.prepare.fingerprint import compute_fingerprint
+from raystride.pipelines.data.prepare.opened_sources import open_sources
 from raystride.pipelines.data.tasks import build_task
 from raystride.pipelines.data.tasks.classification import Classification
 from raystride.pipelines.data.tasks.labels import BINS, accuracy_and_macro_f1

@@ -27,9 +27,9 @@ from raystride.pipelines.data.prepare.fingerprint import (
     compute_fingerprint,
     find_fingerprint,
     known_fingerprints,
-    open_sources,
 )
 from raystride.pipelines.data.prepare.one_source import prepare_source
+from raystride.pipelines.data.prepare.opened_sources import open_sources
 from raystride.pipelines.data.prepare.prepare import prepare
 from raystride.pipelines.data.prepare.run_context import RunContext
 from raystride.pipelines.data.sources.fields import data_uri

@@ -128,3 +128,12 @@ def test_a_signal_raises_what_its_number_means() -> None:
     assert type(signal_exception(signal.SIGTERM)) is Terminated
     assert type(signal_exception(signal.SIGINT, "why")) is KeyboardInterrupt
     assert str(signal_exception(signal.SIGTERM, "why")) == "why"
+
+
+@pytest.mark.parametrize("error", [OSError(errno.ENOENT, "lost"), AttributeError("no attribute '__name__'")])
+def test_a_defect_of_named_work_is_some_lines_with_its_place(error: Exception, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_with_exit_code(raising(error), what="preparation") == FAILED
+    first, place, *more = capsys.readouterr().err.splitlines()
+    assert first == f"preparation failed: {type(error).__name__}: {error}"
+    assert "exit_codes.py" in place
+    assert len(more) <= 3
