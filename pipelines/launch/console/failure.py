@@ -103,7 +103,7 @@ def failure_screen(error: BaseException, *, step: int | None, folder: Folder) ->
 
 def describe_failure(what: str, error: BaseException) -> str:
     """Returns the text for people about an exception of other work: what failed, the cause, its place, and a remedy."""
-    cause = _root_cause(error)
+    cause = root_cause(error)
     lines = [f"{what} failed: {_error_name(cause)}: {_error_message(cause)}"]
     lines += [f"    {line}" for line in _relevant_frames(error)]
     return redact("\n".join([*lines, *(f"  try: {remedy}" for remedy in find_remedies(cause))]))
