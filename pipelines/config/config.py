@@ -74,6 +74,9 @@ class Config(Section):
     """Folder or filesystem URI that holds runs and prepared data."""
     seed: int = setting(0, at_least=0, below=2**63, fixed=True, also="random_seed data_seed manual_seed")
     """Seed of initialisation, data order and dropout."""
+    repeat: str | None = setting(None, since="0.4")
+    """Name of a run of this storage whose choices a new run takes, in place of what this machine would measure: number of
+    workers and threads, linear products, attention. What this machine cannot do is said, and chosen anew."""
     data: DataConfig = DataConfig()
     """Data source, validation split, and order of samples."""
     tokenizer: TokenizerConfig = TokenizerConfig()

@@ -54,8 +54,8 @@ from raystride.pipelines.launch.console.session import run_session
 from raystride.pipelines.launch.inline import InlineRecorder, train_inline
 from raystride.pipelines.launch.preflight.choose_workers import choose_workers
 from raystride.pipelines.launch.provenance import checkpoint_facts
-from raystride.pipelines.launch.run_store.resume import newest_manifest
 from raystride.pipelines.observability.record.environment import RunEnvironment
+from raystride.pipelines.train.checkpoint.layout import newest_manifest
 
 
 def finalize_job(

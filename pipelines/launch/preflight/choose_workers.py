@@ -3,8 +3,9 @@
     allocation = choose_workers(job, resources, allocation, steps=1200, log=screen.log)    # Allocation(1, "cpu", threads=2)
 
 Whether one worker with all threads or several with fewer are faster depends on the processor, the model and the batch. So a
-run that is long enough for it to matter measures them (`worker.rehearsal`), and the result is cached on the machine. A
-resumed run keeps its numbers. With `train.exact` nothing is measured: one thread a worker, and one worker a core.
+run that is long enough for it to matter measures them (`worker.rehearsal`), and the choice is kept for the machine and in the
+storage. More workers are taken only if they are faster by more than the spread of the steps, as they are not on a busy
+machine. A resumed run keeps its numbers. With `train.exact` nothing is measured: one thread a worker, and one worker a core.
 """
 
 import math
@@ -14,9 +15,10 @@ from dataclasses import replace
 
 from raystride.pipelines.config import Config
 from raystride.pipelines.launch.cluster.resources import Allocation, Resources
-from raystride.pipelines.launch.run_store.resume import newest_manifest
 from raystride.pipelines.system.machine_table import machine_table
+from raystride.pipelines.train.checkpoint.layout import newest_manifest
 from raystride.pipelines.train.worker.job import Job
+from raystride.pipelines.train.worker.rehearsal import Speed
 
 MIN_FLOP = 2e12
 """A shorter training ends before the measurement pays off: about half a minute of two cores."""
@@ -34,7 +36,7 @@ def choose_workers(
     config = job.config
     if not _is_undecided(config, resources, allocation):
         return allocation
-    if (previous := _previous_layout(job, resources)) is not None:
+    if (previous := _previous_layout(job, resources, log)) is not None:
         return replace(allocation, workers=previous[0], threads=previous[1])
     layouts = list(worker_layouts(config, resources))
     if not layouts:  # more threads are requested than there are cores; Ray reports it
@@ -47,7 +49,7 @@ def choose_workers(
         return prior
     best = layouts[0] if layouts[0] in speeds else next(iter(speeds))
     for layout, speed in speeds.items():
-        if speed > MIN_SPEEDUP * speeds[best]:
+        if speed.middle > MIN_SPEEDUP * speeds[best].middle and speed.low > speeds[best].high:
             best = layout
     log("; ".join(describe_speed(layout, speed) for layout, speed in speeds.items()))
     return replace(allocation, workers=best[0], threads=best[1])
@@ -61,13 +63,19 @@ def _is_undecided(config: Config, resources: Resources, allocation: Allocation) 
     )
 
 
-def _previous_layout(job: Job, resources: Resources) -> tuple[int, int] | None:
-    """Returns the workers and threads of the run's newest checkpoint if they fit here, else None."""
-    manifest = newest_manifest(job.folder)
+def _previous_layout(job: Job, resources: Resources, log: Callable[[str], None]) -> tuple[int, int] | None:
+    """Returns the workers and threads of the run's newest checkpoint, or of the run that it repeats, if they fit here."""
+    repeated = job.config.repeat if not (manifest := newest_manifest(job.folder)) else None
+    if repeated:
+        manifest = newest_manifest(job.folder.parent / repeated)
     workers, threads = manifest.get("world"), manifest.get("threads")
     if manifest.get("device") != "cpu" or not (isinstance(workers, int) and isinstance(threads, int)):
         return None
-    return (workers, threads) if resources.num_fitting_workers(threads) >= workers else None
+    if resources.num_fitting_workers(threads) >= workers:
+        return workers, threads
+    if repeated:
+        log(f"repeat: run {repeated} had {workers} worker(s) of {threads} thread(s), for which there is no room here")
+    return None
 
 
 def worker_layouts(config: Config, resources: Resources) -> Iterator[tuple[int, int]]:
@@ -95,8 +103,8 @@ def _estimate_flop(config: Config, allocation: Allocation, steps: int | None) ->
     return 6 * need.parameters / FP32 * tokens * (math.inf if steps is None else steps)
 
 
-def _measure_speeds(job: Job, layouts: list[tuple[int, int]], log: Callable[[str], None]) -> dict[tuple[int, int], float]:
-    """Returns tokens a second by layout, from this machine's cache or measured now."""
+def _measure_speeds(job: Job, layouts: list[tuple[int, int]], log: Callable[[str], None]) -> dict[tuple[int, int], Speed]:
+    """Returns the speed by layout, as this machine or the storage has it, or measured now."""
     from raystride.pipelines.train.worker.rehearsal import rehearse
 
     train, model = job.config.train, job.config.model
@@ -108,15 +116,15 @@ def _measure_speeds(job: Job, layouts: list[tuple[int, int]], log: Callable[[str
         "compile": train.compile,
         "places": layouts,
     }
-    with machine_table("workers", **circumstances) as table, suppress(OSError, TypeError, AttributeError):
+    with machine_table("layouts", job.folder.parent, **circumstances) as table, suppress(OSError, TypeError, AttributeError):
         if "speeds" not in table:
             log(f"trying {len(layouts)} numbers of workers for a few steps (--scaling.workers names one)")
             table["speeds"] = [[*layout, speed] for layout, speed in rehearse(job, layouts).items()]
-        return {(workers, threads): speed for workers, threads, speed in table["speeds"]}
+        return {(workers, threads): Speed(*speed) for workers, threads, speed in table["speeds"]}
     return {}
 
 
-def describe_speed(layout: tuple[int, int], speed: float) -> str:
+def describe_speed(layout: tuple[int, int], speed: Speed) -> str:
     """Returns for instance `2 workers of 1 thread: 9,000 tokens/s`."""
     workers, threads = layout
-    return f"{workers} worker{'s' * (workers > 1)} of {threads} thread{'s' * (threads > 1)}: {speed:,.0f} tokens/s"
+    return f"{workers} worker{'s' * (workers > 1)} of {threads} thread{'s' * (threads > 1)}: {speed.middle:,.0f} tokens/s"

@@ -19,7 +19,6 @@ from raystride.pipelines.launch.run_store.resume import (
     describe_completion,
     has_same_data,
     keep_preparations,
-    newest_manifest,
     newest_step,
     read_previous_attempt,
     refuse_changes,
@@ -37,6 +36,7 @@ from raystride.pipelines.system.commands import shell_command
 from raystride.pipelines.system.credentials import redact
 from raystride.pipelines.system.output import print_warning
 from raystride.pipelines.system.storage.folder import Folder
+from raystride.pipelines.train.checkpoint.layout import newest_manifest
 from raystride.pipelines.train.lora.init_from_run import check_run
 
 
@@ -65,6 +65,8 @@ def admit_run(context: RunContext) -> Admission:
         refuse_edits(previous, context.config.resume, context.log)
         newest_manifest(context.run_folder)  # raises if a newer version has written what this one does not know
         context = context.with_config(with_previous_base(previous, context.config))
+    else:
+        _check_repeated(context)
     begins_anew = starts_over(context.config.launch, context.run_folder, context.log)
     if _has_nothing_left(context, previous, begins_anew):
         return Admission(context, previous, is_complete=True)
@@ -167,6 +169,15 @@ def _describe_completed_run(folder: Folder, config: Config, reached: str, previo
             "and to train another one, another name (--run NAME, in Python run=)",
         ]
     )
+
+
+def _check_repeated(context: RunContext) -> None:
+    """Shows which run's choices a new run takes. Raises SettingError if that run is not there or has no checkpoint."""
+    if not (name := context.config.repeat):
+        return
+    if not newest_manifest(context.storage / name):
+        raise context.config.error("repeat", f"must name a run in {context.storage} that has a checkpoint")
+    context.log(f"repeat: workers, threads, linear products and attention as run {name} has them, where this machine can")
 
 
 def _check_base(config: Config, previous: PreviousAttempt | None, log: Log) -> BaseInfo | None:

@@ -324,13 +324,6 @@ def newest_step(folder: Folder) -> int | None:
     return newest_committed_step(folder / "checkpoints")
 
 
-def newest_manifest(folder: Folder) -> dict[str, Any]:
-    """Returns the newest manifest of a run's checkpoints that can be read, empty if there is none. Raises WrittenByNewer."""
-    checkpoints = folder / "checkpoints"
-    names = reversed(checkpoint_names(checkpoints.names()))
-    return next(filter(None, (read_manifest(checkpoints / name) for name in names)), {})
-
-
 def refuse_less(previous: PreviousAttempt, config: Config, saved: int | None) -> None:
     """Raises SettingError if a run is already past the requested steps, or has ended with more epochs.
 

@@ -113,3 +113,10 @@ def read_manifest(step: Folder, newest: float | None = None) -> dict[str, Any]:
             continue
         return manifest
     return {}
+
+
+def newest_manifest(folder: Folder) -> dict[str, Any]:
+    """Returns the newest manifest of a run's checkpoints that can be read, empty if there is none. Raises WrittenByNewer."""
+    checkpoints = folder / "checkpoints"
+    names = reversed(checkpoint_names(checkpoints.names()))
+    return next(filter(None, (read_manifest(checkpoints / name) for name in names)), {})

@@ -1,6 +1,6 @@
 """Chooses the backend of a run's plain attention calls on a GPU: our kernel, or PyTorch's (cuDNN, FlashAttention).
 
-    bits |= choose_attention(config, device=device, found=found, rank=rank, world=world, log=log)
+    bits |= choose_attention(config, chosen_before, device=device, rank=rank, world=world, log=log)
     # {"attention": "library", "gpu": "NVIDIA H100 80GB HBM3", "attention_gain": 1.31}; {} if there is no choice
 
 Plain calls are causal and full attention over whole batches or packed documents, without windows, lengths, caps or dropout;
@@ -17,7 +17,6 @@ import torch.distributed as dist
 
 from raystride.model.shape import head_size
 from raystride.pipelines.config import Config
-from raystride.pipelines.train.checkpoint.manager import ValidCheckpoint
 from raystride.triton_kernels.attention import attention
 from raystride.triton_kernels.attention_packed import attention_packed, packed_library_reason
 from raystride.triton_kernels.configurations import architecture_family, uncovered_reason
@@ -37,16 +36,17 @@ _IMPLEMENTATIONS = {"sm_90": "FA3", "sm_100": "FA4"}
 
 def choose_attention(
     config: Config,
+    chosen_before: Mapping[str, Any] | None,
     *,
     device: torch.device,
-    found: ValidCheckpoint | None,
     rank: int,
     world: int,
     log: Callable[[str], None],
 ) -> dict[str, Any]:
     """Sets the backend of plain attention calls in this process; returns the entries of a checkpoint's `bits`. Collective.
 
-    `config.train.precision` is resolved. On CPUs, and on GPUs without kernels, there is no choice.
+    `config.train.precision` is resolved; `chosen_before` has the `bits` of the run's checkpoint, or of the run that it
+    repeats. On CPUs, and on GPUs without kernels, there is no choice.
     """
     use_library(False)
     if device.type != "cuda" or uncovered_reason(architecture(device)):
@@ -64,8 +64,7 @@ def choose_attention(
     if config.model.attention == "library":
         chosen = [{"attention": "library"}]
     elif rank == 0:
-        before = found.manifest.get("bits", {}) if found else {}
-        chosen = [previous_choice(before, gpu) or choose_faster(time_attention(config, device))]
+        chosen = [previous_choice(chosen_before or {}, gpu) or choose_faster(time_attention(config, device))]
     if world > 1:
         dist.broadcast_object_list(chosen, src=0, device=torch.device("cpu"))
     bits: dict[str, Any] = chosen[0] | {"gpu": gpu}

@@ -8,7 +8,7 @@ The device comes with threads, memory, determinism and the process group of seve
 
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -32,6 +32,7 @@ from raystride.pipelines.data.tokenizers import Tokenizers
 from raystride.pipelines.observability.observers.observer import Observer
 from raystride.pipelines.system.heap import keep_freed_memory
 from raystride.pipelines.system.limits import usable_memory
+from raystride.pipelines.train.checkpoint.layout import newest_manifest
 from raystride.pipelines.train.checkpoint.manager import Checkpoints, ValidCheckpoint
 from raystride.pipelines.train.checkpoint.train_state import TrainState, Updater
 from raystride.pipelines.train.distributed.process_group import join_group
@@ -120,11 +121,14 @@ def build_training(
     if worker.rank == 0:
         facts = dict(built.task.facts) | {"tokenizers": list(built.task.tokenizers)}
         built.checkpoints.extra["facts.json"] = json.dumps(facts).encode()
-    choice = _choose_matmul_backends(job, config, worker, built.network, feed.train, found, log)
+    chosen_before = _read_choices(job, found, worker)
+    choice = _choose_matmul_backends(job, config, worker, built.network, feed.train, chosen_before, log)
     loader = _build_loader(config, worker, strategy, feed, state)
     feed.beside.start()  # after the loader has forked its readers
     built.checkpoints.verify_data = feed.beside.finish
-    bits = choice.bits | choose_attention(config, device=device, found=found, rank=worker.rank, world=worker.world, log=log)
+    bits = choice.bits | choose_attention(
+        config, chosen_before, device=device, rank=worker.rank, world=worker.world, log=log
+    )
     header = {"run": job.run, "bits": bits, "data": manifest.fingerprint}
     return Training(
         config=config,
@@ -230,13 +234,23 @@ def _build_checkpoints(job: Job, worker: WorkerInfo, task: Task, log: Callable[[
     return checkpoints
 
 
+def _read_choices(job: Job, found: ValidCheckpoint | None, worker: WorkerInfo) -> Mapping[str, Any] | None:
+    """Returns the choices of the run's checkpoint, or of the run that it repeats; None if there is neither."""
+    if found:
+        bits: Mapping[str, Any] = found.manifest.get("bits", {})
+        return bits
+    if job.config.repeat and worker.rank == 0:
+        return newest_manifest(job.folder.parent / job.config.repeat).get("bits")
+    return None
+
+
 def _choose_matmul_backends(
     job: Job,
     config: Config,
     worker: WorkerInfo,
     model: torch.nn.Module,
     samples: Samples,
-    found: ValidCheckpoint | None,
+    chosen_before: Mapping[str, Any] | None,
     log: Callable[[str], None],
 ) -> MatmulChoice:
     """Chooses the matmul backend on CPUs that is fastest for this worker's micro-batches."""
@@ -246,7 +260,15 @@ def _choose_matmul_backends(
     slots = train.together or -(-train.slots // worker.world)
     rows = round(samples.tokens * train.slot_samples * slots)
     return choose_matmul_backends(
-        train, model, rows, found=found, facts=job.facts, rank=worker.rank, world=worker.world, log=log
+        train,
+        model,
+        rows,
+        chosen_before=chosen_before,
+        facts=job.facts,
+        storage=job.folder.parent,
+        rank=worker.rank,
+        world=worker.world,
+        log=log,
     )
 
 

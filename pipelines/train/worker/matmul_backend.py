@@ -1,15 +1,16 @@
 """Chooses the CPU matmul backend of a run's linear layers: configured, from its last checkpoint, cached, or measured.
 
-    choice = choose_matmul_backends(config.train, model, rows=4096, found=found, facts=job.facts, ...)
-    header["bits"] = choice.bits                              # {"processor": ..., "products": {"768x192": ["bf16", ...]}}
+    choice = choose_matmul_backends(config.train, model, rows=4096, chosen_before=None, facts=job.facts, ...)
+    header["bits"] = choice.bits                              # {"processor": ..., "products": "bf16", "products_gain": 1.7}
 
-The first worker decides for all, since workers with different backends would not be repeatable. Measurements are cached on
-the machine, so its next run measures nothing. With `train.exact` nothing is measured: PyTorch's own products.
+The first worker decides for all, since workers with different backends would not be repeatable. What was chosen is kept for
+the machine and in the storage, so a processor's next run has the same. With `train.exact` nothing is measured: PyTorch's
+own products. Runs of 0.3 chose for each product, and go on with that.
 """
 
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -17,10 +18,11 @@ import torch.distributed as dist
 from torch import nn
 
 from raystride.model.linear import MatmulBackend, PassBackends, Products, has_bf16, legacy_backend
-from raystride.model.matmul_backends import Shape, Times, choose_fastest, compute_speedup, time_products
+from raystride.model.matmul_backends import Shape, choose_backend, compute_speedup, time_products
 from raystride.pipelines.config import TrainConfig
 from raystride.pipelines.system.limits import processor_name
 from raystride.pipelines.system.machine_table import machine_table
+from raystride.pipelines.system.storage.folder import Folder
 from raystride.pipelines.train.checkpoint.manager import ValidCheckpoint
 
 DISPLAY_NAMES = {"torch": "PyTorch", "onednn": "oneDNN", "bf16": "bf16"}
@@ -32,7 +34,7 @@ class MatmulChoice:
     """The matmul backends of a training, and the reason for them."""
 
     ways: dict[Shape, PassBackends] = field(default_factory=dict)
-    """Backends by the weight's shape (out, in); empty: one backend everywhere."""
+    """Backends by the weight's shape (out, in), of a run of 0.3; empty: one backend everywhere."""
     everywhere: MatmulBackend = "torch"
     """The backend of all other products."""
     gain: float | None = None
@@ -45,7 +47,7 @@ class MatmulChoice:
         """Returns the choice stored in a checkpoint's `bits`."""
         found = bits.get("products")
         if not isinstance(found, dict):
-            return cls(everywhere=found if found in DISPLAY_NAMES else legacy_backend())
+            return cls(everywhere=found if found in DISPLAY_NAMES else legacy_backend(), gain=bits.get("products_gain"))
         shapes = {name: tuple(map(int, name.split("x"))) for name in found}
         ways = {(shapes[name][0], shapes[name][1]): tuple(ways_of_shape) for name, ways_of_shape in found.items()}
         return cls(ways, gain=bits.get("products_gain"))
@@ -62,7 +64,12 @@ class MatmulChoice:
         counts = Counter(way for ways in self.ways.values() for way in ways)
         shares = ", ".join(f"{count} by {DISPLAY_NAMES[way]}" for way, count in counts.most_common())
         gained = "" if self.gain is None else f"; together {self.gain:.2f} times as fast as by PyTorch alone"
-        return (shares or f"by {DISPLAY_NAMES[self.everywhere]}") + gained
+        return (shares or f"by {DISPLAY_NAMES[self.everywhere]}") + ("" if self.is_plain else gained)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether all products are PyTorch's own."""
+        return not self.ways and self.everywhere == "torch"
 
 
 def choose_matmul_backends(
@@ -70,15 +77,18 @@ def choose_matmul_backends(
     model: nn.Module,
     rows: int,
     *,
-    found: ValidCheckpoint | None,
+    chosen_before: Mapping[str, Any] | None,
     facts: Mapping[str, Any],
+    storage: Folder,
     rank: int,
     world: int,
     log: Callable[[str], None],
 ) -> MatmulChoice:
-    """Sets the best backends of a model's products on CPUs for inputs of about `rows` rows; all workers call it together.
+    """Sets the best backend of a model's products on CPUs for inputs of about `rows` rows; all workers call it together.
 
-    `train.precision` is resolved. `facts` are the driver's entries in every checkpoint: its `bits` decide with train.exact.
+    `train.precision` is resolved. `chosen_before` has the `bits` of the run's checkpoint, or of the run that it repeats.
+    `facts` are the driver's entries in every checkpoint: their `bits` decide with train.exact. `storage` keeps choices, as
+    the machine does.
     """
     products = getattr(model, "products", None)
     if not isinstance(products, Products):
@@ -88,8 +98,7 @@ def choose_matmul_backends(
     if train.exact:
         choice = MatmulChoice.from_bits(facts.get("bits", {"products": "torch"}))
     else:
-        before = found.manifest.get("bits", {}) if found else None
-        chosen = [_reuse_or_measure(products, rows, before, train.precision) if rank == 0 else None]
+        chosen = [_reuse_or_measure(products, rows, chosen_before, train.precision, storage) if rank == 0 else None]
         if world > 1:
             dist.broadcast_object_list(chosen, src=0, device=torch.device("cpu"))
         assert chosen[0] is not None
@@ -97,7 +106,7 @@ def choose_matmul_backends(
     products.set_backends(choice.ways, choice.everywhere)
     if choice.reason:
         log(choice.reason)
-    if choice.ways:
+    if choice.gain is not None:
         log(f"linear products {choice.description}")
     return choice
 
@@ -110,30 +119,30 @@ def use_saved_backends(model: nn.Module, found: ValidCheckpoint) -> None:
         products.set_backends(choice.ways, choice.everywhere)
 
 
-def _reuse_or_measure(products: Products, rows: int, before: Mapping[str, Any] | None, precision: str) -> MatmulChoice:
+def _reuse_or_measure(
+    products: Products, rows: int, before: Mapping[str, Any] | None, precision: str, storage: Folder
+) -> MatmulChoice:
     reason = ""
     if before is not None:
         if "products" not in before or before.get("processor") == processor_name():
             return MatmulChoice.from_bits(before)
-        processors = f"the run was on {before.get('processor')} before, and is on {processor_name()}"
+        processors = f"those before were on {before.get('processor')}, and this is {processor_name()}"
         reason = f"linear products are measured anew: {processors}"
-    ways: tuple[MatmulBackend, ...] = ("torch", "onednn") if torch.backends.mkldnn.is_available() else ("torch",)
+    backends: tuple[MatmulBackend, ...] = ("torch", "onednn") if torch.backends.mkldnn.is_available() else ("torch",)
     if precision == "bf16" and has_bf16():
-        ways += ("bf16",)
-    times = measure_times(list(products.layers), rows, ways)
-    chosen = {shape: choose_fastest(shape_times) for shape, shape_times in times.items()}
-    return MatmulChoice(chosen, gain=round(compute_speedup(times, chosen, products.layers), 3), reason=reason)
+        backends += ("bf16",)
+    return replace(_choose_once(products.layers, rows, backends, storage), reason=reason)
 
 
-def measure_times(shapes: list[Shape], rows: int, ways: tuple[MatmulBackend, ...]) -> dict[Shape, Times]:
-    """Returns the seconds of the products on this machine; measures those that the machine's table lacks."""
-    with machine_table("products", threads=torch.get_num_threads()) as table:
-        names = {shape: f"{shape[0]}x{shape[1]} {rows}" for shape in shapes}
-        missing = [shape for shape, name in names.items() if not _has_times(table.get(name), ways)]
-        for shape, times in time_products(missing, rows, ways).items() if missing else ():
-            table[names[shape]] = list(times)
-        return {shape: tuple({w: times[w] for w in ways} for times in table[name]) for shape, name in names.items()}  # type: ignore[misc]
-
-
-def _has_times(times: Any, ways: tuple[MatmulBackend, ...]) -> bool:
-    return isinstance(times, list) and len(times) == 3 and all(set(ways) <= set(pass_times) for pass_times in times)
+def _choose_once(
+    layers: Mapping[Shape, int], rows: int, backends: tuple[MatmulBackend, ...], storage: Folder
+) -> MatmulChoice:
+    """Returns the choice for these products on this machine; measures and keeps it if there is none yet."""
+    shapes = " ".join(f"{count}x{outputs}x{inputs}" for (outputs, inputs), count in sorted(layers.items()))
+    name = f"{shapes} {rows} {'+'.join(backends)}"
+    with machine_table("backends", storage) as table:
+        if not (isinstance(found := table.get(name), list) and found[:1] and found[0] in backends):
+            rounds = time_products(layers, rows, backends)
+            chosen = choose_backend(rounds)
+            found = table[name] = [chosen, round(compute_speedup(rounds, chosen), 3)]
+    return MatmulChoice(everywhere=found[0], gain=found[1])

@@ -1,6 +1,6 @@
 """Measures the speed of different numbers of workers on this machine by some real steps of a job in separate processes.
 
-    speeds = rehearse(job, [(1, 2), (2, 1)])                  # {(1, 2): 11900.0, (2, 1): 9000.0}, tokens a second
+    speeds = rehearse(job, [(1, 2), (2, 1)])                  # {(1, 2): Speed(11500.0, 11900.0, 12000.0), ...}
 
 The steps are those of the run, on its data and with its gradient exchange; nothing is recorded, validated or saved. The
 processes are forked from one that has only imported PyTorch, so that it is imported once.
@@ -16,7 +16,8 @@ import tempfile
 import time
 from dataclasses import replace
 from pathlib import Path
-from statistics import median
+from statistics import median, quantiles
+from typing import NamedTuple
 
 from raystride.pipelines.config import (
     CheckpointConfig,
@@ -45,6 +46,17 @@ Layout = tuple[int, int]
 """Number of workers, and threads of each."""
 
 
+class Speed(NamedTuple):
+    """Tokens a second of a layout."""
+
+    low: float
+    """By the slow quartile of its steps."""
+    middle: float
+    """By their median."""
+    high: float
+    """By their fast quartile."""
+
+
 class StepClock(Observer):
     """Observer that notes the end of each step."""
 
@@ -64,13 +76,15 @@ class StepClock(Observer):
         return num_steps >= MAX_STEPS or (num_steps >= MIN_STEPS and self.ends[-1] - self.ends[0] >= MIN_S)
 
     @property
-    def speed(self) -> float:
-        """Tokens a second, by the median step."""
-        return self.tokens_per_step / median(after - before for before, after in zip(self.ends, self.ends[1:], strict=False))
+    def speed(self) -> Speed:
+        """The speed, without the first step."""
+        seconds = [after - before for before, after in zip(self.ends, self.ends[1:], strict=False)]
+        fast, middle, slow = quantiles(seconds, n=4) if len(seconds) > 1 else [median(seconds)] * 3
+        return Speed(self.tokens_per_step / slow, self.tokens_per_step / middle, self.tokens_per_step / fast)
 
 
-def rehearse(job: Job, layouts: list[Layout]) -> dict[Layout, float]:
-    """Returns tokens a second by layout, measured in the given order until more workers are clearly slower.
+def rehearse(job: Job, layouts: list[Layout]) -> dict[Layout, Speed]:
+    """Returns the speed by layout, measured in the given order until more workers are clearly slower.
 
     Failed layouts, and those beyond the time limit, are missing.
     """
@@ -86,7 +100,7 @@ def rehearse(job: Job, layouts: list[Layout]) -> dict[Layout, float]:
         except subprocess.TimeoutExpired as error:
             output = error.stdout.decode() if error.stdout else ""
     rows = [json.loads(line) for line in output.splitlines() if line.startswith("[")]
-    return {(workers, threads): speed for workers, threads, speed in rows}
+    return {(workers, threads): Speed(*speed) for workers, threads, speed in rows}
 
 
 def _strip_job(job: Job, folder: Folder) -> Job:
@@ -117,14 +131,15 @@ def _run_rehearsal(file: Path) -> None:
     for workers, threads in layouts:
         speed = _measure_speed(replace(job, threads=threads), workers)
         if speed:
-            print(json.dumps([workers, threads, round(speed, 1)]), flush=True)
-        best = max(best, speed)
-        if speed < MIN_RELATIVE_SPEED * best:
+            print(json.dumps([workers, threads, speed]), flush=True)
+        middle = speed.middle if speed else 0.0
+        best = max(best, middle)
+        if middle < MIN_RELATIVE_SPEED * best:
             break
 
 
-def _measure_speed(job: Job, workers: int) -> float:
-    """Returns tokens a second with this number of workers, 0 if one of them failed."""
+def _measure_speed(job: Job, workers: int) -> Speed | None:
+    """Returns the speed with this number of workers, None if one of them failed."""
     context = multiprocessing.get_context("fork")
     rendezvous_file = None
     if workers > 1:
@@ -138,11 +153,11 @@ def _measure_speed(job: Job, workers: int) -> float:
         process.start()
     for process in ranks:
         process.join()
-    return 0.0 if any(process.exitcode for process in ranks) or answer.empty() else float(answer.get())
+    return None if any(process.exitcode for process in ranks) or answer.empty() else answer.get()
 
 
 def _train_rank(
-    job: Job, rank: int, world: int, rendezvous_file: str | None, answer: "multiprocessing.SimpleQueue[float]"
+    job: Job, rank: int, world: int, rendezvous_file: str | None, answer: "multiprocessing.SimpleQueue[Speed]"
 ) -> None:
     from raystride.pipelines.data.plugins import OBSERVERS
     from raystride.pipelines.train.worker.run import run_worker

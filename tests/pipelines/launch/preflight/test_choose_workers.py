@@ -13,6 +13,7 @@ from raystride.pipelines.system.node_folder import CACHE_VARIABLE
 from raystride.pipelines.system.storage.folder import Folder
 from raystride.pipelines.train.worker import rehearsal
 from raystride.pipelines.train.worker.job import Job
+from raystride.pipelines.train.worker.rehearsal import Speed
 
 CONFIG = Config(
     data=DataConfig(source="text"),
@@ -20,7 +21,11 @@ CONFIG = Config(
     train=TrainConfig(slots=4, slot_size=8),
 )
 ASKED = Allocation(4, "cpu", 1)
-FOUND = {(1, 4): 1000.0, (2, 2): 1500.0, (4, 1): 1520.0}
+FOUND = {
+    (1, 4): Speed(950.0, 1000.0, 1100.0),
+    (2, 2): Speed(1400.0, 1500.0, 1600.0),
+    (4, 1): Speed(1450.0, 1520.0, 1600.0),
+}
 LONG = 10**5
 
 
@@ -39,7 +44,7 @@ def rehearsals(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Any]:
     monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / "cache"))
     asked: list[Any] = []
 
-    def rehearse(job: Job, places: list[tuple[int, int]]) -> dict[tuple[int, int], float]:
+    def rehearse(job: Job, places: list[tuple[int, int]]) -> dict[tuple[int, int], Speed]:
         asked.append(places)
         return FOUND
 
@@ -58,6 +63,28 @@ def test_the_fastest_is_taken_but_no_more_workers_than_help(tmp_path: Path, rehe
     other = replace(CONFIG, train=replace(CONFIG.train, precision="bf16"))
     choose_workers(_job(tmp_path, other), _there(), ASKED, LONG, log.append)
     assert len(rehearsals) == 2
+
+
+def test_steps_that_differ_by_more_than_what_is_gained_leave_the_first(
+    tmp_path: Path, rehearsals: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    busy = {
+        (1, 4): Speed(500.0, 1000.0, 1450.0),
+        (2, 2): Speed(1400.0, 1500.0, 1600.0),
+        (4, 1): Speed(900.0, 1520.0, 1600.0),
+    }
+    monkeypatch.setattr(rehearsal, "rehearse", lambda *_: busy)
+    assert choose_workers(_job(tmp_path), _there(), ASKED, LONG, lambda _: None) == Allocation(1, "cpu", 4)
+
+
+def test_a_run_that_repeats_another_has_its_workers_where_there_is_room(tmp_path: Path, rehearsals: list[Any]) -> None:
+    job, said = _job(tmp_path, replace(CONFIG, repeat="other")), list[str]()
+    made = {"step": 4, "world": 3, "threads": 1, "device": "cpu"}
+    (Folder(str(tmp_path / "other")) / "checkpoints" / "step-00000004").put_json("MANIFEST.json", made)
+    assert choose_workers(job, _there(), ASKED, LONG, said.append) == Allocation(3, "cpu", 1)
+    assert not said
+    choose_workers(job, _there(2), replace(ASKED, workers=2), LONG, said.append)
+    assert said[0] == "repeat: run other had 3 worker(s) of 1 thread(s), for which there is no room here"
 
 
 def test_little_work_is_not_tried(tmp_path: Path, rehearsals: list[Any]) -> None:
@@ -100,5 +127,5 @@ def test_places_share_out_the_cores_and_never_exceed_the_slots() -> None:
     assert list(worker_layouts(CONFIG, _there(6))) == [(1, 6), (2, 3), (4, 1)]
     assert list(worker_layouts(replace(CONFIG, train=replace(CONFIG.train, slots=2)), _there(6))) == [(1, 6), (2, 3)]
     assert list(worker_layouts(replace(CONFIG, scaling=ScalingConfig(threads=2)), _there(6))) == [(1, 2), (2, 2)]
-    assert describe_speed((1, 2), 11900.4) == "1 worker of 2 threads: 11,900 tokens/s"
-    assert describe_speed((2, 1), 9000) == "2 workers of 1 thread: 9,000 tokens/s"
+    assert describe_speed((1, 2), Speed(0, 11900.4, 0)) == "1 worker of 2 threads: 11,900 tokens/s"
+    assert describe_speed((2, 1), Speed(0, 9000, 0)) == "2 workers of 1 thread: 9,000 tokens/s"

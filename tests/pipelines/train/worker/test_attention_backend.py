@@ -40,7 +40,7 @@ def as_before() -> Iterator[None]:
 def test_on_cpus_there_is_nothing_to_choose() -> None:
     use_library(True)
     said: list[str] = []
-    assert choose_attention(CONFIG, device=torch.device("cpu"), found=None, rank=0, world=1, log=said.append) == {}
+    assert choose_attention(CONFIG, None, device=torch.device("cpu"), rank=0, world=1, log=said.append) == {}
     attention(*torch.randn(3, 1, 2, 4, 16).half(), causal=True)
     assert (kernels_ran()["attention"], said) == ("triton", [])
 

@@ -1,7 +1,12 @@
 """A run's products are measured once for the machine, kept by the run, and PyTorch's own where bits are promised."""
 
 import json
-from collections.abc import Mapping
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +22,7 @@ from raystride.pipelines.train.checkpoint.layout import BEFORE_PRODUCTS
 from raystride.pipelines.train.checkpoint.manager import ValidCheckpoint
 from raystride.pipelines.train.worker import matmul_backend as products_of_a_run
 from raystride.pipelines.train.worker.matmul_backend import MatmulChoice, choose_matmul_backends, use_saved_backends
+from tests.flips import flip
 
 HERE = processor_name()
 KEPT = {"processor": HERE, "products": {"32x16": ["onednn", "torch", "onednn"]}, "products_gain": 1.25}
@@ -32,53 +38,97 @@ def _model(linear: str = "auto") -> Decoder:
     return Decoder(ModelConfig(layers=2, heads=2, hidden_size=16, context=8, linear=linear), 32)  # type: ignore[arg-type]
 
 
-def _checkpoint_with(bits: Mapping[str, Any] | None) -> ValidCheckpoint:
-    return ValidCheckpoint(7, Folder("/nowhere"), {"bits": bits} if bits is not None else {})
-
-
 def _choose(model: Decoder, train: TrainConfig | None = None, **given: Any) -> tuple[MatmulChoice, list[str]]:
     said: list[str] = []
-    given = {"found": None, "facts": {}} | given
+    given = {"chosen_before": None, "facts": {}, "storage": Folder(f"{os.environ[CACHE_VARIABLE]}-runs")} | given
     choice = choose_matmul_backends(train or TrainConfig(), model, 64, rank=0, world=1, log=said.append, **given)
     return choice, said
 
 
-def test_a_first_start_measures_every_shape_and_the_second_reads_the_machines_table(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def _never_measure(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(products_of_a_run, "time_products", lambda *_: pytest.fail("measured again"))
+
+
+def test_a_first_start_measures_and_later_ones_have_its_choice(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    storage = Folder(str(tmp_path / "runs"))
     model = _model()
-    choice, said = _choose(model)
-    assert set(choice.ways) == set(model.products.layers) == {(48, 16), (16, 16), (64, 16), (16, 64), (32, 16)}
+    choice, said = _choose(model, storage=storage)
     assert model.products.layers[48, 16] == 2
-    assert all(model.products.backends(*shape) == ways for shape, ways in choice.ways.items())
+    assert all(model.products.backends(*shape) == (choice.everywhere,) * 3 for shape in model.products.layers)
     assert said == [f"linear products {choice.description}"]
     assert choice.gain is not None
     assert choice.gain >= 1
-    # Precision fp32 lets nothing be rounded.
-    assert not any("bf16" in ways for ways in choice.ways.values())
-    monkeypatch.setattr(products_of_a_run, "time_products", lambda *_: pytest.fail("measured again"))
-    assert _choose(_model())[0] == choice
-    (table,) = (tmp_path / "cache-measured").glob("*/*.json")
-    table.write_text("{torn")
+    assert choice.everywhere != "bf16"  # precision fp32 lets nothing be rounded
+    assert MatmulChoice.from_bits(choice.bits) == choice
+    _never_measure(monkeypatch)
+    assert _choose(_model(), storage=Folder(str(tmp_path / "others")))[0] == choice
+    shutil.rmtree(tmp_path / "cache-measured")
+    assert _choose(_model(), storage=storage)[0] == choice, "another machine with this processor, or a new container"
+    shutil.rmtree(tmp_path / "cache-measured")
+    (stored,) = (tmp_path / "runs" / ".machines").iterdir()
+    stored.write_bytes(flip(stored.read_bytes(), 80))
     with pytest.raises(pytest.fail.Exception, match="measured again"):
-        _choose(_model())
+        _choose(_model(), storage=storage)
+
+
+@pytest.mark.parametrize("text", ["{torn", "[]", '{"x": 1}'])
+def test_a_table_that_is_torn_is_that_of_the_storage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    first, _ = _choose(_model())
+    (table,) = (tmp_path / "cache-measured").glob("*/*.json")
+    whole = json.loads(table.read_text())
+    table.write_text(text)
+    _never_measure(monkeypatch)
+    assert _choose(_model())[0] == first
+    assert whole.items() <= json.loads(table.read_text()).items()
+
+
+@pytest.mark.long
+def test_starts_under_load_that_remember_nothing_choose_alike(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Five starts, beside processes that keep all cores busy and come and go."""
+    chosen = set()
+    shape = ModelConfig(layers=2, heads=2, hidden_size=128, context=64)
+    with busy_cores():
+        for number in range(5):
+            monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / f"cache-{number}"))
+            choice, _ = _choose(Decoder(shape, 500), TrainConfig(precision="bf16"))
+            chosen.add(choice.everywhere)
+    assert len(chosen) == 1
+
+
+@contextmanager
+def busy_cores() -> Iterator[None]:
+    """Twice as many processes as there are cores that compute in bursts."""
+    burst = """import time
+while True:
+    end = time.process_time() + 0.05
+    while time.process_time() < end:
+        pass
+    time.sleep(0.02)"""
+    processes = [subprocess.Popen([sys.executable, "-c", burst]) for _ in range(2 * (os.cpu_count() or 1))]
+    try:
+        yield
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
 
 
 def test_a_resumed_run_keeps_its_products_and_measures_anew_on_another_processor() -> None:
     model = _model()
-    choice, said = _choose(model, found=_checkpoint_with(KEPT))
+    choice, said = _choose(model, chosen_before=KEPT)
     assert (choice.bits, choice.reason) == (KEPT, "")
     assert model.products.backends(32, 16) == ("onednn", "torch", "onednn")
     assert json.loads(json.dumps(choice.bits)) == choice.bits
-    choice, said = _choose(_model(), found=_checkpoint_with(KEPT | {"processor": "Z80"}))
-    assert set(choice.ways) == set(model.products.layers)
-    assert said[0] == f"linear products are measured anew: the run was on Z80 before, and is on {HERE}"
+    choice, said = _choose(_model(), chosen_before=KEPT | {"processor": "Z80"})
+    assert choice.ways == {}
+    assert choice.gain is not None
+    assert said[0] == f"linear products are measured anew: those before were on Z80, and this is {HERE}"
 
 
 def test_a_run_from_before_they_were_measured_goes_on_by_the_rule_of_then() -> None:
-    for bits in (None, {"device": "cpu"}):
+    for bits in ({}, {"device": "cpu"}):
         model = _model()
-        choice, said = _choose(model, found=_checkpoint_with(bits))
+        choice, said = _choose(model, chosen_before=bits)
         assert (choice.ways, choice.everywhere, said) == ({}, legacy_backend(), [])
         assert model.products.backends(32, 16) == (legacy_backend(),) * 3
 
@@ -93,22 +143,24 @@ def test_an_exact_run_multiplies_as_the_driver_says(products: str, way: str | No
 
 def test_what_is_named_is_not_measured() -> None:
     for linear in ("torch", "onednn"):
-        choice, said = _choose(_model(linear), found=_checkpoint_with(KEPT))
+        choice, said = _choose(_model(linear), chosen_before=KEPT)
         assert (choice.everywhere, choice.ways, said) == (linear, {}, [])
 
 
 def test_an_opened_run_multiplies_as_its_training_did_where_the_processor_is_the_same() -> None:
     model = _model()
-    use_saved_backends(model, _checkpoint_with(KEPT | {"processor": "Z80"}))
+    use_saved_backends(model, ValidCheckpoint(7, Folder("/nowhere"), {"bits": KEPT | {"processor": "Z80"}}))
     assert model.products.backends(32, 16) == ("torch",) * 3
-    use_saved_backends(model, _checkpoint_with({}))
+    use_saved_backends(model, ValidCheckpoint(7, Folder("/nowhere"), {"bits": {}}))
     assert model.products.backends(32, 16) == ("torch",) * 3
-    use_saved_backends(model, _checkpoint_with(KEPT))
+    use_saved_backends(model, ValidCheckpoint(7, Folder("/nowhere"), {"bits": KEPT}))
     assert model.products.backends(32, 16) == ("onednn", "torch", "onednn")
 
 
 def test_the_choice_in_words() -> None:
-    assert MatmulChoice().description == "by PyTorch"
+    assert MatmulChoice().description == MatmulChoice(gain=1.0).description == "by PyTorch"
+    everywhere = MatmulChoice(everywhere="bf16", gain=1.7)
+    assert everywhere.description == "by bf16; together 1.70 times as fast as by PyTorch alone"
     choice = MatmulChoice({(2, 3): ("bf16", "bf16", "torch")}, gain=1.5)
     assert choice.description == "2 by bf16, 1 by PyTorch; together 1.50 times as fast as by PyTorch alone"
     assert MatmulChoice.from_bits(choice.bits) == choice
