@@ -22,8 +22,8 @@ Rounds = dict[MatmulBackend, list[float]]
 """Processor seconds of a step's products by backend, one figure a round."""
 
 NUM_ROUNDS = 5
-MAX_FLOP = 3e9
-"""Floating-point operations of a backend in a round: half a second in all at some 60 GFLOP/s. More rows count for it."""
+MAX_FLOP = 6e8
+"""Floating-point operations of a backend in a round: half a second in all at some 20 GFLOP/s. Further rows are not timed."""
 MIN_ROWS = 64
 MIN_GAIN = 1.05
 """A backend replaces another one only if it is faster by this factor in every round."""

@@ -3,8 +3,8 @@
     allocation = choose_workers(job, resources, allocation, steps=1200, log=screen.log)    # Allocation(1, "cpu", threads=2)
 
 Whether one worker with all threads or several with fewer are faster depends on the processor, the model and the batch. So a
-run that is long enough for it to matter measures them (`worker.rehearsal`), and the choice is kept for the machine and in the
-storage. More workers are taken only if they are faster by more than the spread of the steps, as they are not on a busy
+run that is long enough for it to matter measures them (`worker.rehearsal`), and the choice is kept for the machine and in
+the storage. More workers are taken only if they are faster by more than the spread of the steps, as they are not on a busy
 machine. A resumed run keeps its numbers. With `train.exact` nothing is measured: one thread a worker, and one worker a core.
 """
 

@@ -113,7 +113,7 @@ def test_a_runs_default_name_depends_on_all_that_shapes_its_result() -> None:
     free = set(base.flat()) - set(base.fixed_settings()) - shaping
     sections = {"scaling", "launch", "resume", "record", "profile", "sample", "decoding", "checkpoint"}
     assert {key for key in free if key.partition(".")[0] not in sections} == {
-        *("plugins", "run", "storage", "model.family", "model.kernels", "model.attention", "model.linear"),
+        *("plugins", "run", "storage", "repeat", "model.family", "model.kernels", "model.attention", "model.linear"),
         *("data.image_root", "data.test_source", "data.prefetch", "data.prefetch_mib", "data.read_processes"),
         *("data.cache_gib", "train.steps", "train.epochs", "train.hours", "train.batch", "train.micro_batch_slots"),
         *("train.activation_checkpointing", "train.compile", "train.log_every", "train.deterministic"),
