@@ -3,10 +3,6 @@
 import json
 import os
 import shutil
-import subprocess
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +18,7 @@ from raystride.pipelines.train.checkpoint.layout import BEFORE_PRODUCTS
 from raystride.pipelines.train.checkpoint.manager import ValidCheckpoint
 from raystride.pipelines.train.worker import matmul_backend as products_of_a_run
 from raystride.pipelines.train.worker.matmul_backend import MatmulChoice, choose_matmul_backends, use_saved_backends
+from tests.busy import busy_cores
 from tests.flips import flip
 
 HERE = processor_name()
@@ -93,24 +90,6 @@ def test_starts_under_load_that_remember_nothing_choose_alike(tmp_path: Path, mo
             choice, _ = _choose(Decoder(shape, 500), TrainConfig(precision="bf16"))
             chosen.add(choice.everywhere)
     assert len(chosen) == 1
-
-
-@contextmanager
-def busy_cores() -> Iterator[None]:
-    """Twice as many processes as there are cores that compute in bursts."""
-    burst = """import time
-while True:
-    end = time.process_time() + 0.05
-    while time.process_time() < end:
-        pass
-    time.sleep(0.02)"""
-    processes = [subprocess.Popen([sys.executable, "-c", burst]) for _ in range(2 * (os.cpu_count() or 1))]
-    try:
-        yield
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
 
 
 def test_a_resumed_run_keeps_its_products_and_measures_anew_on_another_processor() -> None:
