@@ -44,10 +44,10 @@ certificates check completion deploy evaluate export generate node predict prepa
 """
 SUMMARY = """
 average_power_watts best_step complete data_wait_share ending energy_covers energy_joules flops_per_token gpu_idle_share
-journal joules_per_token kernels metric metrics mfu mlflow_run_id parameters parameters_sha256 peak_memory_bytes precision products
-resumed_from run samples_seen seconds_to_first_step sha256 slowest_node slowest_rank status step_seconds_p50 step_seconds_p95
-steps straggler_loss_share throttled_seconds throttled_seconds_by_reason tokens_per_second tokens_seen train_loss val_loss
-unit waiting_share workers writer
+joules_per_token journal kernels metric metrics mfu mlflow_run_id parameters parameters_sha256 peak_memory_bytes
+precision products resumed_from run samples_seen seconds_to_first_step sha256 slowest_node slowest_rank status
+step_seconds_p50 step_seconds_p95 steps straggler_loss_share throttled_seconds throttled_seconds_by_reason
+tokens_per_second tokens_seen train_loss unit val_loss waiting_share workers writer
 """
 KINDS = "artifact checkpoint error event metrics parameters rank ranks summary system tags totals"
 WRITTEN_KINDS = "checkpoint event metrics parameters summary system tags"

@@ -1,4 +1,4 @@
-"""The same command gives the same bits, also with nothing remembered on a busy machine, and may repeat another run's choices."""
+"""The same command gives the same bits, also with nothing remembered on a busy machine; a run repeats another's choices."""
 
 import json
 import os
