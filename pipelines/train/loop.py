@@ -110,13 +110,13 @@ class Training:
         """Resets the counters at the state's position: at the start of an attempt, or after a rewind."""
         self._save_began, self._has_asked_to_save = time.perf_counter(), False
         self._delayed_read = DelayedHostRead(self.strategy.device)
-        # In fp64: a long run has more targets than fp32 can count one by one.
-        self._sums = torch.zeros(2, dtype=torch.float64, device=self.strategy.device)
+        # In fp64: a long interval has more targets than fp32 can count one by one.
+        self._sums = torch.tensor(self.state.interval, dtype=torch.float64, device=self.strategy.device)
         self._began_counting = self._interval_began = time.perf_counter()
-        self._totals = self._logged_totals = [0.0, 0.0]
         self._newest: StepResult | None = None
         self._waited_before = self.loader.wait_s
-        self._seconds_before, self._tokens_before = self.state.seconds, self.state.tokens_seen
+        self._seconds_before = self.state.seconds
+        self._tokens_before = self.state.tokens_seen - round(self.state.interval[TARGETS])
         self._guard = StepGuard(self.config.guard, self.state, self._diagnose_step, self.log)
 
     def run(self) -> tuple[Ending, dict[str, float]]:
@@ -280,17 +280,19 @@ class Training:
 
     def _update_counters(self) -> None:
         """Updates the state's counters to this step; waits for the device."""
-        self._totals = self._sums.tolist()
-        self.state.tokens_seen = self._tokens_before + round(self._totals[TARGETS])
+        self.state.interval = self._sums.tolist()
+        self.state.tokens_seen = self._tokens_before + round(self.state.interval[TARGETS])
         self.state.seconds = self._seconds_before + time.perf_counter() - self._began_counting
 
     def _interval_loss(self) -> float | None:
-        """Returns the mean loss of the steps since the last call; None if no target counted."""
+        """Returns the mean loss of the steps since the last one whose log was due; None if no target counted."""
         self._update_counters()
-        loss, targets = (now - then for now, then in zip(self._totals, self._logged_totals, strict=True))
-        self._logged_totals = self._totals
+        loss, targets = self.state.interval
         if targets:
             self.state.train_loss = loss / targets
+        if self._is_due(self.config.train.log_every):
+            self._tokens_before, self.state.interval = self.state.tokens_seen, [0.0, 0.0]
+            self._sums.zero_()
         return self.state.train_loss if targets else None
 
     def _log_metrics(self, result: StepResult) -> None:

@@ -123,8 +123,8 @@ python settings_sha256 sha256 versions writer
 MANIFEST_PARTS = {
     "order": "block first_window samples seed shuffle window",
     "state": """
-best best_loss best_step dropped left_out loss_scale loss_seen position rewinds seconds step tokens_seen train_loss val_loss
-worse_validations
+best best_loss best_step dropped interval left_out loss_scale loss_seen position rewinds seconds step tokens_seen train_loss
+val_loss worse_validations
 """,
 }
 PREPARED = "end_id fingerprint format id_type learned skipped source splits tokenizers vocabulary_size"

@@ -114,6 +114,8 @@ class TrainState:
     """Number of targets that counted in the loss, over all workers."""
     train_loss: float | None = None
     """Mean loss of the newest logging interval, in nats."""
+    interval: list[float] = field(default_factory=lambda: [0.0, 0.0])
+    """Sum of the losses since a log was due, and number of their targets."""
     val_loss: float | None = None
     """Loss of the newest validation, in nats."""
     best: float | None = None

@@ -104,18 +104,23 @@ def test_a_stopped_run_goes_on_with_the_same_bits(folder: Path, at: int) -> None
         train=TrainConfig(steps=12, slots=4, slot_size=2, log_every=5),
         model=ModelConfig(layers=1, hidden_size=16, dropout=0.1),
     )
-    whole = _training(folder, config, f"whole{at}")
+    undisturbed, after = Notes(), Notes()
+    whole = _training(folder, config, f"whole{at}", undisturbed)
     whole.run()
     notes = Notes()
     stopped = _training(folder, config, f"stopped{at}", notes, stopping=lambda: len(notes.calls) >= at)
     ending, _ = stopped.run()
     assert ending is Ending.STOPPED
     assert at <= stopped.state.step <= at + 2
-    resumed = _training(folder, config, f"stopped{at}")
+    resumed = _training(folder, config, f"stopped{at}", after)
     assert resumed.state.step == stopped.state.step
     resumed.run()
     assert parameters_sha256(resumed.model) == parameters_sha256(whole.model)
     assert resumed.state.tokens_seen == whole.state.tokens_seen
+    assert resumed.state.train_loss == whole.state.train_loss
+    for step in {5, 10, 12} & after.logged.keys():
+        for name in ("train_loss", "tokens_seen"):
+            assert after.logged[step][name] == undisturbed.logged[step][name], "also where the stop lay between two logs"
 
 
 def test_epochs_end_a_run_after_every_sample(folder: Path) -> None:
