@@ -42,6 +42,7 @@ from raystride.pipelines.data.prepare.near_duplicates import (
     find_duplicates,
 )
 from raystride.pipelines.data.prepare.parts import packed_notes, sample_documents
+from raystride.pipelines.data.prepare.passes import PASSES_FILE, add_passes, choose_run_each
 from raystride.pipelines.data.prepare.progress import (
     SPEED_FILE,
     ProgressMeter,
@@ -54,7 +55,15 @@ from raystride.pipelines.data.prepare.raw_files import write_raw_files
 from raystride.pipelines.data.prepare.run_context import Log, OnRay, RunContext
 from raystride.pipelines.data.prepare.sections import SECTIONS, shards_of_record
 from raystride.pipelines.data.prepare.shards import is_intact
-from raystride.pipelines.data.prepare.stages import SPLITS, Preparation, id_type, read_part, tokenise_table, write_part
+from raystride.pipelines.data.prepare.stages import (
+    SPLITS,
+    SURVEYS_FOLDER,
+    Preparation,
+    id_type,
+    read_part,
+    tokenise_table,
+    write_part,
+)
 from raystride.pipelines.data.sources.faults import DataError
 from raystride.pipelines.data.sources.pieces import Part
 from raystride.pipelines.data.sources.source import Source
@@ -155,11 +164,12 @@ def prepare_source(
     manifest = describe(records)
     _check_prepared(config, records, manifest)
     _count_shared(config.data, folder, parts, manifest)
-    folder.put_json(SPEED_FILE, sum_stages(record.get("stages", {}) for record in records))
+    folder.put_json(SPEED_FILE, add_passes(sum_stages(record.get("stages", {}) for record in records), folder))
     manifest.save(folder)
     # Only an interrupted preparation needs these files; with the manifest this one is finished.
     try:
-        for name in ("parts", SECTIONS, PARTS, *sealed_names(FACTS), SIGNATURES_FOLDER, *sealed_names(DUPLICATES_FILE)):
+        passes = (*sealed_names(FACTS), SURVEYS_FOLDER, SIGNATURES_FOLDER, *sealed_names(DUPLICATES_FILE), PASSES_FILE)
+        for name in ("parts", SECTIONS, PARTS, *passes):
             folder.remove(name)
         folder.remove_temporary(before=started)
     except OSError as error:
@@ -216,7 +226,7 @@ def build_job(
     else:
         make_tokenizers(config.tokenizer, [studied], folder, task, on_ray, log)
     encoders = Tokenizers(folder, task.tokenizers)
-    run_each, group = (_run_each_on_ray, _group_bands_on_ray) if on_ray else (_run_each_locally, None)
+    run_each, group = choose_run_each(on_ray), _group_bands_on_ray if on_ray else None
     knowing = replace(job, task=task.knowing({}, encoders))
     if TextSample(knowing.task, 0, seed=0).is_needed:  # before all parts are prepared
         for sample in run_each(_sample_part, knowing, divided.parts[:1]):
@@ -249,16 +259,6 @@ def _describe_losses(job: Preparation, part: Part) -> list[str]:
 
 def _first_documents(job: Preparation, part: Part, max_bytes: int) -> Iterable[Document]:
     return job.clean_documents(sample_documents(job.readers[part.split or "train"], [*part.slices], max_bytes))
-
-
-def _run_each_locally(function: Callable[[Preparation, Part], Any], job: Preparation, parts: Sequence[Part]) -> list[Any]:
-    return [function(job, part) for part in parts]
-
-
-def _run_each_on_ray(function: Callable[[Preparation, Part], Any], job: Preparation, parts: Sequence[Part]) -> list[Any]:
-    from raystride.pipelines.data.prepare.ray_data import run_each
-
-    return run_each(function, job, parts)
 
 
 def _group_bands_on_ray(folder: Folder, signed: SignedParts, bands: Bands) -> Collisions:

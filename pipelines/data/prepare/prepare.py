@@ -27,9 +27,10 @@ from raystride.pipelines.data.prepare.lost_text import TextSample, describe_lost
 from raystride.pipelines.data.prepare.manifest import Manifest, Shards, load_finished_manifest
 from raystride.pipelines.data.prepare.one_source import PreparedData, is_worth_ray, prepare_source
 from raystride.pipelines.data.prepare.parts import read_first_rows
+from raystride.pipelines.data.prepare.passes import add_passes
 from raystride.pipelines.data.prepare.progress import SPEED_FILE, load_stages, sum_stages
 from raystride.pipelines.data.prepare.run_context import Log, OnRay, RunContext
-from raystride.pipelines.data.prepare.stages import SPLITS, Preparation
+from raystride.pipelines.data.prepare.stages import SPLITS, SURVEYS_FOLDER, Preparation
 from raystride.pipelines.data.prepare.watch_source import follow_source
 from raystride.pipelines.data.sources.faults import DataError
 from raystride.pipelines.data.sources.pieces import Piece
@@ -173,14 +174,16 @@ def _learn_from_sources(context: RunContext, task: Task, known: Identity, on_ray
     if context.kept.learned:
         return LearnedFacts(folder, known.learned)
     studied = []
-    for own in learning_sources(context.config).values():
+    for name, own in learning_sources(context.config).items():
         source, validation = sources = context.open_sources(own, task.under(own))
         readers = {"train": source.reader, "validation": (validation or source).reader}
         skip = own.data.on_error == "skip"
         cleaning = build_cleaning(own, task.under(own))
         # Facts of several sources include near-duplicates, which are searched for later.
         cleaning = cleaning and replace(cleaning, data=replace(own.data, near_duplicates=0.0))
-        job = Preparation(folder, readers, task.under(own), own.data.validation_fraction, skip, cleaning)
+        job = Preparation(
+            folder / SURVEYS_FOLDER / name, readers, task.under(own), own.data.validation_fraction, skip, cleaning
+        )
         parts = context.divide_sources(own.data, sources)
         studied.append(LearningSource(job, parts, own.data.validation == "tail"))
         if on_ray == "large":
@@ -220,6 +223,7 @@ def _commit_mixture(folder: Folder, known: Identity, prepared: Mapping[str, Prep
         learned=first.manifest.learned,
         sources=dict(known.sources),
     )
-    folder.put_json(SPEED_FILE, sum_stages(load_stages(data.folder) for data in prepared.values()))
+    stages = sum_stages(load_stages(data.folder) for data in prepared.values())
+    folder.put_json(SPEED_FILE, add_passes(stages, folder.parent / known.learned) if known.learned else stages)
     manifest.save(folder)
     return manifest

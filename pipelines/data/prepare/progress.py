@@ -24,8 +24,8 @@ from raystride.pipelines.system.storage.folder import Folder
 T = TypeVar("T")
 SPEED_FILE = "stages.json"
 """Beside the manifest of a preparation, which itself is independent of timing."""
-STAGES = ("read", "clean", "tokenise", "write")
-"""In the order in which a document passes them."""
+STAGES = ("sign", "compare", "survey", "read", "clean", "tokenise", "write")
+"""In the order in which a document passes them; the first three only for some settings and tasks."""
 
 
 class TimedIterator(Generic[T]):

@@ -5,7 +5,7 @@ read_part      part → (part, document, begins, ends, validation, text, place, 
                document begins, `hash` is that of its identity
 tokenise_table the same with ids (large_list of the id type), loss_mask (large_list<uint8> or null) and cut (int64) for text
 write_part     a part's tables → its shards and, last, parts/00003.json
-survey_part    a part → the task's survey of its documents, for tasks that must see all documents before they encode
+survey_part    a part → the task's survey of its documents, a file, for tasks that must see all documents before they encode
 
     record = write_part(job, (tokenise_table(job, table) for table in read_part(job, part)))
     record["shards"]                                      # {"train": {...}, "validation": None}
@@ -33,6 +33,7 @@ from raystride.pipelines.data.prepare.document_hashes import (
 from raystride.pipelines.data.prepare.lost_text import TextSample
 from raystride.pipelines.data.prepare.near_duplicates import read_duplicates
 from raystride.pipelines.data.prepare.parts import read_part_items
+from raystride.pipelines.data.prepare.passes import put_part_seconds
 from raystride.pipelines.data.prepare.progress import TimedIterator
 from raystride.pipelines.data.prepare.sections import SECTIONS, load_sections, section_name, shards_of_record
 from raystride.pipelines.data.prepare.shards import ShardWriter, as_array
@@ -44,9 +45,11 @@ from raystride.pipelines.data.tasks.task import Document, Encoded, Facts, Task
 from raystride.pipelines.data.tokenizers.byte_pairs import ByteEncoder
 from raystride.pipelines.data.tokenizers.conversation import CANNOT_SPLIT
 from raystride.pipelines.system.storage.folder import Folder
-from raystride.pipelines.system.storage.sealed import put_sealed
+from raystride.pipelines.system.storage.sealed import put_sealed, read_sealed
 
 SPLITS = ("train", "validation")
+SURVEYS_FOLDER = "surveys"
+"""In a folder that is being prepared: the surveys of the parts."""
 
 _TABLE_BYTES = 2 << 20
 _TABLE_ROWS = 8192
@@ -173,9 +176,25 @@ def read_part(job: Preparation, part: Part) -> Iterator[pa.Table]:
     yield _build_table(rows)
 
 
-def survey_part(job: Preparation, part: Part) -> Facts:
-    """Returns the task's survey of the part's documents. Raises DataError unless faults are skipped."""
-    return job.task.survey(_part_documents(job, part))
+def survey_part(job: Preparation, part: Part) -> float:
+    """Writes the task's survey of a part's documents and returns the seconds. Raises DataError unless faults are skipped."""
+    began = time.perf_counter()
+    survey = dict(job.task.survey(_part_documents(job, part)))
+    folder, name, seconds = job.folder / SURVEYS_FOLDER, survey_file(part.number), time.perf_counter() - began
+    put_part_seconds(folder, name, seconds)
+    put_sealed(folder, name, {"survey": survey})
+    return seconds
+
+
+def survey_file(number: int) -> str:
+    """Returns the name of the file with a part's survey."""
+    return f"{number:05d}.json"
+
+
+def read_survey(folder: Folder, number: int) -> Facts:
+    """Returns a part's survey. Raises FileNotFoundError, and ValueError if it is not as it was written."""
+    survey: Facts = read_sealed(folder, survey_file(number))["survey"]
+    return survey
 
 
 def _part_documents(job: Preparation, part: Part) -> Iterator[Document]:
