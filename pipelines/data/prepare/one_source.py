@@ -9,7 +9,7 @@ A finished preparation is reused at once. An interrupted one continues at its ne
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence, Set
+from collections.abc import Callable, Generator, Iterable, Sequence, Set
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -60,9 +60,7 @@ from raystride.pipelines.data.prepare.stages import (
     SURVEYS_FOLDER,
     Preparation,
     id_type,
-    read_part,
-    tokenise_table,
-    write_part,
+    prepare_part,
 )
 from raystride.pipelines.data.sources.faults import DataError
 from raystride.pipelines.data.sources.pieces import Part
@@ -105,14 +103,55 @@ class PreparedData:
         return Identity(self.manifest.fingerprint, self.manifest.sources, self.learned)
 
 
-def prepare_source(
+@dataclass(frozen=True)
+class Work:
+    """The parts of a source that are to be prepared."""
+
+    job: Preparation
+    parts: Sequence[Part]
+    on_ray: bool
+    log: Log
+
+
+Steps = Generator[Work, list[dict[str, Any]], PreparedData]
+"""A source's preparation: it yields its work, is sent the records of the parts, and returns the prepared data."""
+
+
+def prepare_source(context: RunContext, task: Task, *, fingerprint: str | None = None, on_ray: OnRay = True) -> PreparedData:
+    """Prepares the data of a context with one source, or finds it prepared; see `prepare_in_steps`."""
+    return run_steps([prepare_in_steps(context, task, fingerprint=fingerprint, on_ray=on_ray)], context.log)[0]
+
+
+def run_steps(sources: Sequence[Steps], log: Log) -> list[PreparedData]:
+    """Prepares sources as one job, so that no process waits for the last part of each. Raises as they do."""
+    works: dict[int, Work] = {}
+    found: dict[int, PreparedData] = {}
+    try:
+        for number, source in enumerate(sources):
+            try:
+                works[number] = next(source)
+            except StopIteration as ended:
+                found[number] = ended.value
+        for number, records in zip(works, prepare_jobs([*works.values()], log), strict=True):
+            try:
+                sources[number].send(records)
+            except StopIteration as ended:
+                found[number] = ended.value
+    except BaseException as error:
+        if len(sources) == len(works) == 1:  # only a source by itself has readers, which are told
+            sources[0].throw(error)
+        raise
+    return [found[number] for number in range(len(sources))]
+
+
+def prepare_in_steps(
     context: RunContext,
     task: Task,
     *,
     learned: LearnedFacts | None = None,
     fingerprint: str | None = None,
     on_ray: OnRay = True,
-) -> PreparedData:
+) -> Steps:
     """Prepares the data of a context with one source, or finds it prepared. With `on_ray`, ray.init must have been called.
 
     `learned` are facts learned from several sources, including this one. If `fingerprint` names a finished preparation, the
@@ -158,7 +197,7 @@ def prepare_source(
     describe = partial(build_manifest, config.data, fingerprint, source, validation, job.task)
     publisher = build_publisher(config.data, job, describe, log) if config.data.start_after_mib else None
     with publisher.publishing(parts) if publisher else nullcontext():
-        records = prepare_parts(job, parts, on_ray, log)
+        records = yield Work(job, parts, on_ray, log)
     if publisher:
         publisher.end()
     manifest = describe(records)
@@ -287,22 +326,31 @@ def build_publisher(data: DataConfig, job: Preparation, describe: Describe, log:
 
 
 def prepare_parts(job: Preparation, parts: Sequence[Part], on_ray: bool, log: Log) -> list[dict[str, Any]]:
-    """Prepares all parts that are not done and returns the records of all, in order."""
-    done = _load_done_records(job.folder, {part.number for part in parts})
-    left = [part for part in validation_first(parts) if part.number not in done]
-    if done:
-        log(f"data: going on with a preparation that was interrupted, {len(done)} of {len(parts)} parts are done")
-    with show_progress("preparing", ProgressMeter.for_parts(job.folder, left), log):
-        if not left:
-            made = []
-        elif on_ray:
-            from raystride.pipelines.data.prepare.ray_data import run_parts
+    """Prepares all parts of a source that are not done and returns the records of all, in order."""
+    return prepare_jobs([Work(job, parts, on_ray, log)], log)[0]
 
-            made = run_parts(job, left)
-        else:
-            made = [write_part(job, (tokenise_table(job, table) for table in read_part(job, part))) for part in left]
-    records = done | {record["part"]: record for record in made}
-    return [records[part.number] for part in parts]
+
+def prepare_jobs(works: Sequence[Work], log: Log) -> list[list[dict[str, Any]]]:
+    """Prepares all parts that are not done, those on Ray as one job, and returns the records of all parts by source."""
+    records, left = list[dict[int, dict[str, Any]]](), list[list[Part]]()
+    for work in works:
+        done = _load_done_records(work.job.folder, {part.number for part in work.parts})
+        records.append(done)
+        left.append([part for part in validation_first(work.parts) if part.number not in done])
+        if done:
+            counts = f"{len(done)} of {len(work.parts)} parts are done"
+            work.log(f"data: going on with a preparation that was interrupted, {counts}")
+    on_ray = [(work.job, parts) for work, parts in zip(works, left, strict=True) if parts and work.on_ray]
+    folders = [work.job.folder for work in works]
+    with show_progress("preparing", ProgressMeter.for_parts(*zip(folders, left, strict=True)), log):
+        if on_ray:
+            from raystride.pipelines.data.prepare.ray_data import run_jobs
+
+            made = iter(run_jobs(on_ray))
+        for work, parts, done in zip(works, left, records, strict=True):
+            own = next(made) if work.on_ray and parts else (prepare_part(work.job, part) for part in parts)
+            done |= {record["part"]: record for record in own}
+    return [[done[part.number] for part in work.parts] for work, done in zip(works, records, strict=True)]
 
 
 def _load_done_records(folder: Folder, wanted: Set[int]) -> dict[int, dict[str, Any]]:

@@ -25,7 +25,13 @@ from raystride.pipelines.data.prepare.fingerprint import Identity, learning_sour
 from raystride.pipelines.data.prepare.learn_facts import LearnedFacts, LearningSource, learn
 from raystride.pipelines.data.prepare.lost_text import TextSample, describe_lost_text
 from raystride.pipelines.data.prepare.manifest import Manifest, Shards, load_finished_manifest
-from raystride.pipelines.data.prepare.one_source import PreparedData, is_worth_ray, prepare_source
+from raystride.pipelines.data.prepare.one_source import (
+    PreparedData,
+    is_worth_ray,
+    prepare_in_steps,
+    prepare_source,
+    run_steps,
+)
 from raystride.pipelines.data.prepare.parts import read_first_rows
 from raystride.pipelines.data.prepare.passes import add_passes
 from raystride.pipelines.data.prepare.progress import SPEED_FILE, load_stages, sum_stages
@@ -33,7 +39,7 @@ from raystride.pipelines.data.prepare.run_context import Log, OnRay, RunContext
 from raystride.pipelines.data.prepare.stages import SPLITS, SURVEYS_FOLDER, Preparation
 from raystride.pipelines.data.prepare.watch_source import follow_source
 from raystride.pipelines.data.sources.faults import DataError
-from raystride.pipelines.data.sources.pieces import Piece
+from raystride.pipelines.data.sources.pieces import Part, Piece
 from raystride.pipelines.data.sources.text import FolderReader
 from raystride.pipelines.data.tasks.labels import LabelTask
 from raystride.pipelines.data.tasks.task import Task
@@ -81,9 +87,10 @@ def _prepare_mixture(context: RunContext, task: Task, known: Identity, on_ray: O
     configs, prepared = context.config.by_source(), context.storage / ".prepared"
     # Shared facts are needed to prepare a source, but not to use a prepared one.
     all_whole = all(load_finished_manifest(prepared / known.fingerprint_of_source(name)) for name in configs)
-    learned_facts = None if all_whole else _learn_from_sources(context, task, known, on_ray)
-    return {
-        name: prepare_source(
+    on_ray = _is_worth_ray(context) if on_ray == "large" and not all_whole else on_ray
+    learned_facts = None if all_whole else _learn_from_sources(context, task, known, bool(on_ray))
+    steps = [
+        prepare_in_steps(
             replace(context, config=own, log=_with_source_name(name, context.log)),
             task.under(own),
             learned=learned_facts,
@@ -91,7 +98,8 @@ def _prepare_mixture(context: RunContext, task: Task, known: Identity, on_ray: O
             on_ray=on_ray,
         )
         for name, own in configs.items()
-    }
+    ]
+    return dict(zip(configs, run_steps(steps, context.log), strict=True))
 
 
 def needs_ray(context: RunContext) -> bool:
@@ -101,14 +109,20 @@ def needs_ray(context: RunContext) -> bool:
     """
     if context.on_ray != "large" or context.config.data.follow:
         return bool(context.on_ray)
-    if not _unprepared_sources(context):
-        return False
+    return bool(_unprepared_sources(context)) and _is_worth_ray(context)
+
+
+def _is_worth_ray(context: RunContext) -> bool:
+    """Returns whether the sources of settings are together worth starting Ray Data. Raises DataError, SettingError."""
+    parts: list[Part] = []
     # All of them: a mixture learns also from sources that are prepared.
-    configs = [(own, context.task.under(own)) for own in context.config.by_source().values()]
-    opened = ((own, task, context.open_sources(own, task)) for own, task in configs)
-    return any(
-        is_worth_ray(own, task, sources[0], context.divide_sources(own.data, sources)) for own, task, sources in opened
-    )
+    for own in context.config.by_source().values():
+        task = context.task.under(own)
+        sources = context.open_sources(own, task)
+        parts += context.divide_sources(own.data, sources)
+        if is_worth_ray(own, task, sources[0], parts):
+            return True
+    return False
 
 
 def check_data(context: RunContext) -> None:
@@ -163,7 +177,7 @@ def _check_first_rows(context: RunContext, config: Config, task: Task) -> list[s
     return [*describe_files(facts), *classes, *describe_lost_text(lost)]
 
 
-def _learn_from_sources(context: RunContext, task: Task, known: Identity, on_ray: OnRay) -> LearnedFacts | None:
+def _learn_from_sources(context: RunContext, task: Task, known: Identity, on_ray: bool) -> LearnedFacts | None:
     """Learns the facts that the sources need in common, unless they exist; returns None if they need none."""
     if not known.learned:
         return None
@@ -186,9 +200,7 @@ def _learn_from_sources(context: RunContext, task: Task, known: Identity, on_ray
         )
         parts = context.divide_sources(own.data, sources)
         studied.append(LearningSource(job, parts, own.data.validation == "tail"))
-        if on_ray == "large":
-            on_ray = is_worth_ray(own, job.task, source, parts) or "large"
-    return learn(context.config.tokenizer, studied, folder, known.learned, task, on_ray is True, context.log)
+    return learn(context.config.tokenizer, studied, folder, known.learned, task, on_ray, context.log)
 
 
 def _with_source_name(name: str, log: Log) -> Log:

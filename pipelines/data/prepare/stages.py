@@ -425,6 +425,11 @@ def write_part(job: Preparation, tables: Iterable[pa.Table]) -> dict[str, Any]:
     return record
 
 
+def prepare_part(job: Preparation, part: Part) -> dict[str, Any]:
+    """Passes a part through the three stages and returns its record. Raises as they do."""
+    return write_part(job, (tokenise_table(job, table) for table in read_part(job, part)))
+
+
 def _without_content(table: pa.Table) -> pa.ChunkedArray:
     """Returns which rows have neither document nor fault, bool: they end a section, or the part."""
     return pc.and_(pc.is_null(table["document"]), pc.is_null(table["fault"]))

@@ -57,6 +57,13 @@ def test_sources_are_prepared_once_whatever_mixture_uses_them(texts: dict[str, s
     assert _prepared(_config({name: texts[name] for name in ("web", "code")}), tmp_path / "runs").reused
 
 
+def test_all_sources_of_a_mixture_are_checked_before_the_first_is_prepared(texts: dict[str, str], tmp_path: Path) -> None:
+    Path(texts["math"]).write_bytes(b"\xff\xfe\x00" * 100)
+    with unreadable(texts["math"]):
+        _prepared(_config(texts), tmp_path / "runs")
+    assert not list((tmp_path / "runs").rglob("*.arrow"))
+
+
 def test_a_tokenizer_is_made_from_all_sources_or_from_those_that_are_named(texts: dict[str, str], tmp_path: Path) -> None:
     all_of_them = _prepared(_config(texts, kind="bpe", vocabulary_size=280), tmp_path / "runs")
     encoder = load_tokenizer(all_of_them.folder / "tokenizer")
