@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 from raystride.pipelines.config import Config, LaunchConfig, TokenizerConfig, TrainConfig
 from raystride.pipelines.data.prepare.fingerprint import identity
 from raystride.pipelines.data.prepare.hash_list import SUFFIX, hash_list_name, parse_hash_list
+from raystride.pipelines.data.prepare.one_source import BYTES_SPEEDUP
 from raystride.pipelines.data.prepare.prepare import needs_ray, prepare
 from raystride.pipelines.data.prepare.progress import SPEED_FILE, load_stages
 from raystride.pipelines.data.prepare.run_context import RunContext
@@ -63,7 +64,7 @@ def test_ray_is_needed_for_large_data_that_is_not_prepared(
     following = replace(config, data=replace(config.data, start_after_mib=1.0, follow=True))
     assert not needs_ray(context)
     assert needs_ray(context.with_config(following))
-    monkeypatch.setattr("raystride.pipelines.data.prepare.one_source.MAX_LOCAL_BYTES", 39 * 10_000)
+    monkeypatch.setattr("raystride.pipelines.data.prepare.one_source.MAX_LOCAL_BYTES", 39 * 10_000 // BYTES_SPEEDUP)
     assert needs_ray(context)
     assert not needs_ray(context.with_config(replace(config, launch=LaunchConfig(mode="inline"))))
     prepared(config, tmp_path / "runs")
