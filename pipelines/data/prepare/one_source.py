@@ -134,7 +134,7 @@ def run_steps(sources: Sequence[Steps], log: Log) -> list[PreparedData]:
                 works[number] = next(source)
             except StopIteration as ended:
                 found[number] = ended.value
-        for number, records in zip(works, prepare_jobs([*works.values()], log), strict=True):
+        for number, records in zip(works, prepare_jobs([*works.values()], log) if works else [], strict=True):
             try:
                 sources[number].send(records)
             except StopIteration as ended:

@@ -89,8 +89,8 @@ def _prepare_mixture(context: RunContext, task: Task, known: Identity, on_ray: O
     all_whole = all(load_finished_manifest(prepared / known.fingerprint_of_source(name)) for name in configs)
     on_ray = _is_worth_ray(context) if on_ray == "large" and not all_whole else on_ray
     learned_facts = None if all_whole else _learn_from_sources(context, task, known, bool(on_ray))
-    steps = [
-        prepare_in_steps(
+    steps = {
+        name: prepare_in_steps(
             replace(context, config=own, log=_with_source_name(name, context.log)),
             task.under(own),
             learned=learned_facts,
@@ -98,8 +98,13 @@ def _prepare_mixture(context: RunContext, task: Task, known: Identity, on_ray: O
             on_ray=on_ray,
         )
         for name, own in configs.items()
-    ]
-    return dict(zip(configs, run_steps(steps, context.log), strict=True))
+    }
+    # A source that has two names is prepared by the first, and found by the other.
+    firsts = {known.fingerprint_of_source(name): name for name in reversed(configs)}.values()
+    found: dict[str, PreparedData] = {}
+    for names in ([name for name in configs if name in firsts], [name for name in configs if name not in firsts]):
+        found |= zip(names, run_steps([steps[name] for name in names], context.log), strict=True)
+    return {name: found[name] for name in configs}
 
 
 def needs_ray(context: RunContext) -> bool:

@@ -68,6 +68,14 @@ def test_sources_that_are_small_by_themselves_need_ray_together(
     assert needs_ray(context)
 
 
+def test_a_source_with_two_names_is_prepared_once(texts: dict[str, str], tmp_path: Path) -> None:
+    lines: list[str] = []
+    result = _prepared(_config({"b": texts["web"], "a": texts["web"], "c": texts["code"]}), tmp_path / "runs", lines)
+    assert result.manifest.sources["a"] == result.manifest.sources["b"]
+    assert [line.split(":")[0] for line in lines if "prepared in" in line] == ["data b", "data c"]
+    assert [line.split(":")[0] for line in lines if "prepared before" in line] == ["data a"]
+
+
 def test_all_sources_of_a_mixture_are_checked_before_the_first_is_prepared(texts: dict[str, str], tmp_path: Path) -> None:
     Path(texts["math"]).write_bytes(b"\xff\xfe\x00" * 100)
     with unreadable(texts["math"]):
