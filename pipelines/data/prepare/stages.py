@@ -228,7 +228,7 @@ def tokenise_table(job: Preparation, table: pa.Table) -> pa.Table:
     began, texts = time.perf_counter(), pc.sum(pc.binary_length(table["text"])).as_py() or 0
     masks: list[np.ndarray | None] = [None] * table.num_rows
     cuts = [0] * table.num_rows
-    if type(job.task) is LanguageModel and isinstance(job.task.encoders["tokenizer"], ByteEncoder):
+    if type(job.task) is LanguageModel and isinstance(job.task.encoders.get("tokenizer"), ByteEncoder):
         values, offsets = _encode_bytes(table)
     else:
         ids: list[np.ndarray] = []
