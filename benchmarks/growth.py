@@ -10,11 +10,14 @@
     reads       64 windows at random, of so many shards
     sources     the same of a mixture of so many sources with 40 shards each
     packed      one packed file of so many documents is prepared, in this process
+    pictures    so many PNG in a tar are prepared, in this process
+    stubs       so many files that are only named are divided into parts
 
 The exponent is log(t2 / t1) / log(n2 / n1) between neighbouring sizes: constant costs make it small where sizes are, so
-the last one counts. `documents` names the hours of 10^8 by its last exponent.
+the last one counts. `documents` names the hours of 10^8 by its last exponent. Memory is what an operation adds at most to
+that of the process, in MB; the first size of a curve also has what it imports.
 
-    python -m benchmarks.growth                                # ten curves, some six minutes on two cores
+    python -m benchmarks.growth                                # twelve curves, some eight minutes on two cores
     python -m benchmarks.growth --curves trials runs --rounds 3
 """
 
@@ -23,6 +26,7 @@ import gzip
 import io
 import itertools
 import math
+import re
 import shutil
 import statistics
 import tempfile
@@ -35,16 +39,21 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks import longrun
+from benchmarks.amounts import write_pictures
 from benchmarks.pairs import command_line, machine, machine_line, report
 from benchmarks.scale_recorder import times
-from raystride.pipelines.config import Config, ModelConfig, ScalingConfig, TokenizerConfig, TrainConfig
+from raystride.pipelines.config import Config, DataConfig, ModelConfig, ScalingConfig, TokenizerConfig, TrainConfig
 from raystride.pipelines.config.parse import load_settings
 from raystride.pipelines.config.sweep import SweepConfig, SweepJobConfig
 from raystride.pipelines.data.feed.cache import NodeCache
 from raystride.pipelines.data.feed.stream import TokenStream
 from raystride.pipelines.data.prepare.manifest import Manifest, Shard, Shards
+from raystride.pipelines.data.prepare.parts import divide_into_parts
 from raystride.pipelines.data.prepare.prepare import check_data, needs_ray, prepare
 from raystride.pipelines.data.prepare.run_context import RunContext
+from raystride.pipelines.data.sources.pieces import File
+from raystride.pipelines.data.sources.source import Source
+from raystride.pipelines.data.sources.text import TextReader
 from raystride.pipelines.data.tasks import build_task
 from raystride.pipelines.launch.run_store import commands
 from raystride.pipelines.observability.phases import EXCLUSIVE_PHASES
@@ -212,6 +221,34 @@ def packed(size: int, folder: Path) -> Iterator[Operation]:
     yield prepare_all
 
 
+@contextmanager
+def pictures(size: int, folder: Path) -> Iterator[Operation]:
+    """So many pictures of 24 x 24 of ten classes."""
+    write_pictures(folder, size, 24, 24, "PNG")
+    config = load_settings(
+        Config, {"task": "images", "data.validation": "tail", "data.source": str(folder / "000.tar")}
+    ).settings
+    counts = itertools.count()
+
+    def prepare_all() -> None:
+        storage = Folder(str(folder / f"storage{next(counts)}"))
+        prepare(RunContext(config, storage, log=lambda _: None), build_task(config), on_ray=False)
+
+    yield prepare_all
+
+
+@contextmanager
+def stubs(size: int, folder: Path) -> Iterator[Operation]:
+    """So many files of a kilobyte that are on no disk."""
+
+    def divide() -> None:
+        found = tuple(File(f"/texts/{number:09}.txt", f"{number:09}.txt", 1_000) for number in range(size))
+        source = Source("text", found, TextReader())
+        assert sum(len(part.slices) for part in divide_into_parts(source, None, DataConfig())) == size
+
+    yield divide
+
+
 def _trial(number: int, count: int, rate: float) -> Result:
     label = f"workers {count}, learning_rate {rate:.6g}"
     speed = 1e4 * count**0.8 * (1 + 0.01 * (number % 7))
@@ -235,6 +272,8 @@ CURVES: dict[str, tuple[Size, tuple[int, ...]]] = {
     "reads": (reads, (50, 400, 3_200)),
     "sources": (sources, (1, 8, 64)),
     "packed": (packed, (1_000, 10_000, 100_000)),
+    "pictures": (pictures, (300, 3_000, 30_000)),
+    "stubs": (stubs, (10_000, 100_000, 1_000_000)),
 }
 
 
@@ -244,6 +283,8 @@ class Curve:
 
     name: str
     seconds: dict[int, float]
+    memory_mb: dict[int, float]
+    """Added to the process's at most, by any round; empty where the system does not tell."""
 
     @property
     def exponents(self) -> list[float]:
@@ -263,22 +304,43 @@ class Curve:
         points = ", ".join(f"{size:,}: {seconds:.3g} s" for size, seconds in self.seconds.items())
         exponents = ", ".join(f"{exponent:.2f}" for exponent in self.exponents)
         more = f"; 10^8: {self.extrapolate(10**8) / 3600:.1f} h in one process" if self.name == "documents" else ""
-        return f"{self.name:<10} {points}   exponents {exponents}{more}"
+        memory = f"; memory {', '.join(f'{peak:,.0f}' for peak in self.memory_mb.values())} MB" if self.memory_mb else ""
+        return f"{self.name:<10} {points}   exponents {exponents}{memory}{more}"
 
 
 def measure(name: str, rounds: int) -> Curve:
     """Times a cost at each of its sizes."""
     size_of, sizes = CURVES[name]
-    found = {}
+    found, memory = dict[int, float](), dict[int, float]()
     for size in sizes:
         with tempfile.TemporaryDirectory(prefix="growth-") as folder, size_of(size, Path(folder)) as operation:
-            seconds = []
+            seconds, peaks = [], []
             for _ in range(rounds + 1):
-                began = time.perf_counter()
+                before, began = reset_peak_memory(), time.perf_counter()
                 operation()
                 seconds.append(time.perf_counter() - began)
+                peaks.append(peak_memory() - before)
             found[size] = statistics.median(seconds[1:])  # the first one imports
-    return Curve(name, found)
+            memory |= {size: max(peaks) / 1e6} if before else {}
+    return Curve(name, found, memory)
+
+
+def reset_peak_memory() -> int:
+    """Makes the peak of the resident set what it is now, and returns it in bytes; 0 where the system cannot."""
+    try:
+        Path("/proc/self/clear_refs").write_text("5")
+    except OSError:
+        return 0
+    return peak_memory()
+
+
+def peak_memory() -> int:
+    """The peak of the resident set in bytes; 0 where the system does not tell."""
+    try:
+        found = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    except OSError:
+        return 0
+    return 1024 * int(found[1]) if found else 0
 
 
 def main() -> None:
@@ -292,7 +354,13 @@ def main() -> None:
     for name in given.curves:
         curves.append(measure(name, given.rounds))
         print(curves[-1], flush=True)
-    report(given, found, [], curves={curve.name: curve.seconds for curve in curves})
+    report(
+        given,
+        found,
+        [],
+        curves={curve.name: curve.seconds for curve in curves},
+        memory_mb={curve.name: curve.memory_mb for curve in curves},
+    )
 
 
 if __name__ == "__main__":

@@ -9,10 +9,12 @@ environment that `--environments` has of it, which is made where it is not there
     python -m benchmarks.remote --mbit 200 --mib 400 --ways ours former mosaic litdata --environments .peers
     python -m benchmarks.remote --mbit 200 --mib 9537 --cache 0.2 --epochs 1 --ways ours --context 2048 --shuffle auto
     python -m benchmarks.remote --seek                        # what finding the samples of step 10^6 takes
+    python -m benchmarks.remote --cold --mib 1900             # batches of a local disk of which nothing is cached
 """
 
 import argparse
 import json
+import mmap
 import os
 import shutil
 import socket
@@ -32,10 +34,14 @@ from benchmarks.pairs import Comparison, command_line, machine, machine_line, re
 from benchmarks.peers import environments, far_ours
 from benchmarks.peers.far_reading import ReadingJob
 from benchmarks.runs import ROOT, Failed
+from raystride.pipelines.data.feed.cache import NodeCache
 from raystride.pipelines.data.feed.open_dataset import open_feed
 from raystride.pipelines.data.feed.order import Order
 from raystride.pipelines.data.feed.plan import Plan
+from raystride.pipelines.data.feed.shard_files import MAPPED
 from raystride.pipelines.data.feed.shuffling import count_belady_fetches
+from raystride.pipelines.data.feed.stream import TokenStream
+from raystride.pipelines.data.prepare.manifest import Manifest
 from raystride.pipelines.data.tasks import build_task
 from raystride.pipelines.system.storage.folder import Folder
 from tests.cluster.hosts import Hosts, unable
@@ -44,6 +50,7 @@ from tests.storage import BUCKET, KEYS
 WORKERS, BATCH = 2, 64
 PART_BYTES = 32 << 20
 PORT = 9000
+COLD_BATCHES, COLD_WINDOW = 20, 257
 PEERS = ("mosaic", "litdata")
 WAYS = ("ours", "former", *PEERS)
 FIGURES = (
@@ -225,6 +232,48 @@ def seek() -> None:
         print(f"samples of step {step:,}: {1e6 * statistics.median(took):.0f} us")
 
 
+def cold(folder: Path, mib: float) -> None:
+    """Batches of shuffled windows from a local disk of which nothing is cached: what it reads, and how long that takes."""
+    random, source = np.random.default_rng(0), folder / "cold"
+    if not source.exists():
+        tokens = random.integers(0, 2**16, int(mib * 2**19), np.uint16)
+        far_ours.write(source, tokens, max(1, int(mib * 2**20 / PART_BYTES)))
+    manifest = Manifest.load(Folder(str(source)))
+    ways = {"as the system reads ahead": False, "as data larger than memory is read": True}
+    found: dict[str, list[tuple[float, float]]] = {way: [] for way in ways}
+    for number in range(2 * COLD_BATCHES):
+        way = [*ways][number % 2]
+        stream = TokenStream(Folder(str(source)), manifest, "train", NodeCache(folder, 0))
+        if ways[way]:
+            stream.expect_random_reads()
+        starts = random.integers(0, stream.tokens - COLD_WINDOW, BATCH)
+        stream.read_windows(starts, COLD_WINDOW)  # verifies the leaves, once a node
+        _evict(source, number + 1)
+        before, began = _bytes_read(), time.perf_counter()
+        stream.read_windows(starts, COLD_WINDOW)
+        found[way].append(((_bytes_read() - before) / 1e6, 1e3 * (time.perf_counter() - began)))
+        del stream  # which unmaps its shards
+    for way, batches in found.items():
+        read, took = map(statistics.median, zip(*batches, strict=True))
+        print(f"a batch of {BATCH} windows of {COLD_WINDOW} ids, {way}: {read:.2f} MB from the disk, {took:.1f} ms")
+
+
+def _evict(folder: Path, stream: int) -> None:
+    """Has the system forget the files of a folder, also those that the stream of this number has mapped."""
+    for mapped in MAPPED.of_stream(stream):
+        mapped.pages.madvise(mmap.MADV_DONTNEED)
+    for path in folder.rglob("*.arrow"):
+        with path.open("rb") as file:
+            os.fdatasync(file.fileno())
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def _bytes_read() -> int:
+    """Bytes that this process had the disks read."""
+    (line,) = (line for line in Path("/proc/self/io").read_text().splitlines() if line.startswith("read_bytes"))
+    return int(line.split()[1])
+
+
 def main() -> None:
     """Measures as the command line says."""
     parser = command_line("remote", __doc__, rounds=1)
@@ -244,10 +293,17 @@ def main() -> None:
     parser.add_argument("--limit", type=float, default=3600, help="seconds of a run at most")
     parser.add_argument("--no-optimum", action="store_true", help="not the best cache, which reads the whole order")
     parser.add_argument("--seek", action="store_true")
+    parser.add_argument("--cold", action="store_true", help="a local disk of which nothing is cached, instead of a link")
     parser.add_argument("--folder", type=Path, help="where data is kept for another time")
     given = parser.parse_args()
     if given.seek:
         seek()
+        return
+    if given.cold:
+        with tempfile.TemporaryDirectory() as scratch:
+            (folder := given.folder or Path(scratch)).mkdir(parents=True, exist_ok=True)
+            print(machine_line(machine()))
+            cold(folder, given.mib)
         return
     if given.first_step and "litdata" in given.ways:
         raise SystemExit("--first-step: litdata is not begun in the middle of an epoch here, leave it out of --ways")

@@ -8,12 +8,12 @@ An interrupted preparation finds its results again.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import chain
 
 from raystride.pipelines.config import TokenizerConfig
 from raystride.pipelines.data.prepare.parts import sample_documents, sample_slices
+from raystride.pipelines.data.prepare.passes import choose_run_each, put_pass_seconds, run_pass
 from raystride.pipelines.data.prepare.run_context import Log
-from raystride.pipelines.data.prepare.stages import Preparation, survey_part
+from raystride.pipelines.data.prepare.stages import SURVEYS_FOLDER, Preparation, read_survey, survey_file, survey_part
 from raystride.pipelines.data.sources.pieces import Part, Slice
 from raystride.pipelines.data.tasks.task import Facts, Task
 from raystride.pipelines.data.tokenizers import Tokenizers, load_tokenizer, train_tokenizer
@@ -140,11 +140,21 @@ def learn_facts(studied: Sequence[LearningSource], folder: Folder, on_ray: bool,
     except (FileNotFoundError, ValueError):
         pass
     log("data: a first pass over all documents, for what must be known before they are encoded")
-    if on_ray:
-        from raystride.pipelines.data.prepare.ray_data import run_each
-
-        surveys = list(chain.from_iterable(run_each(survey_part, source.job, source.parts) for source in studied))
-    else:
-        surveys = [survey_part(source.job, part) for source in studied for part in source.parts]
+    seconds, run_each = 0.0, choose_run_each(on_ray)
+    surveys: list[Facts] = []
+    for source in studied:
+        own, job, parts = source.job.folder / SURVEYS_FOLDER, source.job, source.parts
+        seconds += run_pass("surveying", survey_part, job, parts, own, survey_file, _is_surveyed, run_each, log)
+        surveys += [read_survey(own, part.number) for part in parts]
+    put_pass_seconds(folder, {"survey": seconds})
     put_sealed_beside(folder, FACTS, task.learn(surveys))
+    folder.remove(SURVEYS_FOLDER)
     return learn_facts(studied, folder, on_ray, log)  # as read back from JSON, the same for all readers
+
+
+def _is_surveyed(folder: Folder, number: int) -> bool:
+    try:
+        read_survey(folder, number)
+    except (FileNotFoundError, ValueError, KeyError):
+        return False
+    return True

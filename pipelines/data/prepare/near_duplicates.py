@@ -11,17 +11,19 @@ MAX_GROUPED_LOCALLY documents, if there is Ray), and only documents that share a
     read_duplicates(job.folder, part.number)                 # {3, 17}: positions of its duplicates, counted from 0
 """
 
+import time
 from collections import Counter
 from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 
 from raystride.pipelines.data.prepare.cleaning import Cleaning
 from raystride.pipelines.data.prepare.parts import read_part_items
-from raystride.pipelines.data.prepare.progress import CountMeter, ProgressMeter, show_progress
+from raystride.pipelines.data.prepare.passes import RunEach, put_part_seconds, put_pass_seconds, run_pass
+from raystride.pipelines.data.prepare.progress import CountMeter, show_progress
 from raystride.pipelines.data.sources.faults import Fault
 from raystride.pipelines.data.sources.pieces import Part, Piece, Reader
 from raystride.pipelines.system.storage.folder import Folder
@@ -72,8 +74,6 @@ class DuplicatesJob(Protocol):
         ...
 
 
-RunEach = Callable[..., list[Any]]
-"""Runs a function of a job and a part for all parts, in this process or on a cluster."""
 SignedParts = Sequence[tuple[int, int]]
 """The numbers of parts, in order, each with the number of documents before it."""
 Collisions = tuple[np.ndarray, np.ndarray]
@@ -129,19 +129,15 @@ def find_duplicates(
         return sum(map(len, read_sealed_beside(job.folder, DUPLICATES_FILE, SEARCH_AGAIN).values()))
     except (FileNotFoundError, ValueError):
         pass
-    existing = set((job.folder / SIGNATURES_FOLDER).names())
-    left = [part for part in parts if _signature_file(part.number) not in existing or not _is_whole(job.folder, part.number)]
-    with show_progress(
-        "signing documents",
-        ProgressMeter(job.folder / SIGNATURES_FOLDER, {_signature_file(part.number): part.bytes for part in left}),
-        log,
-    ):
-        run_each(sign_part, job, left)
-    sizes, first, signed = (job.folder / SIGNATURES_FOLDER).sizes(), 0, []
+    signatures = job.folder / SIGNATURES_FOLDER
+    signing = run_pass("signing documents", sign_part, job, parts, signatures, _signature_file, _is_whole, run_each, log)
+    began = time.perf_counter()
+    sizes, first, signed = signatures.sizes(), 0, []
     for part in parts:
         signed.append((part.number, first))
         first += sizes[_signature_file(part.number)] // (4 * NUM_HASHES)
     found = _find_similar(job.folder, signed, first, job.cleaning.data.near_duplicates, group or group_bands_locally, log)
+    put_pass_seconds(job.folder, {"sign": signing, "compare": time.perf_counter() - began})
     put_sealed_beside(job.folder, DUPLICATES_FILE, {str(number): sorted(rows) for number, rows in found.items()})
     return sum(map(len, found.values()))
 
@@ -159,9 +155,9 @@ def _load_duplicates(folder: Folder, size: int) -> dict[str, list[int]]:
     return dict(read_sealed_beside(folder, DUPLICATES_FILE, SEARCH_AGAIN))
 
 
-def sign_part(job: DuplicatesJob, part: Part) -> None:
-    """Writes the signatures of a part's documents. Raises DataError unless faults are skipped."""
-    cleaning, signed = job.cleaning, []
+def sign_part(job: DuplicatesJob, part: Part) -> float:
+    """Writes the signatures of a part's documents and returns the seconds. Raises DataError unless faults are skipped."""
+    began, cleaning, signed = time.perf_counter(), job.cleaning, []
     assert cleaning
     items = cleaning.items(read_part_items(job.readers[part.split or "train"], part), f"part {part.number}", Counter())
     for item in items:
@@ -172,7 +168,10 @@ def sign_part(job: DuplicatesJob, part: Part) -> None:
         assert isinstance(item, Piece)
         signed.append(minhash_signature(cleaning.text(item.document)))
     content = np.array(signed, "<u4").reshape(-1, NUM_HASHES)
-    put_bytes_sealed_beside(job.folder / SIGNATURES_FOLDER, _signature_file(part.number), content.tobytes())
+    folder, name, seconds = job.folder / SIGNATURES_FOLDER, _signature_file(part.number), time.perf_counter() - began
+    put_part_seconds(folder, name, seconds)
+    put_bytes_sealed_beside(folder, name, content.tobytes())
+    return seconds
 
 
 def minhash_signature(text: str) -> np.ndarray:
@@ -271,7 +270,7 @@ def _read_signatures(folder: Folder, number: int) -> np.ndarray:
 def _is_whole(folder: Folder, number: int) -> bool:
     """Returns whether the signatures of a part, of an earlier start, are as they were written. Raises OSError."""
     try:
-        _read_signatures(folder, number)
+        read_bytes_sealed_beside(folder, _signature_file(number), "the next start makes it again")
     except ValueError:  # and SealBroken is one
         return False
     return True

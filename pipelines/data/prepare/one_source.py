@@ -9,7 +9,7 @@ A finished preparation is reused at once. An interrupted one continues at its ne
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence, Set
+from collections.abc import Callable, Generator, Iterable, Sequence, Set
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -42,6 +42,7 @@ from raystride.pipelines.data.prepare.near_duplicates import (
     find_duplicates,
 )
 from raystride.pipelines.data.prepare.parts import packed_notes, sample_documents
+from raystride.pipelines.data.prepare.passes import PASSES_FILE, add_passes, choose_run_each
 from raystride.pipelines.data.prepare.progress import (
     SPEED_FILE,
     ProgressMeter,
@@ -54,7 +55,13 @@ from raystride.pipelines.data.prepare.raw_files import write_raw_files
 from raystride.pipelines.data.prepare.run_context import Log, OnRay, RunContext
 from raystride.pipelines.data.prepare.sections import SECTIONS, shards_of_record
 from raystride.pipelines.data.prepare.shards import is_intact
-from raystride.pipelines.data.prepare.stages import SPLITS, Preparation, id_type, read_part, tokenise_table, write_part
+from raystride.pipelines.data.prepare.stages import (
+    SPLITS,
+    SURVEYS_FOLDER,
+    Preparation,
+    id_type,
+    prepare_part,
+)
 from raystride.pipelines.data.sources.faults import DataError
 from raystride.pipelines.data.sources.pieces import Part
 from raystride.pipelines.data.sources.source import Source
@@ -68,6 +75,8 @@ from raystride.pipelines.system.storage.sealed import read_sealed, sealed_names
 
 MAX_LOCAL_BYTES = 64 << 20
 """Bytes that one process prepares in about the time in which Ray Data starts on two cores: some five seconds."""
+BYTES_SPEEDUP = 3
+"""How many times as much one process prepares in that time if tokens are bytes: some 26 ms a MB."""
 UNSIZED_KINDS = ("registered", "huggingface")
 """Kinds of sources with an unknown number of bytes."""
 
@@ -96,14 +105,55 @@ class PreparedData:
         return Identity(self.manifest.fingerprint, self.manifest.sources, self.learned)
 
 
-def prepare_source(
+@dataclass(frozen=True)
+class Work:
+    """The parts of a source that are to be prepared."""
+
+    job: Preparation
+    parts: Sequence[Part]
+    on_ray: bool
+    log: Log
+
+
+Steps = Generator[Work, list[dict[str, Any]], PreparedData]
+"""A source's preparation: it yields its work, is sent the records of the parts, and returns the prepared data."""
+
+
+def prepare_source(context: RunContext, task: Task, *, fingerprint: str | None = None, on_ray: OnRay = True) -> PreparedData:
+    """Prepares the data of a context with one source, or finds it prepared; see `prepare_in_steps`."""
+    return run_steps([prepare_in_steps(context, task, fingerprint=fingerprint, on_ray=on_ray)], context.log)[0]
+
+
+def run_steps(sources: Sequence[Steps], log: Log) -> list[PreparedData]:
+    """Prepares sources as one job, so that no process waits for the last part of each. Raises as they do."""
+    works: dict[int, Work] = {}
+    found: dict[int, PreparedData] = {}
+    try:
+        for number, source in enumerate(sources):
+            try:
+                works[number] = next(source)
+            except StopIteration as ended:
+                found[number] = ended.value
+        for number, records in zip(works, prepare_jobs([*works.values()], log) if works else [], strict=True):
+            try:
+                sources[number].send(records)
+            except StopIteration as ended:
+                found[number] = ended.value
+    except BaseException as error:
+        if len(sources) == len(works) == 1:  # only a source by itself has readers, which are told
+            sources[0].throw(error)
+        raise
+    return [found[number] for number in range(len(sources))]
+
+
+def prepare_in_steps(
     context: RunContext,
     task: Task,
     *,
     learned: LearnedFacts | None = None,
     fingerprint: str | None = None,
     on_ray: OnRay = True,
-) -> PreparedData:
+) -> Steps:
     """Prepares the data of a context with one source, or finds it prepared. With `on_ray`, ray.init must have been called.
 
     `learned` are facts learned from several sources, including this one. If `fingerprint` names a finished preparation, the
@@ -149,17 +199,18 @@ def prepare_source(
     describe = partial(build_manifest, config.data, fingerprint, source, validation, job.task)
     publisher = build_publisher(config.data, job, describe, log) if config.data.start_after_mib else None
     with publisher.publishing(parts) if publisher else nullcontext():
-        records = prepare_parts(job, parts, on_ray, log)
+        records = yield Work(job, parts, on_ray, log)
     if publisher:
         publisher.end()
     manifest = describe(records)
     _check_prepared(config, records, manifest)
     _count_shared(config.data, folder, parts, manifest)
-    folder.put_json(SPEED_FILE, sum_stages(record.get("stages", {}) for record in records))
+    folder.put_json(SPEED_FILE, add_passes(sum_stages(record.get("stages", {}) for record in records), folder))
     manifest.save(folder)
     # Only an interrupted preparation needs these files; with the manifest this one is finished.
     try:
-        for name in ("parts", SECTIONS, PARTS, *sealed_names(FACTS), SIGNATURES_FOLDER, *sealed_names(DUPLICATES_FILE)):
+        passes = (*sealed_names(FACTS), SURVEYS_FOLDER, SIGNATURES_FOLDER, *sealed_names(DUPLICATES_FILE), PASSES_FILE)
+        for name in ("parts", SECTIONS, PARTS, *passes):
             folder.remove(name)
         folder.remove_temporary(before=started)
     except OSError as error:
@@ -189,7 +240,8 @@ def is_worth_ray(config: Config, task: Task, source: Source, parts: Sequence[Par
     """Returns whether data is worth starting Ray Data: it is large, of unknown size, or expensive for its size."""
     has_images = any(column.kind == "image" for column in task.columns)
     is_expensive = has_images or task.wants_gpu or build_cleaning(config, task) is not None
-    return is_expensive or source.kind in UNSIZED_KINDS or sum(part.bytes for part in parts) > MAX_LOCAL_BYTES
+    limit = MAX_LOCAL_BYTES * (BYTES_SPEEDUP if config.tokenizer.kind == "bytes" else 1)
+    return is_expensive or source.kind in UNSIZED_KINDS or sum(part.bytes for part in parts) > limit
 
 
 @dataclass(frozen=True)
@@ -216,7 +268,7 @@ def build_job(
     else:
         make_tokenizers(config.tokenizer, [studied], folder, task, on_ray, log)
     encoders = Tokenizers(folder, task.tokenizers)
-    run_each, group = (_run_each_on_ray, _group_bands_on_ray) if on_ray else (_run_each_locally, None)
+    run_each, group = choose_run_each(on_ray), _group_bands_on_ray if on_ray else None
     knowing = replace(job, task=task.knowing({}, encoders))
     if TextSample(knowing.task, 0, seed=0).is_needed:  # before all parts are prepared
         for sample in run_each(_sample_part, knowing, divided.parts[:1]):
@@ -251,16 +303,6 @@ def _first_documents(job: Preparation, part: Part, max_bytes: int) -> Iterable[D
     return job.clean_documents(sample_documents(job.readers[part.split or "train"], [*part.slices], max_bytes))
 
 
-def _run_each_locally(function: Callable[[Preparation, Part], Any], job: Preparation, parts: Sequence[Part]) -> list[Any]:
-    return [function(job, part) for part in parts]
-
-
-def _run_each_on_ray(function: Callable[[Preparation, Part], Any], job: Preparation, parts: Sequence[Part]) -> list[Any]:
-    from raystride.pipelines.data.prepare.ray_data import run_each
-
-    return run_each(function, job, parts)
-
-
 def _group_bands_on_ray(folder: Folder, signed: SignedParts, bands: Bands) -> Collisions:
     from raystride.pipelines.data.prepare.ray_data import group_bands
 
@@ -287,22 +329,31 @@ def build_publisher(data: DataConfig, job: Preparation, describe: Describe, log:
 
 
 def prepare_parts(job: Preparation, parts: Sequence[Part], on_ray: bool, log: Log) -> list[dict[str, Any]]:
-    """Prepares all parts that are not done and returns the records of all, in order."""
-    done = _load_done_records(job.folder, {part.number for part in parts})
-    left = [part for part in validation_first(parts) if part.number not in done]
-    if done:
-        log(f"data: going on with a preparation that was interrupted, {len(done)} of {len(parts)} parts are done")
-    with show_progress("preparing", ProgressMeter.for_parts(job.folder, left), log):
-        if not left:
-            made = []
-        elif on_ray:
-            from raystride.pipelines.data.prepare.ray_data import run_parts
+    """Prepares all parts of a source that are not done and returns the records of all, in order."""
+    return prepare_jobs([Work(job, parts, on_ray, log)], log)[0]
 
-            made = run_parts(job, left)
-        else:
-            made = [write_part(job, (tokenise_table(job, table) for table in read_part(job, part))) for part in left]
-    records = done | {record["part"]: record for record in made}
-    return [records[part.number] for part in parts]
+
+def prepare_jobs(works: Sequence[Work], log: Log) -> list[list[dict[str, Any]]]:
+    """Prepares all parts that are not done, those on Ray as one job, and returns the records of all parts by source."""
+    records, left = list[dict[int, dict[str, Any]]](), list[list[Part]]()
+    for work in works:
+        done = _load_done_records(work.job.folder, {part.number for part in work.parts})
+        records.append(done)
+        left.append([part for part in validation_first(work.parts) if part.number not in done])
+        if done:
+            counts = f"{len(done)} of {len(work.parts)} parts are done"
+            work.log(f"data: going on with a preparation that was interrupted, {counts}")
+    on_ray = [(work.job, parts) for work, parts in zip(works, left, strict=True) if parts and work.on_ray]
+    folders = [work.job.folder for work in works]
+    with show_progress("preparing", ProgressMeter.for_parts(*zip(folders, left, strict=True)), log):
+        if on_ray:
+            from raystride.pipelines.data.prepare.ray_data import run_jobs
+
+            made = iter(run_jobs(on_ray))
+        for work, parts, done in zip(works, left, records, strict=True):
+            own = next(made) if work.on_ray and parts else (prepare_part(work.job, part) for part in parts)
+            done |= {record["part"]: record for record in own}
+    return [[done[part.number] for part in work.parts] for work, done in zip(works, records, strict=True)]
 
 
 def _load_done_records(folder: Folder, wanted: Set[int]) -> dict[int, dict[str, Any]]:

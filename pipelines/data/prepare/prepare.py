@@ -25,14 +25,21 @@ from raystride.pipelines.data.prepare.fingerprint import Identity, learning_sour
 from raystride.pipelines.data.prepare.learn_facts import LearnedFacts, LearningSource, learn
 from raystride.pipelines.data.prepare.lost_text import TextSample, describe_lost_text
 from raystride.pipelines.data.prepare.manifest import Manifest, Shards, load_finished_manifest
-from raystride.pipelines.data.prepare.one_source import PreparedData, is_worth_ray, prepare_source
+from raystride.pipelines.data.prepare.one_source import (
+    PreparedData,
+    is_worth_ray,
+    prepare_in_steps,
+    prepare_source,
+    run_steps,
+)
 from raystride.pipelines.data.prepare.parts import read_first_rows
+from raystride.pipelines.data.prepare.passes import add_passes
 from raystride.pipelines.data.prepare.progress import SPEED_FILE, load_stages, sum_stages
 from raystride.pipelines.data.prepare.run_context import Log, OnRay, RunContext
-from raystride.pipelines.data.prepare.stages import SPLITS, Preparation
+from raystride.pipelines.data.prepare.stages import SPLITS, SURVEYS_FOLDER, Preparation
 from raystride.pipelines.data.prepare.watch_source import follow_source
 from raystride.pipelines.data.sources.faults import DataError
-from raystride.pipelines.data.sources.pieces import Piece
+from raystride.pipelines.data.sources.pieces import Part, Piece
 from raystride.pipelines.data.sources.text import FolderReader
 from raystride.pipelines.data.tasks.labels import LabelTask
 from raystride.pipelines.data.tasks.task import Task
@@ -80,9 +87,10 @@ def _prepare_mixture(context: RunContext, task: Task, known: Identity, on_ray: O
     configs, prepared = context.config.by_source(), context.storage / ".prepared"
     # Shared facts are needed to prepare a source, but not to use a prepared one.
     all_whole = all(load_finished_manifest(prepared / known.fingerprint_of_source(name)) for name in configs)
-    learned_facts = None if all_whole else _learn_from_sources(context, task, known, on_ray)
-    return {
-        name: prepare_source(
+    on_ray = _is_worth_ray(context) if on_ray == "large" and not all_whole else on_ray
+    learned_facts = None if all_whole else _learn_from_sources(context, task, known, bool(on_ray))
+    steps = {
+        name: prepare_in_steps(
             replace(context, config=own, log=_with_source_name(name, context.log)),
             task.under(own),
             learned=learned_facts,
@@ -91,6 +99,12 @@ def _prepare_mixture(context: RunContext, task: Task, known: Identity, on_ray: O
         )
         for name, own in configs.items()
     }
+    # A source that has two names is prepared by the first, and found by the other.
+    firsts = {known.fingerprint_of_source(name): name for name in reversed(configs)}.values()
+    found: dict[str, PreparedData] = {}
+    for names in ([name for name in configs if name in firsts], [name for name in configs if name not in firsts]):
+        found |= zip(names, run_steps([steps[name] for name in names], context.log), strict=True)
+    return {name: found[name] for name in configs}
 
 
 def needs_ray(context: RunContext) -> bool:
@@ -100,14 +114,20 @@ def needs_ray(context: RunContext) -> bool:
     """
     if context.on_ray != "large" or context.config.data.follow:
         return bool(context.on_ray)
-    if not _unprepared_sources(context):
-        return False
+    return bool(_unprepared_sources(context)) and _is_worth_ray(context)
+
+
+def _is_worth_ray(context: RunContext) -> bool:
+    """Returns whether the sources of settings are together worth starting Ray Data. Raises DataError, SettingError."""
+    parts: list[Part] = []
     # All of them: a mixture learns also from sources that are prepared.
-    configs = [(own, context.task.under(own)) for own in context.config.by_source().values()]
-    opened = ((own, task, context.open_sources(own, task)) for own, task in configs)
-    return any(
-        is_worth_ray(own, task, sources[0], context.divide_sources(own.data, sources)) for own, task, sources in opened
-    )
+    for own in context.config.by_source().values():
+        task = context.task.under(own)
+        sources = context.open_sources(own, task)
+        parts += context.divide_sources(own.data, sources)
+        if is_worth_ray(own, task, sources[0], parts):
+            return True
+    return False
 
 
 def check_data(context: RunContext) -> None:
@@ -162,7 +182,7 @@ def _check_first_rows(context: RunContext, config: Config, task: Task) -> list[s
     return [*describe_files(facts), *classes, *describe_lost_text(lost)]
 
 
-def _learn_from_sources(context: RunContext, task: Task, known: Identity, on_ray: OnRay) -> LearnedFacts | None:
+def _learn_from_sources(context: RunContext, task: Task, known: Identity, on_ray: bool) -> LearnedFacts | None:
     """Learns the facts that the sources need in common, unless they exist; returns None if they need none."""
     if not known.learned:
         return None
@@ -173,19 +193,19 @@ def _learn_from_sources(context: RunContext, task: Task, known: Identity, on_ray
     if context.kept.learned:
         return LearnedFacts(folder, known.learned)
     studied = []
-    for own in learning_sources(context.config).values():
+    for name, own in learning_sources(context.config).items():
         source, validation = sources = context.open_sources(own, task.under(own))
         readers = {"train": source.reader, "validation": (validation or source).reader}
         skip = own.data.on_error == "skip"
         cleaning = build_cleaning(own, task.under(own))
         # Facts of several sources include near-duplicates, which are searched for later.
         cleaning = cleaning and replace(cleaning, data=replace(own.data, near_duplicates=0.0))
-        job = Preparation(folder, readers, task.under(own), own.data.validation_fraction, skip, cleaning)
+        job = Preparation(
+            folder / SURVEYS_FOLDER / name, readers, task.under(own), own.data.validation_fraction, skip, cleaning
+        )
         parts = context.divide_sources(own.data, sources)
         studied.append(LearningSource(job, parts, own.data.validation == "tail"))
-        if on_ray == "large":
-            on_ray = is_worth_ray(own, job.task, source, parts) or "large"
-    return learn(context.config.tokenizer, studied, folder, known.learned, task, on_ray is True, context.log)
+    return learn(context.config.tokenizer, studied, folder, known.learned, task, on_ray, context.log)
 
 
 def _with_source_name(name: str, log: Log) -> Log:
@@ -220,6 +240,7 @@ def _commit_mixture(folder: Folder, known: Identity, prepared: Mapping[str, Prep
         learned=first.manifest.learned,
         sources=dict(known.sources),
     )
-    folder.put_json(SPEED_FILE, sum_stages(load_stages(data.folder) for data in prepared.values()))
+    stages = sum_stages(load_stages(data.folder) for data in prepared.values())
+    folder.put_json(SPEED_FILE, add_passes(stages, folder.parent / known.learned) if known.learned else stages)
     manifest.save(folder)
     return manifest

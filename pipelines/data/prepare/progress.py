@@ -4,7 +4,7 @@ Progress is a bar on a terminal, else a line from time to time; finished parts a
 seconds that its process spent in each stage. A process reads, cleans, tokenises and writes one after another, so seconds of
 several processes add up, and text divided by seconds is the speed of one process.
 
-    with show_progress("preparing", ProgressMeter.for_parts(job.folder, parts), log):
+    with show_progress("preparing", ProgressMeter.for_parts((job.folder, parts)), log):
         run_parts(job, parts)                             # preparing: 12/32 parts, 148 MB, 21.3 MB/s, 11 s left
     stages = sum_stages(record["stages"] for record in records)     # {"bytes": 2e9, "documents": 10**6, "seconds": {...}}
     describe_speeds(stages)                               # "read 99.5 MB/s, tokenise 21.1 MB/s, ... in each process, ..."
@@ -24,8 +24,8 @@ from raystride.pipelines.system.storage.folder import Folder
 T = TypeVar("T")
 SPEED_FILE = "stages.json"
 """Beside the manifest of a preparation, which itself is independent of timing."""
-STAGES = ("read", "clean", "tokenise", "write")
-"""In the order in which a document passes them."""
+STAGES = ("sign", "compare", "survey", "read", "clean", "tokenise", "write")
+"""In the order in which a document passes them; the first three only for some settings and tasks."""
 
 
 class TimedIterator(Generic[T]):
@@ -135,29 +135,29 @@ class ProgressMeter:
     """Counts finished parts and measures their rate."""
 
     @classmethod
-    def for_parts(cls, folder: Folder, parts: Sequence[Part]) -> Self:
-        """Returns the meter of parts that are prepared in a folder."""
-        has_sections = any(piece.stop is None for part in parts for piece in part.slices)
-        sizes = {f"{part.number:05d}.json": part.bytes for part in parts}
-        return cls(folder / "parts", sizes, folder / SECTIONS if has_sections else None)
+    def for_parts(cls, *sources: tuple[Folder, Sequence[Part]]) -> Self:
+        """Returns the meter of parts that are prepared in one folder or several."""
+        packed = [folder for folder, parts in sources if any(piece.stop is None for part in parts for piece in part.slices)]
+        sizes = {folder / "parts": {f"{part.number:05d}.json": part.bytes for part in parts} for folder, parts in sources}
+        return cls(sizes, [folder / SECTIONS for folder in packed])
 
-    def __init__(self, records: Folder, sizes: Mapping[str, int], sections: Folder | None = None) -> None:
-        """`sizes` are the parts' bytes by the names of their files in the folder `records`; `sections` has those of packed
+    def __init__(self, sizes: Mapping[Folder, Mapping[str, int]], sections: Sequence[Folder] = ()) -> None:
+        """`sizes` are the parts' bytes by the names of their files, in folders of records; `sections` have those of packed
         files.
         """
-        self._records, self._bytes, self._sections = records, sizes, sections
+        self._bytes, self._sections = sizes, sections
         self._first: tuple[float, int] | None = None
         """Time at which parts were finished first, and their bytes: what comes before, as Ray's start, is not their rate."""
-        self.total = max(sum(self._bytes.values()), 1)
+        self._count = sum(map(len, sizes.values()))
+        self.total = max(sum(size for own in sizes.values() for size in own.values()), 1)
         self.done = 0
 
     def read(self) -> str:
         """Counts the parts that have finished and returns the state as a line."""
-        records = set(self._records.names())
-        found = [size for name, size in self._bytes.items() if name in records]
+        found = [own[name] for records, own in self._bytes.items() for name in own.keys() & set(records.names())]
         self.done = sum(found)
-        text = f"{len(found)}/{len(self._bytes)} parts, {self.done / 1e6:.0f} MB"
-        if self._sections and (sections := sum(name.endswith(".json") for name in self._sections.names())):
+        text = f"{len(found)}/{self._count} parts, {self.done / 1e6:.0f} MB"
+        if sections := sum(name.endswith(".json") for folder in self._sections for name in folder.names()):
             text += f", {sections} shards of packed files"
         if self._first is None:
             self._first = (time.monotonic(), self.done) if self.done else None

@@ -8,7 +8,7 @@ errors of a task; the caller gets the DataError itself.
 """
 
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, TypeVar
@@ -27,7 +27,7 @@ from raystride.pipelines.data.prepare.near_duplicates import (
     compute_band_rows,
     find_collisions,
 )
-from raystride.pipelines.data.prepare.stages import Preparation, read_part, tokenise_table, write_part
+from raystride.pipelines.data.prepare.stages import Preparation, prepare_part, read_part, tokenise_table, write_part
 from raystride.pipelines.data.sources.faults import DataError
 from raystride.pipelines.data.sources.pieces import Part
 from raystride.pipelines.system.storage.folder import Folder
@@ -95,11 +95,26 @@ class _Shards(Datasink[dict[str, Any]]):  # type: ignore[misc]
         self.records = list(write_result.write_returns)
 
 
+def run_jobs(jobs: Sequence[tuple[Preparation, list[Part]]]) -> list[list[dict[str, Any]]]:
+    """Prepares the parts of several sources on the cluster, as one job, and returns their records by source.
+
+    Raises DataError as a stage raised it.
+    """
+    if len(jobs) == 1:
+        return [run_parts(*jobs[0])]
+    # Plain tasks: an operator of Ray Data is of one source.
+    gpus = int(any(job.task.wants_gpu for job, _ in jobs) and ray.cluster_resources().get("GPU", 0) > 0)
+    remote = ray.remote(prepare_part).options(num_gpus=gpus)
+    refs = [[remote.remote(shared, part) for part in PartRefs(parts)] for job, parts in jobs for shared in [ray.put(job)]]
+    with _unwrap_errors():
+        return [ray.get(own) for own in refs]
+
+
 def run_parts(job: Preparation, parts: list[Part]) -> list[dict[str, Any]]:
     """Prepares the parts on the cluster and returns their records. Raises DataError as a stage raised it."""
     if job.task.wants_gpu and ray.cluster_resources().get("GPU"):
         # Plain tasks: in Ray Data, operators that map whole blocks cannot request a GPU.
-        return run_each(_prepare_part, job, parts, gpus=1)
+        return run_each(prepare_part, job, parts, gpus=1)
     sink = _Shards(job)
     with quiet_ray_data(), _unwrap_errors():
         texts = ray.data.read_datasource(_Parts(job, parts), override_num_blocks=len(parts))
@@ -107,10 +122,6 @@ def run_parts(job: Preparation, parts: list[Part]) -> list[dict[str, Any]]:
             sink
         )
     return sink.records
-
-
-def _prepare_part(job: Preparation, part: Part) -> dict[str, Any]:
-    return write_part(job, (tokenise_table(job, table) for table in read_part(job, part)))
 
 
 class _TokeniseTable:

@@ -30,6 +30,11 @@ _COMPARED_BYTES = 4 << 20
 """Bytes that are compared at once with what was written."""
 
 
+def as_array(column: pa.ChunkedArray) -> pa.Array:
+    """Returns a column as one array; Arrow copies a column of one chunk, too."""
+    return column.chunk(0) if column.num_chunks == 1 else column.combine_chunks()
+
+
 class ShardWriter:
     """Buffers the rows of one shard and writes it atomically."""
 
@@ -48,11 +53,16 @@ class ShardWriter:
             self._folder.local.mkdir(parents=True, exist_ok=True)
         return tempfile.TemporaryFile(dir=self._folder.local)  # closed by finish
 
-    def add(self, table: pa.Table) -> None:
-        """Appends rows (document, begins, ends, ids, loss_mask); a row of the last row's document is merged with it."""
-        ids, masks = table["ids"].combine_chunks(), table["loss_mask"].combine_chunks()
-        lengths = ids.value_lengths().to_pylist()
-        columns = [table[name].to_pylist() for name in ("document", "begins", "ends")]
+    def add(self, table: pa.Table, rows: np.ndarray | None = None) -> None:
+        """Appends rows (document, begins, ends, ids, loss_mask): all of a table, or those of ascending numbers (n). A row of
+        the last row's document is merged with it."""
+        rows = np.arange(table.num_rows) if rows is None else rows
+        if not len(rows):
+            return
+        ids, masks = as_array(table["ids"]), table["loss_mask"].take(pa.array(rows)).combine_chunks()
+        offsets, values = ids.offsets.to_numpy(), ids.values.to_numpy()
+        lengths = (offsets[rows + 1] - offsets[rows]).tolist()
+        columns = (column.to_pylist() for column in table.select(["document", "begins", "ends"]).take(rows).columns)
         position = self._tokens
         for length, document, begins, ends in zip(lengths, *columns, strict=True):
             if self._documents and document == self._documents[-1]:
@@ -68,7 +78,10 @@ class ShardWriter:
             self._add_mask(masks, lengths)
         elif self._mask is not None:
             np.ones(position - self._tokens, np.uint8).tofile(self._mask)
-        ids.flatten().to_numpy().tofile(self._ids)
+        # Neighbouring rows are written at once: a table's ids are not copied by split.
+        edges = np.flatnonzero(np.diff(rows) > 1) + 1
+        for first, end in zip(rows[np.append(0, edges)], rows[np.append(edges, len(rows)) - 1] + 1, strict=True):
+            self._ids.write(values[offsets[first] : offsets[end]])
         self._tokens = position
 
     def _add_mask(self, masks: pa.Array, lengths: list[int]) -> None:
@@ -89,14 +102,15 @@ class ShardWriter:
             with self._folder.file(name) as path:
                 with pa.ipc.new_file(str(path), batch.schema) as out:
                     out.write_batch(batch)
-                offsets = _offsets(path, batch)
-                digest, top_hash = _hash_file(path), put_hash_list(self._folder, name, path)
-                size = path.stat().st_size
+                with pa.memory_map(str(path)) as written:
+                    content = written.read_buffer()
+                    offsets = _offsets(content, batch, path)
+                    digest, top_hash = hashlib.sha256(content).hexdigest(), put_hash_list(self._folder, name, content)
         return Shard(
             file=name,
             tokens=self._tokens,
             documents=sum(self._begins),
-            bytes=size,
+            bytes=content.size,
             sha256=digest,
             ids_offset=offsets["ids"],
             mask_offset=offsets.get("loss_mask"),
@@ -124,31 +138,22 @@ class ShardWriter:
         return pa.Array.from_buffers(pa.large_list(value_type), len(self._offsets), [None, offsets], children=[flat])
 
 
-def _offsets(path: Path, batch: pa.RecordBatch) -> dict[str, int]:
+def _offsets(content: pa.Buffer, batch: pa.RecordBatch, path: Path) -> dict[str, int]:
     """Returns the byte offsets of a shard's rows and of the flat values of its list columns, verified by numpy."""
-    found = {}
-    with pa.memory_map(str(path)) as source:
-        start = source.read_buffer(1).address
-        source.seek(0)
-        written = pa.ipc.open_file(source).get_batch(0)
-        buffers = {name: written.column(name).values.buffers()[1] for name in batch.schema.names if name in _LIST_COLUMNS}
-        expected = {name: batch.column(name).values.to_numpy() for name in buffers}
-        buffers["rows"], expected["rows"] = written.column("ids").buffers()[1], batch.column("ids").offsets.to_numpy()
-        for name, buffer in buffers.items():
-            found[name] = buffer.address - start
-            on_disk = np.memmap(path, expected[name].dtype, "r", found[name], expected[name].shape)
-            step = _COMPARED_BYTES // on_disk.itemsize
-            if not all(
-                np.array_equal(on_disk[first : first + step], expected[name][first : first + step])
-                for first in range(0, len(on_disk), step)
-            ):
-                raise OSError(f"{path}: the {name} that were written read otherwise: check the disk and prepare again")
+    found, written = {}, pa.ipc.open_file(content).get_batch(0)
+    buffers = {name: written.column(name).values.buffers()[1] for name in batch.schema.names if name in _LIST_COLUMNS}
+    expected = {name: batch.column(name).values.to_numpy() for name in buffers}
+    buffers["rows"], expected["rows"] = written.column("ids").buffers()[1], batch.column("ids").offsets.to_numpy()
+    for name, buffer in buffers.items():
+        found[name] = buffer.address - content.address
+        on_disk = np.frombuffer(content, expected[name].dtype, len(expected[name]), found[name])
+        step = _COMPARED_BYTES // on_disk.itemsize
+        if not all(
+            np.array_equal(on_disk[first : first + step], expected[name][first : first + step])
+            for first in range(0, len(on_disk), step)
+        ):
+            raise OSError(f"{path}: the {name} that were written read otherwise: check the disk and prepare again")
     return found
-
-
-def _hash_file(path: Path) -> str:
-    with path.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 def is_intact(folder: Folder, shard: dict[str, Any]) -> bool:

@@ -5,7 +5,7 @@ read_part      part → (part, document, begins, ends, validation, text, place, 
                document begins, `hash` is that of its identity
 tokenise_table the same with ids (large_list of the id type), loss_mask (large_list<uint8> or null) and cut (int64) for text
 write_part     a part's tables → its shards and, last, parts/00003.json
-survey_part    a part → the task's survey of its documents, for tasks that must see all documents before they encode
+survey_part    a part → the task's survey of its documents, a file, for tasks that must see all documents before they encode
 
     record = write_part(job, (tokenise_table(job, table) for table in read_part(job, part)))
     record["shards"]                                      # {"train": {...}, "validation": None}
@@ -33,18 +33,23 @@ from raystride.pipelines.data.prepare.document_hashes import (
 from raystride.pipelines.data.prepare.lost_text import TextSample
 from raystride.pipelines.data.prepare.near_duplicates import read_duplicates
 from raystride.pipelines.data.prepare.parts import read_part_items
+from raystride.pipelines.data.prepare.passes import put_part_seconds
 from raystride.pipelines.data.prepare.progress import TimedIterator
 from raystride.pipelines.data.prepare.sections import SECTIONS, load_sections, section_name, shards_of_record
-from raystride.pipelines.data.prepare.shards import ShardWriter
+from raystride.pipelines.data.prepare.shards import ShardWriter, as_array
 from raystride.pipelines.data.sources.faults import Fault
 from raystride.pipelines.data.sources.pieces import Part, Piece, Reader
 from raystride.pipelines.data.tasks.labels import LabelTask
+from raystride.pipelines.data.tasks.language_model import LanguageModel
 from raystride.pipelines.data.tasks.task import Document, Encoded, Facts, Task
+from raystride.pipelines.data.tokenizers.byte_pairs import ByteEncoder
 from raystride.pipelines.data.tokenizers.conversation import CANNOT_SPLIT
 from raystride.pipelines.system.storage.folder import Folder
-from raystride.pipelines.system.storage.sealed import put_sealed
+from raystride.pipelines.system.storage.sealed import put_sealed, read_sealed
 
 SPLITS = ("train", "validation")
+SURVEYS_FOLDER = "surveys"
+"""In a folder that is being prepared: the surveys of the parts."""
 
 _TABLE_BYTES = 2 << 20
 _TABLE_ROWS = 8192
@@ -171,9 +176,25 @@ def read_part(job: Preparation, part: Part) -> Iterator[pa.Table]:
     yield _build_table(rows)
 
 
-def survey_part(job: Preparation, part: Part) -> Facts:
-    """Returns the task's survey of the part's documents. Raises DataError unless faults are skipped."""
-    return job.task.survey(_part_documents(job, part))
+def survey_part(job: Preparation, part: Part) -> float:
+    """Writes the task's survey of a part's documents and returns the seconds. Raises DataError unless faults are skipped."""
+    began = time.perf_counter()
+    survey = dict(job.task.survey(_part_documents(job, part)))
+    folder, name, seconds = job.folder / SURVEYS_FOLDER, survey_file(part.number), time.perf_counter() - began
+    put_part_seconds(folder, name, seconds)
+    put_sealed(folder, name, {"survey": survey})
+    return seconds
+
+
+def survey_file(number: int) -> str:
+    """Returns the name of the file with a part's survey."""
+    return f"{number:05d}.json"
+
+
+def read_survey(folder: Folder, number: int) -> Facts:
+    """Returns a part's survey. Raises FileNotFoundError, and ValueError if it is not as it was written."""
+    survey: Facts = read_sealed(folder, survey_file(number))["survey"]
+    return survey
 
 
 def _part_documents(job: Preparation, part: Part) -> Iterator[Document]:
@@ -205,34 +226,36 @@ def tokenise_table(job: Preparation, table: pa.Table) -> pa.Table:
     cannot be split, and RuntimeError if the task gives an id that is not below its `ids`.
     """
     began, texts = time.perf_counter(), pc.sum(pc.binary_length(table["text"])).as_py() or 0
-    ids: list[np.ndarray] = []
-    masks: list[np.ndarray | None] = []
-    cuts: list[int] = []
-    faults: dict[int, str] = {}
-    fields = len(job.task.columns)
-    columns = (table[name].to_pylist() for name in ("text", "begins", "ends"))
-    for row, (text, begins, ends) in enumerate(zip(*columns, strict=True)):
-        example, mask, cut = _EMPTY_EXAMPLE
-        if text is not None:
-            try:
-                example, mask, cut = _encode_stretch(job.task, _unpack_fields(text, fields), begins, ends)
-            except ValueError as error:
-                faults[row] = str(error)
-        ids.append(example)
-        masks.append(mask)
-        cuts.append(int(cut))
-    found = [row for row, example in enumerate(ids) if len(example)]
-    for row, example in zip(found, job.task.complete([ids[row] for row in found]), strict=True):
-        ids[row] = example
-    if faults:
-        table = _with_faults(job, table, faults)
+    masks: list[np.ndarray | None] = [None] * table.num_rows
+    cuts = [0] * table.num_rows
+    if type(job.task) is LanguageModel and isinstance(job.task.encoders.get("tokenizer"), ByteEncoder):
+        values, offsets = _encode_bytes(table)
+    else:
+        ids: list[np.ndarray] = []
+        faults: dict[int, str] = {}
+        fields = len(job.task.columns)
+        columns = (table[name].to_pylist() for name in ("text", "begins", "ends"))
+        for row, (text, begins, ends) in enumerate(zip(*columns, strict=True)):
+            example = _EMPTY_EXAMPLE
+            if text is not None:
+                try:
+                    example = _encode_stretch(job.task, _unpack_fields(text, fields), begins, ends)
+                except ValueError as error:
+                    faults[row] = str(error)
+            ids.append(example.ids)
+            masks[row], cuts[row] = example.mask, int(example.cut)
+        found = [row for row, example in enumerate(ids) if len(example)]
+        for row, completed in zip(found, job.task.complete([ids[row] for row in found]), strict=True):
+            ids[row] = completed
+        if faults:
+            table = _with_faults(job, table, faults)
+        values, offsets = np.concatenate(ids), np.cumsum([0, *map(len, ids)], dtype=np.int64)
     kind = id_type(job.task)
-    values = np.concatenate(ids)
     # A user's task may be wrong here, and the narrow type below would wrap around silently.
     if len(values) and int(values.max()) >= job.task.ids:
         raise RuntimeError(f"the task's example holds {values.max()}, but its numbers must be below `ids`, {job.task.ids}")
-    offsets = np.cumsum([0, *map(len, ids)], dtype=np.int64)
-    lists = pa.LargeListArray.from_arrays(pa.array(offsets), pa.array(values.astype(kind.to_pandas_dtype()), kind))
+    numbers = pa.array(values.astype(kind.to_pandas_dtype(), copy=False), kind)
+    lists = pa.LargeListArray.from_arrays(pa.array(offsets), numbers)
     mask_column = pa.array(masks, pa.large_list(pa.uint8()))
     encoded = table.drop_columns(["text"]).append_column("ids", lists).append_column("loss_mask", mask_column)
     encoded = encoded.append_column("cut", pa.array(cuts, pa.int64()))
@@ -242,6 +265,21 @@ def tokenise_table(job: Preparation, table: pa.Table) -> pa.Table:
     return encoded
 
 
+def _encode_bytes(table: pa.Table) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the UTF-8 bytes of a table's n texts, each with an end token where its document ends, (m) uint16, and their
+    offsets (n + 1)."""
+    texts = as_array(table["text"])
+    _, positions, content = texts.buffers()
+    starts = np.frombuffer(positions, np.int64)[texts.offset : texts.offset + len(texts) + 1]
+    ends = pc.and_(texts.is_valid(), pc.fill_null(as_array(table["ends"]), False)).to_numpy(zero_copy_only=False)
+    offsets = starts - starts[0] + np.append(0, np.cumsum(ends))
+    values = np.full(offsets[-1], ByteEncoder.end_id, np.uint16)
+    found = np.frombuffer(b"" if content is None else content, np.uint8)
+    for first, start, stop in zip(offsets.tolist(), starts.tolist(), starts[1:].tolist(), strict=False):
+        values[first : first + stop - start] = found[start:stop]
+    return values, offsets
+
+
 _EMPTY_EXAMPLE = Encoded(np.empty(0, np.uint32), None)
 
 
@@ -249,7 +287,7 @@ def _encode_stretch(task: Task, document: Document, begins: bool, ends: bool) ->
     ids, mask, cut = task.example(document)
     if not begins and (begin := [*task.begin_ids]) and ids[: len(begin)].tolist() == begin:
         ids, mask = ids[len(begin) :], None if mask is None else mask[len(begin) :]
-    if task.window is None and not len(ids):
+    if not len(ids) and task.window is None:
         raise ValueError("has nothing in it that the task could learn from")
     if not ends and len(ids) and ids[-1] == task.facts["end_id"]:
         return Encoded(ids[:-1], None if mask is None else mask[:-1], cut)
@@ -291,14 +329,16 @@ class _SectionWriter:
 
     def add(self, table: pa.Table) -> None:
         """Adds rows."""
-        for split, chosen in zip(SPLITS, (pc.invert(table["validation"]), table["validation"]), strict=True):
-            rows = table.filter(chosen)  # a null, as in faults and the last row, is in neither
-            if rows.num_rows:
+        is_validation = pc.fill_null(table["validation"].cast(pa.int8()), -1).to_numpy()
+        for number, split in enumerate(SPLITS):
+            rows = np.flatnonzero(is_validation == number)  # a fault, or the last row, is in neither
+            if len(rows):
                 id_type = table.schema.field("ids").type.value_type
-                self._writers.setdefault(split, ShardWriter(id_type, self._folder)).add(rows)
-                self.hashes[split].append(pc.drop_null(rows["hash"]).to_numpy())
+                self._writers.setdefault(split, ShardWriter(id_type, self._folder)).add(table, rows)
+                self.hashes[split].append(pc.drop_null(table["hash"].take(pa.array(rows))).to_numpy())
                 if count := self._num_labels:  # the first number of an example
-                    labels = pc.list_element(rows["ids"], 0).to_numpy()
+                    ids = as_array(table["ids"])
+                    labels = ids.values.to_numpy()[ids.offsets.to_numpy()[rows]]
                     self.labels[split] += np.bincount(labels, minlength=count)[:count]
         faulty = table.filter(pc.is_valid(table["fault"]))
         self.skipped += faulty.num_rows
@@ -383,6 +423,11 @@ def write_part(job: Preparation, tables: Iterable[pa.Table]) -> dict[str, Any]:
     record |= {"dropped": trailer["dropped"], "lost_text": trailer["lost_text"], "stages": stages}
     put_sealed(job.folder / "parts", f"{number:05d}.json", record)
     return record
+
+
+def prepare_part(job: Preparation, part: Part) -> dict[str, Any]:
+    """Passes a part through the three stages and returns its record. Raises as they do."""
+    return write_part(job, (tokenise_table(job, table) for table in read_part(job, part)))
 
 
 def _without_content(table: pa.Table) -> pa.ChunkedArray:

@@ -8,6 +8,7 @@ labels and texts have their usual endings. A shard is read sequentially from its
     piece.place                                               # "/data/train-000.tar, key 7"
 """
 
+import io
 import json
 import re
 import tarfile
@@ -23,7 +24,7 @@ from raystride.pipelines.data.sources.faults import BINARY_REMEDY, ENCODING_REME
 from raystride.pipelines.data.sources.fields import Columns, build_document, nested_value
 from raystride.pipelines.data.sources.image_files import MAX_BYTES
 from raystride.pipelines.data.sources.pieces import PIECE_BYTES, File, Piece, Slice, empty_file_fault
-from raystride.pipelines.data.sources.streams import open_range
+from raystride.pipelines.data.sources.streams import ByteRange, open_range
 from raystride.pipelines.data.tasks.task import Column
 
 USUAL_ENDINGS = {
@@ -196,13 +197,32 @@ def _open_tar(file: File, last: Callable[[], _Sample | None] = lambda: None) -> 
     plain = replace(file, encoding="utf-8", name=re.sub(r"\.t(gz|bz2)$", r".tar.\1", file.name.lower()))
     with open_range(plain, expected=TAR) as stream:
         try:
-            with tarfile.open(fileobj=stream, mode="r|", bufsize=PIECE_BYTES, tarinfo=_StrictTarInfo) as tar:  # type: ignore[call-overload]
+            source = io.BufferedReader(_RawStream(stream), PIECE_BYTES)
+            with tarfile.open(fileobj=source, mode="r|", tarinfo=_StrictTarInfo) as tar:  # type: ignore[call-overload]
                 yield tar
         except (tarfile.TarError, FaultError) as error:
             reason = error.fault.reason if isinstance(error, FaultError) else f"is torn or no tar: {error}"
             where = f" (at key {sample.key})" if (sample := last()) else ""
             remedy = "fetch or pack it again, or leave out what is missing with --data.on_error skip"
             raise FaultError(Fault(file.uri, f"{reason}{where}", remedy)) from error
+
+
+class _RawStream(io.RawIOBase):
+    """A byte range below a buffer of Python's: `tarfile` copies what is left of its own at each read of 512 bytes."""
+
+    def __init__(self, stream: ByteRange) -> None:
+        self._stream = stream
+
+    def readable(self) -> bool:
+        """Returns True."""
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        """Reads into a buffer and returns the bytes read. Raises FaultError."""
+        view = memoryview(buffer)
+        data = self._stream.read(len(view))
+        view[: len(data)] = data
+        return len(data)
 
 
 class _StrictTarInfo(tarfile.TarInfo):

@@ -18,7 +18,7 @@ from raystride.model.shape import convnet_flops
 from raystride.pipelines.config import SettingError
 from raystride.pipelines.data.tasks.crops import Crop, pack_with_size, resize_shorter_side, unpack_pixels
 from raystride.pipelines.data.tasks.labels import LabelTask
-from raystride.pipelines.data.tasks.pictures import open_picture, picture_size
+from raystride.pipelines.data.tasks.pictures import open_picture, picture_size, read_picture_size
 from raystride.pipelines.data.tasks.task import Column, Document, Facts, Inputs, Rows
 
 if TYPE_CHECKING:
@@ -54,7 +54,11 @@ class Images(LabelTask):
         return int(channels), int(height), int(width)
 
     def survey(self, documents: Iterable[Document]) -> Facts:
-        """Counts the labels and the sizes of images; invalid images are detected when they are encoded."""
+        """Counts the labels and the sizes of images.
+
+        One image of each size is decoded: a size that only broken images have is none. Other broken ones are found when they
+        are encoded.
+        """
         labels: Counter[str] = Counter()
         sizes: Counter[str] = Counter()
         unread = ""
@@ -62,7 +66,10 @@ class Images(LabelTask):
             labels[label] += 1
             if not self.config.data.image_size:
                 try:
-                    sizes["x".join(map(str, picture_size(open_picture(image))))] += 1
+                    size = "x".join(map(str, read_picture_size(image) or ()))
+                    if size not in sizes:
+                        size = "x".join(map(str, picture_size(open_picture(image))))
+                    sizes[size] += 1
                 except ValueError as error:
                     unread = unread or str(error)
         return {"labels": labels, "sizes": sizes, "unread": unread}

@@ -83,7 +83,8 @@ class LanguageModel(Task):
     def encode(self, document: Document) -> tuple[np.ndarray, np.ndarray | None]:
         """Returns the document's ids between begin tokens and an end token; every token counts."""
         encoder = self.encoders["tokenizer"]
-        return np.append(prepend_begin_ids(encoder.encode(document[0]), self.begin_ids), np.uint32(encoder.end_id)), None
+        ids = prepend_begin_ids(encoder.encode(document[0]), self.begin_ids)
+        return np.concatenate((ids, np.array([encoder.end_id], np.uint32))), None
 
     def decode(self, ids: np.ndarray, mask: np.ndarray | None) -> Document:
         """Returns the document's text."""
@@ -169,7 +170,7 @@ class LanguageModel(Task):
 
 def prepend_begin_ids(ids: np.ndarray, begin: Sequence[int]) -> np.ndarray:
     """Returns a text's ids after its begin tokens, unless it has them already."""
-    given = len(begin) and ids[: len(begin)].tolist() == [*begin]
+    given = ids[: len(begin)].tolist() == [*begin]
     return ids if given else np.concatenate((np.array(begin, np.uint32), ids))
 
 

@@ -5,6 +5,7 @@ its values at 255.
 
     picture = open_picture("data:image/png;base64,...")      # of a mode in CHANNELS, with 8 bits
     picture_size(picture)                                    # (1, 28, 28)
+    read_picture_size("data:image/png;base64,...")           # the same without decoding
 """
 
 import base64
@@ -24,6 +25,11 @@ CHANNELS = {
 DEEP_MODES = ("I;16", "I;16L", "I;16B", "I;16N")
 """Pillow's modes of grey pictures with up to 16 bits, in any order of bytes. It reduces 16 bits of colour itself."""
 
+_SIZED_BY_HEADER = ("BMP", "JPEG", "MPO", "PNG", "WEBP")
+"""Pillow's formats whose size and mode are final before decoding."""
+_PNG_ORIENTATION = (b"eXIf", b"Raw profile type exif", b"XML:com.adobe.xmp")
+"""Bytes of a PNG that may be turned."""
+
 
 def open_picture(uri: str) -> Any:
     """Returns the upright picture in a data URI, in a mode of CHANNELS. Raises ValueError if it cannot be read."""
@@ -36,7 +42,7 @@ def open_picture(uri: str) -> Any:
     broken = (ValueError, OSError, SyntaxError, EOFError, struct.error, zlib.error, Image.DecompressionBombError)
     content = b""
     try:
-        content = base64.b64decode(uri.partition(",")[2], validate=True)
+        content = _decode_uri(uri)
         picture = Image.open(io.BytesIO(content))
         picture.load()
     except broken as error:
@@ -51,6 +57,28 @@ def open_picture(uri: str) -> Any:
 def picture_size(picture: Any) -> tuple[int, int, int]:
     """Returns channels (1 or 3), height and width."""
     return CHANNELS[picture.mode], picture.height, picture.width
+
+
+def read_picture_size(uri: str) -> tuple[int, int, int] | None:
+    """Returns the `picture_size` of the upright picture in a data URI by its header; None if only decoding it tells."""
+    from PIL import ExifTags, Image
+
+    try:
+        content = _decode_uri(uri)
+        picture = Image.open(io.BytesIO(content))
+        is_known = picture.format in _SIZED_BY_HEADER and picture.mode in CHANNELS
+        # The EXIF data of a PNG may follow its pixels.
+        if not is_known or (picture.format == "PNG" and any(mark in content for mark in _PNG_ORIENTATION)):
+            return None
+        is_turned = picture.format != "PNG" and picture.getexif().get(ExifTags.Base.Orientation, 1) >= 5
+    except Exception:  # decoding it reports the fault
+        return None
+    channels, height, width = picture_size(picture)
+    return (channels, width, height) if is_turned else (channels, height, width)
+
+
+def _decode_uri(uri: str) -> bytes:
+    return base64.b64decode(uri.partition(",")[2], validate=True)
 
 
 def has_8_bits(uri: str) -> bool:

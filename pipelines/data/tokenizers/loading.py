@@ -64,7 +64,7 @@ class Tokenizers(Mapping[str, AnyEncoder]):
     def __getitem__(self, name: str) -> AnyEncoder:
         if name not in self._names:
             raise KeyError(name)
-        return _load_once(self.parent / name)
+        return _load_once(self.parent, name)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._names)
@@ -74,8 +74,8 @@ class Tokenizers(Mapping[str, AnyEncoder]):
 
 
 @lru_cache(maxsize=8)
-def _load_once(folder: Folder) -> AnyEncoder:
-    return load_tokenizer(folder)
+def _load_once(parent: Folder, name: str) -> AnyEncoder:
+    return load_tokenizer(parent / name)
 
 
 def save_tokenizer(folder: Folder, kind: dict[str, Any], content: str = "") -> None:

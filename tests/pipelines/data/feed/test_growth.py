@@ -22,7 +22,7 @@ from raystride.pipelines.data.feed.open_dataset import open_feed, open_manifest
 from raystride.pipelines.data.feed.order import Order
 from raystride.pipelines.data.feed.samples import Windows, count_windows
 from raystride.pipelines.data.feed.stream import TokenStream
-from raystride.pipelines.data.prepare import one_source
+from raystride.pipelines.data.prepare import stages
 from raystride.pipelines.data.prepare.generations import GENERATIONS_FOLDER, generations, publish_failure, read_generation
 from raystride.pipelines.data.prepare.manifest import Manifest, Shard, Shards
 from raystride.pipelines.data.prepare.one_source import prepare_source
@@ -114,7 +114,7 @@ class BackgroundPreparation:
             assert self.permits.acquire(timeout=LIMIT_S)
             return write_part(job, tables)  # type: ignore[arg-type]
 
-        monkeypatch.setattr(one_source, "write_part", gated_write_part)
+        monkeypatch.setattr(stages, "write_part", gated_write_part)
         self.storage = Folder.from_uri(str(storage))
         self.thread = Thread(target=self._prepare, daemon=True)
         self.thread.start()

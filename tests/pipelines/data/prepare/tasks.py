@@ -7,7 +7,7 @@ pairs(result)                                             # [('text 0: "naïve",
 import csv
 import json
 from base64 import b64decode
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -96,8 +96,10 @@ class Pairs(Task):
         return np.concatenate([first, [end], second]), np.arange(len(first) + 1 + len(second)) > len(first)
 
 
-def made(kind: type[Task], config: Config, storage: Path, *, on_ray: bool = False) -> PreparedData:
-    return prepare(RunContext(config, Folder.from_uri(str(storage)), log=lambda line: None), kind(config), on_ray=on_ray)
+def made(
+    kind: type[Task], config: Config, storage: Path, *, on_ray: bool = False, log: Callable[[str], None] = lambda _: None
+) -> PreparedData:
+    return prepare(RunContext(config, Folder.from_uri(str(storage)), log=log), kind(config), on_ray=on_ray)
 
 
 def pairs(result: PreparedData) -> list[tuple[str, str]]:

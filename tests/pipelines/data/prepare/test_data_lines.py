@@ -168,7 +168,7 @@ def test_a_tokenizer_that_loses_most_of_the_text_is_refused_before_the_work(
 ) -> None:
     texts = write_texts(tmp_path, [f"{RUSSIAN} cat"] * 20)
     config = replace(settings(texts, "language_model"), tokenizer=english(tmp_path))
-    monkeypatch.setattr("raystride.pipelines.data.prepare.one_source.prepare_parts", None)
+    monkeypatch.setattr("raystride.pipelines.data.prepare.one_source.prepare_jobs", None)
     names = ["88.5% of the text", "sampled characters", "'т'", "--tokenizer.kind bpe"]
     with refused("tokenizer.file", str(tmp_path / "english.json"), names=names):
         prepared(config, tmp_path / "runs")

@@ -20,8 +20,7 @@ def test_a_piece_is_held_and_one_with_a_flipped_bit_is_not(
 ) -> None:
     folder = tmp_path_factory.mktemp("shards")
     content = np.random.default_rng(0).bytes(SIZE)
-    (folder / "0.arrow").write_bytes(content)
-    top = put_hash_list(Folder(str(folder)), "0.arrow", folder / "0.arrow")
+    top = put_hash_list(Folder(str(folder)), "0.arrow", content)
     listed = (folder / hash_list_name("0.arrow")).read_bytes()
     assert len(listed) == 6 * HASH_BYTES
     known = parse_hash_list(listed, top)
@@ -33,7 +32,6 @@ def test_a_piece_is_held_and_one_with_a_flipped_bit_is_not(
 
 
 def test_another_list_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "a").write_bytes(b"a" * 100)
-    top = put_hash_list(Folder(str(tmp_path)), "a.arrow", tmp_path / "a")
+    top = put_hash_list(Folder(str(tmp_path)), "a.arrow", b"a" * 100)
     with pytest.raises(ValueError, match=top):
         parse_hash_list(b"x" * HASH_BYTES, top)

@@ -8,8 +8,8 @@ import pytest
 
 from raystride.pipelines.config import Config, DataConfig, LaunchConfig, TokenizerConfig
 from raystride.pipelines.data.prepare.fingerprint import KeptPreparations
-from raystride.pipelines.data.prepare.one_source import PreparedData
-from raystride.pipelines.data.prepare.prepare import prepare
+from raystride.pipelines.data.prepare.one_source import BYTES_SPEEDUP, PreparedData
+from raystride.pipelines.data.prepare.prepare import needs_ray, prepare
 from raystride.pipelines.data.prepare.run_context import RunContext
 from raystride.pipelines.data.sources.faults import DataError
 from raystride.pipelines.data.tasks import build_task
@@ -55,6 +55,32 @@ def test_sources_are_prepared_once_whatever_mixture_uses_them(texts: dict[str, s
     alone = replace(alone, data=DataConfig(source=texts["web"], validation="tail", validation_fraction=0.1))
     assert _prepared(alone, tmp_path / "runs").manifest.fingerprint == both.manifest.sources["web"]
     assert _prepared(_config({name: texts[name] for name in ("web", "code")}), tmp_path / "runs").reused
+
+
+def test_sources_that_are_small_by_themselves_need_ray_together(
+    texts: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    context = RunContext(_config(texts), Folder(str(tmp_path)), log=lambda _: None)
+    sizes = [Path(text).stat().st_size for text in texts.values()]
+    monkeypatch.setattr("raystride.pipelines.data.prepare.one_source.MAX_LOCAL_BYTES", sum(sizes) // BYTES_SPEEDUP)
+    assert not needs_ray(context)
+    monkeypatch.setattr("raystride.pipelines.data.prepare.one_source.MAX_LOCAL_BYTES", (sum(sizes) - 3) // BYTES_SPEEDUP)
+    assert needs_ray(context)
+
+
+def test_a_source_with_two_names_is_prepared_once(texts: dict[str, str], tmp_path: Path) -> None:
+    lines: list[str] = []
+    result = _prepared(_config({"b": texts["web"], "a": texts["web"], "c": texts["code"]}), tmp_path / "runs", lines)
+    assert result.manifest.sources["a"] == result.manifest.sources["b"]
+    assert [line.split(":")[0] for line in lines if "prepared in" in line] == ["data b", "data c"]
+    assert [line.split(":")[0] for line in lines if "prepared before" in line] == ["data a"]
+
+
+def test_all_sources_of_a_mixture_are_checked_before_the_first_is_prepared(texts: dict[str, str], tmp_path: Path) -> None:
+    Path(texts["math"]).write_bytes(b"\xff\xfe\x00" * 100)
+    with unreadable(texts["math"]):
+        _prepared(_config(texts), tmp_path / "runs")
+    assert not list((tmp_path / "runs").rglob("*.arrow"))
 
 
 def test_a_tokenizer_is_made_from_all_sources_or_from_those_that_are_named(texts: dict[str, str], tmp_path: Path) -> None:

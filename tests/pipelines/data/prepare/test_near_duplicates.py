@@ -38,7 +38,7 @@ from raystride.pipelines.data.prepare.near_duplicates import (
     minhash_signature,
 )
 from raystride.pipelines.data.prepare.prepare import prepare
-from raystride.pipelines.data.prepare.progress import CountMeter
+from raystride.pipelines.data.prepare.progress import CountMeter, load_stages
 from raystride.pipelines.data.prepare.run_context import RunContext
 from raystride.pipelines.data.tasks import build_task
 from raystride.pipelines.system.storage.folder import Folder
@@ -171,13 +171,13 @@ def test_an_interrupted_search_goes_on(tmp_path: Path, monkeypatch: pytest.Monke
     """And signs again what is not as it was written: other signatures would leave out other documents."""
     texts, signed = _texts(90), list[int]()
     whole = _prepare(tmp_path, texts, "whole", shard_mib=0.01)
-    sign: Callable[..., None] = near_duplicates.sign_part
+    sign: Callable[..., float] = near_duplicates.sign_part
 
-    def stops(job: Any, part: Any) -> None:
+    def stops(job: Any, part: Any) -> float:
         if len(signed) == 2:
             raise KeyboardInterrupt
         signed.append(part.number)
-        sign(job, part)
+        return sign(job, part)
 
     monkeypatch.setattr(near_duplicates, "sign_part", stops)
     with pytest.raises(KeyboardInterrupt):
@@ -187,12 +187,14 @@ def test_an_interrupted_search_goes_on(tmp_path: Path, monkeypatch: pytest.Monke
     for number in broken:
         flip_bit(next(tmp_path.rglob(f"{number:05d}.u4")), 7)
 
-    def signs(job: Any, part: Any) -> None:
+    def signs(job: Any, part: Any) -> float:
         again.append(part.number)
-        sign(job, part)
+        return sign(job, part)
 
     monkeypatch.setattr(near_duplicates, "sign_part", signs)
     result = _prepare(tmp_path, texts, "stopped", shard_mib=0.01)
+    seconds = load_stages(result.folder)["seconds"]
+    assert min(seconds[name] for name in ("sign", "compare", "read", "tokenise")) > 0
     assert not set(again) & set(signed)
     assert broken <= set(again)
     assert again

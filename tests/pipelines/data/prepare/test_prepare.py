@@ -2,6 +2,7 @@
 
 import gzip
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -20,8 +21,9 @@ from hypothesis import strategies as st
 from raystride.pipelines.config import Config, LaunchConfig, TokenizerConfig, TrainConfig
 from raystride.pipelines.data.prepare.fingerprint import identity
 from raystride.pipelines.data.prepare.hash_list import SUFFIX, hash_list_name, parse_hash_list
+from raystride.pipelines.data.prepare.one_source import BYTES_SPEEDUP
 from raystride.pipelines.data.prepare.prepare import needs_ray, prepare
-from raystride.pipelines.data.prepare.progress import SPEED_FILE
+from raystride.pipelines.data.prepare.progress import SPEED_FILE, load_stages
 from raystride.pipelines.data.prepare.run_context import RunContext
 from raystride.pipelines.data.prepare.stages import is_validation
 from raystride.pipelines.data.tasks.language_model import LanguageModel
@@ -62,7 +64,7 @@ def test_ray_is_needed_for_large_data_that_is_not_prepared(
     following = replace(config, data=replace(config.data, start_after_mib=1.0, follow=True))
     assert not needs_ray(context)
     assert needs_ray(context.with_config(following))
-    monkeypatch.setattr("raystride.pipelines.data.prepare.one_source.MAX_LOCAL_BYTES", 39 * 10_000)
+    monkeypatch.setattr("raystride.pipelines.data.prepare.one_source.MAX_LOCAL_BYTES", 39 * 10_000 // BYTES_SPEEDUP)
     assert needs_ray(context)
     assert not needs_ray(context.with_config(replace(config, launch=LaunchConfig(mode="inline"))))
     prepared(config, tmp_path / "runs")
@@ -330,6 +332,30 @@ class Interrupted(Labelled):
         if self.broken and document[0].startswith("text 150:"):
             raise MemoryError
         return super().encode(document)
+
+
+class StopsInSurvey(Interrupted):
+    """Fails in the third survey, and counts them."""
+
+    def survey(self, documents: Iterable[Document]) -> Facts:
+        if self.broken and type(self).surveys == 3:
+            raise MemoryError
+        return super().survey(documents)
+
+    def encode(self, document: Document) -> tuple[np.ndarray, None]:
+        return Labelled.encode(self, document)
+
+
+def test_an_interrupted_survey_goes_on(tmp_path: Path) -> None:
+    config, lines = settings(as_json(tmp_path), shard_mib=TINY, validation_fraction=0.2), list[str]()
+    with pytest.raises(MemoryError):
+        made(StopsInSurvey, config, tmp_path / "runs")
+    StopsInSurvey.surveys, StopsInSurvey.broken = 0, False
+    result = made(StopsInSurvey, config, tmp_path / "runs", log=lines.append)
+    (parts,) = (int(found[1]) for line in lines if (found := re.search(r"surveying .*, 3 of (\d+) parts", line)))
+    assert StopsInSurvey.surveys == parts - 3 > 3
+    assert result.manifest == made(Labelled, config, tmp_path / "whole").manifest
+    assert load_stages(result.folder)["seconds"]["survey"] > 0
 
 
 def test_an_interrupted_preparation_does_not_survey_again(tmp_path: Path) -> None:

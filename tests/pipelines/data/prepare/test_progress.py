@@ -21,7 +21,7 @@ def test_speed_and_time_left_are_of_the_parts_that_stand(tmp_path: Path, monkeyp
     now = [50.0]
     monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
     folder = Folder(str(tmp_path))
-    meter = ProgressMeter.for_parts(folder, [part(1, 30_000_000), part(2, 10_000_000), part(7, 20_000_000)])
+    meter = ProgressMeter.for_parts((folder, [part(1, 30_000_000), part(2, 10_000_000), part(7, 20_000_000)]))
     assert (meter.total, meter.done) == (60_000_000, 0)
     now[0] = 53.0
     assert meter.read() == "0/3 parts, 0 MB"
@@ -33,17 +33,17 @@ def test_speed_and_time_left_are_of_the_parts_that_stand(tmp_path: Path, monkeyp
     (folder / "parts").put_json("00002.json", {})
     now[0] = 65.0
     assert meter.read() == "2/3 parts, 40 MB, 2.0 MB/s, 10 s left", "what was before the first part is no part's time"
-    assert ProgressMeter.for_parts(folder, [part(9, 1, None)]).read() == "0/1 parts, 0 MB"
+    assert ProgressMeter.for_parts((folder, [part(9, 1, None)])).read() == "0/1 parts, 0 MB"
     for number in range(3):
         (folder / "sections").put_json(f"00009-{number:04d}.json", {})
-    assert ProgressMeter.for_parts(folder, [part(9, 1, None)]).read() == "0/1 parts, 0 MB, 3 shards of packed files"
-    assert ProgressMeter.for_parts(folder, []).total == 1
+    assert ProgressMeter.for_parts((folder, [part(9, 1, None)])).read() == "0/1 parts, 0 MB, 3 shards of packed files"
+    assert ProgressMeter.for_parts((folder, [])).total == 1
 
 
 def test_lines_are_logged_without_a_terminal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(progress, "LINE_EVERY_S", 0.001)
     lines: list[str] = []
-    with show_progress("preparing", ProgressMeter.for_parts(Folder(str(tmp_path)), [part(1, 5)]), lines.append):
+    with show_progress("preparing", ProgressMeter.for_parts((Folder(str(tmp_path)), [part(1, 5)])), lines.append):
         wait_until(lambda: bool(lines), "a line")
     assert lines[0].startswith("preparing: 0/1 parts, ")
 
@@ -62,7 +62,7 @@ def test_lines_go_on_when_looking_has_failed(tmp_path: Path, monkeypatch: pytest
             return super().read()
 
     lines: list[str] = []
-    with show_progress("preparing", Away.for_parts(Folder(str(tmp_path)), [part(1, 5)]), lines.append):
+    with show_progress("preparing", Away.for_parts((Folder(str(tmp_path)), [part(1, 5)])), lines.append):
         wait_until(lambda: len(lines) > 1, "a line after the error")
     assert lines[0] == "preparing: OSError: the storage is away; tried again"
     assert lines[1].startswith("preparing: 0/1 parts, ")

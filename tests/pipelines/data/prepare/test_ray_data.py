@@ -1,10 +1,11 @@
 """On Ray Data the shards have the same bytes as from one process, and errors arrive as they were raised."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from raystride.pipelines.config import TokenizerConfig
+from raystride.pipelines.config import DataConfig, TokenizerConfig
 from raystride.pipelines.data.prepare.parts import divide_into_parts
 from raystride.pipelines.data.prepare.ray_data import run_parts
 from raystride.pipelines.data.prepare.stages import Preparation, read_part, tokenise_table, write_part
@@ -98,3 +99,17 @@ def test_parts_of_a_hundred_thousand_files_come_to_the_tasks(tmp_path: Path) -> 
     task = build_task(config).knowing({"vocabulary_size": 257, "end_id": 256}, {})
     job = Preparation(Folder(str(tmp_path / "prepared")), {"train": source.reader}, task, 0.05, skip=True)
     assert sum(record["skipped"] for record in run_parts(job, list(parts))) == len(files)
+
+
+def test_the_sources_of_a_mixture_are_one_job_and_give_the_same_bytes(tmp_path: Path) -> None:
+    for name in ("web", "code"):
+        (tmp_path / f"{name}.txt").write_text(f"{name}\n{LINES[:100_000]}")
+    sources = {name: {"source": str(tmp_path / f"{name}.txt")} for name in ("web", "code")}
+    data = DataConfig(sources=sources, validation="tail", shard_mib=0.03)  # type: ignore[arg-type]
+    config = replace(settings("python"), data=data)
+    alone, cluster = (prepared(config, tmp_path / place, on_ray=place == "cluster") for place in ("alone", "cluster"))
+    assert cluster.manifest.sources == alone.manifest.sources
+    for fingerprint in alone.manifest.sources.values():
+        places = [tmp_path / place / ".prepared" / fingerprint for place in ("alone", "cluster")]
+        assert len(list(places[0].rglob("*.arrow"))) > 3
+        assert tree(places[0]) == tree(places[1])

@@ -65,7 +65,7 @@ def test_a_kill_loses_a_section(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         return tokenise(job, table)
 
     monkeypatch.setattr(stages, "_TABLE_ROWS", 100)
-    monkeypatch.setattr("raystride.pipelines.data.prepare.one_source.tokenise_table", killed)
+    monkeypatch.setattr("raystride.pipelines.data.prepare.stages.tokenise_table", killed)
     with pytest.raises(KeyboardInterrupt):
         prepared(config, tmp_path / "begun")
     (folder,) = (tmp_path / "begun" / ".prepared").iterdir()

@@ -71,6 +71,19 @@ def test_tokens_without_a_mask_count(tmp_path: Path) -> None:
     assert [row["loss_mask"] for row in read(tmp_path / shard.file)] == [[1, 1], [1, 1, 1], [0, 1, 0], [1], [1, 1]]
 
 
+def test_only_the_given_rows_of_a_table_are_written(tmp_path: Path) -> None:
+    table = table_of([(number, True, True, [number] * number, [1] * number if number == 3 else None) for number in range(7)])
+    for rows, masked in (([0, 2, 4, 5], False), ([1, 3, 6], True), ([], False)):
+        writer = ShardWriter(pa.uint16(), Folder(str(tmp_path)))
+        writer.add(table.slice(0, 7), np.array(rows, np.int64))
+        shard = writer.finish("train/0.arrow")
+        assert (shard is not None) == bool(rows)
+        if shard:
+            found = read(tmp_path / shard.file)
+            assert [(row["document"], row["ids"]) for row in found] == [(row, [row] * row) for row in rows]
+            assert (shard.mask_offset is not None) == masked
+
+
 lengths_and_masks = st.lists(st.tuples(st.integers(0, 6), st.booleans()), min_size=1, max_size=8)
 
 

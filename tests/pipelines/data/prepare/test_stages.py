@@ -7,11 +7,20 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from raystride.pipelines.config import Config, DataConfig
 from raystride.pipelines.data.prepare import stages
 from raystride.pipelines.data.prepare.parts import divide_without_validation
-from raystride.pipelines.data.prepare.stages import Preparation, _encode_stretch, is_validation, read_part
+from raystride.pipelines.data.prepare.stages import (
+    Preparation,
+    _build_table,
+    _encode_stretch,
+    is_validation,
+    read_part,
+    tokenise_table,
+)
 from raystride.pipelines.data.sources.source import open_source
 from raystride.pipelines.data.tasks import build_task
 from raystride.pipelines.data.tasks.language_model import LanguageModel
@@ -43,6 +52,32 @@ def test_a_piece_that_does_not_end_its_document_has_no_end() -> None:
     ids, mask, _ = _encode_stretch(_task(Masked), ("ab",), begins=True, ends=True)
     assert mask is not None
     assert (mask.dtype, mask.tolist()) == (np.uint8, [0, 0, 1])
+
+
+class OneByOne(LanguageModel):
+    """A task of one's own, whose documents are encoded one by one."""
+
+
+pieces = st.lists(st.tuples(st.booleans(), st.booleans(), st.text(max_size=5)) | st.none(), min_size=1, max_size=9)
+
+
+@given(pieces=pieces, start=st.integers(0, 8))
+@settings(max_examples=40, deadline=None)
+def test_bytes_of_a_table_at_once_are_those_of_its_documents(
+    pieces: list[tuple[bool, bool, str] | None], start: int
+) -> None:
+    rows = [
+        (0, number, *piece[:2], number % 3 == 0, piece[2], "place", None, number)
+        if piece
+        else (0, *[None] * 6, "fault", None)
+        for number, piece in enumerate(pieces)
+    ]
+    table = _build_table(rows).slice(min(start, len(rows) - 1))
+    both = [
+        tokenise_table(Preparation(Folder("unused"), {}, _task(kind), 0.5, False), table)  # type: ignore[arg-type]
+        for kind in (LanguageModel, OneByOne)
+    ]
+    assert both[0].drop_columns(["tokenise_s"]).equals(both[1].drop_columns(["tokenise_s"]))
 
 
 def test_a_document_of_a_task_without_windows_must_have_something_in_it() -> None:

@@ -2,9 +2,11 @@
 
 import base64
 import io
+import itertools
 import struct
 import zlib
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from unittest.mock import ANY
@@ -14,7 +16,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from PIL import Image
+from PIL import Image, ImageFile
 
 from raystride.pipelines.config import Config, DataConfig, ModelConfig, SettingError
 from raystride.pipelines.data.feed.cache import NodeCache
@@ -35,7 +37,7 @@ from raystride.pipelines.data.prepare.run_context import RunContext
 from raystride.pipelines.data.sources.fields import data_uri
 from raystride.pipelines.data.tasks import build_task
 from raystride.pipelines.data.tasks.images import Images
-from raystride.pipelines.data.tasks.pictures import CHANNELS, DEEP_MODES
+from raystride.pipelines.data.tasks.pictures import CHANNELS, DEEP_MODES, open_picture, picture_size, read_picture_size
 from raystride.pipelines.system.storage.folder import Folder
 from tests.errors import refused
 from tests.tiny import tiny
@@ -75,6 +77,35 @@ def test_the_size_is_that_of_all_images_or_is_set() -> None:
         task.learn([task.survey([(small, "a")]), task.survey([(large, "b")])])
     chosen = _task(image_size=(3, 8, 8))
     assert chosen.learn([chosen.survey([(small, "a"), (large, "b")])])["image"] == [3, 8, 8]
+
+
+@pytest.mark.parametrize(("kind", "by_header"), [("PNG", 4), ("JPEG", 8), ("WEBP", 8), ("BMP", 4), ("GIF", 0), ("TIFF", 0)])
+def test_a_size_by_the_header_is_that_of_the_picture(kind: str, by_header: int) -> None:
+    found = []
+    for mode, orientation in itertools.product(("L", "RGB", "P", "RGBA", "1"), (None, 3, 6, 8)):
+        exif, stream = Image.Exif(), io.BytesIO()
+        exif.update({0x0112: orientation} if orientation else {})
+        with suppress(OSError, ValueError):  # a mode that the format does not have
+            Image.new(mode, (5, 3)).save(stream, kind, **({"exif": exif} if orientation else {}))
+            uri = data_uri(stream.getvalue())
+            found.append((read_picture_size(uri), picture_size(open_picture(uri))))
+    assert len([size for size, _ in found if size]) >= by_header
+    assert all(size in (None, expected) for size, expected in found)
+
+
+def test_a_survey_decodes_one_picture_of_a_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    decoded: list[str] = []
+
+    def load(file: ImageFile.ImageFile) -> object:
+        decoded.append(str(file.size))
+        return loaded(file)
+
+    loaded = ImageFile.ImageFile.load
+    monkeypatch.setattr(ImageFile.ImageFile, "load", load)
+    pixels = np.random.default_rng(0).integers(0, 256, (40, 4, 5), np.uint8)
+    sizes = _task().survey([(_uri(picture), "a") for picture in pixels])["sizes"]
+    assert sizes == {"1x4x5": 40}
+    assert len(decoded) <= 4, "Pillow's functions call it for each step with a picture"
 
 
 def test_images_are_scaled_only_if_set() -> None:
