@@ -1,22 +1,31 @@
-"""How often the 95 % intervals of `evaluate` hold the truth: 95 % is meant.
+"""How often intervals hold the truth: 95 % of `evaluate`'s and of a trial's speed, 80 % of the scaling model's.
 
     python -m benchmarks.coverage
 
-Proportions are counted exactly on a grid of samples and truths, means of documents' windows on drawn data sets. Beside each
-stands what 0.3 had: percentiles of resampled rows.
+Proportions are counted exactly on a grid of samples and truths, means of documents' windows and of a trial's windows on drawn
+data sets, the scaling model's predictions on drawn clusters. Beside each stands what 0.3 had.
 """
 
 import argparse
 import json
+from dataclasses import replace
 
 import numpy as np
 
 from raystride.pipelines.evaluate.intervals import bootstrap, proportion_interval
+from raystride.pipelines.sweep.result import CORRELATIONS, relative_half_width
+from raystride.pipelines.sweep.scaling_model.fit import DEGREES_OF_FREEDOM, PRIORS, Prior
+from raystride.pipelines.sweep.scaling_model.interval import Interval
+from raystride.pipelines.sweep.scaling_model.model import ScalingModel
+from raystride.pipelines.sweep.scaling_model.terms import build_table, evaluate_terms
+from tests.pipelines.sweep.scaling_model.synthetic import LARGE, SMALL, TRUTH, list_works, measure
 
 SAMPLES = (10, 12, 15, 20, 30, 50, 75, 100, 150, 200, 300, 500, 1000)
 TRUTHS = (0.5, 0.6, 0.7, 0.75, 0.8, 0.85, 0.9, 0.92, 0.95, 0.97, 0.98, 0.99)
 DESIGNS = ((40, 10, 0.5), (100, 5, 0.3), (30, 20, 0.2))
 """Documents, windows of each, and the share of the variance between documents."""
+WINDOWS = (3, 5, 8)
+SCATTERS = (0.0, 2.0)
 
 
 def coverage_of_proportions() -> dict[tuple[int, float], float]:
@@ -64,10 +73,67 @@ def coverage_of_documents(
     return {name: count / data_sets for name, count in held.items()}
 
 
+def coverage_of_windows(windows: int, correlation: float, *, data_sets: int) -> dict[str, float]:
+    """Returns the share of drawn trials whose interval holds the speed: `now`, and as if windows were `independent`.
+
+    Neighbouring windows have this correlation.
+    """
+    from scipy.special import stdtrit
+
+    generator, held = np.random.default_rng(0), {"now": 0, "independent": 0}
+    quantile = float(stdtrit(windows - 1, 0.975))
+    for _ in range(data_sets):
+        off = generator.normal(size=windows)
+        for number in range(1, windows):
+            off[number] = correlation * off[number - 1] + (1 - correlation**2) ** 0.5 * off[number]
+        speeds = 100 + off
+        halves = {
+            "now": relative_half_width(speeds.tolist()) * speeds.mean(),
+            "independent": quantile * speeds.std(ddof=1) / windows**0.5,
+        }
+        for name, half in halves.items():
+            held[name] += abs(speeds.mean() - 100) <= half
+    return {name: count / data_sets for name, count in held.items()}
+
+
+def coverage_of_predictions(clusters: int, scatter: float, *, first: int = 0) -> dict[str, float]:
+    """Returns the share of further trials, six for each drawn cluster, inside their 80 % intervals: `now`, and as in `0.3`.
+
+    The truth is drawn from the priors, tried on 1, 4 and 16 workers and predicted on 64, 128 and 512. A trial is off by the
+    noise of its cluster, and each of its three windows by `scatter` times as much.
+    """
+    inside = {"now": 0, "0.3": 0}
+    further = [replace(work, workers=size, slots=size) for size in (64, 128, 512) for work in (SMALL, LARGE)]
+    for seed in range(first, first + clusters):
+        rng = np.random.default_rng(1000 + seed)
+        truth = {name: _draw_from_prior(prior, rng) for name, prior in PRIORS.items()}
+        truth |= {name: value for name, value in TRUTH.items() if name.startswith("compute")}
+        trials = measure([*list_works([1, 4, 16]), *further], truth, noise=truth["noise"], seed=seed)
+        trials = [
+            replace(trial, step_seconds=tuple(trial.seconds * np.exp(scatter * truth["noise"] * rng.standard_normal(3))))
+            for trial in trials
+        ]
+        model = ScalingModel.fit(trials[: -len(further)])
+        noise = rng.standard_t(DEGREES_OF_FREEDOM, size=model.draws["noise"].shape)
+        for trial in trials[-len(further) :]:
+            total = evaluate_terms(build_table([trial.work]), model.draws).total
+            before = Interval.from_draws(total * np.exp(model.draws["noise"] * noise))
+            for name, interval in (("now", model.step_seconds(trial.work)), ("0.3", before)):
+                inside[name] += interval.low <= trial.seconds <= interval.high
+    return {name: count / clusters / len(further) for name, count in inside.items()}
+
+
+def _draw_from_prior(prior: Prior, rng: np.random.Generator) -> float:
+    while (value := prior.middle * prior.factor ** rng.standard_normal()) > prior.upper_bound:
+        pass
+    return float(value)
+
+
 def main() -> None:
     """Prints the shares, in percent; the last line is JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data-sets", type=int, default=400)
+    parser.add_argument("--clusters", type=int, default=40, help="four seconds each, twice")
     arguments = parser.parse_args()
     shares = coverage_of_proportions()
     least = min(shares, key=lambda point: shares[point])
@@ -81,7 +147,23 @@ def main() -> None:
         rows[str(design)] = found
         text = ", ".join(f"{name} drawn anew: {100 * share:.1f} %" for name, share in found.items())
         print(f"{design[0]} documents of {design[1]} windows, {design[2]:.0%} of the variance between them: {text}")
-    print(json.dumps({"proportions": float(np.mean(list(shares.values()))), "least": shares[least], "documents": rows}))
+    windows = {}
+    for count in WINDOWS:
+        by_correlation = {
+            correlation: coverage_of_windows(count, correlation, data_sets=arguments.data_sets)
+            for correlation in CORRELATIONS
+        }
+        shares_of = {name: [found[name] for found in by_correlation.values()] for name in ("now", "independent")}
+        windows[count] = float(np.mean(shares_of["now"]))
+        text = ", ".join(f"{name} {100 * np.mean(held):.1f} % ({100 * min(held):.1f})" for name, held in shares_of.items())
+        print(f"{count} windows of a trial, neighbours correlated by 0 to 0.8, on average (least): {text}")
+    predictions = {}
+    for scatter in SCATTERS:
+        predictions[scatter] = coverage_of_predictions(arguments.clusters, scatter)
+        text = ", ".join(f"{name} {100 * share:.1f} %" for name, share in predictions[scatter].items())
+        print(f"predictions of the scaling model, windows that scatter by {scatter:g} times the noise: {text}")
+    found_shares = {"proportions": float(np.mean(list(shares.values()))), "least": shares[least], "documents": rows}
+    print(json.dumps(found_shares | {"windows": windows, "predictions": predictions}))
 
 
 if __name__ == "__main__":
