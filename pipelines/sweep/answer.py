@@ -25,7 +25,7 @@ from raystride.pipelines.sweep.result import Result
 from raystride.pipelines.sweep.scaling_model.described import ClusterDescription
 from raystride.pipelines.sweep.scaling_model.model import HoldOut, NotPredicted, Prediction, ScalingModel, hold_out
 from raystride.pipelines.sweep.scaling_model.observation import Observation, TrialError
-from raystride.pipelines.sweep.space import Candidate, describe_mesh, known_steps, scale_schedule, throughput_unit
+from raystride.pipelines.sweep.space import Candidate, describe_mesh, known_steps, shorten_schedule, throughput_unit
 
 BUSY_SHARE = 0.25
 """Share of the machine's processors in use by others above which the answer says so."""
@@ -136,7 +136,7 @@ def describe_horizon(base: SweepJobConfig) -> str:
         return f"A trial trains {trial:,} steps: how many yours has is not known, as epochs or hours end it."
     if trial > steps:
         return f"A trial trains {trial:,} steps, more than the {steps:,} of yours: give fewer sweep.windows."
-    warmup = scale_schedule(optimizer, trial, steps, fixed=base.sweep.space).warmup_steps
+    warmup = shorten_schedule(optimizer, trial, steps, fixed=base.sweep.space).warmup_steps
     of_warmup = f", its warm-up {warmup:,} and not {optimizer.warmup_steps:,}" if warmup != optimizer.warmup_steps else ""
     return f"A trial is a training in small: {trial:,} steps and not {steps:,}{of_warmup}. A longer one may need others."
 
@@ -156,7 +156,8 @@ def _describe_answer(base: SweepJobConfig, selection: Selection, price: float) -
     again = ", measured once more after it was chosen" * (selection.confirmed and not base.sweep.by_quality)
     lines.append(f"It trains {best.speed:,.0f}{spread} {unit} a second on {placement}{again}.")
     if base.sweep.by_quality:
-        text = f"Its {best.quality_name} after {base.sweep.trial_steps:,} steps is {best.quality:.4g} "
+        trial_steps = Candidate(base, best.settings).sweep.trial_steps
+        text = f"Its {best.quality_name} after {trial_steps:,} steps is {best.quality:.4g} "
         if selection.confirmed:
             text += "(a seed that did not choose it)."
         else:
@@ -192,9 +193,12 @@ def _describe_answer(base: SweepJobConfig, selection: Selection, price: float) -
         )
     if failed:
         lines.append(f"{failed} of {len(merged)} combinations have no figure; the report says why.")
-    batch, configured = Candidate(base, best.settings).recommended.train.samples_per_step, base.train.samples_per_step
-    if batch != configured:
+    train, configured = Candidate(base, best.settings).recommended.train, base.train.samples_per_step
+    if train.samples_per_step != configured:
+        text = f"Its batch is {train.samples_per_step} samples a step, not the configured {configured}"
         lines.append(
-            f"Its batch is {batch} samples a step, not the configured {configured}: the learning rate may not fit it."
+            f"{text}." if "optimizer.learning_rate" in base.sweep.space else f"{text}: the learning rate may not fit it."
         )
+    if train.steps != base.train.steps and known_steps(base.train):
+        lines.append(f"Trials have the same samples, and so has its training with {train.steps:,} steps.")
     return " ".join(lines)

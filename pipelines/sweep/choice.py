@@ -210,7 +210,11 @@ def list_further_trials(results: Sequence[Result], base: SweepJobConfig, price_p
             if sweep.by_quality and len(chosen) < 2:
                 continue
         if missing := [result for result in chosen if (_settings_key(result), number) not in done]:
-            return [Candidate(base, result.settings, number) for result in missing]
+            # In the space's order, which JSON has lost, so that labels are alike.
+            return [
+                Candidate(base, dict.fromkeys(key for key in sweep.space if key in one.settings) | one.settings, number)
+                for one in missing
+            ]
     return []
 
 

@@ -52,7 +52,7 @@ from raystride.pipelines.sweep.space import (
     format_mesh_flags,
     known_steps,
     refuse_endless_warmup,
-    scale_schedule,
+    shorten_schedule,
     throughput_unit,
 )
 from raystride.pipelines.sweep.tracking import SweepTracking
@@ -171,7 +171,7 @@ def _check_quality(base: SweepJobConfig) -> None:
             )
     _ = base.validation.better
     if not {f"optimizer.{name}" for name in (*SCHEDULE_STEPS, "schedule")} & set(base.sweep.space):
-        in_small = scale_schedule(training.optimizer, base.sweep.trial_steps, known_steps(training.train))
+        in_small = shorten_schedule(training.optimizer, base.sweep.trial_steps, known_steps(training.train))
         refuse_endless_warmup(in_small, base.sweep)
 
 

@@ -243,3 +243,30 @@ def test_speed_that_does_not_tell_rates_apart_leaves_them_to_the_loss() -> None:
     first, second = replace(trial(100.0, 1), loss=3.0), replace(trial(100.1, 1), loss=2.0)
     assert select_best([first, second], both, 0.0)[0] is second
     assert select_best([first, replace(trial(300.0, 1), loss=9.0)], both, 0.0)[0].loss == 9.0  # type: ignore[union-attr]
+
+
+def test_batches_compared_by_loss_have_the_same_samples() -> None:
+    """A batch of 64 had eight times the samples of one of 8, and its training eight times the compute."""
+    base = sweep(space={"train.batch": [8, 64], "optimizer.learning_rate": [0.1]}, objective="loss")
+    assert (base.train.samples_per_step, base.train.steps, base.sweep.trial_steps) == (16, 1000, 90)
+    found = {}
+    for batch in (8, 16, 64):
+        candidate = Candidate(base, {"train.batch": batch, "optimizer.learning_rate": 0.1})
+        assert candidate.config is not None
+        trial, whole = candidate.config.train, candidate.recommended.train
+        assert whole.steps * batch == 1000 * 16
+        assert abs(trial.steps * batch - 90 * 16) <= batch / 2
+        assert candidate.sweep.trial_steps == trial.steps
+        assert trial.log_every == candidate.sweep.window_steps
+        found[batch] = candidate.recommended.optimizer.warmup_steps
+    assert found == {8: 200, 16: 100, 64: 25}
+    by_speed = replace(base, sweep=replace(base.sweep, objective="throughput"))
+    assert Candidate(by_speed, {"train.batch": 64, "optimizer.learning_rate": 0.1}).recommended.train.steps == 1000
+    huge = Candidate(base, {"train.batch": 512, "optimizer.learning_rate": 0.1})
+    assert "leaves a trial of this batch 3 steps" in huge.refusal
+
+
+def test_contexts_compared_by_loss_have_the_same_targets() -> None:
+    base = sweep(space={"model.context": [16, 64]}, objective="loss")
+    short, long = (Candidate(base, {"model.context": context}) for context in (16, 64))
+    assert short.recommended.train.steps == 4 * long.recommended.train.steps
