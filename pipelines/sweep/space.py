@@ -226,7 +226,8 @@ def known_steps(train: TrainConfig) -> int:
 def scale_schedule(optimizer: OptimizerConfig, factor: Fraction, fixed: Container[str] = ()) -> OptimizerConfig:
     """Returns the schedule with its steps multiplied by a factor, at least one; `fixed` names settings that keep theirs."""
     steps = {name: getattr(optimizer, name) for name in SCHEDULE_STEPS if f"optimizer.{name}" not in fixed}
-    return replace(optimizer, **{name: max(1, int(value * factor)) for name, value in steps.items() if value})
+    scaled: dict[str, Any] = {name: max(1, int(value * factor)) for name, value in steps.items() if value}
+    return replace(optimizer, **scaled)
 
 
 def shorten_schedule(
