@@ -57,5 +57,5 @@ def kept_block(key, i, j, threshold):
 
 @jit
 def fold_in_kernel(key, number):
-    """`fold`."""
-    return key + number * -1028477379
+    """`fold`; the number may be Python's, whose product would not wrap."""
+    return key + (key * 0 + number) * -1028477379
