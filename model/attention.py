@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from raystride.model.dropout import module_seed_tensor
+from raystride.model.dropout import attention_seed
 from raystride.model.linear import Linear, Products
 from raystride.model.norm import RMSNorm
 from raystride.triton_kernels.attention import attention
@@ -64,6 +64,7 @@ class Attention(nn.Module):
     """Self-attention, grouped if there are fewer key and value heads than query heads (Ainslie et al., 2023)."""
 
     number: int | None = None
+    row_keys: torch.Tensor | None = None
     """As in `Dropout`, for dropout of the attention weights."""
     first_head: int = 0
     """Index of the first local head among all heads."""
@@ -138,8 +139,8 @@ class Attention(nn.Module):
                 bidirectional_window_mask(tokens, self.window, key_lengths, x.device),
                 None,
             )
-        if rules["dropout"] and self.number is not None:
-            rules |= {"seed": module_seed_tensor(x.device, self.number), "first_head": self.first_head}
+        if rules["dropout"]:
+            rules |= attention_seed(self, x.device, batch, documents, tokens)
         if documents is not None:
             q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))  # (B T, H or G, D)
             y = self.packed(q, k, v, documents, documents, longest=tokens, **rules)

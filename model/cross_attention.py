@@ -7,10 +7,12 @@ of B: neighbouring rows of x share a sentence, and its keys and values are read 
     y = layer(x, memory, lengths)                             # (6, T, 128), (2, S, 128) -> (6, T, 128)
 """
 
+from typing import Any
+
 import torch
 from torch import nn
 
-from raystride.model.dropout import module_seed_tensor
+from raystride.model.dropout import attention_seed
 from raystride.model.linear import Linear, Products
 from raystride.triton_kernels.attention import attention
 
@@ -32,6 +34,7 @@ class CrossAttention(nn.Module):
     """Cross-attention; every query sees the full memory of its sentence (Vaswani et al., 2017, section 3.2.3)."""
 
     number: int | None = None
+    row_keys: torch.Tensor | None = None
     first_head: int = 0
     """As in self-attention."""
 
@@ -67,6 +70,6 @@ class CrossAttention(nn.Module):
         else:
             k, v = cache.keys, cache.values
         dropout = self.dropout if self.training else 0.0
-        seed = module_seed_tensor(x.device, self.number) if dropout and self.number is not None else None
-        y = attention(q, k, v, key_lengths=lengths, dropout=dropout, seed=seed, first_head=self.first_head)
+        seed: dict[str, Any] = attention_seed(self, x.device, sentences) if dropout else {}
+        y = attention(q, k, v, key_lengths=lengths, dropout=dropout, **seed)
         return self.out(y.transpose(1, 2).flatten(2).view(*x.shape[:2], -1))  # type: ignore[no-any-return]

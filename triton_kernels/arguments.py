@@ -75,17 +75,20 @@ def expect_rules(operation: str, *, causal: bool, window: int, softcap: float) -
         raise ValueError(f"{operation}: softcap must be at least 0, which is none, but is {softcap}")
 
 
-def expect_dropout(operation: str, dropout: float, seed: torch.Tensor | None, beside: torch.Tensor) -> None:
-    """Checks a dropout probability and its seed.
+def expect_dropout(operation: str, dropout: float, seed: torch.Tensor | None, beside: torch.Tensor, rows: int = 0) -> None:
+    """Checks a dropout probability and its seed; `rows`: the number of int32 keys that may be given instead, 0: none.
 
     Raises:
-        ValueError: a probability that is not between 0 and 1, a seed that is not one int64, or one on another device.
+        ValueError: a probability that is not between 0 and 1, a seed that is neither one int64 nor an int32 for each row, or
+            one on another device.
     """
     if not 0 <= dropout <= 1:
         raise ValueError(f"{operation}: dropout must be between 0 and 1, but is {dropout}")
     if seed is not None:
-        expect(operation, "seed", seed, dtypes=(torch.int64,), beside=beside)
-        if seed.numel() != 1:
+        expect(operation, "seed", seed, dtypes=(torch.int64, torch.int32) if rows else (torch.int64,), beside=beside)
+        if seed.dtype == torch.int32:
+            expect(operation, "seed", seed, shape=(rows,), dtypes=(torch.int32,), beside=beside)
+        elif seed.numel() != 1:
             raise ValueError(f"{operation}: seed must be a single number, but is of shape {tuple(seed.shape)}")
 
 

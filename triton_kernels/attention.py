@@ -247,16 +247,17 @@ def attention(
     With `causal`, query i of T sees keys 0 to S - T + i, so that a query against a cache of S keys sees all of them; with
     `window`, only the last `window` of these. Keys from key_lengths (B,) on are hidden; queries keep their positions at the
     end of the S keys. `scale` is 1 / sqrt(D) by default. `softcap` caps scaled scores; 0: none.
-    `dropout` is the fraction of weights dropped, chosen by `seed` (1,) in int64; without a seed, one is drawn from the
-    device's generator. If these heads are a subset, `first_head` is the index of the first one: the reference then drops
-    the same weights as with all heads; kernels drop others than for the other heads.
+    `dropout` is the fraction of weights dropped, chosen by `seed` (1,) in int64, or by a key for each row (B,) in int32, see
+    `row_masks`; without a seed, one is drawn from the device's generator. If these heads are a subset, `first_head` is the
+    index of the first one: the reference, and kernels by keys, then drop the same weights as with all heads; by a seed
+    kernels drop others than for the other heads.
 
     Raises ValueError for inconsistent shapes, heads that are no multiple of groups, key_lengths of another batch, tensors on
     several devices, dropout outside 0 to 1, a window without causal, and a negative window or cap.
     """
     expect_rules("attention", causal=causal, window=window, softcap=softcap)
     expect_heads("attention", "BHTD", q, k, v)
-    expect_dropout("attention", dropout, seed, q)
+    expect_dropout("attention", dropout, seed, q, rows=len(q))
     if key_lengths is not None:
         expect("attention", "key_lengths", key_lengths, shape=(len(q),), dtypes=INTEGERS, beside=q)
     plain = (

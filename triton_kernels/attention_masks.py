@@ -5,7 +5,8 @@ w only the last w of those; keys from a sequence's length on are hidden. Kernels
 and mask only the border blocks on either side.
 
 Dropout drops the weight of (batch b, head h, query i, key j) if word j mod 4 of Philox4x32-10 (Salmon et al., 2011) with the
-counter (j / 4, i, h, b) and the seed as its key is small, so that backward and reference drop the same weights.
+counter (j / 4, i, h, b) and the seed as its key is small, so that backward and reference drop the same weights. With int32
+keys (B,) for a seed, each row has its own, and the mask is that of `row_masks`: a row's does not depend on the others.
 
     seen, kept = visible(4, 6, causal=True), kept_weights(seed, 2, 8, 4, 6, dropout=0.1)
 """
@@ -13,6 +14,7 @@ counter (j / 4, i, h, b) and the seed as its key is small, so that backward and 
 import torch
 
 from raystride.triton_kernels.language import jit, tl
+from raystride.triton_kernels.row_masks import fold, fold_in_kernel, kept_block, kept_by_row
 
 _ROUNDS = 10
 """Rounds of Philox, as in its paper, in cuRAND and in tl.philox."""
@@ -55,6 +57,10 @@ def kept_weights(
     first_head: int = 0,
 ) -> torch.Tensor:
     """Returns a mask, True if dropout keeps the weight, (B, H, T, S), bitwise as in the kernels; b is in `numbers` (B,)."""
+    if seed.dtype == torch.int32:
+        keys_of_rows = seed if numbers is None else seed[numbers]
+        every_head = first_head + torch.arange(heads, device=seed.device)
+        return kept_by_row(fold(keys_of_rows[:, None], every_head), queries, keys, dropout=dropout)
     b, h, i, key = (torch.arange(n, device=seed.device) for n in (batch, heads, queries, keys))
     return kept_weights_at(seed, b if numbers is None else numbers, first_head + h, i[None], key[None], dropout=dropout)
 
@@ -91,9 +97,14 @@ def philox(
 
 
 def derive_seed(seed: torch.Tensor, salt: int, first_head: int) -> torch.Tensor:
-    """Returns a separate seed for each salt and first head, computed on the device; for 0 and 0 the seed itself."""
+    """Returns a separate seed for each salt and first head, computed on the device; for 0 and 0 the seed itself.
+
+    Keys of rows know no salt; those of a first head drop what it does among all heads.
+    """
     if not (salt or first_head):
         return seed
+    if seed.dtype == torch.int32:
+        return fold(seed, torch.tensor(first_head, device=seed.device))
     # Steps of a bit mixer's odd constant (Steele et al., "SplitMix", 2014), so that neighbouring seeds do not meet.
     step = (salt + (first_head << 40)) * 0x9E3779B97F4A7C15
     return seed + ((step + (1 << 63)) % (1 << 64) - (1 << 63))
@@ -235,11 +246,17 @@ def is_kept(rules, b, h, query, key, config):
 
     One Philox gives four words, of four neighbouring keys: ten rounds for each weight would cost more than its product.
     """
-    c0 = (key // 4 + tl.arange(0, config.block_n // 4))[None, :] + tl.zeros([config.block_m, 1], tl.int32)
-    c1 = (query + tl.arange(0, config.block_m))[:, None] + tl.zeros([1, config.block_n // 4], tl.int32)
-    zero = tl.zeros([config.block_m, config.block_n // 4], tl.int32)
-    w0, w1, w2, w3 = tl.philox(tl.load(rules.seed), c0, c1, zero + h, zero + b)
-    # In this order the four words lie side by side once the two new dimensions are the last.
-    words = tl.join(tl.join(w0, w2), tl.join(w1, w3)).reshape(config.block_m, config.block_n)
-    # The upper 24 of 32 bits, which are positive as int32.
-    return (words >> 8).to(tl.int32) >= rules.threshold
+    if rules.seed.dtype.element_ty == tl.int32:
+        i = (query + tl.arange(0, config.block_m))[:, None]
+        j = (key + tl.arange(0, config.block_n))[None, :]
+        kept = kept_block(fold_in_kernel(tl.load(rules.seed + b), h), i, j, rules.threshold)
+    else:
+        c0 = (key // 4 + tl.arange(0, config.block_n // 4))[None, :] + tl.zeros([config.block_m, 1], tl.int32)
+        c1 = (query + tl.arange(0, config.block_m))[:, None] + tl.zeros([1, config.block_n // 4], tl.int32)
+        zero = tl.zeros([config.block_m, config.block_n // 4], tl.int32)
+        w0, w1, w2, w3 = tl.philox(tl.load(rules.seed), c0, c1, zero + h, zero + b)
+        # In this order the four words lie side by side once the two new dimensions are the last.
+        words = tl.join(tl.join(w0, w2), tl.join(w1, w3)).reshape(config.block_m, config.block_n)
+        # The upper 24 of 32 bits, which are positive as int32.
+        kept = (words >> 8).to(tl.int32) >= rules.threshold
+    return kept

@@ -273,6 +273,7 @@ def attention_packed(
 ) -> torch.Tensor:
     """Computes `attention` of each sequence over its own keys. Offsets start with 0 and end with N and M; empty is allowed.
 
+    `seed` is one, or a key for each sequence (n,) in int32.
     Lengths stay on the device: the host does not wait for them. Wrong offsets are an error there. `longest` is an upper
     bound of the lengths, for a library's grid; 0: N and M.
 
@@ -281,8 +282,8 @@ def attention_packed(
     """
     expect_rules("attention_packed", causal=causal, window=window, softcap=softcap)
     expect_heads("attention_packed", "NHD", q, k, v)
-    expect_dropout("attention_packed", dropout, seed, q)
     count = max(1, query_offsets.numel())
+    expect_dropout("attention_packed", dropout, seed, q, rows=count - 1)
     expect("attention_packed", "query_offsets", query_offsets, shape=(count,), dtypes=INTEGERS, beside=q)
     expect("attention_packed", "key_offsets", key_offsets, shape=(count,), dtypes=INTEGERS, beside=q)
     plain = not (window or dropout or softcap)

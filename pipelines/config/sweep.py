@@ -190,8 +190,9 @@ class SweepConfig(Section):
     """Number of rounds through all combinations. Rounds run one after another, so that a slow hour of a machine does not
     affect a single combination only. With the objective `loss` or `metric`, each round has another seed."""
     seeds: int = setting(3, at_least=1)
-    """Maximum number of seeds that decide between trials of similar loss. Loss differences are similar if another seed might
-    cause them. Used with the objectives `loss` and `metric`. 1: a single seed decides."""
+    """Maximum number of seeds of a setting. The best three get a second one, those of them that seeds do not tell apart
+    further ones, and the best of these the last, which does not choose it and gives the loss that is stated. Used with the
+    objectives `loss` and `metric`. 1: a single seed decides, and is stated."""
     isolated: bool = setting(True)
     """Run one trial at a time. Trials that share a node would disturb each other's measurements."""
     max_concurrent: int = setting(

@@ -13,19 +13,19 @@ from typing import Any
 from raystride.pipelines.config.sweep import SweepJobConfig
 from raystride.pipelines.sweep.choice import (
     UNITS,
+    Selection,
     compute_score,
-    group_by_config,
     pareto_front,
     render_recommendation,
     resolve_price,
-    select_best,
+    select,
 )
 from raystride.pipelines.sweep.observed import build_observation
 from raystride.pipelines.sweep.result import Result
 from raystride.pipelines.sweep.scaling_model.described import ClusterDescription
 from raystride.pipelines.sweep.scaling_model.model import HoldOut, NotPredicted, Prediction, ScalingModel, hold_out
 from raystride.pipelines.sweep.scaling_model.observation import Observation, TrialError
-from raystride.pipelines.sweep.space import Candidate, describe_mesh, known_steps, scale_schedule, throughput_unit
+from raystride.pipelines.sweep.space import Candidate, describe_mesh, known_steps, shorten_schedule, throughput_unit
 
 BUSY_SHARE = 0.25
 """Share of the machine's processors in use by others above which the answer says so."""
@@ -87,8 +87,8 @@ def build_answer(base: SweepJobConfig, results: Iterable[Result], described: Clu
     """Returns the answer of the results, with predictions if a cluster is described."""
     all_results = list(results)
     price = resolve_price(base, described)
-    merged = group_by_config(all_results)
-    best, ties = select_best(merged, base.sweep, price)
+    selection = select(all_results, base.sweep, price)
+    merged, best, ties = selection.merged, selection.best, selection.ties
     observations, remarks = _observe_trials(base, merged)
     model = ScalingModel.fit(list(observations.values()), described) if len(observations) >= MIN_TRIALS else None
     if model is None:
@@ -96,7 +96,7 @@ def build_answer(base: SweepJobConfig, results: Iterable[Result], described: Clu
             f"No scaling model was fitted: that takes {MIN_TRIALS} measured trials, here are {len(observations)}."
         )
     predictions = _predict(base, model, best, observations)
-    text = _describe_answer(base, merged, best, ties, price)
+    text = _describe_answer(base, selection, price)
     recommended = render_recommendation(Candidate(base, best.settings), text) if best else None
     held_out = hold_out(list(observations.values()), described) if model else None
     return Answer(
@@ -136,15 +136,14 @@ def describe_horizon(base: SweepJobConfig) -> str:
         return f"A trial trains {trial:,} steps: how many yours has is not known, as epochs or hours end it."
     if trial > steps:
         return f"A trial trains {trial:,} steps, more than the {steps:,} of yours: give fewer sweep.windows."
-    warmup = scale_schedule(optimizer, trial, steps, fixed=base.sweep.space).warmup_steps
+    warmup = shorten_schedule(optimizer, trial, steps, fixed=base.sweep.space).warmup_steps
     of_warmup = f", its warm-up {warmup:,} and not {optimizer.warmup_steps:,}" if warmup != optimizer.warmup_steps else ""
     return f"A trial is a training in small: {trial:,} steps and not {steps:,}{of_warmup}. A longer one may need others."
 
 
-def _describe_answer(
-    base: SweepJobConfig, merged: Sequence[Result], best: Result | None, ties: Sequence[Result], price: float
-) -> str:
+def _describe_answer(base: SweepJobConfig, selection: Selection, price: float) -> str:
     """Returns the recommendation and its reasons, in a paragraph."""
+    merged, best, ties = selection.merged, selection.best, selection.ties
     objective, unit = base.sweep.objective, throughput_unit(base)
     failed = sum(not result.is_measured for result in merged)
     if best is None:
@@ -154,11 +153,17 @@ def _describe_answer(
     spread = f" ± {best.spread:.1%}" if len(best.speeds) > 1 else ""
     groups = describe_mesh(base.scaling, best.settings)
     placement = f"{best.workers} worker{'s' * (best.workers > 1)}" + f" in {groups}" * bool(groups)
-    lines.append(f"It trains {best.speed:,.0f}{spread} {unit} a second on {placement}.")
+    again = ", measured once more after it was chosen" * (selection.confirmed and not base.sweep.by_quality)
+    lines.append(f"It trains {best.speed:,.0f}{spread} {unit} a second on {placement}{again}.")
     if base.sweep.by_quality:
-        mean_note = f" (the mean of {len(best.losses)} seeds)" if len(best.losses) > 1 else ""
-        text = f"Its {best.quality_name} after {base.sweep.trial_steps:,} steps is {best.quality:.4g}{mean_note}, "
-        text += f"the {'highest' if best.metric_name and best.direction == 'max' else 'lowest'} of all trials."
+        trial_steps = Candidate(base, best.settings).sweep.trial_steps
+        text = f"Its {best.quality_name} after {trial_steps:,} steps is {best.quality:.4g} "
+        if selection.confirmed:
+            text += "(a seed that did not choose it)."
+        else:
+            highest = "highest" if best.metric_name and best.direction == "max" else "lowest"
+            seeds = f"the mean of {len(best.losses)} seeds" if len(best.losses) > 1 else "one seed"
+            text += f"({seeds}), the {highest} of all trials."
         lines[1:] = [text, describe_horizon(base), lines[1]]
     elif objective != "throughput":
         value = compute_score(best, base.sweep, price)
@@ -188,9 +193,12 @@ def _describe_answer(
         )
     if failed:
         lines.append(f"{failed} of {len(merged)} combinations have no figure; the report says why.")
-    batch, configured = Candidate(base, best.settings).recommended.train.samples_per_step, base.train.samples_per_step
-    if batch != configured:
+    train, configured = Candidate(base, best.settings).recommended.train, base.train.samples_per_step
+    if train.samples_per_step != configured:
+        text = f"Its batch is {train.samples_per_step} samples a step, not the configured {configured}"
         lines.append(
-            f"Its batch is {batch} samples a step, not the configured {configured}: the learning rate may not fit it."
+            f"{text}." if "optimizer.learning_rate" in base.sweep.space else f"{text}: the learning rate may not fit it."
         )
+    if train.steps != base.train.steps and known_steps(base.train):
+        lines.append(f"Trials have the same samples, and so has its training with {train.steps:,} steps.")
     return " ".join(lines)

@@ -1,12 +1,16 @@
 """Selects the best trials by the objective, and writes the settings to train with.
 
-merged = group_by_config(results)                         # the rounds of each combination together
-best, ties = select_best(merged, sweep, price)            # ties: results within the spread of the best
+A figure that is chosen for its size owes a part of it to luck. So finalists are measured again afterwards, by quality from
+a seed that has not chosen them: those figures are stated.
+
+selection = select(results, sweep, price)
+selection.best, selection.ties                            # ties: results within the spread of the best
+list_further_trials(results, base)                        # what is still to be measured before; none: it is settled
 """
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from statistics import fmean, median, variance
 
@@ -19,7 +23,9 @@ from raystride.pipelines.sweep.space import Candidate
 
 HOUR_S = 3600
 LOSS_TOLERANCE = 0.005
-"""Losses of one seed each that differ by no more than this share count as equal: another seed alone would change as much."""
+"""Losses that differ by no more than this share count as equal where no setting was trained from a second seed."""
+NUM_FINALISTS = 3
+"""Settings that are measured again before the best is named."""
 UNITS = {
     "throughput": "seconds a token",
     "cost": "price a token",
@@ -89,6 +95,42 @@ def _merge_rounds(rounds: Sequence[Result]) -> Result:
     )
 
 
+@dataclass(frozen=True)
+class Selection:
+    """The best of a sweep."""
+
+    merged: Sequence[Result]
+    """One result for each combination: of finalists, what was measured after they were chosen."""
+    best: Result | None
+    ties: Sequence[Result]
+    """Results within the spread of the best, the best first."""
+    confirmed: bool
+    """Whether the figures of the best were measured after it was chosen."""
+
+
+def confirming_round(sweep: SweepConfig) -> int:
+    """Returns the number of the round that chooses nothing: after all others, by quality the last of `sweep.seeds`."""
+    return max(sweep.repeats, sweep.seeds - 1) if sweep.by_quality else sweep.repeats
+
+
+def select(results: Iterable[Result], sweep: SweepConfig, price_per_hour: float) -> Selection:
+    """Selects by the rounds before the confirming one, and states the figures of that one where it was measured."""
+    results, last = list(results), confirming_round(sweep)
+    choosing = group_by_config(result for result in results if result.round < last)
+    confirming = group_by_config(result for result in results if result.round >= last and result.status == "measured")
+    best, ties = select_best(choosing, sweep, price_per_hour)
+    again = {
+        _settings_key(result): result for result in confirming if math.isfinite(compute_score(result, sweep, price_per_hour))
+    }
+    final = {_settings_key(result): again.get(_settings_key(result), result) for result in choosing}
+    return Selection(
+        list(final.values()),
+        best and final[_settings_key(best)],
+        [final[_settings_key(result)] for result in ties],
+        best is not None and _settings_key(best) in again,
+    )
+
+
 def select_best(results: Iterable[Result], sweep: SweepConfig, price_per_hour: float) -> tuple[Result | None, list[Result]]:
     """Returns the result with the best score, and all within its spread and theirs, itself the first.
 
@@ -101,10 +143,12 @@ def select_best(results: Iterable[Result], sweep: SweepConfig, price_per_hour: f
     if not finite:
         return None, []
     if sweep.by_quality:
-        # Results with the most seeds: a mean and a single seed's luck are not comparable.
+        # Of results with the most seeds: a mean and a single seed's luck are not comparable.
         max_seeds = max(len(result.losses) for _, _, result in finite)
-        finalists = [result for _, _, result in finite if len(result.losses) == max_seeds]
-        return finalists[0], [result for result in finalists if result is finalists[0] or is_same_loss(finalists[0], result)]
+        best = next(result for _, _, result in finite if len(result.losses) == max_seeds)
+        others = [result for _, _, result in finite if result is not best]
+        spread = pooled_spread(result for _, _, result in finite)
+        return best, [best, *(result for result in others if is_same_loss(best, result, spread))]
     median_spread = median([result.spread for _, _, result in finite if math.isfinite(result.spread)] or [0.0])
     spreads = [min(1.0, result.spread if math.isfinite(result.spread) else median_spread) for _, _, result in finite]
     best_score = finite[0][0]
@@ -116,42 +160,61 @@ def select_best(results: Iterable[Result], sweep: SweepConfig, price_per_hour: f
     return ties[0], ties
 
 
-def is_same_loss(best: Result, other: Result) -> bool:
+def pooled_spread(results: Iterable[Result]) -> tuple[float, int]:
+    """Returns the standard deviation between seeds of one combination, over all that have several, and its degrees of
+    freedom; (0, 0) if none has."""
+    several = [result.losses for result in results if len(result.losses) > 1]
+    degrees_of_freedom = sum(len(losses) - 1 for losses in several)
+    squares = sum(variance(losses) * (len(losses) - 1) for losses in several)
+    return (math.sqrt(squares / degrees_of_freedom), degrees_of_freedom) if several else (0.0, 0)
+
+
+def is_same_loss(best: Result, other: Result, spread: tuple[float, int]) -> bool:
     """Returns True if the losses, or metrics, of two results do not differ significantly.
 
-    It is Welch's test at 95 % if both have several seeds.
+    By Student's test at 95 % with the `pooled_spread` between seeds; by LOSS_TOLERANCE if no two seeds were seen.
     """
-    difference = other.final_cost - best.final_cost
-    if min(len(best.losses), len(other.losses)) < 2:
+    difference, (deviation, degrees_of_freedom) = other.final_cost - best.final_cost, spread
+    if not degrees_of_freedom:
         return difference <= LOSS_TOLERANCE * abs(best.final_cost)
-    # Losses may be equal to the last bit, if settings change nothing.
-    errors = [variance(result.losses) / len(result.losses) for result in (best, other)]
-    if not sum(errors):
-        return difference == 0
     from scipy.special import stdtrit
 
-    degrees_of_freedom = sum(errors) ** 2 / sum(
-        error**2 / (len(result.losses) - 1) for error, result in zip(errors, (best, other), strict=True)
-    )
-    return difference <= float(stdtrit(degrees_of_freedom, 0.975)) * math.sqrt(sum(errors))
+    error = deviation * math.sqrt(sum(1 / max(1, len(result.losses)) for result in (best, other)))
+    return difference <= float(stdtrit(degrees_of_freedom, 0.975)) * error
 
 
-def needs_more_seeds(results: Sequence[Result], base: SweepJobConfig) -> list[Candidate]:
-    """Returns the candidates to train from another seed, until the best settings by loss are decided; none if they are.
+def list_further_trials(results: Sequence[Result], base: SweepJobConfig, price_per_hour: float = 0.0) -> list[Candidate]:
+    """Returns the candidates to measure in a further round before the answer; none if it is settled.
 
-    Those that one seed leaves undecided are trained from a second, those that two leave undecided from a third, ...
+    By quality the best three are trained from a second seed, those that seeds do not tell apart from a third, ..., and the
+    best of these from the last, which chooses none. Otherwise the best and up to two within its spread are measured once
+    more. Nothing is chosen from a single combination, or from a space of seeds.
     """
-    sweep = base.sweep
-    if not sweep.by_quality or "seed" in sweep.space:
+    sweep, last = base.sweep, confirming_round(base.sweep)
+    if sweep.by_quality and ("seed" in sweep.space or sweep.seeds <= sweep.repeats):
         return []
-    trained = {(_settings_key(result), result.round) for result in results}
-    for next_round in range(1, sweep.seeds):
-        merged = group_by_config(result for result in results if result.round < next_round)
-        _, rivals = select_best(merged, sweep, 0.0)
-        if len(rivals) < 2:
-            break
-        if missing := [result for result in rivals if (_settings_key(result), next_round) not in trained]:
-            return [Candidate(base, rival.settings, next_round) for rival in missing]
+    done = {(_settings_key(result), result.round) for result in results}
+    for number in range(sweep.repeats, last + 1):
+        merged = group_by_config(result for result in results if result.round < number)
+        best, ties = select_best(merged, sweep, price_per_hour)
+        scores = ((compute_score(one, sweep, price_per_hour), one) for one in merged if one.status == "measured")
+        ranked = sorted((pair for pair in scores if math.isfinite(pair[0])), key=lambda pair: pair[0])
+        if best is None or len(ranked) < 2:
+            return []
+        if sweep.by_quality and number == 1:
+            chosen = [result for _, result in ranked[:NUM_FINALISTS]]
+        elif sweep.by_quality and number == last:
+            chosen = [best]
+        else:
+            chosen = [result for result in ties if len(result.losses) == len(best.losses)][:NUM_FINALISTS]
+            if sweep.by_quality and len(chosen) < 2:
+                continue
+        if missing := [result for result in chosen if (_settings_key(result), number) not in done]:
+            # In the space's order, which JSON has lost, so that labels are alike.
+            return [
+                Candidate(base, dict.fromkeys(key for key in sweep.space if key in one.settings) | one.settings, number)
+                for one in missing
+            ]
     return []
 
 

@@ -93,8 +93,8 @@ def _quality_section(answer: Answer) -> Iterator[str]:
         return
     yield picture
     yield paragraph(
-        f"{answer.base.quality_name} on the validation samples after {answer.base.sweep.trial_steps:,} steps, one point a "
-        "combination (the mean of its seeds)."
+        f"{answer.base.quality_name} on the validation samples after {answer.base.sweep.trial_steps:,} steps (of other "
+        "batches, after as many samples), one point a combination (the mean of its seeds)."
     )
 
 

@@ -6,7 +6,8 @@ end.
     save_result(sweep_folder, result); load_results(sweep_folder)    # of all trials so far, by key
 
 A window is the interval between two lines of the log; its speed is that of its steps by the host's clock. The spread of
-a figure is the 95 % interval of the windows' mean, as if windows were independent, although neighbours in time hardly are.
+a figure is the 95 % interval of the windows' mean. Neighbours in time are alike, by how much a few windows cannot tell: the
+interval is one over all correlations of neighbours from 0 to 0.8 (`python -m benchmarks.coverage`).
 """
 
 import math
@@ -187,14 +188,43 @@ def seconds_to_loss(windows: Sequence[MeasuredWindow], target: float) -> float |
     return None
 
 
+CORRELATIONS = tuple(number / 10 for number in range(9))
+"""Correlations of neighbouring windows, equally likely before they are seen."""
+
+
 def relative_half_width(values: Sequence[float]) -> float:
-    """Returns half the 95 % interval (Student's) of the mean, as a share of the mean; infinite for fewer than two values."""
+    """Returns half the 95 % interval of the mean, as a share of the mean; infinite for fewer than two values.
+
+    Values follow each other in time, and each resembles its neighbour (an autoregression of order 1, of a correlation in
+    CORRELATIONS). Mean and variance are unknown: given the correlation the mean has Student's distribution, and the
+    interval is that of the mixture, by how likely the values make each correlation.
+    """
     if len(values) < 2:
         return math.inf
-    from scipy.special import stdtrit
+    if min(values) == max(values):
+        return 0.0
+    import numpy as np
+    from scipy.special import stdtr, stdtrit
 
-    quantile = float(stdtrit(len(values) - 1, 0.975))
-    return quantile * statistics.stdev(values) / math.sqrt(len(values)) / statistics.fmean(values)
+    x, degrees, mean = np.array(values), len(values) - 1, statistics.fmean(values)
+    correlation = np.array(CORRELATIONS)[:, None]
+    # The rows' sums of the inverse of the matrix of correlations correlation^|i - j|.
+    weights = np.where((np.arange(len(x)) % degrees) == 0, 1.0, 1 - correlation) / (1 + correlation)
+    total = weights.sum(1)
+    middle = weights @ x / total
+    off = x - middle[:, None]
+    conditional = 1 - correlation[:, 0] ** 2
+    squares = off[:, 0] ** 2 + ((off[:, 1:] - correlation * off[:, :-1]) ** 2).sum(1) / conditional
+    log_density = -0.5 * (degrees * np.log(conditional) + np.log(total) + degrees * np.log(squares))
+    share = np.exp(log_density - log_density.max())
+    share /= share.sum()
+    error = np.sqrt(squares / degrees / total)
+    low, high = 0.0, float(np.abs(middle - mean).max() + stdtrit(degrees, 0.975) * error.max())
+    for _ in range(60):
+        half = (low + high) / 2
+        inside = stdtr(degrees, (mean + half - middle) / error) - stdtr(degrees, (mean - half - middle) / error)
+        low, high = (low, half) if share @ inside >= 0.95 else (half, high)
+    return high / mean
 
 
 def save_result(sweep: Folder, result: Result) -> None:

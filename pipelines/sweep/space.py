@@ -15,6 +15,7 @@ import math
 import random
 from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from functools import cached_property
 from typing import Any
 
@@ -53,7 +54,7 @@ class Candidate:
     @cached_property
     def _built_config(self) -> Config | SettingError:
         try:
-            return self._shorten_training(with_settings(self.base.training(), self._trial_settings()))
+            return self._shorten_training(self._whole_training)
         except SettingError as error:
             return error
 
@@ -73,7 +74,48 @@ class Candidate:
         registered its task or sources. Raises SettingError."""
         training = self.base.training()
         modules = PluginBundle.collect(training).imported
-        return replace(with_settings(training, self._trial_settings()), run=None, plugins=(*training.plugins, *modules))
+        return replace(self._whole_training, run=None, plugins=(*training.plugins, *modules))
+
+    @cached_property
+    def _whole_training(self) -> Config:
+        """The training that the trial stands for. Compared by quality it has as many samples as the configured one, so that
+        another batch has another number of steps. Raises SettingError."""
+        config, factor = with_settings(self.base.training(), self._trial_settings()), self._step_factor
+        if factor == 1:
+            return config
+        optimizer = scale_schedule(config.optimizer, factor, fixed=self.settings)
+        steps = config.train.steps if "train.steps" in self.settings else round(config.train.steps * factor)
+        return replace(config, train=replace(config.train, steps=steps), optimizer=optimizer)
+
+    @cached_property
+    def _step_factor(self) -> Fraction:
+        """Steps of this batch that have the samples, or targets, of a configured step; 1 where quality is not compared.
+        Raises SettingError."""
+        if not self.base.sweep.by_quality:
+            return Fraction(1)
+        configured, own = (
+            config.train.samples_per_step
+            * (config.train.slot_tokens or 1)
+            * round(build_task(config).targets_per_sample or 1)
+            for config in (self.base.training(), with_settings(self.base.training(), self._trial_settings()))
+        )
+        return Fraction(configured, own)
+
+    @property
+    def sweep(self) -> SweepConfig:
+        """The measurement of this trial: that of the sweep, in steps of this batch. Raises SettingError."""
+        sweep, factor = self.base.sweep, self._step_factor
+        if factor == 1:
+            return sweep
+        steps = round(sweep.trial_steps * factor)
+        window_steps = max(1, sweep.window_steps * steps // sweep.trial_steps)
+        if (warmup_steps := steps - sweep.windows * window_steps) < 1:
+            raise sweep.error(
+                "windows",
+                f"leaves a trial of this batch {steps} steps, as all trials have the same samples: give a longer "
+                "sweep.window_steps, or smaller batches",
+            )
+        return replace(sweep, warmup_steps=warmup_steps, window_steps=window_steps)
 
     @cached_property
     def key(self) -> str:
@@ -88,6 +130,7 @@ class Candidate:
         own = {first.get(name, name): value for name, value in self.settings.items()}
         # Earlier versions gave every trial the whole training's warm-up: those figures are not comparable with these.
         parts = [training | own, sweep, self.round, *["schedule in small"] * self._has_short_schedule()]
+        parts += [f"equal samples, {self._factor_or_1} of the steps"] * (self._factor_or_1 != 1)
         text = json.dumps(parts, sort_keys=True, default=str)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
@@ -118,17 +161,24 @@ class Candidate:
 
     def _short_schedule(self, config: Config) -> OptimizerConfig:
         """Returns the trial's schedule: that of the training in small, except for what the space varies."""
-        return scale_schedule(config.optimizer, self.base.sweep.trial_steps, known_steps(config.train), fixed=self.settings)
+        return shorten_schedule(config.optimizer, self.sweep.trial_steps, known_steps(config.train), fixed=self.settings)
 
     def _has_short_schedule(self) -> bool:
         """Returns True if the trial's schedule is another one than the training's."""
         if not self.base.sweep.by_quality:
             return False
         try:
-            config = with_settings(self.base.training(), self._trial_settings())
+            return self._short_schedule(self._whole_training) != self._whole_training.optimizer
         except SettingError:
             return False
-        return self._short_schedule(config) != config.optimizer
+
+    @property
+    def _factor_or_1(self) -> Fraction:
+        """The factor of the steps; 1 of settings that contradict each other."""
+        try:
+            return self._step_factor
+        except SettingError:
+            return Fraction(1)
 
     def _trial_settings(self) -> dict[str, Any]:
         """Returns the settings; under weak scaling each worker gets the slots of the base."""
@@ -144,7 +194,7 @@ class Candidate:
 
     def _shorten_training(self, config: Config) -> Config:
         """Returns the settings of a training for measurement only: short, with nothing besides the steps."""
-        sweep, train, optimizer = self.base.sweep, config.train, config.optimizer
+        sweep, train, optimizer = self.sweep, config.train, config.optimizer
         if sweep.objective != "time_to_loss":
             train = replace(train, steps=sweep.trial_steps, epochs=0, hours=0)
         if sweep.by_quality:
@@ -173,7 +223,14 @@ def known_steps(train: TrainConfig) -> int:
     return 0 if train.epochs or train.hours else train.steps
 
 
-def scale_schedule(
+def scale_schedule(optimizer: OptimizerConfig, factor: Fraction, fixed: Container[str] = ()) -> OptimizerConfig:
+    """Returns the schedule with its steps multiplied by a factor, at least one; `fixed` names settings that keep theirs."""
+    steps = {name: getattr(optimizer, name) for name in SCHEDULE_STEPS if f"optimizer.{name}" not in fixed}
+    scaled: dict[str, Any] = {name: max(1, int(value * factor)) for name, value in steps.items() if value}
+    return replace(optimizer, **scaled)
+
+
+def shorten_schedule(
     optimizer: OptimizerConfig, trial_steps: int, training_steps: int, fixed: Container[str] = ()
 ) -> OptimizerConfig:
     """Returns the schedule of a training in small: warm-up and decay end at the same share of its steps.
@@ -183,10 +240,7 @@ def scale_schedule(
     """
     if not 0 < trial_steps < training_steps:
         return optimizer
-    steps = {name: getattr(optimizer, name) for name in SCHEDULE_STEPS if f"optimizer.{name}" not in fixed}
-    return replace(
-        optimizer, **{name: max(1, value * trial_steps // training_steps) for name, value in steps.items() if value}
-    )
+    return scale_schedule(optimizer, Fraction(trial_steps, training_steps), fixed)
 
 
 def refuse_endless_warmup(optimizer: OptimizerConfig, sweep: SweepConfig) -> None:

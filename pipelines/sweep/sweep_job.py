@@ -37,7 +37,7 @@ from raystride.pipelines.launch.run_store.lease import RunLease, new_attempt
 from raystride.pipelines.launch.run_store.location import locate_run
 from raystride.pipelines.observability.record.summary import put_summary
 from raystride.pipelines.sweep.answer import Answer, build_answer, describe_horizon
-from raystride.pipelines.sweep.choice import needs_more_seeds, resolve_price
+from raystride.pipelines.sweep.choice import confirming_round, list_further_trials, resolve_price
 from raystride.pipelines.sweep.progress import ProgressBoard
 from raystride.pipelines.sweep.report_page import write_report
 from raystride.pipelines.sweep.result import RETRYABLE_STATUSES, Result, list_keys, load_results, remove_result, save_result
@@ -52,7 +52,7 @@ from raystride.pipelines.sweep.space import (
     format_mesh_flags,
     known_steps,
     refuse_endless_warmup,
-    scale_schedule,
+    shorten_schedule,
     throughput_unit,
 )
 from raystride.pipelines.sweep.tracking import SweepTracking
@@ -171,7 +171,7 @@ def _check_quality(base: SweepJobConfig) -> None:
             )
     _ = base.validation.better
     if not {f"optimizer.{name}" for name in (*SCHEDULE_STEPS, "schedule")} & set(base.sweep.space):
-        in_small = scale_schedule(training.optimizer, base.sweep.trial_steps, known_steps(training.train))
+        in_small = shorten_schedule(training.optimizer, base.sweep.trial_steps, known_steps(training.train))
         refuse_endless_warmup(in_small, base.sweep)
 
 
@@ -216,10 +216,16 @@ def _measure_missing(
     folder = storage / str(base.run)
     known = _load_known(base, folder, candidates)
     missing = [candidate for candidate in candidates if candidate.key not in known]
-    num_left = len(missing) if candidates else base.sweep.trials - len(known)
-    # The job that answers knows all results: it measures further seeds of undecided ones.
-    is_answering = tracking is not None
-    if num_left <= 0 and not (is_answering and needs_more_seeds(list(known.values()), base)):
+    chosen_by = [result for result in known.values() if result.round < base.sweep.repeats]
+    num_left = len(missing) if candidates else base.sweep.trials - len(chosen_by)
+    price = resolve_price(base, described)
+
+    def list_further() -> list[Candidate]:
+        """Lists what the job that answers, which knows all results, still has to measure."""
+        known = _load_known(base, folder, candidates)
+        return list_further_trials(list(known.values()), base, price) if tracking is not None else []
+
+    if num_left <= 0 and not list_further():
         return
     _for_each_data_kind(base, missing, lambda config: check_data(RunContext(config, storage)))
     metadata = job_metadata(str(base.run), str(storage), base.record.mlflow)
@@ -232,7 +238,7 @@ def _measure_missing(
         _prepare_all(base, storage, missing, screen)
         is_shared = base.sweep.share_base
         resources = Resources.of_this_machine() if is_shared else Resources.of_cluster()
-        plan = SweepPlan(base, storage, resolve_price(base, described), resources, PluginBundle.collect(base))
+        plan = SweepPlan(base, storage, price, resources, PluginBundle.collect(base))
         run = measure_shared if is_shared else measure_with_tune
         with ProgressBoard(
             base.sweep.space, num_left, base.quality_name, throughput_unit(base), quiet=not screen.is_visible
@@ -240,9 +246,10 @@ def _measure_missing(
             on_result = partial(_report_result, folder, tracking, board)
             if num_left > 0:
                 run(plan, missing, list(known.values()), num_left, on_result)
-            while is_answering and (further := needs_more_seeds(list(_load_known(base, folder, candidates).values()), base)):
+            while further := list_further():
                 names = "; ".join(candidate.label for candidate in further)
-                board.add_trials(len(further), f"another seed for what the loss does not tell apart: {names}")
+                why = "from another seed" if base.sweep.by_quality else "once more, as being chosen takes luck"
+                board.add_trials(len(further), f"the best, {why}: {names}")
                 run(plan, further, [], len(further), on_result)
 
 
@@ -312,7 +319,7 @@ def _load_known(base: SweepJobConfig, folder: Folder, candidates: Sequence[Candi
     """
     results, candidates_by_key = load_results(folder), defaultdict[str, list[Candidate]](list)
     if candidates:
-        rounds = range(base.sweep.repeats, base.sweep.seeds if base.sweep.by_quality else 0)
+        rounds = range(base.sweep.repeats, confirming_round(base.sweep) + 1)
         by_key_and_round = {
             (candidate.key, number): candidate for candidate in candidates for number in (candidate.round, *rounds)
         }
@@ -353,7 +360,7 @@ def _write_answer(
     results = [
         result if result.mlflow_run_id else _log_to_mlflow(folder, tracking, result, len(results)) for result in results
     ]
-    requested = [result for result in results if not candidates or result.round < base.sweep.repeats]
+    requested = [result for result in results if result.round < base.sweep.repeats]
     unfinished = max(0, (len(candidates) or base.sweep.trials) - len(requested))
     outcome = build_answer(base, results, described)
     write_report(folder, outcome)

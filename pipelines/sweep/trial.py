@@ -206,7 +206,7 @@ def build_result(
     candidate: Candidate, folder: Folder, resources: Resources, status: Status, cause: str = "", seconds: float = 0.0
 ) -> Result:
     """Returns the result from the trial's folder; failed if that has no window after the warm-up."""
-    sweep = candidate.base.sweep
+    sweep = candidate.sweep
     entries = read_entries(folder)
     windows = extract_windows(entries)
     measured = [window for window in windows if window.begin >= sweep.warmup_steps]

@@ -135,12 +135,13 @@ class _WindowReporter:
     def __init__(self, plan: SweepPlan, candidate: Candidate) -> None:
         assert candidate.config
         self._plan, self._asked = plan, plan.base.sweep.early_stopping != "none"
+        self._warmup_steps = candidate.sweep.warmup_steps
         self._workers = resolve_allocation(candidate.config, plan.resources).workers
         self._speeds: list[float] = []
 
     def __call__(self, window: MeasuredWindow) -> bool:
         sweep = self._plan.base.sweep
-        if not self._asked or window.begin < sweep.warmup_steps:
+        if not self._asked or window.begin < self._warmup_steps:
             return True
         self._speeds.append(window.tokens_per_second)
         value = token_score(statistics.fmean(self._speeds), self._workers, sweep, self._plan.price_per_hour)

@@ -17,7 +17,7 @@ from torch import nn
 from raystride.pipelines.config import GuardConfig
 from raystride.pipelines.data.feed.loader import Loader
 from raystride.pipelines.train.checkpoint.train_state import SkippedSlot, TrainState
-from raystride.pipelines.train.randomness import micro_batch_seed, preserve_generators, seed_device
+from raystride.pipelines.train.randomness import preserve_generators
 from raystride.pipelines.train.step import NOT_FINITE, SPIKE, StepRules
 from raystride.pipelines.train.strategies.parameter_layout import layout_of
 from raystride.pipelines.train.strategies.recompute import without_recompilation
@@ -124,7 +124,7 @@ def diagnose_step(
             without_recompilation(),
             _record_first_bad_output(model) as found,
         ):
-            seed_device(strategy.device, micro_batch_seed(rules.seed, step, batch.slot))
+            rules.seed_forward(strategy.device, step, batch)
             loss_sum, counted = model(*batch.inputs, batch.targets)
         if not batch.empty:
             if strategy.reports_loss:

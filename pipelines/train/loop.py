@@ -216,7 +216,10 @@ class Training:
         self.state.rewinds = previous_state.rewinds + 1
         self.loader.left_out = frozenset((skipped.step, skipped.slot) for skipped in self.state.left_out)
         # The loss scale and the running loss return to those of the checkpoint.
-        self.rules = build_step_rules(self.config, self.loader.samples, self.state, self.strategy.device)
+        rules = self.rules
+        self.rules = build_step_rules(
+            self.config, self.loader.samples, self.state, self.strategy.device, rules.rows, rules.draws
+        )
         self._saved_at = self.state.step
         self._reset_counters()
 

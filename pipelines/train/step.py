@@ -17,13 +17,14 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
+from raystride.model.dropout import RowKeys
 from raystride.pipelines.config import Config
 from raystride.pipelines.data.feed.loader import NO_REQUESTS, Requests, Step
 from raystride.pipelines.data.feed.samples import Samples
 from raystride.pipelines.observability.phases import phase
 from raystride.pipelines.train.checkpoint.train_state import TrainState, Updater
 from raystride.pipelines.train.precision import MIN_SCALE, LossScale, Precision
-from raystride.pipelines.train.randomness import micro_batch_seed, seed_device
+from raystride.pipelines.train.randomness import DrawNotice, micro_batch_seed, row_keys, seed_device
 from raystride.pipelines.train.strategies import LOSS, OUT_OF_TIME, STOP, SUMMED, TARGETS
 from raystride.pipelines.train.strategies.strategy import MicroBatchLike, Strategy
 
@@ -97,9 +98,27 @@ class StepRules:
     """The loss scale, with float16."""
     random_updates: bool = False
     """Whether the update draws random numbers; it is then seeded by the step."""
+    rows: RowKeys | None = None
+    """Sets the keys of dropout by row; None: masks are by place, or the next numbers of the device's generator."""
+    draws: DrawNotice | None = None
+    """Says if a joined micro-batch draws from the generator."""
+
+    def seed_forward(self, device: torch.device, step: int, batch: MicroBatchLike) -> None:
+        """Seeds the random numbers of a micro-batch's forward."""
+        seed_device(device, micro_batch_seed(self.seed, step, batch.slot))
+        if self.rows is not None:
+            slots = batch.slots or [(batch.slot, len(batch.targets))]
+            self.rows.set(row_keys(self.seed, step, slots, self.rows.modules).to(device))
 
 
-def build_step_rules(config: Config, samples: Samples, state: TrainState, device: torch.device) -> StepRules:
+def build_step_rules(
+    config: Config,
+    samples: Samples,
+    state: TrainState,
+    device: torch.device,
+    rows: RowKeys | None = None,
+    draws: DrawNotice | None = None,
+) -> StepRules:
     """Builds the rules of a run from its settings and its state."""
     train, guard = config.train, config.guard
     return StepRules(
@@ -110,6 +129,8 @@ def build_step_rules(config: Config, samples: Samples, state: TrainState, device
         precision=Precision(train.precision),
         scale=LossScale(device, *(state.loss_scale or ())) if train.precision == "fp16" else None,
         random_updates=train.stochastic_rounding,
+        rows=rows,
+        draws=draws,
     )
 
 
@@ -133,10 +154,12 @@ class StepForward:
 
     @contextmanager
     def micro_batch_context(self, batch: MicroBatchLike) -> Iterator[None]:
-        """Inside, the model runs a micro-batch in the run's precision, with the dropout of its slot."""
-        seed_device(self._device, micro_batch_seed(self._rules.seed, self._step, batch.slot))
+        """Inside, the model runs a micro-batch in the run's precision, with the dropout of its slots."""
+        self._rules.seed_forward(self._device, self._step, batch)
         with phase("forward"), self._rules.precision.autocast(self._device):
             yield
+        if self._rules.draws is not None:
+            self._rules.draws.look(self._device, len(batch.slots))
 
     def loss(self, loss_sum: torch.Tensor, counted: torch.Tensor) -> torch.Tensor:
         """Adds a micro-batch's loss and targets to the sums; returns the scaled loss for its backward."""

@@ -90,7 +90,8 @@ def _cases(draw: st.DrawFn) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, C
         "softcap": draw(st.sampled_from([0.0, 0.0, 1.5])),
     }
     if dropout:
-        rules["seed"] = torch.tensor([draw(st.integers(-(2**63), 2**63 - 1))])
+        seed, keys = torch.tensor([draw(st.integers(-(2**63), 2**63 - 1))]), draw(st.integers(0, 2**31 - batch))
+        rules["seed"] = draw(st.sampled_from([seed, torch.arange(keys, keys + batch, dtype=torch.int32)]))
     if draw(st.booleans()):
         lengths = draw(st.lists(st.integers(0, keys + 2), min_size=batch, max_size=batch))
         rules["key_lengths"] = torch.tensor(lengths, dtype=torch.int32)

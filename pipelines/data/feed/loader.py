@@ -43,6 +43,8 @@ class MicroBatch:
     """Targets, for instance ids (B, T) int64; -100 at positions that the loss ignores."""
     empty: bool = False
     """Whether it only keeps this worker in lock-step with the others: real shapes, but no target that counts."""
+    slots: tuple[tuple[int, int], ...] = ()
+    """Its slots and the number of rows of each, in order; empty: all rows are of `slot`."""
 
     def pin_memory(self) -> "MicroBatch":
         """Returns the micro-batch in page-locked (pinned) memory for asynchronous copies to a GPU."""
@@ -280,10 +282,12 @@ class Loader:
         total = 0
         for slot in worker_slots[::group]:
             slots = range(slot, min(slot + group, worker_slots.stop))
-            slot_numbers = [slot_number for slot_number in slots if (number, slot_number) not in self.left_out]
-            positions = np.concatenate(
-                [self.plan.slot(number, slot_number) for slot_number in slot_numbers] or [np.array([], np.int64)]
-            )
+            by_slot = {
+                slot_number: self.plan.slot(number, slot_number)
+                for slot_number in slots
+                if (number, slot_number) not in self.left_out
+            }
+            positions = np.concatenate([*by_slot.values(), np.array([], np.int64)])
             if not len(positions):
                 if self.every_slot:
                     batches.append(partial(empty_batch, self.samples, slot, self.plan.slot_size))
@@ -291,7 +295,9 @@ class Loader:
             samples = self.plan.order.sample_ids_at(positions)
             epochs = self.plan.order.epochs(positions)
             total += digest(epochs, samples)
-            batches.append(partial(self._finish_batch, slot, self.samples.request(samples, epochs)))
+            rows = np.split(self.samples.num_rows_of(samples), np.cumsum([len(part) for part in by_slot.values()])[:-1])
+            num_rows = {slot_number: int(part.sum()) for slot_number, part in zip(by_slot, rows, strict=True)}
+            batches.append(partial(self._finish_batch, slot, num_rows, self.samples.request(samples, epochs)))
         if self.equal_micro_batches:
             max_slots = -(-self.plan.slots // self.world)  # the most slots of any worker
             group = 1 if self.every_slot else self.micro_batch_slots or max_slots
@@ -303,8 +309,10 @@ class Loader:
         total = total % 2**64 if self.counts_samples else 0
         return lambda: Step(number, position, num_samples, [read() for read in batches], total)
 
-    def _finish_batch(self, slot: int, read: "Callable[[], tuple[Inputs, torch.Tensor]]") -> MicroBatch:
-        batch = MicroBatch(slot, *read())
+    def _finish_batch(
+        self, slot: int, num_rows: dict[int, int], read: "Callable[[], tuple[Inputs, torch.Tensor]]"
+    ) -> MicroBatch:
+        batch = MicroBatch(slot, *read(), slots=tuple(num_rows.items()))
         return batch.pin_memory() if self.device.type == "cuda" else batch
 
     def _place_step(self, step: Step) -> Step:

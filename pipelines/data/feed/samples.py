@@ -309,6 +309,14 @@ class MixedSamples(Samples):
         masks = [_full_masks(rows) if masks is None else masks for rows, masks in parts] if masked else None
         return _reorder_rows([rows for rows, _ in parts], order), None if masks is None else _reorder_rows(masks, order)
 
+    def num_rows_of(self, samples: np.ndarray) -> np.ndarray:
+        """Returns the number of rows that the source of each sample gives for it."""
+        numbers, inside = split_samples(samples)
+        rows = np.ones(len(samples), np.int64)
+        for number in np.unique(numbers).tolist():
+            rows[numbers == number] = self._get_source(number).num_rows_of(inside[numbers == number])
+        return rows
+
     @cached_property
     def remote_shards(self) -> Sequence[RemoteShards]:
         """Remote shards of all sources that have not ended."""

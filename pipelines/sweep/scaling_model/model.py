@@ -10,6 +10,7 @@ docs/scaling.md has its measured errors.
     print(hold_out(observations))                                             # errors on trials that the fit did not see
 """
 
+import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -215,10 +216,14 @@ class ScalingModel:
         return evaluate_terms(build_table([work]), self.draws)
 
     def _add_noise(self, parts: StepParts) -> Array:
-        """Returns the seconds of a step with data, as a further trial would measure them."""
+        """Returns the seconds of a step with data, as a further trial would measure them.
+
+        A trial is off by the noise and by the error of its windows' mean, which it takes from the trials there are.
+        """
         # A fixed seed, so that the same trials give the same figures.
         noise = np.random.default_rng(0).standard_t(DEGREES_OF_FREEDOM, size=parts.total.shape)
-        return parts.total * np.exp(self.draws["noise"] * noise) + self._data_seconds
+        window_error = math.sqrt(statistics.fmean(one.relative_error**2 for one in self.observations))
+        return parts.total * np.exp(np.hypot(self.draws["noise"], window_error) * noise) + self._data_seconds
 
     @property
     def _data_seconds(self) -> float:

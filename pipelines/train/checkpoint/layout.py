@@ -20,9 +20,9 @@ from raystride.pipelines.train.checkpoint.fence import ClaimBroken, read_claim
 
 MANIFEST_KEYS = frozenset(
     [
-        *("absent_gradients", "attempt", "bits", "commit", "data", "device", "fed", "files", "folder", "format", "lora"),
-        *("objects", "order", "parent_step", "positions", "python", "run", "state", "step", "tensors", "term", "threads"),
-        *("versions", "world"),
+        *("absent_gradients", "attempt", "bits", "commit", "data", "device", "dropout_masks", "fed", "files", "folder"),
+        *("format", "lora", "objects", "order", "parent_step", "positions", "python", "run", "state", "step", "tensors"),
+        *("term", "threads", "versions", "world"),
     ]
 )
 """All keys of manifests up to this version; one of a newer version may have more."""

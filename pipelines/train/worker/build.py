@@ -17,7 +17,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from raystride.model.dropout import number_dropouts
+from raystride.model.dropout import RowKeys, number_dropouts
 from raystride.pipelines.config import Config
 from raystride.pipelines.config.combinations import SHARDED
 from raystride.pipelines.data.feed.growth import StreamingOrder
@@ -41,6 +41,7 @@ from raystride.pipelines.train.lora.base import HEADER, check_base, finalize_bas
 from raystride.pipelines.train.lora.init_from_run import init_weights, with_base_ids
 from raystride.pipelines.train.optimizer import build_optimizer
 from raystride.pipelines.train.precision import Precision, resolve_precision
+from raystride.pipelines.train.randomness import DrawNotice
 from raystride.pipelines.train.step import build_step_rules
 from raystride.pipelines.train.strategies import build_strategy
 from raystride.pipelines.train.strategies.parameter_layout import layout_of
@@ -137,7 +138,7 @@ def build_training(
         optimizer=built.optimizer,
         loader=loader,
         state=state,
-        rules=build_step_rules(config, feed.train, state, device),
+        rules=build_step_rules(config, feed.train, state, device, built.rows, DrawNotice(log)),
         validate=Validation(config, strategy, built.model, built.precision, feed.train.task, feed.held_out, feed.shares),
         checkpoints=built.checkpoints if config.checkpoint.every else None,
         header=header | built.facts | job.facts,
@@ -161,7 +162,9 @@ class _BuiltModel(NamedTuple):
     found: ValidCheckpoint | None
     state: TrainState
     facts: dict[str, Any]
-    """What checkpoints say about it: the hash of the frozen base of adapters, the rule for absent gradients."""
+    """What checkpoints say about it: the frozen base's hash, the rule for absent gradients, dropout's masks by slot."""
+    rows: RowKeys | None
+    """Sets the keys of dropout by row."""
 
 
 def _build_model(
@@ -181,6 +184,7 @@ def _build_model(
         number_dropouts(model)
     checkpoints = _build_checkpoints(job, worker, task, log)
     found = checkpoints.find_newest()
+    rows = _make_row_keys(config, task, network, found)
     task = with_base_ids(task, config.model.init_from, found)
     if config.lora.rank:
         init_adapters(model, config, found, checkpoints)
@@ -205,8 +209,22 @@ def _build_model(
         found = checkpoints.load_newest(found, model, optimizer)
         log(f"resumed from step {found.step}")
     state = found.state if found else TrainState()
-    facts = ({HEADER: {"base": base}} if base else {}) | ({"absent_gradients": rule} if is_own else {})
-    return _BuiltModel(task, network, model, optimizer, precision, checkpoints, found, state, facts)
+    facts: dict[str, Any] = ({HEADER: {"base": base}} if base else {}) | ({"absent_gradients": rule} if is_own else {})
+    facts |= {"dropout_masks": "slot"} if rows else {}
+    return _BuiltModel(task, network, model, optimizer, precision, checkpoints, found, state, facts, rows)
+
+
+def _make_row_keys(config: Config, task: Task, network: torch.nn.Module, found: ValidCheckpoint | None) -> RowKeys | None:
+    """Returns what makes dropout's masks by row.
+
+    None without dropout, with another `train.dropout_masks`, for a network whose rows are not samples, in a pipeline (whose
+    micro-batches are slots), and for a run that did not begin so.
+    """
+    drops = config.train.dropout_masks == "slot" and (config.model.dropout or config.lora.dropout)
+    ours = type(network).__module__.startswith("raystride.model.") and config.scaling.pipeline == 1
+    joined_rows = config.train.packing == "documents" and not task.window
+    began_otherwise = found is not None and found.manifest.get("dropout_masks") != "slot"
+    return RowKeys(network) if drops and ours and not joined_rows and not began_otherwise else None
 
 
 def _build_checkpoints(job: Job, worker: WorkerInfo, task: Task, log: Callable[[str], None]) -> Checkpoints:

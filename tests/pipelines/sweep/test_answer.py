@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from raystride.pipelines.sweep.answer import MIN_TRIALS, Answer, _describe_answer, _predict, build_answer
+from raystride.pipelines.sweep.choice import Selection
 from raystride.pipelines.sweep.result import Result
 from raystride.pipelines.sweep.scaling_model.described import ClusterDescription
 from raystride.pipelines.sweep.scaling_model.interval import Interval
@@ -81,9 +82,8 @@ def test_the_slowest_is_the_worst_of_those_that_are_not_as_good() -> None:
     best, close, slow = trial(1000, 4), trial(999.9, 2), trial(250, 1)
     failed = failed_trial("failed", "", 8)
     early = replace(trial(1, 1, "bf16"), status="stopped_early", step_seconds=())
-    found = replace(
-        answer_to(), text=_describe_answer(sweep(), [slow, best, close, failed, early], best, [best, close], 0.0)
-    )
+    selection = Selection([slow, best, close, failed, early], best, [best, close], confirmed=False)
+    found = replace(answer_to(), text=_describe_answer(sweep(), selection, 0.0))
     share = f"{slow.speed / best.speed:.0%}"
     assert f"As good within the spread: {close.label}." in found.text
     assert f"The slowest that ran, {slow.label}, reaches {share} of its speed." in found.text
@@ -97,7 +97,7 @@ def test_the_slowest_is_the_worst_of_those_that_are_not_as_good() -> None:
 
 def test_three_at_most_are_named_that_are_as_good() -> None:
     every = [trial(1000 - 0.01 * n, 4, optimizer__eps=(n + 1) * 1e-8) for n in range(6)]
-    text = _describe_answer(sweep(), every, every[0], every, 0.0)
+    text = _describe_answer(sweep(), Selection(every, every[0], every, confirmed=False), 0.0)
     assert f"spread: {'; '.join(one.label for one in every[1:4])}." in text
     assert every[4].label not in text
 

@@ -15,9 +15,11 @@ from raystride.pipelines.sweep.choice import (
     compute_score,
     group_by_config,
     is_same_loss,
-    needs_more_seeds,
+    list_further_trials,
     pareto_front,
+    pooled_spread,
     render_recommendation,
+    select,
     select_best,
 )
 from raystride.pipelines.sweep.result import Result
@@ -170,33 +172,60 @@ def rounds_of_rate(rate: float, losses: list[float]) -> list[Result]:
     return [replace(trial(100.0, optimizer__learning_rate=rate), val_loss=loss, round=at) for at, loss in enumerate(losses)]
 
 
-def test_more_seeds_decide_what_one_does_not() -> None:
-    base = sweep(space={"optimizer.learning_rate": [0.1, 0.2, 0.3]})
-    near = [*rounds_of_rate(0.1, [2.0]), *rounds_of_rate(0.2, [2.005]), *rounds_of_rate(0.3, [2.5])]
-    assert [
-        (candidate_result.settings["optimizer.learning_rate"], candidate_result.round)
-        for candidate_result in needs_more_seeds(near, base)
-    ] == [
-        (0.1, 1),
-        (0.2, 1),
-    ]
-    halfway = [*rounds_of_rate(0.1, [2.0, 2.2]), *rounds_of_rate(0.2, [2.005]), *rounds_of_rate(0.3, [2.5])]
-    assert [
-        (candidate_result.settings["optimizer.learning_rate"], candidate_result.round)
-        for candidate_result in needs_more_seeds(halfway, base)
-    ] == [(0.2, 1)]
-    told = [*rounds_of_rate(0.1, [2.0, 2.001]), *rounds_of_rate(0.2, [2.005, 2.006]), *rounds_of_rate(0.3, [2.5])]
-    best, alike = select_best(group_by_config(told), base.sweep, 0.0)
-    assert best is not None
-    assert (best.final_loss, alike) == (pytest.approx(2.0005), [best])
-    assert needs_more_seeds(told, base) == []
-    never = [*rounds_of_rate(0.1, [2.0, 2.1, 2.05]), *rounds_of_rate(0.2, [2.005, 2.09, 2.06])]
-    assert len(select_best(group_by_config(never), base.sweep, 0.0)[1]) == 2
-    assert needs_more_seeds(never, base) == [], "no more than sweep.seeds"
-    assert needs_more_seeds(near, sweep(space={"optimizer.learning_rate": [0.1]}, seeds=1)) == []
-    assert needs_more_seeds(near, sweep(objective="throughput")) == []
-    same = [*rounds_of_rate(0.1, [2.0, 2.0]), *rounds_of_rate(0.2, [2.0, 2.0])]
-    assert len(select_best(group_by_config(same), base.sweep, 0.0)[1]) == 2
+def _further(results: list[Result], **settings: object) -> list[tuple[float, int]]:
+    base = sweep(space={"optimizer.learning_rate": [0.1, 0.2, 0.3, 0.4]}, **settings)
+    return [(one.settings["optimizer.learning_rate"], one.round) for one in list_further_trials(results, base)]
+
+
+def test_the_best_three_have_a_second_seed_and_the_best_another_that_has_not_chosen_it() -> None:
+    losses = {0.1: [2.0, 2.02, 2.3], 0.2: [2.1, 2.12], 0.3: [2.2, 2.22], 0.4: [2.3]}
+
+    def rounds(number: int) -> list[Result]:
+        return [one for rate, own in losses.items() for one in rounds_of_rate(rate, own[:number])]
+
+    assert _further(rounds(1)) == [(0.1, 1), (0.2, 1), (0.3, 1)]
+    assert _further(rounds(2)[:-2]) == [(0.3, 1)], "what is left of a round"
+    assert _further(rounds(2)) == [(0.1, 2)]
+    assert _further(rounds(3)) == []
+    assert _further(rounds(1), seeds=1) == []
+    assert _further(rounds(1), seeds=2) == [(0.1, 1), (0.2, 1), (0.3, 1)]
+    base = sweep(space={"optimizer.learning_rate": [0.1, 0.2, 0.3, 0.4]})
+    found = select(rounds(3), base.sweep, 0.0)
+    assert found.best is not None
+    assert (found.best.settings["optimizer.learning_rate"], found.best.final_loss, found.confirmed) == (0.1, 2.3, True)
+    assert sorted(one.final_loss for one in found.merged) == pytest.approx([2.11, 2.21, 2.3, 2.3])
+    assert _further(rounds_of_rate(0.1, [2.0])) == [], "nothing to choose from"
+
+
+def test_seeds_that_were_seen_tell_what_is_alike() -> None:
+    """Seeds of 0.1 and 0.2 differ by 0.1, so a setting that is worse by 0.1 from one seed may be as good."""
+    every = [*rounds_of_rate(0.1, [2.0, 2.1]), *rounds_of_rate(0.2, [2.05, 2.15]), *rounds_of_rate(0.3, [2.2])]
+    merged, by_loss = group_by_config(every), sweep(space={"optimizer.learning_rate": [0.1, 0.2, 0.3]}).sweep
+    assert pooled_spread(merged) == (pytest.approx(0.005**0.5), 2)
+    best, alike = select_best(merged, by_loss, 0.0)
+    assert best is merged[0]
+    assert alike == merged
+    same = group_by_config(
+        [*rounds_of_rate(0.1, [2.0, 2.0]), *rounds_of_rate(0.2, [2.0, 2.0]), *rounds_of_rate(0.3, [2.01])]
+    )
+    assert select_best(same, by_loss, 0.0)[1] == same[:2]
+
+
+def test_the_fastest_are_measured_once_more_and_that_is_the_figure() -> None:
+    base = sweep(space={"scaling.workers": [1, 2, 3, 4]}, objective="throughput")
+    first = [trial(speed, workers) for speed, workers in ((100.0, 1), (100.1, 2), (100.2, 3), (50.0, 4))]
+    again = list_further_trials(first, base)
+    assert [(one.settings["scaling.workers"], one.round) for one in again] == [(3, 1), (2, 1), (1, 1)]
+    second = [replace(trial(speed, workers), round=1) for speed, workers in ((99.0, 1), (98.0, 2), (97.0, 3))]
+    assert list_further_trials([*first, *second[:2]], base)[0].settings["scaling.workers"] == 3
+    assert list_further_trials([*first, *second], base) == []
+    found = select([*first, *second], base.sweep, 0.0)
+    assert found.best is not None
+    assert (found.best.workers, round(found.best.speed), found.confirmed) == (3, 97, True)
+    failed = replace(failed_trial("hung", "x", 3), settings=first[2].settings, round=1)
+    assert list_further_trials([*first, failed, *second[:2]], base) == [], "not for ever"
+    kept = select([*first, failed], base.sweep, 0.0)
+    assert (kept.best, kept.confirmed) == (first[2], False)
 
 
 @pytest.mark.parametrize(("further", "alike"), [(0.2, True), (0.24, False)])
@@ -206,7 +235,7 @@ def test_means_of_three_seeds_are_told_apart_at_95_percent(further: float, alike
     best, other = group_by_config(
         [*rounds_of_rate(0.1, [2.0, 2.1, 1.9]), *rounds_of_rate(0.2, [2.0 + further, 2.1 + further, 1.9 + further])]
     )
-    assert is_same_loss(best, other) is alike
+    assert is_same_loss(best, other, pooled_spread((best, other))) is alike
 
 
 def test_speed_that_does_not_tell_rates_apart_leaves_them_to_the_loss() -> None:
@@ -214,3 +243,30 @@ def test_speed_that_does_not_tell_rates_apart_leaves_them_to_the_loss() -> None:
     first, second = replace(trial(100.0, 1), loss=3.0), replace(trial(100.1, 1), loss=2.0)
     assert select_best([first, second], both, 0.0)[0] is second
     assert select_best([first, replace(trial(300.0, 1), loss=9.0)], both, 0.0)[0].loss == 9.0  # type: ignore[union-attr]
+
+
+def test_batches_compared_by_loss_have_the_same_samples() -> None:
+    """A batch of 64 had eight times the samples of one of 8, and its training eight times the compute."""
+    base = sweep(space={"train.batch": [8, 64], "optimizer.learning_rate": [0.1]}, objective="loss")
+    assert (base.train.samples_per_step, base.train.steps, base.sweep.trial_steps) == (16, 1000, 90)
+    found = {}
+    for batch in (8, 16, 64):
+        candidate = Candidate(base, {"train.batch": batch, "optimizer.learning_rate": 0.1})
+        assert candidate.config is not None
+        trial, whole = candidate.config.train, candidate.recommended.train
+        assert whole.steps * batch == 1000 * 16
+        assert abs(trial.steps * batch - 90 * 16) <= batch / 2
+        assert candidate.sweep.trial_steps == trial.steps
+        assert trial.log_every == candidate.sweep.window_steps
+        found[batch] = candidate.recommended.optimizer.warmup_steps
+    assert found == {8: 200, 16: 100, 64: 25}
+    by_speed = replace(base, sweep=replace(base.sweep, objective="throughput"))
+    assert Candidate(by_speed, {"train.batch": 64, "optimizer.learning_rate": 0.1}).recommended.train.steps == 1000
+    huge = Candidate(base, {"train.batch": 512, "optimizer.learning_rate": 0.1})
+    assert "leaves a trial of this batch 3 steps" in huge.refusal
+
+
+def test_contexts_compared_by_loss_have_the_same_targets() -> None:
+    base = sweep(space={"model.context": [16, 64]}, objective="loss")
+    short, long = (Candidate(base, {"model.context": context}) for context in (16, 64))
+    assert short.recommended.train.steps == 4 * long.recommended.train.steps

@@ -293,7 +293,7 @@ def test_a_sweep_by_loss_has_the_losses_and_the_lowest_first() -> None:
     found = build_answer(base, every, None)
     assert found.best == every[1]
     assert found.text.startswith(f"Use {every[1].label}. Its loss after ")
-    assert " 2.001, " in found.text
+    assert " 2.001 (one seed), the lowest of all trials" in found.text
     assert " 299 " in found.text
     assert f"{every[0].label}, has 2.1." in found.text
     rows = [row for row in read(render_page(found)).rows if len(row) == 11 and "measured" in row]
@@ -347,7 +347,7 @@ def test_a_sweep_by_quality_draws_what_was_asked_for() -> None:
     by_metric = replace(base, validation=validation, sweep=replace(base.sweep, objective="metric"))
     found = build_answer(by_metric, accuracies, None)
     assert found.best == accuracies[2]
-    assert "Its val_accuracy after 90 steps is 0.2, the highest of all trials." in found.text
+    assert "Its val_accuracy after 90 steps is 0.2 (one seed), the highest of all trials." in found.text
     page = render_page(found)
     assert "Trials by val_accuracy" in page
     assert [row[2] for row in read(page).rows if row[:1] == ["settings"] and len(row) > 2] == ["val_accuracy"]

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks.coverage import coverage_of_windows
 from raystride.pipelines.observability.phases import EXCLUSIVE_PHASES
 from raystride.pipelines.sweep.result import (
     MeasuredWindow,
@@ -86,13 +87,23 @@ def test_the_target_is_reached_at_the_end_of_a_window() -> None:
 
 
 @given(values=st.lists(st.floats(1, 1e6), min_size=2, max_size=20))
-def test_the_spread_is_students_interval(values: list[float]) -> None:
+def test_the_spread_of_independent_windows_is_students_interval(values: list[float]) -> None:
     from scipy import stats
 
     error = statistics.stdev(values) / math.sqrt(len(values))
     mean = statistics.fmean(values)
     _, high = stats.t.interval(0.95, len(values) - 1, loc=0.0, scale=error) if error else (0.0, 0.0)
-    assert relative_half_width(values) == pytest.approx(high / mean, rel=1e-9)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("raystride.pipelines.sweep.result.CORRELATIONS", (0.0,))
+        assert relative_half_width(values) == pytest.approx(high / mean, rel=1e-6)
+
+
+def test_the_spread_holds_the_mean_of_windows_that_resemble_their_neighbours() -> None:
+    """As if windows were independent, it held 70 % at a correlation of 0.6."""
+    alike, independent = (coverage_of_windows(8, correlation, data_sets=400) for correlation in (0.6, 0.0))
+    assert alike["now"] >= 0.9
+    assert alike["independent"] < 0.8
+    assert independent["now"] >= 0.93
 
 
 def test_one_window_tells_no_spread() -> None:

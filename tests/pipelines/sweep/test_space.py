@@ -17,7 +17,7 @@ from raystride.pipelines.sweep.space import (
     format_mesh_flags,
     meets_conditions,
     refuse_endless_warmup,
-    scale_schedule,
+    shorten_schedule,
 )
 
 SPACE = {"scaling.workers": [1, 2, 8], "train.precision": ["fp32", "bf16"]}
@@ -147,7 +147,7 @@ def test_keys_are_those_of_earlier_versions() -> None:
 def test_a_schedule_in_small_ends_its_warm_up_within_the_trial(trial: int, training: int, data: st.DataObject) -> None:
     warmup, decay = data.draw(st.integers(0, training - 1)), data.draw(st.integers(0, training))
     given_schedule = OptimizerConfig(warmup_steps=warmup, decay_steps=decay)
-    found = scale_schedule(given_schedule, trial, training)
+    found = shorten_schedule(given_schedule, trial, training)
     if trial >= training:
         assert found == given_schedule
         return
@@ -155,7 +155,7 @@ def test_a_schedule_in_small_ends_its_warm_up_within_the_trial(trial: int, train
     assert found.warmup_steps == max(min(1, warmup), int(Fraction(warmup * trial, training)))
     assert (found.decay_steps == 0) == (decay == 0)
     assert found.decay_steps <= trial
-    assert scale_schedule(replace(given_schedule, warmup_steps=0), trial, training).warmup_steps == 0
+    assert shorten_schedule(replace(given_schedule, warmup_steps=0), trial, training).warmup_steps == 0
     refuse_endless_warmup(found, SweepConfig(warmup_steps=1, window_steps=1, windows=trial - 1, min_windows=1))
 
 

@@ -73,7 +73,7 @@ class ContextSharder:
             return shape, cut
         plan, padding = documents.plan, documents.padding
         rows = torch.from_numpy(plan.rows[dist.get_rank(self.group)])
-        # Drawn without padding: a mask of another size would hold other numbers.
+        # Made without padding: by place, a mask of another size would hold other numbers.
         whole = (1, plan.tokens - padding, shape[2])
         return whole, lambda mask: cut(F.pad(mask, (0, 0, 0, padding))[:, rows.to(mask.device)])
 
