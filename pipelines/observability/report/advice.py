@@ -1,15 +1,17 @@
 """Suggestions to improve a run's model and its speed, each with the figure behind it.
 
-    for line in suggest_changes(summary, figures.part_shares, figures.losses):
+    for line in suggest_changes(summary, figures.part_shares, figures.losses, config, answers):
         print(line)
 
-The thresholds are rules of thumb, defined here once: a part below its threshold is not worth a change.
+The thresholds are rules of thumb, defined here once: a part below its threshold is not worth a change. What could not be
+judged is said, with the setting that would allow it.
 """
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from raystride.pipelines.config import Config
 from raystride.pipelines.observability.report.figures import Point
 
 MIN_SHARE = 0.05
@@ -28,17 +30,96 @@ MIN_RISE = 0.02
 """Relative rise of the validation loss above its minimum that is overfitting, if the training loss fell meanwhile."""
 
 
+MAX_WARMUP_SHARE = 1 / 3
+"""Share of the steps above which a warm-up leaves too few at the full learning rate."""
+MIN_ROWS = 100
+"""Validation rows below which a share is known to a tenth at best: the 95 % interval of a half is 0.40 to 0.60."""
+LOW_RECALL = 0.5
+"""Share of a label's rows that are answered right below which the label is named."""
+
+
 def suggest_changes(
     summary: Mapping[str, Any],
     shares: Mapping[str, float],
     losses: tuple[Sequence[Point], Sequence[Point]] = ((), ()),
+    config: Config | None = None,
+    answers: Mapping[str, Any] | None = None,
 ) -> list[str]:
-    """Returns suggestions as sentences: on the model's quality by its training and validation losses, then on the speed, the
-    costliest first; a single sentence if nothing stands out.
+    """Returns suggestions as sentences: on the model's quality by its settings, its answers (`Origin.answers`) and its
+    losses, then on the speed, the costliest first; then what was not judged. A single sentence if there is nothing.
     """
     costs = sorted(_find_costs(summary, shares), reverse=True)
-    found = [*_judge_losses(*losses), *(text for _, text in costs)]
-    return found or ["Nothing stands out: neither the losses nor a part of a step call for a change by our rules of thumb."]
+    found = [*_judge_settings(summary, config), *_judge_answers(answers or {}), *_judge_losses(*losses)]
+    found += [text for _, text in costs]
+    unjudged = _name_unjudged(*losses)
+    if not found:
+        judged = "no part of a step calls" if unjudged else "neither the losses nor a part of a step call"
+        found = [f"Nothing stands out: {judged} for a change by our rules of thumb."]
+    return [*found, *unjudged]
+
+
+def _name_unjudged(training: Sequence[Point], validation: Sequence[Point]) -> list[str]:
+    """Returns a sentence about the course of the losses if there are too few validations to judge it."""
+    measured = sum(math.isfinite(value) for _, value in validation)
+    if measured >= MIN_VALIDATIONS or not (training or validation):
+        return []
+    count = f"{measured} validation{'s' * (measured != 1)}" if measured else "no validation"
+    return [
+        f"Not judged: whether the model learned enough or too much, as there {'were' if measured > 1 else 'was'} {count}: "
+        f"a lower validation.every gives the {MIN_VALIDATIONS} that tell it."
+    ]
+
+
+def _judge_settings(summary: Mapping[str, Any], config: Config | None) -> Iterator[str]:
+    """Yields what the settings of the run suggest."""
+    if config is None:
+        return
+    steps, warmup = summary.get("steps") or 0, config.optimizer.warmup_steps
+    if config.optimizer.schedule != "constant" and steps and warmup > MAX_WARMUP_SHARE * steps:
+        yield (
+            f"The learning rate rose in {min(warmup, steps):,} of {steps:,} steps: fewer optimizer.warmup_steps, such as "
+            f"{max(1, steps // 10):,}, leave more at the full rate."
+        )
+    data = config.data
+    if data.validation == "source" and data.validation_source == data.source:
+        yield (
+            "The validation data is the training data: its figures say what was learned by heart. Name other data as "
+            "data.validation_source, or hold some out with data.validation hash."
+        )
+
+
+def _judge_answers(answers: Mapping[str, Any]) -> Iterator[str]:
+    """Yields what a classifier's answers on the validation rows suggest."""
+    rows = [sum(row) for row in answers.get("confusion", ())]
+    if not (total := sum(rows)):
+        return
+    labels, right = answers["labels"], [row[number] for number, row in enumerate(answers["confusion"])]
+    most = max(range(len(rows)), key=rows.__getitem__)
+    if len([count for count in rows if count]) > 1 and sum(right) <= rows[most]:
+        yield (
+            f"{sum(right):,} of {total:,} validation rows are answered right, and {rows[most]:,} would be by always saying "
+            f"{labels[most]!r}: train longer, or with objective.class_weights balanced."
+        )
+    missed = [number for number, count in enumerate(rows) if count and right[number] < LOW_RECALL * count]
+    if missed and len(missed) < len(rows):
+        named = ", ".join(f"{labels[number]!r} ({right[number]:,} of {rows[number]:,})" for number in missed[:3])
+        more = f" and {len(missed) - 3:,} more" if len(missed) > 3 else ""
+        yield (
+            f"Less than half of some labels' rows are answered right: {named}{more}. More rows of them, or "
+            "objective.class_weights balanced, may help."
+        )
+    absent = [labels[number] for number, count in enumerate(rows) if not count]
+    if absent:
+        yield (
+            f"{len(absent):,} of {len(rows):,} labels have no validation row, {absent[0]!r} for instance, so nothing is "
+            "known of them: a larger data.validation_fraction."
+        )
+    if total < MIN_ROWS:
+        margin = 1 / math.sqrt(total)
+        yield (
+            f"There are {total:,} validation rows, so that the accuracy is known to about {margin:.2f}: a larger "
+            "data.validation_fraction tells models apart."
+        )
 
 
 def _judge_losses(training: Sequence[Point], validation: Sequence[Point]) -> Iterator[str]:

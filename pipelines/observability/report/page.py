@@ -75,9 +75,9 @@ def run_page(
         f"Run {summary.get('run', '')}",
         paragraph(_headline(figures, summary, origin)),
         *(paragraph(f"The journal is damaged: {damage}.") for damage in figures.damages),
-        html_table((), _figure_rows(summary)),
+        html_table((), _figure_rows(summary) + _majority_row(origin.answers)),
         heading("What to try next"),
-        bullet_list(suggest_changes(summary, shares, figures.losses)),
+        bullet_list(suggest_changes(summary, shares, figures.losses, origin.config, origin.answers)),
         *body,
         *([paragraph(f"Not recorded: {', '.join(missing)}.")] if missing else []),
         heading("Provenance"),
@@ -110,6 +110,17 @@ def _figure_rows(summary: Mapping[str, Any]) -> list[list[str]]:
     known = {key: summary[key] for key in PAGE_FIGURES if summary.get(key) is not None}
     more = [[PAGE_FIGURES[key][0], PAGE_FIGURES[key][1].format(value)] for key, value in known.items()]
     return [[figure.label, figure.text] for figure in list_run_figures(summary)] + more
+
+
+def _majority_row(answers: Mapping[str, Any]) -> list[list[str]]:
+    """Returns the accuracy of always giving the most frequent label, beside which a classifier's is to be read."""
+    rows = [sum(row) for row in answers.get("confusion", ())]
+    if not sum(rows):
+        return []
+    label = answers["labels"][rows.index(max(rows))]
+    return [
+        ["accuracy of always saying " + repr(label), f"{max(rows) / sum(rows):.4f}, {max(rows):,} of {sum(rows):,} rows"]
+    ]
 
 
 def _confusion(answers: Mapping[str, Any]) -> str:

@@ -1,7 +1,10 @@
 """All pages show a run's figures in one order: the task's own metric comes before the losses, in the task's unit."""
 
+from typing import Any
+
 import pytest
 
+from raystride.pipelines.config import Config, DataConfig, OptimizerConfig
 from raystride.pipelines.observability.report.advice import suggest_changes
 from raystride.pipelines.observability.report.run_figures import list_run_figures
 
@@ -36,7 +39,6 @@ FLAT = [(step, 1.0) for step in range(100, 900, 100)]
         (FALLING, RISING, ("at step 300", "overfitting", "model.dropout")),
         (RISING, RISING, ("learning_rate",)),
         (FALLING, FLAT, ("Nothing stands out",)),
-        (FALLING, FALLING[:3], ("Nothing stands out",)),
         (FALLING, [*RISING, (900, float("nan"))], ("overfitting",)),
     ],
 )
@@ -45,3 +47,48 @@ def test_advice_on_quality_follows_the_losses(
 ) -> None:
     (sentence,) = suggest_changes({}, {}, (training, validation))
     assert all(word in sentence for word in words), sentence
+
+
+@pytest.mark.parametrize(
+    ("count", "words"), [(0, "was no validation"), (1, "was 1 validation:"), (3, "were 3 validations:")]
+)
+def test_what_was_not_judged_is_said(count: int, words: str) -> None:
+    nothing, unjudged = suggest_changes({}, {}, (FALLING, FALLING[:count]))
+    assert nothing == "Nothing stands out: no part of a step calls for a change by our rules of thumb."
+    assert words in unjudged
+    assert "validation.every" in unjudged
+
+
+def _answers(*confusion: list[int]) -> dict[str, Any]:
+    return {"labels": ["bill", "crash", "idea"][: len(confusion)], "confusion": list(confusion)}
+
+
+@pytest.mark.parametrize(
+    ("answers", "words"),
+    [
+        # The reader's run: 37 of 43 rows are of one label, and nothing else was learned.
+        (_answers([37, 0], [6, 0]), ["37 of 43", "always saying 'bill'", "'crash' (0 of 6)", "known to about 0.15"]),
+        (_answers([300, 10], [90, 40]), ["'crash' (40 of 130)", "class_weights"]),
+        (_answers([300, 0, 0], [0, 100, 0], [0, 0, 0]), ["1 of 3 labels", "'idea'"]),
+        (_answers([50, 0], [0, 40]), ["90 validation rows", "validation_fraction"]),
+        (_answers([300, 10], [20, 140]), ["Nothing stands out"]),
+        (_answers([0, 0], [0, 0]), ["Nothing stands out"]),
+        (_answers([120]), ["Nothing stands out"]),
+    ],
+)
+def test_advice_on_a_classifier_follows_its_answers(answers: dict[str, Any], words: list[str]) -> None:
+    advice = "\n".join(suggest_changes({}, {}, (FALLING, FLAT), None, answers))
+    assert all(word in advice for word in words), advice
+    assert ("Nothing stands out" in advice) == ("Nothing stands out" in words)
+
+
+def test_advice_on_settings() -> None:
+    late = Config(optimizer=OptimizerConfig(warmup_steps=50))
+    (sentence,) = suggest_changes({"steps": 60}, {}, (FALLING, FLAT), late)
+    assert "rose in 50 of 60 steps" in sentence
+    assert "such as 6" in sentence
+    (sentence,) = suggest_changes({"steps": 600}, {}, (FALLING, FLAT), late)
+    assert "Nothing stands out" in sentence
+    same = Config(data=DataConfig(source="a.csv", validation="source", validation_source="a.csv"))
+    (sentence,) = suggest_changes({"steps": 10**6}, {}, (FALLING, FLAT), same)
+    assert "The validation data is the training data" in sentence
