@@ -10,7 +10,8 @@ from raystride.model.shape import ENCODERS
 from raystride.pipelines.config.data import DataConfig, TokenizerConfig
 from raystride.pipelines.config.model import DECODERS_ONLY, ModelConfig
 from raystride.pipelines.config.run import ScalingConfig
-from raystride.pipelines.config.train import CheckpointConfig, GuardConfig, ObjectiveConfig, TrainConfig
+from raystride.pipelines.config.schedules import SCHEDULES
+from raystride.pipelines.config.train import CheckpointConfig, GuardConfig, ObjectiveConfig, OptimizerConfig, TrainConfig
 
 SHARDED = ("fsdp", "deepspeed")
 """Strategies whose micro-batches communicate, so that all workers must run equally many."""
@@ -257,3 +258,23 @@ def _refuse_with_deepspeed(train: TrainConfig) -> None:
         raise train.error("precision", "must be another with scaling.strategy `deepspeed`: use `bf16`, or strategy `fsdp`")
     if train.compile != "none":
         raise train.error("compile", "must be `none` with scaling.strategy `deepspeed`; `fsdp` can compile")
+
+
+def refuse_schedule(optimizer: OptimizerConfig, train: TrainConfig) -> None:
+    """Raises SettingError for a schedule that needs the run's end where nothing tells it, or whose parts exceed the run."""
+    is_endless = not train.steps and not train.epochs
+    if is_endless and optimizer.warmup_ratio:
+        raise optimizer.error("warmup_ratio", "must be 0 when only train.hours ends the run: give optimizer.warmup_steps")
+    if is_endless and optimizer.schedule == "wsd":
+        raise optimizer.error("schedule", "must not be `wsd` when only train.hours ends the run: give train.steps")
+    if is_endless and SCHEDULES[optimizer.schedule].falls and not optimizer.decay_steps:
+        raise optimizer.error("decay_steps", "must be given for a schedule that falls when only train.hours ends the run")
+    if optimizer.schedule == "wsd" and train.steps:
+        warmup, decay = optimizer.warmup(train.steps), optimizer.decay_length(train.steps)
+        if warmup + decay > train.steps:
+            name = "decay_steps" if optimizer.decay_steps else "decay_share"
+            raise optimizer.error(
+                name,
+                f"gives a decay of {decay:,} steps, and with a warm-up of {warmup:,} that is more than train.steps, "
+                f"{train.steps:,}: lower it or optimizer.warmup_steps",
+            )

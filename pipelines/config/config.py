@@ -12,6 +12,7 @@ from raystride.pipelines.config.combinations import (
     refuse_combinations,
     refuse_early_start,
     refuse_mesh_of_model,
+    refuse_schedule,
     refuse_with_task,
 )
 from raystride.pipelines.config.data import DataConfig, TokenizerConfig
@@ -140,11 +141,7 @@ class Config(Section):
             )
         if self.scaling.min_nodes > 1 and self.launch.mode == "inline":
             raise self.scaling.error("min_nodes", "must be 0 or 1 with launch.mode inline, as that has one node")
-        endless = not self.train.steps and not self.train.epochs and not self.optimizer.decay_steps
-        if endless and self.optimizer.schedule in ("cosine", "linear"):
-            raise self.optimizer.error(
-                "decay_steps", "must be given for a schedule that falls when only train.hours ends the run"
-            )
+        refuse_schedule(self.optimizer, self.train)
         ending = f"-{self.lora.adapters - 1}" if self.lora.adapters > 1 else ""
         if self.run is not None and (fault := name_fault(self.run, ending)):
             raise self.error("run", fault)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from raystride.pipelines.config.batch import batch_error, cut_batch
+from raystride.pipelines.config.schedules import DecayShape, ScheduleName
 from raystride.pipelines.config.section import Section, setting
 
 
@@ -34,22 +35,32 @@ class OptimizerConfig(Section):
     """Decoupled weight decay. Applied to matrices only, not to biases, norms and gains."""
     momentum: float = setting(0.0, at_least=0, below=1, shapes_result=True)
     """Momentum of `sgd`."""
-    schedule: Literal["cosine", "linear", "constant", "noam"] = setting(
+    schedule: ScheduleName = setting(
         "cosine",
         also="lr_scheduler_type lr_scheduler scheduler lr_decay_style lr_schedule decay_type",
         shapes_result=True,
     )
-    """Learning-rate schedule after the warm-up. `noam` includes the warm-up: learning_rate x hidden_size^-0.5 x min(n^-0.5,
-    n x warmup_steps^-1.5) at the n-th step (Vaswani et al., 2017, equation 3)."""
+    """Learning-rate schedule after the warm-up. `cosine` and `linear` fall to the end, `constant` stays. `wsd` (warm-up,
+    stay, decay; Hu et al., 2024) stays and falls over the last `decay_share` of the run. `noam` includes the warm-up:
+    learning_rate x hidden_size^-0.5 x min(n^-0.5, n x warmup_steps^-1.5) at the n-th step (Vaswani et al., 2017, eq. 3)."""
     warmup_steps: int = setting(
         100,
         at_least=0,
-        also="warmup warmup_iters num_warmup_steps lr_warmup_iters warmup_ratio lr_warmup_steps warmup_updates",
+        also="warmup warmup_iters num_warmup_steps lr_warmup_iters lr_warmup_steps warmup_updates",
         shapes_result=True,
     )
     """Steps of linear learning-rate warm-up."""
+    warmup_ratio: float = setting(0.0, at_least=0, below=1, since="0.4", also="warmup_share", shapes_result=True)
+    """Warm-up as a share of the run's steps, in place of `warmup_steps`. 0: by `warmup_steps`."""
     decay_steps: int = setting(0, at_least=0, also="lr_decay_iters decay_iters lr_decay_steps", shapes_result=True)
-    """Step at which `cosine` and `linear` reach the minimum learning rate. 0: the last step of the run."""
+    """Step at which `cosine` and `linear` reach the minimum learning rate. 0: the last step of the run. With `wsd`, number
+    of the last steps, which decay; 0: by `decay_share`."""
+    decay_share: float = setting(
+        0.2, above=0, at_most=1, since="0.4", also="decay_ratio cooldown_fraction wsd_decay_ratio", shapes_result=True
+    )
+    """Share of the run's steps over which `wsd` falls, at its end."""
+    decay_shape: DecayShape = setting("linear", since="0.4", also="cooldown_shape lr_decay_shape", shapes_result=True)
+    """How `wsd` falls: `linear`, `sqrt` (1 - the root of the share that is done; Hägele et al., 2024) or `cosine`."""
     min_lr_ratio: float = setting(
         0.1,
         at_least=0,
@@ -59,7 +70,7 @@ class OptimizerConfig(Section):
         also="min_lr min_lr_factor lr_min min_learning_rate lr_min_ratio alpha_f",
         shapes_result=True,
     )
-    """Final learning rate of `cosine` and `linear`, as a fraction of the peak."""
+    """Final learning rate of `cosine`, `linear` and `wsd`, as a fraction of the peak."""
     absent_gradients: Literal["auto", "skip", "zero"] = setting("auto", since="0.4", shapes_result=True)
     """A parameter of a model of your own that no sample of a step has used: `skip` leaves it as it is; `zero` lets it decay
     and move by its momentum on several workers, as 0.3 did. `auto`: as the run began; a new one skips."""
@@ -67,8 +78,16 @@ class OptimizerConfig(Section):
     def __post_init__(self) -> None:
         """Raises SettingError where a field is out of range, or `noam` has no warm-up, whose length its formula needs."""
         super().__post_init__()
-        if self.schedule == "noam" and self.warmup_steps < 1:
+        if self.schedule == "noam" and not (self.warmup_steps or self.warmup_ratio):
             raise self.error("warmup_steps", "must be at least 1 with optimizer.schedule `noam`")
+
+    def warmup(self, total_steps: int) -> int:
+        """Returns the steps of the warm-up in a run of so many."""
+        return round(self.warmup_ratio * total_steps) if self.warmup_ratio else self.warmup_steps
+
+    def decay_length(self, total_steps: int) -> int:
+        """Returns the number of the last steps of a run over which `wsd` falls."""
+        return self.decay_steps or round(self.decay_share * total_steps)
 
 
 @dataclass(frozen=True, kw_only=True)

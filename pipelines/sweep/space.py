@@ -22,6 +22,7 @@ from typing import Any
 from raystride.pipelines.config import Config, OptimizerConfig, ScalingConfig, SettingError, TrainConfig
 from raystride.pipelines.config.parse import with_settings
 from raystride.pipelines.config.renamed import oldest_names
+from raystride.pipelines.config.schedules import highest_step
 from raystride.pipelines.config.sweep import Condition, SweepConfig, SweepJobConfig
 from raystride.pipelines.data.plugins import PluginBundle
 from raystride.pipelines.data.tasks import build_task
@@ -246,7 +247,7 @@ def shorten_schedule(
 def refuse_endless_warmup(optimizer: OptimizerConfig, sweep: SweepConfig) -> None:
     """Raises SettingError if a trial ends inside its warm-up, so that it never has the learning rate it is compared for."""
     # The update with the highest rate, counted from 0.
-    highest = optimizer.warmup_steps - (optimizer.schedule == "noam")
+    highest = highest_step(optimizer, sweep.trial_steps)
     if sweep.trial_steps <= highest:
         raise optimizer.error(
             "warmup_steps",

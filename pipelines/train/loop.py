@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from raystride.pipelines.config import CheckpointConfig, Config, SettingError, ValidationConfig
+from raystride.pipelines.config.schedules import learning_rate
 from raystride.pipelines.config.train import cost_of
 from raystride.pipelines.data.feed.loader import Loader, Requests, Step
 from raystride.pipelines.observability.phases import phase
@@ -26,7 +27,6 @@ from raystride.pipelines.system.permit import Permit
 from raystride.pipelines.train.checkpoint.manager import Checkpoints
 from raystride.pipelines.train.checkpoint.train_state import SkippedSlot, TrainState, Updater, evaluated_weights
 from raystride.pipelines.train.guard import Diagnosis, Diverged, Rewind, StepGuard
-from raystride.pipelines.train.optimizer import learning_rate
 from raystride.pipelines.train.step import (
     VERDICT,
     DelayedHostRead,

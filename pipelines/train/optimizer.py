@@ -1,13 +1,12 @@
-"""Update rules and learning-rate schedules.
+"""Update rules.
 
 The arithmetic is PyTorch's fused operations, called without the classes of `torch.optim`: those import the compiler at
 their first use (1 s of a start) and take 0.6 ms of Python an update, 2 % of a small model's step on CPUs.
 
     optimizer = build_optimizer(config.optimizer, model)
-    optimizer.update(learning_rate(config.optimizer, step, total_steps, width))
+    optimizer.update(learning_rate)
 """
 
-import math
 from dataclasses import dataclass
 
 import torch
@@ -180,34 +179,3 @@ def build_optimizer(settings: OptimizerConfig, model: nn.Module, *, stochastic: 
     if settings.kind == "sgd":
         return SGD(groups, settings.momentum, stochastic=stochastic)
     return AdamW(groups, settings.betas, settings.eps, stochastic=stochastic)
-
-
-def describe_endless_warmup(settings: OptimizerConfig, total_steps: float) -> str:
-    """Returns a warning if the warm-up takes all of a run's steps; "" if the highest rate is reached."""
-    first = settings.warmup_steps - (settings.schedule == "noam")  # the update with the highest rate
-    if total_steps > first:
-        return ""
-    return (
-        f"the highest learning rate is never reached: optimizer.warmup_steps is {settings.warmup_steps}, and this run has "
-        f"{total_steps} steps"
-    )
-
-
-def learning_rate(settings: OptimizerConfig, step: int, total_steps: int, width: int) -> float:
-    """Returns the rate of update `step` (0 is the first) of `total_steps`.
-
-    Warm-up is linear. Then `cosine` (Loshchilov and Hutter, 2017) or `linear` fall to `min_lr_ratio` of the highest,
-    `constant` stays; `noam` is factor width^-0.5 min(n^-0.5, n warmup^-1.5) with n = step + 1 (Vaswani et al., 2017, eq. 3).
-    """
-    if settings.schedule == "noam":
-        number = step + 1
-        return float(settings.learning_rate * width**-0.5 * min(number**-0.5, number * settings.warmup_steps**-1.5))
-    if step < settings.warmup_steps:
-        # + 1, so that the first update does not have a rate of 0.
-        return settings.learning_rate * (step + 1) / (settings.warmup_steps + 1)
-    if settings.schedule == "constant":
-        return settings.learning_rate
-    end = settings.decay_steps or total_steps
-    done = min(1.0, (step - settings.warmup_steps) / max(1, end - settings.warmup_steps))
-    remaining = 0.5 * (1 + math.cos(math.pi * done)) if settings.schedule == "cosine" else 1 - done
-    return settings.learning_rate * (settings.min_lr_ratio + (1 - settings.min_lr_ratio) * remaining)

@@ -74,7 +74,8 @@ def _judge_settings(summary: Mapping[str, Any], config: Config | None) -> Iterat
     """Yields what the settings of the run suggest."""
     if config is None:
         return
-    steps, warmup = summary.get("steps") or 0, config.optimizer.warmup_steps
+    steps = summary.get("steps") or 0
+    warmup = config.optimizer.warmup(steps)
     if config.optimizer.schedule != "constant" and steps and warmup > MAX_WARMUP_SHARE * steps:
         yield (
             f"The learning rate rose in {min(warmup, steps):,} of {steps:,} steps: fewer optimizer.warmup_steps, such as "

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from raystride.pipelines.config.schedules import describe_endless_warmup
 from raystride.pipelines.data.feed.loader import DevicePlacement, MicroBatch
 from raystride.pipelines.data.feed.samples import decode_rows
 from raystride.pipelines.data.plugins import OBSERVERS, load_plugins
@@ -43,7 +44,6 @@ from raystride.pipelines.train.checkpoint.pieces import parameters_sha256
 from raystride.pipelines.train.checkpoint.train_state import evaluated_weights
 from raystride.pipelines.train.distributed.process_group import count_nodes, leave_group
 from raystride.pipelines.train.loop import Ending, Training
-from raystride.pipelines.train.optimizer import describe_endless_warmup
 from raystride.pipelines.train.own_model.definition import describe_error
 from raystride.pipelines.train.strategies.parameter_layout import count_parameters
 from raystride.pipelines.train.strategies.recompute import without_recompilation

@@ -1,6 +1,9 @@
 """Schedules at their corners, against PyTorch's where it has them; decay on matrices only."""
 
 import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -8,8 +11,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from raystride.model.transformer import Decoder
-from raystride.pipelines.config import ModelConfig, OptimizerConfig
-from raystride.pipelines.train.optimizer import build_optimizer, describe_endless_warmup, learning_rate
+from raystride.pipelines.config import Config, ModelConfig, OptimizerConfig, SettingError, TrainConfig
+from raystride.pipelines.config.schedules import (
+    SCHEDULES,
+    SHAPES,
+    DecayShape,
+    ScheduleName,
+    describe_endless_warmup,
+    learning_rate,
+)
+from raystride.pipelines.train.optimizer import build_optimizer
 
 
 def _rates(steps: int, **settings: object) -> list[float]:
@@ -30,6 +41,61 @@ def test_linear_falls_in_a_line() -> None:
     assert rates == pytest.approx([1 - step / 100 for step in range(100)])
 
 
+@pytest.mark.parametrize("shape", SHAPES)
+def test_wsd_warms_up_stays_and_falls(shape: DecayShape) -> None:
+    """The last fifth falls, as a share, in steps, or as far as the warm-up leaves room."""
+    rates = _rates(100, learning_rate=1.0, warmup_ratio=0.1, schedule="wsd", min_lr_ratio=0.1, decay_shape=shape)
+    assert rates[:10] == pytest.approx([(step + 1) / 11 for step in range(10)])
+    assert set(rates[10:81]) == {1.0}
+    left = {"linear": 0.5, "sqrt": 1 - 0.5**0.5, "cosine": 0.5}[shape]
+    assert rates[90] == pytest.approx(0.1 + 0.9 * left)
+    in_steps = _rates(
+        100, learning_rate=1.0, warmup_steps=10, schedule="wsd", min_lr_ratio=0.1, decay_shape=shape, decay_steps=20
+    )
+    assert in_steps == rates
+    late = _rates(100, learning_rate=1.0, warmup_steps=95, schedule="wsd", decay_steps=20)
+    assert max(late) == late[95] == 1.0
+
+
+def test_the_table_has_each_schedule_and_shape_by_its_name() -> None:
+    assert set(SCHEDULES) == set(get_args(ScheduleName))
+    assert set(SHAPES) == set(get_args(DecayShape))
+    page = (Path(__file__).parents[3] / "docs" / "settings.md").read_text()
+    assert all(f"`{name}`" in page for name in (*SCHEDULES, *SHAPES))
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_a_schedule_that_falls_needs_an_end(name: ScheduleName) -> None:
+    """The rate of each step of a run that only hours end is that of the schedule, or it is refused."""
+    hours, optimizer = TrainConfig(steps=0, hours=8), OptimizerConfig(schedule=name, warmup_steps=2)
+    rates = {learning_rate(optimizer, step, 0, 64) for step in (2, 50, 10_000)}
+    if SCHEDULES[name].falls:
+        with pytest.raises(SettingError, match=r"train.hours ends the run"):
+            Config(train=hours, optimizer=optimizer)
+        assert Config(train=replace(hours, steps=100), optimizer=optimizer)
+    else:
+        assert Config(train=hours, optimizer=optimizer)
+        assert len(rates) == (3 if name == "noam" else 1)
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        (
+            {"schedule": "wsd", "warmup_steps": 90},
+            r"optimizer.decay_share is 0.2: it gives a decay of 20 steps.*train.steps, 100",
+        ),
+        ({"schedule": "wsd", "warmup_steps": 90, "decay_steps": 11}, "optimizer.decay_steps is 11"),
+        ({"schedule": "wsd", "warmup_ratio": 0.9}, "optimizer.decay_share"),
+        ({"decay_share": 0.0}, "optimizer.decay_share"),
+        ({"schedule": "noam", "warmup_steps": 0}, "optimizer.warmup_steps"),
+    ],
+)
+def test_parts_that_exceed_the_run_are_refused(settings: dict[str, Any], words: str) -> None:
+    with pytest.raises(SettingError, match=words):
+        Config(train=TrainConfig(steps=100), optimizer=OptimizerConfig(**settings))
+
+
 @pytest.mark.parametrize("schedule", ["cosine", "linear"])
 def test_rates_stay_at_the_lowest_after_the_decay(schedule: str) -> None:
     settings = OptimizerConfig(learning_rate=1.0, warmup_steps=2, schedule=schedule, min_lr_ratio=0.1, decay_steps=10)  # type: ignore[arg-type]
@@ -48,7 +114,7 @@ def test_noam_is_equation_3() -> None:
 
 
 @given(
-    schedule=st.sampled_from(["cosine", "linear", "constant"]),
+    schedule=st.sampled_from(["cosine", "linear", "constant", "wsd"]),
     steps=st.integers(1, 300),
     warmup=st.integers(0, 400),
     lowest=st.floats(0, 1),
@@ -102,7 +168,7 @@ def test_updates_are_pytorchs(kind: str) -> None:
     assert torch.equal(resumed.weight, theirs.weight)
 
 
-@given(st.sampled_from(["cosine", "linear", "constant", "noam"]), st.integers(1, 60), st.integers(1, 60))
+@given(st.sampled_from(list(SCHEDULES)), st.integers(1, 60), st.integers(1, 60))
 def test_a_warm_up_is_told_just_where_the_highest_rate_is_never_reached(schedule: str, steps: int, warmup: int) -> None:
     settings = OptimizerConfig(learning_rate=1.0, warmup_steps=warmup, schedule=schedule)  # type: ignore[arg-type]
     longer = [learning_rate(settings, step, steps + 200, width=1) for step in range(steps + 200)]
