@@ -11,7 +11,14 @@ from raystride.pipelines.config.data import DataConfig, TokenizerConfig
 from raystride.pipelines.config.model import DECODERS_ONLY, ModelConfig
 from raystride.pipelines.config.run import ScalingConfig
 from raystride.pipelines.config.schedules import SCHEDULES
-from raystride.pipelines.config.train import CheckpointConfig, GuardConfig, ObjectiveConfig, OptimizerConfig, TrainConfig
+from raystride.pipelines.config.train import (
+    CheckpointConfig,
+    GuardConfig,
+    ObjectiveConfig,
+    OptimizerConfig,
+    TrainConfig,
+    ValidationConfig,
+)
 
 SHARDED = ("fsdp", "deepspeed")
 """Strategies whose micro-batches communicate, so that all workers must run equally many."""
@@ -51,6 +58,10 @@ def refuse_combinations(
         )
     if train.exact:
         _refuse_with_exact(train, scaling, frozen)
+    if train.ema and scaling.strategy == "deepspeed":
+        raise train.error("ema", "must be 0 with scaling.strategy `deepspeed`, whose optimiser keeps none: use `fsdp`")
+    if train.ema and train.stochastic_rounding:
+        raise train.error("ema", "must be 0 with train.stochastic_rounding, whose weights are rounded by chance")
     if train.stochastic_rounding and scaling.strategy in SHARDED:
         raise train.error("stochastic_rounding", "must be false here: both sharded strategies keep a master copy, in shards")
     if guard.policy == "rewind" and not checkpoint.every:
@@ -278,3 +289,9 @@ def refuse_schedule(optimizer: OptimizerConfig, train: TrainConfig) -> None:
                 f"gives a decay of {decay:,} steps, and with a warm-up of {warmup:,} that is more than train.steps, "
                 f"{train.steps:,}: lower it or optimizer.warmup_steps",
             )
+
+
+def refuse_average(train: TrainConfig, validation: ValidationConfig) -> None:
+    """Raises SettingError if an average is to be evaluated and there is none."""
+    if validation.weights == "ema" and not train.ema:
+        raise validation.error("weights", "must be `auto` or `trained` without train.ema, 0.999 for instance")

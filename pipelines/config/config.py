@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, ClassVar
 
 from raystride.pipelines.config.combinations import (
+    refuse_average,
     refuse_chats,
     refuse_combinations,
     refuse_early_start,
@@ -142,6 +143,7 @@ class Config(Section):
         if self.scaling.min_nodes > 1 and self.launch.mode == "inline":
             raise self.scaling.error("min_nodes", "must be 0 or 1 with launch.mode inline, as that has one node")
         refuse_schedule(self.optimizer, self.train)
+        refuse_average(self.train, self.validation)
         ending = f"-{self.lora.adapters - 1}" if self.lora.adapters > 1 else ""
         if self.run is not None and (fault := name_fault(self.run, ending)):
             raise self.error("run", fault)

@@ -159,6 +159,11 @@ class TrainConfig(Section):
     in a mesh, otherwise `order`."""
     exact: bool = setting(False, fixed=True, also="bitwise reproducible")
     """Bitwise reproducible on any number of workers. Gradients are added slot by slot along one fixed tree."""
+    ema: float = setting(
+        0.0, at_least=0, below=1, fixed=True, since="0.4", also="ema_decay model_ema_decay use_ema ema_momentum"
+    )
+    """Exponential moving average of the weights: the share of it that each step keeps, 0.999 for instance, beside the
+    weights in fp32. 0: none. `validation.weights` says where it is used."""
     clip_norm: float = setting(
         1.0,
         at_least=0,
@@ -345,6 +350,9 @@ class ValidationConfig(Section):
     gather_mib: int = setting(256, at_least=1, at_most=2**20, since="0.4")
     """Most MiB of predictions and labels that a validation gathers on rank 0, for metrics of the whole set of a model of
     your own (`raystride.fit`). More is refused."""
+    weights: Literal["auto", "trained", "ema"] = setting("auto", since="0.4", shapes_result=True)
+    """Weights that are validated and that checkpoints have as the model's, so that evaluation, prediction and export take
+    them: the trained ones, or their average (`train.ema`). `auto`: the average where there is one."""
     means: tuple[str, ...] = setting((), since="0.4")
     """Metrics of a model of your own that are means over samples in spite of their names, `recall_at_5` for instance:
     numbers named f1, auc, precision, recall, map, ndcg, r2 or correlation are refused otherwise."""

@@ -7,14 +7,35 @@ their first use (1 s of a start) and take 0.6 ms of Python an update, 2 % of a s
     optimizer.update(learning_rate)
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
 
 from raystride.pipelines.config import OptimizerConfig
-from raystride.pipelines.train.checkpoint.train_state import Group, State, Updater, empty_state, local_shard
+from raystride.pipelines.train.checkpoint.train_state import (
+    AVERAGE,
+    TRAINED,
+    Group,
+    State,
+    Updater,
+    empty_state,
+    local_shard,
+)
 from raystride.triton_kernels.adamw import adamw, copy_rounded
+
+
+@dataclass(frozen=True)
+class Average:
+    """An exponential moving average of the parameters."""
+
+    decay: float
+    """Share of the average that a step keeps."""
+    is_evaluated: bool
+    """Whether it is validated, stored as the model and exported, in place of the trained weights."""
 
 
 @dataclass(frozen=True)
@@ -35,11 +56,13 @@ class _GroupUpdate:
 class FusedUpdater:
     """Fused updates, computed in fp32: of fp32 parameters, or for bfloat16 parameters of their master copies.
 
-    Without masters the new value is rounded to bfloat16 stochastically, see `round_stochastically`.
+    Without masters the new value is rounded to bfloat16 stochastically, see `round_stochastically`. With an `average`, the
+    state has an exponential moving average of each parameter, in fp32 and sharded as it is.
     """
 
-    def __init__(self, groups: list[Group], *, stochastic: bool = False) -> None:
-        self.groups, self._stochastic = groups, stochastic
+    def __init__(self, groups: list[Group], *, stochastic: bool = False, average: Average | None = None) -> None:
+        self.groups, self._stochastic, self._average = groups, stochastic, average
+        self.evaluates_other_weights = average is not None and average.is_evaluated
         self.has_masters = not stochastic and any(p.dtype != torch.float32 for group, _ in groups for p in group)
         self._state: State = {}
         self._completed: set[nn.Parameter] = set()
@@ -67,12 +90,38 @@ class FusedUpdater:
         gradients = [local_shard(p.grad) for p in trained if p.grad is not None]
         stochastic = low_precision and self._stochastic
         self._apply_update(_GroupUpdate(values, copies, stochastic, gradients, states, decay), learning_rate, skip)
+        if self._average:
+            weight = 1 - self._average.decay
+            averages = [local_shard(state[AVERAGE]) for state in states]
+            steps = torch._foreach_sub(values, averages)
+            torch._foreach_mul_(steps, weight if skip is None else weight * (1 - skip))
+            torch._foreach_add_(averages, steps)
+
+    @contextmanager
+    def evaluated_weights(self) -> Iterator[None]:
+        """Puts the averages into the parameters if they are to be evaluated, and takes them out again bit for bit."""
+        averaged = [parameter for parameter in self._state if AVERAGE in self._state[parameter]]
+        if not self.evaluates_other_weights or not averaged:
+            yield
+            return
+        trained = [parameter.detach().clone() for parameter in averaged]
+        with torch.no_grad():
+            for parameter in averaged:
+                parameter.copy_(self._state[parameter][AVERAGE])
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for parameter, value in zip(averaged, trained, strict=True):
+                    parameter.copy_(value)
 
     def _complete_state(self, parameter: nn.Parameter) -> dict[str, torch.Tensor]:
         """Initialises the missing state of a parameter."""
         state = self._initial_state(parameter)
         if self.has_masters:
             state["master"] = parameter.detach().float()
+        if self._average:
+            state[AVERAGE] = parameter.detach().float().clone()
         self._state[parameter] = state | self._state.get(parameter, {})
         self._completed.add(parameter)
         return self._state[parameter]
@@ -85,7 +134,15 @@ class FusedUpdater:
 
     @torch.no_grad()
     def load_state(self, parameter: nn.Parameter, stored: dict[str, torch.Tensor]) -> None:
-        """Restores a parameter's state; a `master` also becomes the parameter's value."""
+        """Restores a parameter's state; a `master` also becomes the parameter's value.
+
+        Where trained weights are stored apart, the model's are averages.
+        """
+        if TRAINED in stored:
+            stored[AVERAGE] = stored["master"] if self.has_masters else parameter.detach().clone()
+            trained = stored.pop(TRAINED)
+            stored |= {"master": trained} if self.has_masters else {}
+            parameter.copy_(trained)
         if "master" in stored:
             parameter.copy_(stored["master"])
         self._state[parameter] = stored
@@ -103,8 +160,9 @@ class FusedUpdater:
 class AdamW(FusedUpdater):
     """AdamW (Loshchilov and Hutter, 2019, algorithm 2), all parameters of a group in one fused operation."""
 
-    def __init__(self, groups: list[Group], betas: tuple[float, float], eps: float, *, stochastic: bool = False) -> None:
-        super().__init__(groups, stochastic=stochastic)
+    def __init__(self, groups: list[Group], betas: tuple[float, float], eps: float, **options: Any) -> None:
+        """`options`: see FusedUpdater."""
+        super().__init__(groups, **options)
         self._betas, self._eps = betas, eps
 
     def _initial_state(self, parameter: nn.Parameter) -> dict[str, torch.Tensor]:
@@ -138,8 +196,9 @@ class AdamW(FusedUpdater):
 class SGD(FusedUpdater):
     """Stochastic gradient descent with optional momentum (Sutskever et al., 2013) and decay added to the gradient."""
 
-    def __init__(self, groups: list[Group], momentum: float, *, stochastic: bool = False) -> None:
-        super().__init__(groups, stochastic=stochastic)
+    def __init__(self, groups: list[Group], momentum: float, **options: Any) -> None:
+        """`options`: see FusedUpdater."""
+        super().__init__(groups, **options)
         self._momentum = momentum
 
     def _initial_state(self, parameter: nn.Parameter) -> dict[str, torch.Tensor]:
@@ -168,14 +227,13 @@ class SGD(FusedUpdater):
         copy_rounded(updated, values if stochastic else group_update.copies, stochastic=stochastic)
 
 
-def build_optimizer(settings: OptimizerConfig, model: nn.Module, *, stochastic: bool = False) -> Updater:
-    """Builds AdamW or SGD over two groups: matrices decay, vectors (biases, norms) do not. `stochastic`: see
-    FusedUpdater."""
+def build_optimizer(settings: OptimizerConfig, model: nn.Module, **options: Any) -> Updater:
+    """Builds AdamW or SGD over two groups: matrices decay, vectors (biases, norms) do not. `options`: see FusedUpdater."""
     trained = [p for p in model.parameters() if p.requires_grad]
     groups = [
         ([p for p in trained if p.dim() >= 2], settings.weight_decay),
         ([p for p in trained if p.dim() < 2], 0.0),
     ]
     if settings.kind == "sgd":
-        return SGD(groups, settings.momentum, stochastic=stochastic)
-    return AdamW(groups, settings.betas, settings.eps, stochastic=stochastic)
+        return SGD(groups, settings.momentum, **options)
+    return AdamW(groups, settings.betas, settings.eps, **options)

@@ -15,7 +15,7 @@ from torch import nn
 from raystride.pipelines.system.errors import SettingError
 from raystride.pipelines.train.checkpoint.layout import OBJECTS
 from raystride.pipelines.train.checkpoint.pieces import unwrap_part, wrap_part
-from raystride.pipelines.train.checkpoint.train_state import TRAINED, Updater, UsersOptimizer
+from raystride.pipelines.train.checkpoint.train_state import AVERAGE, TRAINED, EvaluatesOthers, Updater, UsersOptimizer
 from raystride.pipelines.train.strategies.parameter_layout import saved_buffers, saved_parameters
 
 
@@ -27,12 +27,15 @@ def named_tensors(model: nn.Module, optimizer: Updater) -> dict[str, torch.Tenso
     """
     tensors: dict[str, torch.Tensor] = {}
     evaluated: dict[str, torch.Tensor] = {}
-    if isinstance(optimizer, UsersOptimizer) and optimizer.evaluates_other_weights:
+    evaluates_others = isinstance(optimizer, EvaluatesOthers) and optimizer.evaluates_other_weights
+    if evaluates_others and isinstance(optimizer, UsersOptimizer):
         with optimizer.evaluated_weights():
             evaluated = {name: parameter.detach().clone() for name, parameter in saved_parameters(model)}
     for name, parameter in saved_parameters(model):
         stored_state = dict(optimizer.state(parameter))
         value = stored_state.pop("master", parameter.detach())
+        if evaluates_others and AVERAGE in stored_state:
+            value, stored_state[TRAINED] = stored_state.pop(AVERAGE), value
         if name in evaluated:
             value, stored_state[TRAINED] = evaluated[name], value
         tensors[f"model.{name}"] = wrap_part(model, name, value)

@@ -44,15 +44,20 @@ class Updater(Protocol):
 
 
 @runtime_checkable
-class UsersOptimizer(Updater, Protocol):
-    """An optimiser of a user's own, which keeps more than tensors by parameter."""
+class EvaluatesOthers(Protocol):
+    """An optimiser that may evaluate other weights than it trains, averages for instance."""
 
     evaluates_other_weights: bool
-    """Whether the weights that are evaluated are not those that are trained."""
+    """Whether it does."""
 
     def evaluated_weights(self) -> AbstractContextManager[None]:
         """Puts the weights to evaluate into the parameters, and takes them out again bit for bit."""
         ...
+
+
+@runtime_checkable
+class UsersOptimizer(Updater, EvaluatesOthers, Protocol):
+    """An optimiser of a user's own, which keeps more than tensors by parameter."""
 
     def plain_state(self, names: Mapping[nn.Parameter, str]) -> dict[str, Any]:
         """Returns what it keeps besides tensors by parameter."""
@@ -69,11 +74,13 @@ class UsersOptimizer(Updater, Protocol):
 
 TRAINED = "trained"
 """The trained weights in a checkpoint, where the evaluated ones are others."""
+AVERAGE = "ema"
+"""The exponential moving average of a parameter in its state, in fp32."""
 
 
 def evaluated_weights(optimizer: Updater | None) -> AbstractContextManager[None]:
     """Puts the weights to evaluate into the parameters, where an optimiser trains others."""
-    return optimizer.evaluated_weights() if isinstance(optimizer, UsersOptimizer) else nullcontext()
+    return optimizer.evaluated_weights() if isinstance(optimizer, EvaluatesOthers) else nullcontext()
 
 
 def empty_state(parameter: nn.Parameter, size: list[int] | None, dtype: torch.dtype) -> torch.Tensor:

@@ -24,7 +24,7 @@ at once (`lora.adapters`) share the base; each has its own tokens in the common 
 from dataclasses import dataclass, replace
 
 from raystride.model.shape import ENCODERS, dense_sizes, head_size, hidden_width
-from raystride.pipelines.config import Config, ModelConfig, OptimizerConfig, ScalingConfig
+from raystride.pipelines.config import Config, ModelConfig, ScalingConfig
 from raystride.pipelines.train.memory.activations import FP32, Arithmetic, Moment, Network, list_moments
 from raystride.pipelines.train.memory.cut import NetworkPart, cut_config, cut_facts, network_parts
 from raystride.pipelines.train.memory.networks import Facts, describe_network
@@ -217,11 +217,12 @@ def arithmetic_for(config: Config, device: str) -> Arithmetic:
     return Arithmetic(stream=stream, matmul=matmul, kernels=kernels, mask=1 if gpu else matmul)
 
 
-def _num_optimizer_moments(optimizer: OptimizerConfig, network: Network) -> float:
-    """Returns the numbers that the optimiser keeps for a parameter."""
+def _num_optimizer_moments(config: Config, network: Network) -> float:
+    """Returns the numbers that the optimiser keeps for a parameter, an average of it included."""
     if network.optimizer_moments is not None:
         return network.optimizer_moments
-    return 2 if optimizer.kind == "adamw" else 1 if optimizer.momentum else 0
+    optimizer = config.optimizer
+    return (2 if optimizer.kind == "adamw" else 1 if optimizer.momentum else 0) + bool(config.train.ema)
 
 
 def _estimate_data_parallel(
@@ -231,7 +232,7 @@ def _estimate_data_parallel(
     num_parameters = network.num_parameters
     is_pure, stochastic = config.train.precision == "pure_bf16", config.train.stochastic_rounding
     parameters = (HALF if is_pure else FP32) * num_parameters
-    optimizer = FP32 * num_parameters * (_num_optimizer_moments(config.optimizer, network) + (is_pure and not stochastic))
+    optimizer = FP32 * num_parameters * (_num_optimizer_moments(config, network) + (is_pure and not stochastic))
     gradients = float(FP32 * num_parameters)
     if config.train.exact:
         gradients = _exact_gradients(config, network, workers)
@@ -268,7 +269,7 @@ def _estimate_adapters(config: Config, network: Network, activations: float, tok
     gradients = float(FP32 * trained)
     if config.train.exact:
         gradients = _exact_gradients(config, replace(network, sizes=[trained]), workers)
-    parameters, optimizer = base + FP32 * trained, FP32 * trained * _num_optimizer_moments(config.optimizer, network)
+    parameters, optimizer = base + FP32 * trained, FP32 * trained * _num_optimizer_moments(config, network)
     return MemoryEstimate(parameters, gradients, optimizer, activations, parameters + gradients + optimizer + activations)
 
 
@@ -300,7 +301,7 @@ def _estimate_fsdp(unsharded: "UnshardedMemory", step_moments: list[Moment], wor
     config, network, blocks = unsharded.config, unsharded.network, unsharded.blocks
     shards = config.scaling.shard_workers or workers
     shard = FP32 * network.num_parameters / shards
-    optimizer = shard * _num_optimizer_moments(config.optimizer, network)
+    optimizer = shard * _num_optimizer_moments(config, network)
     activations = max(moment.activations + unsharded.bytes_at(moment) for moment in step_moments)
     peak = max(
         moment.activations + unsharded.bytes_at(moment) + FP32 * sum(blocks[len(blocks) - moment.num_blocks_done :]) / shards
@@ -323,7 +324,7 @@ def _estimate_deepspeed(
     number_bytes = HALF if config.train.precision == "pure_bf16" else FP32
     parameters = number_bytes * num_parameters / (workers if stage == 3 else 1)
     gradients = FP32 * num_parameters / workers
-    optimizer = gradients * (_num_optimizer_moments(config.optimizer, network) + 1)
+    optimizer = gradients * (_num_optimizer_moments(config, network) + 1)
     block = max(block_memory.num_parameters for block_memory in network.blocks)
     bucket = config.scaling.bucket_mib * 2**20
     if stage == 3:

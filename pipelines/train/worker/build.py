@@ -39,7 +39,7 @@ from raystride.pipelines.train.distributed.process_group import join_group
 from raystride.pipelines.train.loop import Training
 from raystride.pipelines.train.lora.base import HEADER, check_base, finalize_base, init_adapters, network_factory
 from raystride.pipelines.train.lora.init_from_run import init_weights, with_base_ids
-from raystride.pipelines.train.optimizer import build_optimizer
+from raystride.pipelines.train.optimizer import Average, build_optimizer
 from raystride.pipelines.train.precision import Precision, resolve_precision
 from raystride.pipelines.train.randomness import DrawNotice
 from raystride.pipelines.train.step import build_step_rules
@@ -199,7 +199,9 @@ def _build_model(
 
     def make_optimizer(prepared: torch.nn.Module) -> Updater:
         own = task.build_optimizer(prepared)
-        return own or build_optimizer(config.optimizer, prepared, stochastic=config.train.stochastic_rounding)
+        average = Average(config.train.ema, config.validation.weights != "trained") if config.train.ema else None
+        stochastic = config.train.stochastic_rounding
+        return own or build_optimizer(config.optimizer, prepared, stochastic=stochastic, average=average)
 
     model, optimizer = strategy.prepare_model(recompute(model, config.train), make_optimizer)
     if config.lora.rank:

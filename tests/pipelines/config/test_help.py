@@ -3,6 +3,7 @@
 import subprocess
 from dataclasses import fields
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
@@ -13,6 +14,7 @@ from raystride.pipelines.config.jobs import GenerateConfig
 from raystride.pipelines.config.parse import load_settings, parse
 from raystride.pipelines.config.presets import describe_preset, presets
 from raystride.pipelines.config.reference import sections_reference, settings_reference
+from raystride.pipelines.config.schedules import ScheduleName
 from raystride.pipelines.config.sweep import SweepJobConfig
 from raystride.pipelines.launch.deploy.plan import KINDS
 from tests import settings_page
@@ -167,7 +169,7 @@ def test_bash_completes_commands_settings_values_and_presets(capsys: pytest.Capt
     assert set(complete("")) >= set(JOBS)
     assert complete("train", "--train.slot_s") == ["--train.slot_size"]
     assert complete("train", "--config", "lm_p") == ["lm_python"]
-    assert set(complete("train", "--optimizer.schedule", "")) == {"cosine", "linear", "constant", "noam"}
+    assert set(complete("train", "--optimizer.schedule", "")) == set(get_args(ScheduleName))
     assert complete("runs", "com") == ["compare"]
     assert set(complete("deploy", "")) >= {*KINDS, "serve"}
 
