@@ -295,3 +295,15 @@ def refuse_average(train: TrainConfig, validation: ValidationConfig) -> None:
     """Raises SettingError if an average is to be evaluated and there is none."""
     if validation.weights == "ema" and not train.ema:
         raise validation.error("weights", "must be `auto` or `trained` without train.ema, 0.999 for instance")
+
+
+def refuse_muon(optimizer: OptimizerConfig, scaling: ScalingConfig, *, has_adapters: bool) -> None:
+    """Raises SettingError for Muon where no worker has or gets whole matrices of blocks that are trained."""
+    if optimizer.kind != "muon":
+        return
+    if has_adapters:
+        raise optimizer.error(
+            "kind", "must be `adamw` or `sgd` with lora.rank: adapters are trained, and no matrix of blocks"
+        )
+    if scaling.strategy == "deepspeed" or scaling.group > 1 or scaling.mesh == "auto":
+        raise optimizer.error("kind", "must be `adamw` or `sgd` with deepspeed or a mesh: use `ddp` or `fsdp` for muon")

@@ -13,6 +13,7 @@ from raystride.pipelines.config.combinations import (
     refuse_combinations,
     refuse_early_start,
     refuse_mesh_of_model,
+    refuse_muon,
     refuse_schedule,
     refuse_with_task,
 )
@@ -143,6 +144,7 @@ class Config(Section):
         if self.scaling.min_nodes > 1 and self.launch.mode == "inline":
             raise self.scaling.error("min_nodes", "must be 0 or 1 with launch.mode inline, as that has one node")
         refuse_schedule(self.optimizer, self.train)
+        refuse_muon(self.optimizer, self.scaling, has_adapters=self.lora.rank > 0)
         refuse_average(self.train, self.validation)
         ending = f"-{self.lora.adapters - 1}" if self.lora.adapters > 1 else ""
         if self.run is not None and (fault := name_fault(self.run, ending)):

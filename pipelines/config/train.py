@@ -17,8 +17,9 @@ class OptimizerConfig(Section):
 
     name: ClassVar[str] = "optimizer"
 
-    kind: Literal["adamw", "sgd"] = setting("adamw", fixed=True, also="optim optimizer_type optimizer_name")
-    """Optimiser: AdamW (Loshchilov and Hutter, 2019) or SGD."""
+    kind: Literal["adamw", "sgd", "muon"] = setting("adamw", fixed=True, also="optim optimizer_type optimizer_name")
+    """Optimiser: AdamW (Loshchilov and Hutter, 2019), SGD, or Muon (Jordan et al., 2024) for the matrices of the network's
+    blocks and AdamW for embeddings, head, norms and biases. Muon's updates have the size of AdamW's, at the same rate."""
     learning_rate: float = setting(1e-3, above=0, also="lr max_lr peak_lr base_lr init_lr", shapes_result=True)
     """Peak learning rate. With `noam`, a factor of its formula."""
     betas: tuple[float, float] = setting(
@@ -34,7 +35,7 @@ class OptimizerConfig(Section):
     weight_decay: float = setting(0.1, at_least=0, also="wd decay", shapes_result=True)
     """Decoupled weight decay. Applied to matrices only, not to biases, norms and gains."""
     momentum: float = setting(0.0, at_least=0, below=1, shapes_result=True)
-    """Momentum of `sgd`."""
+    """Momentum of `sgd`, and of `muon`, where 0 stands for 0.95."""
     schedule: ScheduleName = setting(
         "cosine",
         also="lr_scheduler_type lr_scheduler scheduler lr_decay_style lr_schedule decay_type",

@@ -39,9 +39,10 @@ class Average:
 
 
 @dataclass(frozen=True)
-class _GroupUpdate:
+class GroupUpdate:
     """A group's tensors in one update, this worker's shards of them."""
 
+    parameters: list[nn.Parameter]
     values: list[torch.Tensor]
     """The master copies if there are any, else the parameters."""
     copies: list[torch.Tensor]
@@ -89,7 +90,7 @@ class FusedUpdater:
             skip = skip.to(values[0].device)
         gradients = [local_shard(p.grad) for p in trained if p.grad is not None]
         stochastic = low_precision and self._stochastic
-        self._apply_update(_GroupUpdate(values, copies, stochastic, gradients, states, decay), learning_rate, skip)
+        self._apply_update(GroupUpdate(trained, values, copies, stochastic, gradients, states, decay), learning_rate, skip)
         if self._average:
             weight = 1 - self._average.decay
             averages = [local_shard(state[AVERAGE]) for state in states]
@@ -153,7 +154,7 @@ class FusedUpdater:
         """Returns the state of a parameter before its first update."""
         raise NotImplementedError
 
-    def _apply_update(self, group_update: _GroupUpdate, learning_rate: float, skip: torch.Tensor | None) -> None:
+    def _apply_update(self, group_update: GroupUpdate, learning_rate: float, skip: torch.Tensor | None) -> None:
         raise NotImplementedError
 
 
@@ -172,7 +173,7 @@ class AdamW(FusedUpdater):
             "exp_avg_sq": torch.zeros_like(parameter, dtype=torch.float32, requires_grad=False),
         }
 
-    def _apply_update(self, group_update: _GroupUpdate, learning_rate: float, skip: torch.Tensor | None) -> None:
+    def _apply_update(self, group_update: GroupUpdate, learning_rate: float, skip: torch.Tensor | None) -> None:
         """p <- p - rate (m / (sqrt(v) + eps) + decay p), with bias-corrected moments m and v of the gradient."""
         steps = [state["step"] for state in group_update.states]
         # A skipped step does not count, or bias correction would assume one more update.
@@ -206,7 +207,7 @@ class SGD(FusedUpdater):
             return {}
         return {"momentum_buffer": torch.zeros_like(parameter, dtype=torch.float32, requires_grad=False)}
 
-    def _apply_update(self, group_update: _GroupUpdate, learning_rate: float, skip: torch.Tensor | None) -> None:
+    def _apply_update(self, group_update: GroupUpdate, learning_rate: float, skip: torch.Tensor | None) -> None:
         """p <- p - rate b, with b <- momentum b + g + decay p."""
         values, stochastic = group_update.values, group_update.stochastic
         updated = [value.float() for value in values] if stochastic else values
@@ -228,7 +229,14 @@ class SGD(FusedUpdater):
 
 
 def build_optimizer(settings: OptimizerConfig, model: nn.Module, **options: Any) -> Updater:
-    """Builds AdamW or SGD over two groups: matrices decay, vectors (biases, norms) do not. `options`: see FusedUpdater."""
+    """Builds the optimiser of the settings: matrices decay, vectors (biases, norms) do not. `options`: see FusedUpdater.
+
+    Raises SettingError for Muon without a matrix.
+    """
+    if settings.kind == "muon":
+        from raystride.pipelines.train.muon import build_muon
+
+        return build_muon(settings, model, **options)
     trained = [p for p in model.parameters() if p.requires_grad]
     groups = [
         ([p for p in trained if p.dim() >= 2], settings.weight_decay),

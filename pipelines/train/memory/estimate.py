@@ -222,7 +222,7 @@ def _num_optimizer_moments(config: Config, network: Network) -> float:
     if network.optimizer_moments is not None:
         return network.optimizer_moments
     optimizer = config.optimizer
-    return (2 if optimizer.kind == "adamw" else 1 if optimizer.momentum else 0) + bool(config.train.ema)
+    return (2 if optimizer.kind != "sgd" else 1 if optimizer.momentum else 0) + bool(config.train.ema)
 
 
 def _estimate_data_parallel(
