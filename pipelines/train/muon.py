@@ -80,9 +80,10 @@ def _put(target: torch.Tensor, value: torch.Tensor, skip: torch.Tensor | None) -
 
 def _share_directions(parameters: Sequence[nn.Parameter], updates: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Returns the orthogonal directions of matrices, this worker's shards of them; all workers call it together."""
-    is_shared = dist.is_initialized() and dist.get_world_size() > 1
-    rank, world = (dist.get_rank(), dist.get_world_size()) if is_shared else (0, 1)
     whole = [_whole(parameter, update) for parameter, update in zip(parameters, updates, strict=True)]
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return [orthogonalise(matrix) for matrix in whole]
+    rank, world = dist.get_rank(), dist.get_world_size()
     sizes = [matrix.numel() for matrix in whole]
     found = torch.zeros(sum(sizes), dtype=torch.bfloat16, device=whole[0].device)
     parts = list(found.split(sizes))
@@ -92,9 +93,8 @@ def _share_directions(parameters: Sequence[nn.Parameter], updates: Sequence[torc
         load[owner] += _cost(whole[number])
         if owner == rank:
             parts[number].copy_(orthogonalise(whole[number]).reshape(-1))
-    if is_shared:
-        # Bytes of one worker and zeros of all others: their sum is exact, in a type that every backend has.
-        dist.all_reduce(found.view(torch.uint8))
+    # Bytes of one worker and zeros of all others: their sum is exact, in a type that every backend has.
+    dist.all_reduce(found.view(torch.uint8))
     return [_shard(parameter, part.view(parameter.shape)) for parameter, part in zip(parameters, parts, strict=True)]
 
 

@@ -94,9 +94,10 @@ class FusedUpdater:
         if self._average:
             weight = 1 - self._average.decay
             averages = [local_shard(state[AVERAGE]) for state in states]
-            steps = torch._foreach_sub(values, averages)
-            torch._foreach_mul_(steps, weight if skip is None else weight * (1 - skip))
-            torch._foreach_add_(averages, steps)
+            if skip is None:
+                torch._foreach_lerp_(averages, values, weight)
+            else:
+                torch._foreach_lerp_(averages, values, [weight * (1 - skip)] * len(values))
 
     @contextmanager
     def evaluated_weights(self) -> Iterator[None]:

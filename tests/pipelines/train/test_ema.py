@@ -97,7 +97,9 @@ def test_it_is_the_same_on_two_workers_and_in_shards(folder: Path) -> None:
     one, two = (run_workers(make_job(config, folder, f"exact-{world}"), world) for world in (1, 2))
     assert (one["parameters_sha256"], one["val_loss"]) == (two["parameters_sha256"], two["val_loss"])
     sharded = replace(config, train=EMA, scaling=ScalingConfig(strategy="fsdp", workers=2))
-    assert run_workers(make_job(sharded, folder, "sharded"), 2)["val_loss"] == pytest.approx(one["val_loss"], abs=1e-5)
+    meshed = replace(config, train=EMA, scaling=ScalingConfig(tensor=2, workers=2))
+    for run, each in {"sharded": sharded, "meshed": meshed}.items():
+        assert run_workers(make_job(each, folder, run), 2)["val_loss"] == pytest.approx(one["val_loss"], abs=1e-5)
 
 
 def test_bfloat16_weights_have_an_average_in_fp32_that_a_stop_keeps(folder: Path) -> None:
