@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
     from raystride.pipelines.evaluate.evaluation import EvaluationResult
     from raystride.pipelines.evaluate.prediction import PredictionResult
+    from raystride.pipelines.launch.finished import Answers
 
 Settings = Mapping[str, Any]
 PathOrUri = str | os.PathLike[str]
@@ -166,7 +167,7 @@ class Run:
         return generate(self, prompt, settings)
 
     @overload
-    def predict(self, questions: Sequence[Any], settings: Mapping[str, Any] | None = None) -> list[dict[str, Any]]: ...
+    def predict(self, questions: Sequence[Any], settings: Mapping[str, Any] | None = None) -> "Answers": ...
 
     @overload
     def predict(self, questions: None = None, settings: Mapping[str, Any] | None = None) -> "PredictionResult": ...
@@ -179,7 +180,7 @@ class Run:
         *,
         fn: "Callable[[nn.Module, Any], Any]",
         collate: Callable[[list[Any]], Any] | None = None,
-    ) -> "list[dict[str, Any]] | PredictionResult": ...
+    ) -> "Answers | PredictionResult": ...
 
     def predict(
         self,
@@ -188,7 +189,7 @@ class Run:
         *,
         fn: "Callable[[nn.Module, Any], Any] | None" = None,
         collate: Callable[[list[Any]], Any] | None = None,
-    ) -> "list[dict[str, Any]] | PredictionResult":
+    ) -> "Answers | PredictionResult":
         """Returns a mapping per question or per sample, or writes predictions to files; see `raystride.predict`."""
         return predict(self, questions, settings, fn=fn, collate=collate)  # type: ignore[arg-type]
 
@@ -274,7 +275,7 @@ def evaluate(
 @overload
 def predict(
     run: Run | str, questions: Sequence[Any], settings: Settings | None = None, *, storage: PathOrUri = "runs"
-) -> list[dict[str, Any]]: ...
+) -> "Answers": ...
 
 
 @overload
@@ -292,7 +293,7 @@ def predict(
     fn: "Callable[[nn.Module, Any], Any]",
     collate: Callable[[list[Any]], Any] | None = None,
     storage: PathOrUri = "runs",
-) -> "list[dict[str, Any]] | PredictionResult": ...
+) -> "Answers | PredictionResult": ...
 
 
 def predict(
@@ -303,7 +304,7 @@ def predict(
     fn: "Callable[[nn.Module, Any], Any] | None" = None,
     collate: Callable[[list[Any]], Any] | None = None,
     storage: PathOrUri = "runs",
-) -> "list[dict[str, Any]] | PredictionResult":
+) -> "Answers | PredictionResult":
     """Runs inference with a run's model.
 
     Args:
@@ -319,7 +320,8 @@ def predict(
 
     Returns:
         A mapping per question, such as text, label, probability; with `fn` a row per sample, in which what has no name is
-        `prediction`; for files a summary of the predictions.
+        `prediction`; for files a summary of the predictions. All know `step`, that of the checkpoint, `best` where there is
+        one.
 
     Raises:
         SettingError: there is no such run, a question is invalid, or the folder holds other predictions.

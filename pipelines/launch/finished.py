@@ -5,7 +5,7 @@ answers = predict_inputs(settings, ["What is the longest river?"])
 """
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -118,7 +118,16 @@ def predict_files(settings: PredictConfig, log: Log = print) -> "PredictionResul
     return replace(predicted, step=chosen.step, last_step=chosen.last_step)
 
 
-def predict_inputs(settings: PredictConfig, inputs: Sequence[Any], log: Log = lambda _: None) -> list[dict[str, Any]]:
+class Answers(list[dict[str, Any]]):
+    """A list of answers, in order, that knows the checkpoint which gave them."""
+
+    def __init__(self, rows: Iterable[dict[str, Any]], step: int, last_step: int) -> None:
+        super().__init__(rows)
+        self.step, self.last_step = step, last_step
+        """Steps of the checkpoint, and of the run's newest one."""
+
+
+def predict_inputs(settings: PredictConfig, inputs: Sequence[Any], log: Log = lambda _: None) -> Answers:
     """Predicts on inputs in this process, in order; an input of several columns is a tuple. `log` hears the step used.
 
     Raises SettingError if there is no such run or device, or the task cannot read an input.
@@ -149,7 +158,8 @@ def predict_inputs(settings: PredictConfig, inputs: Sequence[Any], log: Log = la
             yield from predictor.build_examples(piece)
 
     try:
-        return [name_probabilities(predictor.task, answer) for answer in predictor.predict_examples(examples())]
+        rows = [name_probabilities(predictor.task, answer) for answer in predictor.predict_examples(examples())]
+        return Answers(rows, chosen.step, chosen.last_step)
     except ValueError as error:
         if isinstance(error, SettingError):
             raise
@@ -158,7 +168,7 @@ def predict_inputs(settings: PredictConfig, inputs: Sequence[Any], log: Log = la
 
 def apply_function(
     settings: ApplyConfig, function: Callable[..., Any], data: Any, collate: Callable[..., Any] | None, log: Log = print
-) -> "list[dict[str, Any]] | PredictionResult":
+) -> "Answers | PredictionResult":
     """Applies a function to the run's model and batches of a dataset; returns a row per sample, or writes them to files.
 
     Raises SettingError if there is no such run or the function returns something else, DataError, CannotRun.
@@ -178,7 +188,7 @@ def apply_function(
     if folder is not None:
         return replace(predict_all(job, parts, job.origin, run_parts, log), step=chosen.step, last_step=chosen.last_step)
     results = run_parts(job, parts) if parts else {}
-    return [row for part in parts for row in results[part.number]]
+    return Answers((row for part in parts for row in results[part.number]), chosen.step, chosen.last_step)
 
 
 def export_run(settings: ExportConfig) -> "tuple[Folder, LoadedModel]":

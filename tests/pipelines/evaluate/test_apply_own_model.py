@@ -54,6 +54,7 @@ def test_rows_are_those_of_the_model(run: raystride.Run) -> None:
     rows = raystride.predict(run, DATA, INLINE, fn=forward)
     out = run.load_model()(torch.from_numpy(X)).detach()
     assert isinstance(rows, list)
+    assert (rows.step, rows.last_step) == (run.summary["best_step"], run.summary["steps"])
     assert np.stack([row["out"] for row in rows]) == pytest.approx(out.numpy(), rel=1e-5, abs=1e-6)
     assert [row["best"] for row in rows] == out.argmax(1).tolist()
     assert all(type(row["best"]) is int and type(row["double"]) is float for row in rows)

@@ -88,6 +88,7 @@ def storage(tmp_path_factory: pytest.TempPathFactory) -> str:
 def test_questions_are_answered_in_order_with_probabilities_by_name(storage: str) -> None:
     settings = PredictConfig(run="labels", storage=storage, text="x", device="cpu")
     found = predict_inputs(settings, ["number one", ("number two",), "text"])
+    assert 0 < found.step <= found.last_step
     assert [answer["text"] for answer in found] == ["number one", "number two", "text"]
     for answer in found:
         assert answer["probabilities"].keys() == {"ham", "spam"}
