@@ -14,7 +14,7 @@ keys (B,) for a seed, each row has its own, and the mask is that of `row_masks`:
 import torch
 
 from raystride.triton_kernels.language import jit, tl
-from raystride.triton_kernels.row_masks import fold, fold_in_kernel, kept_block, kept_by_row
+from raystride.triton_kernels.row_masks import fold, fold_key, kept_block, kept_by_row
 
 _ROUNDS = 10
 """Rounds of Philox, as in its paper, in cuRAND and in tl.philox."""
@@ -249,7 +249,7 @@ def is_kept(rules, b, h, query, key, config):
     if rules.seed.dtype.element_ty == tl.int32:
         i = (query + tl.arange(0, config.block_m))[:, None]
         j = (key + tl.arange(0, config.block_n))[None, :]
-        kept = kept_block(fold_in_kernel(tl.load(rules.seed + b), h), i, j, rules.threshold)
+        kept = kept_block(fold_key(tl.load(rules.seed + b), h), i, j, rules.threshold)
     else:
         c0 = (key // 4 + tl.arange(0, config.block_n // 4))[None, :] + tl.zeros([config.block_m, 1], tl.int32)
         c1 = (query + tl.arange(0, config.block_m))[:, None] + tl.zeros([1, config.block_n // 4], tl.int32)

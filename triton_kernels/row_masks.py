@@ -41,7 +41,7 @@ def _mix(x: torch.Tensor) -> torch.Tensor:
 
 
 @jit
-def _mix_in_kernel(x):
+def _mix_word(x):
     x = x * 2146121005
     x = x ^ (x >> 15)
     return x * -2073254261
@@ -50,12 +50,12 @@ def _mix_in_kernel(x):
 @jit
 def kept_block(key, i, j, threshold):
     """`kept_by_row` for indices i and j (int32, broadcast); `key` is that of the row, `threshold` of 24 bits."""
-    words, key = _mix_in_kernel(i * -1640531535 + j * -2048144777), _mix_in_kernel(key.to(tl.int32))
+    words, key = _mix_word(i * -1640531535 + j * -2048144777), _mix_word(key.to(tl.int32))
     words, key = words ^ (words >> 16), key ^ (key >> 16)
-    return (_mix_in_kernel(words ^ key) >> 8) + 8388608 >= threshold
+    return (_mix_word(words ^ key) >> 8) + 8388608 >= threshold
 
 
 @jit
-def fold_in_kernel(key, number):
+def fold_key(key, number):
     """`fold`; the number may be Python's, whose product would not wrap."""
     return key + (key * 0 + number) * -1028477379

@@ -9,10 +9,7 @@ A further schedule is a function, a row of the table and a name in `ScheduleName
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
-
-if TYPE_CHECKING:
-    from raystride.pipelines.config.train import OptimizerConfig
+from typing import Literal, Protocol
 
 ScheduleName = Literal["cosine", "linear", "constant", "noam", "wsd"]
 DecayShape = Literal["linear", "sqrt", "cosine"]
@@ -24,11 +21,35 @@ SHAPES: dict[DecayShape, Callable[[float], float]] = {
 """What is left of the way from the highest to the lowest rate, by the share of a decay that is done."""
 
 
+class RateSettings(Protocol):
+    """The settings of `optimizer` that schedules read."""
+
+    @property
+    def schedule(self) -> ScheduleName: ...
+    @property
+    def learning_rate(self) -> float: ...
+    @property
+    def min_lr_ratio(self) -> float: ...
+    @property
+    def warmup_steps(self) -> int: ...
+    @property
+    def decay_steps(self) -> int: ...
+    @property
+    def decay_shape(self) -> DecayShape: ...
+    def warmup(self, total_steps: int) -> int:
+        """Returns the steps of the warm-up in a run of so many."""
+        ...
+
+    def decay_length(self, total_steps: int) -> int:
+        """Returns the number of the last steps of a run over which `wsd` falls."""
+        ...
+
+
 @dataclass(frozen=True)
 class Schedule:
     """A learning-rate schedule."""
 
-    rate: "Callable[[OptimizerConfig, int, int, int], float]"
+    rate: Callable[[RateSettings, int, int, int], float]
     """Called with settings, step, all steps of the run (0: unknown) and width, from the end of the warm-up on."""
     sentence: str
     """Its formula, for people."""
@@ -38,28 +59,28 @@ class Schedule:
     """Whether it is also called in the warm-up."""
 
 
-def _fall(shape: DecayShape) -> "Callable[[OptimizerConfig, int, int, int], float]":
+def _fall(shape: DecayShape) -> Callable[[RateSettings, int, int, int], float]:
     """Returns the schedule that falls from the warm-up to the end."""
 
-    def rate(settings: "OptimizerConfig", step: int, total_steps: int, width: int) -> float:
+    def rate(settings: RateSettings, step: int, total_steps: int, width: int) -> float:
         begin, end = settings.warmup(total_steps), settings.decay_steps or total_steps
         return _decayed(settings, shape, (step - begin) / max(1, end - begin))
 
     return rate
 
 
-def _warm_up_stay_decay(settings: "OptimizerConfig", step: int, total_steps: int, width: int) -> float:
+def _warm_up_stay_decay(settings: RateSettings, step: int, total_steps: int, width: int) -> float:
     length = settings.decay_length(total_steps)
     begin = max(settings.warmup(total_steps), total_steps - length)
     return _decayed(settings, settings.decay_shape, (step - begin) / length if length else 0.0)
 
 
-def _decayed(settings: "OptimizerConfig", shape: DecayShape, done: float) -> float:
+def _decayed(settings: RateSettings, shape: DecayShape, done: float) -> float:
     remaining = SHAPES[shape](min(1.0, max(0.0, done)))
     return settings.learning_rate * (settings.min_lr_ratio + (1 - settings.min_lr_ratio) * remaining)
 
 
-def _noam(settings: "OptimizerConfig", step: int, total_steps: int, width: int) -> float:
+def _noam(settings: RateSettings, step: int, total_steps: int, width: int) -> float:
     number, warmup = step + 1, settings.warmup(total_steps)
     return float(settings.learning_rate * width**-0.5 * min(number**-0.5, number * warmup**-1.5))
 
@@ -73,7 +94,7 @@ SCHEDULES: dict[ScheduleName, Schedule] = {
 }
 
 
-def learning_rate(settings: "OptimizerConfig", step: int, total_steps: int, width: int) -> float:
+def learning_rate(settings: RateSettings, step: int, total_steps: int, width: int) -> float:
     """Returns the rate of update `step` (0 is the first) of `total_steps` (0: unknown), after a linear warm-up."""
     schedule, warmup = SCHEDULES[settings.schedule], settings.warmup(total_steps)
     if step < warmup and not schedule.has_own_warmup:
@@ -82,13 +103,13 @@ def learning_rate(settings: "OptimizerConfig", step: int, total_steps: int, widt
     return schedule.rate(settings, step, total_steps, width)
 
 
-def highest_step(settings: "OptimizerConfig", total_steps: float) -> int:
+def highest_step(settings: RateSettings, total_steps: float) -> int:
     """Returns the step, from 0, whose update has the highest rate."""
     warmup = settings.warmup(int(total_steps) if math.isfinite(total_steps) else 0)
     return warmup - SCHEDULES[settings.schedule].has_own_warmup
 
 
-def describe_endless_warmup(settings: "OptimizerConfig", total_steps: float) -> str:
+def describe_endless_warmup(settings: RateSettings, total_steps: float) -> str:
     """Returns a warning if the warm-up takes all of a run's steps; "" if the highest rate is reached."""
     if total_steps > highest_step(settings, total_steps):
         return ""

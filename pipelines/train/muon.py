@@ -1,25 +1,18 @@
-"""Muon for the matrices of a network's blocks: momentum whose direction is made orthogonal (Jordan et al., 2024).
+"""Directions of Muon: momentum that is made orthogonal, for the matrices of a network's blocks (Jordan et al., 2024).
 
-    optimizer = Muon(groups, matrices, betas, eps, momentum=0.95)      # AdamW for all that is not in `matrices`
     orthogonalise(torch.randn(64, 32))                        # bfloat16, singular values of about 1
+    share_directions(parameters, updates)                     # those of all matrices; each worker makes a share
 
-Equal to `torch.optim.Muon` with `adjust_lr_fn="match_rms_adamw"` (Liu et al., 2025): an update has the size of AdamW's, so
-both have one learning rate. Each worker makes a share of the directions and all get them, so that a step's cost falls with
-the number of workers and all have the same bits.
+Each worker makes a share of the directions and all get them, so that a step's cost falls with the number of workers and all
+have the same bits.
 """
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-
-from raystride.pipelines.config import OptimizerConfig
-from raystride.pipelines.train.checkpoint.train_state import Group, local_shard
-from raystride.pipelines.train.optimizer import AdamW, GroupUpdate
-from raystride.triton_kernels.adamw import copy_rounded
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 """Of the quintic Newton-Schulz iteration: steepest at zero, and between 0.7 and 1.2 at 1."""
@@ -30,55 +23,7 @@ RMS = 0.2
 DEFAULT_MOMENTUM = 0.95
 
 
-class Muon(AdamW):
-    """Muon with Nesterov's momentum for matrices, AdamW for other parameters."""
-
-    def __init__(
-        self,
-        groups: list[Group],
-        matrices: set[nn.Parameter],
-        betas: tuple[float, float],
-        eps: float,
-        *,
-        momentum: float = DEFAULT_MOMENTUM,
-        **options: Any,
-    ) -> None:
-        """`matrices` are whole groups; `options`: see FusedUpdater."""
-        super().__init__(groups, betas, eps, **options)
-        self._matrices, self._momentum = matrices, momentum
-
-    def _initial_state(self, parameter: nn.Parameter) -> dict[str, torch.Tensor]:
-        if parameter not in self._matrices:
-            return super()._initial_state(parameter)
-        return {"momentum_buffer": torch.zeros_like(parameter, dtype=torch.float32, requires_grad=False)}
-
-    def _apply_update(self, group_update: GroupUpdate, learning_rate: float, skip: torch.Tensor | None) -> None:
-        """p <- p - rate (decay p + 0.2 sqrt(largest side) O(g + momentum (b - g))), with b <- b + (1 - momentum) (g - b)."""
-        if group_update.parameters[0] not in self._matrices:
-            super()._apply_update(group_update, learning_rate, skip)
-            return
-        looked_ahead = []
-        for gradient, state in zip(group_update.gradients, group_update.states, strict=True):
-            buffer = local_shard(state["momentum_buffer"])
-            moved = buffer.lerp(gradient, 1 - self._momentum)
-            looked_ahead.append(gradient.lerp(moved, self._momentum))
-            _put(buffer, moved, skip)
-        directions = _share_directions(group_update.parameters, looked_ahead)
-        values, stochastic = group_update.values, group_update.stochastic
-        updated = [value.float() for value in values] if stochastic else values
-        for parameter, value, direction in zip(group_update.parameters, updated, directions, strict=True):
-            rate = learning_rate * RMS * math.sqrt(max(parameter.shape))
-            decayed = value.mul(1 - learning_rate * group_update.decay)
-            _put(value, decayed.add_(direction, alpha=-rate), skip)
-        copy_rounded(updated, values if stochastic else group_update.copies, stochastic=stochastic)
-
-
-def _put(target: torch.Tensor, value: torch.Tensor, skip: torch.Tensor | None) -> None:
-    """Writes a value, unless `skip` is 1; what is skipped may be no number."""
-    target.copy_(value if skip is None else torch.where(skip > 0, target, value))
-
-
-def _share_directions(parameters: Sequence[nn.Parameter], updates: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+def share_directions(parameters: Sequence[nn.Parameter], updates: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Returns the orthogonal directions of matrices, this worker's shards of them; all workers call it together."""
     whole = [_whole(parameter, update) for parameter, update in zip(parameters, updates, strict=True)]
     if not dist.is_initialized() or dist.get_world_size() == 1:
@@ -145,18 +90,3 @@ def block_matrices(model: nn.Module) -> set[nn.Parameter]:
     blocks = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
     inside = {parameter for block in blocks for parameter in block.parameters()}
     return {parameter for parameter in inside - embeddings if parameter.requires_grad and parameter.dim() == 2}
-
-
-def build_muon(settings: OptimizerConfig, model: nn.Module, **options: Any) -> Muon:
-    """Builds Muon over a network's blocks, and AdamW over what is outside. Raises SettingError if they have no matrix."""
-    matrices = block_matrices(model)
-    if not matrices:
-        raise settings.error("kind", "must be `adamw` for a network without matrices in blocks (items of an nn.ModuleList)")
-    trained = [p for p in model.parameters() if p.requires_grad]
-    groups = [
-        ([p for p in trained if p in matrices], settings.weight_decay),
-        ([p for p in trained if p not in matrices and p.dim() >= 2], settings.weight_decay),
-        ([p for p in trained if p.dim() < 2], 0.0),
-    ]
-    momentum = settings.momentum or DEFAULT_MOMENTUM
-    return Muon(groups, matrices, settings.betas, settings.eps, momentum=momentum, **options)

@@ -7,6 +7,7 @@ their first use (1 s of a start) and take 0.6 ms of Python an update, 2 % of a s
     optimizer.update(learning_rate)
 """
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -25,6 +26,7 @@ from raystride.pipelines.train.checkpoint.train_state import (
     empty_state,
     local_shard,
 )
+from raystride.pipelines.train.muon import DEFAULT_MOMENTUM, RMS, block_matrices, share_directions
 from raystride.triton_kernels.adamw import adamw, copy_rounded
 
 
@@ -229,15 +231,65 @@ class SGD(FusedUpdater):
         copy_rounded(updated, values if stochastic else group_update.copies, stochastic=stochastic)
 
 
+class Muon(AdamW):
+    """Muon with Nesterov's momentum for matrices (Jordan et al., 2024), AdamW for other parameters.
+
+    Equal to `torch.optim.Muon` with `adjust_lr_fn="match_rms_adamw"` (Liu et al., 2025): an update has the size of AdamW's,
+    so both have one learning rate.
+    """
+
+    def __init__(
+        self,
+        groups: list[Group],
+        matrices: set[nn.Parameter],
+        betas: tuple[float, float],
+        eps: float,
+        *,
+        momentum: float = DEFAULT_MOMENTUM,
+        **options: Any,
+    ) -> None:
+        """`matrices` are whole groups; `options`: see FusedUpdater."""
+        super().__init__(groups, betas, eps, **options)
+        self._matrices, self._momentum = matrices, momentum
+
+    def _initial_state(self, parameter: nn.Parameter) -> dict[str, torch.Tensor]:
+        if parameter not in self._matrices:
+            return super()._initial_state(parameter)
+        return {"momentum_buffer": torch.zeros_like(parameter, dtype=torch.float32, requires_grad=False)}
+
+    def _apply_update(self, group_update: GroupUpdate, learning_rate: float, skip: torch.Tensor | None) -> None:
+        """p <- p - rate (decay p + 0.2 sqrt(largest side) O(g + momentum (b - g))), with b <- b + (1 - momentum) (g - b)."""
+        if group_update.parameters[0] not in self._matrices:
+            super()._apply_update(group_update, learning_rate, skip)
+            return
+        looked_ahead = []
+        for gradient, state in zip(group_update.gradients, group_update.states, strict=True):
+            buffer = local_shard(state["momentum_buffer"])
+            moved = buffer.lerp(gradient, 1 - self._momentum)
+            looked_ahead.append(gradient.lerp(moved, self._momentum))
+            _put(buffer, moved, skip)
+        directions = share_directions(group_update.parameters, looked_ahead)
+        values, stochastic = group_update.values, group_update.stochastic
+        updated = [value.float() for value in values] if stochastic else values
+        for parameter, value, direction in zip(group_update.parameters, updated, directions, strict=True):
+            rate = learning_rate * RMS * math.sqrt(max(parameter.shape))
+            decayed = value.mul(1 - learning_rate * group_update.decay)
+            _put(value, decayed.add_(direction, alpha=-rate), skip)
+        copy_rounded(updated, values if stochastic else group_update.copies, stochastic=stochastic)
+
+
+def _put(target: torch.Tensor, value: torch.Tensor, skip: torch.Tensor | None) -> None:
+    """Writes a value, unless `skip` is 1; what is skipped may be no number."""
+    target.copy_(value if skip is None else torch.where(skip > 0, target, value))
+
+
 def build_optimizer(settings: OptimizerConfig, model: nn.Module, **options: Any) -> Updater:
     """Builds the optimiser of the settings: matrices decay, vectors (biases, norms) do not. `options`: see FusedUpdater.
 
     Raises SettingError for Muon without a matrix.
     """
     if settings.kind == "muon":
-        from raystride.pipelines.train.muon import build_muon
-
-        return build_muon(settings, model, **options)
+        return _build_muon(settings, model, **options)
     trained = [p for p in model.parameters() if p.requires_grad]
     groups = [
         ([p for p in trained if p.dim() >= 2], settings.weight_decay),
@@ -246,3 +298,18 @@ def build_optimizer(settings: OptimizerConfig, model: nn.Module, **options: Any)
     if settings.kind == "sgd":
         return SGD(groups, settings.momentum, **options)
     return AdamW(groups, settings.betas, settings.eps, **options)
+
+
+def _build_muon(settings: OptimizerConfig, model: nn.Module, **options: Any) -> Muon:
+    """Builds Muon over a network's blocks, and AdamW over what is outside. Raises SettingError if they have no matrix."""
+    matrices = block_matrices(model)
+    if not matrices:
+        raise settings.error("kind", "must be `adamw` for a network without matrices in blocks (items of an nn.ModuleList)")
+    trained = [p for p in model.parameters() if p.requires_grad]
+    groups = [
+        ([p for p in trained if p in matrices], settings.weight_decay),
+        ([p for p in trained if p not in matrices and p.dim() >= 2], settings.weight_decay),
+        ([p for p in trained if p.dim() < 2], 0.0),
+    ]
+    momentum = settings.momentum or DEFAULT_MOMENTUM
+    return Muon(groups, matrices, settings.betas, settings.eps, momentum=momentum, **options)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from raystride.pipelines.config import TokenizerConfig
 from raystride.pipelines.data.prepare.parts import sample_documents, sample_slices
-from raystride.pipelines.data.prepare.passes import choose_run_each, put_pass_seconds, run_pass
+from raystride.pipelines.data.prepare.passes import RunEach, put_pass_seconds, run_pass
 from raystride.pipelines.data.prepare.run_context import Log
 from raystride.pipelines.data.prepare.stages import SURVEYS_FOLDER, Preparation, read_survey, survey_file, survey_part
 from raystride.pipelines.data.sources.pieces import Part, Slice
@@ -158,3 +158,12 @@ def _is_surveyed(folder: Folder, number: int) -> bool:
     except (FileNotFoundError, ValueError, KeyError):
         return False
     return True
+
+
+def choose_run_each(on_ray: bool) -> RunEach:
+    """Returns what runs a function for all parts: on Ray, or in this process."""
+    if not on_ray:
+        return lambda function, job, parts: [function(job, part) for part in parts]
+    from raystride.pipelines.data.prepare.ray_data import run_each
+
+    return run_each

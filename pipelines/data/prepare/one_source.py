@@ -30,7 +30,14 @@ from raystride.pipelines.data.prepare.fingerprint import (
     open_as_prepared,
 )
 from raystride.pipelines.data.prepare.generations import Describe, Publisher, Records, validation_first
-from raystride.pipelines.data.prepare.learn_facts import FACTS, LearnedFacts, LearningSource, learn_facts, make_tokenizers
+from raystride.pipelines.data.prepare.learn_facts import (
+    FACTS,
+    LearnedFacts,
+    LearningSource,
+    choose_run_each,
+    learn_facts,
+    make_tokenizers,
+)
 from raystride.pipelines.data.prepare.lost_text import MAX_STRETCHES, STRETCH, TextSample, refuse_lost_text, sum_lost_text
 from raystride.pipelines.data.prepare.manifest import FILE, Manifest, Shard, Shards, load_finished_manifest
 from raystride.pipelines.data.prepare.near_duplicates import (
@@ -42,7 +49,7 @@ from raystride.pipelines.data.prepare.near_duplicates import (
     find_duplicates,
 )
 from raystride.pipelines.data.prepare.parts import packed_notes, sample_documents
-from raystride.pipelines.data.prepare.passes import PASSES_FILE, add_passes, choose_run_each
+from raystride.pipelines.data.prepare.passes import PASSES_FILE, add_passes
 from raystride.pipelines.data.prepare.progress import (
     SPEED_FILE,
     ProgressMeter,

@@ -21,15 +21,6 @@ RunEach = Callable[..., list[Any]]
 """Runs a function of a job and a part for all parts, in this process or on a cluster."""
 
 
-def choose_run_each(on_ray: bool) -> RunEach:
-    """Returns what runs a function for all parts: on Ray, or in this process."""
-    if not on_ray:
-        return lambda function, job, parts: [function(job, part) for part in parts]
-    from raystride.pipelines.data.prepare.ray_data import run_each
-
-    return run_each
-
-
 def run_pass(
     label: str,
     function: Callable[[Any, Part], float],

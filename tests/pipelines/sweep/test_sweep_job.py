@@ -10,6 +10,7 @@ from raystride.pipelines.config import OptimizerConfig, ValidationConfig
 from raystride.pipelines.config.parse import Parsed
 from raystride.pipelines.config.sweep import SweepJobConfig
 from raystride.pipelines.launch.console.screen import SilentScreen
+from raystride.pipelines.sweep.choice import confirming_round
 from raystride.pipelines.sweep.result import Result, load_candidate_result, load_results, save_result
 from raystride.pipelines.sweep.space import Candidate
 from raystride.pipelines.sweep.sweep_job import (
@@ -217,12 +218,14 @@ def test_trials_that_failed_are_measured_again_if_that_is_asked_for(
     )
     folder, every = Folder(str(tmp_path)) / "s", list_candidates(base)
     for candidate in every[1:]:
-        save_result(folder, _measured_result(candidate))
+        for number in (candidate.round, confirming_round(base.sweep)):
+            save_result(folder, replace(_measured_result(candidate), round=number))
     failed = replace(_measured_result(every[0]), status=status, speeds=())
     save_result(folder, failed)
     if forgotten:
         with unreadable("lost.txt"):
             run_trials(base, Folder(str(tmp_path)), SilentScreen())
     else:
-        assert len(run_trials(base, Folder(str(tmp_path)), SilentScreen()).results) == len(every)
+        found = run_trials(base, Folder(str(tmp_path)), SilentScreen()).results
+        assert {result.key for result in found} == {candidate.key for candidate in every}
     assert (failed.key in load_results(folder)) is not forgotten
