@@ -105,10 +105,12 @@ def read_by_hand(packages: Sequence[str]) -> list[tuple[str, Fault]]:
 
 def _fault_by_hand(path: str, old: str, new: str, operator: str) -> Fault:
     content = (ROOT / path).read_bytes()
-    start, number = content.find(old.encode()), (ROOT / path).read_text().partition(old)[0].count("\n") + 1
+    start = content.find(old.encode())
     if start < 0:
         raise ValueError(f"{path} has no {old!r} any more: mend or remove it in {BY_HAND.name}")
-    return Fault(path, old.strip().splitlines()[0].strip(), operator, 0, number, start, start + len(old.encode()), new)
+    number = content.count(b"\n", 0, start) + 1
+    line = content.splitlines()[number - 1].decode().strip()
+    return Fault(path, line, operator, 0, number, start, start + len(old.encode()), new)
 
 
 def find_again(name: Sequence[Any]) -> Fault | None:

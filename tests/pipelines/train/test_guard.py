@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -53,9 +54,9 @@ def _bad_inputs(training: Training, step: int = BAD[0]) -> torch.Tensor:
     return replace(training.loader, rank=0, world=1, micro_batch_slots=1).read_step(step).micro_batches[BAD[1]].inputs[0]
 
 
-def plant_nan(training: Training, *steps: int) -> None:
+def plant_nan(training: Training, steps: tuple[int, ...] = BAD[:1]) -> None:
     """The second block's feed-forward gives one NaN for the samples of the bad slot, in step `BAD[0]` or in these."""
-    bad, is_bad = [_bad_inputs(training, step) for step in steps or BAD[:1]], [False]
+    bad, is_bad = [_bad_inputs(training, step) for step in steps], [False]
 
     def look(_: Any, arguments: tuple[torch.Tensor, ...]) -> None:
         is_bad[0] = any(torch.equal(arguments[0], inputs) for inputs in bad)
@@ -69,7 +70,7 @@ def plant_nan(training: Training, *steps: int) -> None:
 
 def plant_nan_twice(training: Training) -> None:
     """Of these steps the second comes after another checkpoint."""
-    plant_nan(training, BAD[0], BAD[0] + 2)
+    plant_nan(training, (BAD[0], BAD[0] + 2))
 
 
 def plant_garbage(training: Training) -> None:
@@ -214,5 +215,6 @@ def test_a_second_bad_step_is_dealt_with_as_the_first(folder: Path, policy: str)
     proof = audit(job.folder / "checkpoints")
     assert (proof.dropped, proof.left_out) == (((BAD[0], BAD[0] + 2), 0) if policy == "skip" else ((), 4))
     assert sum("warning: step" in text for text in course.said) == 2
-    with pytest.raises(AssertionError, match=r" 1 bad steps .*guard\.max_bad_steps 1 "):
-        run_course(_job(folder, f"thrice-{policy}", policy, max_bad_steps=1), 1, plant_nan_twice)
+    thrice = partial(plant_nan, steps=(BAD[0], BAD[0] + 1, BAD[0] + 2))  # all after the same checkpoint
+    with pytest.raises(AssertionError, match=r" 2 bad steps .*guard\.max_bad_steps 2 "):
+        run_course(_job(folder, f"thrice-{policy}", policy, max_bad_steps=2), 1, thrice)
