@@ -4,8 +4,10 @@ Lines are drawn by seed, from each package in proportion to its lines, one fault
 and tried with the module's mirrored test file, then with the package's other usual tests; the first failure ends it, and so
 does a hang. Each result is a line of a file at once, so `--resume` goes on after a kill. Faults that no test could see are
 listed with their reason in benchmarks/mutants_equivalent.json. `--again` tries survivors once more, wherever they are now.
+`--by-hand` tries those of benchmarks/mutants_by_hand.json instead, which a person wrote from the sources.
 
     python -m benchmarks.mutants --packages feed train --count 60 --seed 1       # a minute or less each
+    python -m benchmarks.mutants --by-hand --packages train --quick
     python -m benchmarks.mutants --again; python -m benchmarks.mutants --table
 """
 
@@ -38,6 +40,7 @@ PACKAGES = {
     "resources": "pipelines/launch/cluster/resources.py",
 }
 EQUIVALENT = Path(__file__).with_name("mutants_equivalent.json")
+BY_HAND = Path(__file__).with_name("mutants_by_hand.json")
 OUTCOMES = ("mirrored file", "package", "equivalent", "survived")
 LIMIT, MIN_LIMIT_S, QUICK_S = 4, 60.0, 120.0
 """A run that takes so many times its usual seconds, and these at least, hangs; of a file that was not measured the last."""
@@ -89,8 +92,31 @@ def draw_packages(packages: Sequence[str], count: int, seed: int) -> list[tuple[
     return drawn
 
 
+def read_by_hand(packages: Sequence[str]) -> list[tuple[str, Fault]]:
+    """Returns the faults by hand in these packages, with these. Raises ValueError if a source has no such text any more."""
+    found = []
+    for row in json.loads(BY_HAND.read_text()):
+        inside = [name for name in PACKAGES if row["path"].startswith(PACKAGES[name])]
+        package = max(inside, key=lambda name: len(PACKAGES[name]), default="others")
+        if package in packages or not inside:
+            found.append((package, _fault_by_hand(**row)))
+    return found
+
+
+def _fault_by_hand(path: str, old: str, new: str, operator: str) -> Fault:
+    content = (ROOT / path).read_bytes()
+    start = content.find(old.encode())
+    if start < 0:
+        raise ValueError(f"{path} has no {old!r} any more: mend or remove it in {BY_HAND.name}")
+    number = content.count(b"\n", 0, start) + 1
+    line = content.splitlines()[number - 1].decode().strip()
+    return Fault(path, line, operator, 0, number, start, start + len(old.encode()), new)
+
+
 def find_again(name: Sequence[Any]) -> Fault | None:
     """The fault of this name in the present source; None where its line is gone."""
+    if by_hand := [fault for _, fault in read_by_hand(list(PACKAGES)) if fault.name == tuple(name)]:
+        return by_hand[0]
     path = ROOT / str(name[0])
     faults = find_faults(str(name[0]), path.read_text()) if path.exists() else []
     return next((fault for fault in faults if fault.name == tuple(name)), None)
@@ -219,7 +245,7 @@ def make_table(rows: Iterable[dict[str, Any]], equivalent: dict[tuple[Any, ...],
         if outcome == "survived":
             path, line, operator, _ = row["name"]
             survivors.append(f"- {path.removeprefix('pipelines/')}, {operator}: `{line}`")
-    counts = {package: counts[package] for package in PACKAGES if package in counts}
+    counts = {package: counts[package] for package in (*PACKAGES, "others") if package in counts}
     counts["all"] = sum(counts.values(), Counter())
     lines = [
         "| package | drawn | killed by mirrored file | killed by package | equivalent | survived | killed of the rest |",
@@ -241,6 +267,7 @@ def main() -> None:
     parser.add_argument("--results", type=Path, default=ROOT / "build" / "mutants.jsonl")
     parser.add_argument("--quick", action="store_true", help="try only other files that name the module, if any does")
     parser.add_argument("--resume", action="store_true", help="leave out what the results have already")
+    parser.add_argument("--by-hand", action="store_true", help=f"try the faults of {BY_HAND.name} instead of drawing")
     parser.add_argument("--again", action="store_true", help="try the survivors of the results once more")
     parser.add_argument("--table", action="store_true", help="only print the table of the results")
     given = parser.parse_args()
@@ -252,7 +279,8 @@ def main() -> None:
         found = [(row.get("package") or row["room"], find_again(row["name"])) for row in lost]
         chosen = [(package, fault) for package, fault in found if fault is not None]
     elif not given.table:
-        chosen = draw_packages(given.packages, given.count, given.seed)
+        drawn = (given.packages, given.count, given.seed)
+        chosen = read_by_hand(given.packages) if given.by_hand else draw_packages(*drawn)
         chosen = [(package, fault) for package, fault in chosen if not (given.resume and fault.name in results.rows)]
     else:
         chosen = []

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.mutants import (
+    PACKAGES,
     ROOT,
     Copy,
     draw_faults,
@@ -14,12 +15,14 @@ from benchmarks.mutants import (
     find_again,
     find_tests,
     make_table,
+    read_by_hand,
     read_equivalent,
     share_out,
     try_fault,
 )
 from benchmarks.mutation_operators import find_faults
 from benchmarks.pytest_server import PytestServer
+from tests.some import some
 
 SOURCE = '''
 """1 < 2"""
@@ -178,3 +181,18 @@ def test_a_fault_is_tried_with_the_mirrored_file_and_then_with_the_package(tmp_p
         ("returns None", 6): ("package", f"{package}/test_large.py::test_small"),
         ("< to <=", 6): ("survived", ""),
     }
+
+
+def test_faults_by_hand_are_in_the_source_and_leave_one() -> None:
+    """Each is another one by its name, by which `--again` finds it."""
+    found = read_by_hand(list(PACKAGES))
+    assert len({fault.name for _, fault in found}) == len(found)
+    for package, fault in some(found):
+        source = (ROOT / fault.path).read_text()
+        assert source.splitlines()[fault.number - 1].strip() == fault.line
+        changed = fault.apply(source)
+        assert changed != source
+        ast.parse(changed)
+        assert fault.path.startswith(PACKAGES[package])
+        assert find_again(fault.name) == fault
+    assert {package for package, _ in read_by_hand(["feed"])} == {"feed"}

@@ -25,6 +25,7 @@ Name = tuple[str, str]
 """A module and a name in it; "*" for the whole module."""
 MODEL_METHODS = ("build_model",)
 """Methods of a task that shape no data: neither their text nor names that they mention count."""
+_DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 _INSTALLED = {"site-packages", "dist-packages"}
 
 
@@ -60,13 +61,17 @@ def hash_code(names: Iterable[Name], *, follow_installed: bool = True) -> str:
                 continue
             seen.add(name)
             for text, more in _find_definitions(*name):
-                found.add((_canonical_module(name[0]), text))
+                if text is not None:
+                    found.add((_canonical_module(name[0]), text))
                 waiting += more
     return hashlib.sha256(json.dumps(sorted(found)).encode()).hexdigest()[:16] if found else ""
 
 
-def _find_definitions(module: str, name: str) -> Iterator[tuple[str, list[Name]]]:
-    """Yields the statements of a module that define a name, each as its text and the names that it mentions."""
+def _find_definitions(module: str, name: str) -> Iterator[tuple[str | None, list[Name]]]:
+    """Yields the statements of a module that define a name, each as its text and the names that it mentions.
+
+    Of a name that is imported the text is "", or None if other statements define it as well.
+    """
     file = _source_file(module)
     source = _read_source(module)
     if source is None:
@@ -78,17 +83,17 @@ def _find_definitions(module: str, name: str) -> Iterator[tuple[str, list[Name]]
     imported: dict[str, Name] = {}
     made: set[str] = set()
     for statement in statements:
-        if isinstance(statement, ast.Import | ast.ImportFrom):
-            imported |= _imported_names(statement, package)
-        else:
+        for import_ in _own_imports(statement):
+            imported |= _imported_names(import_, package)
+        if not isinstance(statement, ast.Import | ast.ImportFrom):
             made |= _bound_names(statement)
-    if name in imported and name not in made:
-        yield "", [imported[name]]
-        return
+    if name in imported:
+        yield None if name in made else "", [imported[name]]
     for statement in statements:
+        if name == "*":
+            for import_ in _own_imports(statement):
+                yield "" if import_ is statement else None, list(_imported_names(import_, package).values())
         if isinstance(statement, ast.Import | ast.ImportFrom):
-            if name == "*":
-                yield "", list(_imported_names(statement, package).values())
             continue
         if name != "*" and name not in (_bound_names(statement) | _mutated_names(statement)):
             continue
@@ -171,17 +176,24 @@ def _imported_names(statement: ast.Import | ast.ImportFrom, package: str) -> dic
     }
 
 
+def _own_imports(statement: ast.stmt) -> Iterator[ast.Import | ast.ImportFrom]:
+    """Yields a top-level statement if it is an import, or the imports inside a `with`, a loop or a `match`."""
+    if not isinstance(statement, _DEFINITIONS):
+        yield from (node for node in ast.walk(statement) if isinstance(node, ast.Import | ast.ImportFrom))
+
+
 def _bound_names(statement: ast.stmt) -> set[str]:
-    if isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+    if isinstance(statement, _DEFINITIONS):
         return {statement.name}
-    return {
-        node.id for node in ast.walk(statement) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store | ast.Del)
+    nodes = list(ast.walk(statement))
+    return {node.name for node in nodes if isinstance(node, _DEFINITIONS)} | {
+        node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store | ast.Del)
     }
 
 
 def _mutated_names(statement: ast.stmt) -> set[str]:
     """Returns the names that a statement may change without binding them: `TABLE["a"] = 1`, `TABLE.update(...)`."""
-    if isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+    if isinstance(statement, _DEFINITIONS):
         return set()
     owners = (node.value for node in ast.walk(statement) if isinstance(node, ast.Attribute | ast.Subscript))
     return {owner.id for owner in owners if isinstance(owner, ast.Name)}

@@ -1,5 +1,6 @@
 """Settings check themselves: ranges, choices, and what contradicts each other."""
 
+import copy
 import math
 import pickle
 from dataclasses import dataclass, fields, replace
@@ -29,6 +30,7 @@ from raystride.pipelines.config.parse import parse
 from raystride.pipelines.config.section import ALIASES, BESIDE, nearest
 from raystride.pipelines.config.sweep import SweepConfig, SweepJobConfig
 from tests.errors import refused
+from tests.some import some
 
 SECTIONS = [item.type for item in fields(Config) if isinstance(item.type, type) and issubclass(item.type, Section)]
 
@@ -311,3 +313,43 @@ def test_what_is_better_of_any_other_metric_must_be_said(metric: str) -> None:
 )
 def test_the_largest_micro_batch_follows_from_slots_and_workers(train: Any, workers: int, samples: int) -> None:
     assert TrainConfig(slots=6, slot_size=10, **train).micro_batch_samples(workers) == samples
+
+
+def _another(value: Any) -> Any:
+    """A value of the same kind, whatever its range: names are made of values alone."""
+    if isinstance(value, bool):
+        return not value
+    if isinstance(value, int | float):
+        return value + 1
+    if isinstance(value, tuple | dict):
+        return {"a": {"source": "x"}} if isinstance(value, dict) else (*value, "x")
+    return f"{value} x"
+
+
+def _change(section: Section, name: str, value: Any) -> Any:
+    """A copy with another value, unchecked."""
+    made = copy.copy(section)
+    object.__setattr__(made, name, value)
+    return made
+
+
+FIELDS = [(item.name, own.name) for item in fields(Config) if item.type in SECTIONS for own in fields(item.type)]  # type: ignore[arg-type]
+FIELDS += [("", item.name) for item in fields(Config) if item.type not in SECTIONS]
+
+
+def test_every_setting_alone_changes_the_default_name_if_it_shapes_the_result_and_only_then() -> None:
+    """The list of those that do not is the one above."""
+    base, wrong = Config(), []
+    before = base.default_run_of_0_3("x"), base.default_run("x")
+    for section, name in some(FIELDS):
+        owner: Any = getattr(base, section) if section else base
+        value = {"optimizer.learning_rate": [1.0]} if name == "variants" else _another(getattr(owner, name))
+        changed = _change(owner, name, value)
+        config: Config = _change(base, section, changed) if section else changed
+        (marks,) = (item.metadata for item in fields(owner) if item.name == name)
+        fixed, shaping = bool(marks.get("fixed")), bool(marks.get("shapes_result"))
+        mixed = (section, name) in (("data", "weights"), ("data", "curriculum"))
+        changes = config.default_run_of_0_3("x") != before[0], config.default_run("x") != before[1]
+        if changes != (fixed or mixed, fixed or shaping):
+            wrong.append(f"{section}.{name}")
+    assert wrong == []

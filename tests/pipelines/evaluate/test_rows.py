@@ -192,3 +192,18 @@ def test_large_rows_are_written_a_few_at_a_time() -> None:
     batches = [Batch() for _ in range(5)]
     large = [Row({}, BatchRow(batch, index)) for batch in batches for index in range(3)]
     assert [len(chunk) for chunk in split_chunks(large)] == [6, 6, 3]
+
+
+@given(st.lists(st.tuples(st.sampled_from("ab-"), st.integers(0, 5)), min_size=1, max_size=12))
+@hypothesis_settings(deadline=None)
+def test_any_rows_of_two_batches_and_of_none_come_out_as_they_are(chosen: list[tuple[str, int]]) -> None:
+    """Rows that were left out, that come twice or in another order, and rows that are no batch's."""
+    batches = {name: pa.record_batch({"text": [f"{name}{number}" for number in range(6)]}) for name in "ab"}
+    rows = [
+        Row({"prediction": number}, {"text": f"-{index}"} if name == "-" else BatchRow(batches[name], index))
+        for number, (name, index) in enumerate(chosen)
+    ]
+    wanted = [{"text": f"{name}{index}", "prediction": number} for number, (name, index) in enumerate(chosen)]
+    assert [json.loads(line) for line in write_all(rows, form="jsonl").splitlines()] == wanted
+    schema = pa.schema([("text", pa.string()), ("prediction", pa.int64())])
+    assert parquet.read_table(io.BytesIO(write_all(rows, schema))).to_pylist() == wanted

@@ -8,10 +8,13 @@ from typing import Any
 
 import pytest
 
-from raystride.pipelines.config import LaunchConfig, ScalingConfig
+from raystride.pipelines.config import DataConfig, LaunchConfig, ScalingConfig
 from raystride.pipelines.data.prepare.manifest import Manifest
 from raystride.pipelines.data.prepare.one_source import PreparedData
 from raystride.pipelines.data.prepare.progress import SPEED_FILE
+from raystride.pipelines.data.prepare.raw_files import hash_raw_files, list_raw_files, write_raw_files
+from raystride.pipelines.data.sources.source import open_source
+from raystride.pipelines.data.tasks.task import Column
 from raystride.pipelines.launch.cluster.resources import Allocation, Resources
 from raystride.pipelines.launch.console.screen import Screen
 from raystride.pipelines.launch.provenance import (
@@ -116,3 +119,18 @@ def test_gpus_that_no_driver_names_are_those_that_were_counted() -> None:
     assert describe_surroundings(config.launch, there, Allocation(1, "cuda", 1))["gpus"] == (known or named)
     assert describe_surroundings(config.launch, there, Allocation(1, "cpu", 1))["gpus"] == known
     assert describe_surroundings(config.launch, replace(there, gpu_name=None), Allocation(1, "cuda", 1))["gpus"] == known
+
+
+def test_the_content_of_data_is_todays_and_of_ended_sources_the_last_known(tmp_path: Path) -> None:
+    """Of two sources that go on one has changed; a third has ended, and a fourth was prepared by 0.3, without hashes."""
+    files = {}
+    for name in ("web", "code"):
+        (tmp_path / f"{name}.txt").write_text(f"the text of {name}")
+        opened = open_source(DataConfig(), str(tmp_path / f"{name}.txt"), (Column("data.column", "text"),))
+        write_raw_files(Folder(str(tmp_path / "prepared" / name)), opened, None)
+        files[name] = hash_raw_files(list_raw_files(opened, None))
+    now = prepared(tmp_path / "prepared" / "mixture", sources={"web": "web", "code": "code", "old": "old"})
+    content = {"gone": "g", "web": "before", "code": files["code"], "old": "o"}
+    earlier = PreviousAttempt(tiny(PLACE), "e", None, {"gone": "g", "web": "before"}, content=content)
+    assert describe_data(now, earlier)["content"] == {"gone": "g", **files, "old": "o"}
+    assert describe_data(now, None)["content"] == files

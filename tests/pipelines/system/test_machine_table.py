@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from raystride.pipelines.system.machine_table import machine_table, measured_folder
+from raystride.pipelines.system import machine_table as module
+from raystride.pipelines.system.machine_table import ISA_VARIABLES, machine_table, measured_folder
 from raystride.pipelines.system.node_folder import CACHE_VARIABLE
 from raystride.pipelines.system.storage.folder import Folder
 
@@ -65,3 +66,35 @@ def test_a_table_lies_in_no_temporary_folder_unless_the_user_has_no_home(
     assert measured_folder() == tmp_path / ".cache" / "raystride" / "measured"
     monkeypatch.setenv("HOME", str(tmp_path / "nowhere"))
     assert measured_folder().parent != tmp_path / "nowhere"
+
+
+def test_each_circumstance_alone_has_a_table_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The name, processor, PyTorch, each variable that disables instructions, and what the caller adds, one or more."""
+    storage, seen = Folder(str(tmp_path)), list[str]()
+
+    def open_table(name: str = "tried", **circumstances: Any) -> None:
+        with machine_table(name, storage, **circumstances) as table:
+            seen.extend(table)
+            table[f"table {len(tables())}"] = 1
+
+    def tables() -> list[str]:
+        return (storage / ".machines").names() if storage.exists(".machines") else []
+
+    cases: list[dict[str, Any]] = [{}, {"name": "other"}, {"a": 1}, {"a": 2}, {"b": 1}, {"a": 1, "b": 1}, {"a": [[1, 2]]}]
+    for case in cases:
+        open_table(**case)
+    assert len(tables()) == len(cases)
+    for variable in ISA_VARIABLES:
+        for value in ("sse2", "avx2"):
+            with monkeypatch.context() as patch:
+                patch.setenv(variable, value)
+                open_table()
+    for name in ("processor_name", "version"):
+        with monkeypatch.context() as patch:
+            patch.setattr(module, name, lambda *_: "another")
+            open_table()
+    assert len(tables()) == len(cases) + 2 * len(ISA_VARIABLES) + 2
+    assert seen == [], "each was empty"
+    for case in cases:
+        open_table(**case)
+    assert len(seen) == len(cases)

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -53,18 +54,23 @@ def _bad_inputs(training: Training, step: int = BAD[0]) -> torch.Tensor:
     return replace(training.loader, rank=0, world=1, micro_batch_slots=1).read_step(step).micro_batches[BAD[1]].inputs[0]
 
 
-def plant_nan(training: Training) -> None:
-    """The second block's feed-forward gives one NaN for the samples of the bad slot."""
-    bad, saved_state = _bad_inputs(training), [False]
+def plant_nan(training: Training, steps: tuple[int, ...] = BAD[:1]) -> None:
+    """The second block's feed-forward gives one NaN for the samples of the bad slot, in step `BAD[0]` or in these."""
+    bad, is_bad = [_bad_inputs(training, step) for step in steps], [False]
 
     def look(_: Any, arguments: tuple[torch.Tensor, ...]) -> None:
-        saved_state[0] = torch.equal(arguments[0], bad)
+        is_bad[0] = any(torch.equal(arguments[0], inputs) for inputs in bad)
 
     def spoil(_: Any, __: Any, output: torch.Tensor) -> torch.Tensor:
-        return output.index_fill(1, torch.tensor([3]), float("nan")) if saved_state[0] else output
+        return output.index_fill(1, torch.tensor([3]), float("nan")) if is_bad[0] else output
 
     training.model.register_forward_pre_hook(look)
     training.model.blocks[1].feed_forward.register_forward_hook(spoil)  # type: ignore[index, union-attr]
+
+
+def plant_nan_twice(training: Training) -> None:
+    """Of these steps the second comes after another checkpoint."""
+    plant_nan(training, (BAD[0], BAD[0] + 2))
 
 
 def plant_garbage(training: Training) -> None:
@@ -198,3 +204,17 @@ def test_a_guard_that_rewinds_needs_checkpoints() -> None:
 
     with pytest.raises(SettingError, match=r"guard.policy is 'rewind'.*checkpoint.every"):
         Config(guard=GuardConfig(policy="rewind"), checkpoint=CheckpointConfig(every=0), model=ModelConfig())
+
+
+@pytest.mark.parametrize("policy", ["skip", "rewind"])
+def test_a_second_bad_step_is_dealt_with_as_the_first(folder: Path, policy: str) -> None:
+    """The second rewind goes back to a later checkpoint, keeps what the first left out, and counts; a third is too many."""
+    job = _job(folder, f"twice-{policy}", policy, max_bad_steps=2)
+    course = run_course(job, 1, plant_nan_twice)
+    assert course.step == TRAIN.steps
+    proof = audit(job.folder / "checkpoints")
+    assert (proof.dropped, proof.left_out) == (((BAD[0], BAD[0] + 2), 0) if policy == "skip" else ((), 4))
+    assert sum("warning: step" in text for text in course.said) == 2
+    thrice = partial(plant_nan, steps=(BAD[0], BAD[0] + 1, BAD[0] + 2))  # all after the same checkpoint
+    with pytest.raises(AssertionError, match=r" 2 bad steps .*guard\.max_bad_steps 2 "):
+        run_course(_job(folder, f"thrice-{policy}", policy, max_bad_steps=2), 1, thrice)

@@ -257,3 +257,10 @@ def test_workers_that_see_generations_at_different_moments_take_and_stop_at_the_
         (tmp_path / "1" / "generations" / name).rename(tmp_path / name)
     found = run_distributed(_reads_its_own, 2, config, tmp_path, ends[1])
     assert found == [(list(range(ends[1])), (0.0, 1.0))] * 2
+
+
+def test_two_generations_of_one_size_have_unlike_orders() -> None:
+    order = AppendableOrder(Order(1, 5)).with_generations(50, 100, 150)
+    first, second, third = (order.sample_ids_at(np.arange(end - 50, end)) - (end - 50) for end in order.ends)
+    assert len({tuple(first), tuple(second), tuple(third)}) == 3
+    assert sorted(first) == sorted(second) == sorted(third) == list(range(50))

@@ -1,7 +1,7 @@
 """Remote shards: the same samples as from disk, with minimal bytes; damage is detected; old shards are readable."""
 
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +13,7 @@ from raystride.pipelines.data.feed.cache import NodeCache
 from raystride.pipelines.data.feed.remote_shards import MAX_PIECE_BYTES, MIN_MAPS, MIN_PIECE_BYTES, RemoteShards, piece_bytes
 from raystride.pipelines.data.feed.samples import Windows
 from raystride.pipelines.data.feed.stream import TokenStream
-from raystride.pipelines.data.prepare.manifest import Manifest, Shards
+from raystride.pipelines.data.prepare.manifest import Manifest, Shard, Shards
 from raystride.pipelines.data.tasks import Task
 from raystride.pipelines.system.storage.folder import Folder
 from tests.pipelines.data.feed.far import FarStore, far_folder, fetched_bytes, prepared_text, reset_store
@@ -152,3 +152,30 @@ def test_shards_without_hash_lists_are_fetched_whole_and_believed_by_their_hash(
     _, again = _streams(mixed, tmp_path / "other")
     with pytest.raises(OSError, match="damaged"):
         again.read_windows(np.array([5]), 4)
+
+
+SHARD = Shard(file="train/0.arrow", tokens=400_000, documents=1, bytes=3 * MIN_PIECE_BYTES, sha256="a" * 64, ids_offset=8)
+SHARD = replace(SHARD, top_hash="b" * 32)
+COVERED_BY_HASHES = {"tokens", "documents", "bytes", "ids_offset", "mask_offset", "rows_offset", "rows"}
+"""Fields of a shard that are not in the names of its pieces: with another one the file has another hash."""
+
+
+def test_a_piece_of_anything_else_has_another_name(tmp_path: Path) -> None:
+    """Every field of a shard, its folder, the size of pieces, and the number of the piece, each changed alone."""
+    cache, small = NodeCache(tmp_path / "a", 1 << 30), NodeCache(tmp_path / "b", MIN_PIECE_BYTES)
+
+    def name(shard: Shard = SHARD, place: str = "one", own: NodeCache = cache, number: int = 0) -> bytes:
+        return RemoteShards(Folder(str(tmp_path / place)), np.dtype("<u2"), Shards.from_shards([shard]), own).piece_name(
+            number
+        )
+
+    others = {"file": "train/1.arrow", "sha256": "c" * 64, "top_hash": "d" * 32}
+    assert others.keys() | COVERED_BY_HASHES == {item.name for item in fields(Shard)}
+    names = [name(), name(place="two"), name(own=small), name(own=small, number=1)]
+    names += [name(replace(SHARD, **{key: value})) for key, value in others.items()]  # type: ignore[arg-type]
+    assert len(set(names)) == len(names)
+    assert {len(each) for each in names} == {16}
+    first, second = replace(SHARD, file="train/1.arrow"), SHARD
+    both = RemoteShards(Folder(str(tmp_path / "one")), np.dtype("<u2"), Shards.from_shards([first, second]), small)
+    assert [both.piece_name(number) for number in range(3, 6)] == [name(own=small, number=number) for number in range(3)]
+    assert both.remote_piece(4).name == both.piece_name(4)

@@ -6,6 +6,8 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,7 +15,7 @@ import pytest
 from raystride.pipelines.data.feed.cache import NodeCache
 from raystride.pipelines.data.feed.shard_files import MAPPED
 from raystride.pipelines.data.feed.stream import TokenStream
-from raystride.pipelines.data.feed.verification import BesideTraining
+from raystride.pipelines.data.feed.verification import BesideTraining, file_key
 from raystride.pipelines.data.prepare.hash_list import LEAF_BYTES
 from raystride.pipelines.data.prepare.manifest import Manifest, Shard, Shards
 from raystride.pipelines.data.sources.faults import DataError
@@ -274,3 +276,16 @@ def test_a_shard_of_another_size_is_refused(prepared: Folder) -> None:
     os.truncate(f"{prepared}/{shard.file}", shard.bytes - 8)
     with pytest.raises(DataError, match=re.escape(f"bytes {shard.bytes - 8:,} to {shard.bytes:,} are not")):
         _open(prepared).read_rows(np.array([0]))
+
+
+def test_a_mark_is_of_one_file_at_one_time() -> None:
+    """Path, size, time of change, inode and hash, each changed alone."""
+    base: dict[str, Any] = {"path": "/a", "st_size": 1, "st_mtime_ns": 2, "st_ino": 3, "content_hash": "h"}
+
+    def key(**changes: Any) -> int:
+        given = base | changes
+        return file_key(given.pop("path"), content_hash=given.pop("content_hash"), status=SimpleNamespace(**given))  # type: ignore[arg-type]
+
+    keys = [key(), *(key(**{name: 9}) for name in base)]
+    assert len(set(keys)) == len(base) + 1
+    assert key(path=Path("/a")) == keys[0] != 0

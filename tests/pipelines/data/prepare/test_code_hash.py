@@ -160,3 +160,62 @@ def test_installed_code_may_stand_for_its_own_module_alone() -> None:
     ]
     linear, bilinear, loss = (hash_code([name], follow_installed=False) for name in names)
     assert linear == bilinear != loss
+
+
+DEFINITIONS = [
+    "VALUE = 1",
+    "VALUE: int = 1",
+    "OTHER, (VALUE, *REST) = 0, (1, 2)",
+    "OTHER = VALUE = 1",
+    "(VALUE := 1)",
+    "VALUE = 0\nVALUE += 1",
+    "VALUE = {}\nVALUE['a'] = 1",
+    "VALUE = []\nVALUE.append(1)",
+    "VALUE = {}\nVALUE['a']['b'] = 1",
+    "ONE = 1\nVALUE = [ONE]",
+    "ONE = 1\ndef VALUE(a=ONE): return a",
+    "ONE = 1\ndef VALUE(a: ONE): return a",
+    "ONE = 1\ndef VALUE(): return [lambda: ONE for _ in 'ab']",
+    "def VALUE(): return 1",
+    "async def VALUE(): return 1",
+    "class VALUE:\n    a = 1",
+    "class Base:\n    a = 1\nclass VALUE(Base): ...",
+    "def mark(f):\n    return 1\n@mark\ndef VALUE(): ...",
+    "if True:\n    VALUE = 1\nelse:\n    VALUE = 2",
+    "try:\n    VALUE = 1\nexcept ImportError:\n    VALUE = 2\nfinally:\n    OTHER = 3",
+    "try:\n    import nothing_there\nexcept ImportError:\n    def VALUE(): return 1",
+    "try:\n    OTHER = 0\nexcept ImportError:\n    VALUE = 2\nelse:\n    def VALUE(): return 1",
+    "for VALUE in (1,): pass",
+    "for OTHER in 'a':\n    def VALUE(): return 1",
+    "while True:\n    class VALUE:\n        a = 1\n    break",
+    "import contextlib\nwith contextlib.suppress(ImportError):\n    def VALUE(): return 1",
+    "import contextlib\nwith contextlib.suppress(ImportError):\n    from beside import VALUE",
+    "try:\n    from beside import VALUE\nexcept ImportError:\n    VALUE = None",
+    "try:\n    import beside as VALUE\nexcept ImportError:\n    VALUE = None",
+    "match 1:\n    case 1:\n        def VALUE(): return 1",
+    "from beside import VALUE",
+    "from beside import *",
+    "from beside import VALUE as OTHER\nVALUE = OTHER",
+    "import beside\nVALUE = beside.VALUE",
+    "import beside as other\ndef VALUE(): return other.VALUE",
+    "def VALUE():\n    import beside\n    return beside.VALUE",
+    "def VALUE():\n    from beside import VALUE as own\n    return own",
+]
+
+
+@pytest.mark.parametrize("definition", DEFINITIONS)
+def test_every_way_to_define_what_is_reached_is_in_the_hash(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, definition: str
+) -> None:
+    """The 1 in it becomes a 7; what else is in the module may change without a difference."""
+    monkeypatch.syspath_prepend(str(tmp_path))
+    hashes = []
+    for number, rest in (("1", "0"), ("1", "5"), ("7", "0")):
+        (tmp_path / "beside.py").write_text(f"VALUE = {number}\n")
+        text = definition if "beside" in definition else definition.replace("1", number)
+        (tmp_path / "defined.py").write_text(f"{text}\nUNUSED = {rest}\ndef use():\n    return VALUE\n")
+        for module in ("beside", "defined"):
+            sys.modules.pop(module, None)
+        importlib.invalidate_caches()
+        hashes.append(hash_code([("defined", "use")]))
+    assert hashes[0] == hashes[1] != hashes[2]

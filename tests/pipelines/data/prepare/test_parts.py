@@ -3,6 +3,8 @@
 from pathlib import Path
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from raystride.pipelines.config import DataConfig
 from raystride.pipelines.data.prepare import parts as parts_module
@@ -14,7 +16,7 @@ from raystride.pipelines.data.prepare.parts import (
     sample_slices,
     target_part_bytes,
 )
-from raystride.pipelines.data.sources.pieces import Piece, Slice
+from raystride.pipelines.data.sources.pieces import File, Piece, Slice
 from raystride.pipelines.data.sources.source import Source, open_source
 from raystride.pipelines.data.tasks.task import Column
 
@@ -82,3 +84,20 @@ def test_a_sample_is_spread_over_all_slices(source: Source, tmp_path: Path, monk
     some = [text for (text,) in sample_documents(lines, few, 100)]
     assert 100 <= sum(map(len, some)) < total
     assert list(sample_documents(lines, [Slice(few[0].file, 0, 0, 0)], 100)) == []
+
+
+@given(st.lists(st.integers(1, 40), min_size=1, max_size=120), st.integers(40, 200))
+@settings(deadline=None)
+def test_every_part_but_the_last_ends_where_it_is_nearest_to_the_target(sizes: list[int], target: int) -> None:
+    slices = [Slice(File("/a", "a", 8), 0, size, size) for size in sizes]
+    groups = list(parts_module._group_slices(slices, target))
+    assert [piece for group in groups for piece in group] == slices
+    for group in groups:
+        total = sum(piece.bytes for piece in group)
+        assert total - group[-1].bytes / 2 <= target
+        assert group is groups[-1] or total + max(sizes) / 2 > target
+
+
+def test_a_hundred_equal_slices_are_ten_parts_of_ten() -> None:
+    slices = [Slice(File("/a", "a", 8), 0, 8, 8)] * 100
+    assert [len(group) for group in parts_module._group_slices(slices, 80)] == [10] * 10

@@ -1,6 +1,7 @@
 """When a run grows and when it ends, with a recorder and starts that are made up; tests/faults has the real ones."""
 
 import time
+from collections.abc import Set
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -197,6 +198,26 @@ def test_nodes_that_go_are_left_with_as_many_workers_as_fit_elsewhere_within_the
         assert decision == ResizeDecision(workers, "to be taken away: two: saving, to go on elsewhere", frozenset({"two"}))
     assert policy.leave_draining_nodes(replace(state, workers=0)) is None
     assert policy.leave_draining_nodes(replace(state, draining={"three": 0.0})) is None
+
+
+def test_of_two_nodes_that_go_both_are_left_each_by_its_own_time() -> None:
+    """One has two workers and half a minute, another none and is not to get one, a third one worker and ten seconds."""
+    names = ("one", "two", "two", "three")
+    beats = {
+        rank: SimpleNamespace(process=SimpleNamespace(node_id=name, node=f"{name}'s")) for rank, name in enumerate(names)
+    }
+    draining = {"two": time.time() + 30.4, "idle": 0.0, "three": time.time() + 10.4}
+    asked: list[frozenset[str]] = []
+
+    def count_free_slots(excluded: Set[str]) -> int:
+        asked.append(frozenset(excluded))
+        return 1
+
+    state = GroupState(4, beats, draining, count_free_slots)  # type: ignore[arg-type]
+    decision = ElasticPolicy(replace(SHARE, min_workers=1), drop_slower_than=0.0).leave_draining_nodes(state)
+    reason = "to be taken away: two's in 30 s, three's in 10 s: saving, to go on elsewhere"
+    assert decision == ResizeDecision(2, reason, frozenset(draining))
+    assert asked == [frozenset(draining)]
 
 
 def test_own_times_are_compared_over_the_same_processes_alone() -> None:

@@ -85,8 +85,11 @@ def test_free_settings_may_change(changes: dict[str, Any]) -> None:
     refuse_changes(_earlier(), replace(CONFIG, **changes))
 
 
+ENVIRONMENT: Any = {"cpu": "EPYC", "gpus": [{"name": "H100"}], "versions": {"torch": "2.13.0", "triton": "3.7.1"}}
+
+
 def _bits(share: Allocation | None = None, **versions: str) -> dict[str, Any]:
-    found = {"cpu": "EPYC", "gpus": [{"name": "H100"}], "versions": {"torch": "2.13.0", "triton": "3.7.1"} | versions}
+    found = ENVIRONMENT | {"versions": ENVIRONMENT["versions"] | versions}
     return describe_bit_dependencies(CONFIG, found, share or Allocation(2, "cpu", 1))
 
 
@@ -348,3 +351,41 @@ def previous_attempt(folder: Folder) -> PreviousAttempt:
     found = read_previous_attempt(folder)
     assert found
     return found
+
+
+FREE_BITS: dict[str, Any] = {"train.precision": "bf16", "train.stochastic_rounding": True, "model.linear": "onednn"}
+FREE_BITS |= {"model.kernels": "torch", "scaling.bucket_mib": 3.0}
+KEEPS_BITS = {
+    **dict.fromkeys(("steps", "epochs", "hours", "batch", "log_every"), "another length, or another record"),
+    **dict.fromkeys(("clip_norm", "dropout_masks"), "another result, which a notice names at a resume"),
+    "micro_batch_slots": "0 or 1 under train.exact, each slot by itself",
+    "activation_checkpointing": "the same forward once more",
+    "compile": "`none` under train.exact",
+    "deterministic": "true under train.exact",
+    "family": "names an architecture for people",
+    "attention": "our own kernel under train.exact",
+}
+
+
+def test_every_free_setting_of_training_and_model_is_a_condition_of_the_bits_or_keeps_them() -> None:
+    fixed = CONFIG.fixed_settings()
+    free = {key for key in CONFIG.flat() if key.startswith(("train.", "model.")) and key not in fixed}
+    assert {key.partition(".")[2] for key in free} == KEEPS_BITS.keys() | {
+        key.partition(".")[2] for key in FREE_BITS if not key.startswith("scaling.")
+    }
+    before = _bits()
+    for key, value in FREE_BITS.items():
+        section, _, name = key.partition(".")
+        low = {"precision": "pure_bf16"} if name == "stochastic_rounding" else {}
+        other = replace(CONFIG, **{section: replace(getattr(CONFIG, section), **low, **{name: value})})
+        found = describe_bit_dependencies(other, ENVIRONMENT, Allocation(2, "cpu", 1))
+        assert found[key] != before[key]
+
+
+def test_every_condition_of_the_bits_alone_refuses_an_exact_run(tmp_path: Path) -> None:
+    checkpoints, before = Folder(str(tmp_path)), _bits(Allocation(1, "cuda", 4))
+    (checkpoints / "step-00000002").put_json("MANIFEST.json", {"step": 2, "bits": before})
+    for key in some(before):
+        with refused("train.exact", True, names=[key]) as refusal:
+            refuse_different_bits(checkpoints, before | {key: "another"})
+        assert refusal.value.allowed == {key: before[key]}

@@ -1,9 +1,14 @@
 """The sampler draws from known densities."""
 
-import numpy as np
+from dataclasses import replace
 
-from raystride.pipelines.sweep.scaling_model.fit import sample_density
+import numpy as np
+import pytest
+
+from raystride.pipelines.sweep.scaling_model import Observation
+from raystride.pipelines.sweep.scaling_model.fit import Posterior, build_priors, sample_density
 from raystride.pipelines.sweep.scaling_model.terms import Array
+from tests.pipelines.sweep.scaling_model.synthetic import LARGE, TRUTH, step_parts
 
 
 def test_a_correlated_normal_is_drawn() -> None:
@@ -27,3 +32,24 @@ def test_the_likelier_of_two_far_regions_gets_most_draws() -> None:
 
     drawn = sample_density(density, rng.uniform(-20, 70, size=(200, 1)), steps=2000, rng=rng)
     assert 0.75 < (drawn < 25).mean() < 0.99
+
+
+def test_a_wait_is_as_uncertain_as_a_tenth_of_it_and_a_fiftieth_of_its_step_say() -> None:
+    """The wait of one trial is a long one in a short step, that of the other a short one in a long step."""
+    works = [replace(LARGE, workers=size, slots=size * share) for size, share in ((32, 1), (2, 64))]
+    parts = [step_parts(work, TRUTH) for work in works]
+    true_waits = [float((one.exposed + one.waiting)[0, 0]) for one in parts]
+    seconds = [float(one.total[0, 0]) for one in parts]
+    assert true_waits[0] / seconds[0] > 5 * true_waits[1] / seconds[1] > 0
+    measured = [1.3 * wait for wait in true_waits]
+    trials = [
+        Observation(work, (s,) * 3, reduce_seconds=wait) for work, s, wait in zip(works, seconds, measured, strict=True)
+    ]
+    posterior = Posterior(trials, build_priors(None))
+    unknowns = TRUTH | {"noise": 0.02}
+    errors, _, _ = posterior._residuals(np.log([[unknowns[name] for name in posterior.names]]))
+    expected = [
+        (true - wait) / np.hypot(0.1 * wait, 0.02 * step)
+        for true, wait, step in zip(true_waits, measured, seconds, strict=True)
+    ]
+    assert errors[0, 2:] == pytest.approx(expected)

@@ -143,3 +143,26 @@ def test_the_choice_in_words() -> None:
     choice = MatmulChoice({(2, 3): ("bf16", "bf16", "torch")}, gain=1.5)
     assert choice.description == "2 by bf16, 1 by PyTorch; together 1.50 times as fast as by PyTorch alone"
     assert MatmulChoice.from_bits(choice.bits) == choice
+
+
+def test_each_part_of_what_was_measured_alone_is_measured_by_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Shapes, how often each comes, rows and what there is to choose from; unlike settings in one process keep theirs."""
+    storage, measured, real = Folder(str(tmp_path / "runs")), list[Any](), products_of_a_run.time_products
+
+    def time_products(*given: Any) -> Any:
+        measured.append(given)
+        return real(*given)
+
+    monkeypatch.setattr(products_of_a_run, "time_products", time_products)
+    cases: list[tuple[Any, ...]] = [
+        ({(8, 4): 2}, 8, ("torch", "onednn")),
+        ({(4, 8): 2}, 8, ("torch", "onednn")),
+        ({(8, 4): 3}, 8, ("torch", "onednn")),
+        ({(8, 4): 2, (4, 8): 2}, 8, ("torch", "onednn")),
+        ({(8, 4): 2}, 16, ("torch", "onednn")),
+        ({(8, 4): 2}, 8, ("torch",)),
+    ]
+    first = [products_of_a_run._choose_once(*case, storage) for case in cases]
+    assert [given[:3] for given in measured] == cases
+    assert [products_of_a_run._choose_once(*case, storage) for case in reversed(cases)] == first[::-1]
+    assert len(measured) == len(cases)
