@@ -114,6 +114,11 @@ def _measure_speeds(job: Job, layouts: list[tuple[int, int]], log: Callable[[str
         "linear": model.linear,
         "together": train.together,
         "compile": train.compile,
+        "micro_batch_slots": train.micro_batch_slots,
+        "activation_checkpointing": train.activation_checkpointing,
+        "stochastic_rounding": train.stochastic_rounding,
+        "dropout_masks": train.dropout_masks,
+        "bucket_mib": job.config.scaling.bucket_mib,
         "places": layouts,
     }
     with machine_table("layouts", job.folder.parent, **circumstances) as table, suppress(OSError, TypeError, AttributeError):

@@ -219,7 +219,7 @@ def test_trials_that_failed_are_measured_again_if_that_is_asked_for(
     folder, every = Folder(str(tmp_path)) / "s", list_candidates(base)
     for candidate in every[1:]:
         for number in (candidate.round, confirming_round(base.sweep)):
-            save_result(folder, replace(_measured_result(candidate), round=number))
+            save_result(folder, replace(_measured_result(replace(candidate, round=number)), round=number))
     failed = replace(_measured_result(every[0]), status=status, speeds=())
     save_result(folder, failed)
     if forgotten:
@@ -227,5 +227,5 @@ def test_trials_that_failed_are_measured_again_if_that_is_asked_for(
             run_trials(base, Folder(str(tmp_path)), SilentScreen())
     else:
         found = run_trials(base, Folder(str(tmp_path)), SilentScreen()).results
-        assert {result.key for result in found} == {candidate.key for candidate in every}
+        assert {result.key for result in found} >= {candidate.key for candidate in every}
     assert (failed.key in load_results(folder)) is not forgotten
