@@ -59,10 +59,11 @@ def sum_stages(found: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def load_stages(folder: Folder) -> dict[str, Any]:
-    """Returns the stage figures of a prepared folder; empty if it has none, as in earlier versions."""
+    """Returns the stage figures of a prepared folder; empty if it has none, as in earlier versions, or they are damaged."""
     try:
-        return dict(folder.read_json(SPEED_FILE))
-    except (FileNotFoundError, ValueError):
+        found = dict(folder.read_json(SPEED_FILE))
+        return sum_stages([found]) if found else {}
+    except (FileNotFoundError, IsADirectoryError, ValueError, KeyError, TypeError, AttributeError):
         return {}
 
 

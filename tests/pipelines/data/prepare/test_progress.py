@@ -5,10 +5,11 @@ from pathlib import Path
 import pytest
 
 from raystride.pipelines.data.prepare import progress
-from raystride.pipelines.data.prepare.progress import ProgressMeter, show_progress
+from raystride.pipelines.data.prepare.progress import SPEED_FILE, ProgressMeter, describe_speeds, load_stages, show_progress
 from raystride.pipelines.data.sources.pieces import File, Part, Slice
 from raystride.pipelines.system import service_thread
 from raystride.pipelines.system.storage.folder import Folder
+from tests.flips import flip
 from tests.waiting import wait_until
 
 
@@ -66,3 +67,12 @@ def test_lines_go_on_when_looking_has_failed(tmp_path: Path, monkeypatch: pytest
         wait_until(lambda: len(lines) > 1, "a line after the error")
     assert lines[0] == "preparing: OSError: the storage is away; tried again"
     assert lines[1].startswith("preparing: 0/1 parts, ")
+
+
+def test_stage_figures_with_any_bit_turned_are_shown_or_left_out(tmp_path: Path) -> None:
+    """A turned bit in a key ended a resume in a traceback."""
+    folder, whole = Folder(str(tmp_path)), b'{"bytes": 100, "documents": 7, "seconds": {"read": 0.5, "write": 1.5}}'
+    for bit in range(8 * len(whole)):
+        folder.put(SPEED_FILE, flip(whole, bit))
+        if stages := load_stages(folder):
+            assert describe_speeds(stages)
