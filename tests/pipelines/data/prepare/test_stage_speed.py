@@ -48,7 +48,7 @@ def test_waiting_is_counted_for_the_stage_that_is_waited_for(monkeypatch: pytest
 def test_stage_figures_are_read_back(tmp_path: Path) -> None:
     folder = Folder(str(tmp_path))
     assert load_stages(folder) == {}
-    folder.put_json(SPEED_FILE, {"bytes": 1})
-    assert load_stages(folder) == {"bytes": 1}
+    folder.put_json(SPEED_FILE, {"bytes": 1, "documents": 2, "seconds": {"read": 0.5}})
+    assert load_stages(folder) == {"bytes": 1, "documents": 2, "seconds": {"read": 0.5}}
     folder.put(SPEED_FILE, b"{")
     assert load_stages(folder) == {}
