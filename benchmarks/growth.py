@@ -111,13 +111,7 @@ def documents(size: int, folder: Path) -> Iterator[Operation]:
     config = load_settings(
         Config, {"data.source": str(folder / "text.jsonl"), "data.kind": "json", "tokenizer.kind": "bytes"}
     ).settings
-    counts = iter(range(1000))
-
-    def prepare_all() -> None:
-        storage = Folder(str(folder / f"storage{next(counts)}"))
-        prepare(RunContext(config, storage, log=lambda _: None), build_task(config), on_ray=False)
-
-    yield prepare_all
+    yield _preparing(config, folder)
 
 
 @contextmanager
@@ -204,6 +198,17 @@ def sources(size: int, folder: Path) -> contextlib.AbstractContextManager[Operat
     return reads(40, folder, size)
 
 
+def _preparing(config: Config, folder: Path) -> Operation:
+    """Returns what prepares the data anew at each call, into a storage of its own."""
+    counts = itertools.count()
+
+    def prepare_all() -> None:
+        storage = Folder(str(folder / f"storage{next(counts)}"))
+        prepare(RunContext(config, storage, log=lambda _: None), build_task(config), on_ray=False)
+
+    return prepare_all
+
+
 @contextmanager
 def packed(size: int, folder: Path) -> Iterator[Operation]:
     """One packed file of so many lines of some 500 bytes, in shards of 1 MiB."""
@@ -212,13 +217,7 @@ def packed(size: int, folder: Path) -> Iterator[Operation]:
             file.write(f"{number} " + "Documents come one by one, and each is written once. " * 10 + "\n")
     settings = {"data.source": str(folder / "all.txt.gz"), "data.kind": "lines", "data.shard_mib": 1.0}
     config = load_settings(Config, settings | {"tokenizer.kind": "bytes"}).settings
-    counts = itertools.count()
-
-    def prepare_all() -> None:
-        storage = Folder(str(folder / f"storage{next(counts)}"))
-        prepare(RunContext(config, storage, log=lambda _: None), build_task(config), on_ray=False)
-
-    yield prepare_all
+    yield _preparing(config, folder)
 
 
 @contextmanager
@@ -228,13 +227,7 @@ def pictures(size: int, folder: Path) -> Iterator[Operation]:
     config = load_settings(
         Config, {"task": "images", "data.validation": "tail", "data.source": str(folder / "000.tar")}
     ).settings
-    counts = itertools.count()
-
-    def prepare_all() -> None:
-        storage = Folder(str(folder / f"storage{next(counts)}"))
-        prepare(RunContext(config, storage, log=lambda _: None), build_task(config), on_ray=False)
-
-    yield prepare_all
+    yield _preparing(config, folder)
 
 
 @contextmanager

@@ -114,11 +114,16 @@ def ours(description: dict[str, Any], tensors: dict[str, torch.Tensor]) -> Decod
     return made
 
 
-@pytest.mark.parametrize(("kind", "draw"), CASES)
-def test_logits_gradients_and_text_are_those_of_transformers(kind: str, draw: int) -> None:
+def drawn_pair(kind: str, draw: int) -> tuple[Any, dict[str, Any], Decoder]:
+    """Returns transformers' model of drawn settings, its description, and the decoder with its weights."""
     model = theirs(kind, drawn_settings(kind, Random(f"{kind} {draw}")), draw)
     description = model.config.to_dict()
-    mine = ours(description, model.state_dict())
+    return model, description, ours(description, model.state_dict())
+
+
+@pytest.mark.parametrize(("kind", "draw"), CASES)
+def test_logits_gradients_and_text_are_those_of_transformers(kind: str, draw: int) -> None:
+    model, description, mine = drawn_pair(kind, draw)
     ids = torch.randint(0, description["vocab_size"], (3, CONTEXT), generator=torch.Generator().manual_seed(draw))
     inputs, targets = ids[:, :-1], ids[:, 1:]
 
@@ -153,9 +158,7 @@ def gradients(model: Any, inputs: torch.Tensor, targets: torch.Tensor) -> dict[s
 
 @pytest.mark.parametrize(("kind", "draw"), CASES)
 def test_text_is_that_of_transformers_with_and_without_a_cache(kind: str, draw: int) -> None:
-    model = theirs(kind, drawn_settings(kind, Random(f"{kind} {draw}")), draw)
-    description = model.config.to_dict()
-    mine = ours(description, model.state_dict())
+    model, description, mine = drawn_pair(kind, draw)
     prompts = torch.randint(0, description["vocab_size"], (2, PROMPT), generator=torch.Generator().manual_seed(draw))
     model.generation_config.eos_token_id = None
     seen = {"attention_mask": torch.ones_like(prompts), "pad_token_id": 0}
