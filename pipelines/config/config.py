@@ -155,7 +155,7 @@ class Config(Section):
         """Whether dropout's masks follow from their place and not from how many were drawn before."""
         masks = self.train.dropout_masks
         meshed = self.scaling.group > 1 or self.scaling.mesh == "auto"
-        return meshed if masks in ("auto", "slot") else masks == "place"
+        return meshed if masks == "auto" else masks == "place"
 
     def by_source(self) -> "dict[str, Config]":
         """The settings of each source of a mixture, as of a training on it alone; of one source these, as ""."""

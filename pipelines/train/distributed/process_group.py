@@ -10,6 +10,7 @@ listens on every interface, whatever host it is given, unless it receives a sock
     leave_group(rank=0)
 """
 
+import ctypes
 import hashlib
 import os
 import shutil
@@ -88,11 +89,23 @@ def join_group(backend: str, rank: int, world: int) -> None:
         use_interface_with(LOOPBACK)
         store = dist.HashStore()  # type: ignore[attr-defined]
     elif file := os.environ.get(RENDEZVOUS_VARIABLE):
-        store = dist.FileStore(file, world)  # type: ignore[attr-defined]
+        store = _create_file_store(file, world)
     else:
         store = _create_store(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), rank, world)
         check_reachable(store, rank, world, timeout=TIMEOUT)
     dist.init_process_group(backend, rank=rank, world_size=world, timeout=TIMEOUT, store=store)
+
+
+def _create_file_store(file: str, world: int) -> Any:
+    """Creates the store of a group on one machine, which lasts as long as this process.
+
+    Its destructor opens the file twice, and ends the process by SIGABRT if rank 0 removes the folder between the two.
+    """
+    import torch.distributed as dist
+
+    store = dist.FileStore(file, world)  # type: ignore[attr-defined]
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(store))
+    return store
 
 
 def _create_store(address: str, port: int, rank: int, world: int) -> Any:

@@ -1,6 +1,8 @@
 """Groups of processes over the interface that they are told, and what of them can be reached from elsewhere."""
 
+import gc
 import os
+import shutil
 import stat
 from pathlib import Path
 
@@ -76,6 +78,17 @@ def test_a_meeting_is_its_user_s_alone() -> None:
     set_rendezvous_file(None)
     assert RENDEZVOUS_VARIABLE not in os.environ
     file.parent.rmdir()
+
+
+def test_no_destructor_reaches_for_a_file_that_another_worker_removes() -> None:
+    """It would remove the file of a group of one."""
+    file = create_rendezvous_file()
+    store = group._create_file_store(file, world=1)
+    store.set("key", "value")
+    del store
+    gc.collect()
+    assert Path(file).exists()
+    shutil.rmtree(Path(file).parent)
 
 
 def _worker(rank: int, world: int, file: str | None, place: Path) -> None:
