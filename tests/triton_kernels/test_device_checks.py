@@ -1,6 +1,11 @@
 """Programs for a GPU name what is missing without one, and the device checks can fail."""
 
 import ast
+import os
+import signal
+import subprocess
+import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -9,7 +14,16 @@ import torch
 
 from benchmarks.kernel_tools import sanitize
 from raystride.triton_kernels import device_checks
-from raystride.triton_kernels.device_checks import DeviceCheck, run_checks
+from raystride.triton_kernels.device_checks import (
+    PROVED_WITH,
+    CheckItem,
+    DeviceCheck,
+    NoCompiler,
+    list_checks,
+    operation_of,
+    run_checks,
+    run_in_children,
+)
 from raystride.triton_kernels.gelu import gelu, gelu_reference
 from raystride.triton_kernels.launch import use_launcher
 
@@ -37,6 +51,8 @@ def test_the_checks_tell_right_from_wrong(monkeypatch: pytest.MonkeyPatch) -> No
         "wrong": lambda x: gelu(x) * 1.05,
         "racy": lambda x: gelu(x) + next(noise),
         "broken": lambda x: gelu(x.view(3, 5)),
+        "PyTorch": gelu_reference,
+        "refused": lambda x: gelu(x.double()),
     }
     checked = [(name, call, gelu_reference, [(8, 8)]) for name, call in calls.items()]
     monkeypatch.setattr(device_checks, "_iterate_calls", lambda device: checked)
@@ -45,6 +61,75 @@ def test_the_checks_tell_right_from_wrong(monkeypatch: pytest.MonkeyPatch) -> No
     assert checks["wrong"].error > 1
     assert not checks["racy"].same_bits
     assert "RuntimeError" in checks["broken"].problem
+    assert checks["PyTorch"].verdict == "not run: it launched no kernel"
+    assert checks["refused"].verdict == "not run: gelu runs in PyTorch: dtype torch.float64"
+
+
+FATES = {"right": "", "raises": "ValueError: no", "crashes": "its process ended with -11", "hangs": "it was ended after"}
+
+
+def run_with_fate(item: CheckItem) -> DeviceCheck:
+    """Stands for a check in a child, by the call's name."""
+    if item.call == "crashes":
+        os.kill(os.getpid(), signal.SIGSEGV)
+    if item.call == "hangs":
+        time.sleep(600)
+    if item.call in ("raises", "no compiler"):
+        raise ValueError("no" if item.call == "raises" else "Failed to find C compiler. Please specify via CC")
+    return DeviceCheck(item.call, 0.5, True)
+
+
+def items(*calls: str) -> list[CheckItem]:
+    return [CheckItem("cpu", call, torch.bfloat16, quick=True) for call in calls]
+
+
+def test_a_check_that_crashes_or_hangs_is_wrong_and_alone() -> None:
+    chosen = items(*FATES, "right", "right")
+    found = [check for _, check in run_in_children(chosen, processes=2, timeout_s=40.0, run=run_with_fate)]
+    assert len(found) == len(chosen)
+    for name, problem in FATES.items():
+        check = next(check for check in found if check.name.split(",")[0] == name)
+        assert check.problem.startswith(problem)
+        assert check.failed == bool(problem)
+    assert sum(not check.failed for check in found) == 3
+
+
+def test_without_a_compiler_no_further_check_is_begun() -> None:
+    with pytest.raises(NoCompiler, match="install a C compiler"):
+        list(run_in_children(items("no compiler", "hangs"), processes=1, run=run_with_fate))
+
+
+def test_where_no_kernel_can_run_the_program_says_not_run() -> None:
+    """By the program itself, outside the interpreter."""
+    command = [
+        sys.executable,
+        "-m",
+        "raystride.triton_kernels.device_checks",
+        "--device",
+        "cpu",
+        "--quick",
+        "--only",
+        "gelu*",
+    ]
+    done = subprocess.run(command, env=os.environ | {"TRITON_INTERPRET": "0"}, capture_output=True, text=True, check=False)
+    assert done.returncode == 3, done.stderr
+    assert done.stdout.count("not run: no GPU is to be seen") == 2
+    assert "0 wrong, 2 not run" in done.stdout
+
+
+def test_every_operation_of_the_dispatch_has_checks() -> None:
+    """An operation without one could never be proved, and `auto` would never take its kernel."""
+    named = {
+        ast.literal_eval(node.args[0])
+        for path in Path(str(device_checks.__file__)).parent.glob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call)
+        and getattr(node.func, "id", "") == "takes_triton"
+        and isinstance(node.args[0], ast.Constant)
+    }
+    named |= {"linear_log_probabilities", "linear_cross_entropy_sharded"}  # by a variable there
+    assert named == {operation_of(item.call) for item in list_checks("cpu")} | set(PROVED_WITH)
+    assert {operation_of(item.call) for item in list_checks("cpu", quick=True)} == named - set(PROVED_WITH)
 
 
 @pytest.mark.weekly
