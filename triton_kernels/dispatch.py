@@ -78,6 +78,17 @@ def only_kernels() -> Iterator[None]:
         _choice, _library, _only_kernels = before
 
 
+@contextmanager
+def choice_kept() -> Iterator[None]:
+    """Leaves the choice of kernels and library after the block as it was before it."""
+    global _choice, _proved, _library
+    before = _choice, _proved, _library
+    try:
+        yield
+    finally:
+        _choice, _proved, _library = before
+
+
 def use_library(chosen: bool) -> None:
     """Sets whether operations with a library implementation in PyTorch use it in place of kernels, in this process."""
     global _library
@@ -125,9 +136,13 @@ def takes_triton(
     return True
 
 
+def is_chosen(operation: str, dtype: torch.dtype) -> bool:
+    """Returns whether the choice of this process is to run the operation's kernel on tensors of this dtype."""
+    return _choice == "triton" or (_choice == "auto" and (operation, dtype) in _proved)
+
+
 def _wants_triton(operation: str, tensor: torch.Tensor) -> bool:
-    wanted = _choice == "triton" or (_choice == "auto" and (operation, tensor.dtype) in _proved)
-    return wanted and HAS_TRITON and can_launch(tensor.device)
+    return is_chosen(operation, tensor.dtype) and HAS_TRITON and can_launch(tensor.device)
 
 
 def _device_refusal(device: torch.device) -> str:

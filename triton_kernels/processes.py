@@ -119,8 +119,8 @@ def map_in_children(
                 with suppress(OSError):  # it has died, as its end of the pipe tells
                     pipe.send(child.item)
             last = min(deadline, *(child.since + timeout_s for child in busy.values()))
-            for pipe in wait(list(busy), timeout=max(0.0, min(last - clock(), 1.0))):
-                assert isinstance(pipe, Connection)
+            ready: Any = wait(list(busy), timeout=max(0.0, min(last - clock(), 1.0)))
+            for pipe in ready:
                 child = busy.pop(pipe)
                 value, problem, goes_on = _receive(pipe, child)
                 if goes_on:

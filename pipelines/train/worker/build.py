@@ -259,9 +259,9 @@ def _build_checkpoints(job: Job, worker: WorkerInfo, task: Task, log: Callable[[
 def _read_choices(job: Job, found: ValidCheckpoint | None) -> Mapping[str, Any] | None:
     """Returns choices and device of the run's checkpoint, or of the run that it repeats; None if there is neither."""
     if found:
-        return found.manifest.get("bits", {}) | {"device": found.manifest.get("device")}
+        return dict(found.manifest.get("bits", {})) | {"device": found.manifest.get("device")}
     manifest = newest_manifest(job.folder.parent / job.config.repeat) if job.config.repeat else {}
-    return manifest["bits"] | {"device": manifest.get("device")} if "bits" in manifest else None
+    return dict(manifest["bits"]) | {"device": manifest.get("device")} if "bits" in manifest else None
 
 
 def _choose_matmul_backends(

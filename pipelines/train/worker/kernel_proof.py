@@ -45,8 +45,6 @@ from raystride.triton_kernels.rms_norm import add_rms_norm, add_rms_norm_referen
 from raystride.triton_kernels.rope import rope, rope_reference
 from raystride.triton_kernels.swiglu import swiglu, swiglu_reference
 
-PROOF_S = 60.0
-"""Seconds that a start may prove; what is not proved then is PyTorch's in this run."""
 ROUNDS = 3
 ROUND_S = 0.02
 """A round repeats a call for about so many seconds."""
@@ -104,11 +102,16 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 def describe_gpu(device: torch.device) -> Gpu:
     """Returns model and versions of a GPU; "" where one is not known."""
-    drivers = [gpu.get("driver") for gpu in describe_hardware()["gpus"]]
-    triton = ""
+    gpus = describe_hardware()["gpus"]
+    driver = gpus[0].get("driver") if gpus else torch.version.hip
+    return Gpu(torch.cuda.get_device_name(device), str(driver or ""), triton_version())
+
+
+def triton_version() -> str:
+    """Returns the installed version of Triton, "" if there is none."""
     with suppress(PackageNotFoundError):
-        triton = version("triton")
-    return Gpu(torch.cuda.get_device_name(device), str((drivers or [torch.version.hip])[0] or ""), triton)
+        return version("triton")
+    return ""
 
 
 @contextmanager
@@ -123,6 +126,13 @@ def _hash_kernels() -> str:
     """Returns a hash of the kernels' sources and tiles: a proof is of these alone."""
     files = sorted(Path(str(device_checks.__file__)).parent.glob("*.*"))
     return hashlib.sha256(b"".join(file.read_bytes() for file in files if file.suffix in (".py", ".json"))).hexdigest()[:16]
+
+
+def proved_here(device: torch.device, gpu: Gpu | None = None) -> frozenset[tuple[str, torch.dtype]]:
+    """Returns the operations and dtypes whose checks passed on this machine's GPU, whatever their speed."""
+    with kernel_table(None, gpu or describe_gpu(device)) as table:
+        passed = [key.split() for key, row in table.items() if "," not in key and not row["problem"]]
+    return frozenset((operation, getattr(torch, dtype)) for operation, dtype in passed)
 
 
 def list_needs(config: Config) -> list[Need]:
@@ -161,7 +171,10 @@ def list_needs(config: Config) -> list[Need]:
         words = config.tokenizer.vocabulary_size
         shapes: Shapes = [(rows, model.hidden_size), (words, model.hidden_size)]
         own = _own("linear_cross_entropy", matmul, _sum_loss_ours, _sum_loss_reference, shapes)
-        checked = [(min(rows, MAX_CHECKED_TOKENS), model.hidden_size), (min(words, MAX_CHECKED_WORDS), model.hidden_size)]
+        checked: Shapes = [
+            (min(rows, MAX_CHECKED_TOKENS), model.hidden_size),
+            (min(words, MAX_CHECKED_WORDS), model.hidden_size),
+        ]
         assert own.checked is not None
         needs.append(own._replace(checked=(*own.checked[:3], checked)))
     if config.task == "classification" and config.tokenizer.kind == "bytes":
@@ -196,7 +209,7 @@ def _norm_needs(is_rms: bool, rows: int, width: int, dtype: torch.dtype) -> list
     alone = (rms_norm, rms_norm_reference) if is_rms else (layer_norm, layer_norm_reference)
     with_sum = (add_rms_norm, add_rms_norm_reference) if is_rms else (add_layer_norm, add_layer_norm_reference)
     weights = [row] if is_rms else [row, row]
-    joined = [partial(_concat, function) for function in with_sum]
+    joined = partial(_concat, with_sum[0]), partial(_concat, with_sum[1])
     return [
         _own(plain, dtype, *alone, [matrix, *weights]),
         _own(added, dtype, *joined, [matrix, matrix, *weights]),
@@ -350,7 +363,7 @@ def prove(
     gpu: Gpu,
     *,
     device: str = "cuda",
-    limit_s: float = PROOF_S,
+    limit_s: float,
     processes: int = 0,
     items_of: Callable[[Need, str], list[ProofItem]] = general_items,
     run: Callable[[ProofItem], Any] = run_proof_item,
@@ -378,6 +391,16 @@ def prove(
         except NoCompiler as reason:
             log(f"no kernel can be proved: {reason}")
         return dict(table)
+
+
+def list_open(needs: list[Need], table: Mapping[str, Any], config: Config) -> list[str]:
+    """Returns the keys that a run needs and that have no verdict, or no times, in the table."""
+    keys = [key for need in needs for key in (need.key, need.own_key) if key]
+    timed = {need.own_key for need in needs if need.timed and not config.train.exact}
+    rows = {key: table.get(key) for key in keys}
+    return [
+        key for key, row in rows.items() if row is None or (key in timed and not row["problem"] and "triton_s" not in row)
+    ]
 
 
 def _check_pending(
