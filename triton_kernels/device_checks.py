@@ -32,7 +32,7 @@ from raystride.triton_kernels.byte_pack import (
     byte_pack_sequence_reference,
 )
 from raystride.triton_kernels.convolution import convolution, convolution_reference
-from raystride.triton_kernels.dispatch import NotRun, only_kernels
+from raystride.triton_kernels.dispatch import NoCompiler, NotRun, only_kernels
 from raystride.triton_kernels.geglu import geglu, geglu_reference
 from raystride.triton_kernels.gelu import gelu, gelu_reference
 from raystride.triton_kernels.launch import can_launch, num_launches
@@ -461,12 +461,6 @@ class CheckItem(NamedTuple):
     quick: bool
 
 
-class NoCompiler(NotRun):
-    """No kernel can be compiled here, so that no further check would tell anything."""
-
-
-_NO_COMPILER = ("Failed to find C compiler", "Python.h", "libcuda.so cannot", "CalledProcessError")
-"""Signs in an exception that Triton cannot build its launcher."""
 CHECK_S = 120.0
 """A check that takes longer is ended."""
 
@@ -526,8 +520,7 @@ def run_in_children(
         run, items, processes=processes or min(12, os.cpu_count() or 1), timeout_s=timeout_s, deadline=deadline
     ):
         check = as_check(outcome)
-        if any(sign in check.problem for sign in _NO_COMPILER):
-            raise NoCompiler(f"Triton cannot build its launcher: {check.problem}; install a C compiler and Python's headers")
+        NoCompiler.raise_for(check.problem)
         yield outcome.item, check
 
 

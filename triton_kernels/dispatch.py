@@ -44,6 +44,20 @@ class NotRun(RuntimeError):
     """A call that was to run a kernel would not have; the text is the reason."""
 
 
+class NoCompiler(NotRun):
+    """No kernel can be compiled here, so that no further call would tell anything."""
+
+    SIGNS = ("Failed to find C compiler", "Python.h", "libcuda.so cannot", "CalledProcessError")
+    """In an error's text: Triton cannot build its launcher."""
+
+    @classmethod
+    def raise_for(cls, problem: str) -> None:
+        """Raises this error if a problem's text has a sign of it."""
+        if any(sign in problem for sign in cls.SIGNS):
+            remedy = "install a C compiler and Python's headers, or set TRITON_LIBCUDA_PATH to libcuda's folder"
+            raise cls(f"Triton cannot build its launcher: {problem}; {remedy}")
+
+
 _choice = "auto"
 _proved: Proved = frozenset()
 _library = False

@@ -18,12 +18,12 @@ from raystride.triton_kernels.device_checks import (
     PROVED_WITH,
     CheckItem,
     DeviceCheck,
-    NoCompiler,
     list_checks,
     operation_of,
     run_checks,
     run_in_children,
 )
+from raystride.triton_kernels.dispatch import NoCompiler
 from raystride.triton_kernels.gelu import gelu, gelu_reference
 from raystride.triton_kernels.launch import use_launcher
 

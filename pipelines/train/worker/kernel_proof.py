@@ -33,8 +33,8 @@ from raystride.pipelines.system.storage.folder import Folder
 from raystride.triton_kernels import device_checks
 from raystride.triton_kernels.attention import attention, attention_reference
 from raystride.triton_kernels.attention_packed import attention_packed, attention_packed_reference
-from raystride.triton_kernels.device_checks import Call, CheckItem, DeviceCheck, NoCompiler, Shapes, check_call, operation_of
-from raystride.triton_kernels.dispatch import only_kernels, use_kernels
+from raystride.triton_kernels.device_checks import Call, CheckItem, DeviceCheck, Shapes, check_call, operation_of
+from raystride.triton_kernels.dispatch import NoCompiler, only_kernels, use_kernels
 from raystride.triton_kernels.geglu import geglu, geglu_reference
 from raystride.triton_kernels.gelu import gelu, gelu_reference
 from raystride.triton_kernels.layer_norm import add_layer_norm, add_layer_norm_reference, layer_norm, layer_norm_reference
