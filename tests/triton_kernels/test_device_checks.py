@@ -7,10 +7,12 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks.kernel_tools import sanitize
 from raystride.triton_kernels import device_checks
@@ -177,6 +179,32 @@ def test_far_calls_are_in_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device_checks, "_iterate_calls", lambda device: far)
     parts = [[c.name for c in run_checks(torch.device("cpu"), patterns=("*bfloat16",), part=(i, 3))] for i in range(3)]
     assert [len(part) for part in parts] == [3, 0, 0]
+
+
+def _sdpa(reference: Callable[..., torch.Tensor], inputs: list[torch.Tensor], math: bool) -> list[torch.Tensor]:
+    with sdpa_kernel(SDPBackend.MATH) if math else nullcontext():
+        return device_checks.value_and_gradients(reference, inputs)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_either_of_pytorchs_implementations_passes_as_ours_beside_the_other(dtype: torch.dtype) -> None:
+    """Both are right: its math backend, and the FlashAttention of this processor; three percent too much is not."""
+    calls = [
+        call
+        for call in device_checks._iterate_attention_calls(torch.device("cpu"))
+        if call[0] in ("attention, causal", "attention, full", "attention, causal and key lengths") or "D 64, 1 x" in call[0]
+    ]
+    assert len(calls) > 4
+    for name, _, reference, shapes in calls:
+        torch.manual_seed(0)
+        inputs = [torch.randn(shape, dtype=dtype) for shape in shapes]
+        exact = device_checks.value_and_gradients(reference, [x.double() for x in inputs], dtype)
+        flash, math = (_sdpa(reference, inputs, math=math) for math in (False, True))
+        for mine, theirs in ((flash, math), (math, flash)):
+            assert device_checks.worst_error(name, mine, theirs, exact) <= 1, name
+            for number in range(1, 4):
+                wrong = [x * 1.03 if place == number else x for place, x in enumerate(mine)]
+                assert device_checks.worst_error(name, wrong, theirs, exact) > 1, (name, number)
 
 
 def test_not_a_number_is_wrong() -> None:
