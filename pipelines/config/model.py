@@ -192,9 +192,10 @@ class ModelConfig(Section):
 
     A kernel is proved once for a GPU model and versions of driver, Triton and PyTorch: it must be as accurate as PyTorch,
     give the same bits each time and, without train.exact, not be slower on the run's own shapes. The first start has a
-    minute for it, beside the preparation; `raystride check --kernels` does it ahead. A run keeps its choice. `triton` takes
-    all kernels, proved or not. `triton` without a GPU needs TRITON_INTERPRET=1, which runs kernels in Triton's interpreter: for correctness tests, very
-    slow."""
+    minute for it, beside the preparation; `raystride check --kernels` does it ahead. A run keeps its choice.
+
+    `triton` takes all kernels, proved or not. Without a GPU it needs TRITON_INTERPRET=1, which runs kernels in Triton's
+    interpreter: for correctness tests, very slow."""
     attention: Literal["triton", "library", "auto"] = setting(
         "triton", since="0.2", also="attn_implementation flash_attention use_flash_attention attention_backend"
     )

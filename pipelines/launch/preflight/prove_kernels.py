@@ -23,8 +23,26 @@ AHEAD_S = 120.0
 MAX_ROUNDS = 10
 
 
+Reports = Mapping[str, "ProofReport | NoAnswer"]
+"""By host name and address."""
+
+
+def prove_on_nodes(resolved: ResolvedRun, limit_s: float) -> Reports:
+    """Proves on every node that computes, at the same time. Needs ray.init unless the run is inline."""
+    from raystride.pipelines.train.worker.prover import START_S, NodeProof
+
+    context = resolved.context
+    proof = NodeProof(context.config, context.storage, limit_s)
+    if context.is_inline:
+        return {"this machine": proof()}
+    answers = run_on_all_nodes(proof, limit_s + 2 * START_S)
+    return {f"{node.name} ({node.address})": answer for node, answer in answers.items()}
+
+
 @contextmanager
-def proving_beside(resolved: ResolvedRun, log: Callable[[str], None]) -> Iterator[None]:
+def proving_beside(
+    resolved: ResolvedRun, log: Callable[[str], None], prove: Callable[[ResolvedRun, float], Reports] = prove_on_nodes
+) -> Iterator[None]:
     """Proves in a thread during the block, and waits for it at the end; runs whose kernels need no proof prove nothing.
 
     What goes wrong is logged: the run then computes by PyTorch.
@@ -36,7 +54,7 @@ def proving_beside(resolved: ResolvedRun, log: Callable[[str], None]) -> Iterato
 
     def run() -> None:
         try:
-            problems.update(list_problems(prove_on_nodes(resolved, PROOF_S)))
+            problems.update(list_problems(prove(resolved, PROOF_S)))
         except Exception as error:
             problems["this driver"] = f"{type(error).__name__}: {error}"
 
@@ -50,20 +68,7 @@ def proving_beside(resolved: ResolvedRun, log: Callable[[str], None]) -> Iterato
             log(f"kernels could not be proved on {node}: {problem}")
 
 
-def prove_on_nodes(resolved: ResolvedRun, limit_s: float) -> Mapping[str, "ProofReport | NoAnswer"]:
-    """Proves on every node that computes, at the same time; returns the reports by host name and address. Needs ray.init
-    unless the run is inline."""
-    from raystride.pipelines.train.worker.prover import START_S, NodeProof
-
-    context = resolved.context
-    proof = NodeProof(context.config, context.storage, limit_s)
-    if context.is_inline:
-        return {"this machine": proof()}
-    answers = run_on_all_nodes(proof, limit_s + 2 * START_S)
-    return {f"{node.name} ({node.address})": answer for node, answer in answers.items()}
-
-
-def list_problems(reports: Mapping[str, "ProofReport | NoAnswer"]) -> dict[str, str]:
+def list_problems(reports: Reports) -> dict[str, str]:
     """Returns why nodes proved nothing more, by node."""
     found = {node: report.reason if isinstance(report, NoAnswer) else report.problem for node, report in reports.items()}
     return {node: problem for node, problem in found.items() if problem}

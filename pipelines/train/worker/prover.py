@@ -14,7 +14,7 @@ import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -22,6 +22,7 @@ from raystride.pipelines.config import Config
 from raystride.pipelines.observability.record.environment import describe_hardware
 from raystride.pipelines.system.storage.folder import Folder
 from raystride.pipelines.train.precision import resolve_precision
+from raystride.pipelines.train.worker.kernel_choice import read_reasons
 from raystride.pipelines.train.worker.kernel_proof import (
     Gpu,
     describe_gpu,
@@ -51,16 +52,42 @@ class ProofReport:
     """Why nothing more was proved, if it is known."""
 
 
-def prove_on_node(config: Config, storage: Folder, limit_s: float) -> ProofReport:
-    """Proves what a run needs on this node's GPU, within about `limit_s` seconds; a crash is in the report."""
+def find_gpu() -> Gpu | None:
+    """Returns the facts of this machine's first NVIDIA GPU without opening it; None if there is none."""
     gpus = describe_hardware()["gpus"]
-    if not (gpus or torch.version.hip):
+    return Gpu(gpus[0]["name"], str(gpus[0].get("driver") or ""), triton_version()) if gpus else None
+
+
+def _with_precision(config: Config) -> Config:
+    """Returns the settings with the precision that a GPU of today resolves `auto` to."""
+    if config.train.precision != "auto":
+        return config
+    return replace(config, train=replace(config.train, precision="fp32" if config.train.exact else "bf16"))
+
+
+def predict_kernels(config: Config, storage: Folder, gpu: Gpu | None = None) -> Literal["auto", "triton", "torch"]:
+    """Returns `triton` if `auto` will take all kernels that the run needs on this machine's GPU, `torch` if it will not,
+    and `auto` if that is open: nothing is proved yet, or the GPUs are elsewhere. `gpu` stands for its facts."""
+    if (gpu := gpu or find_gpu()) is None:
+        return "auto"
+    config = _with_precision(config)
+    needs = list_needs(config)
+    found = read_reasons(needs, gpu, storage, exact=config.train.exact)
+    reasons = [found[need.key] for need in needs]
+    if any(reason.startswith("not ") for reason in reasons):
+        return "auto"
+    return "torch" if any(reasons) else "triton"
+
+
+def prove_on_node(config: Config, storage: Folder, limit_s: float, gpu: Gpu | None = None) -> ProofReport:
+    """Proves what a run needs on this node's GPU, within about `limit_s` seconds; a crash is in the report. `gpu` stands for
+    the GPU's facts."""
+    gpu = gpu or find_gpu()
+    if not (gpu or torch.version.hip):
         return ProofReport()
-    if gpus:  # without opening the GPU
-        gpu = Gpu(gpus[0]["name"], str(gpus[0].get("driver") or ""), triton_version())
-        precision = config.train.precision if config.train.precision != "auto" else "fp32" if config.train.exact else "bf16"
+    if gpu:
         with kernel_table(storage, gpu) as table:
-            if not list_open(list_needs(replace(config, train=replace(config.train, precision=precision))), table, config):
+            if not list_open(list_needs(_with_precision(config)), table, config):
                 return ProofReport(gpu, dict(table))
     with tempfile.TemporaryDirectory(prefix="raystride-proof-") as folder:
         file = Path(folder) / "config.pickle"
@@ -112,7 +139,7 @@ def proof_table(report: ProofReport) -> str:
 def _prove_here(file: Path) -> None:
     """Proves in this process's children; prints one line of JSON."""
     config, storage, limit_s = pickle.loads(file.read_bytes())  # written by this user into a private folder  # noqa: S301
-    report: dict[str, Any] = {"gpu": None, "rows": {}, "open": [], "problem": ""}
+    report: dict[str, Any] = {"gpu": None, "rows": {}, "open": [], "problem": "PyTorch cannot use the GPU that there is"}
     if torch.cuda.is_available():
         device, problems = torch.device("cuda", 0), list[str]()
         gpu, config = describe_gpu(device), replace(config, train=resolve_precision(config.train, device))
