@@ -111,11 +111,16 @@ def use_library(chosen: bool) -> None:
 
 def takes_library(operation: str, tensor: torch.Tensor) -> bool:
     """Returns whether a call goes to a library: if that was chosen in place of a kernel, or `auto` has no proof of one."""
-    chosen = _library if _wants_triton(operation, tensor) else _choice == "auto" and tensor.device.type == "cuda"
+    chosen = _library if _wants_triton(operation, tensor) else _choice == "auto" and _has_library(tensor.device)
     if not (chosen and tensor.dtype in (torch.float16, torch.bfloat16)) or active_transform():
         return False
     _record_choice(operation, "library")
     return True
+
+
+def _has_library(device: torch.device) -> bool:
+    """Returns whether PyTorch surely has FlashAttention there: on NVIDIA's GPUs from sm_80 on."""
+    return device.type == "cuda" and not torch.version.hip and not _device_refusal(device)
 
 
 def triton_unavailable_reason() -> str:

@@ -36,7 +36,7 @@ def row_errors(mine: torch.Tensor, theirs: torch.Tensor, exact: torch.Tensor, ca
     eps = torch.finfo(mine.dtype).eps
     width = mine.shape[-1] if mine.dim() else 1
     rows = [x.double().reshape(-1, width) for x in (mine, theirs, exact)]
-    worst = row_errors(*(x.reshape(1, -1) for x in (mine, theirs, exact))) if cancels else 0.0
+    worst = row_errors(mine.reshape(1, -1), theirs.reshape(1, -1), exact.reshape(1, -1)) if cancels else 0.0
     for order, roundings in ((2.0, 1.0), (float("inf"), 2.0)):
         size = torch.linalg.vector_norm(rows[2], order, dim=-1)
         error, their_error = (torch.linalg.vector_norm(x - rows[2], order, dim=-1) for x in rows[:2])

@@ -393,10 +393,10 @@ def prove(
         return dict(table)
 
 
-def list_open(needs: list[Need], table: Mapping[str, Any], config: Config) -> list[str]:
+def list_open(needs: list[Need], table: Mapping[str, Any], *, exact: bool) -> list[str]:
     """Returns the keys that a run needs and that have no verdict, or no times, in the table."""
     keys = [key for need in needs for key in (need.key, need.own_key) if key]
-    timed = {need.own_key for need in needs if need.timed and not config.train.exact}
+    timed = {need.own_key for need in needs if need.timed and not exact}
     rows = {key: table.get(key) for key in keys}
     return [
         key for key, row in rows.items() if row is None or (key in timed and not row["problem"] and "triton_s" not in row)

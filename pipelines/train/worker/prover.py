@@ -87,7 +87,7 @@ def prove_on_node(config: Config, storage: Folder, limit_s: float, gpu: Gpu | No
         return ProofReport()
     if gpu:
         with kernel_table(storage, gpu) as table:
-            if not list_open(list_needs(_with_precision(config)), table, config):
+            if not list_open(list_needs(_with_precision(config)), table, exact=config.train.exact):
                 return ProofReport(gpu, dict(table))
     with tempfile.TemporaryDirectory(prefix="raystride-proof-") as folder:
         file = Path(folder) / "config.pickle"
@@ -144,7 +144,7 @@ def _prove_here(file: Path) -> None:
         device, problems = torch.device("cuda", 0), list[str]()
         gpu, config = describe_gpu(device), replace(config, train=resolve_precision(config.train, device))
         rows = prove(config, storage, gpu, limit_s=limit_s, log=problems.append)
-        report = {"gpu": list(gpu), "rows": rows, "open": list_open(list_needs(config), rows, config)}
+        report = {"gpu": list(gpu), "rows": rows, "open": list_open(list_needs(config), rows, exact=config.train.exact)}
         report["problem"] = "; ".join(problems)
     print(json.dumps(report), flush=True)
 

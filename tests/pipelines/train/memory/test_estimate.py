@@ -243,9 +243,8 @@ def test_activations_shrink_with_recomputation_and_kernels() -> None:
     )
     assert few < some < kept
     proved = replace(shape, kernels="triton")
-    large = _config(proved, slot_size=64)
-    on_cpu, on_gpu = _estimate_memory(large, 50_000), _estimate_memory(large, 50_000, device="cuda")
+    unproved, large = _config(shape, slot_size=64), _config(proved, slot_size=64)
+    on_cpu, on_gpu = _estimate_memory(unproved, 50_000), _estimate_memory(large, 50_000, device="cuda")
     half = _estimate_memory(_config(proved, slot_size=64, precision="bf16"), 50_000, device="cuda")
-    unproved = _config(shape, slot_size=64)
     assert _estimate_memory(unproved, 50_000, device="cuda").activations == on_cpu.activations
     assert half.activations < on_gpu.activations < on_cpu.activations / 2
