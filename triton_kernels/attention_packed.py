@@ -215,11 +215,11 @@ def _backward(ctx: Any, grad: torch.Tensor, _: Any) -> tuple[torch.Tensor | None
 _attention_packed.register_autograd(_backward, setup_context=_setup_context)
 
 
-@cache
 MAX_LIBRARY_HEAD = 256
 """Largest head of FlashAttention-2, which also takes multiples of 8 alone."""
 
 
+@cache
 def packed_library_reason(device: torch.device) -> str:
     """Returns the reason why PyTorch has no library for packed sequences on a device; empty if it has one.
 
