@@ -20,7 +20,7 @@ from raystride.pipelines.config import Config, SettingError
 from raystride.pipelines.system.storage.folder import Folder
 from raystride.pipelines.train.distributed.collectives import all_reduce_object
 from raystride.pipelines.train.worker.kernel_proof import Gpu, Need, describe_gpu, is_slower, kernel_table, list_needs
-from raystride.triton_kernels.configurations import uncovered_reason
+from raystride.triton_kernels.configurations import uncovered_reason, unreported_reason
 from raystride.triton_kernels.dispatch import EVERYTHING, use_kernels
 from raystride.triton_kernels.launch import architecture
 
@@ -54,12 +54,14 @@ def choose_kernels(
     if choice == "torch" or (gpu is None and (device.type != "cuda" or uncovered_reason(architecture(device)))):
         use_kernels(choice)
         return {}
+    gpu = gpu or describe_gpu(device)
+    if text := unreported_reason(".".join(gpu.triton.split(".")[:2])):
+        log(text)
     kept = (chosen_before or {}).get("kernels") if (chosen_before or {}).get("device") == "cuda" else []
     if choice == "auto" and kept in (None, UNPROVED):
         use_kernels(choice, EVERYTHING)
         log("Triton for all operations, unproved: this run began so; `raystride check --kernels` checks them on this GPU")
         return {"kernels": UNPROVED}
-    gpu = gpu or describe_gpu(device)
     needs = list_needs(config)
     reasons = read_reasons(needs, gpu, storage, exact=config.train.exact)
     if world > 1:

@@ -142,7 +142,7 @@ def list_needs(config: Config) -> list[Need]:
     matmul = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(config.train.precision, stream)
     needs = [Need("adamw", stream)] if optimizer.kind != "sgd" else []
     if config.task == "images":
-        return needs + [Need(name, matmul) for name in ("convolution", "relu")]
+        return needs + [Need(name, matmul) for name in ("convolution", "relu", "mse")]
     if config.task not in BUILT_IN_TASKS:
         return needs
     context = model.context

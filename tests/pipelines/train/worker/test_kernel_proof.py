@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 
+from raystride.model.transformer import Decoder
 from raystride.pipelines.config import Config, ModelConfig, SettingError, TokenizerConfig, TrainConfig
 from raystride.pipelines.system.node_folder import CACHE_VARIABLE
 from raystride.pipelines.system.storage.folder import Folder
@@ -43,6 +44,8 @@ from raystride.triton_kernels.adamw import adamw, adamw_reference
 from raystride.triton_kernels.device_checks import _parameters_after_step
 from raystride.triton_kernels.dispatch import NotRun, kernels_ran, only_kernels, use_kernels
 from raystride.triton_kernels.gelu import gelu
+from tests.distributed import run_distributed
+from tests.end_to_end.test_networks_on_kernels import CASES, IDS
 
 MODEL = ModelConfig(architecture="gpt2", layers=1, heads=2, hidden_size=16, context=16)
 CONFIG = Config(
@@ -226,6 +229,56 @@ def test_two_nodes_that_differ_take_what_is_proved_on_both() -> None:
     for merged in (merge_reasons(here, there), merge_reasons(there, here)):
         assert {key.split()[0] for key, reason in merged.items() if reason} == {"gelu"}
     assert merge_reasons({"rope bfloat16": ""}, {}) == {"rope bfloat16": "not proved on every node"}
+
+
+def choose_on_rank(rank: int, world: int, cache: str) -> tuple[dict[str, Any], list[str]]:
+    os.environ[CACHE_VARIABLE] = cache
+    said: list[str] = []
+    gpu = (H100, A100)[rank]
+    return choose_kernels(CONFIG, None, device=CPU, world=world, storage=None, log=said.append, gpu=gpu), said
+
+
+def test_all_workers_of_nodes_that_differ_have_one_choice(tmp_path: Path) -> None:
+    store_proof(slow="")
+    store_proof(gpu=A100, wrong="gelu")
+    (one, said), other = run_distributed(choose_on_rank, 2, os.environ[CACHE_VARIABLE])
+    assert other == (one, said)
+    assert said == [
+        "Triton for four operations, PyTorch for two (layer_norm: slower, 1.50 times PyTorch's time; gelu: wrong here, 31 "
+        "times the allowed error)"
+    ]
+    assert len(one["kernels"]) == 4
+
+
+NETWORKS = {
+    **{name: ("classification", *CASES[name]) for name in ("classifier", "bert")},
+    "translator": ("translation", *CASES["translator"]),
+    "convnet": ("images", *CASES["convnet"]),
+    **{
+        name: ("language_model", partial(Decoder, replace(MODEL, architecture=name), 11), (IDS, IDS))
+        for name in ("gpt2", "llama")
+    },
+}
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_what_a_network_calls_is_among_the_needs_of_its_run(name: str) -> None:
+    """An operation that is not would stay PyTorch's for good, whatever is proved."""
+    task, build, batch = NETWORKS[name]
+    use_kernels("triton")
+    model = build()
+    model(*batch)[0].backward()
+    shape = getattr(model, "shape", MODEL)
+    shape = replace(MODEL, architecture={"classifier": "original"}.get(name, shape.architecture))
+    needs = {need.operation for need in list_needs(replace(CONFIG, task=task, model=shape))}
+    assert set(kernels_ran()) <= needs
+
+
+def test_a_triton_that_no_report_knows_is_named() -> None:
+    assert choose(gpu=H100._replace(triton="3.10.0"))[1].startswith(
+        "Triton 3.10: kernels are compiled and looked at with 3.6 to 3.8; here they may be slower\nPyTorch for all"
+    )
+    assert "looked at" not in choose()[1]
 
 
 def test_a_run_keeps_its_choice() -> None:
