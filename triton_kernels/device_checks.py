@@ -166,7 +166,7 @@ def _iterate_calls(device: torch.device) -> Iterator[Call]:
     yield from _iterate_byte_pack_calls(device)
     angles = torch.rand(1, 1, 333, 32, device=device).repeat(1, 1, 1, 2)
     tables = angles.cos(), angles.sin()
-    yield "adamw", partial(_parameters_after_step, adamw), partial(_parameters_after_step, adamw_reference), [(100_001,)] * 4
+    yield "adamw", partial(parameters_after_step, adamw), partial(parameters_after_step, adamw_reference), [(100_001,)] * 4
     for label, step in ((", masters", _copies_after_step), (", stochastic", _rounded_after_step)):
         yield f"adamw{label}", partial(step, adamw), partial(step, adamw_reference), [(100_001,)] * 4
     heads: Shapes = [(2, 4, 333, 64), (2, 2, 333, 64)]
@@ -269,7 +269,7 @@ def _with_offsets(function: Function, offsets: torch.Tensor, rules: dict[str, An
     return lambda q, k, v: function(q, k, v, offsets, offsets, **rules)
 
 
-def _parameters_after_step(update: Function, *tensors: torch.Tensor) -> torch.Tensor:
+def parameters_after_step(update: Function, *tensors: torch.Tensor) -> torch.Tensor:
     """Returns the parameters after a step of AdamW."""
     p, g, m, v = (x.detach().clone() for x in tensors)
     update([p], [g], [m], [v.abs()], [torch.ones((), device=p.device)], **_STEP)
@@ -346,11 +346,11 @@ def large_offset_calls(device: torch.device) -> Iterator[Call]:
         _concat_results(rope_reference, *tables),
         turned,
     )
-    updated = partial(_parameters_after_step, adamw)
+    updated = partial(parameters_after_step, adamw)
     yield (
         "adamw, far",
         _at_large_offset(updated, 0, 1, 2, 3),
-        partial(_parameters_after_step, adamw_reference),
+        partial(parameters_after_step, adamw_reference),
         [(100_001,)] * 4,
     )
 

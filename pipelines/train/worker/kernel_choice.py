@@ -110,7 +110,8 @@ def read_reasons(needs: list[Need], gpu: Gpu, storage: Folder | None, *, exact: 
 
 
 def _wrong(row: Mapping[str, Any]) -> str:
-    return f"wrong here, {row['problem']}" if row.get("problem") else ""
+    problem = str(row.get("problem", ""))
+    return problem if problem.startswith("not run: ") else f"wrong here, {problem}" if problem else ""
 
 
 def _slower(row: Mapping[str, Any]) -> str:

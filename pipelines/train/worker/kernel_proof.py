@@ -31,9 +31,18 @@ from raystride.pipelines.observability.record.environment import describe_hardwa
 from raystride.pipelines.system.machine_table import machine_table
 from raystride.pipelines.system.storage.folder import Folder
 from raystride.triton_kernels import device_checks
+from raystride.triton_kernels.adamw import adamw, adamw_reference
 from raystride.triton_kernels.attention import attention, attention_reference
 from raystride.triton_kernels.attention_packed import attention_packed, attention_packed_reference
-from raystride.triton_kernels.device_checks import Call, CheckItem, DeviceCheck, Shapes, check_call, operation_of
+from raystride.triton_kernels.device_checks import (
+    Call,
+    CheckItem,
+    DeviceCheck,
+    Shapes,
+    check_call,
+    operation_of,
+    parameters_after_step,
+)
 from raystride.triton_kernels.dispatch import NoCompiler, only_kernels, use_kernels
 from raystride.triton_kernels.geglu import geglu, geglu_reference
 from raystride.triton_kernels.gelu import gelu, gelu_reference
@@ -54,7 +63,7 @@ MAX_CHECKED_ROWS, MAX_CHECKED_TOKENS, MAX_CHECKED_WORDS = 1000, 512, 1 << 15
 """Maximum of rows, tokens of attention and words of a checked call, which PyTorch computes in float64 as well."""
 _REPEATS = 5
 """Runs of a check that are compared bitwise."""
-PASSING = ("ended with -9", "it was ended after", "out of memory", "OutOfMemory")
+PASSING = ("ended with -9", "it was ended after", "out of memory", "OutOfMemory", "no GPU is to be seen")
 """Signs of a problem of the moment: it is not kept, and the next proof tries again."""
 
 Function = Callable[..., torch.Tensor]
@@ -140,7 +149,9 @@ def list_needs(config: Config) -> list[Need]:
     model, optimizer = config.model, config.optimizer
     stream = torch.bfloat16 if config.train.precision == "pure_bf16" else torch.float32
     matmul = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(config.train.precision, stream)
-    needs = [Need("adamw", stream)] if optimizer.kind != "sgd" else []
+    matrices: Shapes = [(4 * model.hidden_size, model.hidden_size)] * 4
+    ours, reference = (partial(parameters_after_step, update) for update in (adamw, adamw_reference))
+    needs = [_own("adamw", stream, ours, reference, matrices)] if optimizer.kind != "sgd" else []
     if config.task == "images":
         return needs + [Need(name, matmul) for name in ("convolution", "relu", "mse")]
     if config.task not in BUILT_IN_TASKS:
@@ -152,12 +163,12 @@ def list_needs(config: Config) -> list[Need]:
     gated = is_gated(model)
     llama_silu = model.architecture == "llama" and model.gate != "gelu"
     gelus = model.architecture in ("gpt2", "bert")
-    ours, reference = (
+    pair: tuple[Callable[..., torch.Tensor], Callable[..., torch.Tensor]] = (
         ((swiglu, swiglu_reference) if llama_silu else (geglu, geglu_reference))
         if gated
         else ((gelu, gelu_reference) if gelus else (relu, relu_reference))
     )
-    needs.append(_own(ours.__name__, matmul, ours, reference, [(rows, hidden_width(model))] * (2 if gated else 1)))
+    needs.append(_own(pair[0].__name__, matmul, *pair, [(rows, hidden_width(model))] * (2 if gated else 1)))
     heads, groups, size = model.heads, model.kv_heads or model.heads, head_size(model)
     if is_rotated(model) and rotary_size(model) == size:
         turned: Shapes = [(samples, count, context, size) for count in (heads, groups)]
@@ -326,7 +337,8 @@ def time_call(
         began = clock()
         for _ in range(count):
             y = function(*leaves)
-            torch.autograd.grad(y, leaves, torch.ones_like(y))
+            if y.requires_grad:
+                torch.autograd.grad(y, leaves, torch.ones_like(y))
         _synchronize(device)
         return (clock() - began) / count
 
@@ -410,25 +422,27 @@ def _check_pending(
     processes: int,
     deadline: float,
 ) -> None:
-    """Writes a row for each key whose checks all have a result, or of which one is wrong."""
+    """Writes a row for each key whose checks all have a result, or of which one is wrong.
+
+    Calls that the kernel refuses, as PyTorch has them anyway, say nothing about the others.
+    """
     results: dict[str, list[DeviceCheck]] = {key: [] for key in pending}
     undecided = set()
     items = [item for found in pending.values() for item in found]
     for item, check in device_checks.run_in_children(items, processes=processes, deadline=deadline, run=run):
         found = results[item.key]
         found.append(check)
-        if check.failed and any(sign in check.problem for sign in PASSING):
+        if any(sign in check.problem + check.not_run for sign in PASSING):
             undecided.add(item.key)
         if item.key in undecided | table.keys():
             continue
-        ran = [one for one in found if not one.not_run]
-        if check.failed or (ran and len(found) == len(pending[item.key])):
-            table[item.key] = _make_row(ran)
+        if check.failed or len(found) == len(pending[item.key]):
+            table[item.key] = _make_row(found)
 
 
 def _make_row(checks: list[DeviceCheck]) -> dict[str, Any]:
     wrong = next((check for check in checks if check.failed), None)
-    problem = ""
+    problem = f"not run: {checks[0].not_run}" if all(check.not_run for check in checks) else ""
     if wrong:
         problem = wrong.problem or (
             f"{wrong.error:.2g} times the allowed error" if wrong.same_bits else "other bits in another run"
@@ -437,7 +451,7 @@ def _make_row(checks: list[DeviceCheck]) -> dict[str, Any]:
     return {
         "error": round(max(errors, default=0.0), 3),
         "problem": problem[:300],
-        "checks": len(checks),
+        "checks": sum(not check.not_run for check in checks),
         "date": time.strftime("%Y-%m-%d"),
     }
 

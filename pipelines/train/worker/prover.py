@@ -74,7 +74,7 @@ def predict_kernels(config: Config, storage: Folder, gpu: Gpu | None = None) -> 
     needs = list_needs(config)
     found = read_reasons(needs, gpu, storage, exact=config.train.exact)
     reasons = [found[need.key] for need in needs]
-    if any(reason.startswith("not ") for reason in reasons):
+    if any(reason.startswith(("not proved", "not timed")) for reason in reasons):
         return "auto"
     return "torch" if any(reasons) else "triton"
 
@@ -128,7 +128,8 @@ def proof_table(report: ProofReport) -> str:
         if "triton_s" in row:
             ours, theirs = (sorted(row[f"{name}_s"])[len(row[f"{name}_s"]) // 2] * 1e3 for name in ("triton", "torch"))
             timed = f"{ours:.3g} / {theirs:.3g} ms{', slower' if is_slower(row) else ''}"
-        verdict = f"WRONG: {row['problem'][:80]}" if row["problem"] else "right"
+        problem = row["problem"][:80]
+        verdict = problem if problem.startswith("not run: ") else f"WRONG: {problem}" if problem else "right"
         rows.append((key, verdict, f"{row['error']:.2f}", str(row["checks"]), timed, row["date"]))
     rows += [(key, "not run: the time was over", "", "", "", "") for key in report.open]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]

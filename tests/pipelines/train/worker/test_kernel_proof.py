@@ -35,13 +35,12 @@ from raystride.pipelines.train.worker.kernel_proof import (
     is_slower,
     kernel_table,
     list_needs,
+    list_open,
     prove,
     run_proof_item,
     time_call,
 )
 from raystride.triton_kernels import gelu as gelu_module
-from raystride.triton_kernels.adamw import adamw, adamw_reference
-from raystride.triton_kernels.device_checks import _parameters_after_step
 from raystride.triton_kernels.dispatch import NotRun, kernels_ran, only_kernels, use_kernels
 from raystride.triton_kernels.gelu import gelu
 from tests.distributed import run_distributed
@@ -67,8 +66,8 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]
 
 def small_items(need: Need, device: str) -> list[ProofItem]:
     """General checks as small as the interpreter needs them."""
-    step = "adamw", partial(_parameters_after_step, adamw), partial(_parameters_after_step, adamw_reference), [(65,)] * 4
-    return [ProofItem(device, need.dtype, need.key, need.operation, need.checked or step)]
+    assert need.checked
+    return [ProofItem(device, need.dtype, need.key, need.operation, need.checked)]
 
 
 def gelu_items(need: Need, device: str) -> list[ProofItem]:
@@ -99,6 +98,12 @@ def run_crashing(item: ProofItem) -> Any:
     if item.call.startswith("gelu"):
         os.kill(os.getpid(), signal.SIGSEGV)
     return kernel_proof.DeviceCheck(item.call, 0.4, True)
+
+
+def run_refusing(item: ProofItem) -> Any:
+    if item.timed is not None:
+        return {"triton": [1.0], "torch": [1.0]}
+    return run_proof_item(item) if item.dtype == torch.float64 else kernel_proof.DeviceCheck(item.call, 0.4, True)
 
 
 def run_slowly(item: ProofItem) -> Any:
@@ -132,7 +137,7 @@ def test_the_needs_of_a_run_are_its_operations_in_its_dtypes() -> None:
     )
     found = {need.key: need.own_key for need in list_needs(mixed)}
     assert found == {
-        "adamw float32": "",
+        "adamw float32": "adamw 64x16 64x16 64x16 64x16, float32",
         "rms_norm float32": "rms_norm 16x16 16, float32",
         "add_rms_norm float32": "add_rms_norm 16x16 16x16 16, float32",
         "swiglu bfloat16": found["swiglu bfloat16"],
@@ -178,6 +183,16 @@ def test_a_kernel_made_wrong_is_found_wrong_and_not_taken() -> None:
         assert "gelu: wrong here" in said
         for file in Path(os.environ[CACHE_VARIABLE]).parent.rglob("kernels-*.json"):
             file.unlink()
+
+
+def test_a_call_that_the_kernel_refuses_is_not_run_and_not_tried_again() -> None:
+    def refused(need: Need, device: str) -> list[ProofItem]:
+        return [ProofItem(device, torch.float64, need.key, "gelu", need.checked)] if need.operation == "gelu" else []
+
+    table = prove(CONFIG, None, H100, device="cpu", limit_s=200.0, processes=1, items_of=refused, run=run_refusing)
+    assert table["gelu float32"]["problem"] == "not run: gelu runs in PyTorch: dtype torch.float64"
+    assert "gelu: not run: gelu runs in PyTorch" in choose()[1]
+    assert "gelu float32" not in list_open(list_needs(CONFIG), table, exact=False)
 
 
 def test_what_is_slower_is_pytorch_unless_exact_and_the_line_says_why() -> None:
