@@ -1,6 +1,7 @@
 """Launches specimens through Triton's own launcher on a stand-in driver; a program, since a process has one driver.
 
-TRITON_INTERPRET=0 TRITON_LIBCUDA_PATH=STUB LD_LIBRARY_PATH=STUB python -m tests.triton_kernels.launch_specimens sm_90 "gelu*"
+export TRITON_INTERPRET=0 TRITON_LIBCUDA_PATH=STUB LD_LIBRARY_PATH=STUB
+python -m tests.triton_kernels.launch_specimens sm_90 "gelu*"
 """
 
 import sys
