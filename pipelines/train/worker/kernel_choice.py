@@ -19,7 +19,8 @@ import torch.distributed as dist
 from raystride.pipelines.config import Config, SettingError
 from raystride.pipelines.system.storage.folder import Folder
 from raystride.pipelines.train.distributed.collectives import all_reduce_object
-from raystride.pipelines.train.worker.kernel_proof import Gpu, Need, describe_gpu, is_slower, kernel_table, list_needs
+from raystride.pipelines.train.worker.kernel_needs import Need, list_needs
+from raystride.pipelines.train.worker.kernel_proof import Gpu, describe_gpu, is_slower, kernel_table
 from raystride.triton_kernels.configurations import uncovered_reason, unreported_reason
 from raystride.triton_kernels.dispatch import EVERYTHING, use_kernels
 from raystride.triton_kernels.launch import architecture

@@ -23,12 +23,12 @@ from raystride.pipelines.observability.record.environment import describe_hardwa
 from raystride.pipelines.system.storage.folder import Folder
 from raystride.pipelines.train.precision import resolve_precision
 from raystride.pipelines.train.worker.kernel_choice import read_reasons
+from raystride.pipelines.train.worker.kernel_needs import list_needs
 from raystride.pipelines.train.worker.kernel_proof import (
     Gpu,
     describe_gpu,
     is_slower,
     kernel_table,
-    list_needs,
     list_open,
     prove,
     triton_version,

@@ -27,14 +27,13 @@ from raystride.pipelines.train.worker.kernel_choice import (
     merge_reasons,
     read_reasons,
 )
+from raystride.pipelines.train.worker.kernel_needs import Need, list_needs
 from raystride.pipelines.train.worker.kernel_proof import (
     Gpu,
-    Need,
     ProofItem,
     general_items,
     is_slower,
     kernel_table,
-    list_needs,
     list_open,
     prove,
     run_proof_item,

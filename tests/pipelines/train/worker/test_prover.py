@@ -8,7 +8,7 @@ import pytest
 
 from raystride.pipelines.system.node_folder import CACHE_VARIABLE
 from raystride.pipelines.system.storage.folder import Folder
-from raystride.pipelines.train.worker.kernel_proof import list_needs
+from raystride.pipelines.train.worker.kernel_needs import list_needs
 from raystride.pipelines.train.worker.prover import (
     NodeProof,
     ProofReport,
