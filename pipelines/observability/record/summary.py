@@ -126,8 +126,8 @@ def put_summary(run: Folder, summary: Mapping[str, Any]) -> None:
 def read_summary(run: Folder) -> dict[str, Any]:
     """Returns the content of a run's `summary.json`, empty if there is none.
 
-    Raises SealBroken if it is not as written, or another run's. Where a run's folder has got another name, one of the attempts
-    must be the run's own.
+    Raises SealBroken if it is not as written, or another run's. Where a run's folder has got another name, one of the
+    attempts must be the run's own.
     """
     remedy = "remove it; a training of this run writes it again"
     try:
