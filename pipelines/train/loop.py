@@ -218,7 +218,7 @@ class Training:
         # The loss scale and the running loss return to those of the checkpoint.
         rules = self.rules
         self.rules = build_step_rules(
-            self.config, self.loader.samples, self.state, self.strategy.device, rules.rows, rules.draws
+            self.config, self.loader.samples, self.state, self.strategy.device, rules.rows, rules.draws, rules.routing
         )
         self._saved_at = self.state.step
         self._reset_counters()
