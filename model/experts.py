@@ -1,13 +1,14 @@
 """Mixture of experts: a feed-forward of which each token uses a few parts (Shazeer et al., 2017; Fedus et al., 2022).
 
-A router gives each token k of E experts and a weight for each; y = sum over the chosen of weight_e expert_e(x), and the shared
-experts for every token. Tokens are sorted by expert, so that each projection of all experts is one grouped product. No token
+A router gives each token k of E experts and a weight for each; y = sum over the chosen of weight_e expert_e(x), and the
+shared experts for every token. Tokens are sorted by expert, so that each projection of all experts is one grouped product. No token
 is dropped, whatever the loads.
 
     softmax               p = softmax(W x); the k largest p, and p itself as weights (OLMoE, Muennighoff et al., 2024)
     softmax_normalized    the same, divided by the sum of the chosen ones (Mixtral, Jiang et al., 2024)
-    sigmoid               p = sigmoid(W x); the k largest p + bias, weights p of the chosen, normalised. After each step the
-                          bias of an expert with a load above the mean falls by a rate, of others it rises (Wang et al., 2024)
+    sigmoid               p = sigmoid(W x); the k largest p + bias, weights p of the chosen, normalised. After each step
+                          the bias of an expert with a load above the mean falls by a rate, of one below it rises (Wang et
+                          al., 2024)
 
 Shapes: x (B, T, C), N = B T tokens; weights of experts (E, out, in); the router is computed in fp32.
 
@@ -74,6 +75,7 @@ class Router(nn.Module):
                 weights, chosen = probabilities.topk(self.num_chosen, -1)
             else:
                 probabilities = logits.sigmoid()
+                assert self.bias is not None
                 chosen = (probabilities + self.bias).topk(self.num_chosen, -1).indices
                 weights = probabilities.gather(-1, chosen)
             if self.kind != "softmax":
@@ -126,12 +128,13 @@ class Experts(nn.Module):
             results = self.exchange.from_experts(self._compute(*self.exchange.to_experts(rows, counts)))
         parts = _Collect.apply(results, order).view(*routed.chosen.shape, -1)  # type: ignore[no-untyped-call]
         y = (parts * routed.weights[..., None]).sum(1).to(parts.dtype).view(x.shape)
-        return y if self.shared is None else y + self.shared(x)
+        return y if self.shared is None else y + self.shared(x)  # type: ignore[no-any-return]
 
     def _compute(self, rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
         """Applies the local experts to rows (M, C) sorted by expert."""
         gate, up = self.gate(rows, counts), self.up(rows, counts)
-        return self.down(geglu(gate, up, tanh=True) if self.is_gelu else swiglu(gate, up), counts)  # type: ignore[no-any-return]
+        hidden = geglu(gate, up, tanh=True) if self.is_gelu else swiglu(gate, up)
+        return self.down(hidden, counts)  # type: ignore[no-any-return]
 
 
 def count_choices(chosen: torch.Tensor, experts: int) -> torch.Tensor:
