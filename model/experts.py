@@ -121,12 +121,12 @@ class Experts(nn.Module):
         self.routed = routed if self.training else None
         order = routed.chosen.flatten().argsort(stable=True)
         counts = count_choices(routed.chosen.flatten(), self.num_experts)
-        rows = _Dispatch.apply(tokens, order, routed.chosen.shape[1])  # type: ignore[no-untyped-call]
+        rows = Dispatch.apply(tokens, order, routed.chosen.shape[1])  # type: ignore[no-untyped-call]
         if self.exchange is None:
             results = self._compute(rows, counts)
         else:
             results = self.exchange.from_experts(self._compute(*self.exchange.to_experts(rows, counts)))
-        parts = _Collect.apply(results, order).view(*routed.chosen.shape, -1)  # type: ignore[no-untyped-call]
+        parts = Collect.apply(results, order).view(*routed.chosen.shape, -1)  # type: ignore[no-untyped-call]
         y = (parts * routed.weights[..., None]).sum(1).to(parts.dtype).view(x.shape)
         return y if self.shared is None else y + self.shared(x)  # type: ignore[no-any-return]
 
@@ -142,7 +142,7 @@ def count_choices(chosen: torch.Tensor, experts: int) -> torch.Tensor:
     return torch.zeros(experts, dtype=torch.int64, device=chosen.device).scatter_add_(0, chosen, torch.ones_like(chosen))
 
 
-class _Dispatch(torch.autograd.Function):
+class Dispatch(torch.autograd.Function):
     """Copies tokens (N, C) to rows (N k, C) in an order of their N k choices; the gradient is added without atomics."""
 
     @staticmethod
@@ -157,7 +157,7 @@ class _Dispatch(torch.autograd.Function):
         return grad[_inverse(order)].view(-1, ctx.num_chosen, grad.shape[-1]).sum(1), None, None
 
 
-class _Collect(torch.autograd.Function):
+class Collect(torch.autograd.Function):
     """Puts rows in an order of choices back into the order of tokens."""
 
     @staticmethod

@@ -168,7 +168,9 @@ def by_number(kind: str, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Te
         parts = {"gate_up_proj": (0, 1), "down_proj": (2,)}.get(last, ())
         for expert, matrices in enumerate(tensor) if parts else ():
             halves = matrices.chunk(len(parts))
-            found |= {f"{start}.experts.{expert}.{names[part]}.weight": half for part, half in zip(parts, halves, strict=True)}
+            found |= {
+                f"{start}.experts.{expert}.{names[part]}.weight": half for part, half in zip(parts, halves, strict=True)
+            }
         found |= {} if parts else {name: tensor}
     return found
 

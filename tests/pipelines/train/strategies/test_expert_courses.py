@@ -1,5 +1,6 @@
 """A network with experts takes the course of one worker under every strategy, and its bits where they are exact."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -7,6 +8,7 @@ import pytest
 import torch
 
 from raystride.pipelines.config import CheckpointConfig, ModelConfig, OptimizerConfig, ScalingConfig, TrainConfig
+from tests.distributed import run_distributed
 from tests.pipelines.train.strategies.course import SLOTS, course_job, documents, next_attempt, run_course
 
 STEPS = 6
@@ -119,3 +121,102 @@ def test_biases_stay_fp32_and_move_under_pure_bf16(folder: Path, world: int, sca
     settings = train(precision="pure_bf16")
     job = course_job(folder, f"pure-{world}", model=SIGMOID, train=settings, scaling=scaling)
     run_course(job, world, _biases)
+
+
+def _with_empty_experts(training: Any) -> None:
+    """Makes one expert so unlikely that nobody chooses it, and another one the choice of nearly all."""
+    for block in training.model.blocks:
+        with torch.no_grad():
+            weight = block.feed_forward.router.weight
+            weight[2] = 30 * weight[1]
+            weight[4] = 0
+
+
+EXPERT2, EXPERT2_FSDP = ScalingConfig(expert=2), ScalingConfig(expert=2, strategy="fsdp")
+PARALLEL = [
+    (2, EXPERT2, "softmax"),
+    (4, ScalingConfig(expert=2, strategy="ddp"), "sigmoid"),
+    (4, EXPERT2_FSDP, "sigmoid"),
+    (4, ScalingConfig(expert=4), "softmax"),
+]
+
+
+@pytest.mark.parametrize(("world", "scaling", "router"), PARALLEL, ids=str)
+def test_workers_that_share_experts_take_the_course_of_one(
+    folder: Path, world: int, scaling: ScalingConfig, router: str
+) -> None:
+    """With uneven loads; slots of two samples, so that on four workers of a group two have none."""
+    model = replace(SOFTMAX if router == "softmax" else SIGMOID, experts=8)
+    one, found = (
+        run_course(
+            course_job(folder, f"shared-{router}-{workers}-{s.strategy}", model=model, train=train(), scaling=s), workers
+        )
+        for workers, s in ((1, SINGLE), (world, scaling))
+    )
+    assert found.losses == pytest.approx(one.losses, rel=LOSS)
+    assert found.norms == pytest.approx(one.norms, rel=NORM)
+    assert found.validations == pytest.approx(one.validations, rel=LOSS)
+
+
+def test_an_expert_without_tokens_and_one_with_most_of_them(folder: Path) -> None:
+    model = replace(SOFTMAX, experts_per_token=1, router="softmax", experts=6)
+    one, found = (
+        run_course(
+            course_job(folder, f"uneven-{workers}", model=model, train=train(micro_batch_slots=1), scaling=scaling),
+            workers,
+            _with_empty_experts,
+        )
+        for workers, scaling in ((1, SINGLE), (2, EXPERT2))
+    )
+    assert found.losses == pytest.approx(one.losses, rel=LOSS)
+    assert found.norms == pytest.approx(one.norms, rel=NORM)
+
+
+def test_packed_documents_go_with_their_rows(folder: Path) -> None:
+    data, settings = documents(folder), train(packing="documents")
+    one, found = (
+        run_course(
+            course_job(folder, f"apart-{workers}", model=SOFTMAX, data=data, train=settings, scaling=scaling), workers
+        )
+        for workers, scaling in ((1, SINGLE), (2, EXPERT2))
+    )
+    assert found.losses == pytest.approx(one.losses, rel=LOSS)
+
+
+def test_a_run_goes_on_at_another_degree(folder: Path) -> None:
+    schedule = OptimizerConfig(learning_rate=1e-2, warmup_steps=2, decay_steps=12)
+    sections = {"model": replace(SIGMOID, experts=8), "checkpoint": CheckpointConfig(every=3), "optimizer": schedule}
+    calm = run_course(course_job(folder, "steady", train=train(12), **sections), 1)
+    job, losses, degrees = course_job(folder, "degrees", **sections), [], (2, 4, 1, 2)
+    for number, degree in enumerate(degrees):
+        scaling = ScalingConfig(expert=degree, strategy="fsdp" if number == 3 else "auto")
+        job = next_attempt(job, f"a{number + 1}", scaling=scaling, train=train(3 * (number + 1)))
+        losses += run_course(job, max(degree, 1 + (number == 3))).losses
+    assert losses == pytest.approx(calm.losses, rel=LOSS)
+
+
+def test_exact_groups_end_with_the_same_bits(folder: Path) -> None:
+    model = replace(SIGMOID, experts=8)
+    hashes = {
+        run_course(
+            course_job(folder, f"exact-groups-{world}", model=model, train=train(3, exact=True), scaling=EXPERT2), world
+        ).sha256
+        for world in (2, 4)
+    }
+    assert len(hashes) == 1
+
+
+def _sampled(rank: int, world: int, job: Any) -> list[int]:
+    from raystride.model.generate import generate
+    from raystride.pipelines.train.worker.build import build_training
+    from raystride.pipelines.train.worker.job import WorkerInfo
+
+    training = build_training(job, WorkerInfo(rank=rank, world=world), [], lambda: False, lambda _: None)
+    with torch.no_grad():
+        return [ids[0] for ids in generate(training.model.eval(), [[3, 1, 4]], tokens=6, temperature=0)]
+
+
+def test_workers_that_share_experts_write_text_together(folder: Path) -> None:
+    jobs = [course_job(folder, f"text-{s.expert}", model=SOFTMAX, scaling=s) for s in (SINGLE, EXPERT2)]
+    one, two = (run_distributed(_sampled, job.config.scaling.expert, job) for job in jobs)
+    assert two == [one[0]] * 2
