@@ -1,8 +1,8 @@
 """Mixture of experts: a feed-forward of which each token uses a few parts (Shazeer et al., 2017; Fedus et al., 2022).
 
 A router gives each token k of E experts and a weight for each; y = sum over the chosen of weight_e expert_e(x), and the
-shared experts for every token. Tokens are sorted by expert, so that each projection of all experts is one grouped product. No token
-is dropped, whatever the loads.
+shared experts for every token. Tokens are sorted by expert, so that each projection of all experts is one grouped
+product. No token is dropped, whatever the loads.
 
     softmax               p = softmax(W x); the k largest p, and p itself as weights (OLMoE, Muennighoff et al., 2024)
     softmax_normalized    the same, divided by the sum of the chosen ones (Mixtral, Jiang et al., 2024)
@@ -27,6 +27,9 @@ from raystride.model.linear import is_bf16_allowed, linear
 from raystride.model.shape import DecoderShape, balance_loss, expert_width
 from raystride.triton_kernels.geglu import geglu
 from raystride.triton_kernels.swiglu import swiglu
+
+MAX_EXPERT_FIGURES = 64
+"""Most experts of which each has a figure of its own."""
 
 
 class Exchange(Protocol):
@@ -332,6 +335,21 @@ class Routing:
         if loads is None:
             loads = torch.zeros(len(self._layers), self._layers[0].num_experts, device=self._layers[0].router.weight.device)
         return all_reduce_sum(loads.clone())
+
+    def take_figures(self, all_reduce_sum: Callable[[torch.Tensor], torch.Tensor]) -> dict[str, float]:
+        """Returns loads since the last call as multiples of an even share, 1. Collective.
+
+        `expert_load_min` and `expert_load_max` are over layers and experts; `expert_load/3` is expert 3's over all layers, of
+        of at most MAX_EXPERT_FIGURES experts.
+        """
+        loads = self.take_loads(all_reduce_sum)
+        if not loads.any():
+            return {}
+        shares, by_expert = loads / loads.mean(1, keepdim=True), loads.sum(0) / loads.sum(0).mean()
+        found = {"expert_load_min": float(shares.min()), "expert_load_max": float(shares.max())}
+        if len(by_expert) <= MAX_EXPERT_FIGURES:
+            found |= {f"expert_load/{expert}": share for expert, share in enumerate(by_expert.tolist())}
+        return found
 
 
 class _WithGradient(torch.autograd.Function):

@@ -3,8 +3,8 @@
     tensor_shapes(config.model, 4096, "llama")    # {"model.embed_tokens.weight": (4096, 128), ...}
 
 GPT-2 stores linear weights as (in, out) and always has biases; the others store queries, keys and values separately, except
-Phi-3: queries, keys and values are one tensor, gate and up another. Experts are written by number, as on the hub; transformers
-5 may also store all experts of a block as two tensors, which are read as well: see `expert_sizes`.
+Phi-3: queries, keys and values are one tensor, gate and up another. Experts are written by number, as on the hub;
+transformers 5 may also store all experts of a block as two tensors, which are read as well: see `expert_sizes`.
 """
 
 import re

@@ -313,6 +313,8 @@ class Training:
         task = self.loader.samples.task
         if (sums := task.take_sums(self.model)) is not None:
             measured |= task.train_scores(self.strategy.all_reduce_sum(sums).tolist())
+        if self.rules.routing is not None:
+            measured |= self.rules.routing.take_figures(self.strategy.all_reduce_sum)
         if self.rules.scale:
             measured["loss_scale"] = float(self.rules.scale.value)
         if self.state.dropped or self.state.left_out:

@@ -81,12 +81,7 @@ def drawn_settings(kind: ModelType | str, random: Random) -> dict[str, Any]:
             settings |= {} if family.is_gemma else {"use_sliding_window": True, "max_window_layers": 0}
         else:
             settings["sliding_window"] = None
-    if family.routers:
-        experts = random.randint(1, 7)
-        settings |= {"num_experts_per_tok": random.randint(1, min(3, experts))}
-        settings |= {"num_local_experts" if kind == "mixtral" else "num_experts": experts}
-        settings |= {} if kind == "mixtral" else {"norm_topk_prob": random.random() < 0.5}
-        settings |= {"moe_intermediate_size": 4 * random.randint(1, 9)} if kind == "qwen3_moe" else {}
+    settings |= drawn_experts(kind, random) if family.routers else {}
     if kind == "olmoe":
         del settings["head_dim"]
     if kind == "smollm3":
@@ -97,6 +92,15 @@ def drawn_settings(kind: ModelType | str, random: Random) -> dict[str, Any]:
         settings["final_logit_softcapping"] = random.choice([None, 3.0, 30.0])
         settings["query_pre_attn_scalar"] = random.choice([size, 4, 30])
     return settings
+
+
+def drawn_experts(kind: str, random: Random) -> dict[str, Any]:
+    """The keys of experts in a `config.json`."""
+    experts = random.randint(1, 7)
+    found: dict[str, Any] = {"num_experts_per_tok": random.randint(1, min(3, experts))}
+    found["num_local_experts" if kind == "mixtral" else "num_experts"] = experts
+    found |= {} if kind == "mixtral" else {"norm_topk_prob": random.random() < 0.5}
+    return found | ({"moe_intermediate_size": 4 * random.randint(1, 9)} if kind == "qwen3_moe" else {})
 
 
 def theirs(kind: str, settings: dict[str, Any], seed: int) -> Any:

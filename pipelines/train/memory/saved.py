@@ -42,7 +42,6 @@ from raystride.model.shape import (
 )
 from raystride.pipelines.train.memory.activations import FP32, Arithmetic, BlockMemory, PartMemory
 
-
 _INDEX_BYTES = 8
 
 

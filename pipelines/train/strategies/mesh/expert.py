@@ -1,7 +1,7 @@
 """Expert parallelism: the workers of a group share out each block's experts, and the samples of a slot.
 
-Each worker computes everything but the experts for its own samples (rows of a micro-batch). In each block tokens travel to the
-workers that hold their experts and their results back (Lepikhin et al., 2021), as many as there are: one all-to-all of
+Each worker computes everything but the experts for its own samples (rows of a micro-batch). In each block tokens travel to
+the workers that hold their experts and their results back (Lepikhin et al., 2021), as many as there are: one all-to-all of
 the numbers, which the host waits for, and one of the tokens each way. A worker without samples computes one token without a
 target, so that all take part in each exchange.
 
@@ -94,18 +94,19 @@ def forward_local_rows(model: Decoder, group: dist.ProcessGroup, *inputs: torch.
     Documents that are packed into one row are computed by one worker.
     """
     ids, *documents, targets = inputs
+    forward: Any = type(model).forward
     rows = even_range(ids.shape[0], group.rank(), group.size())
     if model.routing is not None:
         model.routing.slot_rows = local_slot_rows(list(model.routing.slot_rows), ids.shape[0], rows)
     if not rows:
         ends = [offsets.new_tensor([0, 1]) for offsets in documents]
-        return type(model).forward(model, ids[:1, :1], *ends, torch.full_like(targets[:1, :1], IGNORED))
+        return forward(model, ids[:1, :1], *ends, torch.full_like(targets[:1, :1], IGNORED))
     tokens = ids.shape[1]
     inside = [
         offsets[(offsets >= rows.start * tokens) & (offsets <= rows.stop * tokens)] - rows.start * tokens
         for offsets in documents
     ]
-    return type(model).forward(model, ids[rows.start : rows.stop], *inside, targets[rows.start : rows.stop])
+    return forward(model, ids[rows.start : rows.stop], *inside, targets[rows.start : rows.stop])
 
 
 def local_slot_rows(slot_rows: list[int], total: int, rows: range) -> list[int]:

@@ -124,12 +124,12 @@ def test_biases_stay_fp32_and_move_under_pure_bf16(folder: Path, world: int, sca
 
 
 def _with_empty_experts(training: Any) -> None:
-    """Makes one expert so unlikely that nobody chooses it, and another one the choice of nearly all."""
+    """Makes one of two experts the choice of all tokens, so that four of six have none."""
     for block in training.model.blocks:
         with torch.no_grad():
             weight = block.feed_forward.router.weight
-            weight[2] = 30 * weight[1]
-            weight[4] = 0
+            weight[3] = 100 * weight[0]
+            weight[4] = -weight[3]
 
 
 EXPERT2, EXPERT2_FSDP = ScalingConfig(expert=2), ScalingConfig(expert=2, strategy="fsdp")
@@ -147,9 +147,10 @@ def test_workers_that_share_experts_take_the_course_of_one(
 ) -> None:
     """With uneven loads; slots of two samples, so that on four workers of a group two have none."""
     model = replace(SOFTMAX if router == "softmax" else SIGMOID, experts=8)
+    settings = train(micro_batch_slots=int(scaling.expert == 4))
     one, found = (
         run_course(
-            course_job(folder, f"shared-{router}-{workers}-{s.strategy}", model=model, train=train(), scaling=s), workers
+            course_job(folder, f"shared-{world}-{router}-{s.expert}", model=model, train=settings, scaling=s), workers
         )
         for workers, s in ((1, SINGLE), (world, scaling))
     )
@@ -170,6 +171,10 @@ def test_an_expert_without_tokens_and_one_with_most_of_them(folder: Path) -> Non
     )
     assert found.losses == pytest.approx(one.losses, rel=LOSS)
     assert found.norms == pytest.approx(one.norms, rel=NORM)
+    for course in (one, found):
+        assert {course.logged[0][f"expert_load/{expert}"] for expert in (1, 2, 5)} == {0.0}
+        assert course.logged[0]["expert_load_max"] > 2.5
+    assert found.logged[0]["expert_load/3"] == one.logged[0]["expert_load/3"]
 
 
 def test_packed_documents_go_with_their_rows(folder: Path) -> None:
