@@ -339,7 +339,7 @@ class Routing:
     def take_figures(self, all_reduce_sum: Callable[[torch.Tensor], torch.Tensor]) -> dict[str, float]:
         """Returns loads since the last call as multiples of an even share, 1. Collective.
 
-        `expert_load_min` and `expert_load_max` are over layers and experts; `expert_load/3` is expert 3's over all layers, of
+        `expert_load_min` and `expert_load_max` are over layers and experts; `expert_load/3` is expert 3's over all layers,
         of at most MAX_EXPERT_FIGURES experts.
         """
         loads = self.take_loads(all_reduce_sum)

@@ -24,6 +24,8 @@ T the context; p are the bytes of a number that products read and write, s those
     saved.block().saved_bytes                                   # bytes
 """
 
+from dataclasses import replace
+
 from raystride.model.shape import (
     ENCODERS,
     DecoderShape,
@@ -87,7 +89,15 @@ class TransformerActivations:
 
     def block(self) -> BlockMemory:
         """Returns the memory of a block with one attention."""
-        return self._build_block((self._feed_forward_part(), self._attention_part()), self._matmul_outputs(), self.stream)
+        feed_forward = self._feed_forward_part()
+        parts = self._split_by_matrices(feed_forward) if self.shape.experts else (feed_forward,)
+        return self._build_block((*parts, self._attention_part()), self._matmul_outputs(), self.stream)
+
+    def _split_by_matrices(self, experts: PartMemory) -> tuple[PartMemory, ...]:
+        """Returns a part per gradient of all experts' matrices: each is there when the next one is made."""
+        matrix = experts.computing_gradients
+        alone = PartMemory(0.0, experts.extra, matrix, matrix)
+        return alone, alone, replace(experts, num_parameters=experts.num_parameters - 2 * matrix)
 
     def target_block(self, source: int) -> BlockMemory:
         """Returns the memory of a block that also has an attention to a memory of `source` tokens."""
@@ -139,7 +149,7 @@ class TransformerActivations:
             rows = shape.experts_per_token * shape.hidden_size * arithmetic.matmul
             largest = shape.experts * shape.hidden_size * expert_width(shape)
             saved += self.tokens * (2 * rows + 5 * FP32 * shape.experts + 6 * _INDEX_BYTES * shape.experts_per_token)
-            extra += self.tokens * (rows + FP32 * shape.experts_per_token * shape.hidden_size)
+            extra += self.tokens * rows
         return PartMemory(saved, max(extra, 2 * self.gathered_stream), sum(sizes), largest)
 
     def _matmul_outputs(self) -> float:

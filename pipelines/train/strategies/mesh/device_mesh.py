@@ -1,8 +1,8 @@
 """Mesh coordinates of ranks, for models that are distributed in several ways at once.
 
 Workers = pipeline x replicas x shards x expert x context x tensor, the last of these innermost: neighbours, which mostly
-share a machine, communicate most. The workers with the same replica and shard compute a slot together and are a group; groups share
-out the slots of a step, as single workers do without a mesh. Order, plan and audit see groups only.
+share a machine, communicate most. The workers with the same replica and shard compute a slot together and are a group;
+groups share out the slots of a step, as single workers do without a mesh. Order, plan and audit see groups only.
 
     mesh = Mesh(pipeline=2, replicas=2, tensor=2)
     mesh.workers, mesh.groups, mesh.coordinates(5).tensor     # 8, 2, 1

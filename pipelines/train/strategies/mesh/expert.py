@@ -9,6 +9,7 @@ target, so that all take part in each exchange.
     model.forward = partial(forward_local_rows, model, group)
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -94,7 +95,7 @@ def forward_local_rows(model: Decoder, group: dist.ProcessGroup, *inputs: torch.
     Documents that are packed into one row are computed by one worker.
     """
     ids, *documents, targets = inputs
-    forward: Any = type(model).forward
+    forward: Callable[..., tuple[torch.Tensor, torch.Tensor]] = type(model).forward
     rows = even_range(ids.shape[0], group.rank(), group.size())
     if model.routing is not None:
         model.routing.slot_rows = local_slot_rows(list(model.routing.slot_rows), ids.shape[0], rows)
