@@ -1,4 +1,4 @@
-"""A mixture of experts of ours beside a plain PyTorch loop over experts, and beside a dense network of as many active weights.
+"""A mixture of experts of ours beside a plain PyTorch loop over experts, and beside a dense network of its active size.
 
 The same decoder three times: with our block, with a block that computes expert by expert on the same weights (as in
 transformers' eager form), and with a feed-forward as wide as the experts that a token uses. A step is forward, backward with

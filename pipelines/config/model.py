@@ -225,7 +225,7 @@ class ModelConfig(Section):
     )
     """Pretrained model in safetensors whose weights a new run starts from. A folder, a URI, or a name on the Hugging Face
     hub, `org/name` or `org/name@revision`. Supported families: GPT-2, Llama, Qwen 2 and 3, Mistral, SmolLM, Phi-3, Gemma 2
-    and 3; for `classification` BERT, RoBERTa, DistilBERT, ModernBERT.
+    and 3, Mixtral, Qwen3-MoE, OLMoE; for `classification` BERT, RoBERTa, DistilBERT, ModernBERT.
 
     Settings of `model` and `tokenizer` that are not given come from it: the shape, the tokenizer, and the context length it
     was trained with, at most 2,048. Given settings that contradict it are an error."""
