@@ -157,7 +157,15 @@ class Config(Section):
         """Whether dropout's masks follow from their place and not from how many were drawn before."""
         masks = self.train.dropout_masks
         meshed = self.scaling.group > 1 or self.scaling.mesh == "auto"
-        return meshed if masks == "auto" else masks == "place"
+        return meshed if masks in ("auto", "slot") else masks == "place"
+
+    def idle_settings(self) -> Iterator[str]:
+        """Yields the settings, under their full names, that change nothing in a run and are therefore not stored.
+
+        Versions that do not know their values can then read the rest.
+        """
+        if self.train.dropout_masks == "slot" and not (self.model.dropout or self.lora.dropout):
+            yield "train.dropout_masks"
 
     def by_source(self) -> "dict[str, Config]":
         """The settings of each source of a mixture, as of a training on it alone; of one source these, as ""."""
@@ -188,9 +196,13 @@ class Config(Section):
         return {first.get(key, key): strip_credentials(value) for key, value in kept.items()}
 
     def free_result_settings(self) -> dict[str, Any]:
-        """Returns the settings, under their full names, that a resumed run may change and that shape its result."""
+        """Returns the settings, under their full names, that a resumed run may change and that shape its result.
+
+        A run that began with `train.dropout_masks auto` goes on with it under `slot`, so these are one.
+        """
         shaping = _marked_keys(type(self), "shapes_result")
-        flat = self.flat() | {"validation.direction": self.validation.named_direction}
+        masks = self.train.dropout_masks.replace("slot", "auto")
+        flat = self.flat() | {"validation.direction": self.validation.named_direction, "train.dropout_masks": masks}
         return {key: strip_credentials(value) for key, value in flat.items() if _is_among(key, shaping)}
 
     def default_run(self, preset: str) -> str:

@@ -219,7 +219,11 @@ def _merge(content: dict[str, Any], changes: Mapping[str, Any], known: Collectio
 
 def to_yaml(settings: Any) -> str:
     """The settings as YAML that `--config` reads, without passwords and keys: `Section.with_secrets` has them again."""
-    return yaml.safe_dump(redact_all_uris(_to_plain(asdict(settings))), sort_keys=False, allow_unicode=True)
+    return _dump(asdict(settings))
+
+
+def _dump(content: dict[str, Any]) -> str:
+    return yaml.safe_dump(redact_all_uris(_to_plain(content)), sort_keys=False, allow_unicode=True)
 
 
 WRITER_COMMENT, CHANGED_COMMENT = "# writer: ", "# not at their defaults: "
@@ -231,7 +235,10 @@ def to_stored_yaml(settings: Any) -> str:
     defaults, for versions that do not know them (`system.writer`)."""
     defaults = dict(_iterate_settings(type(settings)()))
     changed = [name for name, value in _iterate_settings(settings) if value != defaults[name]]
-    return f"{WRITER_COMMENT}{__version__}\n{CHANGED_COMMENT}{', '.join(changed)}\n{to_yaml(settings)}"
+    content = asdict(settings)
+    for section, _, name in (key.partition(".") for key in settings.idle_settings()):
+        del content[section][name]
+    return f"{WRITER_COMMENT}{__version__}\n{CHANGED_COMMENT}{', '.join(changed)}\n{_dump(content)}"
 
 
 def _refuse_newer_settings(cls: type, text: str, content: dict[str, Any], file: str) -> None:

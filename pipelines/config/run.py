@@ -174,7 +174,8 @@ class LaunchConfig(Section):
     """Backend that starts the workers. `ray`: Ray Train. `inline`: one worker in the current process, without Ray (also
     `--launch inline`)."""
     address: str | None = setting(None, also="ray_address master_addr cluster_address")
-    """Address of a running Ray cluster to join, or `auto`. None: a local cluster is started and stopped."""
+    """Address of a running Ray cluster to join, or `auto`. None: that of $RAY_ADDRESS; without one, and with
+    `local`, a local cluster is started and stopped."""
     fast_start: bool = setting(True, was="launch.lean", renamed="0.3")
     """Skip the parts of Ray Train that this run does not need. Halves the start-up time. false: the stock TorchTrainer."""
     max_restarts: int = setting(

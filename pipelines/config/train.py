@@ -152,12 +152,12 @@ class TrainConfig(Section):
     """Maximum number of neighbouring slots in one forward and backward. Limits memory. 0: all slots of a worker.
 
     With train.exact it is always one."""
-    dropout_masks: Literal["auto", "order", "place"] = setting("auto", since="0.3", shapes_result=True)
-    """Source of dropout's masks. `auto`: in our networks, but for the task `completion` with train.packing, a hash of seed,
-    step, slot, sample in the slot, layer, token and channel, so that neither the number of workers nor a mesh changes them;
-    in others, and in runs that version 0.3 began, `place` in a mesh, otherwise `order`. `order`: the next numbers of a
-    generator seeded by step and a micro-batch's first slot. `place`: a generator seeded by these and the layer, the same on
-    any mesh."""
+    dropout_masks: Literal["slot", "auto", "order", "place"] = setting("slot", since="0.3", shapes_result=True)
+    """Source of dropout's masks. `slot`: a hash of seed, step, slot, sample in the slot, layer, token and channel, so that
+    neither the number of workers nor a mesh changes them; only in our networks, and not in the task `completion` with
+    train.packing: others, and runs of earlier versions, have `auto`. `order`: the next numbers of a generator seeded by step
+    and a micro-batch's first slot. `place`: a generator seeded by these and the layer, the same on any mesh. `auto`: `place`
+    in a mesh, otherwise `order`."""
     exact: bool = setting(False, fixed=True, also="bitwise reproducible")
     """Bitwise reproducible on any number of workers. Gradients are added slot by slot along one fixed tree."""
     ema: float = setting(

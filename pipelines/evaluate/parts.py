@@ -11,14 +11,15 @@ from itertools import chain
 from typing import Any, Literal
 
 from raystride.pipelines.config import PredictorConfig, SampleConfig
+from raystride.pipelines.data.prepare.class_split import validates
 from raystride.pipelines.data.prepare.parts import read_part_items
-from raystride.pipelines.data.prepare.stages import is_validation
 from raystride.pipelines.data.sources.faults import Fault
 from raystride.pipelines.data.sources.fields import Columns
 from raystride.pipelines.data.sources.pieces import Part, Piece, Reader
 from raystride.pipelines.data.tasks import Task
 from raystride.pipelines.data.tasks.labels import LabelTask
 from raystride.pipelines.data.tasks.language_model import LanguageModel
+from raystride.pipelines.data.tasks.task import Facts
 from raystride.pipelines.data.tasks.translation import Translation
 from raystride.pipelines.evaluate.answering import Example, Predictor
 from raystride.pipelines.evaluate.load_run import SelectedRun
@@ -206,7 +207,7 @@ def _graded_examples(
     if job.prepared:
         yield from job.prepared.examples(predictor, part)
         return
-    for item in _read_items(job, part):
+    for item in _read_items(job, part, predictor.task.facts):
         found = _build_examples(predictor, item)
         if isinstance(found, Fault):
             _record_fault(job, found, faults, counts)
@@ -244,7 +245,7 @@ def _predicted_rows(
 
     def examples() -> Iterator[Example]:
         nonlocal asked
-        for item in _read_items(job, part):
+        for item in _read_items(job, part, task.facts):
             found = _build_examples(predictor, item)
             if found == [] and isinstance(item, Piece):
                 found = Fault(item.place, "has nothing that could be answered", empty=True, row=item.row or {})
@@ -303,7 +304,7 @@ def _data_rows(job: PredictJob, task: Task, part: Part) -> Iterator[dict[str, An
     """Yields the data's columns of all rows, as they will be written."""
     own_names = {name: free_name(name, job.taken) for name in (*prediction_schema(task, frozenset()).names, REASON)}
     nothing = {column.name: "" for column in task.asked}
-    for item in _read_items(job, part):
+    for item in _read_items(job, part, task.facts):
         if item.row is not None or isinstance(item, Piece):
             row = item.row or {}
             yield {**_without_collisions(row, own_names), **_shown_columns(task.asked, row, nothing)}
@@ -337,9 +338,9 @@ def name_probabilities(task: Task, answer: dict[str, Any]) -> dict[str, Any]:
     return answer | {"probabilities": dict(zip(task.labels, values, strict=True))}
 
 
-def _read_items(job: PredictJob, part: Part) -> Iterator[Piece | Fault]:
+def _read_items(job: PredictJob, part: Part, facts: Facts) -> Iterator[Piece | Fault]:
     fraction, is_wanted_validation = job.chosen.config.data.validation_fraction, job.split == "validation"
     for item in read_part_items(job.readers[part.split or ""], part):
         is_divided = isinstance(item, Piece) and job.split is not None and part.split is None
-        if not is_divided or is_validation(item.identity, fraction) == is_wanted_validation:  # type: ignore[union-attr]
+        if not is_divided or validates(item, facts, fraction) == is_wanted_validation:  # type: ignore[union-attr]
             yield item

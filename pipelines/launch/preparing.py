@@ -196,12 +196,13 @@ def _preparation_main(pickled: bytes, address: str | None, cpus: float, sender: 
     context, plugin_bundle = cloudpickle.loads(pickled)
     context = replace(context, log=sender.send)
     plugin_bundle.register()
-    own = address and not (context.config.launch.address or os.environ.get("RAY_ADDRESS"))
+    launch = context.config.launch
+    own = address and not uses_running_cluster(launch)
     if address:
         os.environ["RAY_ADDRESS"] = address
         limit_ray_data_cpus(cpus)
     try:
-        with listen_on_loopback() if own else nullcontext(), cluster(context.config.launch):
+        with listen_on_loopback() if own else nullcontext(), cluster(replace(launch, address=None) if own else launch):
             prepare_exclusively(context)
     except (DataError, SettingError) as error:
         publish_failure(context.prepared_folder, str(error))

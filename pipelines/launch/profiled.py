@@ -13,6 +13,7 @@ from pathlib import Path
 from shutil import which
 
 from raystride.pipelines.config import Config
+from raystride.pipelines.launch.cluster.cluster import uses_running_cluster
 from raystride.pipelines.launch.cluster.resources import Resources
 from raystride.pipelines.observability.profiling.nsight_commands import (
     NCU_VARIABLE,
@@ -46,7 +47,7 @@ def run_under_profiler(config: Config, storage: Folder) -> int | None:
     # The job under the profiler also calls this function, and then continues.
     if tool not in REMEDIES or NSYS_SESSION_VARIABLE in os.environ or NCU_VARIABLE in os.environ:
         return None
-    if which(tool) is None and config.launch.address is None and "RAY_ADDRESS" not in os.environ:
+    if which(tool) is None and not uses_running_cluster(config.launch):
         raise config.profile.error("tool", f"needs the program {tool}, which is not there: {REMEDIES[tool]}")
     if tool == "ncu":
         return _run_under_ncu(config, storage)

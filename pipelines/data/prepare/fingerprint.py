@@ -15,6 +15,7 @@ from typing import Any
 
 from raystride.pipelines.config import Config, TokenizerConfig
 from raystride.pipelines.data.plugins import TASKS
+from raystride.pipelines.data.prepare.class_split import divides_by_class
 from raystride.pipelines.data.prepare.cleaning import fingerprint_cleaning
 from raystride.pipelines.data.prepare.code_hash import hash_code, qualified_name
 from raystride.pipelines.data.prepare.manifest import load_finished_manifest
@@ -36,7 +37,7 @@ FORMAT = 1
 """Raised when shards of the same data and settings come out differently than before."""
 READING = 2
 """Raised when data is read by other rules than before: 2 refuses rows that do not have a field for each column, scales
-pictures of 16 bits, and knows splits and classes by the names of files. Chats have a number of their own, `chat.FORMAT`.
+pictures of 16 bits, knows splits and classes by the names of files, and divides a classifier's documents class by class. Chats have a number of their own, `chat.FORMAT`.
 """
 READ_AGAIN = f"reading-{READING}"
 """File in a preparation by earlier rules, all of whose documents come the same by today's."""
@@ -310,7 +311,8 @@ def compute_fingerprint(
             csv_settings["quote"] = "none"
         content |= {key: value for key, value in csv_settings.items() if value not in ("auto", [])}
     is_table = "csv" in (source.kind, validation and validation.kind)
-    if with_reading and (reads_otherwise or isinstance(task, Images) or is_table):
+    divides_classes = validation is None and not learned and divides_by_class(task, data)
+    if with_reading and (reads_otherwise or isinstance(task, Images) or is_table or divides_classes):
         content["reading"] = READING
     if source.kind == "parquet" and data.class_names:
         content["class_names"] = True

@@ -10,10 +10,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from raystride.pipelines.config import TokenizerConfig
+from raystride.pipelines.data.prepare.class_split import CLASS_BOUNDS, find_bounds
 from raystride.pipelines.data.prepare.parts import sample_documents, sample_slices
 from raystride.pipelines.data.prepare.passes import RunEach, put_pass_seconds, run_pass
 from raystride.pipelines.data.prepare.run_context import Log
-from raystride.pipelines.data.prepare.stages import SURVEYS_FOLDER, Preparation, read_survey, survey_file, survey_part
+from raystride.pipelines.data.prepare.stages import (
+    CLASS_HASHES,
+    SURVEYS_FOLDER,
+    Preparation,
+    read_survey,
+    survey_file,
+    survey_part,
+)
 from raystride.pipelines.data.sources.pieces import Part, Slice
 from raystride.pipelines.data.tasks.task import Facts, Task
 from raystride.pipelines.data.tokenizers import Tokenizers, load_tokenizer, train_tokenizer
@@ -147,7 +155,11 @@ def learn_facts(studied: Sequence[LearningSource], folder: Folder, on_ray: bool,
         seconds += run_pass("surveying", survey_part, job, parts, own, survey_file, _is_surveyed, run_each, log)
         surveys += [read_survey(own, part.number) for part in parts]
     put_pass_seconds(folder, {"survey": seconds})
-    put_sealed_beside(folder, FACTS, task.learn(surveys))
+    facts = task.learn(surveys)
+    if len(studied) == 1 and all(CLASS_HASHES in survey for survey in surveys):
+        hashes = (survey[CLASS_HASHES] for survey in surveys)
+        facts |= {CLASS_BOUNDS: find_bounds(hashes, studied[0].job.validation_fraction)}
+    put_sealed_beside(folder, FACTS, facts)
     folder.remove(SURVEYS_FOLDER)
     return learn_facts(studied, folder, on_ray, log)  # as read back from JSON, the same for all readers
 

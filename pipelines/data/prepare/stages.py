@@ -23,6 +23,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from raystride.pipelines.data.prepare.class_split import SmallestHashes, divides_by_class, hash_validates
 from raystride.pipelines.data.prepare.cleaning import Cleaning
 from raystride.pipelines.data.prepare.document_hashes import (
     hash_document,
@@ -50,6 +51,8 @@ from raystride.pipelines.system.storage.sealed import put_sealed, read_sealed
 SPLITS = ("train", "validation")
 SURVEYS_FOLDER = "surveys"
 """In a folder that is being prepared: the surveys of the parts."""
+CLASS_HASHES = "smallest_hashes"
+"""In a survey: the hashes by which a classifier's documents are divided."""
 
 _TABLE_BYTES = 2 << 20
 _TABLE_ROWS = 8192
@@ -100,6 +103,12 @@ class Preparation:
         items = self.cleaning.items((Piece(document) for document in documents), "a sample", Counter())
         return (item.document for item in items if isinstance(item, Piece))
 
+    def validates(self, document: Document, key: int, part: Part) -> bool:
+        """Returns whether a document of a part validates; `key` is its hash."""
+        if part.split:
+            return part.split == "validation"
+        return hash_validates(key, document, self.task.facts, self.validation_fraction)
+
     def items(self, part: Part, dropped: Counter[str], seconds: dict[str, float]) -> Iterator[Piece | Fault]:
         """Yields a part's pieces and faults in order; `dropped` counts dropped documents by reason. Raises DataError for a
         bad step.
@@ -112,15 +121,6 @@ class Preparation:
         duplicates = read_duplicates(self.folder, part.number) if self.finds_duplicates else frozenset()
         read = TimedIterator(items, seconds, "read")
         return TimedIterator(self.cleaning.items(read, f"part {part.number}", dropped, duplicates), seconds, "clean")
-
-
-def is_validation(identity: str, fraction: float) -> bool:
-    """Returns whether the document with this identity (see Piece) validates, independent of other documents."""
-    return _is_within(hash_document(identity), fraction)
-
-
-def _is_within(key: int, fraction: float) -> bool:
-    return key < fraction * 2**64
 
 
 def read_part(job: Preparation, part: Part) -> Iterator[pa.Table]:
@@ -155,7 +155,7 @@ def read_part(job: Preparation, part: Part) -> Iterator[pa.Table]:
         document += item.begins or ended
         ended = item.ends
         key = hash_document(item.identity)
-        validation = part.split == "validation" if part.split else _is_within(key, job.validation_fraction)
+        validation = job.validates(item.document, key, part)
         sample.add(item.document)
         text = _pack_fields(item.document)
         section_size += len(text)
@@ -179,7 +179,11 @@ def read_part(job: Preparation, part: Part) -> Iterator[pa.Table]:
 def survey_part(job: Preparation, part: Part) -> float:
     """Writes the task's survey of a part's documents and returns the seconds. Raises DataError unless faults are skipped."""
     began = time.perf_counter()
-    survey = dict(job.task.survey(_part_documents(job, part)))
+    pieces, hashes = _part_pieces(job, part), SmallestHashes(job.validation_fraction)
+    if divides_by_class(job.task, job.task.config.data) and part.split is None:
+        survey = {**job.task.survey(hashes.watch(pieces)), CLASS_HASHES: hashes.found()}
+    else:
+        survey = dict(job.task.survey(piece.document for piece in pieces))
     folder, name, seconds = job.folder / SURVEYS_FOLDER, survey_file(part.number), time.perf_counter() - began
     put_part_seconds(folder, name, seconds)
     put_sealed(folder, name, {"survey": survey})
@@ -197,10 +201,10 @@ def read_survey(folder: Folder, number: int) -> Facts:
     return survey
 
 
-def _part_documents(job: Preparation, part: Part) -> Iterator[Document]:
+def _part_pieces(job: Preparation, part: Part) -> Iterator[Piece]:
     for item in job.items(part, Counter(), {"read": 0.0, "clean": 0.0}):
         if isinstance(item, Piece):
-            yield item.document
+            yield item
         elif not job.skip:
             raise item.error()
 

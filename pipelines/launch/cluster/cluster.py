@@ -17,7 +17,7 @@ from tempfile import NamedTemporaryFile, gettempdir
 from typing import Any, TypeVar
 
 from raystride.pipelines.config import LaunchConfig
-from raystride.pipelines.launch.cluster.internals import is_submitted_job, listen_on_loopback
+from raystride.pipelines.launch.cluster.internals import is_submitted_job, listen_on_loopback, send_token
 from raystride.pipelines.launch.cluster.recorder_handle import scrubbed_environment
 from raystride.pipelines.launch.cluster.versions import find_version_mismatch, parse_ray_mismatch
 from raystride.pipelines.system.credentials import redact
@@ -128,7 +128,7 @@ job had two, as a script that trains and then predicts.
 def _connect_ray(settings: LaunchConfig, metadata: Mapping[str, str] | None) -> Iterator[str | None]:
     for name, value in RAY_ENVIRONMENT.items():
         os.environ.setdefault(name, value)
-    address = settings.address or os.environ.get("RAY_ADDRESS")
+    address = _cluster_address(settings)
     if address and address.startswith(("http://", "https://")):
         origin = "launch.address" if settings.address else "RAY_ADDRESS"
         raise NoCluster(
@@ -140,7 +140,7 @@ def _connect_ray(settings: LaunchConfig, metadata: Mapping[str, str] | None) -> 
         )
     if address and "RAY_AUTH_MODE" not in os.environ and token_file().exists():
         # Clusters started on this machine require the token; a driver that does not send it waits 20 s and then fails.
-        os.environ["RAY_AUTH_MODE"] = "token"
+        send_token()
     import ray
 
     if ray.is_initialized():  # by the caller, by the sweep of which this run is a trial, or earlier in a submitted job
@@ -307,7 +307,13 @@ def _wait_for_address(address: str, seconds: float) -> None:
 
 def uses_running_cluster(settings: LaunchConfig) -> bool:
     """Returns whether the job joins a running cluster, so that the cluster outlives the job."""
-    return bool(settings.address or os.environ.get("RAY_ADDRESS"))
+    return _cluster_address(settings) is not None
+
+
+def _cluster_address(settings: LaunchConfig) -> str | None:
+    """Returns the address of the cluster to join; None to start one on this machine, which Ray calls `local`."""
+    address = settings.address or os.environ.get("RAY_ADDRESS") or None
+    return None if address == "local" else address
 
 
 def run_on_node(function: Callable[[], T], timeout_s: float, *, gpu: bool = False) -> T:

@@ -8,6 +8,7 @@
 | `draining_nodes`                   | a preemption is noticed when the node is gone, as any loss                          |
 | `remove_orphaned_placement_groups` | the public table if all groups are this sweep's; else the sweep must be restarted   |
 | `listen_on_loopback`               | Ray listens on this machine's address, and its metrics on all addresses             |
+| `send_token`                       | a process that had imported Ray sends no token, and is told so by the error         |
 | `head_node_resources`              | the driver's node                                                                   |
 | `is_submitted_job`                 | the path of the working directory                                                   |
 | `submission_id`                    | Ray's other number of the job                                                       |
@@ -88,6 +89,20 @@ def listen_on_loopback(warn: Warn = print_warning) -> Iterator[None]:
         del os.environ[CLUSTER_VARIABLE]
         if constants:
             setattr(constants, CLUSTER_CONSTANT, before)
+
+
+def send_token(warn: Warn = print_warning) -> None:
+    """Makes this process send the user's token to the cluster that it joins.
+
+    Ray reads its mode when it is imported. One that is imported already reads it again.
+    """
+    os.environ["RAY_AUTH_MODE"] = "token"
+    if "ray" not in sys.modules:
+        return
+    try:
+        import_private("ray._raylet", "Config").initialize("")
+    except PrivateApiMissing as error:
+        warn_fallback(error, "a cluster that asks for the token refuses this process: set RAY_AUTH_MODE=token", warn)
 
 
 def free_resources_by_node(

@@ -224,7 +224,7 @@ def _make_row_keys(config: Config, task: Task, network: torch.nn.Module, found: 
     None without dropout, with another `train.dropout_masks`, for a network whose rows are not samples, in a pipeline (whose
     micro-batches are slots), and for a run that did not begin so.
     """
-    drops = config.train.dropout_masks == "auto" and (config.model.dropout or config.lora.dropout)
+    drops = config.train.dropout_masks == "slot" and (config.model.dropout or config.lora.dropout)
     ours = type(network).__module__.startswith("raystride.model.") and config.scaling.pipeline == 1
     joined_rows = config.train.packing == "documents" and not task.window
     began_otherwise = found is not None and found.manifest.get("dropout_masks") != "slot"

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from raystride.pipelines.config import Config, DataConfig, ModelConfig, PredictorConfig, TokenizerConfig
+from raystride.pipelines.data.prepare.class_split import validates
 from raystride.pipelines.data.prepare.parts import divide_without_validation
-from raystride.pipelines.data.prepare.stages import is_validation
-from raystride.pipelines.data.sources.pieces import Part
+from raystride.pipelines.data.sources.pieces import Part, Piece
 from raystride.pipelines.data.sources.source import open_source
 from raystride.pipelines.data.tasks import Task, build_task
 from raystride.pipelines.data.tokenizers.byte_pairs import CharacterEncoder
@@ -131,7 +131,9 @@ def test_unreadable_inputs_fail_or_are_counted(tmp_path: Path) -> None:
 def test_documents_that_a_hash_divides_are_those_of_the_split(tmp_path: Path, split: Any) -> None:
     job, predictor, part = make_job(write(tmp_path, ROWS), split=split)
     predict_part(job, predictor, part)
-    expected = [row["text"] for row in ROWS if split is None or is_validation(row["text"], 0.4) == (split == "validation")]
+    expected = [
+        row["text"] for row in ROWS if split is None or validates(Piece((row["text"],)), {}, 0.4) == (split == "validation")
+    ]
     assert 0 < len(expected) < len(ROWS) or split is None
     assert [row["text"] for row in read(job)] == expected
     whole, predictor, part = make_job(write(tmp_path, ROWS), split=split)

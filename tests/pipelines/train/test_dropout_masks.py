@@ -59,7 +59,7 @@ def test_packed_documents(folder: Path) -> None:
 
 
 def test_what_draws_for_joined_slots_is_named(folder: Path) -> None:
-    for masks, world, said in (("order", 1, True), ("order", 5, False), ("auto", 2, False)):
+    for masks, world, said in (("order", 1, True), ("order", 5, False), ("slot", 2, False)):
         course = _course(folder, f"said-{masks}-{world}", world, train={"dropout_masks": masks, "steps": 1})
         assert any(JOINED in line for line in course.said) is said, (masks, world)
 
@@ -76,9 +76,9 @@ def test_a_run_keeps_the_masks_that_it_began_with(folder: Path) -> None:
 
     found = {
         pair: cut_at_half("-then-".join(pair), *pair).sha256
-        for pair in (("order", "order"), ("order", "auto"), ("auto", "auto"))
+        for pair in (("auto", "auto"), ("auto", "slot"), ("slot", "slot"))
     }
-    assert found["order", "auto"] == found["order", "order"] != found["auto", "auto"]
+    assert found["auto", "slot"] == found["auto", "auto"] != found["slot", "slot"]
 
 
 SHAPE = ModelConfig(layers=2, heads=2, hidden_size=16, context=24, dropout=0.3)

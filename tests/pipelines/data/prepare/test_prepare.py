@@ -19,13 +19,14 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 from raystride.pipelines.config import Config, LaunchConfig, TokenizerConfig, TrainConfig
+from raystride.pipelines.data.prepare.class_split import validates
 from raystride.pipelines.data.prepare.fingerprint import identity
 from raystride.pipelines.data.prepare.hash_list import SUFFIX, hash_list_name, parse_hash_list
 from raystride.pipelines.data.prepare.one_source import BYTES_SPEEDUP
 from raystride.pipelines.data.prepare.prepare import needs_ray, prepare
 from raystride.pipelines.data.prepare.progress import SPEED_FILE, load_stages
 from raystride.pipelines.data.prepare.run_context import RunContext
-from raystride.pipelines.data.prepare.stages import is_validation
+from raystride.pipelines.data.sources.pieces import Piece
 from raystride.pipelines.data.tasks.language_model import LanguageModel
 from raystride.pipelines.data.tasks.task import Column, Document, Facts
 from raystride.pipelines.system.storage.folder import Folder
@@ -193,10 +194,10 @@ def test_two_preparations_at_once(corpus: Path, tmp_path: Path) -> None:
 )
 def test_no_document_moves_when_others_are_added(texts: list[str], more: list[str]) -> None:
     fraction = 0.3
-    before = {text: is_validation(text[:4096], fraction) for text in texts}
-    after = {text: is_validation(text[:4096], fraction) for text in more + texts}
+    before = {text: validates(Piece((text[:4096],)), {}, fraction) for text in texts}
+    after = {text: validates(Piece((text[:4096],)), {}, fraction) for text in more + texts}
     assert {text: after[text] for text in texts} == before
-    assert all(is_validation(text, 0.999999999) for text in texts)
+    assert all(validates(Piece((text,)), {}, 0.999999999) for text in texts)
 
 
 def test_adding_files_moves_no_document(corpus: Path, run: Prepare) -> None:

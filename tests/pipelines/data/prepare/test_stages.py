@@ -12,15 +12,16 @@ from hypothesis import strategies as st
 
 from raystride.pipelines.config import Config, DataConfig
 from raystride.pipelines.data.prepare import stages
+from raystride.pipelines.data.prepare.class_split import validates
 from raystride.pipelines.data.prepare.parts import divide_without_validation
 from raystride.pipelines.data.prepare.stages import (
     Preparation,
     _build_table,
     _encode_stretch,
-    is_validation,
     read_part,
     tokenise_table,
 )
+from raystride.pipelines.data.sources.pieces import Piece
 from raystride.pipelines.data.sources.source import open_source
 from raystride.pipelines.data.tasks import build_task
 from raystride.pipelines.data.tasks.language_model import LanguageModel
@@ -91,11 +92,13 @@ def test_a_document_of_a_task_without_windows_must_have_something_in_it() -> Non
 
 def test_about_as_many_documents_validate_as_were_asked_for_and_always_the_same() -> None:
     texts = [f"document {number}" for number in range(4000)]
-    chosen = [text for text in texts if is_validation(text, 0.25)]
+    chosen = [text for text in texts if validates(Piece((text,)), {}, 0.25)]
     assert abs(len(chosen) - 1000) < 6 * np.sqrt(4000 * 0.25 * 0.75)  # six standard deviations of a binomial count
-    assert chosen == [text for text in texts if is_validation(text, 0.25)]
-    assert {text for text in texts if is_validation(text, 0.1)} < set(chosen), "more validate where a larger share does"
-    assert not any(is_validation(text, 0.0) for text in texts)
+    assert chosen == [text for text in texts if validates(Piece((text,)), {}, 0.25)]
+    assert {text for text in texts if validates(Piece((text,)), {}, 0.1)} < set(chosen), (
+        "more validate where a larger share does"
+    )
+    assert not any(validates(Piece((text,)), {}, 0.0) for text in texts)
 
 
 def test_reading_seconds_sum_over_all_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

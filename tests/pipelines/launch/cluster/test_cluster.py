@@ -195,3 +195,37 @@ def test_a_sigterm_while_ray_starts_ends_as_one_before_and_after() -> None:
     """The handler of ray.init ended the process with code 15. In a process of its own: this one may have Ray already."""
     ended = subprocess.run([sys.executable, "-c", SIGNALLED], capture_output=True, text=True, check=False)
     assert (ended.returncode, ended.stdout) == (0, "Terminated\n"), ended.stderr
+
+
+JOINED = """
+import os, subprocess, sys
+import ray                                          # before there is a token: it reads its mode now
+from raystride.pipelines.config import LaunchConfig
+from raystride.pipelines.launch.cluster.cluster import cluster, token_file, uses_running_cluster
+from raystride.pipelines.launch.cluster.internals import listen_on_loopback
+
+if sys.argv[1:]:
+    with listen_on_loopback(), cluster(LaunchConfig(address=sys.argv[1])):
+        print("joined", len(ray.nodes()), flush=True)
+else:
+    with cluster(LaunchConfig(address="local")):
+        address = "127.0.0.1:" + ray.get_runtime_context().gcs_address.rpartition(":")[2]
+        print("mode", oct(token_file().stat().st_mode)[-3:], uses_running_cluster(LaunchConfig(address="local")), flush=True)
+        told = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+        subprocess.run([sys.executable, __file__, address], check=True, env=told)
+"""
+
+
+@pytest.mark.long
+def test_a_process_that_has_imported_ray_joins_a_cluster_with_a_token_and_starts_one(tmp_path: Path) -> None:
+    script = tmp_path / "joined.py"
+    script.write_text(JOINED)
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    ended = subprocess.run(
+        [sys.executable, str(script)],
+        capture_output=True,
+        text=True,
+        check=False,
+        env=environment | {"PYTHONPATH": os.getcwd()},
+    )
+    assert (ended.returncode, ended.stdout) == (0, "mode 600 False\njoined 1\n"), ended.stderr

@@ -24,6 +24,7 @@ from raystride.pipelines.launch.cluster.internals import (
     listen_on_loopback,
     refresh_node_view,
     remove_orphaned_placement_groups,
+    send_token,
     submission_id,
 )
 from tests.pipelines.launch.cluster.controller import Controller
@@ -60,6 +61,14 @@ def test_free_places_in_another_form_are_not_believed(monkeypatch: pytest.Monkey
     monkeypatch.setattr(f"{STATE}.available_resources_per_node", lambda: [("node", 2.0)])
     assert free_resources_by_node(CPU, warned.append) == [{"CPU": 2.0}]
     assert len(warned) == 1
+
+
+def test_a_mode_that_cannot_be_read_again_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_AUTH_MODE", "")
+    monkeypatch.delattr("ray._raylet.Config")
+    warned: list[str] = []
+    send_token(warned.append)
+    assert "set RAY_AUTH_MODE=token" in warned[0]
 
 
 ACTOR = "ray.data._internal.cluster_autoscaler.default_autoscaling_coordinator._AutoscalingCoordinatorActor"
