@@ -6,8 +6,6 @@ refuse_with_task(config.task, config.model, config.objective, config.train)     
 What depends on the device, which settings alone do not know, is refused by `cluster.resources.resolve`.
 """
 
-from typing import TYPE_CHECKING
-
 from raystride.model.shape import ENCODERS
 from raystride.pipelines.config.data import DataConfig, TokenizerConfig
 from raystride.pipelines.config.model import DECODERS_ONLY, ModelConfig
@@ -21,9 +19,6 @@ from raystride.pipelines.config.train import (
     TrainConfig,
     ValidationConfig,
 )
-
-if TYPE_CHECKING:
-    from raystride.pipelines.config.config import Config
 
 SHARDED = ("fsdp", "deepspeed")
 """Strategies whose micro-batches communicate, so that all workers must run equally many."""
@@ -207,9 +202,10 @@ def _refuse_with_mesh(train: TrainConfig, scaling: ScalingConfig, workers: int) 
         )
 
 
-def refuse_with_experts(config: "Config") -> None:
+def refuse_with_experts(
+    model: ModelConfig, train: TrainConfig, scaling: ScalingConfig, optimizer: OptimizerConfig, *, has_adapters: bool
+) -> None:
     """Raises SettingError for what does not work with a mixture of experts, or only with one."""
-    model, scaling, train, lora = config.model, config.scaling, config.train, config.lora
     if not model.experts:
         if scaling.expert > 1:
             raise scaling.error("expert", "must be 1 without model.experts, a mixture of experts")
@@ -224,11 +220,11 @@ def refuse_with_experts(config: "Config") -> None:
         raise scaling.error("strategy", "must be `single`, `ddp` or `fsdp` with model.experts")
     if train.compile != "none":
         raise train.error("compile", "must be `none` with model.experts, whose numbers of tokens change in every step")
-    if config.optimizer.kind == "muon":
-        raise config.optimizer.error("kind", "must be `adamw` or `sgd` with model.experts, whose matrices are stacked")
+    if optimizer.kind == "muon":
+        raise optimizer.error("kind", "must be `adamw` or `sgd` with model.experts, whose matrices are stacked")
     if scaling.expert == 1:
         return
-    if lora.rank:
+    if has_adapters:
         raise scaling.error("expert", "must be 1 with lora.rank: use `ddp` or `fsdp`")
     if model.dropout:
         raise scaling.error("expert", "must be 1 with model.dropout, whose masks are of a slot's samples together")
