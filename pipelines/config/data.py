@@ -119,8 +119,8 @@ class DataConfig(Section):
     `test.jsonl`, folders `train/` and `val/`); `all`: all of these files. A source may name another split after a `#`
     (`--data.test_source imdb#test`, `--data.validation_source FOLDER#validation`)."""
     validation: Literal["hash", "tail", "source"] = setting("hash", fixed=True)
-    """Selection of validation documents. `hash`: a fraction, by a hash of each document; of a classifier's documents the same
-    of each class, but in a mixture and with `follow`. `tail`: the end of the whole text. `source`: a separate source."""
+    """Selection of validation documents. `hash`: a fraction, by a hash of each document; of a classifier's documents the
+    same of each class, but in a mixture and with `follow`. `tail`: the end of the whole text. `source`: another source."""
     validation_fraction: float = setting(
         0.05,
         above=0,

@@ -341,6 +341,6 @@ def name_probabilities(task: Task, answer: dict[str, Any]) -> dict[str, Any]:
 def _read_items(job: PredictJob, part: Part, facts: Facts) -> Iterator[Piece | Fault]:
     fraction, is_wanted_validation = job.chosen.config.data.validation_fraction, job.split == "validation"
     for item in read_part_items(job.readers[part.split or ""], part):
-        is_divided = isinstance(item, Piece) and job.split is not None and part.split is None
-        if not is_divided or validates(item, facts, fraction) == is_wanted_validation:  # type: ignore[union-attr]
+        is_divided = job.split is not None and part.split is None
+        if not (is_divided and isinstance(item, Piece)) or validates(item, facts, fraction) == is_wanted_validation:
             yield item

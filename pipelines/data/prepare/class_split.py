@@ -5,13 +5,13 @@
     bounds = find_bounds([hashes.found()], 0.1)               # {"spam": 2106...}
     validates(piece, {CLASS_BOUNDS: bounds}, 0.1)             # whether this document is one of them
 
-Equal inputs of one class are in the same split. Without bounds (another task, a mixture, data that grows, a preparation before
-0.4) a document validates if its own hash is below the share.
+Equal inputs of one class are in the same split. Without bounds (another task, a mixture, data that grows, a preparation
+before 0.4) a document validates if its own hash is below the share.
 """
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from raystride.pipelines.config import DataConfig
@@ -73,18 +73,18 @@ def find_bounds(parts: Iterable[Hashes], fraction: float) -> dict[str, int]:
         wanted[label] += 1
     bounds = {}
     for label, count in wanted.items():
-        hashes = sorted(smallest[label])
-        bound = min(hashes[count - 1] + 1, limits.get(label, 2**64)) if count else 0
+        hashes, most = sorted(smallest[label]), min(count, counts[label] - 1)
+        bound = min(hashes[most - 1] + 1, limits.get(label, 2**64)) if most else 0
         bounds[label] = bound if sum(found < bound for found in hashes) < counts[label] else 0
     return bounds
 
 
-def validates(piece: Piece, facts: Facts | Mapping[str, Any], fraction: float) -> bool:
+def validates(piece: Piece, facts: Facts, fraction: float) -> bool:
     """Returns whether a document of data without splits is a validation document, by the task's facts."""
     return hash_validates(hash_document(piece.identity), piece.document, facts, fraction)
 
 
-def hash_validates(key: int, document: Document, facts: Facts | Mapping[str, Any], fraction: float) -> bool:
+def hash_validates(key: int, document: Document, facts: Facts, fraction: float) -> bool:
     """Returns the same for a document whose hash is known."""
     bounds = facts.get(CLASS_BOUNDS)
     return key < (fraction * 2**64 if bounds is None else bounds.get(document[-1], 0))

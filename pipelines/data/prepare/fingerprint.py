@@ -37,7 +37,8 @@ FORMAT = 1
 """Raised when shards of the same data and settings come out differently than before."""
 READING = 2
 """Raised when data is read by other rules than before: 2 refuses rows that do not have a field for each column, scales
-pictures of 16 bits, knows splits and classes by the names of files, and divides a classifier's documents class by class. Chats have a number of their own, `chat.FORMAT`.
+pictures of 16 bits, knows splits and classes by the names of files, and divides a classifier's documents class by class.
+Chats have a number of their own, `chat.FORMAT`.
 """
 READ_AGAIN = f"reading-{READING}"
 """File in a preparation by earlier rules, all of whose documents come the same by today's."""

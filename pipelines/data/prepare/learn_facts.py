@@ -155,10 +155,10 @@ def learn_facts(studied: Sequence[LearningSource], folder: Folder, on_ray: bool,
         seconds += run_pass("surveying", survey_part, job, parts, own, survey_file, _is_surveyed, run_each, log)
         surveys += [read_survey(own, part.number) for part in parts]
     put_pass_seconds(folder, {"survey": seconds})
-    facts = task.learn(surveys)
+    facts = dict(task.learn(surveys))
     if len(studied) == 1 and all(CLASS_HASHES in survey for survey in surveys):
         hashes = (survey[CLASS_HASHES] for survey in surveys)
-        facts |= {CLASS_BOUNDS: find_bounds(hashes, studied[0].job.validation_fraction)}
+        facts[CLASS_BOUNDS] = find_bounds(hashes, studied[0].job.validation_fraction)
     put_sealed_beside(folder, FACTS, facts)
     folder.remove(SURVEYS_FOLDER)
     return learn_facts(studied, folder, on_ray, log)  # as read back from JSON, the same for all readers
