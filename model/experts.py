@@ -272,6 +272,8 @@ class Routing:
         routed = [layer.routed for layer in self._layers if layer.routed is not None]
         if not routed:
             return loss_sum
+        for layer in self._layers:
+            layer.routed = None  # else a copy of the network would have to copy a graph
         segments = self._mark_slots(mask, documents)
         sizes = segments.sum(1)
         # All layers at once: (L, N, ...); counts (L, S, E).
@@ -302,7 +304,8 @@ class Routing:
         if len(rows) < 2:
             return marks[None]
         device = mask.device
-        slots = torch.arange(len(rows), device=device).repeat_interleave(torch.tensor(rows, device=device))
+        counts = torch.tensor(rows, device=device)
+        slots = torch.arange(len(rows), device=device).repeat_interleave(counts, output_size=sum(rows))
         if len(slots) == mask.shape[0]:
             owner = slots.repeat_interleave(mask.shape[1])
         elif documents is not None:
@@ -324,6 +327,8 @@ class Routing:
             loads = torch.zeros(len(self._layers), self._layers[0].num_experts, device=bad.device)
         self._loads = loads if self._loads is None else self._loads + loads
         self._step_loads = None
+        for layer in self._layers:
+            layer.routed = None  # of a recomputation
         if biases and self._rate and self._layers[0].router.weight.requires_grad:
             loads = all_reduce_sum(loads.clone())
             moves = self._rate * (loads.mean(1, keepdim=True) - loads).sign() * ~bad

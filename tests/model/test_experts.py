@@ -1,5 +1,6 @@
 """The experts' block against a plain loop over tokens' experts, its losses against their formulas, its loads."""
 
+from copy import deepcopy
 from dataclasses import replace
 
 import pytest
@@ -217,8 +218,9 @@ def test_the_bias_moves_towards_even_loads_once_a_step_unless_the_step_was_bad()
     ids = torch.randint(0, 11, (4, 12))
     for bad in (True, False):
         routing.begin_step()
-        model(ids, ids)
+        model.hidden(ids)
         chosen = model.blocks[1].feed_forward.routed.chosen
+        model(ids, ids)
         before = routing.biases[1].clone()
         routing.finish_step(lambda values: 2 * values, torch.tensor(bad))
         loads = torch.bincount(chosen.flatten(), minlength=5).float()
@@ -248,6 +250,14 @@ def test_parameters_and_flops_count_the_experts_that_a_token_uses() -> None:
     routers = 2 * 5 * 16
     assert total - idle_weights(shape) == sum(p.numel() for p in Decoder(dense, 11).parameters()) + routers
     assert flops_per_token(shape, 11) == flops_per_token(dense, 11) + 6 * routers
+
+
+def test_a_network_that_has_trained_can_be_copied() -> None:
+    model = Decoder(SHAPE, 11)
+    ids = torch.randint(0, 11, (2, 12))
+    model(ids, ids)[0].backward()
+    copied = deepcopy(model)
+    assert torch.equal(copied.hidden(ids), model.hidden(ids))
 
 
 def test_initial_values_are_those_of_a_feed_forward() -> None:
