@@ -21,10 +21,12 @@ import time
 from collections.abc import Callable
 from fnmatch import fnmatch
 from pathlib import Path
+from shutil import which
 from typing import Any
 
 from benchmarks.gpu_record import Record, Row, run_rows, watch
 from benchmarks.gpu_rows import ROOT, rows, with_stand_in
+from raystride.triton_kernels.dispatch import NoCompiler, NotRun
 
 RESULTS = ROOT / "benchmarks" / "results"
 
@@ -34,17 +36,18 @@ def device() -> dict[str, Any]:
     import torch
     import triton
 
-    from raystride.pipelines.observability.record.environment import describe_source
+    from raystride.pipelines.observability.record.environment import describe_hardware, describe_source
 
     found: dict[str, Any] = {"gpu": "rehearsal"}
     if torch.cuda.is_available():
         properties = torch.cuda.get_device_properties(0)
-        asked = ["nvidia-smi", "--query-gpu=driver_version,power.limit", "--format=csv,noheader"]
+        gpus = describe_hardware()["gpus"]
         found = {
             "gpu": properties.name,
             "multiprocessors": properties.multi_processor_count,
             "memory_bytes": properties.total_memory,
-            "driver_and_power_limit": subprocess.run(asked, capture_output=True, text=True).stdout.strip() or None,
+            "driver": gpus[0].get("driver") if gpus else torch.version.hip,
+            "power_limit": power_limit(),
         }
     return found | {
         "torch": torch.__version__,
@@ -54,6 +57,14 @@ def device() -> dict[str, Any]:
         **describe_source(ROOT),
         "date": time.strftime("%Y-%m-%d"),
     }
+
+
+def power_limit() -> str | None:
+    """What nvidia-smi says of it; None where there is none."""
+    if (program := which("nvidia-smi")) is None:
+        return None
+    asked = [program, "--query-gpu=power.limit", "--format=csv,noheader"]
+    return subprocess.run(asked, capture_output=True, text=True, check=False).stdout.strip() or None
 
 
 def measure(given: argparse.Namespace) -> int:
@@ -70,7 +81,8 @@ def select_rows(given: argparse.Namespace, output: Path) -> list[Row]:
 
 
 def faults(given: list[str]) -> dict[str, Callable[[], Any]]:
-    """What a rehearsal has go wrong, by row: it raises, loses the GPU, hangs, or its process dies."""
+    """What a rehearsal has go wrong, by row: it raises, loses the GPU, hangs, its process dies, no kernel would run, or none
+    can be compiled."""
 
     def raises() -> None:
         raise RuntimeError("out of memory, as rehearsed")
@@ -78,11 +90,16 @@ def faults(given: list[str]) -> dict[str, Callable[[], Any]]:
     def lose_device() -> None:
         raise RuntimeError("CUDA error: an illegal memory access was encountered, as rehearsed")
 
+    def fall_back() -> None:
+        raise NotRun("gelu runs in PyTorch, as rehearsed")
+
     ways: dict[str, Callable[[], Any]] = {
         "raises": raises,
         "loses": lose_device,
         "hangs": lambda: time.sleep(3600),
         "dies": lambda: os._exit(139),
+        "falls_back": fall_back,
+        "no_compiler": lambda: NoCompiler.raise_for("RuntimeError: Failed to find C compiler, as rehearsed"),
     }
     return {row: ways[way] for way, _, row in (each.partition("=") for each in given)}
 
@@ -113,7 +130,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Measures what the budget has room for; 1 if a row failed, 3 where there is no GPU."""
+    """Measures what the budget has room for; 1 if a row failed, 3 if one was not run or there is no GPU."""
     given = parse(arguments)
     if given.measure:
         return measure(given)
@@ -134,11 +151,12 @@ def main(arguments: list[str] | None = None) -> int:
     again += [word for fault in given.fault for word in ("--fault", fault)]
     watch([sys.executable, "-m", "benchmarks.gpu", *again], record, deadline)
     failed = [name for name, how in record.rows.items() if "error" in how]
-    print(
-        f"{len(record.rows) - len(failed)} rows measured, {len(failed)} failed, {len(record.content['left_out'])} left out"
-    )
+    not_run = [name for name, how in record.rows.items() if "not_run" in how]
+    measured = len(record.rows) - len(failed) - len(not_run)
+    left_out = len(record.content["left_out"])
+    print(f"{measured} rows measured, {len(failed)} failed, {len(not_run)} not run, {left_out} left out")
     print(f"figures: {record.file}")
-    return int(bool(failed) or "failed" in record.content)
+    return 1 if failed or "failed" in record.content else 3 if not_run else 0
 
 
 if __name__ == "__main__":

@@ -2,7 +2,8 @@
 
 A kernel that reads where it must not leaves its process without a GPU, one that waits for ever leaves it without an end. So
 the rows run in a process of their own, which writes every result at once; the process that looks after it ends what takes
-far too long, writes down how, and starts the next one behind it. What the budget leaves out is named.
+far too long, writes down how, and starts the next one behind it. What the budget leaves out is named, and so is what would
+not have measured what it says: it is not run.
 
     record = Record(Path("figures.json"))
     run_rows([Row("copy", 3.0, measure_copy)], record, deadline=time.time() + 60)     # in the process that measures
@@ -18,15 +19,18 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
+
+from raystride.triton_kernels.dispatch import NoCompiler, NotRun
+from raystride.triton_kernels.processes import LOST_DEVICE, map_in_children
 
 ANEW = 75
 """Exit code of a process whose GPU is lost to it: another one goes on."""
 PATIENCE = 5.0
 """A row may take so many times what was predicted."""
 LOOK_S = 0.1
-STICKY = ("CUDA error", "illegal memory access", "unspecified launch failure", "device-side assert", "misaligned address")
-"""What says of an error that the process can use its GPU no more."""
+NOT_RUN = 3
+"""Exit code of a process in which nothing can be compiled."""
 
 
 @dataclass(frozen=True)
@@ -40,6 +44,23 @@ class Row:
     """Gives what JSON can hold; whatever it raises is its result."""
     least_s: float = 60.0
     """It may take so many seconds in any case."""
+    place: Literal["here", "child", "children"] = "here"
+    """Where its work runs. `child`: in a process of its own, as it leaves state behind; `children`: in those it starts."""
+
+    def run(self) -> Any:
+        """Measures. Raises NotRun if it would not measure what it says, RuntimeError for all problems of a child."""
+        if self.place != "child":
+            return self.measure()
+        (outcome,) = map_in_children(_call, [self.measure], processes=1, timeout_s=float("inf"))
+        if outcome.problem:
+            if outcome.problem.startswith("NotRun: "):
+                raise NotRun(outcome.problem.removeprefix("NotRun: "))
+            raise RuntimeError(outcome.problem)
+        return outcome.value
+
+
+def _call(measure: Callable[[], Any]) -> Any:
+    return measure()
 
 
 class Record:
@@ -71,12 +92,12 @@ class Record:
     def end(self, name: str, seconds: float, **how: Any) -> None:
         """Writes down how a row ended, by `result` or `error`."""
         self.note(rows=self.rows | {name: {"seconds": round(seconds, 1), **how}}, under_way=None)
-        told = how.get("error") or json.dumps(how.get("result"))
+        told = how.get("error") or how.get("not_run") or json.dumps(how.get("result"))
         print(f"{seconds:7.1f} s  {name}: {told if len(told) < 300 else told[:300] + ' ...'}", flush=True)
 
 
 def run_rows(rows: Sequence[Row], record: Record, deadline: float, clock: Callable[[], float] = time.time) -> int:
-    """Measures what has no result yet and fits before `deadline` (seconds since 1970); the exit code, 0 or ANEW."""
+    """Measures what has no result yet and fits before `deadline` (seconds since 1970); the exit code, 0, ANEW or NOT_RUN."""
     for row in rows:
         began = clock()
         left_s = deadline - began
@@ -85,11 +106,15 @@ def run_rows(rows: Sequence[Row], record: Record, deadline: float, clock: Callab
         limit_s = min(left_s, max(row.least_s, PATIENCE * row.seconds))
         record.note(under_way={"row": row.name, "since": began, "until": began + limit_s})
         try:
-            result = row.measure()
+            result = row.run()
+        except NotRun as reason:
+            record.end(row.name, clock() - began, not_run=f"not run: {reason}")
+            if isinstance(reason, NoCompiler):
+                return NOT_RUN
         except Exception as error:
             text = f"{type(error).__name__}: {str(error).strip()[:2000]}"
             record.end(row.name, clock() - began, error=text)
-            if any(sign in text for sign in STICKY):
+            if row.place == "here" and any(sign in text for sign in LOST_DEVICE):
                 return ANEW
         else:
             record.end(row.name, clock() - began, result=result)
@@ -112,7 +137,7 @@ def watch(command: Sequence[str], record: Record, deadline: float) -> None:
             cause = f"it was ended after {seconds:.0f} s" if late else f"its process ended with {code}"
             record.end(row["row"], seconds, error=cause)
         elif code != ANEW:
-            if code:
+            if code not in (0, NOT_RUN):
                 record.note(failed=f"the process that measures ended with {code} between two rows")
             break
     left_out = [name for name in record.content.get("planned", []) if name not in record.rows]

@@ -1,20 +1,21 @@
 """What `benchmarks.gpu` measures, in the order of its worth: is it right, how fast, how fast do models train, is it exact?
 
-Predicted seconds are for an H100 with compiled kernels not yet in Triton's cache; they decide what a budget leaves out.
+Each row begins in the same state: trainings, which leave choices behind, have processes of their own, as checks have. A row
+of a kernel fails unless its kernel ran, one of a training unless its operations ran as its settings say. Predicted seconds
+are for an H100 with compiled kernels not yet in Triton's cache; they decide what a budget leaves out.
 
     for row in rows(Path("benchmarks/results"), rounds=3): print(row.name, row.seconds)
 """
 
-import os
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from fnmatch import fnmatch
 from functools import partial
-from multiprocessing import get_context
 from pathlib import Path
 from shutil import which
 from typing import Any
@@ -30,7 +31,7 @@ from raystride.pipelines.observability.record.sender import Receipt
 from raystride.pipelines.system.storage.folder import Folder
 from raystride.pipelines.train.worker.job import Job, WorkerInfo
 from raystride.triton_kernels.configurations import KERNELS
-from raystride.triton_kernels.processes import end_with_parent
+from raystride.triton_kernels.dispatch import NoCompiler, NotRun, choice_kept, only_kernels, use_kernels, use_library
 
 ROOT = Path(__file__).resolve().parents[1]
 TOKENS = 20_000_000
@@ -55,17 +56,19 @@ PYTORCH = {"kernels": "torch"}
 def rows(results: Path, rounds: int) -> Iterator[Row]:
     """Every row, the most telling first; `results` is where traces go."""
     yield Row("one launch", 20.0, launch_once)
-    yield Row("check what ships, bfloat16", 90.0, partial(check, tuple(f"{name}*, bfloat16" for name in SHIPPED)))
+    shipped = tuple(f"{name}*, bfloat16" for name in SHIPPED)
+    yield Row("check what ships, bfloat16", 90.0, partial(check, shipped, 90.0), place="children")
     first_trainings, *trainings = _training_rows()
     yield from first_trainings
     yield from _kernel_rows(rounds)
     for some in trainings:
         yield from some
     for slots in (1, 2, 4):
-        yield Row(f"the same bits twice, {slots} slots", 15.0, partial(train_twice, slots))
-    yield Row("check everything else", 240.0, partial(check, ()))
-    yield Row("compute-sanitizer", 300.0, sanitize)
-    yield Row("Nsight Systems", 60.0, partial(trace, results))
+        yield Row(f"the same bits twice, {slots} slots", 15.0, partial(train_twice, slots), place="child")
+    yield Row("check everything else", 240.0, partial(check, ("*",), 240.0), place="children")
+    yield Row("check far offsets", 60.0, partial(check, ("*",), 60.0, far=True), place="children")
+    yield Row("compute-sanitizer", 300.0, sanitize, place="children")
+    yield Row("Nsight Systems", 60.0, partial(trace, results), place="children")
     for kernel in KERNELS:
         for head_size in (64, 128):
             yield Row(f"tiles of {kernel}, D {head_size}", 30.0, partial(try_tiles, kernel, head_size, rounds))
@@ -87,7 +90,7 @@ def _training_rows() -> tuple[list[Row], list[Row], list[Row]]:
     loose = {"deterministic": False}
 
     def small(what: str, model: dict[str, str], **changes: Any) -> Row:
-        return Row(f"lm_124m: {what}", TRAINING_S + 25, partial(train, gpt2_small(), model, **changes))
+        return Row(f"lm_124m: {what}", TRAINING_S + 25, partial(train, gpt2_small(), model, **changes), place="child")
 
     backends = {"Triton": TRITON, "PyTorch": PYTORCH, "attention auto": AUTO}
     return (
@@ -96,46 +99,55 @@ def _training_rows() -> tuple[list[Row], list[Row], list[Row]]:
             *(small(f"{what}, not deterministic", model, **loose) for what, model in backends.items()),
             small("Triton, compiled", TRITON, compile="block"),
         ],
-        [Row(f"lm_1b: {what}", TRAINING_S + 40, partial(train, one_billion(), model)) for what, model in backends.items()],
+        [
+            Row(f"lm_1b: {what}", TRAINING_S + 40, partial(train, one_billion(), model), place="child")
+            for what, model in backends.items()
+        ],
     )
 
 
-def launch_once() -> dict[str, Any]:
-    """Compiles and launches one small kernel, which needs a C compiler and Python's headers, as Triton says if they lack."""
+def launch_once(device: str = "cuda") -> dict[str, Any]:
+    """Compiles and launches one small kernel, which needs a C compiler and Python's headers.
+
+    Raises NoCompiler if they lack, and NotRun if no kernel would run.
+    """
     import torch
 
+    from raystride.triton_kernels.device_checks import check_call
     from raystride.triton_kernels.gelu import gelu, gelu_reference
 
-    x = torch.linspace(-4, 4, 4096, device="cuda")
     began = time.perf_counter()
-    error = float((gelu(x) - gelu_reference(x)).abs().max())
-    assert error < 1e-5, f"GELU is off by {error}"
-    return {"seconds": time.perf_counter() - began, "error": error}
+    found = check_call(("one launch", gelu, gelu_reference, [(4096,)]), torch.device(device), torch.float32, 2)
+    NoCompiler.raise_for(found.problem)
+    if found.not_run:
+        raise NotRun(found.not_run)
+    assert not found.failed, found.verdict
+    return {"seconds": time.perf_counter() - began, "verdict": found.verdict}
 
 
-def check(names: tuple[str, ...], processes: int = 0) -> dict[str, Any]:
+def check(
+    patterns: tuple[str, ...], seconds: float, *, far: bool = False, device: str = "cuda", processes: int = 0
+) -> dict[str, Any]:
     """Checks kernels on the device in as many processes as there are cores, since most of the time compiles.
 
-    `names` are patterns of checks; none: all. Raises AssertionError that names what is wrong.
+    Shows each result as it comes, and counts what has none after four times the predicted seconds. Raises AssertionError
+    that names what is wrong, NotRun if no check ran, and NoCompiler.
     """
-    count = processes or min(12, os.cpu_count() or 1)
-    context = get_context("spawn")
-    with context.Pool(count, initializer=end_with_parent) as pool:
-        parts = pool.map(partial(_check_part, names, count), range(count), chunksize=1)
-    found = [each for part in parts for each in part]
-    wrong = [f"{each['name']}: {each['problem'] or each['error']}" for each in found if each["failed"]]
-    if wrong or not found:
-        raise AssertionError(f"{len(wrong)} of {len(found)} checks failed: {'; '.join(wrong)}")
-    return {"checks": len(found), "worst": max(each["error"] for each in found)}
+    from raystride.triton_kernels.device_checks import list_checks, run_in_children
 
-
-def _check_part(names: tuple[str, ...], of: int, number: int) -> list[dict[str, Any]]:
-    import torch
-
-    from raystride.triton_kernels.device_checks import run_checks
-
-    found = run_checks(torch.device("cuda"), patterns=names or ("*",), part=(number, of))
-    return [asdict(each) | {"failed": each.failed} for each in found]
+    items = list_checks(device, patterns=patterns, far=far)
+    found, deadline = [], time.monotonic() + 4 * seconds
+    for _, one in run_in_children(items, processes=1 if far else processes, deadline=deadline):
+        found.append(one)
+        print(f"  {one.name}: {one.verdict}", flush=True)
+    wrong = [f"{one.name}: {one.verdict}" for one in found if one.failed]
+    ran = [one for one in found if not one.not_run]
+    counts = {"checks": len(ran), "not_run": len(found) - len(ran), "left": len(items) - len(found)}
+    if wrong:
+        raise AssertionError(f"{len(wrong)} of {counts}: {'; '.join(wrong)}")
+    if not ran:
+        raise NotRun(next((one.not_run for one in found), "no check had a result in time"))
+    return counts | {"worst": max(one.error for one in ran)}
 
 
 def figure(case: Any, rounds: int) -> dict[str, Any]:
@@ -144,10 +156,23 @@ def figure(case: Any, rounds: int) -> dict[str, Any]:
 
     from benchmarks.kernels import figure as measured
 
-    try:
-        return asdict(measured(case, rounds))
-    finally:
-        torch.cuda.empty_cache()
+    with one_state():
+        try:
+            return asdict(measured(case, rounds))
+        finally:
+            torch.cuda.empty_cache()
+
+
+@contextmanager
+def one_state() -> Iterator[None]:
+    """The state in which every row of a kernel begins: no choice of kernels or library, nothing deterministic."""
+    import torch
+
+    use_kernels("auto")
+    use_library(False)
+    torch.use_deterministic_algorithms(False)
+    with choice_kept():
+        yield
 
 
 def gpt2_small() -> Config:
@@ -196,7 +221,15 @@ def train(config: Config, model: Mapping[str, str], device: str = "cuda", **chan
             threads=1,
         )
         summary = run_worker(job, WorkerInfo(), _acknowledge, lambda: False)
+    expect_kernels(summary.get("kernels", {}), model["kernels"])
     return {key: summary.get(key) for key in (*KEPT, "kernels", "parameters_sha256")}
+
+
+def expect_kernels(ran: Mapping[str, str], choice: str) -> None:
+    """Raises NotRun unless a training's operations ran as its settings say: kernels and libraries, or PyTorch alone."""
+    allowed = ("triton", "library") if choice == "triton" else ("torch",)
+    if others := [f"{name} by {how}" for name, how in ran.items() if how not in allowed]:
+        raise NotRun(f"model.kernels is {choice}, but {', '.join(others)}")
 
 
 def train_twice(slots: int, device: str = "cuda") -> dict[str, Any]:
@@ -254,7 +287,7 @@ def sanitize() -> dict[str, Any]:
 def trace(results: Path) -> dict[str, Any]:
     """An Nsight Systems trace of small calls of each kernel, beside the figures. Raises RuntimeError where nsys cannot."""
     if which("nsys") is None:
-        return {"absent": "nsys is not on PATH"}
+        raise NotRun("nsys is not on PATH")
     output = results / "gpu-trace"
     checks = [sys.executable, "-m", "raystride.triton_kernels.device_checks", "--quick"]
     done = _run(["nsys", "profile", "--force-overwrite=true", "--trace=cuda,nvtx", f"--output={output}", *checks])
@@ -266,14 +299,17 @@ def _run(command: list[str]) -> dict[str, Any]:
     said = (done.stdout + done.stderr).strip()[-600:]
     if done.returncode not in (0, 3):  # 3: what it needs is not there, as it says
         raise RuntimeError(f"{Path(command[0]).name} ended with {done.returncode}: {said}")
-    return {"absent" if done.returncode else "said": said}
+    if done.returncode:
+        raise NotRun(said)
+    return {"said": said}
 
 
 def try_tiles(kernel: str, head_size: int, rounds: int) -> dict[str, Any]:
     """The shipped tile of a kernel beside its alternatives."""
     from benchmarks.tiles import compare
 
-    return compare(kernel, head_size, length=4096, rounds=rounds).figures()
+    with one_state(), only_kernels():
+        return compare(kernel, head_size, length=4096, rounds=rounds).figures()
 
 
 def with_stand_in(row: Row, speed: float, faults: dict[str, Callable[[], Any]]) -> Row:
@@ -283,4 +319,6 @@ def with_stand_in(row: Row, speed: float, faults: dict[str, Callable[[], Any]]) 
         time.sleep(row.seconds / speed)
         return {"rehearsed_s": row.seconds}
 
-    return Row(row.name, row.seconds / speed, faults.get(row.name, stand_in), least_s=row.least_s / speed)
+    return replace(
+        row, seconds=row.seconds / speed, measure=faults.get(row.name, stand_in), least_s=row.least_s / speed, place="here"
+    )

@@ -1,8 +1,9 @@
 """Each kernel beside its peers on a GPU: FlashAttention-2 and cuDNN for attention, PyTorch and a plain copy for the rest.
 
 Ways take turns over several rounds; a figure is the median of a round's repetitions by CUDA events, with the L2 cache
-flushed between them. Attention: 16,384 tokens in all, width 2,048, as in the benchmarks of FlashAttention. Bandwidth is
-given as a share of what a device-to-device copy of the same machine reaches in the same round.
+flushed between them. `ours` fails unless a kernel of ours ran, and each figure names it. Attention: 16,384 tokens in all,
+width 2,048, as in the benchmarks of FlashAttention. Bandwidth is given as a share of what a device-to-device copy of the
+same machine reaches in the same round.
 
     python -m benchmarks.kernels attention                     # one operation: attention, rms_norm, adamw, ...
     python -m benchmarks.kernels all --json benchmarks/results/kernels-h100.json
@@ -27,9 +28,10 @@ from raystride.triton_kernels.attention import attention, attention_reference
 from raystride.triton_kernels.attention_packed import attention_packed
 from raystride.triton_kernels.byte_pack import byte_pack, byte_pack_reference
 from raystride.triton_kernels.convolution import convolution, convolution_reference
-from raystride.triton_kernels.dispatch import use_library
+from raystride.triton_kernels.dispatch import NotRun, kernels_ran, only_kernels, use_kernels, use_library
 from raystride.triton_kernels.geglu import geglu, geglu_reference
 from raystride.triton_kernels.gelu import gelu, gelu_reference
+from raystride.triton_kernels.launch import num_launches
 from raystride.triton_kernels.layer_norm import layer_norm, layer_norm_reference
 from raystride.triton_kernels.linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_reference
 from raystride.triton_kernels.mse import mse, mse_reference
@@ -348,9 +350,29 @@ OPERATIONS = (
 )  # fmt: skip
 
 
+def make_ways(case: Case) -> dict[str, Way]:
+    """The ways of a case; `ours` runs kernels and nothing else, and raises NotRun if it launches none."""
+    ways = case.make()
+    own = ways["ours"]
+
+    def run() -> Any:
+        before = num_launches()
+        with only_kernels():
+            found = own()
+        if num_launches() == before:
+            raise NotRun("it launched no kernel")
+        return found
+
+    return ways | {"ours": run}
+
+
 def measure(case: Case, rounds: int, milliseconds: float = 30.0) -> dict[str, list[float]]:
-    """Milliseconds by way, one a round. A way that this build of PyTorch lacks is left out and named."""
-    ways, stream = case.make(), torch.cuda.Stream() if case.graph else torch.cuda.current_stream()
+    """Milliseconds by way, one a round. A way that this build of PyTorch lacks is left out and named.
+
+    Raises NotRun if `ours` would not run a kernel of ours.
+    """
+    ways, stream = make_ways(case), torch.cuda.Stream() if case.graph else torch.cuda.current_stream()
+    stream.wait_stream(torch.cuda.current_stream())  # which makes the inputs
     for name in list(ways):
         try:
             with torch.cuda.stream(stream):  # a backward runs on the stream of its forward
@@ -398,7 +420,7 @@ def _replayed_milliseconds(way: Way, rep: float, stream: torch.cuda.Stream) -> f
 def peak_memory(case: Case) -> dict[str, int]:
     """Bytes by way that a call takes at most, above its inputs; without those that this GPU has no room for."""
     found = {}
-    for name, way in case.make().items():
+    for name, way in make_ways(case).items():
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
@@ -424,6 +446,8 @@ class Figure:
     """Ours; 0 where memory bounds the time."""
     memory: dict[str, int]
     """Peak bytes by way, where they are compared."""
+    ran: dict[str, str]
+    """What ran as ours, by operation, and whether PyTorch was deterministic."""
 
     def __str__(self) -> str:
         rate = f"  {self.teraflops:.0f} TFLOP/s" if self.teraflops else ""
@@ -437,8 +461,11 @@ class Figure:
 
 
 def figure(case: Case, rounds: int) -> Figure:
-    """Measures a case."""
+    """Measures a case. Raises NotRun if it would not be our kernel."""
+    use_kernels("auto")
     samples = measure(case, rounds)
+    ran = {name: how for name, how in kernels_ran().items() if how == "triton"}
+    ran["deterministic"] = str(torch.are_deterministic_algorithms_enabled())
     ours = samples["ours"]
     speed = {name: ratio(times, ours) for name, times in samples.items() if name not in ("ours", "copy")}
     if "copy" in samples:
@@ -448,7 +475,7 @@ def figure(case: Case, rounds: int) -> Figure:
     spread = {name: Spread.of(times) for name, times in samples.items()}
     rate = case.flops / spread["ours"].median / 1e9
     memory = peak_memory(case) if case.memory else {}
-    return Figure(case.operation, case.label, spread, speed, case.aims, rate, memory)
+    return Figure(case.operation, case.label, spread, speed, case.aims, rate, memory, ran)
 
 
 def figures(operation: str, rounds: int) -> Iterator[Figure]:

@@ -180,6 +180,8 @@ def _faults_of_ours(words: list[str]) -> Iterator[str]:
     allowed = {*FLAGS[command], "config", "help", "launch", "print_config"}  # `--launch inline` is short for its mode
     if command == "deploy slurm":
         allowed |= {*FLAGS["train"], *FLAGS["sweep"]}
+    if words[0] == "check":
+        allowed.add("kernels")  # no setting: it proves them, too
     for number, word in enumerate(words):
         if not word.startswith("--"):
             continue

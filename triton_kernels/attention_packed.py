@@ -215,6 +215,10 @@ def _backward(ctx: Any, grad: torch.Tensor, _: Any) -> tuple[torch.Tensor | None
 _attention_packed.register_autograd(_backward, setup_context=_setup_context)
 
 
+MAX_LIBRARY_HEAD = 256
+"""Largest head of FlashAttention-2, which also takes multiples of 8 alone."""
+
+
 @cache
 def packed_library_reason(device: torch.device) -> str:
     """Returns the reason why PyTorch has no library for packed sequences on a device; empty if it has one.
@@ -286,7 +290,7 @@ def attention_packed(
     expect_dropout("attention_packed", dropout, seed, q, rows=count - 1)
     expect("attention_packed", "query_offsets", query_offsets, shape=(count,), dtypes=INTEGERS, beside=q)
     expect("attention_packed", "key_offsets", key_offsets, shape=(count,), dtypes=INTEGERS, beside=q)
-    plain = not (window or dropout or softcap)
+    plain = not (window or dropout or softcap) and q.shape[-1] <= MAX_LIBRARY_HEAD and q.shape[-1] % 8 == 0
     if plain and not packed_library_reason(q.device) and takes_library("attention_packed", q):
         return _attention_by_library(q, k, v, query_offsets, key_offsets, causal, scale, longest)
     why = unsupported_reason(q, k, v, scale=scale, window=window, dropout=dropout, softcap=softcap)

@@ -270,6 +270,14 @@ def read_corrections() -> dict[str, dict[TileCase, Tile]]:
     return {version: {TileCase(*case): Tile(*chosen) for case, chosen in rows} for version, rows in stored.items()}
 
 
+def unreported_reason(version: str) -> str:
+    """Returns what a start says of a Triton, such as "3.9", that is newer than all whose tiles are known; "" for others."""
+    known = sorted(read_corrections(), key=version_key)
+    if not version or version_key(version) <= version_key(known[-1]):
+        return ""
+    return f"Triton {version}: kernels are compiled and looked at with {known[0]} to {known[-1]}; here they may be slower"
+
+
 @lru_cache(maxsize=256)
 def shipped_tile(case: TileCase) -> Tile:
     """Returns the tile of the tables, whatever Triton compiles it."""

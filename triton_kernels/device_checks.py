@@ -1,8 +1,9 @@
 """Checks every kernel on the real device: as accurate as PyTorch in the same dtype, and bitwise reproducible.
 
-Accuracy is measured by `row_errors`: no row's error against float64 may exceed twice that of PyTorch's implementation in the
-same dtype, plus a rounding. Races are detected as other bits in one of fifty runs, beside a stream that keeps the device
-busy; offsets beyond 2^31 elements are checked if the device has the memory.
+A check that would not launch a kernel is neither right nor wrong: it is not run, and says why. Accuracy is measured by
+`row_errors`: no row's error against float64 may exceed twice that of PyTorch's implementation in the same dtype, plus
+roundings. Races are detected as other bits in one of fifty runs, beside a stream that keeps the device busy; offsets beyond
+2^31 elements are checked if the device has the memory. Checks run in child processes: one that crashes is wrong, and alone.
 
     python -m raystride.triton_kernels.device_checks                     # on this machine's GPU
     python -m raystride.triton_kernels.device_checks --quick             # a small call of each, for sanitizers
@@ -10,12 +11,14 @@ busy; offsets beyond 2^31 elements are checked if the device has the memory.
 
 import argparse
 import itertools
+import os
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -29,8 +32,10 @@ from raystride.triton_kernels.byte_pack import (
     byte_pack_sequence_reference,
 )
 from raystride.triton_kernels.convolution import convolution, convolution_reference
+from raystride.triton_kernels.dispatch import NoCompiler, NotRun, only_kernels
 from raystride.triton_kernels.geglu import geglu, geglu_reference
 from raystride.triton_kernels.gelu import gelu, gelu_reference
+from raystride.triton_kernels.launch import can_launch, num_launches
 from raystride.triton_kernels.layer_norm import (
     add_layer_norm,
     add_layer_norm_reference,
@@ -51,18 +56,19 @@ from raystride.triton_kernels.linear_log_probabilities import (
     linear_log_probabilities_reference,
 )
 from raystride.triton_kernels.mse import mse, mse_reference
+from raystride.triton_kernels.processes import Outcome, map_in_children
 from raystride.triton_kernels.relu import relu, relu_reference
 from raystride.triton_kernels.rms_norm import add_rms_norm, add_rms_norm_reference, rms_norm, rms_norm_reference
 from raystride.triton_kernels.rope import rope, rope_reference
-from raystride.triton_kernels.row_errors import row_errors
+from raystride.triton_kernels.row_errors import CANCELLED_ROUNDINGS, row_errors
 from raystride.triton_kernels.swiglu import swiglu, swiglu_reference
 
 REPEATS = 50
 """Number of runs compared bitwise."""
 _QUICK_REPEATS = 3
+"""Runs for sanitizers, which detect races themselves."""
 _FURTHER_SIZES = (" D 80,", " D 128,", " D 256,", "norm 768,", "norm 4096,", "norm 8192,")
 """Parts of names of calls that differ from others by a size alone."""
-"""Runs for sanitizers, which detect races themselves."""
 FAR = 1 << 31
 """Elements before the checked ones, or between two heads: beyond 32-bit offsets."""
 _COPIES = 16
@@ -80,11 +86,22 @@ class DeviceCheck:
     """Whether every run gave the same bits."""
     problem: str = ""
     """The exception, if one was raised."""
+    not_run: str = ""
+    """Why no kernel ran, if none did: the check says nothing about it."""
+    seconds: float = 0.0
 
     @property
     def failed(self) -> bool:
         """Whether the call raised, was too inaccurate, or was not reproducible."""
-        return bool(self.problem) or not self.error <= 1 or not self.same_bits
+        return not self.not_run and (bool(self.problem) or not self.error <= 1 or not self.same_bits)
+
+    @property
+    def verdict(self) -> str:
+        """`right`, `WRONG` or `not run`, with the reason or the error."""
+        if self.not_run:
+            return f"not run: {self.not_run}"
+        error = f"{self.error:.2f} of the error that is allowed{'' if self.same_bits else ', OTHER BITS'}"
+        return f"{'WRONG' if self.failed else 'right'}: {self.problem or error}"
 
 
 Function = Callable[..., Any]
@@ -149,7 +166,7 @@ def _iterate_calls(device: torch.device) -> Iterator[Call]:
     yield from _iterate_byte_pack_calls(device)
     angles = torch.rand(1, 1, 333, 32, device=device).repeat(1, 1, 1, 2)
     tables = angles.cos(), angles.sin()
-    yield "adamw", partial(_parameters_after_step, adamw), partial(_parameters_after_step, adamw_reference), [(100_001,)] * 4
+    yield "adamw", partial(parameters_after_step, adamw), partial(parameters_after_step, adamw_reference), [(100_001,)] * 4
     for label, step in ((", masters", _copies_after_step), (", stochastic", _rounded_after_step)):
         yield f"adamw{label}", partial(step, adamw), partial(step, adamw_reference), [(100_001,)] * 4
     heads: Shapes = [(2, 4, 333, 64), (2, 2, 333, 64)]
@@ -252,7 +269,7 @@ def _with_offsets(function: Function, offsets: torch.Tensor, rules: dict[str, An
     return lambda q, k, v: function(q, k, v, offsets, offsets, **rules)
 
 
-def _parameters_after_step(update: Function, *tensors: torch.Tensor) -> torch.Tensor:
+def parameters_after_step(update: Function, *tensors: torch.Tensor) -> torch.Tensor:
     """Returns the parameters after a step of AdamW."""
     p, g, m, v = (x.detach().clone() for x in tensors)
     update([p], [g], [m], [v.abs()], [torch.ones((), device=p.device)], **_STEP)
@@ -329,11 +346,11 @@ def large_offset_calls(device: torch.device) -> Iterator[Call]:
         _concat_results(rope_reference, *tables),
         turned,
     )
-    updated = partial(_parameters_after_step, adamw)
+    updated = partial(parameters_after_step, adamw)
     yield (
         "adamw, far",
         _at_large_offset(updated, 0, 1, 2, 3),
-        partial(_parameters_after_step, adamw_reference),
+        partial(parameters_after_step, adamw_reference),
         [(100_001,)] * 4,
     )
 
@@ -362,29 +379,58 @@ def run_checks(
         calls = list(_iterate_quick_calls(device) if quick else _iterate_calls(device))
         if not quick and _has_memory(device, dtype):
             calls += large_offset_calls(device)
-        for name, ours, reference, shapes in calls:
-            label = f"{name}, {str(dtype).removeprefix('torch.')}"
-            if not any(fnmatchcase(label, pattern) for pattern in patterns):
+        for call in calls:
+            name = call[0]
+            if not any(fnmatchcase(check_name(name, dtype), pattern) for pattern in patterns):
                 continue
             # Far calls fill the device's memory: all are in the first part, one after the other.
             if (0 if name.endswith(", far") else next(numbers) % part[1]) != part[0]:
                 continue
-            torch.manual_seed(0)
-            inputs = [torch.randn(shape, device=device, dtype=dtype) for shape in shapes]
-            try:
-                yield _run_check(label, ours, reference, inputs, _QUICK_REPEATS if quick or "far" in name else REPEATS)
-            except Exception as error:
-                yield DeviceCheck(label, float("nan"), False, f"{type(error).__name__}: {str(error).splitlines()[0]}")
+            yield check_call(call, device, dtype, _QUICK_REPEATS if quick or "far" in name else REPEATS)
+
+
+def check_name(call: str, dtype: torch.dtype) -> str:
+    """Returns the name of a check: of its call, and its dtype."""
+    return f"{call}, {str(dtype).removeprefix('torch.')}"
+
+
+def check_call(call: Call, device: torch.device, dtype: torch.dtype, repeats: int) -> DeviceCheck:
+    """Checks one call on drawn inputs; an exception is a result."""
+    name, ours, reference, shapes = call
+    torch.manual_seed(0)
+    label, began = check_name(name, dtype), time.perf_counter()
+    inputs = [torch.randn(shape, device=device, dtype=dtype) for shape in shapes]
+    try:
+        check = _run_check(label, ours, reference, inputs, repeats)
+    except NotRun as reason:
+        check = DeviceCheck(label, float("nan"), True, not_run=str(reason))
+    except Exception as error:
+        check = DeviceCheck(label, float("nan"), False, f"{type(error).__name__}: {f'{error} '.splitlines()[0].strip()}")
+    return replace(check, seconds=time.perf_counter() - began)
 
 
 def _run_check(name: str, ours: Function, reference: Function, inputs: list[torch.Tensor], repeats: int) -> DeviceCheck:
-    mine, same, load = value_and_gradients(ours, inputs), True, _Load(inputs[0].device)
-    for _ in range(repeats - 1):
-        load.add_work()
-        same &= all(torch.equal(a, b) for a, b in zip(value_and_gradients(ours, inputs), mine, strict=True))
+    device, before = inputs[0].device, num_launches()
+    if not can_launch(device):
+        raise NotRun("no GPU is to be seen, and TRITON_INTERPRET=1 is not set")
+    load = _Load(device)
+    with only_kernels():
+        mine, same = value_and_gradients(ours, inputs), True
+        if num_launches() == before:
+            raise NotRun("it launched no kernel")
+        for _ in range(repeats - 1):
+            load.add_work()
+            same &= all(torch.equal(a, b) for a, b in zip(value_and_gradients(ours, inputs), mine, strict=True))
     theirs = value_and_gradients(reference, inputs)
     exact = value_and_gradients(reference, [x.double() for x in inputs], mine[0].dtype)
-    return DeviceCheck(name, max(map(row_errors, mine, theirs, exact)), same)
+    return DeviceCheck(name, worst_error(name, mine, theirs, exact), same)
+
+
+def worst_error(call: str, mine: list[torch.Tensor], theirs: list[torch.Tensor], exact: list[torch.Tensor]) -> float:
+    """Returns the largest row error of a call's value and gradients."""
+    cancels = CANCELLED_ROUNDINGS if operation_of(call) in ("attention", "attention_packed") else 0.0
+    triples = enumerate(zip(mine, theirs, exact, strict=True))
+    return max(row_errors(*triple, cancels=cancels if number else 0.0) for number, triple in triples)
 
 
 class _Load:
@@ -413,26 +459,116 @@ def value_and_gradients(
     return [y.detach(), *(torch.autograd.grad(y, leaves, grad) if y.requires_grad else [])]
 
 
+class CheckItem(NamedTuple):
+    """A check to be run in a child process."""
+
+    device: str
+    call: str
+    dtype: torch.dtype
+    quick: bool
+
+
+CHECK_S = 120.0
+"""A check that takes longer is ended."""
+
+
+PROVED_WITH = {"attention_context": "attention_packed"}
+"""Operations without checks of their own, since they call the kernels of another one."""
+
+
+def operation_of(call: str) -> str:
+    """Returns the operation, as `dispatch` names it, that a call is of."""
+    kind = call.split(",")[0].split(" ")[0]
+    renamed = {"packed": "attention_packed", "decoding": "attention", "byte_pack_sequence": "byte_pack"}
+    return renamed.get(kind, kind)
+
+
+def list_checks(device: str, quick: bool = False, patterns: Sequence[str] = ("*",), far: bool = False) -> list[CheckItem]:
+    """Returns the checks whose names match a pattern; `far`: those of offsets beyond 32 bits, and no others."""
+    cpu = torch.device("cpu")
+    calls = large_offset_calls(cpu) if far else _iterate_quick_calls(cpu) if quick else _iterate_calls(cpu)
+    names = [call[0] for call in calls]
+    dtypes = (torch.bfloat16,) if quick else (torch.float32, torch.float16, torch.bfloat16)
+    return [
+        CheckItem(device, name, dtype, quick)
+        for dtype in dtypes
+        for name in names
+        if any(fnmatchcase(check_name(name, dtype), pattern) for pattern in patterns)
+    ]
+
+
+def run_item(item: CheckItem) -> DeviceCheck:
+    """Runs one check in this process."""
+    device = torch.device(item.device)
+    far = item.call.endswith(", far")
+    if far and not _has_memory(device, item.dtype):
+        return DeviceCheck(check_name(item.call, item.dtype), float("nan"), True, not_run="the device has too little memory")
+    calls = large_offset_calls(device) if far else _iterate_calls(device)
+    call = next(call for call in calls if call[0] == item.call)
+    return check_call(call, device, item.dtype, _QUICK_REPEATS if item.quick or far else REPEATS)
+
+
+def run_in_children(
+    items: Sequence[Any],
+    *,
+    processes: int = 0,
+    timeout_s: float = CHECK_S,
+    deadline: float = float("inf"),
+    run: Callable[[Any], DeviceCheck] = run_item,
+) -> Iterator[tuple[Any, DeviceCheck]]:
+    """Runs checks in child processes (0: up to 12, as most of the time compiles); yields items and results as they come.
+
+    Items are those of `list_checks`, or others with `call` and `dtype` for `run`.
+
+    A check that crashes its process, loses the GPU or takes too long is wrong, and alone so. Checks without a result by
+    `deadline` (time.monotonic) have none. Raises NoCompiler at the first kernel that cannot be built for want of a compiler.
+    """
+    for outcome in map_in_children(
+        run, items, processes=processes or min(12, os.cpu_count() or 1), timeout_s=timeout_s, deadline=deadline
+    ):
+        check = as_check(outcome)
+        NoCompiler.raise_for(check.problem)
+        yield outcome.item, check
+
+
+def as_check(outcome: Outcome) -> DeviceCheck:
+    """Returns the check of a child; a crash is its problem."""
+    if isinstance(outcome.value, DeviceCheck):
+        return outcome.value
+    name = check_name(outcome.item.call, outcome.item.dtype)
+    return DeviceCheck(name, float("nan"), False, outcome.problem, seconds=outcome.seconds)
+
+
 def main(arguments: list[str] | None = None) -> int:
-    """Prints every check; returns 1 if a kernel is wrong, 3 without a GPU."""
+    """Prints every check; returns 1 if a kernel is wrong, 3 if one was not run."""
     parser = argparse.ArgumentParser(
         prog="python -m raystride.triton_kernels.device_checks", description="Are the kernels right on this GPU?"
     )
     parser.add_argument("--quick", action="store_true", help="one small call of each operation")
+    parser.add_argument("--device", default="cuda", help=argparse.SUPPRESS)  # cpu: by the interpreter, for tests
+    parser.add_argument("--only", nargs="+", default=["*"], help="checks whose names match a pattern")
     given = parser.parse_args(arguments)
-    if not torch.cuda.is_available():
+    if given.device == "cuda" and not torch.cuda.is_available():
         print("there is no GPU to be seen: nothing was checked (the tests prove the kernels without one)", file=sys.stderr)
         return 3
-    failed = 0
-    for check in run_checks(torch.device("cuda"), given.quick):
-        failed += check.failed
-        verdict = (
-            check.problem or f"{check.error:.2f} of the error that is allowed{'' if check.same_bits else ', OTHER BITS'}"
-        )
-        print(f"{'WRONG' if check.failed else 'right'}  {check.name}: {verdict}", flush=True)
-    print(f"{failed} wrong")
-    return int(failed > 0)
+    rounds = [(list_checks(given.device, given.quick, given.only), 0)]
+    if not given.quick and given.device == "cuda":
+        rounds.append((list_checks(given.device, patterns=given.only, far=True), 1))  # they fill the memory
+    failed = not_run = 0
+    try:
+        for items, processes in rounds:
+            for _, check in run_in_children(items, processes=processes):
+                failed, not_run = failed + check.failed, not_run + bool(check.not_run)
+                print(f"{check.name}: {check.verdict}", flush=True)
+    except NoCompiler as reason:
+        print(f"not run: {reason}", file=sys.stderr)
+        return 3
+    print(f"{failed} wrong, {not_run} not run")
+    return 1 if failed else 3 if not_run else 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    # By its full name, under which child processes find its functions.
+    from raystride.triton_kernels import device_checks
+
+    sys.exit(device_checks.main())

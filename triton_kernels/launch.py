@@ -22,8 +22,15 @@ Launcher = Callable[[Any, Grid, tuple[Any, ...], dict[str, Any]], None]
 
 def launch(kernel: Any, grid: Grid, *arguments: Any, **named: Any) -> None:
     """Runs a kernel over a grid; an empty grid launches nothing."""
+    global _launches
     if all(grid):
+        _launches += 1
         _launcher(kernel, grid, arguments, named)
+
+
+def num_launches() -> int:
+    """Returns how many kernels this process has launched."""
+    return _launches
 
 
 def flatten(arguments: Iterable[Any]) -> Iterator[Any]:
@@ -46,6 +53,7 @@ def _launch_on_device(kernel: Any, grid: Grid, arguments: tuple[Any, ...], named
 
 
 _launcher: Launcher = _launch_on_device
+_launches = 0
 
 
 @contextmanager

@@ -29,6 +29,15 @@ class Operation:
         self._function: Any = None
         self.register_fake = self._operator.register_fake
 
+        def refuse(ctx: Any, *grads: torch.Tensor | None) -> Any:
+            raise RuntimeError(
+                f"{name}: kernels have no second derivative, as a gradient penalty or create_graph=True needs it; set "
+                "--model.kernels torch"
+            )
+
+        # Of gradients' operators; `register_autograd` replaces it for others.
+        self._operator.register_autograd(refuse, setup_context=lambda ctx, inputs, output: None)
+
     def register_autograd(
         self, backward: Callable[..., Any], *, setup_context: Callable[..., None], gradients: int = 1
     ) -> None:
@@ -69,7 +78,7 @@ class Operation:
         if _is_traced() or not all(type(argument) in _PLAIN for argument in tensors):
             return self._operator(*arguments)
         if torch.is_grad_enabled() and any(argument.requires_grad for argument in tensors):
-            # Without a gradient, as in a second derivative, the operator raises an error; the body would drop it silently.
+            # Without a gradient, as in a second derivative, the operator refuses; the body would drop it silently.
             return self._operator(*arguments) if self._function is None else self._function.apply(*arguments)
         return self._body(*arguments)
 

@@ -27,9 +27,9 @@ import torch
 from benchmarks.kernel_tools.architectures import ARCHITECTURES, Architecture, occupancy
 from benchmarks.kernel_tools.specimens import Specimen, list_specimens
 from raystride.triton_kernels.configurations import TileCase, choosing_tiles
-from raystride.triton_kernels.dispatch import use_kernels
+from raystride.triton_kernels.dispatch import NotRun, use_kernels
 from raystride.triton_kernels.language import HAS_TRITON, INTERPRETING
-from raystride.triton_kernels.launch import Grid, assumed_architecture, use_launcher
+from raystride.triton_kernels.launch import Grid, assumed_architecture, num_launches, use_launcher
 from raystride.triton_kernels.processes import end_with_parent
 
 
@@ -127,7 +127,8 @@ def record_launches(architecture: str, operation: str | None = None, only_shippe
 def record_specimens(architecture: str, selects: Callable[[Specimen], bool]) -> list[RecordedLaunch]:
     """Returns the launches of the selected specimens on an architecture, each compiled kernel once.
 
-    Raises RuntimeError if the kernels were imported without Triton or for its interpreter.
+    Raises RuntimeError if the kernels were imported without Triton or for its interpreter, and NotRun for a specimen that
+    launches none.
     """
     if not HAS_TRITON or INTERPRETING:
         raise RuntimeError("kernels are compiled if TRITON_INTERPRET=0 is in the environment before they are imported")
@@ -148,7 +149,10 @@ def record_specimens(architecture: str, selects: Callable[[Specimen], bool]) -> 
         for specimen in filter(selects, list_specimens(torch.device("cpu"))):
             current.append(specimen)
             cases.clear()
+            before = num_launches()
             specimen.call()
+            if num_launches() == before:
+                raise NotRun(f"{specimen.operation}, {specimen.label} on {architecture}: it launched no kernel")
         use_kernels("auto")
     return list(found.values())
 

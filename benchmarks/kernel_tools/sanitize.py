@@ -17,6 +17,8 @@ from pathlib import Path
 from raystride.triton_kernels.processes import run_in_group
 
 TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
+NOT_RUN = 3
+"""Exit code of the checks, and of this program, if a kernel was not run."""
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -41,7 +43,7 @@ def describe_missing() -> str:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Runs the tools one after the other; returns 1 if one finds something, 3 if they cannot run."""
+    """Runs the tools one after the other; returns 1 if one finds something, 3 if they or the kernels cannot run."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.kernel_tools.sanitize", description=(__doc__ or "").split("\n")[0]
     )
@@ -52,7 +54,7 @@ def main(arguments: list[str] | None = None) -> int:
         print("Without a GPU the tests look for the same mistakes with guard bands: make test", file=sys.stderr)
         return 3
     environment = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "TRITON_INTERPRET": "0"}
-    failed = []
+    failed, not_run = [], []
     for tool in given.tool or TOOLS:
         print(f"compute-sanitizer --tool {tool}: some minutes", flush=True)
         command = [
@@ -61,14 +63,18 @@ def main(arguments: list[str] | None = None) -> int:
             tool,
             "--error-exitcode",
             "1",
+            "--target-processes",
+            "all",  # checks run in children
             "--kernel-name",
             "kernel_substring=_kernel",
         ]
         command += [sys.executable, "-m", "raystride.triton_kernels.device_checks", "--quick"]
-        if run_in_group(command, cwd=ROOT, env=environment):
-            failed.append(tool)
+        code = run_in_group(command, cwd=ROOT, env=environment)
+        (failed if code not in (0, NOT_RUN) else not_run if code else []).append(tool)
+    if not_run:
+        print(f"not run: {', '.join(not_run)}: see above", file=sys.stderr)
     print(f"{', '.join(failed)}: see above" if failed else "nothing found")
-    return int(bool(failed))
+    return 1 if failed else NOT_RUN if not_run else 0
 
 
 if __name__ == "__main__":

@@ -230,16 +230,21 @@ class ModelConfig(Section):
     Settings of `model` and `tokenizer` that are not given come from it: the shape, the tokenizer, and the context length it
     was trained with, at most 2,048. Given settings that contradict it are an error."""
     kernels: Literal["auto", "triton", "torch"] = setting("auto")
-    """Kernels of attention and other hot operations: Triton or PyTorch. `auto`: our Triton kernels on GPUs, otherwise
-    PyTorch's own.
+    """Kernels of attention and other hot operations: Triton or PyTorch. `auto`: on GPUs each of our Triton kernels that has
+    proved itself there, otherwise PyTorch's own.
 
-    `triton` without a GPU needs TRITON_INTERPRET=1, which runs kernels in Triton's interpreter: for correctness tests, very
-    slow."""
+    A kernel is proved once for a GPU model and versions of driver, Triton and PyTorch: it must be as accurate as PyTorch,
+    give the same bits each time and, without train.exact, not be slower on the run's own shapes. The first start has a
+    minute for it, beside the preparation; `raystride check --kernels` does it ahead. A run keeps its choice.
+
+    `triton` takes all kernels, proved or not. Without a GPU it needs TRITON_INTERPRET=1, which runs kernels in Triton's
+    interpreter: for correctness tests, very slow."""
     attention: Literal["triton", "library", "auto"] = setting(
         "triton", since="0.2", also="attn_implementation flash_attention use_flash_attention attention_backend"
     )
-    """Attention backend on GPUs. `triton`: our kernel. `library`: cuDNN, FlashAttention-2, or FlashAttention 3 or 4 if
-    installed. `auto`: on Hopper and Blackwell, in 16 bits, the faster of the two in a short timing at the start of the run.
+    """Attention backend on GPUs. `triton`: our kernel, where model.kernels takes it. `library`: FlashAttention-2, or
+    FlashAttention 3 or 4 if installed, or cuDNN, which train.deterministic (the default) leaves out. `auto`: on Hopper and
+    Blackwell, in 16 bits, the faster of the two in a short timing at the start of the run.
     Applies to plain causal or full attention, and to packed documents (`torch.nn.attention.varlen`); windows, sequence
     lengths, dropout and train.exact always use our kernel."""
     linear: Literal["auto", "torch", "onednn"] = setting("auto")

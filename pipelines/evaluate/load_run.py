@@ -322,8 +322,13 @@ def load_weights(settings: ModelConfig, task: Task, file: Path) -> "nn.Module":
 
 
 def _use_kernels(model: ModelConfig) -> None:
+    """Takes kernels as the settings say; with `auto` those that are proved on this machine's GPU."""
+    import torch
+
+    from raystride.pipelines.train.worker.kernel_proof import proved_here
     from raystride.triton_kernels.dispatch import triton_unavailable_reason, use_kernels
 
     if not triton_unavailable_reason():
         # A run of another machine may have set kernels that this one cannot run; its model runs anywhere.
-        use_kernels(model.kernels)
+        is_auto = model.kernels == "auto" and torch.cuda.is_available()
+        use_kernels(model.kernels, proved_here(torch.device("cuda")) if is_auto else frozenset())

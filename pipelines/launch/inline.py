@@ -56,12 +56,15 @@ def train_inline(job: Job, recorder: InlineRecorder) -> RunSummary:
 
 @contextmanager
 def process_settings_kept() -> Iterator[None]:
-    """Leaves PyTorch's threads, precision and determinism, and all random generators, as the caller's process had them.
+    """Leaves PyTorch's threads, precision and determinism, the choice of kernels, and all random generators, as the caller's
+    process had them.
 
     Memory that was kept for the next step goes back to the system.
     """
     import numpy as np
     import torch
+
+    from raystride.triton_kernels.dispatch import choice_kept
 
     generators, threads = (random.getstate(), np.random.get_state()), torch.get_num_threads()
     matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
@@ -69,7 +72,7 @@ def process_settings_kept() -> Iterator[None]:
     deterministic = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
     try:
-        with torch.random.fork_rng(devices=devices):
+        with choice_kept(), torch.random.fork_rng(devices=devices):
             yield
     finally:
         random.setstate(generators[0])

@@ -26,6 +26,7 @@ from raystride.pipelines.launch.console.screen import Screen
 from raystride.pipelines.launch.console.session import SessionHooks, Watcher
 from raystride.pipelines.launch.inline import exit_despite_hang
 from raystride.pipelines.launch.preflight.check import resolve_and_check
+from raystride.pipelines.launch.preflight.prove_kernels import proving_beside
 from raystride.pipelines.launch.preparing import open_prepared_data
 from raystride.pipelines.launch.profiled import run_under_profiler
 from raystride.pipelines.launch.provenance import describe_run, driver_start, run_tags, show_pages
@@ -170,9 +171,10 @@ def train(
             screen.warn(warning)
         resolved = resolve_and_check(admission.context, screen.warn)
         config, resources, allocation = resolved.context.config, resolved.resources, resolved.allocation
-        prepared = until_end.enter_context(
-            open_prepared_data(resolved.context, plugin_bundle, resources.cpus - allocation.cpus)
-        )
+        with proving_beside(resolved, screen.log):
+            prepared = until_end.enter_context(
+                open_prepared_data(resolved.context, plugin_bundle, resources.cpus - allocation.cpus)
+            )
         if previous:
             # Checked again, as only the prepared data shows whether the same settings still mean the same data.
             refuse_changes(previous, config, prepared.identity)

@@ -1,14 +1,18 @@
 """Measurements under a budget: in order, none lost, whatever they do; without a GPU, by rows that pass their time."""
 
+import os
+import signal
 import sys
 import tempfile
+from functools import partial
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.gpu_record import ANEW, Record, Row, run_rows, watch
+from benchmarks.gpu_record import ANEW, NOT_RUN, Record, Row, run_rows, watch
+from raystride.triton_kernels.dispatch import NoCompiler, NotRun
 
 seconds = st.floats(1, 300)
 
@@ -69,6 +73,36 @@ def test_an_error_is_a_result_and_a_lost_gpu_ends_the_process(tmp_path: Path) ->
     assert list(record.rows) == ["full", "1", "lost"]
     assert run_rows(rows, record, clock() + 100, clock) == 0
     assert list(record.rows) == ["full", "1", "lost", "2"]
+
+
+def end_of(fate: str) -> str:
+    """A row's work in a child."""
+    if fate == "crashes":
+        os.kill(os.getpid(), signal.SIGSEGV)
+    if fate == "falls back":
+        raise NotRun("gelu runs in PyTorch: dtype")
+    if fate == "loses":
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+    return fate
+
+
+def test_a_child_loses_its_own_row_alone_and_not_this_process(tmp_path: Path) -> None:
+    record, clock = Record(tmp_path / "figures.json"), Time()
+    fates = ("crashes", "falls back", "loses", "right")
+    rows = [Row(fate, 1, partial(end_of, fate), place="child") for fate in fates]
+    assert run_rows(rows, record, clock() + 100, clock) == 0
+    assert "its process ended with -11" in record.rows["crashes"]["error"]
+    assert record.rows["falls back"]["not_run"] == "not run: gelu runs in PyTorch: dtype"
+    assert "illegal memory access" in record.rows["loses"]["error"]
+    assert record.rows["right"]["result"] == "right"
+
+
+def test_without_a_compiler_the_call_ends_at_its_first_row(tmp_path: Path) -> None:
+    record, clock = Record(tmp_path / "figures.json"), Time()
+    broken = partial(NoCompiler.raise_for, "RuntimeError: Failed to find C compiler. Please specify via CC")
+    assert run_rows([Row("one launch", 1, broken), clock.row(1, 1)], record, clock() + 100, clock) == NOT_RUN
+    assert list(record.rows) == ["one launch"]
+    assert "install a C compiler" in record.rows["one launch"]["not_run"]
 
 
 PROGRAM = """

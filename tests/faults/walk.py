@@ -46,7 +46,7 @@ from raystride.pipelines.config.sweep import SweepConfig, SweepJobConfig
 from raystride.pipelines.system.storage.folder import Folder
 from tests.flips import flip
 from tests.fork_server import CONTEXT
-from tests.storage import BUCKET, server, uri
+from tests.storage import server, uri
 from tests.tiny import tiny, write_text
 
 STEPS, MORE_STEPS = 6, 8
@@ -71,6 +71,7 @@ class Storage:
     """Where the runs lie: a folder, and its address, which on an S3 server is another one."""
 
     files: Path
+    """Its folder; of a store a copy."""
     address: str
     with_ray: bool = False
 
@@ -82,6 +83,44 @@ class Storage:
     def place(self) -> Path:
         """The folder of what is no run's: texts."""
         return self.files.parent
+
+    def run_folder(self, run: str) -> Path:
+        """Returns the folder of a run as it is now; of a store a copy."""
+        if self.is_store:
+            shutil.rmtree(self.files / run, ignore_errors=True)
+            self.copy_to(self.files / run, run)
+        return self.files / run
+
+    def copy_to(self, place: Path, below: str = "") -> None:
+        """Copies the storage, or a folder below it."""
+        if not self.is_store:
+            shutil.copytree(self.files / below, place, symlinks=True)
+            return
+        folder = Folder.from_uri(self.address) / below
+        for name in folder.sizes(temporary=True):
+            (place / name).parent.mkdir(parents=True, exist_ok=True)
+            (place / name).write_bytes(folder.read(name))
+
+    def restore(self, kept: Path) -> None:
+        """Replaces the storage by a copy of it."""
+        shutil.rmtree(self.files, ignore_errors=True)
+        shutil.copytree(kept, self.files, symlinks=True)
+        if self.is_store:
+            Folder.from_uri(self.address).remove()
+            for path in filter(Path.is_file, kept.rglob("*")):
+                self.put(str(path.relative_to(kept)))
+
+    def put(self, file: str) -> None:
+        """Puts a file of the copy into a store, or removes it there; a folder becomes an object below its name."""
+        if not self.is_store:
+            return
+        folder, path = Folder.from_uri(self.address), self.files / file
+        if path.is_file():
+            folder.put(file, path.read_bytes())
+        else:
+            folder.remove(file)
+            if path.is_dir():
+                folder.put(f"{file}/inside", b"")
 
     def of(self, run: str, *parts: str) -> str:
         """Returns the address of a run's folder, or of a folder in it."""
@@ -212,26 +251,26 @@ def _operate(operation: str, run: str, storage: Storage) -> Any:
         return None
     if run in SWEEPS:
         _sweep(storage, run)
-        trials = (storage.files / run / "trials").glob("*.json")
+        trials = (storage.run_folder(run) / "trials").glob("*.json")
         return {path.stem: [(trial := json.loads(path.read_text()))["status"], trial["speeds"]] for path in trials}
     if run == "fit":
         return _operate_fit(operation, storage)
     inline = ["--launch.mode", "inline"]
     if operation == "resume":
         _command(["train", *common, "--train.steps", str(MORE_STEPS), *inline, "--scaling.workers", "1"])
-        return _figures(storage.files / run)
+        return _figures(storage.run_folder(run))
     if operation == "evaluate":
         split = ["--split", "validation"]
         if run == "mixture":
             split = ["--split", "test", "--data.test_source", str(storage.place / "sums.txt")]
         _command(["evaluate", *common, *split, *inline])
-        scores = json.loads((storage.files / run / "evaluate" / split[1] / "metrics.json").read_text())
+        scores = json.loads((storage.run_folder(run) / "evaluate" / split[1] / "metrics.json").read_text())
         return {key: scores[key] for key in ("metrics", "samples", "step")}
     sample = ["--sample.tokens", "4", "--sample.temperature", "0"]
     _command(["predict", *common, "--text", "line 1", *sample])
     files = ["--input", str(storage.place / "questions.txt"), "--output", storage.of(run, "answers"), *inline]
     _command(["predict", *common, *files, *sample])
-    return _read_answers(storage.files / run / "answers")
+    return _read_answers(storage.run_folder(run) / "answers")
 
 
 def _operate_fit(operation: str, storage: Storage) -> Any:
@@ -243,7 +282,7 @@ def _operate_fit(operation: str, storage: Storage) -> Any:
     def work() -> int:
         if operation == "resume":
             _fit(storage, MORE_STEPS)
-            found.append(_figures(storage.files / "fit"))
+            found.append(_figures(storage.run_folder("fit")))
         else:
             filled = raystride.Run.open("fit", storage.address).load_model(into=_network())
             found.append([value.tolist() for value in filled.state_dict().values()])
@@ -365,7 +404,7 @@ class Walk:
         built = in_child(_build, storage)
         if built.code:
             raise RuntimeError(built.printed)
-        shutil.copytree(storage.files, kept, symlinks=True)
+        storage.copy_to(kept)
 
     @cached_property
     def files(self) -> dict[str, list[str]]:
@@ -429,8 +468,7 @@ class Walk:
         return judge(case, in_child(_operate, case.operation, case.run, self.storage), expected)
 
     def _restore(self) -> None:
-        shutil.rmtree(self.storage.files)
-        shutil.copytree(self._kept, self.storage.files, symlinks=True)
+        self.storage.restore(self._kept)
 
     def _damage(self, case: Case) -> None:
         random, path = Random(case.seed), self.storage.files / case.file
@@ -450,6 +488,7 @@ class Walk:
                 path.mkdir()
         else:
             path.write_bytes(b"")
+        self.storage.put(case.file)
 
 
 def judge(case: Case, ending: Ending, expected: Ending) -> Outcome:
@@ -515,10 +554,7 @@ def walk(with_: str = "") -> Iterator[Walk]:
         place = Path(name)
         storage = Storage(place / "runs", str(place / "runs"), with_ray=with_ == "ray")
         if with_ == "store":
-            served = place / "served"
-            served.mkdir()
-            endpoint = stack.enter_context(server(served))
-            storage = Storage(served / BUCKET / "walked" / "runs", uri(endpoint, "walked/runs"))
+            storage = Storage(place / "runs", uri(stack.enter_context(server()), "walked/runs"))
         yield Walk(storage, place / "kept")
 
 

@@ -1,15 +1,31 @@
 """Programs for a GPU name what is missing without one, and the device checks can fail."""
 
 import ast
+import os
+import signal
+import subprocess
+import sys
+import time
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks.kernel_tools import sanitize
 from raystride.triton_kernels import device_checks
-from raystride.triton_kernels.device_checks import DeviceCheck, run_checks
+from raystride.triton_kernels.device_checks import (
+    PROVED_WITH,
+    CheckItem,
+    DeviceCheck,
+    list_checks,
+    operation_of,
+    run_checks,
+    run_in_children,
+)
+from raystride.triton_kernels.dispatch import NoCompiler
 from raystride.triton_kernels.gelu import gelu, gelu_reference
 from raystride.triton_kernels.launch import use_launcher
 
@@ -37,6 +53,8 @@ def test_the_checks_tell_right_from_wrong(monkeypatch: pytest.MonkeyPatch) -> No
         "wrong": lambda x: gelu(x) * 1.05,
         "racy": lambda x: gelu(x) + next(noise),
         "broken": lambda x: gelu(x.view(3, 5)),
+        "PyTorch": gelu_reference,
+        "refused": lambda x: gelu(x.double()),
     }
     checked = [(name, call, gelu_reference, [(8, 8)]) for name, call in calls.items()]
     monkeypatch.setattr(device_checks, "_iterate_calls", lambda device: checked)
@@ -45,6 +63,75 @@ def test_the_checks_tell_right_from_wrong(monkeypatch: pytest.MonkeyPatch) -> No
     assert checks["wrong"].error > 1
     assert not checks["racy"].same_bits
     assert "RuntimeError" in checks["broken"].problem
+    assert checks["PyTorch"].verdict == "not run: it launched no kernel"
+    assert checks["refused"].verdict == "not run: gelu runs in PyTorch: dtype torch.float64"
+
+
+FATES = {"right": "", "raises": "ValueError: no", "crashes": "its process ended with -11", "hangs": "it was ended after"}
+
+
+def run_with_fate(item: CheckItem) -> DeviceCheck:
+    """Stands for a check in a child, by the call's name."""
+    if item.call == "crashes":
+        os.kill(os.getpid(), signal.SIGSEGV)
+    if item.call == "hangs":
+        time.sleep(600)
+    if item.call in ("raises", "no compiler"):
+        raise ValueError("no" if item.call == "raises" else "Failed to find C compiler. Please specify via CC")
+    return DeviceCheck(item.call, 0.5, True)
+
+
+def items(*calls: str) -> list[CheckItem]:
+    return [CheckItem("cpu", call, torch.bfloat16, quick=True) for call in calls]
+
+
+def test_a_check_that_crashes_or_hangs_is_wrong_and_alone() -> None:
+    chosen = items(*FATES, "right", "right")
+    found = [check for _, check in run_in_children(chosen, processes=2, timeout_s=40.0, run=run_with_fate)]
+    assert len(found) == len(chosen)
+    for name, problem in FATES.items():
+        check = next(check for check in found if check.name.split(",")[0] == name)
+        assert check.problem.startswith(problem)
+        assert check.failed == bool(problem)
+    assert sum(not check.failed for check in found) == 3
+
+
+def test_without_a_compiler_no_further_check_is_begun() -> None:
+    with pytest.raises(NoCompiler, match="install a C compiler"):
+        list(run_in_children(items("no compiler", "hangs"), processes=1, run=run_with_fate))
+
+
+def test_where_no_kernel_can_run_the_program_says_not_run() -> None:
+    """By the program itself, outside the interpreter."""
+    command = [
+        sys.executable,
+        "-m",
+        "raystride.triton_kernels.device_checks",
+        "--device",
+        "cpu",
+        "--quick",
+        "--only",
+        "gelu*",
+    ]
+    done = subprocess.run(command, env=os.environ | {"TRITON_INTERPRET": "0"}, capture_output=True, text=True, check=False)
+    assert done.returncode == 3, done.stderr
+    assert done.stdout.count("not run: no GPU is to be seen") == 2
+    assert "0 wrong, 2 not run" in done.stdout
+
+
+def test_every_operation_of_the_dispatch_has_checks() -> None:
+    """An operation without one could never be proved, and `auto` would never take its kernel."""
+    named = {
+        ast.literal_eval(node.args[0])
+        for path in Path(str(device_checks.__file__)).parent.glob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call)
+        and getattr(node.func, "id", "") == "takes_triton"
+        and isinstance(node.args[0], ast.Constant)
+    }
+    named |= {"linear_log_probabilities", "linear_cross_entropy_sharded"}  # by a variable there
+    assert named == {operation_of(item.call) for item in list_checks("cpu")} | set(PROVED_WITH)
+    assert {operation_of(item.call) for item in list_checks("cpu", quick=True)} == named - set(PROVED_WITH)
 
 
 @pytest.mark.weekly
@@ -92,6 +179,32 @@ def test_far_calls_are_in_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device_checks, "_iterate_calls", lambda device: far)
     parts = [[c.name for c in run_checks(torch.device("cpu"), patterns=("*bfloat16",), part=(i, 3))] for i in range(3)]
     assert [len(part) for part in parts] == [3, 0, 0]
+
+
+def _sdpa(reference: Callable[..., torch.Tensor], inputs: list[torch.Tensor], math: bool) -> list[torch.Tensor]:
+    with sdpa_kernel(SDPBackend.MATH) if math else nullcontext():
+        return device_checks.value_and_gradients(reference, inputs)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_either_of_pytorchs_implementations_passes_as_ours_beside_the_other(dtype: torch.dtype) -> None:
+    """Both are right: its math backend, and the FlashAttention of this processor; three percent too much is not."""
+    calls = [
+        call
+        for call in device_checks._iterate_attention_calls(torch.device("cpu"))
+        if call[0] in ("attention, causal", "attention, full", "attention, causal and key lengths") or "D 64, 1 x" in call[0]
+    ]
+    assert len(calls) > 4
+    for name, _, reference, shapes in calls:
+        torch.manual_seed(0)
+        inputs = [torch.randn(shape, dtype=dtype) for shape in shapes]
+        exact = device_checks.value_and_gradients(reference, [x.double() for x in inputs], dtype)
+        flash, math = (_sdpa(reference, inputs, math=math) for math in (False, True))
+        for mine, theirs in ((flash, math), (math, flash)):
+            assert device_checks.worst_error(name, mine, theirs, exact) <= 1, name
+            for number in range(1, 4):
+                wrong = [x * 1.03 if place == number else x for place, x in enumerate(mine)]
+                assert device_checks.worst_error(name, wrong, theirs, exact) > 1, (name, number)
 
 
 def test_not_a_number_is_wrong() -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from raystride.triton_kernels.processes import run_in_group
+from raystride.triton_kernels.processes import map_in_children, run_in_group
 from tests.children import find_children
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -50,7 +50,7 @@ sys.exit(child.wait() != -15)
 
 
 def test_a_signal_reaches_what_a_command_has_started() -> None:
-    program = "import sys; from raystride.triton_kernels.processes import run_in_group\n"
+    program = "import sys; from raystride.triton_kernels.processes import map_in_children, run_in_group\n"
     program += f"run_in_group([sys.executable, '-c', {FAMILY!r}])"
     with _start(["-c", program]) as started:
         assert started.stdout
@@ -66,3 +66,20 @@ def test_a_command_s_exit_code_comes_back_and_so_do_the_handlers() -> None:
     environment = os.environ | {"CODE": "7"}
     assert run_in_group([sys.executable, "-c", "import os; exit(int(os.environ['CODE']))"], env=environment) == 7
     assert signal.getsignal(signal.SIGTERM) is before
+
+
+def pid_or_problem(item: str) -> int:
+    if item == "loses":
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+    if item == "raises":
+        raise ValueError("no")
+    return os.getpid()
+
+
+def test_a_child_that_lost_its_gpu_is_replaced_and_another_goes_on() -> None:
+    items = ("one", "raises", "two", "loses", "three")
+    found = {outcome.item: outcome for outcome in map_in_children(pid_or_problem, items, processes=1, timeout_s=200.0)}
+    assert found["one"].value == found["two"].value != found["three"].value
+    assert found["raises"].problem == "ValueError: no"
+    assert found["loses"].problem.startswith("RuntimeError: CUDA error")
+    assert {found[item].problem for item in ("one", "two", "three")} == {""}

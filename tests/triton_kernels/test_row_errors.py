@@ -16,7 +16,7 @@ from raystride.triton_kernels.attention import attention, attention_reference
 from raystride.triton_kernels.attention_packed import attention_packed, attention_packed_reference
 from raystride.triton_kernels.configurations import FAMILIES, KERNELS, takes_descriptors, tile
 from raystride.triton_kernels.convolution import convolution, convolution_reference
-from raystride.triton_kernels.device_checks import _parameters_after_step, value_and_gradients
+from raystride.triton_kernels.device_checks import parameters_after_step, value_and_gradients
 from raystride.triton_kernels.geglu import geglu, geglu_reference
 from raystride.triton_kernels.gelu import gelu, gelu_reference
 from raystride.triton_kernels.launch import assumed_architecture
@@ -94,7 +94,7 @@ OPERATIONS: dict[str, tuple[Function, Function, list[tuple[int, ...]]]] = {
         _at_its_best(partial(convolution_reference, pool=True)),
         [(2, 3, 8, 8), (5, 3, 3, 3), (5,)],
     ),
-    "adamw": (partial(_parameters_after_step, adamw), partial(_parameters_after_step, adamw_reference), [(30, 48)] * 4),
+    "adamw": (partial(parameters_after_step, adamw), partial(parameters_after_step, adamw_reference), [(30, 48)] * 4),
 }  # fmt: skip
 
 

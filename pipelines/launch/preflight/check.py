@@ -30,12 +30,12 @@ from raystride.pipelines.system.commands import launch_command
 from raystride.pipelines.system.storage.folder import Folder
 
 
-def run_check(parsed: Parsed[Config]) -> int:
-    """Prints the checks and whether the configuration will run; returns the exit code."""
-    return run_with_exit_code(lambda: _run_check(RunContext(*locate_run(parsed))))
+def run_check(parsed: Parsed[Config], prove: Callable[["ResolvedRun"], list[str]] = lambda resolved: []) -> int:
+    """Prints the checks and whether the configuration will run; returns the exit code. The lines of `prove` come last."""
+    return run_with_exit_code(lambda: _run_check(RunContext(*locate_run(parsed)), prove))
 
 
-def _run_check(context: RunContext) -> int:
+def _run_check(context: RunContext, prove: Callable[["ResolvedRun"], list[str]]) -> int:
     data, lines = _check_first_rows(context)  # no cluster is started for data that cannot be read
     launch = context.config.launch
     if not data.passed:
@@ -47,7 +47,8 @@ def _run_check(context: RunContext) -> int:
             hosts, links = probe_hosts(resolved.context), measure_network(launch.cluster_timeout_s)
             checks += [*hosts.checks(), *hosts.optional_checks(links)]
             table = hosts.table(links)
-    return _report(checks, [*lines, *_mixture_notes(resolved.context)], table, context.storage)
+        notes = [*lines, *_mixture_notes(resolved.context), *prove(resolved)]
+    return _report(checks, notes, table, context.storage)
 
 
 def _check_first_rows(context: RunContext) -> tuple[Check, list[str]]:

@@ -7,7 +7,7 @@ failed = [check for check in checks if not check.passed]  # non-empty: exit code
 import os
 import uuid
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 
 from raystride.pipelines.config import Config, ModelConfig
@@ -36,16 +36,33 @@ class Check:
 
 def preflight(config: Config, allocation: Allocation, resources: Resources, storage: Folder) -> list[Check]:
     """Runs all checks of the settings and of this machine, in the order of display; see `hosts` for other hosts."""
-    return [*check_settings(config, allocation, resources), _check_storage(storage)]
+    decided = with_proved_kernels(config, allocation, storage)
+    return [*check_settings(config, allocation, resources, decided), _check_storage(storage)]
 
 
-def check_settings(config: Config, allocation: Allocation, resources: Resources) -> list[Check]:
-    """Runs the checks that only compute, so that a sweep can check many settings; the memory check comes last."""
+def with_proved_kernels(config: Config, allocation: Allocation, storage: Folder) -> Config:
+    """Returns the settings with `model.kernels` as `auto` will choose on this machine's GPU, for an estimate; unchanged if
+    that is open."""
+    if config.model.kernels != "auto" or allocation.device != "cuda":
+        return config
+    from raystride.pipelines.train.worker.prover import predict_kernels  # slow import
+
+    chosen = predict_kernels(config, storage)
+    return replace(config, model=replace(config.model, kernels=chosen))
+
+
+def check_settings(
+    config: Config, allocation: Allocation, resources: Resources, decided: Config | None = None
+) -> list[Check]:
+    """Runs the checks that only compute, so that a sweep can check many settings; the memory check comes last.
+
+    `decided`: the settings with what is known of the kernels that `auto` will choose.
+    """
     return [
         _check_kernels(config.model, allocation),
         _check_slots(config, allocation),
         _check_resources(allocation, resources),
-        _check_memory(config, allocation, resources),
+        _check_memory(decided or config, allocation, resources),
     ]
 
 
@@ -105,6 +122,11 @@ def _check_memory(config: Config, allocation: Allocation, resources: Resources) 
     if have is None:
         return Check(name, True, f"about {need.total / GIB:.1f} GiB a worker; the device's memory is not known here")
     found = f"about {need.total * workers / GIB:.1f} GiB for {workers} worker(s), {have / GIB:.1f} GiB there"
+    if need.total * workers > have and allocation.device == "cuda" and config.model.kernels == "auto":
+        by_kernels = estimate_memory(replace(config, model=replace(config.model, kernels="triton")), allocation)
+        if by_kernels and by_kernels.total * workers <= have:
+            less = f"about {by_kernels.total * workers / GIB:.1f} GiB once kernels are proved (`raystride check --kernels`)"
+            return Check(name, True, f"{found} by PyTorch alone; {less}")
     return Check(
         name,
         need.total * workers <= have,

@@ -215,12 +215,12 @@ def _in_flight_bytes(
 
 
 def arithmetic_for(config: Config, device: str) -> Arithmetic:
-    """Returns the bytes per number of a run's activations."""
+    """Returns the bytes per number of a run's activations. `model.kernels auto` counts as PyTorch: what is not proved is."""
     gpu, precision = device == "cuda", config.train.precision
     stream = HALF if precision == "pure_bf16" else FP32
     # On CPUs bf16 rounds the factors inside of products; every tensor stays fp32.
     matmul = HALF if stream == HALF or precision == "fp16" or (gpu and precision == "bf16") else FP32
-    kernels = config.model.kernels == "triton" or (gpu and config.model.kernels == "auto")
+    kernels = config.model.kernels == "triton"
     return Arithmetic(stream=stream, matmul=matmul, kernels=kernels, mask=1 if gpu else matmul)
 
 

@@ -5,7 +5,8 @@
 
 Plain calls are causal and full attention over whole batches or packed documents, without windows, lengths, caps or dropout;
 others use our kernel, which also gives the same bits each time. If `model.attention` is `auto`, the first worker times both
-on the run's own shape when the run begins, and decides for all; a run resumed on the same GPU keeps the choice.
+on the run's own shape when the run begins, and decides for all; a run resumed on the same GPU keeps the choice. Where
+`model.kernels auto` does not take our kernel (`kernel_choice`), every call is PyTorch's and there is nothing to choose.
 """
 
 import time
@@ -20,7 +21,7 @@ from raystride.pipelines.config import Config
 from raystride.triton_kernels.attention import attention
 from raystride.triton_kernels.attention_packed import attention_packed, packed_library_reason
 from raystride.triton_kernels.configurations import architecture_family, uncovered_reason
-from raystride.triton_kernels.dispatch import use_library
+from raystride.triton_kernels.dispatch import is_chosen, use_library
 from raystride.triton_kernels.launch import architecture
 
 TIMED_FAMILIES = ("sm_90", "sm_100")
@@ -45,8 +46,8 @@ def choose_attention(
 ) -> dict[str, Any]:
     """Sets the backend of plain attention calls in this process; returns the entries of a checkpoint's `bits`. Collective.
 
-    `config.train.precision` is resolved; `chosen_before` has the `bits` of the run's checkpoint, or of the run that it
-    repeats. On CPUs, and on GPUs without kernels, there is no choice.
+    Call it after `choose_kernels`. `config.train.precision` is resolved; `chosen_before` has the `bits` of the run's
+    checkpoint, or of the run that it repeats. On CPUs, and on GPUs without kernels, there is no choice.
     """
     use_library(False)
     if device.type != "cuda" or uncovered_reason(architecture(device)):
@@ -54,9 +55,12 @@ def choose_attention(
     gpu_family, gpu = architecture_family(architecture(device)), torch.cuda.get_device_name(device)
     if config.model.attention != "triton":
         activate_flash_attention(gpu_family, log)
-    if reason_for_own_kernel(config, gpu_family):
-        return {}
+    if config.model.attention != "triton" and config.train.deterministic:
+        log("PyTorch's attention without cuDNN, which train.deterministic leaves out")
     packed = config.train.packing != "none"
+    dtype = torch.float16 if config.train.precision == "fp16" else torch.bfloat16
+    if reason_for_own_kernel(config, gpu_family) or not is_chosen("attention_packed" if packed else "attention", dtype):
+        return {}
     if packed and (reason := packed_library_reason(device)):
         log(f"packed attention by our kernel: {reason}")
         return {}

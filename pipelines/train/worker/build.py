@@ -50,6 +50,7 @@ from raystride.pipelines.train.strategies.strategy import Strategy
 from raystride.pipelines.train.validation import Validation
 from raystride.pipelines.train.worker.attention_backend import choose_attention
 from raystride.pipelines.train.worker.job import Job, WorkerInfo
+from raystride.pipelines.train.worker.kernel_choice import choose_kernels
 from raystride.pipelines.train.worker.matmul_backend import MatmulChoice, choose_matmul_backends
 from raystride.triton_kernels.dispatch import use_kernels
 
@@ -122,15 +123,16 @@ def build_training(
     if worker.rank == 0:
         facts = dict(built.task.facts) | {"tokenizers": list(built.task.tokenizers)}
         built.checkpoints.extra["facts.json"] = json.dumps(facts).encode()
-    chosen_before = _read_choices(job, found, worker)
+    chosen_before = _read_choices(job, found)
     choice = _choose_matmul_backends(job, config, worker, built.network, feed.train, chosen_before, log)
     loader = _build_loader(config, worker, strategy, feed, state)
     feed.beside.start()  # after the loader has forked its readers
     built.checkpoints.verify_data = feed.beside.finish
-    bits = choice.bits | choose_attention(
-        config, chosen_before, device=device, rank=worker.rank, world=worker.world, log=log
-    )
+    kernels = choose_kernels(config, chosen_before, device=device, world=worker.world, storage=job.folder.parent, log=log)
+    bits = choice.bits | kernels
+    bits |= choose_attention(config, chosen_before, device=device, rank=worker.rank, world=worker.world, log=log)
     header = {"run": job.run, "bits": bits, "data": manifest.fingerprint}
+    facts = job.facts | ({"bits": job.facts["bits"] | kernels} if kernels and "bits" in job.facts else {})
     return Training(
         config=config,
         strategy=strategy,
@@ -143,7 +145,7 @@ def build_training(
         ),
         validate=Validation(config, strategy, built.model, built.precision, feed.train.task, feed.held_out, feed.shares),
         checkpoints=built.checkpoints if config.checkpoint.every else None,
-        header=header | built.facts | job.facts,
+        header=header | built.facts | facts,
         watchers=observers,
         stopping=stopping,
         permit=job.permit,
@@ -256,14 +258,12 @@ def _build_checkpoints(job: Job, worker: WorkerInfo, task: Task, log: Callable[[
     return checkpoints
 
 
-def _read_choices(job: Job, found: ValidCheckpoint | None, worker: WorkerInfo) -> Mapping[str, Any] | None:
-    """Returns the choices of the run's checkpoint, or of the run that it repeats; None if there is neither."""
+def _read_choices(job: Job, found: ValidCheckpoint | None) -> Mapping[str, Any] | None:
+    """Returns choices and device of the run's checkpoint, or of the run that it repeats; None if there is neither."""
     if found:
-        bits: Mapping[str, Any] = found.manifest.get("bits", {})
-        return bits
-    if job.config.repeat and worker.rank == 0:
-        return newest_manifest(job.folder.parent / job.config.repeat).get("bits")
-    return None
+        return dict(found.manifest.get("bits", {})) | {"device": found.manifest.get("device")}
+    manifest = newest_manifest(job.folder.parent / job.config.repeat) if job.config.repeat else {}
+    return dict(manifest["bits"]) | {"device": manifest.get("device")} if "bits" in manifest else None
 
 
 def _choose_matmul_backends(

@@ -5,8 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from raystride.jobs import check
 from raystride.pipelines.config import Config, DataConfig, LaunchConfig, ScalingConfig, TrainConfig
-from raystride.pipelines.config.parse import Parsed
+from raystride.pipelines.config.parse import Parsed, to_yaml
 from raystride.pipelines.data.prepare.prepare import prepare
 from raystride.pipelines.data.prepare.run_context import RunContext
 from raystride.pipelines.data.tasks import build_task
@@ -19,7 +20,9 @@ from raystride.pipelines.launch.preflight.check import (
     run_check,
     run_preflight,
 )
+from raystride.pipelines.launch.preflight.prove_kernels import proving_beside
 from raystride.pipelines.system.storage.folder import Folder
+from raystride.pipelines.train.worker.prover import ProofReport
 from tests.tiny import tiny, write_text
 
 
@@ -44,6 +47,26 @@ def test_what_will_run_passes_every_check_and_says_what_comes_next(
     assert lines[-3] == f"results  {tmp_path / 'runs'}"
     assert lines[-2] == "mlflow   not logged"
     assert lines[-1].endswith(" train with the same settings")
+
+
+def test_kernels_are_proved_ahead_where_there_is_a_gpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    settings = tmp_path / "settings.yaml"
+    settings.write_text(to_yaml(config_of(tmp_path)))
+    assert check.main(["--config", str(settings), "--kernels"]) == DONE
+    said = capsys.readouterr().out
+    assert "note kernels on this machine: not run: it has no GPU, and CPUs compute by PyTorch" in said
+
+
+def test_a_run_on_cpus_proves_nothing_and_a_problem_of_a_node_is_a_line(
+    tmp_path: Path,
+) -> None:
+    context = RunContext(config_of(tmp_path), Folder.from_uri(str(tmp_path / "runs")))
+    said: list[str] = []
+    for device in ("cpu", "cuda"):
+        resolved = ResolvedRun(context, Resources.of_this_machine(gpus=False), Allocation(1, device, threads=1))
+        with proving_beside(resolved, said.append, lambda *_: {"h3": ProofReport(problem="no compiler")}):
+            assert not said, "lines come at the end"
+    assert said == ["kernels could not be proved on h3: no compiler"]
 
 
 def test_data_that_no_training_can_read_is_found_by_its_first_rows(

@@ -17,6 +17,7 @@ from raystride.pipelines.launch.cluster.network import ClusterNode, Links, NoAns
 from raystride.pipelines.launch.preflight.checks import describe_failures
 from raystride.pipelines.launch.preflight.hosts import HostProbe, HostReport, HostReports, probe_hosts
 from raystride.pipelines.system.storage.folder import Folder
+from raystride.pipelines.train.worker.prover import NodeProof, ProofReport
 from tests.tiny import tiny, write_text
 
 ONE, TWO, THREE = (ClusterNode(f"10.0.0.{number}", f"h{number}") for number in (1, 2, 3))
@@ -107,6 +108,8 @@ def test_a_real_cluster_of_one_host_is_looked_at_and_nothing_is_left(tmp_path: P
     assert storage.names() == []
     assert measure_network(60) == {}
     assert [isinstance(answer, NoAnswer) for answer in run_on_all_nodes(_raises, 60).values()] == [True]
+    proof = NodeProof(tiny(write_text(tmp_path)), storage, 1.0)
+    assert list(run_on_all_nodes(proof, 120).values()) == [ProofReport()], "a host without a GPU proves nothing"
 
 
 def _raises() -> str:
