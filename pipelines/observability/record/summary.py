@@ -66,6 +66,8 @@ class RunSummary(_SummaryKeys, total=False):
     """Name of the signal that requested the end."""
     workers: int
     """Number of workers of the last attempt."""
+    active_parameters: int
+    """With experts, parameters that a token uses."""
     unit: str
     """Unit of the samples that were seen: tokens, examples, pairs or images."""
     metric: str
