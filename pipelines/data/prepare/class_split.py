@@ -75,7 +75,7 @@ def find_bounds(parts: Iterable[Hashes], fraction: float) -> dict[str, int]:
     for label, count in wanted.items():
         hashes, most = sorted(smallest[label]), min(count, counts[label] - 1)
         bound = min(hashes[most - 1] + 1, limits.get(label, 2**64)) if most else 0
-        bounds[label] = bound if sum(found < bound for found in hashes) < counts[label] else 0
+        bounds[label] = bound if 0 < sum(found < bound for found in hashes) < counts[label] else 0
     return bounds
 
 
