@@ -32,7 +32,7 @@ from raystride.pipelines.system.service_thread import ServiceThread
 from raystride.pipelines.system.storage.folder import Folder
 from raystride.pipelines.system.storage.locks import file_lock, make_folder
 from raystride.pipelines.system.storage.sealed import put_sealed, read_sealed
-from raystride.pipelines.train.checkpoint.fence import read_claim
+from raystride.pipelines.train.checkpoint.fence import ClaimBroken, read_claim
 
 OWNER_FILE = "owner.json"
 LOCK_FILE = ".lock"
@@ -279,6 +279,9 @@ class RunLease:
         with self._writing:
             if self._is_released:  # its folder may be gone, and is not made again
                 return True
+            if self.folder.local and not self.folder.exists():  # the lock would make it again
+                self.permit.revoke(_removed_error(self.folder))
+                return True
             with _exclusive(self.folder):
                 if not self.permit.look():
                     self._write_file()
@@ -286,13 +289,20 @@ class RunLease:
 
 
 def find_successor(folder: Folder, attempt: str, term: int) -> RunLocked | None:
-    """Returns the error of an attempt whose run another driver has taken over, also if that one has released it since."""
+    """Returns the error of an attempt whose run another driver has taken over, also if that one has released it since.
+
+    Without an owner file, the claim of its checkpoints says who came later, if it can be read.
+    """
     content = _read_file(folder)
     if content.owner and _has_lost(attempt, term, content.owner):
         return _taken_over_error(folder, content.owner)
+    with suppress(ClaimBroken):
+        claim = None if content.is_readable else read_claim(folder / "checkpoints")
+        content = replace(content, term=claim.term) if claim else content
     if content.term > term:  # released since
         return _taken_over_error(folder, None)
-    return _ended_error(folder) if content.term == term and content.owner is None else None
+    is_released = content.is_readable and content.owner is None
+    return _ended_error(folder) if is_released and content.term == term else None
 
 
 def _has_lost(attempt: str, term: int, other: Owner) -> bool:
@@ -312,6 +322,10 @@ def _owned_error(folder: Folder, other: Owner) -> RunLocked:
 
 def _ended_error(folder: Folder) -> RunLocked:
     return RunLocked(f"this attempt of run {folder.name} has ended: it writes nothing more", run=folder.name)
+
+
+def _removed_error(folder: Folder) -> RunLocked:
+    return RunLocked(f"the folder of run {folder.name} was removed: this attempt ends here, and saves nothing", run=folder.name)
 
 
 def _taken_over_error(folder: Folder, other: Owner | None) -> RunLocked:

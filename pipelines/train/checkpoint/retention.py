@@ -13,6 +13,7 @@ from raystride.pipelines.system.storage.folder import Folder
 from raystride.pipelines.train.checkpoint.layout import (
     checkpoint_names,
     is_manifest,
+    newest_term,
     parse_step,
     read_manifest,
     step_name,
@@ -23,12 +24,13 @@ MAX_READ_BACK = 2**30
 
 
 def prune_checkpoints(folder: Folder, newest: str, keep: int, writer: str) -> None:
-    """Removes the data of all but the newest `keep` checkpoints and the best, and files that no manifest mentions.
+    """Removes the data of all but the newest `keep` whole checkpoints and the best, and files that no manifest mentions.
 
     `newest` was just saved by the group of this name, and is first compared with its manifest: raises OSError, with nothing
     removed, if it is another's or a file has another size or, read back, other bytes. Steps later than
     `newest` are kept: they were damaged when this attempt began, so they must not count, and this attempt will reach them.
-    One listing, however many checkpoints there have been.
+    A damaged one before it does not count either. One listing, and the manifests of those that are kept, however many
+    checkpoints there have been.
     """
     files: dict[str, set[str]] = {}
     last, sizes = parse_step(newest), folder.sizes(temporary=True)
@@ -40,12 +42,20 @@ def prune_checkpoints(folder: Folder, newest: str, keep: int, writer: str) -> No
     manifest = read_manifest(folder / newest)
     if not manifest or data_folder(manifest) != writer:
         raise OSError(f"{folder / newest} is not of {writer}: nothing is removed")
-    for name, stated in manifest["files"].items():
-        if (found := sizes.get(f"{newest}/{name}")) != stated["bytes"]:
-            raise OSError(f"{folder / newest / name} has {found} bytes and not {stated['bytes']}: nothing is removed")
+    for name, found in _unlike_sizes(newest, manifest, sizes).items():
+        stated = manifest["files"][name]["bytes"]
+        raise OSError(f"{folder / newest / name} has {found} bytes and not {stated}: nothing is removed")
     _verify_contents(folder / newest, manifest["files"])
     whole = checkpoint_names(name for name, inside in files.items() if any(map(is_manifest, inside)))
-    kept = {*whole[-keep:], read_hint(folder, "best"), step_name(manifest.get("state", {}).get("best_step", 0))}
+    kept = {read_hint(folder, "best"), step_name(manifest.get("state", {}).get("best_step", 0))}
+    num_whole, term = 0, newest_term(folder)
+    for name in reversed(whole):
+        if num_whole == keep:
+            break
+        kept.add(name)
+        if not all(map(is_manifest, files[name])):  # else its data was removed
+            manifest = read_manifest(folder / name, term)
+            num_whole += bool(manifest) and not _unlike_sizes(name, manifest, sizes)
     for name in checkpoint_names(files):
         if name not in whole:
             folder.remove(name)
@@ -57,6 +67,12 @@ def prune_checkpoints(folder: Folder, newest: str, keep: int, writer: str) -> No
             data = data - {owner} if owner else set()  # damaged: its files are unknown
         for entry in sorted(data):
             folder.remove(f"{name}/{entry}")
+
+
+def _unlike_sizes(name: str, manifest: Mapping[str, Any], sizes: Mapping[str, int]) -> dict[str, int | None]:
+    """Returns the files of a checkpoint that are missing in a listing, or have another size there, with that size."""
+    found = {file: sizes.get(f"{name}/{file}") for file in manifest["files"]}
+    return {file: size for file, size in found.items() if size != manifest["files"][file]["bytes"]}
 
 
 def _verify_contents(step: Folder, files: Mapping[str, Any]) -> None:
@@ -96,15 +112,18 @@ def data_folder(manifest: dict[str, Any]) -> str:
 def best_name(folder: Folder) -> str:
     """Returns the best checkpoint's name by the newest manifest; "" if there is none. Raises OSError.
 
-    The file `best` counts where that manifest's best step has no checkpoint, because the store refused it.
+    The file `best` counts where that manifest's best step has no checkpoint, because the store refused it, and where it names
+    a later checkpoint than that manifest's, which is damaged then; else none is best if nothing was validated.
     """
+    hint = read_hint(folder, "best")
     for name in reversed(checkpoint_names(folder.names())):
         if state := read_manifest(folder / name).get("state"):
             best = step_name(state.get("best_step", 0))
             if any(map(is_manifest, (folder / best).names())):
                 return best
-            break
-    return read_hint(folder, "best")
+            is_earlier = (parse_step(hint) or 0) <= (parse_step(name) or 0)
+            return "" if state.get("best_step") == 0 and is_earlier else hint
+    return hint
 
 
 def _manifest_data_folder(folder: Folder) -> str | None:

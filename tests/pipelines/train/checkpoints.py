@@ -8,7 +8,9 @@ from raystride.model.transformer import Decoder
 from raystride.pipelines.config import ModelConfig, OptimizerConfig
 from raystride.pipelines.data.feed.loader import Step
 from raystride.pipelines.system.storage.folder import Folder
+from raystride.pipelines.train.checkpoint.layout import parse_step
 from raystride.pipelines.train.checkpoint.manager import Checkpoints
+from raystride.pipelines.train.checkpoint.retention import read_hint
 from raystride.pipelines.train.checkpoint.train_state import TrainState, Updater
 from raystride.pipelines.train.optimizer import build_optimizer
 
@@ -31,7 +33,9 @@ def train_model(seed: int, steps: int = 2, kind: str = "adamw") -> tuple[Decoder
 def save(folder: Path, step: int, best: bool = False, attempt: str = "a1", keep: int = 2) -> Decoder:
     model, optimizer = train_model(step)
     checkpoints = Checkpoints(Folder.from_uri(str(folder)), attempt, keep=keep, extra={"tokenizer/kind.json": b"{}"})
-    checkpoints.save(model, optimizer, TrainState(step=step, position=4 * step, fed_digest=step), {"run": "r"}, best=best)
+    best_step = step if best else parse_step(read_hint(checkpoints.folder, "best")) or 0
+    state = TrainState(step=step, position=4 * step, fed_digest=step, best_step=best_step)
+    checkpoints.save(model, optimizer, state, {"run": "r"}, best=best)
     checkpoints.wait_for_save()
     return model
 

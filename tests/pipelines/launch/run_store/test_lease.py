@@ -16,8 +16,16 @@ import pytest
 
 from raystride.pipelines.launch.hang.process import process_start_ticks
 from raystride.pipelines.launch.run_store import lease as owner
-from raystride.pipelines.launch.run_store.lease import DriverIsolated, Owner, RunLease, RunLocked, read_owner
+from raystride.pipelines.launch.run_store.lease import (
+    DriverIsolated,
+    Owner,
+    RunLease,
+    RunLocked,
+    find_successor,
+    read_owner,
+)
 from raystride.pipelines.system.storage.folder import Folder
+from raystride.pipelines.train.checkpoint.fence import Claim, claim_checkpoints
 from tests.errors import refused
 from tests.waiting import wait_until
 
@@ -263,6 +271,39 @@ def test_a_driver_that_was_given_up_takes_nothing_back(folder: Folder, monkeypat
     old.release()
     assert _attempt(store) == "new"
     assert new.owner.term == old.owner.term + 1
+
+
+def test_a_driver_before_the_newest_claim_owns_nothing_without_an_owner_file(
+    folder: Folder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its successor claimed the checkpoints and was killed, and the file that nobody renewed was removed by hand."""
+    monkeypatch.setattr(owner, "RENEW_S", 3600.0)
+    hung = RunLease.acquire(folder, "hung")
+    claim_checkpoints(folder / "checkpoints", Claim("killed", "0f3e", hung.owner.term + 1))
+    folder.remove("owner.json")
+    assert hung._renew_once()
+    assert not folder.exists("owner.json")
+    with pytest.raises(RunLocked, match="another process has taken over run run"):
+        hung.permit.check()
+    folder.put("checkpoints/attempt", "damaged")  # says nothing of who comes later: commits are refused by it
+    with RunLease(folder, "other") as other:
+        assert find_successor(folder, "other", other.owner.term) is None
+
+
+def test_a_driver_that_hung_does_not_bring_back_a_run_that_its_successor_removed(
+    folder: Folder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(owner, "RENEW_S", 3600.0)
+    hung = RunLease.acquire(folder, "hung")
+    _write(folder, ticks=1)  # as dead
+    with RunLease.acquire(folder, "new") as new:
+        new.remove_run()
+    assert hung._renew_once()
+    assert not folder.exists()
+    with pytest.raises(RunLocked, match="the folder of run run was removed"):
+        hung.permit.raise_if_revoked()
+    hung.release()
+    assert not folder.exists()
 
 
 def test_a_renewal_and_a_release_wait_for_one_that_takes_over_on_a_disk(

@@ -196,8 +196,8 @@ def test_a_named_checkpoint_is_the_one_or_an_error(tmp_path: Path) -> None:
         checkpoints.find_best()
     with refused("checkpoint", 4, names=["step-00000004", "MANIFEST.json", "--checkpoint last"]):
         checkpoints.find_step(4)
-    (tmp_path / "best").unlink()
-    assert checkpoints.find_best() is None
+    save(tmp_path / "unvalidated", 1)
+    assert open_checkpoints(tmp_path / "unvalidated").find_best() is None
 
 
 def _lose_a_state(step: Path) -> None:

@@ -11,6 +11,7 @@ from raystride.pipelines.train.checkpoint import retention
 from raystride.pipelines.train.checkpoint.manager import Checkpoints
 from raystride.pipelines.train.checkpoint.retention import prune_checkpoints
 from raystride.pipelines.train.checkpoint.train_state import TrainState
+from tests.errors import refused
 from tests.flips import flip
 from tests.pipelines.train.checkpoints import fed, open_checkpoints, save, train_model
 from tests.storage import Proxy, uri
@@ -87,6 +88,39 @@ def test_the_best_one_is_what_the_newest_manifest_says(tmp_path: Path) -> None:
         assert found.step == 2
     prune_checkpoints(Folder(str(tmp_path)), "step-00000003", 1, "a1")
     assert (tmp_path / "step-00000002" / "a1").exists()
+
+
+def test_a_damaged_checkpoint_is_none_of_those_that_are_kept(tmp_path: Path) -> None:
+    """The newest of two is damaged, and training goes on from the one before to a step beyond it."""
+    for number, damage in enumerate(("manifest", "size", "missing")):
+        place = tmp_path / damage
+        for step in (1, 2):
+            save(place, step)
+        if damage == "manifest":
+            (place / "step-00000002" / "MANIFEST.json").write_text("{torn")
+        elif damage == "size":
+            (place / "step-00000002" / "a1" / "rank-0.bin").write_bytes(b"short")
+        else:
+            (place / "step-00000002" / "a1" / "rank-0.bin").unlink()
+        save(place, 3)
+        assert [found.step for found in open_checkpoints(place).find_whole()] == [3, 1], (number, damage)
+        save(place, 4)
+        assert [found.step for found in open_checkpoints(place).find_whole()] == [4, 3]
+        assert not (place / "step-00000002" / "a1").exists()
+
+
+def test_the_file_best_of_a_checkpoint_that_was_gone_back_behind_names_none(tmp_path: Path) -> None:
+    """The newest manifest says that nothing was validated, and is later than what the file names."""
+    checkpoints, (model, optimizer) = Checkpoints(Folder(str(tmp_path)), "a1", keep=3), train_model(0)
+    for step, best in ((1, 0), (2, 2)):
+        checkpoints.save(model, optimizer, TrainState(step=step, best_step=best), {}, best=bool(best))
+    checkpoints.finish()
+    (tmp_path / "step-00000002" / "MANIFEST.json").write_text("{torn")
+    with refused("checkpoint", "best", names=["step-00000002"]):  # the file is later than any whole manifest
+        open_checkpoints(tmp_path).find_best()
+    checkpoints.save(model, optimizer, TrainState(step=3), {}, best=False)
+    checkpoints.finish()
+    assert open_checkpoints(tmp_path).find_best() is None
 
 
 def test_steps_of_nine_digits_are_newer_than_those_of_eight(tmp_path: Path) -> None:
