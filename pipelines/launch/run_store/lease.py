@@ -325,7 +325,9 @@ def _ended_error(folder: Folder) -> RunLocked:
 
 
 def _removed_error(folder: Folder) -> RunLocked:
-    return RunLocked(f"the folder of run {folder.name} was removed: this attempt ends here, and saves nothing", run=folder.name)
+    return RunLocked(
+        f"the folder of run {folder.name} was removed: this attempt ends here, and saves nothing", run=folder.name
+    )
 
 
 def _taken_over_error(folder: Folder, other: Owner | None) -> RunLocked:

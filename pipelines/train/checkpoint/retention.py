@@ -71,7 +71,7 @@ def prune_checkpoints(folder: Folder, newest: str, keep: int, writer: str) -> No
 
 def _unlike_sizes(name: str, manifest: Mapping[str, Any], sizes: Mapping[str, int]) -> dict[str, int | None]:
     """Returns the files of a checkpoint that are missing in a listing, or have another size there, with that size."""
-    found = {file: sizes.get(f"{name}/{file}") for file in manifest["files"]}
+    found = {file: sizes.get(f"{name}/{file}") for file in manifest.get("files", {})}
     return {file: size for file, size in found.items() if size != manifest["files"][file]["bytes"]}
 
 
@@ -112,8 +112,8 @@ def data_folder(manifest: dict[str, Any]) -> str:
 def best_name(folder: Folder) -> str:
     """Returns the best checkpoint's name by the newest manifest; "" if there is none. Raises OSError.
 
-    The file `best` counts where that manifest's best step has no checkpoint, because the store refused it, and where it names
-    a later checkpoint than that manifest's, which is damaged then; else none is best if nothing was validated.
+    The file `best` counts where that manifest's best step has no checkpoint, because the store refused it. Where nothing was
+    validated, it counts only if it names a later checkpoint than that manifest's, which is damaged then.
     """
     hint = read_hint(folder, "best")
     for name in reversed(checkpoint_names(folder.names())):

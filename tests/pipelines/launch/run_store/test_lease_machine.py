@@ -19,7 +19,7 @@ from raystride.pipelines.train.checkpoint.fence import Claim, claim_checkpoints,
 class Leases(RuleBasedStateMachine):
     """All drivers are this process; one that is killed leaves a file whose process has another start.
 
-    Clocks and threads stay out: a renewal is a rule, and no driver is on another machine, which would be watched for a minute.
+    Clocks and threads stay out: a renewal is a rule, and no driver is on another machine, whose lease takes a minute to end.
     """
 
     @initialize(begun=st.booleans())
@@ -150,4 +150,4 @@ class Leases(RuleBasedStateMachine):
 
 
 TestLeases = Leases.TestCase
-TestLeases.settings = settings(derandomize=True, max_examples=30, stateful_step_count=14, deadline=None)
+TestLeases.settings = settings(derandomize=True, max_examples=100, stateful_step_count=14, deadline=None)

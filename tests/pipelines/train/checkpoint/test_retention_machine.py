@@ -112,4 +112,4 @@ class Retention(RuleBasedStateMachine):
 
 
 TestRetention = Retention.TestCase
-TestRetention.settings = settings(derandomize=True, max_examples=10, stateful_step_count=10, deadline=None)
+TestRetention.settings = settings(derandomize=True, max_examples=20, stateful_step_count=10, deadline=None)
