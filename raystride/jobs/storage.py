@@ -1,6 +1,6 @@
 """Lists what lies in a storage, with sizes, newest changes and the runs that use each; nothing is changed.
 
-    raystride storage --storage runs            # runs, trials, exports, prepared data, MLflow's files; caches of this machine
+    raystride storage --storage runs           # runs, trials, exports, prepared data, MLflow's files; caches of this machine
     raystride storage --storage s3://bucket/runs --json
 
 Exit codes: 0 done, 2 there is no such storage, 3 it cannot be read.

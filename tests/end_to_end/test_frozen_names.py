@@ -40,8 +40,8 @@ TrainingInterrupted TrainingTerminated ValidationConfig check evaluate export fi
 register_model register_observer register_source register_task sweep train
 """
 COMMANDS = """
-certificates check completion deploy evaluate export generate node predict prepare presets report runs serve storage sweep train
-ui
+certificates check completion deploy evaluate export generate node predict prepare presets report runs serve storage sweep
+train ui
 """
 SUMMARY = """
 average_power_watts best_step complete data_wait_share ending energy_covers energy_joules flops_per_token gpu_idle_share

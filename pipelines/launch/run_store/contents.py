@@ -348,7 +348,9 @@ def _list_caches(report: Report, notice: _Notice) -> Iterator[StoredEntry]:
     """Yields the caches and temporary folders of this user on this machine that have files."""
     caches = [*(node_folder(suffix) for suffix in ("", "-unpacked", "-verified", "-measured")), measured_folder()]
     temporary = (path for path in Path(tempfile.gettempdir()).glob("raystride-*") if path not in caches)
-    kinds: dict[Path, Kind] = dict.fromkeys(caches, "cache") | {path: "temporary" for path in temporary if _is_own(path)}
+    kinds: dict[Path, Kind] = {}
+    kinds.update(dict.fromkeys(caches, "cache"))
+    kinds.update({path: "temporary" for path in temporary if _is_own(path)})
     for path, kind in kinds.items():
         entry = StoredEntry(kind, str(path))
         for file in notice.count(_walk(path.parent, path.name, report), path) if path.exists() else ():
