@@ -80,6 +80,7 @@ class Attention(nn.Module):
         qkv_bias: bool = False,
         out_bias: bool = False,
         qk_norm: float | None = None,
+        qk_norm_joint: bool = False,
         softcap: float = 0.0,
         scale: float | None = None,
         window: int = 0,
@@ -89,6 +90,7 @@ class Attention(nn.Module):
         causal: bool = True,
     ) -> None:
         """`qk_norm`: the eps of RMSNorms over each head's query and key (Dehghani et al., 2023); None: no norms.
+        `qk_norm_joint`: over all heads' queries together, and all keys (OLMo 2; Walsh et al., 2024).
 
         `scale` multiplies scores, `window` keys are visible; see `triton_kernels.attention`; if not `causal`, half a window
         on either side. `rotation_index`: the pair of cosine and sine in the rotation, 0 or 1; None: no rotation.
@@ -97,7 +99,11 @@ class Attention(nn.Module):
         self.causal = causal
         self.heads, self.kv_heads, self.head_size = heads, kv_heads, head_size or width // heads
         self.qkv = Linear(width, (heads + 2 * kv_heads) * self.head_size, bias=bias or qkv_bias, products=products)
-        self.q_norm, self.k_norm = (None if qk_norm is None else RMSNorm(self.head_size, eps=qk_norm) for _ in "qk")
+        self.joint_norm = qk_norm is not None and qk_norm_joint
+        self.q_norm, self.k_norm = (
+            None if qk_norm is None else RMSNorm(self.head_size * (count if qk_norm_joint else 1), eps=qk_norm)
+            for count in (heads, kv_heads)
+        )
         self.out = Linear(heads * self.head_size, width, bias=bias or out_bias, products=products)
         self.norm_eps, self.dropout, self.softcap = qk_norm or 0.0, dropout, softcap
         self.scale, self.window, self.rotation_index = scale, window, rotation_index
@@ -121,6 +127,9 @@ class Attention(nn.Module):
         batch, tokens, _ = x.shape
         # Split before transposed: the backward concatenates the three gradients as the layer's product reads them.
         parts = self.qkv(x).view(batch, tokens, -1, self.head_size).split((self.heads, self.kv_heads, self.kv_heads), dim=2)
+        if self.joint_norm and self.q_norm is not None and self.k_norm is not None:
+            q, k, v = parts
+            parts = self.q_norm(q.flatten(2)).view_as(q), self.k_norm(k.flatten(2)).view_as(k), v
         q, k, v = (part.transpose(1, 2) for part in parts)  # (B, H or G, T, D)
         q, k = self._apply_positions(q, k, rotation)
         if cache is not None:
@@ -152,11 +161,11 @@ class Attention(nn.Module):
         self, q: torch.Tensor, k: torch.Tensor, rotation: Rotation | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Normalises and rotates q and k as this layer is configured."""
-        weights = [norm.weight for norm in (self.q_norm, self.k_norm) if norm is not None]
+        weights = [norm.weight for norm in (self.q_norm, self.k_norm) if norm is not None and not self.joint_norm]
         turn = () if rotation is None or self.rotation_index is None else rotation[2 * self.rotation_index :][:2]
         if turn and turn[0].shape[-1] == self.head_size:
             return rope(q, k, *turn, *weights, eps=self.norm_eps)
-        if self.q_norm is not None and self.k_norm is not None:
+        if self.q_norm is not None and self.k_norm is not None and not self.joint_norm:
             q, k = self.q_norm(q), self.k_norm(k)
         if turn:
             size = turn[0].shape[-1]

@@ -19,6 +19,7 @@ from torch import nn
 from raystride.model.attention import Attention, LayerCache, Rotation, rotation_table
 from raystride.model.cut import apply_cut_plan, fill_parameter
 from raystride.model.dropout import Dropout
+from raystride.model.experts import Experts
 from raystride.model.linear import Linear, Products
 from raystride.model.norm import LayerNorm, RMSNorm
 from raystride.model.shape import (
@@ -148,6 +149,7 @@ def build_attention(shape: DecoderShape, products: Products, *, causal: bool = T
         qkv_bias=shape.qkv_bias,
         out_bias=shape.out_bias,
         qk_norm=shape.norm_eps if shape.qk_norm else None,
+        qk_norm_joint=shape.qk_norm_joint,
         softcap=shape.softcap,
         scale=shape.query_pre_attn_scalar**-0.5 if shape.query_pre_attn_scalar else None,
         window=window,
@@ -173,7 +175,8 @@ def build_final_norm(shape: DecoderShape) -> nn.Module:
 def build_feed_forward(shape: DecoderShape, products: Products) -> nn.Module:
     """Builds the flavour's feed-forward."""
     if shape.architecture == "llama":
-        return (GeGLU if shape.gate == "gelu" else SwiGLU)(shape.hidden_size, hidden_width(shape), products=products)
+        gated = partial(GeGLU if shape.gate == "gelu" else SwiGLU, shape.hidden_size, products=products)
+        return Experts(shape, gated) if shape.experts else gated(hidden_width(shape))
     tanh = shape.gelu == "tanh"
     if shape.architecture == "modernbert":
         return GeGLU(shape.hidden_size, hidden_width(shape), tanh=tanh, products=products)
@@ -242,5 +245,5 @@ def initialize_weights(model: nn.Module, shape: DecoderShape, additions: int) ->
             else:
                 fill_parameter(parameter, nn.init.xavier_uniform_)
         else:
-            adds_to_stream = name.endswith(("attention.out.weight", "feed_forward.down.weight"))
+            adds_to_stream = name.endswith(("attention.out.weight", "feed_forward.down.weight", "shared.down.weight"))
             fill_parameter(parameter, partial(nn.init.normal_, std=0.02 / math.sqrt(additions) if adds_to_stream else 0.02))

@@ -24,6 +24,7 @@ from torch import nn
 
 from raystride.model.classifier import Classifier
 from raystride.model.cut import fill_parameter, full_shape, get_cut
+from raystride.model.experts import ExpertLinear
 from raystride.model.hugging_face_config import (
     AnyType,
     check_description,
@@ -41,6 +42,7 @@ from raystride.model.hugging_face_layout import (
     check_tensors,
     full_names,
     layout_of,
+    stacked_name,
 )
 from raystride.model.linear import Linear
 from raystride.model.lora import fully_trained_modules
@@ -58,6 +60,8 @@ class _TensorMapping:
     names: tuple[str, ...]
     rows: tuple[int, ...]
     transposed: bool
+    stacked: bool = False
+    """Whether each of its rows is a tensor of its own: an expert's matrix."""
 
     @property
     def ours(self) -> torch.Tensor | None:
@@ -127,7 +131,8 @@ def _export_tensors(model: Decoder | Classifier, layout: Layout) -> dict[str, to
     for mapping in _tensor_mappings(model, layout):
         value = torch.zeros(sum(mapping.rows)) if mapping.ours is None else mapping.ours.detach().to("cpu", torch.float32)
         value = value - 1 if layout.added and isinstance(mapping.module, RMSNorm) else value
-        for name, part in zip(mapping.names, value.split(mapping.rows), strict=True):
+        parts = value.unbind() if mapping.stacked else value.split(mapping.rows)
+        for name, part in zip(mapping.names, parts, strict=True):
             part = part.t() if mapping.transposed else part
             # Always a copy: safetensors takes no views, and no memory shared by two names.
             tensors[name] = part.clone(memory_format=torch.contiguous_format)
@@ -203,7 +208,10 @@ def from_hugging_face(
         raise ValueError("its lm_head.weight is not its embedding, though its config.json ties one to the other")
     with torch.no_grad():
         for mapping in _tensor_mappings(model, layout):
-            parts = [_read_tensor(stored, tensors, name, layout) for name in mapping.names]
+            if mapping.stacked:
+                parts = [_read_experts(stored, tensors, mapping.names, layout)]
+            else:
+                parts = [_read_tensor(stored, tensors, name, layout) for name in mapping.names]
             if layout.added and isinstance(mapping.module, RMSNorm):
                 parts = [part.float() + 1 for part in parts]
             _load_tensor(mapping, parts, share_frozen)
@@ -260,9 +268,11 @@ def _tensor_mappings(model: Decoder | Classifier, layout: Layout) -> Iterator[_T
         names = () if isinstance(module, nn.Identity) else layout.names_of(name)
         biased = re.sub(r"^blocks\.\d+\.", "", name) in layout.biased
         for kind in ("weight", "bias")[: 1 + biased] if names else ():
-            rows = apart if len(names) == 3 else (full_shape(module.get_parameter("weight"))[0],)
+            stacked = isinstance(module, ExpertLinear)
+            whole = (full_shape(module.get_parameter("weight"))[0],)
+            rows = apart if len(names) == 3 and not stacked else whole
             transposed = layout.transposed and kind == "weight" and isinstance(module, Linear) and module is not model.head
-            yield _TensorMapping(module, kind, tuple(f"{hf_name}.{kind}" for hf_name in names), rows, transposed)
+            yield _TensorMapping(module, kind, tuple(f"{hf_name}.{kind}" for hf_name in names), rows, transposed, stacked)
 
 
 def _read_tensor(stored: Mapping[str, str], tensors: Mapping[str, torch.Tensor], name: str, layout: Layout) -> torch.Tensor:
@@ -271,6 +281,17 @@ def _read_tensor(stored: Mapping[str, str], tensors: Mapping[str, torch.Tensor],
     if name not in stored and half is not None:
         return tensors[stored[f"{name.removesuffix(HALVES[half])}{layout.fused}.weight"]].chunk(2)[half]
     return tensors[stored[name]]
+
+
+def _read_experts(
+    stored: Mapping[str, str], tensors: Mapping[str, torch.Tensor], names: Sequence[str], layout: Layout
+) -> torch.Tensor:
+    """Returns the matrices of all experts (E, out, in), from a tensor each or from one of all."""
+    if names[0] in stored:
+        return torch.stack([tensors[stored[name]] for name in names])
+    whole, half = stacked_name(layout, names[0])
+    found = tensors[stored[whole]]
+    return found if half is None else found.chunk(2, 1)[half]
 
 
 def _load_tensor(mapping: _TensorMapping, parts: list[torch.Tensor], share_frozen: bool) -> None:

@@ -16,6 +16,7 @@ from raystride.model.shape import (
     ENCODERS,
     DecoderShape,
     UnfitError,
+    expert_width,
     head_size,
     hidden_width,
     is_post_norm,
@@ -116,6 +117,7 @@ def differing_settings(shape: DecoderShape, description: Mapping[str, Any]) -> d
     # Automatic and derived values follow from the settings they depend on.
     ours["kv_heads"] = shape.kv_heads or settings["heads"]
     ours["head_size"] = shape.head_size or settings["hidden_size"] // settings["heads"]
+    ours["expert_ffn_size"] = expert_width(shape)
     ours["norm"] = ("post" if is_post_norm(shape) else "pre") if shape.norm == "auto" else shape.norm
     ours |= {name: value for name, value in _canonical_settings(shape).items() if name in settings}
     if "tie_embeddings" not in settings:

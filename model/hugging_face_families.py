@@ -13,9 +13,20 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from raystride.model.shape import DecoderShape, UnfitError, head_size, hidden_width, is_sandwich_norm, layer_window
+from raystride.model.shape import (
+    DecoderShape,
+    UnfitError,
+    balance_loss,
+    expert_width,
+    head_size,
+    hidden_width,
+    is_sandwich_norm,
+    layer_window,
+)
 
-ModelType = Literal["llama", "qwen2", "qwen3", "mistral", "smollm3", "phi3", "gemma2", "gemma3_text"]
+ModelType = Literal[
+    "llama", "qwen2", "qwen3", "mistral", "smollm3", "phi3", "gemma2", "gemma3_text", "mixtral", "qwen3_moe", "olmoe"
+]
 Read = tuple[dict[str, Any], dict[str, tuple[Any, list[Any]]]]
 """The settings of a description; and for its other keys the value and the allowed values."""
 _SCALING = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
@@ -37,6 +48,9 @@ _LLAMA_DEFAULTS: dict[str, tuple[Any, str]] = {
     "rope_scaling": (None, "rope_type"),
     "qkv_bias": (False, "attention_bias"),
     "out_bias": (False, "attention_bias"),
+    "experts": (0, "num_local_experts"),
+    "shared_experts": (0, "n_shared_experts"),
+    "qk_norm_joint": (False, "qk_norm"),
 }
 """Settings in which families differ: their values in plain Llama, and the keys of `config.json` for others."""
 
@@ -58,6 +72,12 @@ class DecoderFamily:
     """Whether the number of heads must divide the width."""
     own_padding: bool = True
     """Whether it has a padding id by default, which may lie beyond a small vocabulary."""
+    routers: tuple[str, ...] = ()
+    """Its values of `model.router`; none without experts."""
+    expert_size_key: str = "intermediate_size"
+    """The key of an expert's width."""
+    required: Mapping[str, Any] = field(default_factory=dict)
+    """Keys that have one value here, which is also written."""
 
     @property
     def is_gemma(self) -> bool:
@@ -78,7 +98,9 @@ class DecoderFamily:
         found = {name: value for name, value in own.items() if name not in known}
         if "out_bias" in self.others and shape.qkv_bias != shape.out_bias:
             found |= {name: True for name in ("qkv_bias", "out_bias") if name in own}
-        needed = self.fixed.keys() | self.marks if marked else self.fixed.keys()
+        if self.routers and shape.experts and shape.router not in self.routers:
+            found["router"] = shape.router
+        needed = self.fixed.keys() | self.marks if marked else self.fixed.keys() | (self.marks & {"experts"})
         return found | {name: getattr(shape, name) for name in needed - own.keys()}
 
     def describe(self, shape: DecoderShape) -> dict[str, Any]:
@@ -109,9 +131,34 @@ class DecoderFamily:
         if "window_layers" in self.others and (shape.window or self.is_gemma):
             described["layer_types"] = [_SLIDING if is_windowed else _FULL for is_windowed in windowed]
             described |= {} if self.is_gemma else {"use_sliding_window": True, "max_window_layers": 0}
+        if self.routers:
+            described |= self._describe_experts(shape)
         if "nope_layers" in self.marks:
             described["no_rope_layers"] = [int(layer not in shape.nope_layers) for layer in range(shape.layers)]
         return described | ({"pad_token_id": None} if self.own_padding else {})
+
+    def _describe_experts(self, shape: DecoderShape) -> dict[str, Any]:
+        described = {
+            "num_experts" if len(self.routers) > 1 else "num_local_experts": shape.experts,
+            "num_experts_per_tok": shape.experts_per_token,
+            self.expert_size_key: expert_width(shape),
+            "router_aux_loss_coef": balance_loss(shape),
+            "output_router_logits": False,
+            **self.required,
+        }
+        return described | ({"norm_topk_prob": shape.router == "softmax_normalized"} if len(self.routers) > 1 else {})
+
+    def _read_experts(self, found: Mapping[str, Any]) -> Read:
+        """Returns the settings of experts, and the keys that must have one value."""
+        normalized = len(self.routers) == 1 or found.get("norm_topk_prob", False)
+        settings = {
+            "experts": found.get("num_local_experts") or found.get("num_experts"),
+            "experts_per_token": found["num_experts_per_tok"],
+            "expert_ffn_size": found[self.expert_size_key],
+            "router": "softmax_normalized" if normalized else "softmax",
+        }
+        required = {key: (found.get(key) or value, [value]) for key, value in self.required.items()}
+        return settings, required
 
     def read(self, description: Mapping[str, Any]) -> Read:
         """Returns the settings of a description. Raises KeyError for a missing size."""
@@ -147,6 +194,11 @@ class DecoderFamily:
         }
         rope, arithmetic = self._read_rope(found, windows=bool(windows))
         settings |= rope
+        if self.routers:
+            experts, required = self._read_experts(found)
+            settings, arithmetic = settings | experts, arithmetic | required
+            if self.expert_size_key == "intermediate_size":
+                del settings["ffn_size"]  # no layer has one
         known = self.fixed.keys() | self.marks | self.others
         for name in _LLAMA_DEFAULTS.keys() - known:
             plain, key = _LLAMA_DEFAULTS[name]
@@ -236,6 +288,7 @@ def _describe_rope(shape: DecoderShape) -> dict[str, Any]:
 _ROPE = frozenset({"rope_scaling", "rope_factor"})
 _BIASED = frozenset({"qkv_bias", "out_bias"})
 _WINDOWS = frozenset({"window", "window_layers"})
+_EXPERTS = frozenset({"experts"})
 _GEMMA: dict[str, Any] = {"norm": "sandwich", "gate": "gelu", "scaled_embedding": True}
 _GEMMA_DEFAULTS: dict[str, Any] = {
     "head_dim": 256,
@@ -289,6 +342,41 @@ FAMILIES: dict[ModelType, DecoderFamily] = {
         defaults=_GEMMA_DEFAULTS,
         even_heads=True,
     ),
+    "mixtral": DecoderFamily(
+        "MixtralForCausalLM",
+        marks=_EXPERTS,
+        others=_ROPE | {"window"},
+        defaults={"num_key_value_heads": 8, "num_local_experts": 8, "num_experts_per_tok": 2, "rms_norm_eps": 1e-5},
+        own_padding=False,
+        routers=("softmax_normalized",),
+        required={"router_jitter_noise": 0.0},
+    ),
+    "qwen3_moe": DecoderFamily(
+        "Qwen3MoeForCausalLM",
+        {"qk_norm": True},
+        marks=_EXPERTS,
+        others=_ROPE | _BIASED,
+        defaults={
+            "num_key_value_heads": 4,
+            "num_experts": 128,
+            "num_experts_per_tok": 8,
+            "moe_intermediate_size": 768,
+        },
+        own_padding=False,
+        routers=("softmax", "softmax_normalized"),
+        expert_size_key="moe_intermediate_size",
+        required={"decoder_sparse_step": 1, "mlp_only_layers": [], "use_sliding_window": False},
+    ),
+    "olmoe": DecoderFamily(
+        "OlmoeForCausalLM",
+        {"qk_norm": True, "qk_norm_joint": True},
+        marks=_EXPERTS,
+        others=_ROPE | _BIASED,
+        defaults={"num_experts": 64, "num_experts_per_tok": 8, "rms_norm_eps": 1e-5},
+        even_heads=True,
+        routers=("softmax", "softmax_normalized"),
+        required={"clip_qkv": None},
+    ),
 }
 """Families by their `model_type`, the plainest first."""
 
@@ -300,7 +388,8 @@ def family_of(shape: DecoderShape) -> ModelType:
     """
     if shape.family != "auto":
         return _check_family(shape)
-    found: dict[ModelType, dict[str, Any]] = {kind: family.unsupported_settings(shape) for kind, family in FAMILIES.items()}
+    possible = {kind: family for kind, family in FAMILIES.items() if bool(family.routers) == bool(shape.experts)}
+    found: dict[ModelType, dict[str, Any]] = {kind: family.unsupported_settings(shape) for kind, family in possible.items()}
     nearest = min(found, key=lambda kind: len(found[kind]))
     if not found[nearest]:
         _check_heads(shape, nearest)
@@ -328,6 +417,9 @@ def _check_heads(shape: DecoderShape, kind: ModelType) -> None:
             setting="model.heads",
             value=shape.heads,
         )
+    if kind == "olmoe" and head_size(shape) * shape.heads != shape.hidden_size:
+        message = f"model.head_size is {shape.head_size}: in the layout of `olmoe` it is model.hidden_size / model.heads"
+        raise UnfitError(message, setting="model.head_size", value=shape.head_size)
 
 
 def _unfit_error(shape: DecoderShape, kind: ModelType, wrong: Mapping[str, Any], why: str) -> UnfitError:

@@ -3,7 +3,8 @@
     tensor_shapes(config.model, 4096, "llama")    # {"model.embed_tokens.weight": (4096, 128), ...}
 
 GPT-2 stores linear weights as (in, out) and always has biases; the others store queries, keys and values separately, except
-Phi-3: queries, keys and values are one tensor, gate and up another.
+Phi-3: queries, keys and values are one tensor, gate and up another. Experts are written by number, as on the hub;
+transformers 5 may also store all experts of a block as two tensors, which are read as well: see `expert_sizes`.
 """
 
 import re
@@ -16,6 +17,7 @@ from raystride.model.hugging_face_encoders import ENCODER_FAMILIES, EncoderType
 from raystride.model.shape import (
     ENCODERS,
     DecoderShape,
+    expert_width,
     has_first_norm,
     has_learned_positions,
     head_size,
@@ -45,6 +47,8 @@ class Layout:
     """Whether RMSNorm weights are stored as weight - 1."""
     fused: str = ""
     """Name of the fused gate and up tensor in a block; see `HALVES`."""
+    experts: tuple[str, ...] = ()
+    """Name of a block's feed-forward with experts, and of an expert's gate, up and down."""
     saved: tuple[str, ...] = ()
     """PEFT's `modules_to_save` of a classifier: its fully trained modules."""
     foreign: tuple[str, ...] = ("lm_head.",)
@@ -98,6 +102,9 @@ _SANDWICH = {
     "norm3": ("post_attention_layernorm",),
     "norm4": ("post_feedforward_layernorm",),
 }
+_NUMBERED = ("mlp", "gate_proj", "up_proj", "down_proj")
+STACKED = re.compile(r"\.experts\.(gate_up|down)_proj$")
+"""Tensors of all experts of a block: gate and up (E, 2 F, C), down (E, C, F)."""
 HALVES = ("mlp.gate_proj.weight", "mlp.up_proj.weight")
 """In a fused layout the rows of the second follow those of the first in one tensor."""
 NO_WEIGHT = re.compile(r"\.attn\.(masked_)?bias$|\.rotary_emb\.inv_freq$|(^|\.)position_ids$")
@@ -211,9 +218,17 @@ def layout_of(shape: DecoderShape, kind: AnyType) -> Layout:
     inside |= _HEAD_NORMS if shape.qk_norm else {}
     inside |= _SANDWICH if is_sandwich_norm(shape) else {}
     inside |= {"attention.qkv": ("self_attn.qkv_proj",)} if kind == "phi3" else {}
+    experts = (("block_sparse_moe", "w1", "w3", "w2") if kind == "mixtral" else _NUMBERED) if shape.experts else ()
+    if experts:
+        feed_forward, *names = experts
+        for ours, name in zip(("gate", "up", "down"), names, strict=True):
+            numbered = (f"{feed_forward}.experts.{expert}.{name}" for expert in range(shape.experts))
+            inside[f"feed_forward.{ours}"] = tuple(numbered)
+        inside["feed_forward.router"] = (f"{feed_forward}.gate",)
     biased = ("attention.qkv",) * shape.qkv_bias + ("attention.out",) * shape.out_bias
     fused = "mlp.gate_up_proj" if kind == "phi3" else ""
-    return replace(LLAMA, inside=inside, biased=biased, added=is_sandwich_norm(shape), fused=fused)
+    added = is_sandwich_norm(shape)
+    return replace(LLAMA, inside=inside, biased=biased, added=added, fused=fused, experts=experts)
 
 
 def encoder_names(kind: EncoderType, names: Iterable[str]) -> set[str]:
@@ -228,7 +243,9 @@ def tensor_shapes(shape: DecoderShape, vocabulary_size: int, kind: AnyType) -> d
     for module, rows, inner in _iter_modules(shape, vocabulary_size):
         names = layout.names_of(module)
         short = re.sub(r"^blocks\.\d+\.", "", module)
-        each_rows = (query_width(shape), key_width(shape), key_width(shape)) if len(names) == 3 else (rows,)
+        each_rows = (rows,) * len(names)
+        if len(names) == 3 and short == "attention.qkv":
+            each_rows = (query_width(shape), key_width(shape), key_width(shape))
         for name, size in zip(names, each_rows, strict=True):
             weight = (size, *inner)
             in_block = module != short
@@ -241,6 +258,8 @@ def tensor_shapes(shape: DecoderShape, vocabulary_size: int, kind: AnyType) -> d
 def full_names(layout: Layout, names: Iterable[str]) -> dict[str, str]:
     """Maps full names to a folder's names: OpenAI's GPT-2 omits the root, and old BERTs have gamma and beta."""
     found = {name if name.startswith((layout.root, *layout.foreign)) else layout.root + name: name for name in names}
+    if layout.experts:  # a block's feed-forward is `mlp` in transformers 5, whatever it is on the hub
+        found = {full.replace(".mlp.", f".{layout.experts[0]}."): name for full, name in found.items()}
     return {re.sub(r"\.gamma$", ".weight", re.sub(r"\.beta$", ".bias", full)): name for full, name in found.items()}
 
 
@@ -263,6 +282,7 @@ def check_tensors(
     layout = layout_of(shape, kind)
     encoder = ENCODER_FAMILIES[kind] if is_encoder_type(kind) else None
     found = {name: sizes[stored] for name, stored in full_names(layout, sizes).items() if not NO_WEIGHT.search(name)}
+    found = expert_sizes(layout, found)
     embedding, positions = (layout.names_of(module) for module in ("embedding", "positions"))
     with_ids, optional = {f"{embedding[0]}.weight"}, set[str]()
     if encoder:
@@ -298,6 +318,29 @@ def check_tensors(
         raise ValueError(f"it has weights for which a `{kind}` here has no place: {', '.join(left[:4])}")
 
 
+def expert_sizes(layout: Layout, sizes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+    """Returns shapes by full names with the tensors of all experts as those of each."""
+    found = {}
+    for full, size in sizes.items():
+        match = STACKED.search(full) if layout.experts else None
+        if match is None or len(size) != 3:
+            found[full] = size
+            continue
+        _, gate, up, down = layout.experts
+        parts = {gate: (size[1] // 2, size[2]), up: (size[1] - size[1] // 2, size[2])}
+        start = full[: match.start()] + ".experts"
+        for name, part in (parts if match[1] == "gate_up" else {down: size[1:]}).items():
+            found |= {f"{start}.{expert}.{name}.weight": part for expert in range(size[0])}
+    return found
+
+
+def stacked_name(layout: Layout, name: str) -> tuple[str, int | None]:
+    """Returns the name of the tensor of all experts that holds an expert's, and which half of it (None: it is whole)."""
+    start, part = re.sub(r"\.experts\.\d+\.", ".experts. ", name.removesuffix(".weight")).split(" ")
+    half = layout.experts.index(part) - 1
+    return (f"{start}gate_up_proj", half) if half < 2 else (f"{start}down_proj", None)
+
+
 def _check_ids(stored: tuple[int, ...], vocabulary_size: int | None, spare_ids: bool) -> None:
     """Raises ValueError if an embedding has other ids than the tokenizer."""
     rows = stored[0] if stored else 0
@@ -323,9 +366,15 @@ def _iter_modules(shape: DecoderShape, vocabulary_size: int) -> Iterator[tuple[s
             yield f"{block}.{norm}", width, ()
         yield f"{block}.attention.qkv", query_width(shape) + 2 * key_width(shape), (width,)
         if shape.qk_norm:
-            yield f"{block}.attention.q_norm", head_size(shape), ()
-            yield f"{block}.attention.k_norm", head_size(shape), ()
+            yield f"{block}.attention.q_norm", query_width(shape) if shape.qk_norm_joint else head_size(shape), ()
+            yield f"{block}.attention.k_norm", key_width(shape) if shape.qk_norm_joint else head_size(shape), ()
         yield f"{block}.attention.out", width, (query_width(shape),)
+        if shape.experts:
+            yield f"{block}.feed_forward.router", shape.experts, (width,)
+            yield f"{block}.feed_forward.gate", expert_width(shape), (width,)
+            yield f"{block}.feed_forward.up", expert_width(shape), (width,)
+            yield f"{block}.feed_forward.down", width, (expert_width(shape),)
+            continue
         if is_gated(shape):
             yield f"{block}.feed_forward.gate", hidden, (width,)
         yield f"{block}.feed_forward.up", hidden, (width,)

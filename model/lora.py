@@ -256,7 +256,7 @@ def _start_offsets(sizes: list[int]) -> list[int]:
     return [sum(sizes[:number]) for number in range(len(sizes))]
 
 
-def select_targets(found: list[TargetLinear], shape: AdapterShape) -> list[TargetLinear]:
+def select_targets(found: list[TargetLinear], shape: AdapterShape, *, has_experts: bool = False) -> list[TargetLinear]:
     """Returns the targets that the settings name. Raises ValueError, with the setting's name, for an unknown name."""
     if shape.all_linear:
         return found
@@ -265,7 +265,7 @@ def select_targets(found: list[TargetLinear], shape: AdapterShape) -> list[Targe
             known = sorted({(target_linear.hf_name or target_linear.our_name).rpartition(".")[2] for target_linear in found})
             raise UnfitError(
                 f"lora.targets names {target!r}: it must be a linear layer of this network other than the head, one of "
-                f"{', '.join(known)}, or `all-linear`",
+                f"{', '.join(known)}, or `all-linear`" + ("; experts have no adapters" if has_experts else ""),
                 setting="lora.targets",
                 value=target,
             )
@@ -277,7 +277,8 @@ def attach_adapters(model: nn.Module, shape: AdapterShape, names: Names) -> None
 
     Raises ValueError, with the setting's name, for a name that no layer has, or a rank above the maximum of a layer.
     """
-    wanted = select_targets(find_targets(model, names), shape)
+    has_experts = getattr(model, "routing", None) is not None
+    wanted = select_targets(find_targets(model, names), shape, has_experts=has_experts)
     model.has_frozen_base = True  # type: ignore[assignment]  # which checkpoints leave out
     for parameter in model.parameters():
         parameter.requires_grad_(False)

@@ -79,7 +79,7 @@ class PreferenceDecoder(Decoder):
         losses = pair_losses(ratios, answer_lengths(words), self.rule)
         if self.training:
             self._add_figures(ratios, counts)
-        return losses.where(counts, 0.0).sum(), counts.sum()
+        return self._with_routing((losses.where(counts, 0.0).sum(), counts.sum()), words)
 
     def log_ratios(self, ids: torch.Tensor, words: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
         """Returns the log-ratio of model to reference for each answer, in nats, (B, 2)."""

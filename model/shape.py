@@ -89,6 +89,24 @@ class DecoderShape(Protocol):
     def logit_softcap(self) -> float: ...
     @property
     def linear(self) -> str: ...
+    @property
+    def experts(self) -> int: ...
+    @property
+    def experts_per_token(self) -> int: ...
+    @property
+    def shared_experts(self) -> int: ...
+    @property
+    def expert_ffn_size(self) -> int: ...
+    @property
+    def router(self) -> Literal["softmax", "softmax_normalized", "sigmoid"]: ...
+    @property
+    def balance_loss(self) -> float | None: ...
+    @property
+    def router_z_loss(self) -> float: ...
+    @property
+    def router_bias_rate(self) -> float: ...
+    @property
+    def qk_norm_joint(self) -> bool: ...
 
 
 class ClassifierShape(DecoderShape, Protocol):
@@ -116,6 +134,18 @@ def hidden_width(shape: DecoderShape) -> int:
     if shape.ffn_size:
         return shape.ffn_size
     return -(-8 * shape.hidden_size // (3 * 64)) * 64 if shape.architecture == "llama" else 4 * shape.hidden_size
+
+
+def expert_width(shape: DecoderShape) -> int:
+    """Returns the hidden width of an expert: as set, else that of the feed-forward."""
+    return shape.expert_ffn_size or hidden_width(shape)
+
+
+def balance_loss(shape: DecoderShape) -> float:
+    """Returns the factor of the balance loss: as set, else 0.01, or 0 for a router that balances by its bias."""
+    if shape.balance_loss is None:
+        return 0.0 if shape.router == "sigmoid" else 0.01
+    return shape.balance_loss
 
 
 def is_rotated(shape: DecoderShape) -> bool:
@@ -212,7 +242,7 @@ def window_sizes(shape: ClassifierShape) -> list[int]:
 def flops_per_token(shape: DecoderShape, vocabulary_size: int, tokens: float | None = None) -> float:
     """Returns FLOPs to train on a token: 6 a matrix weight, 12 L H D T for attention (Chowdhery et al., 2022, app. B).
 
-    T is `tokens`, the length of samples; None: the context.
+    Of experts those count that a token uses. T is `tokens`, the length of samples; None: the context.
     """
     weights = shape.layers * block_matrix_weights(shape) + vocabulary_size * shape.hidden_size
     return 6.0 * weights + 12.0 * shape.layers * query_width(shape) * (tokens or shape.context)
@@ -260,5 +290,19 @@ def convnet_layers(
 
 
 def block_matrix_weights(shape: DecoderShape) -> int:
-    """Returns the number of weights in a block's matrices."""
+    """Returns the number of weights in a block's matrices that a token uses: with experts, of its own ones."""
+    if shape.experts:
+        return attention_weights(shape) + shape.experts * shape.hidden_size + _expert_weights(shape, shape.experts_per_token)
     return attention_weights(shape) + (3 if is_gated(shape) else 2) * shape.hidden_size * hidden_width(shape)
+
+
+def _expert_weights(shape: DecoderShape, experts: int) -> int:
+    """Returns the weights of so many experts of a block, and of its shared ones."""
+    return 3 * (experts + shape.shared_experts) * shape.hidden_size * expert_width(shape)
+
+
+def idle_weights(shape: DecoderShape) -> int:
+    """Returns the weights of a decoder's experts that a token does not use; its parameters less these are active."""
+    if not shape.experts:
+        return 0
+    return shape.layers * (_expert_weights(shape, shape.experts) - _expert_weights(shape, shape.experts_per_token))

@@ -23,9 +23,10 @@ from raystride.model.block import (
     initialize_weights,
 )
 from raystride.model.dropout import Dropout
+from raystride.model.experts import Routing
 from raystride.model.linear import Linear, Products, linear
 from raystride.model.loss import capped_cross_entropy
-from raystride.model.shape import DecoderShape, flops_per_token, is_tied
+from raystride.model.shape import IGNORED, DecoderShape, flops_per_token, is_tied
 from raystride.triton_kernels.linear_cross_entropy import linear_cross_entropy
 
 Loss = Callable[..., tuple[torch.Tensor, torch.Tensor]]
@@ -49,10 +50,20 @@ class Decoder(nn.Module):
         if self.head is None:
             self.products.count_layer(vocabulary_size, shape.hidden_size)
         initialize_weights(self, shape, additions=2 * shape.layers)
+        self.routing = Routing(self, shape) if shape.experts else None
+        """Losses and loads of its experts."""
 
     def forward(self, ids: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns the sum of cross-entropies in nats over targets other than -100, and their number."""
-        return self.loss(self.hidden(ids), targets)
+        return self._with_routing(self.loss(self.hidden(ids), targets), targets)
+
+    def _with_routing(
+        self, result: tuple[torch.Tensor, torch.Tensor], targets: torch.Tensor, documents: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns a loss that has the gradients of the experts' losses as well; see `Routing`."""
+        if self.routing is None or not self.training:
+            return result
+        return self.routing.add_losses(result[0], targets != IGNORED, documents), result[1]
 
     def loss(self, hidden: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns the result of `forward` from the normalised last hidden states (B, T, C)."""
@@ -121,7 +132,7 @@ class PackedDecoder(Decoder):
         self, ids: torch.Tensor, documents: torch.Tensor, targets: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns the same as `Decoder.forward`; `documents` (n + 1,) as in `hidden`."""
-        return self.loss(self.hidden(ids, documents=documents), targets)
+        return self._with_routing(self.loss(self.hidden(ids, documents=documents), targets), targets, documents)
 
 
 def document_positions(documents: torch.Tensor, tokens: int) -> torch.Tensor:

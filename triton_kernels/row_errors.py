@@ -6,8 +6,8 @@ times as small as the first, whose rounding would hide its error.
 
 Gradients of attention are differences that cancel: dS = P (dP - D), where D comes from an output that was rounded to its
 dtype. Their rows may be off by roundings of the tensor's largest row, as those of PyTorch's FlashAttention are by up to 1.04
-beside its own math backend (240 outputs and gradients in 16 bits on a CPU, of which 57 were called wrong without this); the whole
-tensor may not.
+beside its own math backend (240 outputs and gradients in 16 bits on a CPU, of which 57 were called wrong without this); the
+whole tensor may not.
 
     row_errors(mine, theirs, exact)          # 0.6: right; 2.5: a row has 2.5 times the allowed error
     row_errors(dq, their_dq, exact_dq, cancels=CANCELLED_ROUNDINGS)

@@ -170,7 +170,8 @@ def _refuse_with_mesh(train: TrainConfig, scaling: ScalingConfig, workers: int) 
     if workers and workers % group:
         nearest = max(group, round(workers / group) * group)
         raise scaling.error(
-            "workers", f"must be a multiple of scaling.pipeline x context x tensor, {group}; the nearest is {nearest}"
+            "workers",
+            f"must be a multiple of scaling.pipeline x expert x context x tensor, {group}; the nearest is {nearest}",
         )
     if scaling.strategy in ("single", "deepspeed"):
         raise scaling.error("strategy", f"must be `ddp` or `fsdp` in a mesh, not `{scaling.strategy}`")
@@ -199,6 +200,34 @@ def _refuse_with_mesh(train: TrainConfig, scaling: ScalingConfig, workers: int) 
         raise train.error(
             "slots", f"must be a multiple of {groups * scaling.pipeline} with schedule `interleaved`; take {nearest}"
         )
+
+
+def refuse_with_experts(
+    model: ModelConfig, train: TrainConfig, scaling: ScalingConfig, optimizer: OptimizerConfig, *, has_adapters: bool
+) -> None:
+    """Raises SettingError for what does not work with a mixture of experts, or only with one."""
+    if not model.experts:
+        if scaling.expert > 1:
+            raise scaling.error("expert", "must be 1 without model.experts, a mixture of experts")
+        return
+    if model.experts % scaling.expert:
+        nearest = _nearest(model.experts, scaling.expert)
+        raise scaling.error("expert", f"must divide model.experts, {model.experts}; the nearest is {nearest}")
+    for name in ("tensor", "pipeline", "context"):
+        if getattr(scaling, name) > 1:
+            raise scaling.error(name, "must be 1 with model.experts: use scaling.expert, `ddp` or `fsdp`")
+    if scaling.strategy == "deepspeed":
+        raise scaling.error("strategy", "must be `single`, `ddp` or `fsdp` with model.experts")
+    if train.compile != "none":
+        raise train.error("compile", "must be `none` with model.experts, whose numbers of tokens change in every step")
+    if optimizer.kind == "muon":
+        raise optimizer.error("kind", "must be `adamw` or `sgd` with model.experts, whose matrices are stacked")
+    if scaling.expert == 1:
+        return
+    if has_adapters:
+        raise scaling.error("expert", "must be 1 with lora.rank: use `ddp` or `fsdp`")
+    if model.dropout:
+        raise scaling.error("expert", "must be 1 with model.dropout, whose masks are of a slot's samples together")
 
 
 def refuse_mesh_of_model(task: str, model: ModelConfig, scaling: ScalingConfig) -> None:

@@ -15,6 +15,7 @@ from raystride.pipelines.config.combinations import (
     refuse_mesh_of_model,
     refuse_muon,
     refuse_schedule,
+    refuse_with_experts,
     refuse_with_task,
 )
 from raystride.pipelines.config.data import DataConfig, TokenizerConfig
@@ -135,6 +136,7 @@ class Config(Section):
         refuse_with_task(self.task, self.model, self.objective, self.train)
         refuse_chats(self.task, self.data, self.tokenizer)
         refuse_mesh_of_model(self.task, self.model, self.scaling)
+        refuse_with_experts(self.model, self.train, self.scaling, self.optimizer, has_adapters=self.lora.rank > 0)
         refuse_mixture(self.data, self.train.epochs)
         refuse_early_start(self.data, self.train)
         if self.profile.tool == "ncu" and self.launch.mode != "inline":

@@ -98,10 +98,11 @@ class ExportConfig(FinishedRunConfig):
 
     to: Literal["auto", "hugging_face", "mlflow", "state_dict", "torch_export", "onnx"] = setting("auto")
     """Format of the export. `auto`: `hugging_face`, or `state_dict` for a model of your own. `hugging_face`: safetensors in
-    the layout of the family that describes the model (Llama, Qwen 2 and 3, Mistral, SmolLM 3, Phi-3, Gemma 2 and 3, GPT-2;
-    classifiers: BERT, RoBERTa, DistilBERT, ModernBERT). `mlflow`: an MLflow model, also logged to the run. `state_dict`:
-    model.safetensors and state_dict.pt, of any network. For models of your own (`raystride.fit`) also `torch_export` and
-    `onnx` (a program that needs none of your code), and `hugging_face` where the module has `save_pretrained`."""
+    the layout of the family that describes the model (Llama, Qwen 2 and 3, Mistral, SmolLM 3, Phi-3, Gemma 2 and 3,
+    Mixtral, Qwen3-MoE, OLMoE, GPT-2; classifiers: BERT, RoBERTa, DistilBERT, ModernBERT). `mlflow`: an MLflow model,
+    also logged to the run. `state_dict`: model.safetensors and state_dict.pt, of any network. For models of your own
+    (`raystride.fit`) also `torch_export` and `onnx` (a program that needs none of your code), and `hugging_face` where
+    the module has `save_pretrained`."""
     folder: str | None = setting(None)
     """Folder or URI to write to. None: `export/` and the name of the format in the run's folder, or `export/adapter`."""
     merge: bool = setting(False)

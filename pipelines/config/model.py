@@ -13,11 +13,12 @@ ROTATED = ("llama", "modernbert")
 """Architectures with rotary positions, and without biases."""
 LLAMA_ONLY = (
     "window_rope_theta", "nope_layers", "rotary_fraction", "rope_factor", "out_bias", "gate", "scaled_embedding",
+    "experts", "qk_norm_joint",
 )  # fmt: skip
 """Settings of `architecture llama` alone."""
 DECODERS_ONLY = (
     "window", "nope_layers", "rotary_fraction", "rope_factor", "out_bias", "query_pre_attn_scalar", "gate",
-    "scaled_embedding", "logit_softcap",
+    "scaled_embedding", "logit_softcap", "experts", "qk_norm_joint",
 )  # fmt: skip
 """Settings of decoders alone."""
 
@@ -41,6 +42,7 @@ class ModelConfig(Section):
     GeGLU, no biases, layers with a bidirectional sliding window."""
     family: Literal[
         "auto", "gpt2", "llama", "qwen2", "qwen3", "mistral", "smollm3", "phi3", "gemma2", "gemma3_text",
+        "mixtral", "qwen3_moe", "olmoe",
         "bert", "roberta", "distilbert", "modernbert",
     ] = setting("auto", since="0.3")  # fmt: skip
     """Hugging Face `model_type` of the base. It defines the names of tensors when reading and writing. `auto`: that of the
@@ -172,6 +174,47 @@ class ModelConfig(Section):
     """Multiply embeddings by the square root of hidden_size, as in Gemma. `original` always does."""
     logit_softcap: float = setting(0.0, at_least=0, fixed=True, since="0.2", also="final_logit_softcapping")
     """Soft cap of the logits, as in Gemma 2 (30). A logit l becomes logit_softcap tanh(l / logit_softcap). 0: none."""
+    experts: int = setting(
+        0,
+        at_least=0,
+        fixed=True,
+        since="0.4",
+        also="num_experts num_local_experts n_experts n_routed_experts",
+    )
+    """Number of experts of each block's feed-forward (mixture of experts), with `llama`. 0: one feed-forward for all tokens.
+    A token uses `experts_per_token` of them, chosen by `router`; no token is dropped."""
+    experts_per_token: int = setting(
+        2, at_least=1, fixed=True, since="0.4", also="num_experts_per_tok moe_top_k router_top_k num_experts_per_token"
+    )
+    """Number of experts that a token uses, at most `experts`."""
+    shared_experts: int = setting(
+        0, at_least=0, fixed=True, since="0.4", also="n_shared_experts num_shared_experts moe_num_shared_experts"
+    )
+    """Number of further experts that every token uses, as in DeepSeek-V3; one feed-forward, this many times as wide."""
+    expert_ffn_size: int = setting(
+        0, at_least=0, fixed=True, since="0.4", also="moe_intermediate_size expert_hidden_size moe_ffn_hidden_size"
+    )
+    """Hidden size of an expert. 0: that of a feed-forward, see `ffn_size`."""
+    router: Literal["softmax", "softmax_normalized", "sigmoid"] = setting("softmax_normalized", fixed=True, since="0.4")
+    """Choice and weights of a token's experts. `softmax`: the largest probabilities, which are the weights (OLMoE).
+    `softmax_normalized`: the same, divided by their sum (Mixtral, Qwen3-MoE).
+
+    `sigmoid`: the largest sigmoids plus a bias, weighted by the sigmoids divided by their sum (DeepSeek-V3). The bias
+    balances the loads without a loss: see `router_bias_rate`."""
+    balance_loss: float | None = setting(
+        None, at_least=0, fixed=True, since="0.4", also="router_aux_loss_coef moe_aux_loss_coef aux_loss_alpha"
+    )
+    """Factor of the loss that balances the experts' loads (Fedus et al., 2022, equation 4), slot by slot, mean over layers.
+    It is trained and not part of the reported loss. None: 0.01, or 0 with router `sigmoid`."""
+    router_z_loss: float = setting(0.0, at_least=0, fixed=True, since="0.4", also="moe_z_loss_coef z_loss_coef")
+    """Factor of the loss that keeps the router's logits small (Zoph et al., 2022, equation 5); 0.001 is usual."""
+    router_bias_rate: float = setting(
+        0.001, at_least=0, fixed=True, since="0.4", also="bias_update_speed load_balance_coeff"
+    )
+    """Move of each expert's bias after a step with router `sigmoid` (Wang et al., 2024): up if its load over all workers is
+    below the mean, down if it is above."""
+    qk_norm_joint: bool = setting(False, fixed=True, since="0.4")
+    """Apply qk_norm to all heads' queries together, and to all keys, as in OLMo 2 and OLMoE, instead of to each head."""
     init_from: str | None = setting(
         None,
         fixed=True,
@@ -182,7 +225,7 @@ class ModelConfig(Section):
     )
     """Pretrained model in safetensors whose weights a new run starts from. A folder, a URI, or a name on the Hugging Face
     hub, `org/name` or `org/name@revision`. Supported families: GPT-2, Llama, Qwen 2 and 3, Mistral, SmolLM, Phi-3, Gemma 2
-    and 3; for `classification` BERT, RoBERTa, DistilBERT, ModernBERT.
+    and 3, Mixtral, Qwen3-MoE, OLMoE; for `classification` BERT, RoBERTa, DistilBERT, ModernBERT.
 
     Settings of `model` and `tokenizer` that are not given come from it: the shape, the tokenizer, and the context length it
     was trained with, at most 2,048. Given settings that contradict it are an error."""
@@ -238,9 +281,21 @@ class ModelConfig(Section):
         if self.rope_scaling and self.rope_scaling[1] >= self.rope_scaling[2]:
             raise self.error("rope_scaling", "must have a low factor, its second number, below the high one, its third")
         self._check_layers()
+        self._check_experts()
         if self.init_from and not (is_hub_name(self.init_from) and not exists(self.init_from)):
             # Workers have other working directories than the one in which this was typed.
             object.__setattr__(self, "init_from", absolute_uri(self.init_from))
+
+    def _check_experts(self) -> None:
+        """Raises SettingError for experts that a token cannot choose, and for their settings without experts."""
+        if self.qk_norm_joint and not self.qk_norm:
+            raise self.error("qk_norm_joint", "must be false without model.qk_norm")
+        if not self.experts:
+            for name in ("shared_experts", "expert_ffn_size"):
+                if getattr(self, name):
+                    raise self.error(name, "must be 0 without model.experts")
+        elif self.experts_per_token > self.experts:
+            raise self.error("experts_per_token", f"must be at most model.experts, {self.experts}")
 
     def _check_layers(self) -> None:
         """Raises SettingError for what only `llama` has, for layers that are not there, and heads that cannot be turned."""

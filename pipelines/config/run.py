@@ -116,6 +116,14 @@ class ScalingConfig(Section):
     )
     """Context-parallel degree. Each sample's tokens are sharded over this many workers, for long contexts. Twice the degree
     must divide model.context."""
+    expert: int = setting(
+        1,
+        at_least=1,
+        since="0.4",
+        also="ep expert_parallel expert_parallel_size expert_parallel_degree ep_size expert_model_parallel_size",
+    )
+    """Expert-parallel degree. Each block's experts are sharded over this many workers, which also share out the samples of a
+    slot; tokens travel to their experts and back. Must divide model.experts."""
     context_exchange: Literal["ring", "heads", "keys"] = setting("ring", since="0.3")
     """Communication of context-parallel attention. `ring`: keys and values travel round a ring while attention computes.
     `heads`: tokens are exchanged for heads, so that each worker has all tokens of some heads. `keys`: the remote keys and
@@ -136,7 +144,7 @@ class ScalingConfig(Section):
     @property
     def group(self) -> int:
         """Workers that compute a slot together."""
-        return self.pipeline * self.context * self.tensor
+        return self.pipeline * self.expert * self.context * self.tensor
 
     @property
     def stages(self) -> int:

@@ -333,6 +333,8 @@ class SweepJobConfig(Config):
             self._check_sharing()
         if self.scaling.mesh == "auto" or "scaling.mesh" in self.sweep.space:
             raise self.scaling.error("mesh", "must be `given` in a sweep: vary scaling.tensor, pipeline or context")
+        if self.scaling.expert > 1 or "scaling.expert" in self.sweep.space:
+            raise self.scaling.error("expert", "must be 1 in a sweep: the scaling model has no term for its exchanges")
 
     def _check_sharing(self) -> None:
         if not self.lora.rank:

@@ -218,7 +218,7 @@ class Training:
         # The loss scale and the running loss return to those of the checkpoint.
         rules = self.rules
         self.rules = build_step_rules(
-            self.config, self.loader.samples, self.state, self.strategy.device, rules.rows, rules.draws
+            self.config, self.loader.samples, self.state, self.strategy.device, rules.rows, rules.draws, rules.routing
         )
         self._saved_at = self.state.step
         self._reset_counters()
@@ -313,6 +313,8 @@ class Training:
         task = self.loader.samples.task
         if (sums := task.take_sums(self.model)) is not None:
             measured |= task.train_scores(self.strategy.all_reduce_sum(sums).tolist())
+        if self.rules.routing is not None:
+            measured |= self.rules.routing.take_figures(self.strategy.all_reduce_sum)
         if self.rules.scale:
             measured["loss_scale"] = float(self.rules.scale.value)
         if self.state.dropped or self.state.left_out:

@@ -83,6 +83,8 @@ class Precision:
         if self.parameters is torch.float32:
             return
         for parameter in model.parameters():
+            if getattr(parameter, "keeps_fp32", False):
+                continue
             rounded = parameter.detach().to(self.parameters)
             parameter.data = rounded.float() if sharded else rounded
             if not sharded:

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from raystride.model.dropout import RowKeys
+from raystride.model.experts import Routing
 from raystride.pipelines.config import Config
 from raystride.pipelines.data.feed.loader import NO_REQUESTS, Requests, Step
 from raystride.pipelines.data.feed.samples import Samples
@@ -102,10 +103,14 @@ class StepRules:
     """Sets the keys of dropout by row; None: masks are by place, or the next numbers of the device's generator."""
     draws: DrawNotice | None = None
     """Says if a joined micro-batch draws from the generator."""
+    routing: Routing | None = None
+    """Losses and loads of a network with experts."""
 
     def seed_forward(self, device: torch.device, step: int, batch: MicroBatchLike) -> None:
         """Seeds the random numbers of a micro-batch's forward."""
         seed_device(device, micro_batch_seed(self.seed, step, batch.slot))
+        if self.routing is not None:
+            self.routing.slot_rows = [rows for _, rows in batch.slots]
         if self.rows is not None:
             slots = batch.slots or [(batch.slot, len(batch.targets))]
             self.rows.set(row_keys(self.seed, step, slots, self.rows.modules).to(device))
@@ -118,6 +123,7 @@ def build_step_rules(
     device: torch.device,
     rows: RowKeys | None = None,
     draws: DrawNotice | None = None,
+    routing: Routing | None = None,
 ) -> StepRules:
     """Builds the rules of a run from its settings and its state."""
     train, guard = config.train, config.guard
@@ -131,6 +137,7 @@ def build_step_rules(
         random_updates=train.stochastic_rounding,
         rows=rows,
         draws=draws,
+        routing=routing,
     )
 
 
@@ -183,6 +190,8 @@ def train_step(
     `on_gradients` is called before the update, when the gradients are means and clipped."""
     device = strategy.device
     strategy.zero_gradients()
+    if rules.routing is not None:
+        rules.routing.begin_step()
     forward = StepForward(rules, step.number, device)
     if any(requests):
         forward.measured[STOP], forward.measured[OUT_OF_TIME] = requests
@@ -218,6 +227,8 @@ def _apply_step(
         # No slot is -1, so the update draws other numbers than any dropout.
         seed_device(strategy.device, micro_batch_seed(rules.seed, step.number, -1))
     optimizer.update(learning_rate, bad.float())
+    if rules.routing is not None:
+        rules.routing.finish_step(strategy.all_reduce_sum, bad)
     if rules.scale:
         rules.scale.update((verdict == OVERFLOW).float())
     # The vector is a view into a bucket that the next step clears, so the loop gets a copy.

@@ -81,6 +81,9 @@ def drawn_settings(kind: ModelType | str, random: Random) -> dict[str, Any]:
             settings |= {} if family.is_gemma else {"use_sliding_window": True, "max_window_layers": 0}
         else:
             settings["sliding_window"] = None
+    settings |= drawn_experts(kind, random) if family.routers else {}
+    if kind == "olmoe":
+        del settings["head_dim"]
     if kind == "smollm3":
         settings["no_rope_layers"] = [random.randint(0, 1) for _ in range(layers)]
     if kind == "gemma2":
@@ -91,12 +94,22 @@ def drawn_settings(kind: ModelType | str, random: Random) -> dict[str, Any]:
     return settings
 
 
+def drawn_experts(kind: str, random: Random) -> dict[str, Any]:
+    """The keys of experts in a `config.json`."""
+    experts = random.randint(1, 7)
+    found: dict[str, Any] = {"num_experts_per_tok": random.randint(1, min(3, experts))}
+    found["num_local_experts" if kind == "mixtral" else "num_experts"] = experts
+    found |= {} if kind == "mixtral" else {"norm_topk_prob": random.random() < 0.5}
+    return found | ({"moe_intermediate_size": 4 * random.randint(1, 9)} if kind == "qwen3_moe" else {})
+
+
 def theirs(kind: str, settings: dict[str, Any], seed: int) -> Any:
     """A model of transformers in which no two numbers are alike."""
     import transformers
 
     torch.manual_seed(seed)
     config = transformers.AutoConfig.for_model(kind, **settings, attn_implementation="eager")
+    config._experts_implementation = "eager"  # the one that takes float64
     model = transformers.AutoModelForCausalLM.from_config(config).eval()
     for name, parameter in model.named_parameters():
         around = 1.0 if "norm" in name and not kind.startswith("gemma") else 0.0
@@ -143,10 +156,27 @@ def test_logits_gradients_and_text_are_those_of_transformers(kind: str, draw: in
     largest = max(float(gradient.abs().max()) for gradient in exact.values())
     own_error = max(float((rounded[name] - gradient).abs().max()) for name, gradient in exact.items())
     added = kind.startswith("gemma")  # its norms' weights are written less one
-    for name, gradient in exact.items():
+    for name, gradient in by_number(kind, exact).items():
         found = written[name if name in written else name.removeprefix("transformer.")] + (added and "norm" in name)
         error = float((found - gradient).abs().max())
         assert error <= 3 * max(CLOSE * largest, own_error), (name, error, largest, own_error)
+
+
+def by_number(kind: str, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Tensors by the names of the hub: those of all experts as one of each."""
+    found: dict[str, torch.Tensor] = {}
+    names = ("w1", "w3", "w2") if kind == "mixtral" else ("gate_proj", "up_proj", "down_proj")
+    for name, tensor in tensors.items():
+        name = name.replace(".mlp.", ".block_sparse_moe.") if kind == "mixtral" else name
+        start, _, last = name.partition(".experts.")
+        parts = {"gate_up_proj": (0, 1), "down_proj": (2,)}.get(last, ())
+        for expert, matrices in enumerate(tensor) if parts else ():
+            halves = matrices.chunk(len(parts))
+            found |= {
+                f"{start}.experts.{expert}.{names[part]}.weight": half for part, half in zip(parts, halves, strict=True)
+            }
+        found |= {} if parts else {name: tensor}
+    return found
 
 
 def gradients(model: Any, inputs: torch.Tensor, targets: torch.Tensor) -> dict[str, torch.Tensor]:

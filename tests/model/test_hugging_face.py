@@ -37,7 +37,11 @@ GEMMA2 = replace(
 )
 GEMMA2 = replace(GEMMA2, window=3, window_layers=(0,), query_pre_attn_scalar=12)
 GEMMA3 = replace(GEMMA2, softcap=0, logit_softcap=0, qk_norm=True, window_rope_theta=1e3)
+MIXTRAL = replace(LLAMA, experts=3, expert_ffn_size=12)
+QWEN3_MOE = replace(QWEN3, experts=4, router="softmax", experts_per_token=1)
+OLMOE = replace(LLAMA, experts=4, qk_norm=True, qk_norm_joint=True, expert_ffn_size=8)
 FAMILIES = {"mistral": MISTRAL, "smollm3": SMOLLM3, "phi3": PHI3, "gemma2": GEMMA2, "gemma3": GEMMA3}
+FAMILIES |= {"mixtral": MIXTRAL, "qwen3_moe": QWEN3_MOE, "olmoe": OLMOE}
 SHAPES = {"gpt2": GPT2, "llama": LLAMA, "qwen2": QWEN2, "qwen3": QWEN3}
 VOCABULARY = 11
 
@@ -290,6 +294,10 @@ UNSAYABLE = [
     (replace(QWEN2, qk_norm=True), "qk_norm", ("beside model.qkv_bias", "`qwen2`")),
     (replace(LLAMA, norm="sandwich", gate="gelu"), "scaled_embedding", ("`gemma2`", "has model.scaled_embedding")),
     (replace(GEMMA3, softcap=5), "softcap", ()),
+    (replace(MIXTRAL, router="sigmoid"), "router", ("`mixtral`",)),
+    (replace(MIXTRAL, shared_experts=1), "shared_experts", ("`mixtral`",)),
+    (replace(MIXTRAL, family="qwen3"), "experts", ("`qwen3`",)),
+    (replace(OLMOE, head_size=6), "head_size", ("`olmoe`",)),
     (replace(LLAMA, head_size=6, hidden_size=18), "heads", ("model.hidden_size, 18",)),
     (replace(GPT2, norm="post"), "norm", ()),
     (replace(GPT2, architecture="original", bias=False), "architecture", ()),

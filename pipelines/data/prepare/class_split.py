@@ -65,8 +65,8 @@ def find_bounds(parts: Iterable[Hashes], fraction: float) -> dict[str, int]:
         for label, (count, hashes) in part.items():
             counts[label] += count
             smallest[label] += hashes
-            if len(hashes) < count:  # what comes after the last is not known
-                limits[label] = min(limits.get(label, 2**64), hashes[-1] + 1)
+            if len(hashes) < count:  # others may be like the last, or come after it
+                limits[label] = min(limits.get(label, 2**64), hashes[-1])
     wanted = {label: math.floor(fraction * count) for label, count in counts.items()}
     by_remainder = sorted(counts, key=lambda label: (wanted[label] - fraction * counts[label], counts[label], label))
     for label in by_remainder[: round(fraction * sum(counts.values())) - sum(wanted.values())]:
@@ -75,7 +75,7 @@ def find_bounds(parts: Iterable[Hashes], fraction: float) -> dict[str, int]:
     for label, count in wanted.items():
         hashes, most = sorted(smallest[label]), min(count, counts[label] - 1)
         bound = min(hashes[most - 1] + 1, limits.get(label, 2**64)) if most else 0
-        bounds[label] = bound if sum(found < bound for found in hashes) < counts[label] else 0
+        bounds[label] = bound if 0 < sum(found < bound for found in hashes) < counts[label] else 0
     return bounds
 
 

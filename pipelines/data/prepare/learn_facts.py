@@ -158,7 +158,9 @@ def learn_facts(studied: Sequence[LearningSource], folder: Folder, on_ray: bool,
     facts = dict(task.learn(surveys))
     if len(studied) == 1 and all(CLASS_HASHES in survey for survey in surveys):
         hashes = (survey[CLASS_HASHES] for survey in surveys)
-        facts[CLASS_BOUNDS] = find_bounds(hashes, studied[0].job.validation_fraction)
+        bounds = find_bounds(hashes, studied[0].job.validation_fraction)
+        # Without one the classes are too small, or have one text each.
+        facts |= {CLASS_BOUNDS: bounds} if any(bounds.values()) else {}
     put_sealed_beside(folder, FACTS, facts)
     folder.remove(SURVEYS_FOLDER)
     return learn_facts(studied, folder, on_ray, log)  # as read back from JSON, the same for all readers

@@ -15,9 +15,10 @@ and `waiting_share` the average share that workers waited for each other; both b
 from collections.abc import Mapping
 from typing import Any, TypedDict, cast
 
+from raystride.pipelines.config.attempts import ATTEMPTS
 from raystride.pipelines.observability.record.journal import LAST_SEGMENTS, SUMMARY_FILE, last_segments, to_json_value
 from raystride.pipelines.system.storage.folder import Folder
-from raystride.pipelines.system.storage.sealed import put_sealed, read_sealed
+from raystride.pipelines.system.storage.sealed import SealBroken, put_sealed, read_sealed
 
 
 class _SummaryKeys(TypedDict, total=False):
@@ -65,6 +66,8 @@ class RunSummary(_SummaryKeys, total=False):
     """Name of the signal that requested the end."""
     workers: int
     """Number of workers of the last attempt."""
+    active_parameters: int
+    """With experts, parameters that a token uses."""
     unit: str
     """Unit of the samples that were seen: tokens, examples, pairs or images."""
     metric: str
@@ -123,8 +126,17 @@ def put_summary(run: Folder, summary: Mapping[str, Any]) -> None:
 
 
 def read_summary(run: Folder) -> dict[str, Any]:
-    """Returns the content of a run's `summary.json`, empty if there is none. Raises SealBroken if it is not as written."""
+    """Returns the content of a run's `summary.json`, empty if there is none.
+
+    Raises SealBroken if it is not as written, or another run's. Where a run's folder has got another name, one of the
+    attempts must be the run's own.
+    """
+    remedy = "remove it; a training of this run writes it again"
     try:
-        return read_sealed(run, SUMMARY_FILE, "remove it; a training of this run writes it again")
+        found = read_sealed(run, SUMMARY_FILE, remedy)
     except FileNotFoundError:
         return {}
+    attempts = (found.get(LAST_SEGMENTS) or {}).keys()
+    if found.get("run") != run.name and attempts and attempts.isdisjoint((run / ATTEMPTS).names()):
+        raise SealBroken(f"{run / SUMMARY_FILE} is that of another run, {found.get('run')}: {remedy}")
+    return found

@@ -24,6 +24,8 @@ MAX_POINTS = 2000
 """Maximum of points per line: twice the width of a page or picture in pixels."""
 LINE_NAMES = ("train_loss", "val_loss", "tokens_per_second", "mfu", *(f"phase_{part}_share" for part in EXCLUSIVE_PHASES))
 """Names of the measurements that are drawn."""
+LOAD = "expert_load/"
+"""Prefix of the loads of experts, before their numbers."""
 MAX_METRICS, MAX_DAMAGES = 8, 3
 """Maximum of the task's metrics that are drawn, and of damages of the journal that are said."""
 DEVICE_READINGS = {
@@ -77,6 +79,8 @@ class Figures:
     """Lines by measurement."""
     workers: Downsampled[dict[int, float]] = field(default_factory=lambda: Downsampled(MAX_POINTS // 4))
     """By step, the workers' own seconds per step, by rank."""
+    experts: Downsampled[dict[int, float]] = field(default_factory=lambda: Downsampled(MAX_POINTS // 4))
+    """By step, the experts' loads over all layers as multiples of an even share, by number."""
     devices: dict[str, dict[str, Downsampled[float]]] = field(default_factory=dict)
     """Lines by reading (a key of `DEVICE_READINGS`) and device."""
     sums: dict[str, list[float]] = field(
@@ -134,6 +138,9 @@ def gather_figures(entries: Iterable[Entry]) -> Figures:
 def _add_metrics(figures: Figures, entry: Metrics) -> None:
     if (step := entry["step"]) is None:
         return
+    loads = {int(name[len(LOAD) :]): float(load) for name, load in entry["values"].items() if name.startswith(LOAD)}
+    if loads:
+        figures.experts.put(step, loads)
     for name, number in entry["values"].items():
         line = figures.lines[name] if name in figures.lines else _metric_line(figures, name)
         if line is None:

@@ -59,6 +59,7 @@ def run_page(
         ("Data", bullet_list(origin.data_lines) if origin.data_lines else "", ""),
         ("Confusion of labels", _confusion(origin.answers), ""),
         ("Answers on validation documents", _answers_table(origin.answers), ""),
+        ("Load of experts", pictures.draw_expert_heatmap(figures), ""),
         ("Speed", pictures.draw_speed(figures, rate_unit(summary.get("unit"))) + pictures.draw_mfu(figures), "speed"),
         (
             "Time per step by part",

@@ -91,20 +91,28 @@ def draw_parts_over_time(figures: Figures) -> str:
 
 def draw_rank_heatmap(figures: Figures) -> str:
     """Draws a heat map, rank by step, of the workers' own seconds per step, without waiting for others."""
-    columns = figures.workers.items()
-    ranks = sorted({rank for _, own in columns for rank in own})
-    if len(ranks) < 2:
+    return _draw_heatmap(figures.workers.items(), "rank", "s a step")
+
+
+def draw_expert_heatmap(figures: Figures) -> str:
+    """Draws a heat map, expert by step, of the experts' loads over all layers; 1 is an even share."""
+    return _draw_heatmap(figures.experts.items(), "expert", "load (1: even)")
+
+
+def _draw_heatmap(columns: Sequence[tuple[float, dict[int, float]]], row: str, label: str) -> str:
+    rows = sorted({number for _, values in columns for number in values})
+    if len(rows) < 2:
         return ""
     steps = [int(step) for step, _ in columns]
-    figure = new_figure(1.0 + 0.35 * min(len(ranks), 24))
+    figure = new_figure(1.0 + 0.35 * min(len(rows), 24))
     axes = figure.subplots()
-    grid = [[own.get(rank, math.nan) for _, own in columns] for rank in ranks]
+    grid = [[values.get(number, math.nan) for _, values in columns] for number in rows]
     picture = axes.imshow(grid, aspect="auto", interpolation="nearest", cmap="viridis")
-    figure.colorbar(picture, ax=axes, label="s a step")
+    figure.colorbar(picture, ax=axes, label=label)
     ticks = range(0, len(steps), max(1, len(steps) // 8))
     axes.set_xticks(list(ticks), [str(steps[i]) for i in ticks])
-    axes.set_yticks(range(len(ranks)), [str(rank) for rank in ranks])
-    axes.set_ylabel("rank")
+    axes.set_yticks(range(len(rows)), [str(number) for number in rows])
+    axes.set_ylabel(row)
     axes.set_xlabel("step")
     return to_svg(figure)
 

@@ -36,6 +36,7 @@ _FIGURES: _Rows = (
     ("train_loss", "training loss", lambda value: f"{value:.4f}"),
     ("seen", "{unit} seen", _whole),
     ("tokens_per_second", "{rate}/s", lambda value: f"{value:,.0f}"),
+    ("active_parameters", "active parameters", _whole),
     ("workers", "workers", str),
     ("mfu", "MFU", _percent),
     ("step_seconds_p50", "step, median", lambda value: f"{value * 1000:.1f} ms"),

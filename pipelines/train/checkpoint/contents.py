@@ -6,10 +6,12 @@ join_tensors(content, tensors)                            # {"k": 3, "factors": 
 """
 
 import math
-from collections.abc import Mapping
+import zlib
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from raystride.pipelines.system.errors import SettingError
@@ -61,6 +63,46 @@ def users_objects(model: nn.Module, optimizer: Updater) -> tuple[Any, dict[str, 
         )
         setting = "optimizer" if part.startswith("optimizer") else "model"
         raise SettingError(f"{setting} {rule}: {part}", setting=setting, value=part, allowed=rule) from None
+
+
+def refuse_unlike_numbers(model: nn.Module, optimizer: Updater, group: dist.ProcessGroup) -> None:
+    """Raises SettingError if a user's optimiser has another number on another worker: a checkpoint has rank 0's. Collective.
+
+    One that takes norms of its shards is of this kind under fsdp.
+    """
+    if not isinstance(optimizer, UsersOptimizer):
+        return
+    names = trained_names(model)
+    states = {name: optimizer.state(parameter) for parameter, name in names.items()}
+    numbers = {name: {key: value for key, value in state.items() if not value.dim()} for name, state in states.items()}
+    own = dict(_iterate_leaves({**optimizer.plain_state(names), "states": numbers}))
+    found: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(found, own, group=group)
+    for rank, other in enumerate(found):
+        for path in sorted(found[0].keys() | other.keys()):
+            if (first := found[0].get(path)) != (second := other.get(path)):
+                rule = "must keep the same numbers on all workers; sum them over the workers, or use scaling.strategy `ddp`"
+                raise SettingError(
+                    f"optimizer {rule}: {path} is {first} on worker 0 and {second} on worker {rank}",
+                    setting="optimizer",
+                    value=path,
+                    allowed=rule,
+                )
+
+
+def _iterate_leaves(item: Any, path: str = "") -> Iterator[tuple[str, str]]:
+    """Yields the values of nested mappings and lists as texts, by their path; of tensors a checksum."""
+    pairs = item.items() if isinstance(item, Mapping) else enumerate(item) if isinstance(item, list | tuple) else None
+    if pairs is not None:
+        for key, part in pairs:
+            yield from _iterate_leaves(part, f"{path}.{key}" if path else str(key))
+    elif not isinstance(item, torch.Tensor):
+        yield path, repr(item)
+    elif not item.dim():
+        yield path, repr(item.item())
+    else:
+        content = item.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes()
+        yield path, f"a tensor with checksum {zlib.crc32(content)}"
 
 
 def trained_names(model: nn.Module) -> dict[nn.Parameter, str]:

@@ -37,6 +37,7 @@ from raystride.pipelines.train.checkpoint.contents import (
     load_targets,
     loaded_state,
     named_tensors,
+    refuse_unlike_numbers,
     trained_names,
     users_objects,
 )
@@ -230,6 +231,8 @@ class Checkpoints:
                 state.parent_step, state.parent_position = failed_save.parent_step, failed_save.parent_position
                 state.fed_digest = (state.fed_digest + failed_save.fed_digest) % 2**64
         self._newest = _PendingSave(state.step, state.parent_step, state.parent_position, state.fed_digest, best, timed)
+        if self.group:
+            refuse_unlike_numbers(model, optimizer, self.group)
         objects, of_objects = users_objects(model, optimizer)
         tensors, wait_for_copies = self._staging.copy_tensors(named_tensors(model, optimizer) | of_objects)
         content = {

@@ -31,6 +31,8 @@ class NetworkPart:
     """Workers that share heads, hidden units and words, and the tokens between attention and feed-forward."""
     context: int = 1
     """Workers that share the tokens of a sequence."""
+    expert: int = 1
+    """Workers that share each block's experts, and the samples of a slot."""
     stages: tuple[int, ...] = ()
     """Number of blocks of each of its stages; empty without a pipeline."""
     first: bool = True
@@ -44,7 +46,7 @@ class NetworkPart:
 def network_parts(config: Config, vocab_size: int, slots: int) -> Iterator[NetworkPart]:
     """Yields the part of each worker of a pipeline, for `slots` slots a step in a group; without a pipeline one for all."""
     scaling = config.scaling
-    whole = NetworkPart(scaling.tensor, scaling.context)
+    whole = NetworkPart(scaling.tensor, scaling.context, scaling.expert)
     if scaling.pipeline == 1:
         yield whole
         return
@@ -72,10 +74,12 @@ def cut_config(config: Config, part: NetworkPart) -> Config:
         kv_heads=(shape.kv_heads or shape.heads) // tensor,
         head_size=head_size(shape),
         ffn_size=-(-hidden_width(shape) // tensor),
+        # At least as many as a token has: with fewer the estimate is somewhat high.
+        experts=max(shape.experts // part.expert, shape.experts_per_token) if shape.experts else 0,
         window_layers=(),  # without effect on memory
         nope_layers=(),
     )
-    without_mesh = replace(scaling, tensor=1, pipeline=1, context=1, workers="auto")
+    without_mesh = replace(scaling, tensor=1, pipeline=1, context=1, expert=1, workers="auto")
     train = replace(config.train, micro_batch_slots=1) if part.stages else config.train
     return replace(config, model=own_model, scaling=without_mesh, train=train)
 

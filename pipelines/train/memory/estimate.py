@@ -23,7 +23,7 @@ at once (`lora.adapters`) share the base; each has its own tokens in the common 
 
 from dataclasses import dataclass, replace
 
-from raystride.model.shape import ENCODERS, dense_sizes, head_size, hidden_width
+from raystride.model.shape import ENCODERS, dense_sizes, expert_width, head_size, hidden_width
 from raystride.pipelines.config import Config, ModelConfig, ScalingConfig
 from raystride.pipelines.train.memory.activations import FP32, Arithmetic, Moment, Network, list_moments
 from raystride.pipelines.train.memory.cut import NetworkPart, cut_config, cut_facts, network_parts
@@ -46,12 +46,19 @@ def block_linears(shape: ModelConfig) -> list[BlockLinear]:
     """Returns the linear layers of a block, without cross-attention."""
     width, hidden, size = shape.hidden_size, hidden_width(shape), head_size(shape)
     queries, keys = shape.heads * size, (shape.kv_heads or shape.heads) * size
+    if shape.experts:
+        hidden = shape.shared_experts * expert_width(shape)
     if shape.architecture == "llama":
-        return [
+        attention = [
             BlockLinear(("q", "q_proj"), width, queries),
             BlockLinear(("k", "k_proj"), width, keys),
             BlockLinear(("v", "v_proj"), width, keys),
             BlockLinear(("out", "o_proj"), queries, width),
+        ]
+        if not hidden:  # the experts themselves have no adapters
+            return attention
+        return [
+            *attention,
             BlockLinear(("gate", "gate_proj"), width, hidden),
             BlockLinear(("up", "up_proj"), width, hidden),
             BlockLinear(("down", "down_proj"), hidden, width),

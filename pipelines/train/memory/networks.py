@@ -97,7 +97,8 @@ def decoder_network(
 ) -> Network:
     """Describes the network of language modelling, completion and preference, with `slots` slots in a micro-batch."""
     shape, vocab_size = config.model, int(facts["vocabulary_size"])
-    saved = TransformerActivations(shape, arithmetic, _max_tokens(config, slots) // part.context, tensor_workers=part.tensor)
+    tokens = -(-_max_tokens(config, slots) // (part.context * part.expert))
+    saved = TransformerActivations(shape, arithmetic, tokens, tensor_workers=part.tensor)
     head = vocab_size * shape.hidden_size
     # Tied: one backward passes through both uses of the embedding.
     tied, own_head = is_tied(shape) and not part.stages, part.last and not (is_tied(shape) and part.first)

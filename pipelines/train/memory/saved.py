@@ -12,6 +12,8 @@ T the context; p are the bytes of a number that products read and write, s those
     to a memory   q a token of the target, k and v one of the memory; autocast keeps a copy of it for each block
     feed-forward  input C p; ReLU: out F p; GELU: in and out 2 F p; SwiGLU and GeGLU: gate, up and out 3 F p, without our
                   kernels the activation of gate as well
+    experts       input C p and as many rows of it, gates, ups, outs and results as a token has experts; about five
+                  numbers an expert of the router and its losses, six indices a chosen one
     two ways      a bidirectional window uses a mask, as padding without our kernels
     sandwich      a norm after attention and after feed-forward: input and statistics as above
     dropout       a mask of C numbers: a byte each on GPUs, p on CPUs
@@ -22,14 +24,18 @@ T the context; p are the bytes of a number that products read and write, s those
     saved.block().saved_bytes                                   # bytes
 """
 
+from dataclasses import replace
+
 from raystride.model.shape import (
     ENCODERS,
     DecoderShape,
     attention_weights,
     block_matrix_weights,
+    expert_width,
     has_biases,
     head_size,
     hidden_width,
+    idle_weights,
     is_gated,
     is_rotated,
     is_sandwich_norm,
@@ -37,6 +43,8 @@ from raystride.model.shape import (
     query_width,
 )
 from raystride.pipelines.train.memory.activations import FP32, Arithmetic, BlockMemory, PartMemory
+
+_INDEX_BYTES = 8
 
 
 class TransformerActivations:
@@ -52,6 +60,8 @@ class TransformerActivations:
         own_tokens = -(-tokens // tensor_workers)
         width, p = shape.hidden_size, arithmetic.matmul
         self._queries, self._keys, self._hidden = query_width(shape) * p, key_width(shape) * p, hidden_width(shape) * p
+        if shape.experts:
+            self._hidden = (shape.experts_per_token + shape.shared_experts) * expert_width(shape) * p
         self._rms, self._rotated, self._gated = shape.architecture == "llama", is_rotated(shape), is_gated(shape)
         self._mask = width * arithmetic.mask if shape.dropout else 0
         self._plain = bool(shape.dropout) and not arithmetic.kernels
@@ -79,7 +89,15 @@ class TransformerActivations:
 
     def block(self) -> BlockMemory:
         """Returns the memory of a block with one attention."""
-        return self._build_block((self._feed_forward_part(), self._attention_part()), self._matmul_outputs(), self.stream)
+        feed_forward = self._feed_forward_part()
+        parts = self._split_by_matrices(feed_forward) if self.shape.experts else (feed_forward,)
+        return self._build_block((*parts, self._attention_part()), self._matmul_outputs(), self.stream)
+
+    def _split_by_matrices(self, experts: PartMemory) -> tuple[PartMemory, ...]:
+        """Returns a part per gradient of all experts' matrices: each is there when the next one is made."""
+        matrix = experts.computing_gradients
+        alone = PartMemory(0.0, experts.extra, matrix, matrix)
+        return alone, alone, replace(experts, num_parameters=experts.num_parameters - 2 * matrix)
 
     def target_block(self, source: int) -> BlockMemory:
         """Returns the memory of a block that also has an attention to a memory of `source` tokens."""
@@ -102,7 +120,8 @@ class TransformerActivations:
         )
 
     def _build_block(self, parts: tuple[PartMemory, ...], matmul_outputs: float, gradient: float) -> BlockMemory:
-        weights = block_matrix_weights(self.shape) + (attention_weights(self.shape) if len(parts) > 2 else 0)
+        weights = block_matrix_weights(self.shape) + idle_weights(self.shape) // max(1, self.shape.layers)
+        weights += attention_weights(self.shape) if len(parts) > 2 else 0
         return BlockMemory(self.stream, self.stream + matmul_outputs, parts, gradient, weights)
 
     def _attention_part(self) -> PartMemory:
@@ -126,12 +145,19 @@ class TransformerActivations:
         extra = self.tokens * (2 if self._gated else 1) * self._hidden
         extra += self.tokens * shape.hidden_size * arithmetic.matmul - self._masks if shape.dropout else 0
         largest, sizes = shape.hidden_size * hidden_width(shape), feed_forward_sizes(shape)
+        if shape.experts:
+            rows = shape.experts_per_token * shape.hidden_size * arithmetic.matmul
+            largest = shape.experts * shape.hidden_size * expert_width(shape)
+            saved += self.tokens * (2 * rows + 5 * FP32 * shape.experts + 6 * _INDEX_BYTES * shape.experts_per_token)
+            extra += self.tokens * rows
         return PartMemory(saved, max(extra, 2 * self.gathered_stream), sum(sizes), largest)
 
     def _matmul_outputs(self) -> float:
         """Returns the bytes of the outputs of products and self-attention."""
         num_bytes = 2 * self._queries + 2 * self._keys + self.shape.hidden_size * self.arithmetic.matmul
         num_bytes += (2 if self._gated else 1) * self._hidden
+        if self.shape.experts:
+            num_bytes += self.shape.experts_per_token * self.shape.hidden_size * self.arithmetic.matmul
         return self.tokens * (num_bytes + (self._matrix if self._plain else self._queries + 4 * self.shape.heads))
 
 
@@ -140,7 +166,8 @@ def attention_sizes(shape: DecoderShape) -> list[int]:
     width, bias = shape.hidden_size, has_biases(shape)
     queries, qkv = query_width(shape), query_width(shape) + 2 * key_width(shape)
     sizes = norm_sizes(shape) + [width * qkv] + [qkv] * (bias or shape.qkv_bias)
-    sizes += [head_size(shape)] * (2 * shape.qk_norm) + _linear_sizes(shape, queries, width)
+    norms = [queries, key_width(shape)] if shape.qk_norm_joint else [head_size(shape)] * 2
+    sizes += norms * shape.qk_norm + _linear_sizes(shape, queries, width)
     return sizes + [width] * (shape.out_bias and not bias) + norm_sizes(shape) * is_sandwich_norm(shape)
 
 
@@ -156,6 +183,11 @@ def cross_attention_sizes(shape: DecoderShape) -> list[int]:
 def feed_forward_sizes(shape: DecoderShape) -> list[int]:
     """Returns the numbers of each parameter of a feed-forward, with the norm before it."""
     width, hidden = shape.hidden_size, hidden_width(shape)
+    if shape.experts:
+        matrix = width * expert_width(shape)
+        router = [shape.experts * width] + [shape.experts] * (shape.router == "sigmoid")
+        stacked = [shape.experts * matrix] * 3 + [shape.shared_experts * matrix] * (3 if shape.shared_experts else 0)
+        return norm_sizes(shape) + router + stacked + norm_sizes(shape) * is_sandwich_norm(shape)
     into = _linear_sizes(shape, width, hidden) * (2 if is_gated(shape) else 1)
     return norm_sizes(shape) + into + _linear_sizes(shape, hidden, width) + norm_sizes(shape) * is_sandwich_norm(shape)
 

@@ -70,6 +70,7 @@ class FullySharded(Sharded):
     ) -> tuple[nn.Module, Optimizer]:
         """Broadcasts rank 0's parameters and keeps this worker's shards, except for the `unsharded` parameters."""
         model = model.to(self.device)
+        unsharded = {*unsharded, *(parameter for parameter in model.parameters() if hasattr(parameter, "keeps_fp32"))}
         for parameter in model.parameters():
             parameter.data = parameter.data.contiguous()  # in channels-last order, for instance, which FSDP2 does not shard
         if self._mesh is None:

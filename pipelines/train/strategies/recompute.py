@@ -107,6 +107,7 @@ def _saved_operations() -> list[Any]:
     """Returns the operations with results that selective checkpointing keeps: matrix products and attention."""
     aten, ours = torch.ops.aten, torch.ops.raystride
     operations = [aten.mm.default, aten.addmm.default, aten.bmm.default, ours.product.default]
+    operations += [aten._grouped_mm.default] if hasattr(aten, "_grouped_mm") else []  # PyTorch's older versions lack it
     operations += [
         aten._scaled_dot_product_flash_attention_for_cpu.default,
         aten._scaled_dot_product_flash_attention.default,

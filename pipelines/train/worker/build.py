@@ -140,7 +140,9 @@ def build_training(
         optimizer=built.optimizer,
         loader=loader,
         state=state,
-        rules=build_step_rules(config, feed.train, state, device, built.rows, DrawNotice(log)),
+        rules=build_step_rules(
+            config, feed.train, state, device, built.rows, DrawNotice(log), getattr(built.network, "routing", None)
+        ),
         validate=Validation(config, strategy, built.model, built.precision, feed.train.task, feed.held_out, feed.shares),
         checkpoints=built.checkpoints if config.checkpoint.every else None,
         header=header | built.facts | facts,

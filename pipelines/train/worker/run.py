@@ -19,6 +19,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from raystride.model.shape import idle_weights
 from raystride.pipelines.config.schedules import describe_endless_warmup
 from raystride.pipelines.data.feed.loader import DevicePlacement, MicroBatch
 from raystride.pipelines.data.feed.samples import decode_rows
@@ -153,6 +154,8 @@ def run_worker(
         if job.device == "cpu":
             summary |= {"products": MatmulChoice.from_bits(training.header["bits"]).description}
         summary |= {"parameters": facts.parameters, "flops_per_token": facts.flops_per_token}
+        if idle := idle_weights(job.config.model):
+            summary |= {"active_parameters": facts.parameters - idle}
         if ending is not Ending.STOPPED and (worker.rank == 0 or training.strategy.is_collective):
             write_samples(job, worker, training)
         for observer in observers:

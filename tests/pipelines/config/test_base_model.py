@@ -133,8 +133,8 @@ def test_a_folder_that_is_gone_changes_nothing(tmp_path: Path) -> None:
 
 
 def test_a_network_that_cannot_be_trained_here_is_named(tmp_path: Path) -> None:
-    folder = _folder(tmp_path / "base", LLAMA, model_type="mixtral")
-    with refused("model.init_from", str(folder), names=["'mixtral'"]):
+    folder = _folder(tmp_path / "base", LLAMA, model_type="qwen2_moe")
+    with refused("model.init_from", str(folder), names=["'qwen2_moe'"]):
         _parsed("--model.init_from", str(folder))
     _folder(tmp_path / "base", LLAMA, quantization_config={"quant_method": "gptq"})
     with refused("model.init_from", str(folder), names=["gptq", "dequantize()"]):

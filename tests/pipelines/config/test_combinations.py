@@ -1,5 +1,7 @@
 """What does not go together is refused at once, with the reason and what would go."""
 
+from dataclasses import replace
+
 import pytest
 
 from raystride.pipelines.config import (
@@ -9,12 +11,14 @@ from raystride.pipelines.config import (
     LaunchConfig,
     ModelConfig,
     ObjectiveConfig,
+    OptimizerConfig,
     ScalingConfig,
     TrainConfig,
 )
 from raystride.pipelines.launch.cluster.resources import Resources, resolve_allocation
 from tests.errors import refused
 
+EXPERTS = ModelConfig(architecture="llama", experts=6)
 CPU = Resources(cpus=4, gpus=0, memory_bytes=2.0**34, gpu_memory_bytes=None)
 
 
@@ -45,6 +49,26 @@ CPU = Resources(cpus=4, gpus=0, memory_bytes=2.0**34, gpu_memory_bytes=None)
             "deepspeed",
             ("train.exact", "`ddp`"),
         ),
+        ({"scaling": ScalingConfig(expert=2)}, "scaling.expert", 2, ("model.experts",)),
+        ({"model": EXPERTS, "scaling": ScalingConfig(expert=4)}, "scaling.expert", 4, ("model.experts, 6", "nearest is 3")),
+        ({"model": EXPERTS, "scaling": ScalingConfig(tensor=2)}, "scaling.tensor", 2, ("scaling.expert",)),
+        ({"model": EXPERTS, "scaling": ScalingConfig(context=2)}, "scaling.context", 2, ("scaling.expert",)),
+        (
+            {"model": EXPERTS, "scaling": ScalingConfig(pipeline=2, schedule="zbv"), "train": TrainConfig(slots=8)},
+            "scaling.pipeline",
+            2,
+            ("scaling.expert",),
+        ),
+        ({"model": EXPERTS, "scaling": ScalingConfig(strategy="deepspeed")}, "scaling.strategy", "deepspeed", ("`fsdp`",)),
+        ({"model": EXPERTS, "train": TrainConfig(compile="block")}, "train.compile", "block", ("model.experts",)),
+        ({"model": EXPERTS, "optimizer": OptimizerConfig(kind="muon")}, "optimizer.kind", "muon", ("model.experts",)),
+        (
+            {"model": replace(EXPERTS, dropout=0.1), "scaling": ScalingConfig(expert=2)},
+            "scaling.expert",
+            2,
+            ("model.dropout",),
+        ),
+        ({"model": EXPERTS, "task": "classification"}, "model.experts", 6, ("decoders",)),
         ({"train": TrainConfig(exact=True, compile="block")}, "train.compile", "block", ("`none`", "train.exact")),
         ({"scaling": ScalingConfig(strategy="ddp", shard_workers=2)}, "scaling.shard_workers", 2, ("`fsdp`",)),
         (

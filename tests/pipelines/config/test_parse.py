@@ -152,6 +152,7 @@ NAMES = {
     "images_digits": "bf69baec",
     "lm_124m": "8f043eca",
     "lm_characters": "af9e21c8",
+    "lm_experts": "38ab919d",
     "lm_python": "9d9db8c8",
     "lm_shakespeare_cpu": "b76b68f2",
     "preference_pairs": "d0fcacad",
@@ -177,13 +178,14 @@ def test_presets_are_valid_and_keep_the_default_names_of_their_runs(preset: Path
     parsed: Any = parse(SweepJobConfig if is_sweep else Config, flags, program="train.py")
     assert parsed.preset == preset.stem
     settings = parsed.settings.training() if is_sweep else parsed.settings
-    if preset.stem != "finetune":  # whose name has a path of this machine in it
+    if preset.stem in NAMES_OF_0_3:
         assert settings.default_run_of_0_3(parsed.preset) == NAMES_OF_0_3[preset.stem]
+    if preset.stem != "finetune":  # whose name has a path of this machine in it
         assert settings.default_run(parsed.preset) == f"{parsed.preset}-{NAMES[preset.stem]}"
 
 
 def test_all_presets_are_found_by_name() -> None:
-    assert sorted(presets()) == sorted([*NAMES_OF_0_3, "finetune"]) == sorted(path.stem for path in PRESETS)
+    assert sorted(presets()) == sorted([*NAMES, "finetune"]) == sorted(path.stem for path in PRESETS)
 
 
 def test_settings_come_from_names_files_mappings_and_objects(tmp_path: Path) -> None:

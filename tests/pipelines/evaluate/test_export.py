@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors import safe_open
 
 from raystride.model.generate import generate
 from raystride.model.transformer import Decoder
@@ -40,6 +41,7 @@ TEXT = "def naïve(x):\n\treturn 'the 12 quick foxes — 平方 🙂'  # twice  
 GPT2 = ModelConfig(layers=2, heads=4, hidden_size=32, context=16)
 LLAMA = ModelConfig(architecture="llama", layers=2, heads=4, kv_heads=2, hidden_size=32, context=16)
 GEMMA = replace(LLAMA, norm="sandwich", gate="gelu", scaled_embedding=True, tie_embeddings=True, head_size=12)
+MIXTRAL = replace(LLAMA, experts=5, expert_ffn_size=24)
 SCALING = (8.0, 1.0, 4.0, 64.0)
 """Of four frequencies one is kept, one lies between and two are divided."""
 SHAPES = {
@@ -71,6 +73,9 @@ SHAPES = {
         replace(GEMMA, qk_norm=True, window=3, window_layers=(0,), window_rope_theta=100.0, rope_factor=8.0),
     ),
     "gemma3 of one base": ("Gemma3ForCausalLM", replace(GEMMA, qk_norm=True, window=3, rope_theta=1e6)),
+    "mixtral": ("MixtralForCausalLM", MIXTRAL),
+    "qwen3 moe": ("Qwen3MoeForCausalLM", replace(MIXTRAL, qk_norm=True, router="softmax", head_size=12, ffn_size=40)),
+    "olmoe": ("OlmoeForCausalLM", replace(MIXTRAL, qk_norm=True, qk_norm_joint=True, experts_per_token=3)),
     "qwen3, tied, larger heads": (
         "Qwen3ForCausalLM",
         replace(LLAMA, qk_norm=True, tie_embeddings=True, head_size=16, heads=6),
@@ -333,6 +338,21 @@ SOURCES: dict[str, tuple[str, dict[str, Any], ModelConfig]] = {
         replace(OTHERS, tie_embeddings=True, nope_layers=(1,), rope_theta=2e6),
     ),
     "phi3": ("Phi3", GROUPED | {"sliding_window": 4, "pad_token_id": None}, replace(OTHERS, norm_eps=1e-5, window=4)),
+    "mixtral": (
+        "Mixtral",
+        GROUPED | {"num_local_experts": 4},
+        replace(MIXTRAL, experts=4, expert_ffn_size=48, rope_theta=1e6),
+    ),
+    "qwen3 moe": (
+        "Qwen3Moe",
+        GROUPED | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "head_dim": 12},
+        replace(MIXTRAL, ffn_size=48, norm_eps=1e-6, experts=4, qk_norm=True, router="softmax", head_size=12),
+    ),
+    "olmoe": (
+        "Olmoe",
+        GROUPED | {"num_experts": 4, "num_experts_per_tok": 3, "norm_topk_prob": True, "pad_token_id": None},
+        replace(MIXTRAL, experts=4, experts_per_token=3, expert_ffn_size=48, qk_norm=True, qk_norm_joint=True),
+    ),
     "phi3, of whose heads some is turned": (
         "Phi3",
         GROUPED | {"pad_token_id": None, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4} | PARTLY},
@@ -392,6 +412,18 @@ def test_a_run_starts_with_the_logits_of_its_source(kind: str, tmp_path: Path) -
     assert "resumed from step 6" in said
     assert all(torch.equal(a, b) for a, b in zip(training.model.parameters(), resumed.model.parameters(), strict=True))
     assert _max_logit_difference(resumed.model.eval(), source) > 0.01
+
+
+@pytest.mark.parametrize("by_number", [True, False])
+@pytest.mark.parametrize("kind", ["mixtral", "qwen3 moe", "olmoe"])
+def test_experts_are_read_by_number_or_all_in_one(kind: str, by_number: bool, tmp_path: Path) -> None:
+    source = _source(kind, tmp_path / "source")
+    source.save_pretrained(tmp_path / "other", save_original_format=by_number)
+    with safe_open(tmp_path / "other/model.safetensors", "pt") as stored:
+        assert any(".experts.0." in name for name in [*stored.keys()]) == by_number
+    config = tiny(write_text(tmp_path), model=replace(SOURCES[kind][2], init_from=str(tmp_path / "other")))
+    training, _ = _training(config, tmp_path)
+    assert _max_logit_difference(training.model.eval(), source) <= CLOSE
 
 
 def test_a_context_beyond_the_positions_of_the_base_is_told(tmp_path: Path) -> None:

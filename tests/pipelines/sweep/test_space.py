@@ -93,7 +93,7 @@ def test_a_mesh_may_vary_and_what_cannot_be_says_why() -> None:
     assert stages.startswith("scaling.pipeline is 4: ")
     assert "model.layers 2" in stages
     assert groups.startswith("scaling.workers is 4: ")
-    assert "scaling.pipeline x context x tensor, 8" in groups
+    assert "scaling.pipeline x expert x context x tensor, 8" in groups
     uneven = next(
         candidate for candidate in enumerate_grid(meshes(space, workers="auto")) if candidate.settings["scaling.tensor"] == 3
     ).refusal

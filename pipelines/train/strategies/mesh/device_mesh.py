@@ -1,8 +1,8 @@
 """Mesh coordinates of ranks, for models that are distributed in several ways at once.
 
-Workers = pipeline x replicas x shards x context x tensor, the last of these innermost: neighbours, which mostly share a
-machine, communicate most. The workers with the same replica and shard compute a slot together and are a group; groups share
-out the slots of a step, as single workers do without a mesh. Order, plan and audit see groups only.
+Workers = pipeline x replicas x shards x expert x context x tensor, the last of these innermost: neighbours, which mostly
+share a machine, communicate most. The workers with the same replica and shard compute a slot together and are a group;
+groups share out the slots of a step, as single workers do without a mesh. Order, plan and audit see groups only.
 
     mesh = Mesh(pipeline=2, replicas=2, tensor=2)
     mesh.workers, mesh.groups, mesh.coordinates(5).tensor     # 8, 2, 1
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from raystride.pipelines.config.run import ScalingConfig
 
-NAMES = ("pipeline", "replicas", "shards", "context", "tensor")
+NAMES = ("pipeline", "replicas", "shards", "expert", "context", "tensor")
 """Dimension names of the `torch.distributed.DeviceMesh`."""
 
 
@@ -24,8 +24,14 @@ class Coordinates:
     pipeline: int
     replica: int
     shard: int
+    expert: int
     context: int
     tensor: int
+
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        """Indices in the order of `NAMES`."""
+        return (self.pipeline, self.replica, self.shard, self.expert, self.context, self.tensor)
 
 
 @dataclass(frozen=True)
@@ -35,18 +41,19 @@ class Mesh:
     pipeline: int = 1
     replicas: int = 1
     shards: int = 1
+    expert: int = 1
     context: int = 1
     tensor: int = 1
 
     @property
     def sizes(self) -> tuple[int, ...]:
         """Sizes in the order of `NAMES`."""
-        return (self.pipeline, self.replicas, self.shards, self.context, self.tensor)
+        return (self.pipeline, self.replicas, self.shards, self.expert, self.context, self.tensor)
 
     @property
     def group_workers(self) -> int:
         """Number of workers that compute a slot together."""
-        return self.pipeline * self.context * self.tensor
+        return self.pipeline * self.expert * self.context * self.tensor
 
     @property
     def groups(self) -> int:
@@ -69,8 +76,7 @@ class Mesh:
     def rank(self, coordinates: Coordinates) -> int:
         """Returns the rank at some coordinates."""
         rank_of_coordinates = 0
-        numbers = (coordinates.pipeline, coordinates.replica, coordinates.shard, coordinates.context, coordinates.tensor)
-        for size, index in zip(self.sizes, numbers, strict=True):
+        for size, index in zip(self.sizes, coordinates.numbers, strict=True):
             rank_of_coordinates = rank_of_coordinates * size + index
         return rank_of_coordinates
 
@@ -82,8 +88,7 @@ class Mesh:
         """Yields sets of ranks that differ along the given dimensions only, each in order; every rank is in one set."""
         sets: dict[tuple[int, ...], list[int]] = {}
         for rank in range(self.workers):
-            coordinates = self.coordinates(rank)
-            numbers = (coordinates.pipeline, coordinates.replica, coordinates.shard, coordinates.context, coordinates.tensor)
+            numbers = self.coordinates(rank).numbers
             key = tuple(index for name, index in zip(NAMES, numbers, strict=True) if name not in dimensions)
             sets.setdefault(key, []).append(rank)
         yield from sets.values()
@@ -101,4 +106,4 @@ def build_mesh(scaling: ScalingConfig, workers: int) -> Mesh:
     shards = (scaling.shard_workers or num_groups) if scaling.strategy == "fsdp" else 1
     if num_groups % shards:
         raise ValueError(f"{num_groups} groups of workers cannot be cut into sets of {shards}: change scaling.shard_workers")
-    return Mesh(scaling.pipeline, num_groups // shards, shards, scaling.context, scaling.tensor)
+    return Mesh(scaling.pipeline, num_groups // shards, shards, scaling.expert, scaling.context, scaling.tensor)

@@ -1,10 +1,11 @@
-"""Strategy over a mesh of workers: tensor, pipeline and context parallelism, alone or combined, under ddp or fsdp.
+"""Strategy over a mesh of workers: tensor, pipeline, context and expert parallelism, alone or combined, under ddp or fsdp.
 
 A group of workers computes a slot and together holds the full model (`device_mesh`). Parameters are cut before any value is
 drawn or read, so no worker ever holds all of them (`model.cut`). The gradient of a parameter is a sum over the slots of all
 groups, and over the partial gradients within a group:
 
     context    every parameter: each worker has seen some tokens
+    expert     every parameter but those of experts: each worker has seen some samples
     tensor     replicated parameters that see some tokens or heads: norms, biases behind a sharded product
     pipeline   an embedding tied to the head, on the first and on the last stage
 
@@ -19,6 +20,7 @@ same bits on any number of groups of the same mesh.
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -36,7 +38,8 @@ from raystride.pipelines.train.strategies import LOSS, SUMMED, TARGETS
 from raystride.pipelines.train.strategies.exact import ExactBuckets
 from raystride.pipelines.train.strategies.fsdp import FullySharded
 from raystride.pipelines.train.strategies.mesh.context import ContextSharder
-from raystride.pipelines.train.strategies.mesh.device_mesh import NAMES, Coordinates, build_mesh
+from raystride.pipelines.train.strategies.mesh.device_mesh import NAMES, build_mesh
+from raystride.pipelines.train.strategies.mesh.expert import forward_local_rows, hold_experts
 from raystride.pipelines.train.strategies.mesh.pipeline import DecoderStage, Pipeline
 from raystride.pipelines.train.strategies.mesh.pipeline_plan import assign_stages, split_into_stages
 from raystride.pipelines.train.strategies.mesh.tensor import TokenShards, parallelize
@@ -62,13 +65,13 @@ class MeshStrategy(LocalStrategy):
         self._stage_workers = assign_stages(scaling.stages, scaling.pipeline, scaling.schedule)
         self._stages = [number for number, worker in enumerate(self._stage_workers) if worker == self.coordinates.pipeline]
         self.reports_loss = self.coordinates.tensor == 0 and self._stage_workers[-1] == self.coordinates.pipeline
-        self.is_group_leader = self.coordinates.pipeline == self.coordinates.context == self.coordinates.tensor == 0
+        self.is_group_leader = not any((self.coordinates.pipeline, *self.coordinates.numbers[3:]))
         self._device_mesh = init_device_mesh(device.type, self.mesh.sizes, mesh_dim_names=NAMES)
         # Sums over groups and over tokens are one all-reduce, unless their order is fixed.
         self._reduced_dimensions = ("replicas", "shards") if train.exact else ("replicas", "shards", "context")
         self._data_group = self._new_group(*self._reduced_dimensions)
         self._rest_group = self._new_group(*(name for name in NAMES if name not in self._reduced_dimensions))
-        self._shard_group = self._new_group("shards", "tensor")
+        self._shard_group = self._new_group("shards", "expert", "tensor")
         self._shards: TokenShards | None = None
         self._pipeline: Pipeline | None = None
 
@@ -96,6 +99,8 @@ class MeshStrategy(LocalStrategy):
     def _cut_model(self, model: nn.Module) -> None:
         if self.mesh.tensor > 1:
             self._shards = parallelize(model, self._device_mesh["tensor"])
+        if self.mesh.expert > 1:
+            hold_experts(model, self._device_mesh.get_group("expert"))
         for _, module in self._absent_modules(model):
             for parameter_name, parameter in list(module.named_parameters(recurse=False)):
                 cut_parameter(module, parameter_name, Cut(tuple(full_shape(parameter)), 0, ()))
@@ -162,7 +167,7 @@ class MeshStrategy(LocalStrategy):
         """The ranks that hold the tied embedding, if this is one of them."""
         self._is_last_of_tied = bool(self._tied_ranks) and self.coordinates.pipeline == last
         only_here = {name for name in named if name in self.layout.cuts and name not in self._shared_names}
-        self._counted_names = named if self.coordinates.tensor == 0 else only_here
+        self._counted_names = named if self.coordinates.tensor == self.coordinates.expert == 0 else only_here
         """Parameters that this worker counts for the norm; of several workers of a group with the same part, one does."""
         self._counted_names -= {"embedding.weight"} if self._is_last_of_tied else set()
         own = self.coordinates.replica == self.coordinates.shard == self.coordinates.context == 0
@@ -173,18 +178,16 @@ class MeshStrategy(LocalStrategy):
         return stages or [model]
 
     def _rank_at_pipeline(self, pipeline: int) -> int:
-        coordinates = self.coordinates
-        return self.mesh.rank(
-            Coordinates(pipeline, coordinates.replica, coordinates.shard, coordinates.context, coordinates.tensor)
-        )
+        return self.mesh.rank(replace(self.coordinates, pipeline=pipeline))
 
     def _broadcast_parameters(self, model: nn.Module) -> None:
         """Broadcasts parameters to replicas: different processors may draw different last bits."""
         alike = self._new_group("replicas", "shards", "context")
         for name, parameter in model.named_parameters():
-            if name not in self.layout.cuts and self.mesh.tensor > 1:
-                group = self._device_mesh.get_group("tensor")
-                dist.broadcast(parameter.detach(), dist.get_global_rank(group, 0), group=group)
+            for dimension in ("tensor", "expert"):
+                if name not in self.layout.cuts and getattr(self.mesh, dimension) > 1:
+                    group = self._device_mesh.get_group(dimension)
+                    dist.broadcast(parameter.detach(), dist.get_global_rank(group, 0), group=group)
             dist.broadcast(parameter.detach(), dist.get_global_rank(alike, 0), group=alike)
 
     def _make_buckets(self, parameters: Iterable[nn.Parameter]) -> Buckets:
@@ -199,6 +202,8 @@ class MeshStrategy(LocalStrategy):
 
     def _install_parallel_forward(self, model: nn.Module) -> list[DecoderStage]:
         """Replaces the model's forward with the group's parallel one; returns the local pipeline stages, if any."""
+        if self.mesh.expert > 1:
+            self._install_expert_forward(model)
         if self.mesh.pipeline == self.mesh.context == 1:
             return []
         ranges = self._stage_ranges(model)
@@ -225,6 +230,14 @@ class MeshStrategy(LocalStrategy):
         model.forward, model.hidden = self._pipeline.forward, self._pipeline.hidden  # type: ignore[method-assign, assignment]
         model.logits = partial(self._pipeline.logits, model.logits, model.vocabulary_size)  # type: ignore[method-assign]
         return list(stages.values())
+
+    def _install_expert_forward(self, model: nn.Module) -> None:
+        """Makes a decoder's forward take this worker's rows, and count the loads of a slot over its group."""
+        assert isinstance(model, Decoder)
+        assert model.routing is not None
+        group = self._device_mesh.get_group("expert")
+        model.routing.sum_over_group = partial(dist.all_reduce, group=group)
+        model.forward = partial(forward_local_rows, model, group)  # type: ignore[method-assign]
 
     def _shard_modules(self, model: nn.Module, stages: list[DecoderStage]) -> nn.Module:
         names = ("replicas", "shards") if self.mesh.replicas > 1 else ("shards",)
@@ -310,6 +323,7 @@ class MeshStrategy(LocalStrategy):
             measured = last_buckets.finish_reduction(measured).clone()
             dist.all_reduce(measured, group=self._rest_group)
         self._reduce_over_context()
+        self._reduce_over_experts()
         self._reduce_shared_gradients()
         self._reduce_tied_embedding()
         return measured
@@ -318,6 +332,12 @@ class MeshStrategy(LocalStrategy):
         """Sums gradients over the tokens of a sample, unless the sum over groups has included them."""
         if self.mesh.context > 1 and (self.sharded or "context" not in self._reduced_dimensions):
             self._all_reduce_flat(self.local_gradients(), "context")
+
+    def _reduce_over_experts(self) -> None:
+        """Sums gradients over the samples of a slot; those of experts have met at their workers."""
+        if self.mesh.expert > 1:
+            shared = [parameter for name, parameter in self._named_parameters if name not in self.layout.cuts]
+            self._all_reduce_flat([_local_gradient(parameter) for parameter in shared], "expert")
 
     def _all_reduce_flat(self, tensors: Sequence[torch.Tensor], dimension: str) -> None:
         """Sums tensors over a dimension of the mesh in place, in batches of at most a bucket's size."""
@@ -384,7 +404,7 @@ class MeshStrategy(LocalStrategy):
             norms[numbers] = torch.stack(torch._foreach_norm([_local_gradient(parameter) for _, parameter in named])).to(
                 self.device
             )
-        if self.mesh.shards * self.mesh.tensor > 1:
+        if self.mesh.shards * self.mesh.expert * self.mesh.tensor > 1:
             squares = norms**2
             dist.all_reduce(squares, group=self._shard_group)
             norms = squares.sqrt()

@@ -53,6 +53,8 @@ def test_equal_texts_of_a_class_stay_together() -> None:
     bounds = _bounds([pieces], 0.5)
     assert len({validates(piece, {CLASS_BOUNDS: bounds}, 0.5) for piece in pieces if piece.document[0] == "two"}) == 1
     assert _bounds([[Piece(("one", "a"))] * 4], 0.5) == {"a": 0}
+    many = [Piece(("one", "a"))] * 400
+    assert not validates(many[0], {CLASS_BOUNDS: _bounds([many], 0.1)}, 0.1), "all of a class, and not all hashes are kept"
 
 
 def test_a_rare_class_is_in_the_validation_that_is_prepared_and_in_the_one_that_is_read_again(tmp_path: Path) -> None:

@@ -1,8 +1,20 @@
 """A summary has every key, prefers given to measured figures, and has whole numbers as integers."""
 
+import shutil
+from pathlib import Path
+
 import pytest
 
-from raystride.pipelines.observability.record.summary import COUNT_KEYS, STATUSES, SUMMARY_KEYS, build_summary
+from raystride.pipelines.observability.record.summary import (
+    COUNT_KEYS,
+    STATUSES,
+    SUMMARY_KEYS,
+    build_summary,
+    put_summary,
+    read_summary,
+)
+from raystride.pipelines.system.storage.folder import Folder
+from raystride.pipelines.system.storage.sealed import SealBroken
 
 
 def test_what_the_loop_gave_counts_before_what_was_measured() -> None:
@@ -12,6 +24,19 @@ def test_what_the_loop_gave_counts_before_what_was_measured() -> None:
     assert set(found) == {*SUMMARY_KEYS, "ending"}
     assert found["metrics"] == {}
     assert found["val_loss"] is None
+
+
+def test_that_of_another_run_is_refused_and_a_run_may_have_another_name(tmp_path: Path) -> None:
+    for name in ("one", "two"):
+        run = Folder(str(tmp_path / name))
+        run.put(f"attempts/{name}-1/environment.json", "{}")
+        run.put(f"journal/{name}-1-00001.jsonl", "")
+        put_summary(run, build_summary(name, "finished", {}, {}))
+    shutil.copytree(tmp_path / "one", tmp_path / "renamed")
+    assert read_summary(Folder(str(tmp_path / "renamed")))["run"] == "one"
+    shutil.copy(tmp_path / "one" / "summary.json", tmp_path / "two")
+    with pytest.raises(SealBroken, match="another run, one"):
+        read_summary(Folder(str(tmp_path / "two")))
 
 
 def test_counts_are_whole_and_nothing_else_is() -> None:

@@ -99,6 +99,16 @@ def test_it_says_what_the_journal_and_the_summary_say() -> None:
     assert "model FLOP utilisation" not in text, "what is not known is left out"
 
 
+def test_a_run_with_experts_has_a_picture_of_their_loads() -> None:
+    entries = [_metrics(step, **{f"expert_load/{expert}": 0.5 + expert for expert in range(3)}) for step in (10, 20)]
+    found = gather_figures(entries)
+    assert found.experts.items() == [(step, {0: 0.5, 1: 1.5, 2: 2.5}) for step in (10, 20)]
+    page = run_page(found, SUMMARY | {"active_parameters": 12345})
+    assert "Load of experts" in page
+    assert "12,345" in page
+    assert "Load of experts" not in run_page(gather_figures(ENTRIES), SUMMARY)
+
+
 def test_what_the_journal_lacks_is_on_the_page() -> None:
     said = {"kind": "event", "step": None, "time": 0.0, "values": {"name": "damaged", "text": "segments 2 to 3 are gone"}}
     assert (

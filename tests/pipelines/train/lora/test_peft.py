@@ -53,6 +53,9 @@ KINDS = {
     "gpt2, one of two of a name": ("gpt2", LoraConfig(rank=4, alpha=64, targets=("attn.c_proj",), init="gaussian")),
     "gpt2, olora": ("gpt2", LoraConfig(rank=2, init="olora", rslora=True)),
     "phi3, dora and rslora": ("phi3", LoraConfig(rank=4, dora=True, rslora=True)),
+    "mixtral": ("mixtral", LoraConfig(rank=4)),
+    "qwen3 moe, dora": ("qwen3_moe", LoraConfig(rank=2, dora=True, targets=("q_proj", "o_proj"))),
+    "olmoe": ("olmoe", LoraConfig(rank=2, init="pissa")),
     "published phi3": ("published phi3", LoraConfig(rank=4)),
     "phi3, pissa, of two halves one": ("phi3", LoraConfig(rank=3, init="pissa", targets=("gate", "0.feed_forward.up"))),
 }
@@ -266,6 +269,18 @@ def test_an_adapter_of_other_settings_is_refused_by_their_names(
     with refused("lora.init_from", str(adapter), names=names) as raised:
         _training(again, tmp_path, "again")
     assert raised.value.allowed == wanted
+
+
+def test_experts_are_refused_as_targets_by_their_names(tmp_path: Path) -> None:
+    """PEFT adapts them by `target_parameters`; here their matrices have no adapters."""
+    config = _config(tmp_path, "mixtral")
+    with refused("lora.targets", "w1", names=["q_proj", "experts"]):
+        _training(replace(config, lora=replace(config.lora, targets=("w1",))), tmp_path)
+    adapter = tmp_path / "adapter"
+    write_adapter(_training(config, tmp_path, "plain").model, config.lora, Folder(str(adapter)), base="")
+    _change_description(adapter, target_parameters=["mlp.experts.gate_up_proj"])
+    with refused("lora.init_from", str(adapter), names=["target_parameters", "mlp.experts.gate_up_proj"]):
+        _training(replace(config, lora=replace(config.lora, init_from=str(adapter))), tmp_path, "again")
 
 
 def test_targets_by_a_regular_expression_are_those_that_peft_means(tmp_path: Path) -> None:

@@ -7,14 +7,15 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
 import raystride
-from raystride.pipelines.config import OptimizerConfig
+from raystride.pipelines.config import OptimizerConfig, SettingError
 from raystride.pipelines.system.storage.folder import Folder
-from raystride.pipelines.train.checkpoint.contents import join_tensors, split_tensors
+from raystride.pipelines.train.checkpoint.contents import join_tensors, refuse_unlike_numbers, split_tensors
 from raystride.pipelines.train.checkpoint.layout import read_manifest
 from raystride.pipelines.train.checkpoint.manager import Checkpoints
 from raystride.pipelines.train.checkpoint.train_state import TrainState
@@ -255,6 +256,24 @@ def test_on_two_workers_a_resumed_training_has_the_same_bits(tmp_path: Path, nam
     run_course(job, 2)
     resumed = run_course(next_attempt(job, train=replace(job.config.train, steps=STEPS)), 2)
     assert (resumed.sha256, resumed.losses) == (through.sha256, through.losses[3:])
+
+
+def _compare_numbers(rank: int, world: int, differs: bool) -> str:
+    model, optimizer = _build(OPTIMIZERS["Counting"])
+    _train(model, optimizer, range(2))
+    (group,) = optimizer._optimizer.param_groups
+    group["norms"] = [*group["norms"], float(rank) if differs else 0.5]  # as of its own shards
+    try:
+        refuse_unlike_numbers(model, optimizer, dist.new_group(backend="gloo"))
+    except SettingError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("differs", [False, True])
+def test_numbers_that_an_optimizer_has_otherwise_on_another_worker_are_refused(differs: bool) -> None:
+    found = run_distributed(_compare_numbers, 2, differs)
+    assert all(("same numbers on all workers" in text and "norms" in text) is differs for text in found), found
 
 
 def _train_each(rank: int, world: int, jobs: list[tuple[Job, Job | None]]) -> list[tuple[Any, ...]]:

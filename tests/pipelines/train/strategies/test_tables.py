@@ -8,6 +8,7 @@ import json
 import random
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
+from itertools import combinations, product
 from pathlib import Path
 from typing import Any, Literal
 
@@ -23,6 +24,7 @@ from raystride.pipelines.config import (
     ObjectiveConfig,
     OptimizerConfig,
     ScalingConfig,
+    SettingError,
     TrainConfig,
     ValidationConfig,
 )
@@ -132,7 +134,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def _job(folder: Path, kind: Kind, scaling: ScalingConfig, world: int) -> Job:
+def _job(
+    folder: Path, kind: Kind, scaling: ScalingConfig, world: int, optimizer: str = "adamw", precision: str = "fp32"
+) -> Job:
     """Returns a job whose data ends in the middle of a slot of its third step, or of bundles behind two of its slots."""
     config = tiny(
         folder,
@@ -140,7 +144,13 @@ def _job(folder: Path, kind: Kind, scaling: ScalingConfig, world: int) -> Job:
         data=DataConfig(source=str(folder / kind.source), **{"validation_fraction": 0.2} | kind.data),
         model=kind.model,
         objective=ObjectiveConfig(reference_free=kind.task == "preference"),
-        optimizer=OptimizerConfig(learning_rate=3e-3, warmup_steps=1, eps=1e-4, schedule="constant"),
+        optimizer=OptimizerConfig(
+            kind=optimizer,  # type: ignore[arg-type]
+            learning_rate=3e-3,
+            warmup_steps=1,
+            eps=1e-4,
+            schedule="constant",
+        ),
         scaling=replace(scaling, workers=world),
         train=TrainConfig(
             steps=0,
@@ -153,12 +163,14 @@ def _job(folder: Path, kind: Kind, scaling: ScalingConfig, world: int) -> Job:
             micro_batch_slots=1,
             log_every=1,
             dropout_masks="place",
+            precision=precision,  # type: ignore[arg-type]
+            ema=0.9 if optimizer == "sgd" and scaling.strategy != "deepspeed" else 0.0,
         ),
         validation=ValidationConfig(every=3, samples=7),
         decoding=DecodingConfig(max_length=6),  # translations are two thirds of a translator's course otherwise
         checkpoint=CheckpointConfig(every=0),
     )
-    job = make_job(config, folder, f"{kind} {world} {_name(scaling)}")
+    job = make_job(config, folder, f"{kind} {world} {_name(scaling)} {optimizer} {precision}")
     task = build_task(config, open_manifest(config.data, job.prepared).facts)
     samples = open_feed(config, task, job.prepared).train.num_samples
     end = 2 * config.train.samples_per_step + (2 if kind.slot_tokens else SLOT_SIZE + 1)
@@ -249,3 +261,60 @@ def test_a_run_goes_on_at_the_step_in_which_its_data_ends(
         assert (before.step, after.step) == (2, 3)
         assert before.losses + after.losses == pytest.approx(wanted.losses, rel=LOSS), kind
         assert after.validations == pytest.approx(wanted.validations, rel=LOSS), kind
+
+
+Cut = tuple[Kind, str, str, str]
+"""A kind, an optimiser, a precision, a name of `CUT`."""
+CUT: dict[str, tuple[int, ScalingConfig]] = {
+    "alone": (1, ScalingConfig()),
+    "ddp": (2, ScalingConfig(strategy="ddp")),
+    "fsdp": (2, ScalingConfig(strategy="fsdp")),
+    "tensor": (2, ScalingConfig(tensor=2)),
+    "pipeline": (2, ScalingConfig(pipeline=2)),
+    "deepspeed": (2, ScalingConfig(strategy="deepspeed", zero=2)),
+}
+
+
+def _all_cuts() -> tuple[list[Cut], list[Cut]]:
+    """Returns combinations that have every pair of two choices, and the others."""
+    choices = ALL, ("adamw", "sgd", "muon"), ("fp32", "bf16", "fp16", "pure_bf16"), tuple(CUT)
+    meshed: dict[str, list[Kind]] = {"tensor": [*DECODERS, *SENTENCES], "pipeline": DECODERS}
+    every: list[Cut] = [cut for cut in product(*choices) if cut[0] in meshed.get(cut[3], ALL)]
+    random.Random(5).shuffle(every)
+    chosen, others, seen = list[Cut](), list[Cut](), set[Any]()
+    for wanted in (6, 5, 4, 3, 2, 1):  # pairs that are new
+        others = []
+        for cut in every:
+            pairs = set(combinations(enumerate(map(str, cut)), 2))
+            if len(pairs - seen) >= wanted:
+                seen |= pairs
+                chosen.append(cut)
+            else:
+                others.append(cut)
+        every = others
+    return chosen, others
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("others", [False, pytest.param(True, marks=pytest.mark.weekly)], ids=["pairs", "others"])
+@pytest.mark.parametrize("name", [pytest.param(name, marks=NO_DEEPSPEED if name == "deepspeed" else []) for name in CUT])
+def test_a_cut_run_has_the_bits_of_a_whole_one(folder: Path, name: str, others: bool) -> None:
+    """Each task with each optimiser, strategy and precision: what a checkpoint lacked would differ here."""
+    (world, scaling), jobs, refused = CUT[name], list[Job](), 0
+    for kind, optimizer, precision, way in _all_cuts()[others]:
+        if way != name:
+            continue
+        try:
+            job = _job(folder, kind, scaling, world, optimizer, precision)
+        except SettingError:
+            refused += 1
+            continue
+        apart = replace(job, folder=job.folder.parent / f"{job.run} apart")
+        whole = replace(job.config, checkpoint=CheckpointConfig(every=2))
+        first = replace(whole, train=replace(whole.train, steps=2))
+        jobs += [job, replace(apart, config=first), replace(apart, config=whole, attempt="a2")]
+    assert len(jobs) > refused
+    courses = run_distributed(_walk, world, jobs)[0]
+    for job, course, cut in zip(jobs[::3], courses[::3], courses[2::3], strict=True):
+        assert cut.losses == course.losses[2:], job.run
+        assert cut.sha256 == course.sha256, job.run
