@@ -146,7 +146,8 @@ def test_the_page_names_every_host_that_stands_in_the_sources() -> None:
     addresses = re.compile(r"https?://((?:[\w-]+\.)+[a-z]{2,})\b")
     found = {host for path in sources for host in addresses.findall(path.read_text())}
     assert "download.pytorch.org" in found
-    assert not {host for host in found - {"git-lfs.github.com"} if host not in PAGE}, "who calls it, when, and what turns it off?"
+    unnamed = {host for host in found - {"git-lfs.github.com"} if host not in PAGE}
+    assert not unnamed, "who calls it, when, and what turns it off?"
 
 
 def test_expressions_of_alerts_ask_for_figures_that_are_exported() -> None:
