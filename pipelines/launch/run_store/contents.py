@@ -132,7 +132,7 @@ def show_storage(storage: Folder, *, as_json: bool = False) -> None:
         _print_entries(contents.caches)
         print(_describe_total(contents.caches))
     for path, reason in contents.unreadable.items():
-        print(f"warning: cannot be read, and is in no size: {path} ({reason})", file=sys.stderr)
+        print(f"warning: cannot be read: {path} ({reason}): its size, or what it uses, is not known", file=sys.stderr)
 
 
 def list_contents(storage: Folder, log: Log = lambda _: None) -> Contents:
@@ -142,8 +142,7 @@ def list_contents(storage: Folder, log: Log = lambda _: None) -> Contents:
     """
     contents, notice = Contents(), _Notice(log)
     entries: dict[tuple[Kind, str], StoredEntry] = {}
-    trees = _list_trees(storage, contents.report_unreadable, notice)
-    by_top = {top: list(files) for top, files in trees}
+    by_top = dict(_list_trees(storage, contents.report_unreadable, notice))
     sweeps = {top: keys for top, files in by_top.items() if (keys := _trial_keys(files)) is not None}
     for top, files in by_top.items():
         sweep, is_run = _sweep_of(top, sweeps), top in sweeps or _is_run(files)
@@ -217,7 +216,10 @@ def _list_trees(storage: Folder, report: Report, notice: _Notice) -> Iterator[tu
 
 
 def _walk(root: Path, top: str, report: Report) -> Iterator[StoredFile]:
-    """Yields the files of a tree, or the file; links count as links. What cannot be read is reported."""
+    """Yields the files of a tree, which may lie behind a link, or the file; links within it count as links.
+
+    What cannot be read is reported.
+    """
 
     def stored(path: str) -> StoredFile | None:
         try:
@@ -234,7 +236,7 @@ def _walk(root: Path, top: str, report: Report) -> Iterator[StoredFile]:
             report(error.filename, error)
 
     start = os.path.join(root, top)
-    paths = [start] if os.path.islink(start) or not os.path.isdir(start) else _paths_below(start, report_others)
+    paths = _paths_below(start, report_others) if os.path.isdir(start) else [start]
     yield from (file for path in paths if (file := stored(path)))
 
 
@@ -345,18 +347,16 @@ def _run_of_model(model: Folder) -> str:
 
 
 def _list_caches(report: Report, notice: _Notice) -> Iterator[StoredEntry]:
-    """Yields the caches and temporary folders of this user on this machine that have files."""
-    caches = [*(node_folder(suffix) for suffix in ("", "-unpacked", "-verified", "-measured")), measured_folder()]
-    temporary = (path for path in Path(tempfile.gettempdir()).glob("raystride-*") if path not in caches)
-    kinds: dict[Path, Kind] = {}
-    kinds.update(dict.fromkeys(caches, "cache"))
-    kinds.update({path: "temporary" for path in temporary if _is_own(path)})
-    for path, kind in kinds.items():
+    """Yields the caches and temporary folders of this user on this machine."""
+    caches = dict.fromkeys((*map(node_folder, ("", "-unpacked", "-verified", "-measured")), measured_folder()))
+    temporary = (path for path in Path(tempfile.gettempdir()).glob("raystride-*") if path not in caches and _is_own(path))
+    found: list[tuple[Kind, Path]] = [("cache", path) for path in caches if path.exists()]
+    found += [("temporary", path) for path in temporary]
+    for kind, path in found:
         entry = StoredEntry(kind, str(path))
-        for file in notice.count(_walk(path.parent, path.name, report), path) if path.exists() else ():
+        for file in notice.count(_walk(path.parent, path.name, report), path):
             entry.add(file)
-        if entry.files or path.exists():
-            yield entry
+        yield entry
 
 
 def _is_own(path: Path) -> bool:

@@ -180,7 +180,9 @@ def test_what_cannot_be_read_is_named_and_the_rest_is_listed(runs: Path, capsys:
     assert found["base"] == ("run", ["tuned"])
     assert found["mlflow.db"] == ("mlflow", ["tuned"])
     warned = capsys.readouterr().err
-    assert f"warning: cannot be read, and is in no size: {runs}/base/export (Permission denied)" in warned
+    assert (
+        f"warning: cannot be read: {runs}/base/export (Permission denied): its size, or what it uses, is not known" in warned
+    )
     assert str(sealed) in warned
 
 
@@ -197,6 +199,13 @@ def test_a_store_has_the_same_contents_as_the_disk_that_it_was_copied_from(
     assert entries_of(stored) == entries_of(show(runs, capsys))
     assert (stored["bytes"], stored["files"]) == (local["bytes"], local["files"])
     assert all(entry["changed"] for entry in stored["entries"])
+
+
+def test_a_run_behind_a_link_uses_what_it_uses(runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    whole = show(runs, capsys)
+    shutil.move(runs / "tuned", tmp_path / "elsewhere")
+    (runs / "tuned").symlink_to(tmp_path / "elsewhere")
+    assert show(runs, capsys) == whole
 
 
 def test_a_long_listing_says_how_far_it_is(
