@@ -29,6 +29,7 @@ JOBS = {
     "deploy": ("pipelines.launch.deploy.driver", "generate deployment files (Compose, Slurm, KubeRay, cloud)"),
     "node": ("jobs.node", "run by the deployment files, on each node"),
     "runs": ("jobs.runs", "list, show, compare, prune and audit runs"),
+    "storage": ("jobs.storage", "list what lies in a storage: sizes, ages, use"),
     "report": ("jobs.report", "rebuild a run's HTML report"),
     "ui": ("jobs.ui", "show all runs in MLflow"),
     "certificates": ("jobs.certificates", "make TLS certificates for a cluster's hosts"),

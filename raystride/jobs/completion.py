@@ -36,6 +36,7 @@ FIRST_WORDS = {
 """Commands whose first word is one of a few."""
 OTHER_FLAGS = {
     "runs": ("--storage",),
+    "storage": ("--storage", "--json"),
     "report": ("--run", "--storage"),
     "ui": ("--storage", "--port"),
     "presets": ("--full",),

@@ -1,8 +1,14 @@
-"""The files of `deploy/monitoring/` name only existing metrics, labels and files."""
+"""The files of `deploy/monitoring/` name only existing metrics, labels and files; alerts fire on what they are for."""
 
+import operator
 import re
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any
 
+import pytest
 import yaml
+from prometheus_client.parser import text_string_to_metric_families
 
 from raystride.pipelines.observability.observers.ray_metrics import GAUGES, SAVE_WAIT, STEP
 from tests.deploy.monitoring import FOLDER, find_queried_metrics, load_dashboard
@@ -53,3 +59,83 @@ def test_prometheus_reads_the_service_discovery_file_of_rays_head() -> None:
     (job,) = yaml.safe_load((FOLDER / "prometheus.yml").read_text())["scrape_configs"]
     files = [name for each in job["file_sd_configs"] for name in each["files"]]
     assert f"/tmp/ray/{PROMETHEUS_SERVICE_DISCOVERY_FILE}" in files
+
+
+HEALTHY: dict[str, Callable[[int], float]] = {
+    'ray_raystride_step{run="a",rank="0"}': lambda minute: 10.0 * minute,
+    'ray_raystride_save_wait_seconds{run="a",rank="0"}': lambda minute: 0.0,
+    'ray_raystride_data_wait_share{run="a",rank="1"}': lambda minute: 0.01,
+    'ray_node_disk_utilization_percentage{ip="10.0.0.1"}': lambda minute: 40.0,
+}
+"""Series of a run and a node that are well, by minute."""
+EXPRESSION = re.compile(
+    r"(?:changes\((?P<counted>\w+)\[(?P<minutes>\d+)m\]\)|(?P<name>\w+)) (?P<sign>==|>) (?P<bound>[\d.]+)"
+)
+"""The part of Prometheus' language that the rules are written in."""
+
+
+def _scrape(series: dict[str, Callable[[int], float]], minute: int) -> dict[str, float]:
+    """Reads what a node answers at a minute, in Prometheus' text format: values by metric and labels."""
+    text = "".join(f"# TYPE {name.partition('{')[0]} gauge\n{name} {value(minute)}\n" for name, value in series.items())
+    samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
+    return {f"{sample.name}{sorted(sample.labels.items())}": sample.value for sample in samples}
+
+
+def _holds(rule: dict[str, Any], scrapes: list[dict[str, float]]) -> bool:
+    """Whether a rule's expression gives a series at the last of these scrapes, one a minute."""
+    found = EXPRESSION.fullmatch(rule["expr"])
+    assert found, rule["expr"]
+    compare, bound = {"==": operator.eq, ">": operator.gt}[found["sign"]], float(found["bound"])
+    for name in scrapes[-1]:
+        if name.partition("[")[0] == (found["counted"] or found["name"]):
+            window = [scrape[name] for scrape in scrapes[-int(found["minutes"] or 1) - 1 :] if name in scrape]
+            changes = sum(before != after for before, after in pairwise(window))
+            if compare(changes if found["counted"] else window[-1], bound):
+                return True
+    return False
+
+
+def _firing(series: dict[str, Callable[[int], float]], minutes: int) -> set[str]:
+    """The alerts that fire after some minutes of scrapes: those whose expression has held for their `for`."""
+    scrapes = [_scrape(series, minute) for minute in range(minutes + 1)]
+    (group,) = yaml.safe_load((FOLDER / "alerts.yml").read_text())["groups"]
+    return {
+        rule["alert"]
+        for rule in some(group["rules"])
+        if (held := int(rule.get("for", "0m").removesuffix("m"))) < len(scrapes)
+        and all(_holds(rule, scrapes[: len(scrapes) - back]) for back in range(held + 1))
+    }
+
+
+@pytest.mark.parametrize(
+    ("changes", "alerts"),
+    [
+        ({}, set()),
+        ({"ray_raystride_step": lambda minute: 10.0 * min(minute, 9)}, {"RaystrideNoStep"}),
+        ({"ray_raystride_step": lambda minute: 10.0 * min(minute, 11)}, set()),  # nine minutes ago
+        ({"ray_raystride_save_wait_seconds": lambda minute: 61.0}, {"RaystrideWaitsForStorage"}),
+        ({"ray_raystride_data_wait_share": lambda minute: 0.3}, {"RaystrideWaitsForData"}),
+        ({"ray_raystride_data_wait_share": lambda minute: 0.3 if minute > 15 else 0.0}, set()),
+        ({"ray_node_disk_utilization_percentage": lambda minute: 95.0}, {"RayNodeDiskFull"}),
+    ],
+)
+def test_an_alert_fires_on_what_it_is_for_and_on_nothing_else(
+    changes: dict[str, Callable[[int], float]], alerts: set[str]
+) -> None:
+    series = {name: changes.get(name.partition("{")[0], value) for name, value in HEALTHY.items()}
+    assert _firing(series, 20) == alerts
+
+
+def test_a_run_that_has_just_begun_fires_nothing() -> None:
+    assert not _firing({'ray_raystride_step{run="a"}': lambda minute: 10.0 * (minute // 3)}, 4)
+
+
+def test_alerts_ask_for_exported_metrics_and_the_page_has_them() -> None:
+    from ray.dashboard.modules.reporter.reporter_agent import METRICS_GAUGES
+
+    (group,) = yaml.safe_load((FOLDER / "alerts.yml").read_text())["groups"]
+    page = (FOLDER.parents[1] / "docs" / "operating.md").read_text()
+    assert yaml.safe_load((FOLDER / "prometheus.yml").read_text())["rule_files"] == ["alerts.yml"]
+    for rule in some(group["rules"]):
+        assert f"`{rule['expr']}`" in page
+        assert set(re.findall(r"ray_\w+", rule["expr"])) <= OURS | {f"ray_{name}" for name in METRICS_GAUGES}

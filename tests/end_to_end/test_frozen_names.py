@@ -40,7 +40,8 @@ TrainingInterrupted TrainingTerminated ValidationConfig check evaluate export fi
 register_model register_observer register_source register_task sweep train
 """
 COMMANDS = """
-certificates check completion deploy evaluate export generate node predict prepare presets report runs serve sweep train ui
+certificates check completion deploy evaluate export generate node predict prepare presets report runs serve storage sweep
+train ui
 """
 SUMMARY = """
 average_power_watts best_step complete data_wait_share ending energy_covers energy_joules flops_per_token gpu_idle_share
@@ -131,7 +132,7 @@ PREPARED = "end_id fingerprint format id_type learned skipped source splits toke
 SHARD = "bytes documents file ids_offset mask_offset rows rows_offset sha256 tokens top_hash"
 
 HELPS = (
-    *("train", "sweep", "evaluate", "predict", "generate", "export", "serve", "report", "ui", "certificates"),
+    *("train", "sweep", "evaluate", "predict", "generate", "export", "serve", "report", "storage", "ui", "certificates"),
     *("runs list", "runs show", "runs compare", "runs audit", "runs prune", "runs replay", "deploy slurm", "deploy serve"),
 )
 """The commands that have flags; `train` stands for `check` and `prepare`, too, `slurm` for the other places."""

@@ -34,6 +34,9 @@ from raystride.pipelines.system.storage.sealed import SealBroken
 from raystride.pipelines.train.checkpoint.layout import checkpoint_names
 from raystride.pipelines.train.checkpoint.retention import best_name, read_hint
 
+FILES_OF_A_RUN = ("config.yaml", "journal", "summary.json", "checkpoints", "owner.json")
+"""Files and folders of which one at least is in the folder of a run or sweep."""
+
 
 class CommandRefused(Exception):
     """The command cannot be executed; the message gives the reason and the remedy."""
@@ -82,7 +85,7 @@ def list_runs(storage: Folder) -> None:
         table.add_row(
             run.name, run.status, texts.get("steps", "-"), next(iter(own), "-"), *cells, _last_written(run.folder) or "-"
         )
-    _print_table(table)
+    print_table(table)
 
 
 def compare_runs(storage: Folder, names: Sequence[str], port: int = UI_PORT) -> None:
@@ -104,7 +107,7 @@ def compare_runs(storage: Folder, names: Sequence[str], port: int = UI_PORT) -> 
     for label, *cells in _to_rows(settings):
         if len(set(cells)) > 1:
             table.add_row(label, *cells)
-    _print_table(table)
+    print_table(table)
     references = [run.mlflow_reference for run in runs]
     link = comparison_link(references, port)
     if link is None:
@@ -139,7 +142,7 @@ def prune_runs(storage: Folder, names: Sequence[str], *, keep: int = 1, whole: b
             if whole:
                 freed = folder_size_bytes(lease.folder)
                 lease.remove_run()
-                print(f"removed {lease.folder}: {_format_bytes(freed)} freed")
+                print(f"removed {lease.folder}: {format_bytes(freed)} freed")
             else:
                 _prune_checkpoints(lease, keep)
 
@@ -149,7 +152,7 @@ def _owned(folders: Sequence[Folder]) -> Iterator[list[RunLease]]:
     """Owns runs for the block. Raises CommandRefused while another process owns one of them."""
     with ExitStack() as held:
         try:
-            leases = held.enter_context(RunLease.acquire_all(folders, new_attempt(), _log_to_stderr))
+            leases = held.enter_context(RunLease.acquire_all(folders, new_attempt(), log_to_stderr))
         except RunLocked as locked:
             owner = locked.owner
             who = f"{locked.value} is owned by process {owner.pid} on {owner.host}" if owner else str(locked)
@@ -157,7 +160,8 @@ def _owned(folders: Sequence[Folder]) -> Iterator[list[RunLease]]:
         yield leases
 
 
-def _log_to_stderr(text: str) -> None:
+def log_to_stderr(text: str) -> None:
+    """Prints a line to standard error at once."""
     print(text, file=sys.stderr, flush=True)
 
 
@@ -176,7 +180,7 @@ def _prune_checkpoints(lease: RunLease, keep: int) -> None:
             (checkpoints / step).remove(attempt)
         print(f"removed the data of {step}")
     left = len([step for step in with_data if step in kept])
-    print(f"{_format_bytes(freed)} freed; {left} checkpoints left in {lease.folder}")
+    print(f"{format_bytes(freed)} freed; {left} checkpoints left in {lease.folder}")
 
 
 def replay_run(storage: Folder, name: str, *, mlflow_uri: str | None = None, experiment: str | None = None) -> int:
@@ -240,8 +244,7 @@ def _has_run(storage: Folder, name: str) -> bool:
     """Returns whether the storage has a run of this name; it lists only that folder."""
     if not name or "/" in name or name.startswith("."):
         return False
-    names_of_a_run = ("config.yaml", "journal", "summary.json", "checkpoints", "owner.json")
-    return not set((storage / name).names()).isdisjoint(names_of_a_run)
+    return not set((storage / name).names()).isdisjoint(FILES_OF_A_RUN)
 
 
 def find_run(storage: Folder, name: str) -> StoredRun:
@@ -301,12 +304,17 @@ def _to_rows(columns: list[dict[str, str]]) -> list[list[str]]:
     return [[label, *(column.get(label, "-") for column in columns)] for label in labels]
 
 
-def _print_table(table: Any) -> None:
+def print_table(table: Any) -> None:
+    """Prints a table of rich's, 160 columns wide if the output is no terminal."""
     from rich.console import Console
 
     # Without a terminal, names must not be cut to 80 columns.
     Console(width=None if sys.stdout.isatty() else 160).print(table)
 
 
-def _format_bytes(count: int) -> str:
-    return f"{count / 2**20:,.1f} MiB"
+def format_bytes(count: int) -> str:
+    """Returns bytes in words: `0 B`, `1.5 KiB`, `1,024.0 GiB`."""
+    for unit, bytes_of_unit in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if count >= bytes_of_unit:
+            return f"{count / bytes_of_unit:,.1f} {unit}"
+    return f"{count} B"

@@ -137,6 +137,6 @@ def read_summary(run: Folder) -> dict[str, Any]:
     except FileNotFoundError:
         return {}
     attempts = (found.get(LAST_SEGMENTS) or {}).keys()
-    if found.get("run") != run.name and attempts and attempts.isdisjoint((run / ATTEMPTS).names()):
-        raise SealBroken(f"{run / SUMMARY_FILE} is that of another run, {found.get('run')}: {remedy}")
+    if found.get("run") not in (None, run.name) and attempts and attempts.isdisjoint((run / ATTEMPTS).names()):
+        raise SealBroken(f"{run / SUMMARY_FILE} is that of another run, {found['run']}: {remedy}")
     return found
