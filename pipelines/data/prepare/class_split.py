@@ -22,6 +22,8 @@ from raystride.pipelines.data.tasks.task import Document, Facts, Task
 
 CLASS_BOUNDS = "validation_below"
 """Fact of a task: by label, the hash below which its documents validate."""
+CLASS_HASHES = "smallest_hashes"
+"""In a part's survey: what the bounds are found from."""
 
 Hashes = dict[str, Any]
 """By label: the number of documents, and the smallest hashes in order."""
@@ -42,9 +44,11 @@ class SmallestHashes:
 
     def found(self) -> Hashes:
         """Returns the hashes as JSON: the share of each label and six standard deviations more."""
-        return {label: [len(hashes), sorted(hashes)[: self._kept(len(hashes))]] for label, hashes in self._hashes.items()}
+        return {
+            label: [len(hashes), sorted(hashes)[: self._count_kept(len(hashes))]] for label, hashes in self._hashes.items()
+        }
 
-    def _kept(self, count: int) -> int:
+    def _count_kept(self, count: int) -> int:
         share = self._fraction * count
         return math.ceil(share + 6 * math.sqrt(share) + 6)
 

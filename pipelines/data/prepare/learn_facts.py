@@ -10,12 +10,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from raystride.pipelines.config import TokenizerConfig
-from raystride.pipelines.data.prepare.class_split import CLASS_BOUNDS, find_bounds
+from raystride.pipelines.data.prepare.class_split import CLASS_BOUNDS, CLASS_HASHES, find_bounds
 from raystride.pipelines.data.prepare.parts import sample_documents, sample_slices
 from raystride.pipelines.data.prepare.passes import RunEach, put_pass_seconds, run_pass
 from raystride.pipelines.data.prepare.run_context import Log
 from raystride.pipelines.data.prepare.stages import (
-    CLASS_HASHES,
     SURVEYS_FOLDER,
     Preparation,
     read_survey,

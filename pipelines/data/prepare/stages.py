@@ -23,7 +23,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from raystride.pipelines.data.prepare.class_split import SmallestHashes, divides_by_class, hash_validates
+from raystride.pipelines.data.prepare.class_split import CLASS_HASHES, SmallestHashes, divides_by_class, hash_validates
 from raystride.pipelines.data.prepare.cleaning import Cleaning
 from raystride.pipelines.data.prepare.document_hashes import (
     hash_document,
@@ -51,8 +51,6 @@ from raystride.pipelines.system.storage.sealed import put_sealed, read_sealed
 SPLITS = ("train", "validation")
 SURVEYS_FOLDER = "surveys"
 """In a folder that is being prepared: the surveys of the parts."""
-CLASS_HASHES = "smallest_hashes"
-"""In a survey: the hashes by which a classifier's documents are divided."""
 
 _TABLE_BYTES = 2 << 20
 _TABLE_ROWS = 8192
@@ -179,8 +177,9 @@ def read_part(job: Preparation, part: Part) -> Iterator[pa.Table]:
 def survey_part(job: Preparation, part: Part) -> float:
     """Writes the task's survey of a part's documents and returns the seconds. Raises DataError unless faults are skipped."""
     began = time.perf_counter()
-    pieces, hashes = _part_pieces(job, part), SmallestHashes(job.validation_fraction)
+    pieces = _part_pieces(job, part)
     if divides_by_class(job.task, job.task.config.data) and part.split is None:
+        hashes = SmallestHashes(job.validation_fraction)
         survey = {**job.task.survey(hashes.watch(pieces)), CLASS_HASHES: hashes.found()}
     else:
         survey = dict(job.task.survey(piece.document for piece in pieces))

@@ -133,7 +133,7 @@ def time_attention(config: Config, device: torch.device, clock: Callable[[], flo
     for turn in range(ROUNDS + 2):
         for name in seconds:
             use_library(name == "library")
-            _synchronize(device)
+            wait_for_device(device)
             began = clock()
             try:
                 torch.autograd.grad(attend(), (q, k, v), grad)
@@ -141,7 +141,7 @@ def time_attention(config: Config, device: torch.device, clock: Callable[[], flo
                 if name == "triton":
                     raise
                 continue
-            _synchronize(device)
+            wait_for_device(device)
             if turn > 1:  # the first rounds compile and allocate memory
                 seconds[name] = min(seconds[name], clock() - began)
     use_library(False)
@@ -163,6 +163,7 @@ def activate_flash_attention(gpu_family: str, log: Callable[[str], None]) -> Non
     log(f"PyTorch's attention has {name}")
 
 
-def _synchronize(device: torch.device) -> None:
+def wait_for_device(device: torch.device) -> None:
+    """Waits for the work that a GPU has been given; on a CPU there is none."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)

@@ -27,6 +27,7 @@ from raystride.pipelines.config import Config
 from raystride.pipelines.observability.record.environment import describe_hardware
 from raystride.pipelines.system.machine_table import machine_table
 from raystride.pipelines.system.storage.folder import Folder
+from raystride.pipelines.train.worker.attention_backend import wait_for_device
 from raystride.pipelines.train.worker.kernel_needs import Function, Need, list_needs
 from raystride.triton_kernels import device_checks
 from raystride.triton_kernels.device_checks import (
@@ -140,13 +141,13 @@ def time_call(
     use_kernels("auto")
 
     def run(count: int) -> float:
-        _synchronize(device)
+        wait_for_device(device)
         began = clock()
         for _ in range(count):
             y = function(*leaves)
             if y.requires_grad:
                 torch.autograd.grad(y, leaves, torch.ones_like(y))
-        _synchronize(device)
+        wait_for_device(device)
         return (clock() - began) / count
 
     def run_kernels(count: int) -> float:
@@ -162,11 +163,6 @@ def time_call(
         for name, way in ways.items():
             seconds[name].append(way(counts[name]))
     return seconds
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def is_slower(row: Mapping[str, Any]) -> bool:

@@ -14,6 +14,7 @@ import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from statistics import median
 from typing import Any, Literal
 
 import torch
@@ -126,7 +127,7 @@ def proof_table(report: ProofReport) -> str:
     for key, row in sorted(report.rows.items()):
         timed = ""
         if "triton_s" in row:
-            ours, theirs = (sorted(row[f"{name}_s"])[len(row[f"{name}_s"]) // 2] * 1e3 for name in ("triton", "torch"))
+            ours, theirs = (1e3 * median(row[f"{name}_s"]) for name in ("triton", "torch"))
             timed = f"{ours:.3g} / {theirs:.3g} ms{', slower' if is_slower(row) else ''}"
         problem = row["problem"][:80]
         verdict = problem if problem.startswith("not run: ") else f"WRONG: {problem}" if problem else "right"
