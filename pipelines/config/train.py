@@ -4,9 +4,10 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from raystride.pipelines.config.batch import batch_error, cut_batch
+from raystride.pipelines.config.parameter_groups import check_group
 from raystride.pipelines.config.schedules import DecayShape, ScheduleName
 from raystride.pipelines.config.section import Section, setting
 
@@ -72,6 +73,13 @@ class OptimizerConfig(Section):
         shapes_result=True,
     )
     """Final learning rate of `cosine`, `linear` and `wsd`, as a fraction of the peak."""
+    groups: tuple[dict[str, Any], ...] = setting(
+        (), since="0.4", also="param_groups group_overrides lr_mult layer_decay no_weight_decay", shapes_result=True
+    )
+    """Groups of parameters with their own rate or decay. `[{pattern: "embedding.*", lr_ratio: 0.1, weight_decay: 0}]`: a
+    pattern of full names (`*`, `?` and `[...]`, as in file names), the group's learning rate as a fraction of that of the
+    schedule, and its decay, of biases and norms as well. The first pattern that matches a parameter holds. Left out: 1, and
+    `optimizer.weight_decay` of matrices."""
     absent_gradients: Literal["auto", "skip", "zero"] = setting("auto", since="0.4", shapes_result=True)
     """A parameter of a model of your own that no sample of a step has used: `skip` leaves it as it is; `zero` lets it decay
     and move by its momentum on several workers, as 0.3 did. `auto`: as the run began; a new one skips."""
@@ -81,6 +89,7 @@ class OptimizerConfig(Section):
         super().__post_init__()
         if self.schedule == "noam" and not (self.warmup_steps or self.warmup_ratio):
             raise self.error("warmup_steps", "must be at least 1 with optimizer.schedule `noam`")
+        object.__setattr__(self, "groups", tuple(check_group(number, group) for number, group in enumerate(self.groups)))
 
     def warmup(self, total_steps: int) -> int:
         """Returns the steps of the warm-up in a run of so many."""

@@ -108,6 +108,10 @@ def _check_settings(context: RunContext, previous: PreviousAttempt | None) -> No
     """Raises SettingError for settings that can be rejected before anything starts."""
     check_metric(context.config)
     check_tensorboard(context.config.record)
+    if context.config.optimizer.groups:
+        from raystride.pipelines.train.optimizer import check_groups  # slow import
+
+        check_groups(context.config)
     if previous:
         refuse_changes(previous, context.config, has_same_data=lambda: has_same_data(previous, context))
     else:

@@ -16,8 +16,6 @@ from torch import nn
 from raystride.pipelines.data.feed.loader import Step
 
 State = dict[nn.Parameter, dict[str, torch.Tensor]]
-Group = tuple[list[nn.Parameter], float]
-"""Parameters and their weight decay."""
 
 
 class Updater(Protocol):
