@@ -18,6 +18,7 @@ from raystride.pipelines.config.train import (
     OptimizerConfig,
     TrainConfig,
     ValidationConfig,
+    parse_branch,
 )
 
 SHARDED = ("fsdp", "deepspeed")
@@ -324,6 +325,18 @@ def refuse_average(train: TrainConfig, validation: ValidationConfig) -> None:
     """Raises SettingError if an average is to be evaluated and there is none."""
     if validation.weights == "ema" and not train.ema:
         raise validation.error("weights", "must be `auto` or `trained` without train.ema, 0.999 for instance")
+
+
+def refuse_branch(train: TrainConfig, run: str | None, *, has_several_adapters: bool) -> None:
+    """Raises SettingError for a branch of the run itself, and for several adapters at once."""
+    if not train.branch_from:
+        return
+    if run == parse_branch(train.branch_from)[0]:
+        raise train.error(
+            "branch_from", f"must be another run than this one, {run}: give the branch its own name, --run NAME"
+        )
+    if has_several_adapters:
+        raise train.error("branch_from", "must be None with lora.adapters above 1: branch each adapter's run by itself")
 
 
 def refuse_muon(optimizer: OptimizerConfig, scaling: ScalingConfig, *, has_adapters: bool) -> None:

@@ -100,6 +100,16 @@ class OptimizerConfig(Section):
         return self.decay_steps or round(self.decay_share * total_steps)
 
 
+_BRANCH = re.compile(r"([^/]+)(?:/step-(\d+))?")
+
+
+def parse_branch(text: str) -> tuple[str, int | None]:
+    """Returns the run and the step that `train.branch_from` names, None for the newest. Raises ValueError."""
+    if not (found := _BRANCH.fullmatch(text)):
+        raise ValueError(text)
+    return found[1], None if found[2] is None else int(found[2])
+
+
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig(Section):
     """Length of training and composition of a step: slots x slot_size samples."""
@@ -114,6 +124,11 @@ class TrainConfig(Section):
         ),
     )
     """Number of optimiser steps of the whole run. 0: no limit; `epochs` or `hours` end the run."""
+    branch_from: str | None = setting(None, fixed=True, since="0.4", also="fork_from")
+    """Checkpoint of another run of the storage that a new run begins at: `RUN`, for its newest, or `RUN/step-500`. Weights,
+    optimiser, average, step and position in the data are that checkpoint's; data, model and slots must be the parent's,
+    schedule, rates and length may differ. `train.steps` counts from the parent's beginning. The parent is only read, and
+    only until the new run has a checkpoint of its own."""
     epochs: float = setting(0.0, at_least=0, also="num_train_epochs num_epochs max_epochs n_epochs epoch")
     """Maximum number of passes over the training samples. 0: no limit."""
     hours: float = setting(0.0, at_least=0, also="max_time max_hours time_limit")
@@ -216,6 +231,8 @@ class TrainConfig(Section):
     def __post_init__(self) -> None:
         """Raises SettingError where a field is out of range, nothing ends the run, or `exact` or `precision` forbids one."""
         super().__post_init__()
+        if self.branch_from is not None:
+            object.__setattr__(self, "branch_from", self._written_branch())
         if self.batch:
             self._resolve_batch()
         if not (self.steps or self.epochs or self.hours):
@@ -231,6 +248,14 @@ class TrainConfig(Section):
     def slot_samples(self) -> int:
         """Samples in a slot; a bundle is one."""
         return 1 if self.slot_tokens else self.slot_size
+
+    def _written_branch(self) -> str:
+        """Returns `branch_from` with the step as the folder of a checkpoint has it."""
+        try:
+            run, step = parse_branch(self.branch_from or "")
+        except ValueError:
+            raise self.error("branch_from", "must be a run's name, or one of its checkpoints, `RUN/step-500`") from None
+        return run if step is None else f"{run}/step-{step:08d}"
 
     def _resolve_batch(self) -> None:
         if self.slot_tokens:

@@ -36,6 +36,7 @@ from raystride.pipelines.observability.record.environment import DataFingerprint
 from raystride.pipelines.observability.record.mlflow.links import is_on_server, job_link, run_link
 from raystride.pipelines.observability.record.mlflow.log import read_reference
 from raystride.pipelines.system.storage.folder import Folder
+from raystride.pipelines.train.checkpoint.layout import newest_manifest
 
 
 def driver_start(fallback: float) -> float:
@@ -108,6 +109,8 @@ def checkpoint_facts(
     facts: dict[str, object] = kept | {"device": allocation.device, "threads": allocation.threads}
     if config.train.exact:
         checkpoints = folder / "checkpoints"
+        if config.train.branch_from and not newest_manifest(folder):
+            checkpoints = folder.parent / config.train.branch_from.partition("/")[0] / "checkpoints"
         bits = describe_bit_dependencies(config, environment, allocation, read_previous_bits(checkpoints)[1])
         refuse_different_bits(checkpoints, bits)
         facts["bits"] = bits

@@ -24,6 +24,7 @@ from raystride.pipelines.config.train import cost_of
 from raystride.pipelines.data.feed.loader import Loader, Requests, Step
 from raystride.pipelines.observability.phases import phase
 from raystride.pipelines.system.permit import Permit
+from raystride.pipelines.train.checkpoint.layout import BRANCHED_FROM
 from raystride.pipelines.train.checkpoint.manager import Checkpoints
 from raystride.pipelines.train.checkpoint.train_state import SkippedSlot, TrainState, Updater, evaluated_weights
 from raystride.pipelines.train.guard import Diagnosis, Diverged, Rewind, StepGuard
@@ -140,7 +141,8 @@ class Training:
 
     def _train_with_rewinds(self) -> Ending:
         """Trains, and rewinds as often as the guard requests it."""
-        if self.checkpoints and self.config.guard.policy == "rewind" and not self.state.step:
+        begins_at = self.header.get(BRANCHED_FROM, {}).get("step", 0)
+        if self.checkpoints and self.config.guard.policy == "rewind" and self.state.step == begins_at:
             self._save_checkpoint(best=False)  # a rewind needs a checkpoint
         while True:
             try:

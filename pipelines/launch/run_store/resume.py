@@ -83,6 +83,8 @@ class PreviousAttempt:
     """Hashes of a user's own model: its `code`, and the `content` of its data by name; empty for runs of 0.3."""
     edits: Sequence[str] = field(default_factory=list)
     """Settings that differ in `config.yaml` since the attempt wrote it, a line each."""
+    is_parent: bool = False
+    """Whether it is of the run that a new one branches from (`train.branch_from`)."""
 
     @property
     def fingerprints(self) -> Mapping[str, str]:
@@ -159,6 +161,8 @@ def refuse_changes(
     If only paths differ, `has_same_data` is called: it returns whether they hold the run's training data.
     """
     before, now = previous.config.fixed_settings(), config.fixed_settings()
+    if previous.is_parent:
+        del now["train.branch_from"]
     changed_paths = {key for key in now if _names_data_path(key) and _differs(before, now, key)}
     if changed_paths and (
         all(_normalize_path(before[key]) == _normalize_path(now[key]) for key in changed_paths) or data or has_same_data()
@@ -177,9 +181,17 @@ def refuse_changes(
         earlier_values["data"] = previous.data
     if changed:
         first = next(iter(earlier_values))
-        raise SettingError(
+        rule = (
             "this run cannot go on with other settings of these, start another with --run NAME, or go on with its own, as "
-            f"{launch_command()} train --run {quote(config.run or 'NAME')} does by itself:\n  " + "\n  ".join(changed),
+            f"{launch_command()} train --run {quote(config.run or 'NAME')} does by itself"
+        )
+        if previous.is_parent:
+            rule = (
+                f"train.branch_from is {config.train.branch_from!r}: a branch has data, model and slots of the run that it "
+                "begins at, and may change schedule, rates and length. Give these as they are there"
+            )
+        raise SettingError(
+            f"{rule}:\n  " + "\n  ".join(changed),
             setting=first,
             value=now.get(first, data.data if data else None),
             allowed=redact_all_uris(earlier_values),

@@ -160,6 +160,10 @@ class TrainState:
         self.position = step.position + step.samples
         self.fed_digest = (self.fed_digest + step.digest) % 2**64
 
+    def forget_best(self) -> None:
+        """Begins anew with the best result, whose checkpoint a branch does not have."""
+        self.best, self.best_loss, self.best_step, self.worse_validations = None, None, 0, 0
+
     def to_json(self) -> dict[str, Any]:
         """Returns the fields that are equal on every rank, for a checkpoint's manifest."""
         return {key: value for key, value in asdict(self).items() if key not in LINK}

@@ -114,12 +114,17 @@ def test_they_are_those_of_one_worker_under_zero_and_in_stages(folder: Path, sca
     assert two["val_loss"] == pytest.approx(one["val_loss"], abs=1e-5)
 
 
+def _training(folder: Path, run: str, stop: int) -> Any:
+    job = make_job(_config(folder), folder, run)
+    training: Any = build_training(job, WorkerInfo(), [], lambda: training.state.step >= stop, str)
+    return training
+
+
 def test_a_stop_changes_no_bit_and_a_resume_may_change_them(folder: Path) -> None:
     ends = []
     for run, stops in {"whole": [99], "cut": [3, 99]}.items():
         for stop in stops:
-            job = make_job(_config(folder), folder, run)
-            training: Any = build_training(job, WorkerInfo(), [], lambda stop=stop: training.state.step >= stop, str)
+            training = _training(folder, run, stop)
             training.run()
         ends.append([parameter.detach().clone() for parameter in training.model.parameters()])
     assert all(torch.equal(one, other) for one, other in zip(*ends, strict=True))
