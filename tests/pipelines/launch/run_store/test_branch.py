@@ -30,7 +30,10 @@ from raystride.pipelines.launch.train_job import train
 from raystride.pipelines.system.storage.folder import Folder
 from raystride.pipelines.train.checkpoint.audit import AuditFailed, audit
 from raystride.pipelines.train.checkpoint.layout import BRANCHED_FROM, content_sha256, read_manifest
+from tests.bases import SHAPES, write_base
 from tests.errors import refused
+from tests.pipelines.train.own_model.test_training import own_job
+from tests.pipelines.train.strategies.course import run_course
 from tests.processes import make_job, run_workers
 from tests.tiny import tiny, write_text
 
@@ -94,19 +97,40 @@ def test_under_the_same_settings_it_has_the_bits_of_the_parent_going_on(tmp_path
     assert audit(Folder(str(tmp_path / "branch" / "checkpoints"))).branches == (("parent", 4),)
 
 
+def test_adapters_branch_over_the_base_of_the_parent(tmp_path: Path) -> None:
+    shape = replace(SHAPES["llama"], init_from=str(write_base(tmp_path / "base", SHAPES["llama"])))
+    settings = tiny(write_text(tmp_path), optimizer=CONSTANT, train=TRAIN, checkpoint=CheckpointConfig(every=4, keep=9))
+    settings = replace(settings, model=shape, lora=LoraConfig(rank=2))
+    run_workers(make_job(settings, tmp_path, "parent"), 1)
+    branch = replace(settings, train=replace(TRAIN, branch_from="parent/step-4"))
+    ends = [run_workers(make_job(own, tmp_path, run), 1) for run, own in (("whole", settings), ("branch", branch))]
+    assert ends[0]["parameters_sha256"] == ends[1]["parameters_sha256"]
+    assert ends[1]["resumed_from"] == 4
+
+
+@pytest.mark.parametrize("name", ["momentum", "noisy"])
+def test_a_model_of_ones_own_branches_with_all_that_its_optimizer_keeps(tmp_path: Path, name: str) -> None:
+    whole = run_course(own_job(tmp_path, name, "whole"), 1)
+    run_course(own_job(tmp_path, name, "parent", steps=3), 1)
+    branch = run_course(own_job(tmp_path, name, "branch", branch_from="parent/step-3"), 1)
+    assert (branch.sha256, branch.losses) == (whole.sha256, whole.losses[3:])
+
+
 def test_the_parent_is_never_written_and_may_go_once_the_branch_has_a_checkpoint(config: Config, runs: Folder) -> None:
     """The parent's driver may be training it meanwhile."""
     _train(config)
     folder = Path(config.storage) / "parent"
+    text = Path(config.data.source)
+    text.write_text(text.read_text() + "one more line\n")  # the branch has the data that was prepared
     with RunLease.acquire(runs / "parent", "another", str):
         before = _files(folder)
         summary = _branch(config, "parent/step-4", optimizer=DECAY)
         assert _files(folder) == before
     assert summary["resumed_from"] == 4
     assert summary["parameters_sha256"] != json.loads((folder / "summary.json").read_text())["parameters_sha256"]
-    text = str(audit(runs / "branch" / "checkpoints"))
-    assert "8 steps" in text
-    assert "up to step 4 in run parent" in text
+    proof = str(audit(runs / "branch" / "checkpoints"))
+    assert "8 steps" in proof
+    assert "up to step 4 in run parent" in proof
     with refused("train.steps", 6):
         _branch(config, "parent/step-4", 6, optimizer=DECAY)
 
@@ -212,6 +236,8 @@ def test_what_cannot_be_a_branch_is_refused(config: Config) -> None:
     _train(config)
     with refused("train.steps", 4, names=["train.branch_from"]):
         _branch(config, "parent/step-4", 4)
+    with refused("train.exact", True):
+        _branch(config, "parent/step-4", scaling=ScalingConfig(threads=2))
     with refused("train.branch_from", "parent/step-00000004", names=["--run NAME"]):
         _branch(config, "parent/step-4", run="parent")
     with refused("train.branch_from", "parent/step-00000003", names=["complete are steps 2, 4, 6"]):
