@@ -192,8 +192,8 @@ finally:
 
 
 def test_a_sigterm_while_ray_starts_ends_as_one_before_and_after() -> None:
-    """Ray's handlers ended the process with code 15, or aborted it three seconds later. In a process of its own: here Ray may
-    have been started."""
+    """Ray's handlers ended the process with code 15, or aborted it three seconds later. In a process of its own: here Ray
+    may have been started."""
     ended = subprocess.run([sys.executable, "-c", SIGNALLED], capture_output=True, text=True, check=False)
     assert (ended.returncode, ended.stdout) == (0, "Terminated; aborted in 0.0\n"), ended.stderr
 
