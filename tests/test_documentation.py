@@ -297,6 +297,14 @@ def test_commands_are_not_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert not refused, "\n".join(refused)
 
 
+def test_the_page_of_commands_has_each_preset_and_script() -> None:
+    page = (ROOT / "docs" / "commands.md").read_text()
+    presets = {f"configs/{path.name}" for path in (ROOT / "configs").glob("*.yaml")}
+    assert presets == set(re.findall(r"configs/\w+\.yaml", page.partition("## Presets")[2]))
+    scripts = {path.stem for path in (ROOT / "ray_jobs").glob("[a-z]*.py")}
+    assert scripts < set(re.findall(r"^\| `raystride (\w+)` \|", page, re.MULTILINE))
+
+
 def _anchors(page: Path) -> set[str]:
     """The anchors of a page's headings, as GitHub makes them."""
     titles = re.findall(r"^#+ (.*)$", FENCE.sub("", page.read_text()), re.MULTILINE)
