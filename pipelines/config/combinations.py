@@ -63,6 +63,8 @@ def refuse_combinations(
         raise train.error("ema", "must be 0 with scaling.strategy `deepspeed`, whose optimiser keeps none: use `fsdp`")
     if train.ema and train.stochastic_rounding:
         raise train.error("ema", "must be 0 with train.stochastic_rounding, whose weights are rounded by chance")
+    if train.log_norms and (scaling.strategy == "deepspeed" or scaling.group > 1 or scaling.mesh == "auto"):
+        raise train.error("log_norms", "must be false with deepspeed or a mesh, whose workers have parts of parameters")
     if train.stochastic_rounding and scaling.strategy in SHARDED:
         raise train.error("stochastic_rounding", "must be false here: both sharded strategies keep a master copy, in shards")
     if guard.policy == "rewind" and not checkpoint.every:

@@ -225,6 +225,10 @@ class TrainConfig(Section):
         10, at_least=1, also="logging_steps log_interval log_every_n_steps log_freq log_every_steps metrics_log_interval"
     )
     """Steps between two logged measurements. The loop waits for the device only then."""
+    log_norms: bool = setting(False, since="0.4", also="log_params_norm log_grad_norm watch")
+    """Log norms of gradients and updates by part of the network as well: of each block, embedding and head, in MLflow and on
+    the page. A logged step copies the parameters for it. Not in a mesh and not with `deepspeed`; an optimiser of your own
+    has no norms of updates."""
     deterministic: bool = setting(True, also="use_deterministic_algorithms cudnn_deterministic full_determinism")
     """Use only deterministic operations, which give the same bits each time. Some are slower on a GPU."""
 

@@ -8,7 +8,7 @@ their first use (1 s of a start) and take 0.6 ms of Python an update, 2 % of a s
 """
 
 import math
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -77,6 +77,8 @@ class FusedUpdater:
         self.groups, self._stochastic, self._average = groups, stochastic, average
         self.evaluates_other_weights = average is not None and average.is_evaluated
         self.has_masters = not stochastic and any(p.dtype != torch.float32 for group in groups for p in group.parameters)
+        self.on_change: Callable[[list[nn.Parameter], list[torch.Tensor]], None] | None = None
+        """Called with parameters and the changes of this worker's shards of them, after each update; None: not measured."""
         self._state: State = {}
         self._completed: set[nn.Parameter] = set()
 
@@ -102,7 +104,11 @@ class FusedUpdater:
             skip = skip.to(values[0].device)
         gradients = [local_shard(p.grad) for p in trained if p.grad is not None]
         stochastic = low_precision and self._stochastic
+        before = [value.clone() for value in values] if self.on_change else []
         self._apply_update(GroupUpdate(trained, values, copies, stochastic, gradients, states, decay), learning_rate, skip)
+        if self.on_change:
+            torch._foreach_sub_(before, values)
+            self.on_change(trained, before)
         if self._average:
             weight = 1 - self._average.decay
             averages = [local_shard(state[AVERAGE]) for state in states]
