@@ -6,6 +6,7 @@ fp32, as the plain network does, and also by what a first start of `train.precis
 
     python -m benchmarks.step                                  # three settings, five minutes on two cores
     python -m benchmarks.step --settings nanogpt --rounds 20
+    python -m benchmarks.step --norms --settings 10m           # a step whose norms by part are logged, beside one without
 """
 
 import argparse
@@ -32,6 +33,7 @@ from raystride.pipelines.data.feed.loader import Step
 from raystride.pipelines.observability import phases
 from raystride.pipelines.system.heap import keep_freed_memory
 from raystride.pipelines.train.loop import Training
+from raystride.pipelines.train.part_norms import PartNorms
 from raystride.pipelines.train.step import train_step
 from raystride.pipelines.train.worker.build import build_training
 from raystride.pipelines.train.worker.job import WorkerInfo
@@ -115,16 +117,20 @@ class Plain:
 
 
 class Ours:
-    """A training of ours, and one batch."""
+    """A training of ours, and one batch; with `norms` they are measured, and read on the host as a logged step does."""
 
-    def __init__(self, training: Training, step: Step) -> None:
-        self.training, self._step = training, step
+    def __init__(self, training: Training, step: Step, norms: PartNorms | None = None) -> None:
+        self.training, self._step, self._norms = training, step, norms
 
     def step(self, watch: Watch) -> None:
-        """One step; the sum over workers counts as update."""
-        training = self.training
+        """One step; the sum over workers counts as update, and so do norms."""
+        training, norms = self.training, self._norms
         phases.set_listener(lambda name: watch("update" if name == "reduce" else name) if name in _OWN else nullcontext())
-        train_step(training.strategy, training.model, training.optimizer, self._step, training.rules, RATE)
+        arguments = (training.strategy, training.model, training.optimizer, self._step, training.rules, RATE)
+        train_step(*arguments, on_gradients=norms.begin_step if norms else lambda: None)
+        if norms:
+            with watch("update"):
+                norms.take_figures(1.0, training.strategy.all_reduce_sum)
         phases.set_listener(None)
 
 
@@ -196,6 +202,23 @@ def compare(name: str, given: argparse.Namespace, text: Path, scratch: Path) -> 
     ]
 
 
+def compare_norms(name: str, given: argparse.Namespace, text: Path, scratch: Path) -> list[Comparison]:
+    """The milliseconds of a step whose norms are logged beside one without. By default a tenth of the steps is logged."""
+    training, step = build_ours(SETTINGS[name], text, scratch, given.threads, ("--train.precision=fp32",))
+    ways = {
+        "without norms": Ours(training, step),
+        "with norms": Ours(training, step, PartNorms(training.model, training.optimizer)),
+    }
+    blocks = {way: partial(time_steps, one, given.steps) for way, one in ways.items()}
+    times = take_turns(blocks, given.rounds, lambda _, found: f"{found['step']:.1f} ms a step")
+    values = {part: {way: [each[part] for each in parts] for way, parts in times.items()} for part in ("step", "update")}
+    aims = {"step": {"with norms": "at most 1.1"}, "update": {}}
+    return [
+        Comparison(f"{name}: milliseconds, {part}", found, "without norms", aims[part], ".2f")
+        for part, found in values.items()
+    ]
+
+
 def _parameters(one: Plain | Ours) -> int:
     model = one.model if isinstance(one, Plain) else one.training.model
     return sum(parameter.numel() for parameter in model.parameters())
@@ -212,6 +235,7 @@ def main() -> None:
     parser.add_argument("--settings", nargs="+", choices=SETTINGS, default=list(SETTINGS), help="default: all")
     parser.add_argument("--steps", type=int, default=30, help="counted steps of a block, at most (default 30)")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="default: the cores")
+    parser.add_argument("--norms", action="store_true", help="steps with norms by part beside steps without")
     given = parser.parse_args()
     torch.set_num_threads(given.threads)
     keep_freed_memory()  # as workers do; the plain network in this process gains by it, too
@@ -221,6 +245,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="step-") as scratch:
         text = runs.small_text(Path(scratch))
         for name in given.settings:
+            if given.norms:
+                compared += compare_norms(name, given, text, Path(scratch) / name)
+                continue
             compared += compare(name, given, text, Path(scratch) / name)
     report(given, found, compared)
 
