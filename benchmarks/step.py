@@ -7,7 +7,7 @@ also in bf16 by autocast. Freed memory is kept for all.
 
     python -m benchmarks.step                                  # three settings, five minutes on two cores
     python -m benchmarks.step --settings nanogpt --rounds 20
-    python -m benchmarks.step --norms --settings 10m           # a step whose norms by part are logged, beside one without
+    python -m benchmarks.step --norms --settings 10m           # what norms by part cost in a step that is logged
 """
 
 import argparse
@@ -119,20 +119,16 @@ class Plain:
 
 
 class Ours:
-    """A training of ours, and one batch; with `norms` they are measured, and read on the host as a logged step does."""
+    """A training of ours, and one batch."""
 
-    def __init__(self, training: Training, step: Step, norms: PartNorms | None = None) -> None:
-        self.training, self._step, self._norms = training, step, norms
+    def __init__(self, training: Training, step: Step) -> None:
+        self.training, self._step = training, step
 
     def step(self, watch: Watch) -> None:
-        """One step; the sum over workers counts as update, and so do norms."""
-        training, norms = self.training, self._norms
+        """One step; the sum over workers counts as update."""
+        training = self.training
         phases.set_listener(lambda name: watch("update" if name == "reduce" else name) if name in _OWN else nullcontext())
-        arguments = (training.strategy, training.model, training.optimizer, self._step, training.rules, RATE)
-        train_step(*arguments, on_gradients=norms.begin_step if norms else lambda: None)
-        if norms:
-            with watch("update"):
-                norms.take_figures(1.0, training.strategy.all_reduce_sum)
+        train_step(training.strategy, training.model, training.optimizer, self._step, training.rules, RATE)
         phases.set_listener(None)
 
 
@@ -205,21 +201,31 @@ def compare(name: str, given: argparse.Namespace, text: Path, scratch: Path) -> 
     ]
 
 
-def compare_norms(name: str, given: argparse.Namespace, text: Path, scratch: Path) -> list[Comparison]:
-    """The milliseconds of a step whose norms are logged beside one without. By default a tenth of the steps is logged."""
-    training, step = build_ours(SETTINGS[name], text, scratch, given.threads, ("--train.precision=fp32",))
-    ways = {
-        "without norms": Ours(training, step),
-        "with norms": Ours(training, step, PartNorms(training.model, training.optimizer)),
-    }
-    blocks = {way: partial(time_steps, one, given.steps) for way, one in ways.items()}
-    times = take_turns(blocks, given.rounds, lambda _, found: f"{found['step']:.1f} ms a step")
-    values = {part: {way: [each[part] for each in parts] for way, parts in times.items()} for part in ("step", "update")}
-    aims = {"step": {"with norms": "at most 1.1"}, "update": {}}
-    return [
-        Comparison(f"{name}: milliseconds, {part}", found, "without norms", aims[part], ".2f")
-        for part, found in values.items()
-    ]
+def compare_norms(name: str, given: argparse.Namespace, text: Path, scratch: Path) -> Comparison:
+    """The processor time of an update beside one whose norms are measured and read, and beside a whole step, on one thread.
+
+    A step that is logged, a tenth of them by default, takes the difference more.
+    """
+    torch.set_num_threads(1)
+    training, step = build_ours(SETTINGS[name], text, scratch, 1, ("--train.precision=fp32",))
+    norms, skip = PartNorms(training.model, training.optimizer), torch.zeros(())
+    whole = partial(train_step, training.strategy, training.model, training.optimizer, step, training.rules, RATE)
+
+    def measure() -> None:
+        norms.begin_step()
+        training.optimizer.update(RATE, skip)
+        norms.take_figures(1.0, training.strategy.all_reduce_sum)
+
+    ways = {"update": partial(training.optimizer.update, RATE, skip), "update with norms": measure, "step": whole}
+    whole()  # which leaves the gradients that the updates take
+    times = take_turns({way: partial(_processor_ms, run) for way, run in ways.items()}, given.rounds)
+    return Comparison(f"{name}: processor milliseconds of one thread", times, "update", {}, ".1f")
+
+
+def _processor_ms(run: Callable[[], object]) -> float:
+    began = time.thread_time()
+    run()
+    return 1000 * (time.thread_time() - began)
 
 
 def _parameters(one: Plain | Ours) -> int:
@@ -238,7 +244,7 @@ def main() -> None:
     parser.add_argument("--settings", nargs="+", choices=SETTINGS, default=list(SETTINGS), help="default: all")
     parser.add_argument("--steps", type=int, default=30, help="counted steps of a block, at most (default 30)")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="default: the cores")
-    parser.add_argument("--norms", action="store_true", help="steps with norms by part beside steps without")
+    parser.add_argument("--norms", action="store_true", help="what norms by part (train.log_norms) cost")
     given = parser.parse_args()
     torch.set_num_threads(given.threads)
     keep_freed_memory()  # as workers do; the plain network in this process gains by it, too
@@ -249,7 +255,7 @@ def main() -> None:
         text = runs.small_text(Path(scratch))
         for name in given.settings:
             if given.norms:
-                compared += compare_norms(name, given, text, Path(scratch) / name)
+                compared.append(compare_norms(name, given, text, Path(scratch) / name))
                 continue
             compared += compare(name, given, text, Path(scratch) / name)
     report(given, found, compared)

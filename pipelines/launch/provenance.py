@@ -5,6 +5,7 @@ tags = run_tags(environment, config.scaling, allocation, dashboard)             
 """
 
 import getpass
+import math
 import os
 import sys
 from collections.abc import Callable
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import cast
 
 from raystride.pipelines.config import Config, LaunchConfig, ScalingConfig
+from raystride.pipelines.config.train import parse_branch
 from raystride.pipelines.data.prepare.one_source import PreparedData
 from raystride.pipelines.data.prepare.progress import describe_speeds, load_stages
 from raystride.pipelines.data.prepare.raw_files import hash_raw_files, read_raw_files
@@ -112,11 +114,12 @@ def checkpoint_facts(
     kept = {key: environment.get(key) for key in ("commit", "python", "versions") if key in environment}
     facts: dict[str, object] = kept | {"device": allocation.device, "threads": allocation.threads}
     if config.train.exact:
-        checkpoints = folder / "checkpoints"
+        checkpoints, until = folder / "checkpoints", math.inf
         if config.train.branch_from and not newest_manifest(folder):
-            checkpoints = folder.parent / config.train.branch_from.partition("/")[0] / "checkpoints"
-        bits = describe_bit_dependencies(config, environment, allocation, read_previous_bits(checkpoints)[1])
-        facts["bits"] = bits = accept_bits(checkpoints, bits, config.resume)
+            run, step = parse_branch(config.train.branch_from)
+            checkpoints, until = folder.parent / run / "checkpoints", step or math.inf
+        bits = describe_bit_dependencies(config, environment, allocation, read_previous_bits(checkpoints, until)[1])
+        facts["bits"] = bits = accept_bits(checkpoints, bits, config.resume, until)
         if CHANGED_AT in bits:
             environment["bits_changed_at"] = cast(list[int], bits[CHANGED_AT])
     return facts

@@ -7,6 +7,7 @@ describe_completion(previous, config)                     # "500 steps", or None
 accept_bits(folder / "checkpoints", bits, config.resume)  # train.exact: raises SettingError if the machine differs
 """
 
+import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -386,20 +387,25 @@ def _exact_matmul_backend(model: ModelConfig, before: Mapping[str, object] | Non
     return named or ("torch" if before is None else before.get("products", BEFORE_PRODUCTS))
 
 
-def read_previous_bits(checkpoints: Folder) -> tuple[str, dict[str, object] | None]:
-    """Returns the name and the bit conditions of the newest checkpoint that has them; None if none has."""
+def read_previous_bits(checkpoints: Folder, until: float = math.inf) -> tuple[str, dict[str, object] | None]:
+    """Returns the name and the bit conditions of the newest checkpoint up to a step that has them; None if none has."""
     for name in reversed(checkpoint_names(checkpoints.names())):
+        if (parse_step(name) or 0) > until:
+            continue
         if (before := read_manifest(checkpoints / name).get("bits")) is not None:
             return name, before
     return "", None
 
 
-def accept_bits(checkpoints: Folder, bits: Mapping[str, object], resume: ResumeConfig) -> dict[str, object]:
+def accept_bits(
+    checkpoints: Folder, bits: Mapping[str, object], resume: ResumeConfig, until: float = math.inf
+) -> dict[str, object]:
     """Returns the bit conditions of an exact run's next checkpoints: `bits`, and the steps after which they were others.
 
-    Raises SettingError if the newest checkpoint was made under others and `resume.accept` is not `bits`.
+    `until`: the last step whose checkpoint counts. Raises SettingError if the newest was made under others and
+    `resume.accept` is not `bits`.
     """
-    name, before = read_previous_bits(checkpoints)
+    name, before = read_previous_bits(checkpoints, until)
     known = before or {}
     # Conditions that an earlier version did not store have not changed since.
     changed = [key for key in bits if key in known and not _is_same(known[key], bits[key])]
