@@ -75,7 +75,7 @@ def admit_run(context: RunContext) -> Admission:
         config = with_previous_branch(previous, context.config)
         context = context.with_config(with_previous_base(previous, config))
     else:
-        _check_repeated(context)
+        _check_run_to_repeat(context)
     begins_anew = starts_over(context.config.launch, context.run_folder, context.log)
     context, parent = _begin_branch(context, previous, begins_anew)
     if _has_nothing_left(context, previous, begins_anew):
@@ -199,7 +199,7 @@ def _describe_completed_run(folder: Folder, config: Config, reached: str, previo
     )
 
 
-def _check_repeated(context: RunContext) -> None:
+def _check_run_to_repeat(context: RunContext) -> None:
     """Shows which run's choices a new run takes. Raises SettingError if that run is not there or has no checkpoint."""
     if not (name := context.config.repeat):
         return
