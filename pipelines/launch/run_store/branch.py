@@ -58,7 +58,9 @@ def _find_step(checkpoints: Folder, step: int | None) -> int | str:
         name, _, inside = file.partition("/")
         if name in files:
             files[name].add(inside)
-    complete = [name for name in files if _is_complete(read_manifest(checkpoints / name), files[name])]
+    # Manifests outlive their data, and a long run has thousands.
+    with_data = [name for name, inside in files.items() if any("/" in file for file in inside)]
+    complete = [name for name in with_data if _is_complete(read_manifest(checkpoints / name), files[name])]
     steps = [found for name in complete if (found := parse_step(name)) is not None]
     if step is None:
         return steps[-1] if steps else "it has none"
