@@ -22,6 +22,7 @@ from raystride.model.block import (
     build_rotation,
     initialize_weights,
 )
+from raystride.model.distillation import Distillation
 from raystride.model.dropout import Dropout
 from raystride.model.experts import Routing
 from raystride.model.linear import Linear, Products, linear
@@ -52,10 +53,22 @@ class Decoder(nn.Module):
         initialize_weights(self, shape, additions=2 * shape.layers)
         self.routing = Routing(self, shape) if shape.experts else None
         """Losses and loads of its experts."""
+        self.distillation: Distillation | None = None
+        """The teacher whose distribution is part of the loss in training."""
 
     def forward(self, ids: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns the sum of cross-entropies in nats over targets other than -100, and their number."""
-        return self._with_routing(self.loss(self.hidden(ids), targets), targets)
+        return self._with_routing(self._loss_of(ids, targets), targets)
+
+    def _loss_of(
+        self, ids: torch.Tensor, targets: torch.Tensor, documents: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        hidden = self.hidden(ids, documents=documents)
+        if self.distillation is None or not self.training:
+            return self.loss(hidden, targets)
+        return self.distillation.loss(
+            (ids, documents), hidden, self._head_weight().to(hidden.dtype), targets, self._project
+        )
 
     def _with_routing(
         self, result: tuple[torch.Tensor, torch.Tensor], targets: torch.Tensor, documents: torch.Tensor | None = None
@@ -112,8 +125,11 @@ class Decoder(nn.Module):
         return x
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Maps hidden states (B, T, C) to logits (B, T, V)."""
-        found = linear(hidden, self._head_weight(), products=self.products)
+        """Maps hidden states (..., C) to logits (..., V)."""
+        return self._project(hidden, self._head_weight())
+
+    def _project(self, hidden: torch.Tensor, head: torch.Tensor) -> torch.Tensor:
+        found = linear(hidden, head, products=self.products)
         bound = self.shape.logit_softcap
         return bound * torch.tanh(found / bound) if bound else found
 
@@ -132,7 +148,7 @@ class PackedDecoder(Decoder):
         self, ids: torch.Tensor, documents: torch.Tensor, targets: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns the same as `Decoder.forward`; `documents` (n + 1,) as in `hidden`."""
-        return self._with_routing(self.loss(self.hidden(ids, documents=documents), targets), targets, documents)
+        return self._with_routing(self._loss_of(ids, targets, documents), targets, documents)
 
 
 def document_positions(documents: torch.Tensor, tokens: int) -> torch.Tensor:
