@@ -26,6 +26,8 @@ SHARDED = ("fsdp", "deepspeed")
 
 DECODERS = ("language_model", "completion", "preference")
 """Tasks that train a decoder."""
+DISTILLED = ("language_model", "completion")
+"""Tasks with next-token targets, whose loss a teacher may be part of."""
 MESHLESS = ("images", "preference")
 """Our tasks whose networks are not cut over a mesh."""
 MESHED_DECODERS = tuple(task for task in DECODERS if task not in MESHLESS)
@@ -145,6 +147,24 @@ def _refuse_with_preference(task: str, model: ModelConfig, objective: ObjectiveC
         raise objective.error("label_smoothing", "must be 0 with objective.preference `ipo`, which does not smooth")
     if objective.label_smoothing >= 0.5:
         raise objective.error("label_smoothing", "must be below 0.5 with task `preference`: at half, pairs say nothing")
+
+
+def refuse_teacher(
+    task: str, objective: ObjectiveConfig, train: TrainConfig, scaling: ScalingConfig, *, has_several_adapters: bool
+) -> None:
+    """Raises SettingError for a teacher where the network has no next-token targets, or a worker not all of its logits."""
+    if not objective.teacher:
+        return
+    if task not in DISTILLED:
+        raise objective.error(
+            "teacher", f"must be None but with task {' or '.join(f'`{name}`' for name in DISTILLED)}, not `{task}`"
+        )
+    if scaling.strategy == "deepspeed" or scaling.group > 1 or scaling.mesh == "auto":
+        raise objective.error("teacher", "must be None with deepspeed or a mesh: use `ddp` or `fsdp`")
+    if has_several_adapters:
+        raise objective.error("teacher", "must be None with lora.adapters above 1: train each adapter in a run by itself")
+    if train.compile == "model":
+        raise train.error("compile", "must be `none` or `block` with objective.teacher, whose loss is not compiled")
 
 
 def refuse_early_start(data: DataConfig, train: TrainConfig) -> None:

@@ -16,6 +16,7 @@ from raystride.pipelines.config.combinations import (
     refuse_mesh_of_model,
     refuse_muon,
     refuse_schedule,
+    refuse_teacher,
     refuse_with_experts,
     refuse_with_task,
 )
@@ -149,7 +150,9 @@ class Config(Section):
         refuse_schedule(self.optimizer, self.train)
         refuse_muon(self.optimizer, self.scaling, has_adapters=self.lora.rank > 0)
         refuse_average(self.train, self.validation)
-        refuse_branch(self.train, self.run, has_several_adapters=self.lora.adapters > 1)
+        has_several_adapters = self.lora.adapters > 1
+        refuse_teacher(self.task, self.objective, self.train, self.scaling, has_several_adapters=has_several_adapters)
+        refuse_branch(self.train, self.run, has_several_adapters=has_several_adapters)
         ending = f"-{self.lora.adapters - 1}" if self.lora.adapters > 1 else ""
         if self.run is not None and (fault := name_fault(self.run, ending)):
             raise self.error("run", fault)

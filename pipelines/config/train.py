@@ -4,12 +4,15 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from os.path import exists
 from typing import Any, ClassVar, Literal
 
 from raystride.pipelines.config.batch import batch_error, cut_batch
 from raystride.pipelines.config.parameter_groups import check_group
 from raystride.pipelines.config.schedules import DecayShape, ScheduleName
 from raystride.pipelines.config.section import Section, setting
+from raystride.pipelines.system.hub import is_hub_name
+from raystride.pipelines.system.storage.folder import absolute_uri
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -308,6 +311,32 @@ class ObjectiveConfig(Section):
     """Weights of classes in classification. `balanced`: inversely proportional to the frequency of a label."""
     loss: Literal["cross_entropy", "mse"] = setting("cross_entropy", fixed=True)
     """Loss of the task `images`. `cross_entropy`, or `mse`: mean squared error to one-hot targets."""
+    teacher: str | None = setting(
+        None, fixed=True, since="0.4", also="teacher_model teacher_model_name_or_path teacher_checkpoint teacher_model_path"
+    )
+    """Knowledge distillation (Hinton et al., 2015): folder or hub name of a causal language model in Hugging Face's layout, as
+    `raystride export --to hugging_face` writes one, with the same vocabulary. It is frozen, and every worker holds all of it.
+    None: none. For the tasks `language_model` and `completion`."""
+    divergence: Literal["forward_kl", "reverse_kl"] = setting("forward_kl", fixed=True, since="0.4", also="kd_loss")
+    """Divergence between the next-token distributions of teacher and student, over the whole vocabulary. `forward_kl`:
+    KL(teacher || student), which covers all that the teacher may say. `reverse_kl`: KL(student || teacher), which keeps to what
+    is likely for the teacher (Gu et al., 2024)."""
+    kd_ratio: float = setting(0.5, above=0, at_most=1, fixed=True, since="0.4", also="kd_loss_weight distillation_alpha")
+    """Weight of the divergence in the loss; that of the labels' cross-entropy is 1 - kd_ratio."""
+    temperature: float = setting(
+        1.0, above=0, fixed=True, since="0.4", also="kd_temperature distillation_temperature logit_kl_temperature"
+    )
+    """Temperature T by which both models' logits are divided for the divergence, which is multiplied by T^2."""
+
+    def __post_init__(self) -> None:
+        """Raises SettingError if a field is out of range, or belongs to a teacher and there is none."""
+        super().__post_init__()
+        for name in () if self.teacher else ("divergence", "kd_ratio", "temperature"):
+            if getattr(self, name) != getattr(ObjectiveConfig, name):
+                raise self.error(name, f"must be {getattr(ObjectiveConfig, name)} without objective.teacher")
+        if self.teacher and not (is_hub_name(self.teacher) and not exists(self.teacher)):
+            # Workers have other working directories than the one in which this was typed.
+            object.__setattr__(self, "teacher", absolute_uri(self.teacher))
 
 
 @dataclass(frozen=True, kw_only=True)

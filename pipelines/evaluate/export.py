@@ -19,7 +19,7 @@ from raystride.model.hugging_face import to_hugging_face
 from raystride.model.hugging_face_layout import encoder_names
 from raystride.pipelines.config import SettingError
 from raystride.pipelines.data.pretrained import BaseReference, find_base
-from raystride.pipelines.data.tokenizers.byte_pairs import ByteEncoder, CharacterEncoder
+from raystride.pipelines.data.tokenizers.byte_pairs import END_TOKEN, UNKNOWN_TOKEN, ByteEncoder, CharacterEncoder
 from raystride.pipelines.data.tokenizers.chat import FILE as CHAT_FILE
 from raystride.pipelines.data.tokenizers.chat import parse_tokenizer
 from raystride.pipelines.data.tokenizers.loading import KIND_FILE, READY_FILE
@@ -102,8 +102,6 @@ _TOKENIZER_FILES = (READY_FILE, "tokenizer_config.json", "chat_template.jinja")
 MODEL_FILES = ("config.json", "generation_config.json", "model.safetensors", *_TOKENIZER_FILES)
 ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors", "generation_config.json", *_TOKENIZER_FILES)
 """Files of an export; its folder may hold others."""
-END_TOKEN, UNKNOWN_TOKEN = "<|end|>", "<|unknown|>"
-"""Names of the two tokens without a text, if the tokenizer has none."""
 
 
 def export_hugging_face(opened: LoadedModel, folder: Folder) -> Folder:
@@ -246,8 +244,7 @@ def _byte_tokenizer_json(encoder: ByteEncoder) -> str:
     """Builds a tokenizer without characters, so that each falls back to its bytes."""
     from tokenizers import Tokenizer, decoders, models
 
-    vocabulary = {f"<0x{byte:02X}>": byte for byte in range(256)}
-    tokenizer = Tokenizer(models.BPE(vocabulary | {END_TOKEN: encoder.end_id}, [], byte_fallback=True))
+    tokenizer = Tokenizer(models.BPE(encoder.token_ids, [], byte_fallback=True))
     tokenizer.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
     tokenizer.add_special_tokens([END_TOKEN])
     return str(tokenizer.to_str())
@@ -256,9 +253,7 @@ def _byte_tokenizer_json(encoder: ByteEncoder) -> str:
 def _character_tokenizer_json(encoder: CharacterEncoder) -> str:
     from tokenizers import Tokenizer, decoders, models
 
-    vocabulary = {character: number for number, character in enumerate(encoder.characters, 2)}
-    vocabulary |= {END_TOKEN: encoder.end_id, UNKNOWN_TOKEN: encoder.unknown_id}
-    tokenizer = Tokenizer(models.BPE(vocabulary, [], unk_token=UNKNOWN_TOKEN, fuse_unk=False))
+    tokenizer = Tokenizer(models.BPE(encoder.token_ids, [], unk_token=UNKNOWN_TOKEN, fuse_unk=False))
     tokenizer.decoder = decoders.Fuse()
     tokenizer.add_special_tokens([END_TOKEN, UNKNOWN_TOKEN])
     return str(tokenizer.to_str())

@@ -13,7 +13,7 @@ stack (a megabyte of blanks ends it with "Max stack size", measured), and merges
 """
 
 from collections.abc import Collection, Iterable
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -21,6 +21,10 @@ from raystride.pipelines.data.tokenizers.chat import Chat, answer_end_ids
 from raystride.pipelines.data.tokenizers.long_runs import split_long_runs
 
 _CODE_POINTS = 0x110000
+
+
+END_TOKEN, UNKNOWN_TOKEN = "<|end|>", "<|unknown|>"
+"""Names, in a `tokenizer.json`, of the two tokens without a text."""
 
 
 class ByteEncoder:
@@ -31,6 +35,8 @@ class ByteEncoder:
     end_ids: tuple[int, ...] = (end_id,)
     begin_ids: tuple[int, ...] = ()
     chat = None
+    token_ids: ClassVar[dict[str, int]] = {f"<0x{byte:02X}>": byte for byte in range(256)} | {END_TOKEN: end_id}
+    """Ids by the tokens' names in a `tokenizer.json`."""
 
     def encode(self, text: str) -> np.ndarray:
         """Returns ids (uint32), one a byte."""
@@ -55,6 +61,12 @@ class CharacterEncoder:
         self.vocabulary_size = len(characters) + 2
         self._table = np.full(_CODE_POINTS, self.unknown_id, np.uint32)
         self._table[_code_points(characters)] = np.arange(2, self.vocabulary_size, dtype=np.uint32)
+
+    @property
+    def token_ids(self) -> dict[str, int]:
+        """Ids by the tokens' names in a `tokenizer.json`."""
+        characters = {character: number for number, character in enumerate(self.characters, 2)}
+        return characters | {END_TOKEN: self.end_id, UNKNOWN_TOKEN: self.unknown_id}
 
     def encode(self, text: str) -> np.ndarray:
         """Returns ids (uint32), one a character."""

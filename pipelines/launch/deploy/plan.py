@@ -267,7 +267,7 @@ def _check_data(kind: Kind, place: TargetConfig, config: Config) -> Check:
     """Checks that the job will find its local files: on Slurm, which shares this machine's disks, or below the storage."""
     paths = {f"data.{name}": getattr(config.data, name) for name in DATA_FIELDS}
     paths |= {"tokenizer.file": config.tokenizer.file, "model.init_from": config.model.init_from}
-    paths["lora.init_from"] = config.lora.init_from
+    paths |= {"lora.init_from": config.lora.init_from, "objective.teacher": config.objective.teacher}
     paths |= {f"plugins[{number}]": file for number, file in enumerate(config.plugins)}
     prefix = f"{place.storage.rstrip('/')}/"
     local = [

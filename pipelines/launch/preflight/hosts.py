@@ -94,12 +94,13 @@ class HostProbe:
         return ""
 
     def _check_inputs(self) -> str:
-        weights = self.config.model.init_from
+        models = {"model.init_from": self.config.model.init_from, "objective.teacher": self.config.objective.teacher}
         try:
-            if weights and is_hub_name(weights):
-                read_description(weights)
-            elif weights and not any(Folder(weights).exists(name) for name in ("config.json", "config.yaml")):
-                return f"model.init_from is {weights!r}: there is no config.json in it"
+            for setting, weights in models.items():
+                if weights and is_hub_name(weights):
+                    read_description(weights)
+                elif weights and not any(Folder(weights).exists(name) for name in ("config.json", "config.yaml")):
+                    return f"{setting} is {weights!r}: there is no config.json in it"
             if self.data is None:
                 return ""
             self.plugin_bundle.register()

@@ -12,6 +12,7 @@ from raystride.pipelines.data.prepare.prepare import check_data
 from raystride.pipelines.data.prepare.run_context import Log, RunContext
 from raystride.pipelines.data.pretrained import BaseInfo, check_base
 from raystride.pipelines.data.tasks import build_task
+from raystride.pipelines.data.teacher import check_teacher
 from raystride.pipelines.launch.run_store.branch import begin_branch, with_previous_branch
 from raystride.pipelines.launch.run_store.changes import find_changes
 from raystride.pipelines.launch.run_store.lease import RunLease, RunLocked, new_attempt
@@ -80,6 +81,8 @@ def admit_run(context: RunContext) -> Admission:
     context, parent = _begin_branch(context, previous, begins_anew)
     if _has_nothing_left(context, previous, begins_anew):
         return Admission(context, previous, is_complete=True)
+    if context.config.objective.teacher:
+        context.log(f"teacher {context.config.objective.teacher}: {check_teacher(context.config)}")
     base = _check_base(context.config, parent or (None if begins_anew else previous), context.log)
     if origin := parent or previous:
         context = _with_kept_preparations(context, origin)

@@ -319,11 +319,15 @@ def _mlflow_of(run: Folder, report: Report) -> Iterator[str]:
         yield from (DATABASE_FILE, f"{ARTIFACT_FOLDER}/{reference['run_id']}")
 
 
+_MODELS = (("model", "init_from"), ("lora", "init_from"), ("objective", "teacher"))
+"""Section and name of the settings that name a model which a run needs."""
+
+
 def _bases_of(run: Folder, names: dict[str, str], report: Report) -> Iterator[str]:
-    """Yields the entry of the same storage in which the run's base model or first adapter lies."""
+    """Yields the entry of the same storage in which the run's base model, first adapter or teacher lies."""
     try:
         stored = yaml.safe_load(run.read(SETTINGS_FILE)) or {}
-        bases = [section.get("init_from") for key in ("model", "lora") if isinstance(section := stored.get(key), dict)]
+        bases = [section.get(name) for key, name in _MODELS if isinstance(section := stored.get(key), dict)]
     except FileNotFoundError:
         return
     except (OSError, ValueError, AttributeError, yaml.YAMLError) as error:

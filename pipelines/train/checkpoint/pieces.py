@@ -40,6 +40,11 @@ def base_sha256(model: nn.Module) -> str:
     return _hash_tensors(full_base_parameters(model))
 
 
+def network_sha256(model: nn.Module) -> str:
+    """Returns the same hash of all parameters of a network that this worker has whole."""
+    return _hash_tensors(sorted(model.named_parameters()))
+
+
 def _hash_tensors(values: Iterable[tuple[str, torch.Tensor]]) -> str:
     digest = hashlib.sha256()
     for name, value in values:

@@ -17,7 +17,9 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from raystride.model.distillation import Distillation
 from raystride.model.dropout import RowKeys, number_dropouts
+from raystride.model.transformer import Decoder
 from raystride.pipelines.config import Config
 from raystride.pipelines.config.combinations import SHARDED
 from raystride.pipelines.config.train import parse_branch
@@ -29,6 +31,7 @@ from raystride.pipelines.data.feed.samples import Samples, decode_rows
 from raystride.pipelines.data.tasks import Task, build_task
 from raystride.pipelines.data.tasks.contract import check_network, use_loss_of
 from raystride.pipelines.data.tasks.task import Document
+from raystride.pipelines.data.teacher import load_teacher
 from raystride.pipelines.data.tokenizers import Tokenizers
 from raystride.pipelines.observability.observers.observer import Observer
 from raystride.pipelines.system.heap import keep_freed_memory
@@ -36,6 +39,7 @@ from raystride.pipelines.system.limits import usable_memory
 from raystride.pipelines.system.storage.folder import Folder
 from raystride.pipelines.train.checkpoint.layout import BRANCHED_FROM, content_sha256, newest_manifest
 from raystride.pipelines.train.checkpoint.manager import Checkpoints, ValidCheckpoint
+from raystride.pipelines.train.checkpoint.pieces import network_sha256
 from raystride.pipelines.train.checkpoint.train_state import TrainState, Updater
 from raystride.pipelines.train.distributed.process_group import join_group
 from raystride.pipelines.train.loop import Training
@@ -200,6 +204,7 @@ def _build_model(
         init_weights(model, config.model.init_from, task, job.prepared / "tokenizer", log)
     base = finalize_base(model) if config.lora.rank and layout_of(model) is None else ""
     precision.convert_model(model, sharded=strategy.sharded)
+    teacher = _attach_teacher(config, network, precision, strategy.device, job.prepared / "tokenizer", found, log)
     rule = config.optimizer.absent_gradients
     if is_own := hasattr(network, "users_module"):
         rule = (found.manifest.get("absent_gradients", "zero") if found else "skip") if rule == "auto" else rule
@@ -227,7 +232,44 @@ def _build_model(
     facts: dict[str, Any] = ({HEADER: {"base": base}} if base else {}) | ({"absent_gradients": rule} if is_own else {})
     facts |= {"dropout_masks": "slot"} if rows else {}
     facts |= {BRANCHED_FROM: branch} if branch else {}
+    facts |= {TEACHER: teacher} if teacher else {}
     return _BuiltModel(task, network, model, optimizer, precision, checkpoints, found, state, facts, rows)
+
+
+TEACHER = "teacher_sha256"
+"""Key of a checkpoint's manifest with the hash of the teacher's weights."""
+
+
+def _attach_teacher(
+    config: Config,
+    network: torch.nn.Module,
+    precision: Precision,
+    device: torch.device,
+    tokenizer: Folder,
+    found: ValidCheckpoint | None,
+    log: Callable[[str], None],
+) -> str:
+    """Loads the teacher of `objective.teacher` beside a network, and returns the hash of its weights; "" without one.
+
+    Raises SettingError if it is another than before, or cannot teach this run.
+    """
+    if not config.objective.teacher:
+        return ""
+    assert isinstance(network, Decoder), "the settings say so"
+    teacher = load_teacher(config, tokenizer, network.vocabulary_size, log)
+    digest = network_sha256(teacher)
+    before = found.manifest.get(TEACHER, digest) if found else digest
+    if before != digest:
+        raise config.objective.error(
+            "teacher",
+            f"must have the weights that taught this run (SHA-256 {before[:12]} before, {digest[:12]} now): put them back, or "
+            "start another run, --run NAME",
+        )
+    precision.convert_model(teacher, sharded=False)
+    objective = config.objective
+    rules = {"kd_ratio": objective.kd_ratio, "temperature": objective.temperature}
+    network.distillation = Distillation(teacher.to(device), objective.divergence, **rules)
+    return digest
 
 
 def _open_parent(storage: Folder, branch_from: str, own: Checkpoints) -> tuple[Checkpoints, ValidCheckpoint]:

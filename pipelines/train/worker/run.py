@@ -27,6 +27,7 @@ from raystride.pipelines.data.plugins import OBSERVERS, load_plugins
 from raystride.pipelines.data.tasks import Task
 from raystride.pipelines.data.tasks.contract import list_missing
 from raystride.pipelines.data.tasks.labels import LabelTask
+from raystride.pipelines.data.teacher import teacher_flops_per_token
 from raystride.pipelines.observability.observers.gpu_monitor import GpuMonitor
 from raystride.pipelines.observability.observers.host_monitor import HostMonitor
 from raystride.pipelines.observability.observers.kernels import Kernels
@@ -203,7 +204,11 @@ def build_observers(job: Job, worker: WorkerInfo, sender: Sender, milestones: di
 def _run_facts(job: Job, worker: WorkerInfo, training: Training) -> RunFacts:
     """Returns the facts about this worker for the observers."""
     model, samples = training.model, training.loader.samples
-    flops = samples.task.flops_per_token(model, samples.example)
+    flops, config = samples.task.flops_per_token(model, samples.example), job.config
+    # A frozen weight has no gradient: two matrix products instead of three.
+    flops = flops * 2 / 3 if flops and config.lora.rank else flops
+    if flops and config.objective.teacher:
+        flops += teacher_flops_per_token(config, int(samples.task.facts["vocabulary_size"]))
     return RunFacts(
         run=job.run,
         attempt=job.attempt,
@@ -215,8 +220,7 @@ def _run_facts(job: Job, worker: WorkerInfo, training: Training) -> RunFacts:
         device=torch.cuda.get_device_name() if job.device == "cuda" else "cpu",
         precision=training.rules.precision.peak_rate,
         tokens_per_step=samples.tokens * job.config.train.samples_per_step,
-        # A frozen weight has no gradient: two matrix products instead of three.
-        flops_per_token=flops * 2 / 3 if flops and job.config.lora.rank else flops,
+        flops_per_token=flops,
         parameters=count_parameters(model),
         step=training.state.step,
     )
