@@ -66,9 +66,7 @@ class Decoder(nn.Module):
         hidden = self.hidden(ids, documents=documents)
         if self.distillation is None or not self.training:
             return self.loss(hidden, targets)
-        return self.distillation.loss(
-            (ids, documents), hidden, self._head_weight().to(hidden.dtype), targets, self._project
-        )
+        return self.distillation.loss((ids, documents), hidden, self._head_weight().to(hidden.dtype), targets, self._project)
 
     def _with_routing(
         self, result: tuple[torch.Tensor, torch.Tensor], targets: torch.Tensor, documents: torch.Tensor | None = None

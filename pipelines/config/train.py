@@ -314,15 +314,15 @@ class ObjectiveConfig(Section):
     teacher: str | None = setting(
         None, fixed=True, since="0.4", also="teacher_model teacher_model_name_or_path teacher_checkpoint teacher_model_path"
     )
-    """Knowledge distillation (Hinton et al., 2015): folder or hub name of a causal language model in Hugging Face's layout, as
-    `raystride export --to hugging_face` writes one, with the same vocabulary. It is frozen, and every worker holds all of it.
-    None: none. For the tasks `language_model` and `completion`."""
+    """Teacher of a knowledge distillation (Hinton et al., 2015): folder or hub name of a causal language model in Hugging
+    Face's layout, as `raystride export --to hugging_face` writes it, with the run's vocabulary. It is frozen, and every worker
+    holds all of it. None: no teacher. For the tasks `language_model` and `completion`."""
     divergence: Literal["forward_kl", "reverse_kl"] = setting("forward_kl", fixed=True, since="0.4", also="kd_loss")
     """Divergence between the next-token distributions of teacher and student, over the whole vocabulary. `forward_kl`:
-    KL(teacher || student), which covers all that the teacher may say. `reverse_kl`: KL(student || teacher), which keeps to what
-    is likely for the teacher (Gu et al., 2024)."""
+    KL(teacher || student), which covers all that the teacher may say. `reverse_kl`: KL(student || teacher), which keeps to
+    what is likely for the teacher (Gu et al., 2024)."""
     kd_ratio: float = setting(0.5, above=0, at_most=1, fixed=True, since="0.4", also="kd_loss_weight distillation_alpha")
-    """Weight of the divergence in the loss; that of the labels' cross-entropy is 1 - kd_ratio."""
+    """Weight of the divergence in the training loss; that of the labels' cross-entropy is 1 - kd_ratio."""
     temperature: float = setting(
         1.0, above=0, fixed=True, since="0.4", also="kd_temperature distillation_temperature logit_kl_temperature"
     )

@@ -1,7 +1,7 @@
 """Checks and loads the teacher of a distillation (`objective.teacher`), by what checks and loads a base (`pretrained`).
 
-The driver reads its description and the headers of its weights, without PyTorch; workers load it, once each. Its vocabulary must
-be the run's: the same tokens under the same ids.
+The driver reads its description and the headers of its weights, without PyTorch; each worker loads it once. Its vocabulary
+must be the run's: the same tokens under the same ids.
 
     info = check_teacher(config)                              # BaseInfo: "llama, 1,235,814,400 parameters, ..."
     teacher = load_teacher(config, job.prepared / "tokenizer", vocabulary_size=257, log=print)    # a frozen Decoder
@@ -100,9 +100,10 @@ def load_teacher(config: Config, tokenizer: Folder, vocabulary_size: int, log: C
         if not folder.exists(READY_FILE):
             raise _teacher_error(place, f"it has no {READY_FILE}, which says what its ids mean")
         encoder = load_tokenizer(tokenizer)
-        is_plain = isinstance(encoder, ByteEncoder | CharacterEncoder)
-        ours = encoder.token_ids if is_plain else token_ids(tokenizer.read(READY_FILE).decode())
-        _compare(place, ours, folder)
+        if isinstance(encoder, ByteEncoder | CharacterEncoder):
+            _compare(place, encoder.token_ids, folder)
+        else:
+            _compare(place, token_ids(tokenizer.read(READY_FILE).decode()), folder)
         load_base_weights(teacher, place, tokenizer, lambda text: log(f"teacher: {text}"))
     freeze(teacher)
     return teacher

@@ -262,8 +262,8 @@ def _attach_teacher(
     if before != digest:
         raise config.objective.error(
             "teacher",
-            f"must have the weights that taught this run (SHA-256 {before[:12]} before, {digest[:12]} now): put them back, or "
-            "start another run, --run NAME",
+            f"must have the weights that taught this run (SHA-256 {before[:12]} before, {digest[:12]} now): put them back, "
+            "or start another run, --run NAME",
         )
     precision.convert_model(teacher, sharded=False)
     objective = config.objective

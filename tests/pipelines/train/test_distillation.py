@@ -75,7 +75,8 @@ def test_a_stop_changes_no_bit_and_another_teacher_is_refused(folder: Path) -> N
     whole.run()
     _training(_config(folder), folder, "cut", stop_at=4).run()
     cut = _training(_config(folder), folder, "cut")
-    assert 4 <= cut.state.step < 8 and len(cut.header[TEACHER]) == 64
+    assert 4 <= cut.state.step < 8
+    assert len(cut.header[TEACHER]) == 64
     cut.run()
     for one, other in zip(whole.model.parameters(), cut.model.parameters(), strict=True):
         assert torch.equal(one, other)
