@@ -18,28 +18,30 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.autograd.graph import get_gradient_edge
 
-from raystride.model.loss import ROWS
 from raystride.model.shape import IGNORED
 
 if TYPE_CHECKING:
     from raystride.model.transformer import Decoder
 
+ROWS = 512
+"""Tokens whose logits are held at once: four matrices of so many rows, 1 GiB in fp32 with 128,256 words."""
 Projection = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """Logits (n, V) of hidden states (n, C) by a head (V, C)."""
 Divergence = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
-"""From log-probabilities of the student and of the teacher, (n, V) each: the divergence (n, 1) and its gradient (n, V) for
-the student's logits over T."""
+"""From log-probabilities of the student and of the teacher, (n, V) each, the divergence (n, 1) and its gradient (n, V) for the
+student's logits over T. The teacher's are overwritten."""
 
 
 def _forward_kl(student: torch.Tensor, teacher: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     probabilities = teacher.exp()
-    divergence = (probabilities * (teacher - student)).sum(-1, keepdim=True)
-    return divergence, student.exp().sub_(probabilities)
+    divergence = teacher.sub_(student).mul_(probabilities).sum(-1, keepdim=True)
+    return divergence, torch.exp(student, out=teacher).sub_(probabilities)
 
 
 def _reverse_kl(student: torch.Tensor, teacher: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    probabilities, ratio = student.exp(), student - teacher
+    probabilities, ratio = student.exp(), teacher.neg_().add_(student)
     divergence = (probabilities * ratio).sum(-1, keepdim=True)
     return divergence, ratio.sub_(divergence).mul_(probabilities)
 
@@ -82,17 +84,18 @@ class Distillation:
         return loss, (flat != IGNORED).sum()
 
     def losses(self, z: torch.Tensor, u: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns the loss sum of logits z and u (n, V) and its gradient for z (n, V); targets (n)."""
-        counts = (targets != IGNORED)[:, None]
-        labels = targets.clamp(min=0)[:, None]
+        """Returns the loss sum of logits z and u (n, V) and its gradient for z (n, V); targets (n). u is overwritten."""
+        counts, labels = (targets != IGNORED)[:, None], targets.clamp(min=0)[:, None]
+        log_q = u.div_(self.temperature).log_softmax(-1)
+        del u  # the chunk's matrices are most of the memory
         log_p = z.log_softmax(-1)
-        plain = -log_p.gather(-1, labels)
         tempered = log_p if self.temperature == 1 else (z / self.temperature).log_softmax(-1)
-        divergence, gradient = DIVERGENCES[self.divergence](tempered, (u / self.temperature).log_softmax(-1))
+        del z
+        plain = -log_p.gather(-1, labels)
+        divergence, gradient = DIVERGENCES[self.divergence](tempered, log_q)
         share, scale = 1 - self.kd_ratio, self.kd_ratio * self.temperature
         loss = share * plain + scale * self.temperature * divergence
-        of_labels = log_p.exp_()
-        of_labels.scatter_add_(-1, labels, torch.full_like(plain, -1.0))
+        of_labels = log_p.exp_().scatter_add_(-1, labels, torch.full_like(plain, -1.0))
         gradient.mul_(scale).add_(of_labels, alpha=share)
         return torch.where(counts, loss, 0.0).sum(), gradient.masked_fill_(~counts, 0.0)
 
@@ -120,11 +123,12 @@ class _DistillationLoss(torch.autograd.Function):
             rows = hidden[part].detach().requires_grad_(wanted[0])
             with torch.enable_grad():
                 z = project(rows, weight)
-            u = rules.teacher.logits(seen[part])
-            loss, gradient = rules.losses(z.detach().to(total.dtype), u.to(total.dtype), targets[part])
+            made, dtype, logits = get_gradient_edge(z) if any(wanted) else None, z.dtype, [z.detach().to(total.dtype)]
+            del z  # of the graph the edge is enough, and no name here keeps the logits
+            loss, gradient = rules.losses(logits.pop(), rules.teacher.logits(seen[part]).to(total.dtype), targets[part])
             total += loss
             leaves = [leaf for leaf, want in zip((rows, weight), wanted, strict=True) if want]
-            found = list(torch.autograd.grad(z, leaves, gradient.to(z.dtype))) if leaves else []
+            found = list(torch.autograd.grad([made], leaves, [gradient.to(dtype)])) if made else []
             if grad_hidden is not None:
                 grad_hidden[part] = found.pop(0)
             if grad_head is not None:

@@ -315,8 +315,8 @@ class ObjectiveConfig(Section):
         None, fixed=True, since="0.4", also="teacher_model teacher_model_name_or_path teacher_checkpoint teacher_model_path"
     )
     """Teacher of a knowledge distillation (Hinton et al., 2015): folder or hub name of a causal language model in Hugging
-    Face's layout, as `raystride export --to hugging_face` writes it, with the run's vocabulary. It is frozen, and every worker
-    holds all of it. None: no teacher. For the tasks `language_model` and `completion`."""
+    Face's layout, as `raystride export --to hugging_face` writes it, with the run's vocabulary. It is frozen, and every
+    worker holds all of it. None: no teacher. For the tasks `language_model` and `completion`."""
     divergence: Literal["forward_kl", "reverse_kl"] = setting("forward_kl", fixed=True, since="0.4", also="kd_loss")
     """Divergence between the next-token distributions of teacher and student, over the whole vocabulary. `forward_kl`:
     KL(teacher || student), which covers all that the teacher may say. `reverse_kl`: KL(student || teacher), which keeps to

@@ -6,11 +6,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from raystride.model import loss
-from raystride.model.distillation import DIVERGENCES, Distillation, freeze
+from raystride.model.distillation import DIVERGENCES, ROWS, Distillation, _DistillationLoss, freeze
+from raystride.model.linear import Linear
 from raystride.model.shape import IGNORED
 from raystride.model.transformer import Decoder, PackedDecoder
 from raystride.pipelines.config import ModelConfig
+from raystride.pipelines.train.memory.storages import Storages
 
 WORDS = 50
 
@@ -47,7 +48,7 @@ def test_chunks_have_the_loss_and_gradients_of_all_logits(
     student = build(logit_softcap=softcap, tie_embeddings=bool(softcap))
     teacher = build(layers=2, hidden_size=24)
     freeze(teacher)
-    ids, targets = tokens(2 * loss.ROWS // 64 + 1)
+    ids, targets = tokens(2 * ROWS // 64 + 1)
     student.distillation = Distillation(teacher, divergence, ratio, temperature)
     found, counted = student(ids, targets)
     logits = student.logits(student.hidden(ids)).flatten(0, 1)
@@ -84,6 +85,21 @@ def test_the_teacher_sees_packed_documents_as_the_student_does() -> None:
     plain.distillation = student.distillation
     parts = [plain(ids[:, part], targets[:, part])[0] for part in (slice(0, 20), slice(20, 64))]
     torch.testing.assert_close(found, torch.stack(parts).sum())
+
+
+@pytest.mark.parametrize("divergence", DIVERGENCES)
+def test_no_matrix_of_all_logits_is_held(divergence: str) -> None:
+    torch.manual_seed(0)
+    student, teacher = (build(hidden_size=4) for _ in range(2))
+    freeze(teacher)
+    rules = Distillation(teacher, divergence)
+    hidden, head = torch.randn(16 * ROWS, 4, requires_grad=True), torch.randn(1000, 4, requires_grad=True)
+    teacher.head = Linear(4, 1000)
+    freeze(teacher)
+    seen, targets = torch.randn(16 * ROWS, 4), torch.randint(0, 1000, (16 * ROWS,))
+    with Storages() as alive:
+        _DistillationLoss.apply(hidden, head, seen, targets, rules, student._project)  # type: ignore[no-untyped-call]
+    assert alive.most() < 6 * ROWS * 1000 * 4
 
 
 def test_a_frozen_head_gets_no_gradient() -> None:
