@@ -83,6 +83,7 @@ class StepGuard:
         if verdict not in (NOT_FINITE, SPIKE) or step in self.state.dropped:
             return
         spike = verdict == SPIKE
+        self.state.spikes += spike
         diagnosis = self.diagnose_step(step, spike)
         problem = "the loss is a spike" if spike else "the loss or the gradient is not a finite number"
         text = f"step {step + 1}: {problem}, {diagnosis}"

@@ -115,6 +115,7 @@ class Training:
         self._delayed_read = DelayedHostRead(self.strategy.device)
         # In fp64: a long interval has more targets than fp32 can count one by one.
         self._sums = torch.tensor(self.state.interval, dtype=torch.float64, device=self.strategy.device)
+        self._clipped = torch.tensor(self.state.clipped, dtype=torch.float64, device=self.strategy.device)
         self._began_counting = self._interval_began = time.perf_counter()
         self._newest: StepResult | None = None
         self._waited_before = self.loader.wait_s
@@ -189,6 +190,8 @@ class Training:
         """Does everything that may follow an update: counting, logging, validation, a checkpoint."""
         self.state.advance(step)
         self._sums += result.measured[: TARGETS + 1]
+        if self.rules.clip_norm:
+            self._clipped += result.gradient_norm > self.rules.clip_norm
         self._call_watchers("on_step", self.state.step)
         self._notify_commits()
         self._newest = result
@@ -223,7 +226,7 @@ class Training:
         found = self.checkpoints.load_newest(found, self.model, self.optimizer)
         previous_state, self.state = self.state, found.state
         self.state.left_out = previous_state.left_out + slots
-        self.state.rewinds = previous_state.rewinds + 1
+        self.state.rewinds, self.state.spikes = previous_state.rewinds + 1, previous_state.spikes
         self.loader.left_out = frozenset((skipped.step, skipped.slot) for skipped in self.state.left_out)
         # The loss scale and the running loss return to those of the checkpoint.
         rules = self.rules
@@ -293,7 +296,7 @@ class Training:
 
     def _update_counters(self) -> None:
         """Updates the state's counters to this step; waits for the device."""
-        self.state.interval = self._sums.tolist()
+        self.state.interval, self.state.clipped = self._sums.tolist(), float(self._clipped)
         self.state.tokens_seen = self._tokens_before + round(self.state.interval[TARGETS])
         self.state.seconds = self._seconds_before + time.perf_counter() - self._began_counting
 
@@ -304,11 +307,13 @@ class Training:
         if targets:
             self.state.train_loss = loss / targets
         if self._is_due(self.config.train.log_every):
-            self._tokens_before, self.state.interval = self.state.tokens_seen, [0.0, 0.0]
+            self._tokens_before, self.state.interval, self.state.clipped = self.state.tokens_seen, [0.0, 0.0], 0.0
             self._sums.zero_()
+            self._clipped.zero_()
         return self.state.train_loss if targets else None
 
     def _log_metrics(self, result: StepResult) -> None:
+        num_clipped, log_every = float(self._clipped), self.config.train.log_every
         loss = self._interval_loss()
         now = time.perf_counter()
         measured = {
@@ -318,6 +323,11 @@ class Training:
             "data_wait_share": (self.loader.wait_s - self._waited_before) / max(1e-9, now - self._interval_began),
         }
         measured |= self.loader.plan.order.epoch_progress(self.state.position)
+        measured |= self.loader.samples.tokens_by_source(self.state.position)
+        if self.rules.clip_norm:
+            measured["clipped_share"] = num_clipped / (self.state.step % log_every or log_every)
+        if self.config.guard.spike:
+            measured["loss_spikes"] = float(self.state.spikes)
         if loss is not None:
             measured["train_loss"] = loss
         task = self.loader.samples.task

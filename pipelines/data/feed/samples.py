@@ -148,6 +148,10 @@ class Samples(Protocol):
         """Returns the numbers of samples, (n) int64, in the data that a user gave."""
         return samples
 
+    def tokens_by_source(self, position: int) -> dict[str, float]:
+        """Returns the tokens before a position by metric name, for each source of a mixture; none without one."""
+        return {}
+
     def verify(self, beside: BesideTraining) -> None:
         """Has the files verified that are not when they are read."""
         return
@@ -283,6 +287,7 @@ class MixedSamples(Samples):
 
     def __init__(self, task: Task, sources: Mapping[str, Samples], mixture: Mixture) -> None:
         self.task, self._sources = task, [sources.get(source.name) for source in mixture.sources]
+        self._mixture = mixture
         shares = mixture.shares()
         self.examples, self.tokens, self.example = (
             sum(shares.get(name, 0.0) * getattr(source, figure) for name, source in sources.items())
@@ -293,6 +298,15 @@ class MixedSamples(Samples):
     def num_samples(self) -> int:
         """Number of samples of all sources that have not ended."""
         return sum(source.num_samples for source in self._sources if source is not None)
+
+    def tokens_by_source(self, position: int) -> dict[str, float]:
+        """Returns the tokens before a position by metric name: of windows their number, else by the mean of each source.
+
+        A source that has ended is not among them.
+        """
+        counts = self._mixture.counts(position).tolist()
+        named = zip(self._mixture.sources, self._sources, counts, strict=True)
+        return {f"tokens_seen/{source.name}": count * samples.tokens for source, samples, count in named if samples}
 
     def read_rows(self, samples: np.ndarray) -> ReadRows:
         """Reads samples by number, (n) int64, in this order. Raises IndexError for samples of a source that has ended."""

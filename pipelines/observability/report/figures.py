@@ -22,8 +22,15 @@ Value = TypeVar("Value")
 
 MAX_POINTS = 2000
 """Maximum of points per line: twice the width of a page or picture in pixels."""
-LINE_NAMES = ("train_loss", "val_loss", "tokens_per_second", "mfu", *(f"phase_{part}_share" for part in EXCLUSIVE_PHASES))
+STABILITY = {"clipped_share": "share of clipped steps", "loss_spikes": "loss spikes so far"}
+"""Labels of the measurements of a training's stability."""
+LINE_NAMES = (
+    *("train_loss", "val_loss", "tokens_per_second", "mfu", *STABILITY),
+    *(f"phase_{part}_share" for part in EXCLUSIVE_PHASES),
+)
 """Names of the measurements that are drawn."""
+SOURCES = "tokens_seen/"
+"""Prefix of the tokens by source of a mixture, before its name."""
 LOAD = "expert_load/"
 """Prefix of the loads of experts, before their numbers."""
 NORMS = ("gradient_norm/", "update_norm/")
@@ -83,6 +90,8 @@ class Figures:
     """By step, the workers' own seconds per step, by rank."""
     experts: Downsampled[dict[int, float]] = field(default_factory=lambda: Downsampled(MAX_POINTS // 4))
     """By step, the experts' loads over all layers as multiples of an even share, by number."""
+    sources: Downsampled[dict[str, float]] = field(default_factory=lambda: Downsampled(MAX_POINTS // 4))
+    """By step, the tokens so far by source of a mixture."""
     norms: dict[str, Downsampled[dict[str, float]]] = field(
         default_factory=lambda: {prefix: Downsampled(MAX_POINTS // 4) for prefix in NORMS}
     )
@@ -147,11 +156,11 @@ def _add_metrics(figures: Figures, entry: Metrics) -> None:
     loads = {int(name[len(LOAD) :]): float(load) for name, load in entry["values"].items() if name.startswith(LOAD)}
     if loads:
         figures.experts.put(step, loads)
-    for prefix, by_step in figures.norms.items():
+    for prefix, by_step in {**figures.norms, SOURCES: figures.sources}.items():
         values = {name: _to_float(value) for name, value in entry["values"].items() if name.startswith(prefix)}
-        norms = {name.removeprefix(prefix): value for name, value in values.items() if value is not None}
-        if norms:
-            by_step.put(step, norms)
+        by_part = {name.removeprefix(prefix): value for name, value in values.items() if value is not None}
+        if by_part:
+            by_step.put(step, by_part)
     for name, number in entry["values"].items():
         line = figures.lines[name] if name in figures.lines else _metric_line(figures, name)
         if line is None:

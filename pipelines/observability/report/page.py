@@ -59,6 +59,8 @@ def run_page(
         ("Data", bullet_list(origin.data_lines) if origin.data_lines else "", ""),
         ("Confusion of labels", _confusion(origin.answers), ""),
         ("Answers on validation documents", _answers_table(origin.answers), ""),
+        ("Clipped steps and loss spikes", pictures.draw_stability(figures), ""),
+        ("Tokens by source", pictures.draw_sources(figures), ""),
         ("Load of experts", pictures.draw_expert_heatmap(figures), ""),
         ("Norms by part of the network", pictures.draw_norms(figures), ""),
         ("Speed", pictures.draw_speed(figures, rate_unit(summary.get("unit"))) + pictures.draw_mfu(figures), "speed"),

@@ -21,7 +21,11 @@ from raystride.pipelines.observability.report.drawing import (
     style_axes,
     to_svg,
 )
-from raystride.pipelines.observability.report.figures import DEVICE_READINGS, Figures, Points
+from raystride.pipelines.observability.report.figures import DEVICE_READINGS, STABILITY, Figures, Points
+
+
+MAX_SOURCES = 10
+"""Maximum of the sources of a mixture that are drawn."""
 
 
 def draw_losses(figures: Figures) -> str:
@@ -98,6 +102,22 @@ def draw_rank_heatmap(figures: Figures) -> str:
 def draw_expert_heatmap(figures: Figures) -> str:
     """Draws a heat map, expert by step, of the experts' loads over all layers; 1 is an even share."""
     return _draw_heatmap(figures.experts.items(), "expert", "load (1: even)")
+
+
+def draw_stability(figures: Figures) -> str:
+    """Draws the share of steps whose gradient was clipped, and the number of loss spikes, if either was ever above 0."""
+    lines = {label: figures.points(name) for name, label in STABILITY.items()}
+    happened = {label: points for label, points in lines.items() if any(value > 0 for _, value in points)}
+    return "".join(_draw_lines({label: points}, label, from_zero=True) for label, points in happened.items())
+
+
+def draw_sources(figures: Figures) -> str:
+    """Draws the tokens so far of each source of a mixture; of many those that have most."""
+    columns = figures.sources.items()
+    newest = columns[-1][1] if columns else {}
+    largest = sorted(newest, key=lambda name: -newest[name])[:MAX_SOURCES]
+    lines = {name: [(int(step), tokens[name]) for step, tokens in columns if name in tokens] for name in largest}
+    return _draw_lines(lines, "tokens", from_zero=True)
 
 
 def draw_norms(figures: Figures) -> str:

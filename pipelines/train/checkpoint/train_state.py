@@ -121,6 +121,8 @@ class TrainState:
     """Mean loss of the newest logging interval, in nats."""
     interval: list[float] = field(default_factory=lambda: [0.0, 0.0])
     """Sum of the losses since a log was due, and number of their targets."""
+    clipped: float = 0.0
+    """Number of steps since a log was due whose gradient was clipped."""
     val_loss: float | None = None
     """Loss of the newest validation, in nats."""
     best: float | None = None
@@ -139,6 +141,8 @@ class TrainState:
     """Slots that were not fed."""
     rewinds: int = 0
     """Number of rewinds."""
+    spikes: int = 0
+    """Number of loss spikes, also of those before a rewind."""
     loss_scale: tuple[float, int] | None = None
     """Under fp16, the loss scale and the good steps since it changed."""
     loss_seen: list[float] | None = None

@@ -27,7 +27,7 @@ from raystride.model.shape import ENCODERS, dense_sizes, expert_width, head_size
 from raystride.pipelines.config import Config, ModelConfig, ScalingConfig
 from raystride.pipelines.train.memory.activations import FP32, Arithmetic, Moment, Network, list_moments
 from raystride.pipelines.train.memory.cut import NetworkPart, cut_config, cut_facts, network_parts
-from raystride.pipelines.train.memory.networks import Facts, describe_network
+from raystride.pipelines.train.memory.networks import Facts, decoder_network, describe_network
 from raystride.pipelines.train.strategies.mesh.pipeline_plan import Schedule
 from raystride.pipelines.train.strategies.reduction_tree import covering_subtrees, plan_visits
 
@@ -152,11 +152,23 @@ def estimate(config: Config, facts: Facts, *, workers: int, device: str) -> Memo
     groups = workers // config.scaling.group
     parts = network_parts(config, int(facts.get("vocabulary_size", 0)), -(-config.train.slots // groups))
     estimates = [_estimate_part(config, facts, part, workers=groups, device=device) for part in parts]
-    return max(
+    found = max(
         (estimate_of_part for estimate_of_part in estimates if estimate_of_part),
         key=lambda estimate_of_part: estimate_of_part.tensors,
         default=None,
     )
+    if found is None or not config.objective.teacher:
+        return found
+    teacher = _teacher_bytes(config, facts)
+    return replace(found, parameters=found.parameters + teacher, tensors=found.tensors + teacher)
+
+
+def _teacher_bytes(config: Config, facts: Facts) -> float:
+    """Returns the bytes of a teacher's weights, of which every worker has all."""
+    from raystride.pipelines.data.teacher import teacher_shape
+
+    network = decoder_network(replace(Config(), model=teacher_shape(config)), facts, 1, Arithmetic())
+    return float((HALF if config.train.precision == "pure_bf16" else FP32) * network.num_parameters)
 
 
 def _estimate_part(config: Config, facts: Facts, part: NetworkPart, *, workers: int, device: str) -> MemoryEstimate | None:

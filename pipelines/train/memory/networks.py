@@ -45,6 +45,8 @@ _CHUNKS, _MIN_CHUNK, _ALIGNMENT = 8, 1024, 64
 """As in `raystride.triton_kernels.linear_cross_entropy`, which cannot be imported without PyTorch."""
 _CAPPED_CHUNK_ROWS = 1024
 """As in `raystride.model.loss`."""
+_DISTILLED_CHUNK_ROWS = 512
+"""As in `raystride.model.distillation`."""
 _INDEX_BYTES = 8
 """Bytes of the index of a maximum that max-pooling saves."""
 
@@ -111,7 +113,13 @@ def decoder_network(
         sizes=sizes,
         blocks=[saved.block()] * shape.layers,
         embedding_saved=saved.embedding_saved if part.first else 0.0,
-        loss=_token_loss_moments(saved, vocab_size, tied=tied) if part.last else [],
+        loss=(
+            _distilled_loss_moments(config, saved, vocab_size, tied=tied)
+            if config.objective.teacher
+            else _token_loss_moments(saved, vocab_size, tied=tied)
+            if part.last
+            else []
+        ),
         final_moment=Moment(final_moment, sum(sizes), head * part.first, "embedding", shape.layers),
         head=head * own_head,
         deferred_gradient=FP32 * head * tied,
@@ -316,6 +324,22 @@ def _capped_loss_moments(saved: TransformerActivations, vocab_size: int, *, tied
     chunk, several = 4 * FP32 * min(saved.tokens, _CAPPED_CHUNK_ROWS) * vocab_size, saved.tokens > _CAPPED_CHUNK_ROWS
     own = 0 if tied else head
     return [Moment(saved.final_norm + 2 * hidden + chunk + FP32 * head * (tied + several), own, own)]
+
+
+def _distilled_loss_moments(config: Config, saved: TransformerActivations, vocab_size: int, *, tied: bool) -> list[Moment]:
+    """Returns the moments of a teacher's forward, of a chunk of both models' logits, and of the loss's backward.
+
+    A chunk is four matrices, one more with a temperature; the head's gradient is summed in fp32.
+    """
+    from raystride.pipelines.data.teacher import teacher_shape
+
+    teacher = TransformerActivations(teacher_shape(config), saved.arithmetic, saved.tokens)
+    hidden = 2 * saved.tokens * saved.shape.hidden_size * FP32  # and its gradient
+    head, own = FP32 * vocab_size * saved.shape.hidden_size, 0 if tied else vocab_size * saved.shape.hidden_size
+    chunk = (4 + (config.objective.temperature != 1)) * FP32 * min(saved.tokens, _DISTILLED_CHUNK_ROWS) * vocab_size
+    taught = saved.final_norm + teacher.block().saved_bytes + 2 * teacher.stream
+    forward = saved.final_norm + hidden + teacher.stream + max(head + chunk, 2 * head + chunk / 2)
+    return [Moment(taught), Moment(forward), Moment(saved.final_norm + hidden + head * (1 + tied), own, own)]
 
 
 def _logits_chunk(saved: TransformerActivations, vocab_size: int) -> tuple[int, int]:

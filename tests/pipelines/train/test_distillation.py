@@ -8,11 +8,13 @@ from typing import Any
 import pytest
 import torch
 
+from raystride.model.transformer import Decoder
 from raystride.pipelines.config import Config, LoraConfig, ModelConfig, ObjectiveConfig, ScalingConfig, TrainConfig
 from raystride.pipelines.data.teacher import check_teacher, load_teacher, teacher_flops_per_token, teacher_shape
 from raystride.pipelines.data.tokenizers.byte_pairs import ByteEncoder
 from raystride.pipelines.evaluate.export import _byte_tokenizer_json
 from raystride.pipelines.train.loop import Training
+from raystride.pipelines.train.memory.estimate import estimate
 from raystride.pipelines.train.worker.build import TEACHER, build_training
 from raystride.pipelines.train.worker.job import WorkerInfo
 from tests.bases import SHAPES, write_base, write_encoder, write_tokenizer
@@ -103,6 +105,22 @@ def test_the_teachers_network_and_operations_are_known(folder: Path) -> None:
     assert (shape.layers, shape.kv_heads, shape.context) == (2, 2, config.model.context)
     assert check_teacher(config).vocabulary_size == 257
     assert teacher_flops_per_token(config, 257) > 0 == teacher_flops_per_token(tiny(folder / "text.txt"), 257)
+
+
+def test_the_estimate_has_the_teachers_weights_and_a_chunk_of_logits(folder: Path) -> None:
+    config, facts = _config(folder), {"vocabulary_size": 30_000}
+    plain = estimate(replace(config, objective=ObjectiveConfig()), facts, workers=1, device="cpu")
+    taught = estimate(config, facts, workers=1, device="cpu")
+    assert plain
+    assert taught
+    weights = sum(parameter.numel() for parameter in Decoder(teacher_shape(config), 30_000).parameters())
+    assert taught.parameters - plain.parameters == 4 * weights
+    many = replace(config, train=replace(STEPS, slots=64, slot_size=64, exact=False))
+    several = estimate(many, facts, workers=1, device="cpu")
+    without = estimate(replace(many, objective=ObjectiveConfig()), facts, workers=1, device="cpu")
+    assert several
+    assert without
+    assert several.activations < 0.5 * without.activations, "PyTorch has all logits"
 
 
 def _with_tokenizer_of(letters: Path) -> None:

@@ -152,6 +152,7 @@ def test_garbage_is_a_spike(folder: Path, policy: str) -> None:
     course = run_course(job, 2, plant_garbage)
     assert course.step == LATE + 5
     assert any("spike" in text and "slot(s) 2" in text for text in course.said)
+    assert [course.logged[step]["loss_spikes"] for step in (0, -1)] == [0, 1]
     proof = audit(job.folder / "checkpoints")
     assert (len(proof.dropped), proof.left_out) == ((1, 0) if policy == "skip" else (0, 2))
 

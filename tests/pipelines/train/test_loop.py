@@ -97,6 +97,26 @@ def test_the_loss_falls_and_everything_due_happens(folder: Path) -> None:
     assert set(notes.logged[10]) >= {"learning_rate", "gradient_norm", "data_wait_share", "epoch"}
 
 
+def test_the_share_of_clipped_steps_is_that_of_the_interval_also_through_a_stop(folder: Path) -> None:
+    """The norm of each step is known from a run that logs each of them."""
+    train = TrainConfig(steps=12, slots=4, slot_size=2, log_every=1, clip_norm=0.0)
+    plain, every, notes, first, second = (Notes() for _ in range(5))
+    _training(folder, _config(folder, train=train), "never-clipped", plain).run()
+    assert "clipped_share" not in plain.logged[5]
+    limit = sorted(plain.logged[step]["gradient_norm"] for step in range(1, 13))[6]
+    config = _config(folder, train=replace(train, log_every=5, clip_norm=limit))
+    _training(folder, config, "clipped", notes).run()
+    shares = {step: measured["clipped_share"] for step, measured in notes.logged.items() if "clipped_share" in measured}
+    assert list(shares) == [5, 10, 12]
+    _training(folder, replace(config, train=replace(config.train, log_every=1)), "clipped-each", every).run()
+    clipped = [every.logged[step]["gradient_norm"] > limit for step in range(1, 13)]
+    assert 0 < sum(clipped) < 12
+    assert list(shares.values()) == [sum(clipped[:5]) / 5, sum(clipped[5:10]) / 5, sum(clipped[10:]) / 2]
+    _training(folder, config, "clipped-cut", first, stopping=lambda: len(first.calls) >= 3).run()
+    _training(folder, config, "clipped-cut", second).run()
+    assert [second.logged[step]["clipped_share"] for step in shares] == list(shares.values())
+
+
 @pytest.mark.parametrize("at", [1, 5, 9])
 def test_a_stopped_run_goes_on_with_the_same_bits(folder: Path, at: int) -> None:
     config = _config(

@@ -12,7 +12,7 @@ from torch import nn
 from raystride.model.transformer import Decoder
 from raystride.pipelines.config import Config, ModelConfig, OptimizerConfig, ScalingConfig, TrainConfig
 from raystride.pipelines.observability.report.figures import gather_figures
-from raystride.pipelines.observability.report.pictures import draw_norms
+from raystride.pipelines.observability.report.pictures import draw_norms, draw_sources, draw_stability
 from raystride.pipelines.train.optimizer import build_optimizer
 from raystride.pipelines.train.part_norms import MAX_PARTS, PartNorms, part_of
 from tests.errors import refused
@@ -99,6 +99,23 @@ def test_the_page_draws_them_by_step() -> None:
     assert list(figures.norms["gradient_norm/"].items()[0][1]) == ["b", "a"]
     assert "part" in draw_norms(figures)
     assert draw_norms(gather_figures([])) == ""
+
+
+def test_the_page_draws_clipped_steps_spikes_and_sources_where_there_are_any() -> None:
+    values = {
+        "clipped_share": 0.5,
+        "loss_spikes": 0.0,
+        "tokens_seen": 30.0,
+        "tokens_seen/web": 20.0,
+        "tokens_seen/code": 10.0,
+    }
+    entries: list[Any] = [{"kind": "metrics", "time": 1.0, "step": step, "values": values} for step in (10, 20)]
+    figures = gather_figures(entries)
+    assert figures.sources.items()[0][1] == {"web": 20.0, "code": 10.0}
+    assert "clipped" in draw_stability(figures)
+    assert "spikes" not in draw_stability(figures)
+    assert all(name in draw_sources(figures) for name in ("web", "code"))
+    assert draw_stability(gather_figures([])) == draw_sources(gather_figures([])) == ""
 
 
 @pytest.mark.parametrize("scaling", [ScalingConfig(strategy="deepspeed"), ScalingConfig(tensor=2, workers=2)])

@@ -14,7 +14,10 @@ import re
 
 SECTIONS = ("train", "val")
 IN_TRAIN_SECTION = frozenset(
-    {"dropped_steps", "epoch", "gradient_norm", "learning_rate", "left_out_slots", "loss_scale", "tokens_seen"}
+    (
+        *("clipped_share", "dropped_steps", "epoch", "gradient_norm", "learning_rate", "left_out_slots", "loss_scale"),
+        *("loss_spikes", "tokens_seen"),
+    )
 )
 SYSTEM_PREFIX = "system/"
 START_PREFIX = "start/"

@@ -148,6 +148,10 @@ def test_samples_of_a_mixture_come_in_the_order_in_which_they_are_asked_for(
         for text in _texts(list(sources.values())[source].batch(np.array([number]))[0])
     ]
     assert _texts(mixed.batch(asked)[0]) == alone
+    taken = split_samples(asked)[0]
+    tokens = {f"tokens_seen/{name}": (taken == place).sum() * sources[name].tokens for place, name in enumerate("ab")}
+    assert mixed.tokens_by_source(40) == pytest.approx(tokens)
+    assert sources["a"].tokens_by_source(40) == {}
 
 
 class Drawn(Lines):

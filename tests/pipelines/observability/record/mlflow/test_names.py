@@ -12,6 +12,8 @@ from raystride.pipelines.observability.record.mlflow.names import section_name
     [
         ("train_loss", "train/loss"),
         ("learning_rate", "train/learning_rate"),
+        ("clipped_share", "train/clipped_share"),
+        ("tokens_seen/web", "tokens_seen.web"),
         ("val_loss", "val/loss"),
         ("val_loss/web", "val/loss/web"),
         ("validation_accuracy", "validation_accuracy"),
