@@ -1,7 +1,7 @@
 """Memory and time of distillation's loss beside plain PyTorch, which holds all logits of student and teacher.
 
-Forward and backward of the loss alone, from hidden states of both models to the gradients of the student's hidden states and head.
-Memory is the most that tensors hold besides those that were there before; times are medians of interleaved rounds.
+Forward and backward of the loss alone, from hidden states of both models to the gradients of the student's hidden states
+and head. Memory is the most that tensors hold besides those that were there before; times are medians of interleaved rounds.
 
     python -m benchmarks.distillation                         # 8,192 tokens, 32,000 words, width 256; some minutes on CPUs
     python -m benchmarks.distillation --tokens 2048 --words 8000 --rounds 3

@@ -23,7 +23,6 @@ from raystride.pipelines.observability.report.drawing import (
 )
 from raystride.pipelines.observability.report.figures import DEVICE_READINGS, STABILITY, Figures, Points
 
-
 MAX_SOURCES = 10
 """Maximum of the sources of a mixture that are drawn."""
 
