@@ -10,12 +10,14 @@ and head. Memory is the most that tensors hold besides those that were there bef
 import argparse
 import time
 from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 
 from benchmarks.pairs import Comparison, machine, machine_line, take_turns
-from raystride.model.distillation import DIVERGENCES, Distillation, freeze
+from raystride.model.distillation import Distillation, freeze
+from raystride.model.objectives import DIVERGENCES
 from raystride.model.transformer import Decoder
 from raystride.pipelines.config import ModelConfig
 from raystride.pipelines.train.memory.storages import Storages
@@ -46,6 +48,13 @@ def plain_loss(
     return (1 - RATIO) * F.cross_entropy(logits, targets.flatten(), reduction="sum") + RATIO * TEMPERATURE**2 * kl
 
 
+def own_loss(
+    hidden: torch.Tensor, head: torch.Tensor, rules: Distillation, targets: torch.Tensor, student: Decoder
+) -> torch.Tensor:
+    """Returns the loss sum as a training has it."""
+    return rules.loss((targets, None), hidden, head, targets, student._project)[0]
+
+
 def main() -> None:
     """Prints memory and time by divergence."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -64,8 +73,8 @@ def main() -> None:
     for divergence in DIVERGENCES:
         rules = Distillation(teacher, divergence, RATIO, TEMPERATURE)
         ways: dict[str, Callable[[], torch.Tensor]] = {
-            "plain": lambda divergence=divergence: plain_loss(hidden, head, teacher, targets, divergence),  # type: ignore[misc]
-            "ours": lambda rules=rules: rules.loss((targets, None), hidden, head, targets, student._project)[0],  # type: ignore[misc]
+            "plain": partial(plain_loss, hidden, head, teacher, targets, divergence),
+            "ours": partial(own_loss, hidden, head, rules, targets, student),
         }
         found = {name: torch.autograd.grad(loss() / options.tokens, (hidden, head)) for name, loss in ways.items()}
         worst = max(float((one - other).abs().max()) for one, other in zip(*found.values(), strict=True))
@@ -73,8 +82,7 @@ def main() -> None:
         memory = {name: [_peak_mib(loss, hidden, head)] for name, loss in ways.items()}
         print(Comparison(f"{divergence}, MiB", memory, peer="plain"))
         times = take_turns(
-            {name: lambda loss=loss: _seconds(loss, hidden, head) for name, loss in ways.items()},  # type: ignore[misc]
-            rounds=options.rounds,
+            {name: partial(_seconds, loss, hidden, head) for name, loss in ways.items()}, rounds=options.rounds
         )
         print(Comparison(f"{divergence}, seconds", times, peer="plain", form=".2f"))
 

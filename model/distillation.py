@@ -1,12 +1,11 @@
 """Knowledge distillation: the loss of labels mixed with the divergence from a teacher's next-token distribution.
 
     loss = (1 - a) CE(z, t) + a T^2 D(u / T, z / T)                           Hinton, Vinyals and Dean (2015)
-    forward_kl   D = sum_j q_j (log q_j - log p_j)     dD/d(z_j / T) = p_j - q_j
-    reverse_kl   D = sum_j p_j (log p_j - log q_j)     dD/d(z_j / T) = p_j (log p_j - log q_j - D)
 
-z are the student's logits, u the teacher's, p = softmax(z / T), q = softmax(u / T), a `kd_ratio`. T^2 keeps the size of the
-gradients at any temperature. Only tokens with a target count. Logits of `ROWS` tokens are held at once, and their gradients
-are made in the forward, as in `triton_kernels.linear_cross_entropy`; sums over chunks are in fp32 at least.
+z are the student's logits, u the teacher's, D one of `objectives.DIVERGENCES` of p = softmax(z / T) and q = softmax(u / T),
+a `kd_ratio`. T^2 keeps the size of the gradients at any temperature. Only tokens with a target count. Logits of `ROWS` tokens
+are held at once, and their gradients are made in the forward, as in `triton_kernels.linear_cross_entropy`; sums over chunks
+are in fp32 at least.
 
     student.distillation = Distillation(teacher, "forward_kl", kd_ratio=0.5, temperature=2.0)
     loss_sum, counted = student(ids, targets)                 # in training; in evaluation the labels' loss
@@ -20,6 +19,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import get_gradient_edge
 
+from raystride.model.objectives import DIVERGENCES, DivergenceName
 from raystride.model.shape import IGNORED
 
 if TYPE_CHECKING:
@@ -29,25 +29,6 @@ ROWS = 512
 """Tokens whose logits are held at once: four matrices of so many rows, 1 GiB in fp32 with 128,256 words."""
 Projection = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """Logits (n, V) of hidden states (n, C) by a head (V, C)."""
-Divergence = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
-"""From log-probabilities of the student and of the teacher, (n, V) each, the divergence (n, 1) and its gradient (n, V) for the
-student's logits over T. The teacher's are overwritten."""
-
-
-def _forward_kl(student: torch.Tensor, teacher: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    probabilities = teacher.exp()
-    divergence = teacher.sub_(student).mul_(probabilities).sum(-1, keepdim=True)
-    return divergence, torch.exp(student, out=teacher).sub_(probabilities)
-
-
-def _reverse_kl(student: torch.Tensor, teacher: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    probabilities, ratio = student.exp(), teacher.neg_().add_(student)
-    divergence = (probabilities * ratio).sum(-1, keepdim=True)
-    return divergence, ratio.sub_(divergence).mul_(probabilities)
-
-
-DIVERGENCES: dict[str, Divergence] = {"forward_kl": _forward_kl, "reverse_kl": _reverse_kl}
-"""By the name in `objective.divergence`."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +36,7 @@ class Distillation:
     """A frozen teacher, and how its distribution enters a student's loss. It is no part of the student's modules."""
 
     teacher: "Decoder"
-    divergence: str = "forward_kl"
+    divergence: DivergenceName = "forward_kl"
     kd_ratio: float = 0.5
     """Weight of the divergence; the rest is that of the labels' loss."""
     temperature: float = 1.0
@@ -92,7 +73,7 @@ class Distillation:
         tempered = log_p if self.temperature == 1 else (z / self.temperature).log_softmax(-1)
         del z
         plain = -log_p.gather(-1, labels)
-        divergence, gradient = DIVERGENCES[self.divergence](tempered, log_q)
+        divergence, gradient = DIVERGENCES[self.divergence].compute(tempered, log_q)
         share, scale = 1 - self.kd_ratio, self.kd_ratio * self.temperature
         loss = share * plain + scale * self.temperature * divergence
         of_labels = log_p.exp_().scatter_add_(-1, labels, torch.full_like(plain, -1.0))

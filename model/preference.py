@@ -12,12 +12,12 @@ targets (B), 0 if a pair counts, else -100.
 """
 
 from functools import partial
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
-from torch.nn.functional import logsigmoid
 
 from raystride.model.linear import linear
+from raystride.model.objectives import PAIR_LOSSES, PairLossName
 from raystride.model.shape import IGNORED, DecoderShape
 from raystride.model.transformer import Decoder
 from raystride.triton_kernels.linear_log_probabilities import linear_log_probabilities
@@ -29,7 +29,7 @@ FIGURES = ("pairs", "accuracy", "margin", "chosen_reward", "rejected_reward", "k
 class PairRule(NamedTuple):
     """The loss over pairs and its parameters."""
 
-    kind: Literal["dpo", "ipo"] = "dpo"
+    kind: PairLossName = "dpo"
     beta: float = 0.1
     """Strength of the pull towards the reference; IPO's tau."""
     label_smoothing: float = 0.0
@@ -38,15 +38,7 @@ class PairRule(NamedTuple):
 
 def pair_losses(ratios: torch.Tensor, lengths: torch.Tensor, rule: PairRule) -> torch.Tensor:
     """Returns the loss of each pair (B) from its answers' log-ratios and lengths in ids, both (B, 2), chosen first."""
-    if rule.kind == "ipo":
-        chosen, rejected = (ratios / lengths.clamp(min=1)).unbind(1)
-        return (chosen - rejected - 1 / (2 * rule.beta)).square()
-    margins = rule.beta * (ratios[:, 0] - ratios[:, 1])
-    losses = -logsigmoid(margins)
-    if rule.label_smoothing:
-        # -log sigmoid(-h) = h - log sigmoid(h)
-        losses = losses + rule.label_smoothing * margins
-    return losses
+    return PAIR_LOSSES[rule.kind].losses(ratios, lengths, rule.beta, rule.label_smoothing)
 
 
 def pair_figures(ratios: torch.Tensor, counts: torch.Tensor, beta: float) -> torch.Tensor:

@@ -6,9 +6,11 @@ refuse_with_task(config.task, config.model, config.objective, config.train)     
 What depends on the device, which settings alone do not know, is refused by `cluster.resources.resolve`.
 """
 
+from raystride.model.objectives import PAIR_LOSSES
 from raystride.model.shape import ENCODERS
 from raystride.pipelines.config.data import DataConfig, TokenizerConfig
 from raystride.pipelines.config.model import DECODERS_ONLY, ModelConfig
+from raystride.pipelines.config.optimizers import OPTIMIZERS, without_whole_matrices
 from raystride.pipelines.config.run import ScalingConfig
 from raystride.pipelines.config.schedules import SCHEDULES
 from raystride.pipelines.config.train import (
@@ -65,7 +67,7 @@ def refuse_combinations(
         raise train.error("ema", "must be 0 with scaling.strategy `deepspeed`, whose optimiser keeps none: use `fsdp`")
     if train.ema and train.stochastic_rounding:
         raise train.error("ema", "must be 0 with train.stochastic_rounding, whose weights are rounded by chance")
-    if train.log_norms and (scaling.strategy == "deepspeed" or scaling.group > 1 or scaling.mesh == "auto"):
+    if train.log_norms and not scaling.keeps_parameters_whole:
         raise train.error("log_norms", "must be false with deepspeed or a mesh, whose workers have parts of parameters")
     if train.stochastic_rounding and scaling.strategy in SHARDED:
         raise train.error("stochastic_rounding", "must be false here: both sharded strategies keep a master copy, in shards")
@@ -143,8 +145,10 @@ def _refuse_with_preference(task: str, model: ModelConfig, objective: ObjectiveC
         return
     if model.logit_softcap:
         raise model.error("logit_softcap", "must be 0 with task `preference`, whose losses are of logits as they are")
-    if objective.label_smoothing and objective.preference == "ipo":
-        raise objective.error("label_smoothing", "must be 0 with objective.preference `ipo`, which does not smooth")
+    if objective.label_smoothing and not PAIR_LOSSES[objective.preference].smooths:
+        raise objective.error(
+            "label_smoothing", f"must be 0 with objective.preference `{objective.preference}`, which does not smooth"
+        )
     if objective.label_smoothing >= 0.5:
         raise objective.error("label_smoothing", "must be below 0.5 with task `preference`: at half, pairs say nothing")
 
@@ -159,7 +163,7 @@ def refuse_teacher(
         raise objective.error(
             "teacher", f"must be None but with task {' or '.join(f'`{name}`' for name in DISTILLED)}, not `{task}`"
         )
-    if scaling.strategy == "deepspeed" or scaling.group > 1 or scaling.mesh == "auto":
+    if not scaling.keeps_parameters_whole:
         raise objective.error("teacher", "must be None with deepspeed or a mesh: use `ddp` or `fsdp`")
     if has_several_adapters:
         raise objective.error("teacher", "must be None with lora.adapters above 1: train each adapter in a run by itself")
@@ -243,8 +247,8 @@ def refuse_with_experts(
         raise scaling.error("strategy", "must be `single`, `ddp` or `fsdp` with model.experts")
     if train.compile != "none":
         raise train.error("compile", "must be `none` with model.experts, whose numbers of tokens change in every step")
-    if optimizer.kind == "muon":
-        raise optimizer.error("kind", "must be `adamw` or `sgd` with model.experts, whose matrices are stacked")
+    if OPTIMIZERS[optimizer.kind].needs_whole_matrices:
+        raise optimizer.error("kind", f"must be {without_whole_matrices()} with model.experts, whose matrices are stacked")
     if scaling.expert == 1:
         return
     if has_adapters:
@@ -361,13 +365,12 @@ def refuse_branch(train: TrainConfig, run: str | None, *, has_several_adapters: 
         raise train.error("branch_from", "must be None with lora.adapters above 1: branch each adapter's run by itself")
 
 
-def refuse_muon(optimizer: OptimizerConfig, scaling: ScalingConfig, *, has_adapters: bool) -> None:
+def refuse_optimizer(optimizer: OptimizerConfig, scaling: ScalingConfig, *, has_adapters: bool) -> None:
     """Raises SettingError for Muon where no worker has or gets whole matrices of blocks that are trained."""
-    if optimizer.kind != "muon":
+    if not OPTIMIZERS[optimizer.kind].needs_whole_matrices:
         return
+    others = without_whole_matrices()
     if has_adapters:
-        raise optimizer.error(
-            "kind", "must be `adamw` or `sgd` with lora.rank: adapters are trained, and no matrix of blocks"
-        )
-    if scaling.strategy == "deepspeed" or scaling.group > 1 or scaling.mesh == "auto":
-        raise optimizer.error("kind", "must be `adamw` or `sgd` with deepspeed or a mesh: use `ddp` or `fsdp` for muon")
+        raise optimizer.error("kind", f"must be {others} with lora.rank: adapters are trained, and no matrix of blocks")
+    if not scaling.keeps_parameters_whole:
+        raise optimizer.error("kind", f"must be {others} with deepspeed or a mesh: use `ddp` or `fsdp` for {optimizer.kind}")

@@ -14,7 +14,7 @@ from raystride.pipelines.config.combinations import (
     refuse_combinations,
     refuse_early_start,
     refuse_mesh_of_model,
-    refuse_muon,
+    refuse_optimizer,
     refuse_schedule,
     refuse_teacher,
     refuse_with_experts,
@@ -148,7 +148,7 @@ class Config(Section):
         if self.scaling.min_nodes > 1 and self.launch.mode == "inline":
             raise self.scaling.error("min_nodes", "must be 0 or 1 with launch.mode inline, as that has one node")
         refuse_schedule(self.optimizer, self.train)
-        refuse_muon(self.optimizer, self.scaling, has_adapters=self.lora.rank > 0)
+        refuse_optimizer(self.optimizer, self.scaling, has_adapters=self.lora.rank > 0)
         refuse_average(self.train, self.validation)
         has_several_adapters = self.lora.adapters > 1
         refuse_teacher(self.task, self.objective, self.train, self.scaling, has_several_adapters=has_several_adapters)

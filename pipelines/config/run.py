@@ -147,6 +147,11 @@ class ScalingConfig(Section):
         return self.pipeline * self.expert * self.context * self.tensor
 
     @property
+    def keeps_parameters_whole(self) -> bool:
+        """Whether a worker has, or gathers under `fsdp`, each parameter in full."""
+        return self.strategy != "deepspeed" and self.group == 1 and self.mesh != "auto"
+
+    @property
     def stages(self) -> int:
         """Parts into which `pipeline` cuts a model's blocks."""
         return self.pipeline * (2 if self.pipeline > 1 and self.schedule != "1f1b" else 1)

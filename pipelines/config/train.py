@@ -7,7 +7,9 @@ from dataclasses import dataclass
 from os.path import exists
 from typing import Any, ClassVar, Literal
 
+from raystride.model.objectives import DivergenceName, PairLossName
 from raystride.pipelines.config.batch import batch_error, cut_batch
+from raystride.pipelines.config.optimizers import OptimizerName
 from raystride.pipelines.config.parameter_groups import check_group
 from raystride.pipelines.config.schedules import DecayShape, ScheduleName
 from raystride.pipelines.config.section import Section, setting
@@ -21,7 +23,7 @@ class OptimizerConfig(Section):
 
     name: ClassVar[str] = "optimizer"
 
-    kind: Literal["adamw", "sgd", "muon"] = setting("adamw", fixed=True, also="optim optimizer_type optimizer_name")
+    kind: OptimizerName = setting("adamw", fixed=True, also="optim optimizer_type optimizer_name")
     """Optimiser: AdamW (Loshchilov and Hutter, 2019), SGD, or Muon (Jordan et al., 2024) for the matrices of the network's
     blocks and AdamW for embeddings, head, norms and biases. Muon's updates have the size of AdamW's, at the same rate."""
     learning_rate: float = setting(1e-3, above=0, also="lr max_lr peak_lr base_lr init_lr", shapes_result=True)
@@ -300,7 +302,7 @@ class ObjectiveConfig(Section):
     """Label smoothing (Szegedy et al., 2016, section 7). Share of a target's weight that is spread over all classes or
     tokens. In the task `preference`: probability that a pair is labelled the wrong way round (cDPO: Mitchell, 2023), below
     0.5."""
-    preference: Literal["dpo", "ipo"] = setting("dpo", fixed=True, since="0.3", also="loss_type pref_loss")
+    preference: PairLossName = setting("dpo", fixed=True, since="0.3", also="loss_type pref_loss")
     """Loss of the task `preference`. `dpo`: Rafailov et al., 2023. `ipo`: Azar et al., 2023, with means over tokens."""
     beta: float = setting(0.1, above=0, fixed=True, since="0.3", also="dpo_beta pref_beta")
     """Strength of the pull towards the reference model, in the task `preference`. For IPO: tau."""
@@ -317,7 +319,7 @@ class ObjectiveConfig(Section):
     """Teacher of a knowledge distillation (Hinton et al., 2015): folder or hub name of a causal language model in Hugging
     Face's layout, as `raystride export --to hugging_face` writes it, with the run's vocabulary. It is frozen, and every
     worker holds all of it. None: no teacher. For the tasks `language_model` and `completion`."""
-    divergence: Literal["forward_kl", "reverse_kl"] = setting("forward_kl", fixed=True, since="0.4", also="kd_loss")
+    divergence: DivergenceName = setting("forward_kl", fixed=True, since="0.4", also="kd_loss")
     """Divergence between the next-token distributions of teacher and student, over the whole vocabulary. `forward_kl`:
     KL(teacher || student), which covers all that the teacher may say. `reverse_kl`: KL(student || teacher), which keeps to
     what is likely for the teacher (Gu et al., 2024)."""

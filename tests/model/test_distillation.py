@@ -6,8 +6,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from raystride.model.distillation import DIVERGENCES, ROWS, Distillation, _DistillationLoss, freeze
+from raystride.model.distillation import ROWS, Distillation, _DistillationLoss, freeze
 from raystride.model.linear import Linear
+from raystride.model.objectives import DIVERGENCES, DivergenceName
 from raystride.model.shape import IGNORED
 from raystride.model.transformer import Decoder, PackedDecoder
 from raystride.pipelines.config import ModelConfig
@@ -42,7 +43,7 @@ def tokens(rows: int) -> tuple[torch.Tensor, torch.Tensor]:
 @pytest.mark.parametrize(("ratio", "temperature"), [(0.5, 1.0), (1.0, 2.0), (0.3, 4.0)])
 @pytest.mark.parametrize("softcap", [0.0, 2.0])
 def test_chunks_have_the_loss_and_gradients_of_all_logits(
-    divergence: str, ratio: float, temperature: float, softcap: float
+    divergence: DivergenceName, ratio: float, temperature: float, softcap: float
 ) -> None:
     torch.manual_seed(0)
     student = build(logit_softcap=softcap, tie_embeddings=bool(softcap))
@@ -88,7 +89,7 @@ def test_the_teacher_sees_packed_documents_as_the_student_does() -> None:
 
 
 @pytest.mark.parametrize("divergence", DIVERGENCES)
-def test_no_matrix_of_all_logits_is_held(divergence: str) -> None:
+def test_no_matrix_of_all_logits_is_held(divergence: DivergenceName) -> None:
     torch.manual_seed(0)
     student, teacher = (build(hidden_size=4) for _ in range(2))
     freeze(teacher)

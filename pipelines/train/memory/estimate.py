@@ -25,6 +25,7 @@ from dataclasses import dataclass, replace
 
 from raystride.model.shape import ENCODERS, dense_sizes, expert_width, head_size, hidden_width
 from raystride.pipelines.config import Config, ModelConfig, ScalingConfig
+from raystride.pipelines.config.optimizers import OPTIMIZERS
 from raystride.pipelines.train.memory.activations import FP32, Arithmetic, Moment, Network, list_moments
 from raystride.pipelines.train.memory.cut import NetworkPart, cut_config, cut_facts, network_parts
 from raystride.pipelines.train.memory.networks import Facts, decoder_network, describe_network
@@ -241,7 +242,7 @@ def _num_optimizer_moments(config: Config, network: Network) -> float:
     if network.optimizer_moments is not None:
         return network.optimizer_moments
     optimizer = config.optimizer
-    return (2 if optimizer.kind != "sgd" else 1 if optimizer.momentum else 0) + bool(config.train.ema)
+    return OPTIMIZERS[optimizer.kind].num_moments(optimizer.momentum) + bool(config.train.ema)
 
 
 def _estimate_data_parallel(

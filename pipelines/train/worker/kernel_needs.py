@@ -12,6 +12,7 @@ import torch
 from raystride.model.shape import head_size, hidden_width, is_gated, is_rotated, rotary_size
 from raystride.pipelines.config import Config
 from raystride.pipelines.config.combinations import DECODERS
+from raystride.pipelines.config.optimizers import OPTIMIZERS
 from raystride.pipelines.data.plugins import BUILT_IN_TASKS
 from raystride.triton_kernels.adamw import adamw, adamw_reference
 from raystride.triton_kernels.attention import attention, attention_reference
@@ -73,7 +74,7 @@ def list_needs(config: Config) -> list[Need]:
     matmul = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(config.train.precision, stream)
     matrices: Shapes = [(4 * model.hidden_size, model.hidden_size)] * 4
     ours, reference = (partial(parameters_after_step, update) for update in (adamw, adamw_reference))
-    needs = [_own("adamw", stream, ours, reference, matrices)] if optimizer.kind != "sgd" else []
+    needs = [_own("adamw", stream, ours, reference, matrices)] if OPTIMIZERS[optimizer.kind].uses_adamw else []
     if config.task == "images":
         return needs + [Need(name, matmul) for name in ("convolution", "relu", "mse")]
     if config.task not in BUILT_IN_TASKS:

@@ -1,9 +1,13 @@
 """What does not go together is refused at once, with the reason and what would go."""
 
+from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
+from typing import Any, get_args
 
 import pytest
 
+from raystride.model.objectives import DIVERGENCES, PAIR_LOSSES, DivergenceName, PairLossName
 from raystride.pipelines.config import (
     CheckpointConfig,
     Config,
@@ -15,6 +19,7 @@ from raystride.pipelines.config import (
     ScalingConfig,
     TrainConfig,
 )
+from raystride.pipelines.config.optimizers import OPTIMIZERS, OptimizerKind, OptimizerName
 from raystride.pipelines.launch.cluster.resources import Resources, resolve_allocation
 from tests.errors import refused
 
@@ -221,3 +226,38 @@ def test_no_blocks_need_windows_and_windows_a_size() -> None:
         ModelConfig(layers=0)
     with refused("model.windows", ()):
         ModelConfig(pooling="windows", windows=())
+
+
+@pytest.mark.parametrize(
+    ("table", "names", "section"),
+    [
+        (DIVERGENCES, DivergenceName, "objective"),
+        (PAIR_LOSSES, PairLossName, "objective"),
+        (OPTIMIZERS, OptimizerName, "optimizer"),
+    ],
+)
+def test_a_table_has_each_choice_by_its_name_and_so_has_its_page(table: Mapping[str, Any], names: Any, section: str) -> None:
+    assert set(table) == set(get_args(names))
+    page = (Path(__file__).parents[3] / "docs" / "settings" / f"{section}.md").read_text()
+    assert not [name for name in table if name not in page]
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_an_optimizer_of_whole_matrices_is_refused_where_there_are_none(name: OptimizerName) -> None:
+    kind: OptimizerKind = OPTIMIZERS[name]
+    meshed = {"optimizer": OptimizerConfig(kind=name), "scaling": ScalingConfig(tensor=2, strategy="ddp")}
+    if kind.needs_whole_matrices:
+        with refused("optimizer.kind", name, names=["`adamw` or `sgd`"]):
+            Config(**meshed)  # type: ignore[arg-type]
+    else:
+        assert Config(**meshed).scaling.tensor == 2  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", PAIR_LOSSES)
+def test_a_loss_of_pairs_that_does_not_smooth_refuses_to(name: PairLossName) -> None:
+    objective = ObjectiveConfig(preference=name, label_smoothing=0.1)
+    if PAIR_LOSSES[name].smooths:
+        assert Config(task="preference", objective=objective).objective.label_smoothing
+    else:
+        with refused("objective.label_smoothing", 0.1, names=[f"`{name}`"]):
+            Config(task="preference", objective=objective)
