@@ -33,8 +33,9 @@ from raystride.pipelines.launch.provenance import describe_run, driver_start, ru
 from raystride.pipelines.launch.run_store.admission import admit_run
 from raystride.pipelines.launch.run_store.lease import RunLease, new_attempt
 from raystride.pipelines.launch.run_store.location import locate_run, with_absolute_paths
-from raystride.pipelines.launch.run_store.resume import refuse_changes, write_settings
+from raystride.pipelines.launch.run_store.resume import refuse_changes, refuse_removed, write_settings
 from raystride.pipelines.launch.run_store.start_over import move_checkpoints_aside
+from raystride.pipelines.launch.run_store.uses import marked_uses, prepared_names, wait_for_removals
 from raystride.pipelines.observability.record.summary import RunSummary
 from raystride.pipelines.system.signals import EXIT_CODES
 from raystride.pipelines.system.storage.folder import Folder
@@ -165,12 +166,17 @@ def train(
         JobStatusReporter(metadata, folder) as page,
         ExitStack() as until_end,
     ):
+        if previous:
+            refuse_removed(folder)
         milestones["cluster"] = time.time()
         arrange_resubmission(config.launch, dashboard, screen.warn)
         if config.checkpoint.every and (warning := short_stop_warning()):
             screen.warn(warning)
         resolved = resolve_and_check(admission.context, screen.warn)
         config, resources, allocation = resolved.context.config, resolved.resources, resolved.allocation
+        uses = prepared_names(resolved.context.identity())
+        until_end.enter_context(marked_uses(folder, attempt, uses))
+        wait_for_removals(storage, uses, screen.log)
         with proving_beside(resolved, screen.log):
             prepared = until_end.enter_context(
                 open_prepared_data(resolved.context, plugin_bundle, resources.cpus - allocation.cpus)

@@ -1,13 +1,13 @@
-"""Verbs of the command `raystride runs`: list, show, compare, prune, replay and audit the runs of a storage.
+"""Verbs of the command `raystride runs`: list, show, compare, replay and audit the runs of a storage.
 
 storage = Folder.from_uri("runs")
 list_runs(storage)
 compare_runs(storage, ["one", "two"])           # side by side here, and the link to MLflow's comparison
-prune_runs(storage, ["my-run"], keep=1)         # prints what it frees
+replay_run(storage, "my-run")                   # after MLflow was unreachable
 """
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from datetime import datetime
@@ -15,7 +15,7 @@ from typing import Any, cast
 
 from raystride.pipelines.config.run import RecordConfig
 from raystride.pipelines.config.stored_run import missing_run
-from raystride.pipelines.launch.run_store.lease import Owner, RunLease, RunLocked, new_attempt, read_owner
+from raystride.pipelines.launch.run_store.lease import Owner, RunLease, RunLocked, new_attempt, read_owner, watch_owners
 from raystride.pipelines.launch.run_store.resume import read_previous_attempt
 from raystride.pipelines.observability.record.journal import refuse_newer_entries, stream_entries
 from raystride.pipelines.observability.record.mlflow.database import end_killed_runs, stored_uri
@@ -31,8 +31,6 @@ from raystride.pipelines.system.commands import shell_command
 from raystride.pipelines.system.credentials import redact
 from raystride.pipelines.system.storage.folder import Folder
 from raystride.pipelines.system.storage.sealed import SealBroken
-from raystride.pipelines.train.checkpoint.layout import checkpoint_names
-from raystride.pipelines.train.checkpoint.retention import best_name, read_hint
 
 FILES_OF_A_RUN = ("config.yaml", "journal", "summary.json", "checkpoints", "owner.json")
 """Files and folders of which one at least is in the folder of a run or sweep."""
@@ -131,56 +129,42 @@ def show_run(storage: Folder, name: str) -> None:
     print(closing_screen(summary, run.folder, text_curve(*figures.losses), sample))
 
 
-def prune_runs(storage: Folder, names: Sequence[str], *, keep: int = 1, whole: bool = False) -> None:
-    """Removes the data of all but the newest `keep` checkpoints, `best` and `last`; or the `whole` folders of the runs.
-
-    Manifests stay. Owns all of them meanwhile. Raises CommandRefused if there is no such run, or another process owns it.
-    """
-    runs = [find_run(storage, name) for name in dict.fromkeys(names)]
-    with _owned([run.folder for run in runs]) as leases:
-        for lease in leases:
-            if whole:
-                freed = folder_size_bytes(lease.folder)
-                lease.remove_run()
-                print(f"removed {lease.folder}: {format_bytes(freed)} freed")
-            else:
-                _prune_checkpoints(lease, keep)
-
-
 @contextmanager
-def _owned(folders: Sequence[Folder]) -> Iterator[list[RunLease]]:
-    """Owns runs for the block. Raises CommandRefused while another process owns one of them."""
+def owned(folders: Sequence[Folder], log: Callable[[str], None] | None = None) -> Iterator[list[RunLease]]:
+    """Owns runs for the block; their owners on other machines are watched at once, for one lease in all.
+
+    With `log`, runs that another process owns are left out, with a line. Raises CommandRefused for one without it.
+    """
+    left, silent = list(folders), dict[str, Owner]()
     with ExitStack() as held:
-        try:
-            leases = held.enter_context(RunLease.acquire_all(folders, new_attempt(), log_to_stderr))
-        except RunLocked as locked:
-            owner = locked.owner
-            who = f"{locked.value} is owned by process {owner.pid} on {owner.host}" if owner else str(locked)
-            raise CommandRefused(f"{who}: stop it first") from None
+        while True:
+            try:
+                silent = watch_owners(left, log_to_stderr)
+                break
+            except RunLocked as locked:
+                left = [folder for folder in left if folder.name != locked.value]
+                _refuse_or_log(locked, log)
+        leases = []
+        for folder in left:
+            try:
+                lease = RunLease.acquire(folder, new_attempt(), log_to_stderr, silent=silent.get(folder.uri))
+                leases.append(held.enter_context(lease))
+            except RunLocked as locked:
+                _refuse_or_log(locked, log)
         yield leases
+
+
+def _refuse_or_log(locked: RunLocked, log: Callable[[str], None] | None) -> None:
+    owner = locked.owner
+    who = f"{locked.value} is owned by process {owner.pid} on {owner.host}" if owner else str(locked)
+    if log is None:
+        raise CommandRefused(f"{who}: stop it first") from None
+    log(who)
 
 
 def log_to_stderr(text: str) -> None:
     """Prints a line to standard error at once."""
     print(text, file=sys.stderr, flush=True)
-
-
-def _prune_checkpoints(lease: RunLease, keep: int) -> None:
-    checkpoints = lease.folder / "checkpoints"
-    with_data = [step for step in checkpoint_names(checkpoints.names()) if _data_folders(checkpoints / step)]
-    hinted = {best_name(checkpoints), read_hint(checkpoints, "last")}
-    kept = set(with_data[-keep:]) | hinted
-    freed = 0
-    for step in with_data:
-        if step in kept:
-            continue
-        lease.permit.check()
-        for attempt in _data_folders(checkpoints / step):
-            freed += folder_size_bytes(checkpoints / step / attempt)
-            (checkpoints / step).remove(attempt)
-        print(f"removed the data of {step}")
-    left = len([step for step in with_data if step in kept])
-    print(f"{format_bytes(freed)} freed; {left} checkpoints left in {lease.folder}")
 
 
 def replay_run(storage: Folder, name: str, *, mlflow_uri: str | None = None, experiment: str | None = None) -> int:
@@ -197,7 +181,7 @@ def replay_run(storage: Folder, name: str, *, mlflow_uri: str | None = None, exp
     )  # if a server has never answered, there is no reference to it
     uri = mlflow_uri or stored_uri(run.mlflow_reference) or stored_record.mlflow_uri
     settings = RecordConfig(mlflow_uri=uri, experiment=experiment or stored_record.experiment)
-    with _owned([run.folder]) as (lease,):
+    with owned([run.folder]) as (lease,):
         log = MlflowLog.for_run(run.folder, run.name, settings, storage)
         if log is None:
             raise CommandRefused(f"--mlflow-uri is not given, and {storage} holds no database: name the tracking server")
@@ -276,11 +260,6 @@ def _figures_of_journal(folder: Folder) -> RunSummary:
 def folder_size_bytes(folder: Folder) -> int:
     """Returns the bytes of all files below a folder."""
     return sum(folder.sizes(temporary=True).values())
-
-
-def _data_folders(step: Folder) -> list[str]:
-    """Returns the names of a checkpoint's data folders, one for each attempt that saved it."""
-    return [name for name in step.names() if not name.endswith(".json")]
 
 
 def _last_written(folder: Folder) -> str | None:

@@ -240,6 +240,32 @@ class Folder:
         size: int | None = self._file_info(name).size
         return size
 
+    def changed_at(self, name: str) -> float | None:
+        """Returns the time of a file's last change by the storage's clock, in seconds since 1970; None if it does not
+        exist, or the store does not say it.
+        """
+        if self.local:
+            path = self.local / name
+            found = retry(lambda: _local_status(path))
+            return found.st_mtime if found else None
+        changed = self._file_info(name).mtime_ns
+        return None if changed is None else changed / 1e9
+
+    def clock(self) -> float:
+        """Returns the time by the storage's clock, that of its files: the change of one that is written and removed for it.
+
+        Raises OSError, also for a store that says no times.
+        """
+        name = temporary_name("clock")
+        self.put(name, b"")
+        try:
+            now = self.changed_at(name)
+        finally:
+            self.remove(name)
+        if now is None:
+            raise OSError(errno.ENOTSUP, "the store says no times of its files", str(self))
+        return now
+
     def _file_info(self, name: str) -> "FileInfo":
         system, path = self._resolve_remote(name)
         return retry(lambda: system.get_file_info(path))
