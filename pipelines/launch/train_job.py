@@ -29,7 +29,16 @@ from raystride.pipelines.launch.preflight.check import resolve_and_check
 from raystride.pipelines.launch.preflight.prove_kernels import proving_beside
 from raystride.pipelines.launch.preparing import open_prepared_data
 from raystride.pipelines.launch.profiled import run_under_profiler
-from raystride.pipelines.launch.provenance import describe_run, driver_start, run_tags, show_pages
+from raystride.pipelines.launch.provenance import (
+    OWNER_TAG,
+    describe_changes,
+    describe_run,
+    driver_start,
+    find_owner,
+    owner_tags,
+    run_tags,
+    show_pages,
+)
 from raystride.pipelines.launch.run_store.admission import admit_run
 from raystride.pipelines.launch.run_store.lease import RunLease, new_attempt
 from raystride.pipelines.launch.run_store.location import locate_run, with_absolute_paths
@@ -121,14 +130,16 @@ def train_on_workers(
 
 def run_training(parsed: Parsed[Config]) -> int:
     """Trains or resumes a run, or reports that it is complete; returns the exit code and handles all errors of users."""
-    return run_with_exit_code(lambda: _train(*locate_run(parsed)))
+    return run_with_exit_code(lambda: _train(parsed))
 
 
-def _train(config: Config, storage: Folder) -> int:
+def _train(parsed: Parsed[Config]) -> int:
+    config, storage = locate_run(parsed)
     if (code := run_under_profiler(config, storage)) is not None:
         return code
     with exit_despite_hang(config.launch):
-        summary = train(config, storage, Screen(), started_at=driver_start(time.time()))
+        tags = describe_changes(parsed.settings, parsed.preset)
+        summary = train(config, storage, Screen(), tags=tags, started_at=driver_start(time.time()))
     return EXIT_CODES[by] if (by := summary.get("interrupted_by")) else DONE
 
 
@@ -159,7 +170,9 @@ def train(
     previous, folder = admission.previous, admission.context.run_folder
     if admission.is_complete:
         return (previous and previous.summary) or {}
-    attempt, metadata = new_attempt(), job_metadata(str(config.run), str(storage), config.record.mlflow)
+    attempt, owner = new_attempt(), (tags or {}).get(OWNER_TAG) or find_owner(config.record)
+    charged = owner_tags(owner, config.record)
+    metadata = job_metadata(str(config.run), str(storage), config.record.mlflow, charged)
     with (
         RunLease.acquire(folder, attempt, screen.log, wait=is_resubmitted()) as lease,
         cluster(config.launch, metadata) as dashboard,
@@ -188,7 +201,7 @@ def train(
         lease.permit.check()  # the cluster and the preparation may have taken hours
         if admission.starts_over:
             move_checkpoints_aside(folder, attempt, screen.log)
-        environment = describe_run(config, resources, allocation, attempt, admission.base, prepared, previous)
+        environment = describe_run(config, resources, allocation, attempt, admission.base, prepared, previous, owner)
         job = Job(
             config=config,
             run=str(config.run),
@@ -203,11 +216,15 @@ def train(
             started_at=started_at or milestones["driver"],
             milestones=milestones,
             strategy=strategy,
+            labels={
+                "owner": owner,
+                "tags": ",".join(f"{name}={value}" for name, value in sorted(config.record.tags.items())),
+            },
         )
         job, allocation = finalize_job(job, resources, allocation, environment, None if watcher else screen.log)
         lease.permit.check()
         write_settings(folder, attempt, with_absolute_paths(config), environment)
-        all_tags = run_tags(environment, config.scaling, allocation, dashboard) | dict(tags or {})
+        all_tags = run_tags(environment, config, allocation, dashboard) | dict(tags or {})
         show_pages(folder, all_tags, screen.log)
         hooks = SessionHooks(screen, watcher or page, lease.permit, lease.give_up)
         summary = train_on_workers(job, allocation, storage, all_tags, hooks)

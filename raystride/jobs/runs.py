@@ -1,6 +1,7 @@
 """Lists, shows, compares, prunes and audits runs, and replays a run's journal to MLflow.
 
     raystride runs list --storage runs
+    raystride runs list --by owner --since 30       # worker and GPU hours of the runs of a month
     raystride runs compare one two three            # side by side here, and the link to MLflow's comparison
     raystride runs prune one two --keep 1           # shows what it frees; --all removes whole runs
     raystride runs prune --older 30 --status failed --all --dry-run
@@ -100,7 +101,11 @@ def _build_parser() -> argparse.ArgumentParser:
         subparser.set_defaults(verb=verb)
         return subparser
 
-    add_command("list", list_runs, "a table of all runs")
+    listing = add_command("list", list_runs, "a table of all runs, or of their owners with the time that they have held")
+    listing.add_argument("--by", choices=("owner",), help="one row for each owner: worker and GPU hours of all attempts")
+    listing.add_argument(
+        "--since", dest="since_s", type=_parse_duration, metavar="DAYS", help="only runs written in so many days, or 12h, 4w"
+    )
     add_command("show", show_run, "a run's curve, figures and place")
     compare = add_command("compare", compare_runs, "several runs side by side, and the link to MLflow's comparison of them")
     compare.add_argument("--port", type=int, default=UI_PORT, help="port of MLflow's UI on this machine")

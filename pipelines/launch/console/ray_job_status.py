@@ -29,8 +29,11 @@ RAY_STOP_WAIT_S, MIN_STOP_WAIT_S = 3.0, 60.0
 FIGURES = ("steps", "train_loss", "val_loss")
 
 
-def job_metadata(run: str, storage: str, mlflow: bool) -> dict[str, str]:
-    """Returns the metadata of a run that are known before it starts. Ray's dashboard has a column for `job_name`."""
+def job_metadata(run: str, storage: str, mlflow: bool, tags: Mapping[str, str] | None = None) -> dict[str, str]:
+    """Returns the metadata of a run that are known before it starts, owner and tags among them.
+
+    Ray's dashboard has a column for `job_name`.
+    """
     ui = {"raystride.mlflow": f"raystride ui --storage {storage}"} if mlflow else {}
     return {
         "job_name": run,
@@ -38,6 +41,7 @@ def job_metadata(run: str, storage: str, mlflow: bool) -> dict[str, str]:
         "raystride.storage": storage,
         "raystride.version": __version__,
         **ui,
+        **(tags or {}),
     }
 
 

@@ -7,12 +7,14 @@ replay_run(storage, "my-run")                   # after MLflow was unreachable
 """
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, cast
 
+from raystride.pipelines.config.attempts import read_environment
 from raystride.pipelines.config.run import RecordConfig
 from raystride.pipelines.config.stored_run import missing_run
 from raystride.pipelines.launch.run_store.lease import Owner, RunLease, RunLocked, new_attempt, read_owner, watch_owners
@@ -24,6 +26,7 @@ from raystride.pipelines.observability.record.mlflow.links import UI_PORT, compa
 from raystride.pipelines.observability.record.mlflow.log import MlflowLog, read_reference
 from raystride.pipelines.observability.record.state import summarize_journal
 from raystride.pipelines.observability.record.summary import RunSummary, read_summary
+from raystride.pipelines.observability.record.usage import charged_seconds, with_earlier_attempts
 from raystride.pipelines.observability.report import closing_screen, gather_figures, text_curve
 from raystride.pipelines.observability.report.closing import format_figures
 from raystride.pipelines.observability.report.run_figures import list_metrics, list_run_figures
@@ -56,34 +59,87 @@ class StoredRun:
         return self.owner.status if self.owner else str(self.summary.get("status") or "interrupted")
 
     @property
+    def owner_name(self) -> str:
+        """Whom it is charged to, "" if that is not known, as of runs of 0.3."""
+        try:
+            return str(self.summary.get("owner") or read_environment(self.folder).get("owner") or "")
+        except (OSError, ValueError):
+            return ""
+
+    @property
+    def charged(self) -> tuple[float, float] | None:
+        """Seconds of workers and of GPUs of all attempts; None if the journal does not say how many workers there were."""
+        usage = self.summary.get("usage") or {}
+        if self.owner or self.status == "interrupted" or not usage:
+            try:
+                usage = with_earlier_attempts(self.folder, usage)
+            except OSError:
+                return None
+        seconds = charged_seconds(usage)
+        return (seconds["worker_seconds"], seconds["gpu_seconds"]) if usage else None
+
+    @property
     def mlflow_reference(self) -> dict[str, Any]:
         """Id and server of its MLflow run; empty if MLflow does not know it. Raises SealBroken with the remedy."""
         return read_reference(self.folder)
 
 
-def list_runs(storage: Folder) -> None:
-    """Prints a table of all runs, newest last. Raises CommandRefused if there is no storage."""
-    from rich.table import Table
+def list_runs(storage: Folder, *, by: str | None = None, since_s: float | None = None) -> None:
+    """Prints a table of all runs, newest last; or one row for each owner, with the time of all of its runs.
 
+    `since_s`: only runs that were written in so many seconds, by the storage's times. Raises CommandRefused if there is no
+    storage.
+    """
     runs = [_read_run(storage / name, name) for name in run_names(storage)]
     end_killed_runs_in_mlflow(storage)
-    runs.sort(key=lambda run: _last_written(run.folder) or "")
     if not runs and not storage.exists():
         raise CommandRefused(f"there is no storage {storage}: --storage names the folder that holds the runs")
+    written = {run.name: _last_written(run.folder) for run in runs}
+    if since_s is not None:
+        earliest = storage.clock() - since_s
+        runs = [run for run in runs if (written[run.name] or 0.0) >= earliest]
     if not runs:
-        print(f"no runs in {storage}")
+        print(f"no runs in {storage}{'' if since_s is None else ' that were written since'}")
         return
+    runs.sort(key=lambda run: written[run.name] or 0.0)
+    print_table(_table_of_owners(runs) if by == "owner" else _table_of_runs(runs, written))
+
+
+def _table_of_runs(runs: Sequence["StoredRun"], written: Mapping[str, float | None]) -> Any:
+    from rich.table import Table
+
     table = Table(box=None, header_style="bold", pad_edge=False)
-    for title in ("run", "status", "steps", "metric", "val loss", "train loss", "tokens/s", "when"):
-        table.add_column(title, justify="left" if title in ("run", "status", "metric", "when") else "right", no_wrap=True)
+    for title in ("run", "status", "steps", "metric", "val loss", "train loss", "tokens/s", "owner", "when"):
+        justify = "left" if title in ("run", "status", "metric", "owner", "when") else "right"
+        table.add_column(title, justify=cast(Any, justify), no_wrap=True)
     for run in runs:
         texts = {figure.key: figure.text for figure in list_run_figures(run.summary)}
         own = [f"{figure.label} {figure.text}" for figure in list_metrics(run.summary)]
         cells = [texts.get(key, "-") for key in ("val_loss", "train_loss", "tokens_per_second")]
+        time = written[run.name]
+        when = "-" if time is None else datetime.fromtimestamp(time).strftime("%Y-%m-%d %H:%M")
         table.add_row(
-            run.name, run.status, texts.get("steps", "-"), next(iter(own), "-"), *cells, _last_written(run.folder) or "-"
+            run.name, run.status, texts.get("steps", "-"), next(iter(own), "-"), *cells, run.owner_name or "-", when
         )
-    print_table(table)
+    return table
+
+
+def _table_of_owners(runs: Sequence["StoredRun"]) -> Any:
+    """Returns a table of whom runs are charged to; a sweep's trials are runs. Of 0.3 no time is known."""
+    from rich.table import Table
+
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    for title in ("owner", "runs", "worker hours", "GPU hours", "unknown"):
+        table.add_column(title, justify="left" if title == "owner" else "right", no_wrap=True)
+    by_owner = defaultdict[str, list[StoredRun]](list)
+    for run in runs:
+        by_owner[run.owner_name].append(run)
+    charged = {owner: [run.charged for run in owned_runs] for owner, owned_runs in by_owner.items()}
+    for owner, found in sorted(charged.items(), key=lambda item: -sum(seconds[0] for seconds in item[1] if seconds)):
+        known = [seconds for seconds in found if seconds]
+        hours = [f"{sum(column) / 3600:,.2f}" for column in zip(*known, strict=True)] or ["-", "-"]
+        table.add_row(owner or "-", str(len(found)), *hours, str(len(found) - len(known)) if len(known) < len(found) else "")
+    return table
 
 
 def compare_runs(storage: Folder, names: Sequence[str], port: int = UI_PORT) -> None:
@@ -262,12 +318,16 @@ def folder_size_bytes(folder: Folder) -> int:
     return sum(folder.sizes(temporary=True).values())
 
 
-def _last_written(folder: Folder) -> str | None:
-    """Returns the time of the run's newest journal segment or summary, None if the storage is not local."""
+def _last_written(folder: Folder) -> float | None:
+    """Returns the time of the run's newest journal segment or summary in seconds since 1970, by the storage's clock.
+
+    On a store that of its summary, owner's file or settings.
+    """
     if folder.local is None:
-        return None
+        found = [folder.changed_at(name) for name in ("summary.json", "owner.json", "config.yaml")]
+        return max((time for time in found if time is not None), default=None)
     files = [*(folder.local / "journal").glob("*.jsonl"), *folder.local.glob("*.json"), *folder.local.glob("*.yaml")]
-    return max((datetime.fromtimestamp(path.stat().st_mtime).strftime("%Y-%m-%d %H:%M") for path in files), default=None)
+    return max((path.stat().st_mtime for path in files), default=None)
 
 
 def _flat_settings(run: StoredRun) -> dict[str, str]:

@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from mlflow import MlflowClient
 
 from raystride.jobs import runs as command
 from raystride.pipelines.config import Config, LaunchConfig, RecordConfig
@@ -22,7 +23,7 @@ from raystride.pipelines.observability.record.mlflow.removal import read_stages
 from raystride.pipelines.system.storage.folder import Folder
 from raystride.pipelines.system.storage.sealed import put_sealed
 from raystride.pipelines.train.distributed.process_group import create_rendezvous_file, list_abandoned_rendezvous
-from tests.ray_jobs.jobs import run_well
+from tests.ray_jobs.jobs import run_well, start_job
 from tests.storage import uri as uri_of
 from tests.tiny import tiny, write_text
 from tests.waiting import wait_until
@@ -291,8 +292,16 @@ def test_mlflow_s_row_and_artifacts_go_with_a_run(tmp_path: Path, request: pytes
     age(place)
     assert run(place, "--unused", "--yes") == 0
     assert {path.name for path in (place / "mlartifacts").iterdir()} == {kept}
+    MlflowClient(f"sqlite:///{place}/mlflow.db").delete_run(kept)  # as MLflow's page does
+    assert read_stages(Folder(str(place))) == {kept: "deleted"}
+    age(place)
+    assert run(place, "--unused", "--yes") == 0
+    assert (place / "mlartifacts" / kept / "artifacts/report.html").exists(), "its run is here, and names it"
+    shutil.rmtree(place / "mlartifacts" / kept)
     request.getfixturevalue("monkeypatch").setattr(tempfile, "gettempdir", lambda: temporary)
-    run_well("train", replace(config, record=RecordConfig()), "--run", "two", "--train.steps", "8")
+    assert command.main(["replay", "two", "--storage", str(place)]) == 0
+    assert read_stages(Folder(str(place))) == {kept: "active"}
+    assert (place / "mlartifacts" / kept / "artifacts/report.html").exists()
 
 
 PRUNING = """
@@ -331,15 +340,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
     yield start_process
     for process in started:
         process.kill()
-        process.communicate()
-
-
-def training(config: Config, tmp_path: Path) -> list[str]:
-    """The command line of a run `second` with these settings."""
-    from raystride.pipelines.config.stored import to_stored_yaml
-
-    (tmp_path / "second.yaml").write_text(to_stored_yaml(config))
-    return ["-m", "raystride", "train", "--config", str(tmp_path / "second.yaml"), "--run", "second"]
+        process.wait()
 
 
 @pytest.mark.parametrize("where", ["list_marked", "remove_prepared"])
@@ -350,10 +351,10 @@ def test_a_run_that_starts_while_its_data_is_pruned_trains_and_keeps_it(
     gate, storage = tmp_path / "gate", tmp_path / "runs"
     pruning = start("-c", PRUNING, storage, gate, where)
     wait_until(gate.with_suffix(".reached").exists, "the announcement", pruning)
-    run_of_data = start(*training(trained, tmp_path))
-    wait_until((storage / "second" / USES_FILE).exists, "the mark", run_of_data)
+    run_of_data = start_job("train", trained, "--run", "second")
+    wait_until((storage / "second" / USES_FILE).exists, "the mark")
     gate.touch()
-    said, pruned = run_of_data.communicate()[0], pruning.communicate()[0]
+    said, pruned = "".join(run_of_data.communicate()), pruning.communicate()[0]
     assert (run_of_data.returncode, pruning.returncode) == (0, 0), said + pruned
     assert ("is used by run second, which has just started" in pruned) is (where == "list_marked")
     assert "looks whether anybody uses" in said
