@@ -129,6 +129,11 @@ def find_owner(record: RecordConfig) -> str:
     return record.owner or metadata.get("owner") or metadata.get("user") or os.environ.get("USER", "")
 
 
+def metric_labels(owner: str, record: RecordConfig) -> dict[str, str]:
+    """Returns owner and tags of a run as labels of its metrics."""
+    return {"owner": owner, "tags": ",".join(f"{name}={value}" for name, value in sorted(record.tags.items()))}
+
+
 def owner_tags(owner: str, record: RecordConfig) -> dict[str, str]:
     """Returns owner and tags of a run as its tags in MLflow and the metadata of its job in Ray."""
     given = {str(name): str(value) for name, value in record.tags.items()}
@@ -142,10 +147,9 @@ def describe_changes(config: Config, preset: str) -> dict[str, str]:
     if preset == "run":  # a run that goes on, or settings without a file
         return {}
     base = load_settings(Config, preset if preset in presets() else {}).settings.flat()
-    changed = {
-        key: value for key, value in config.flat().items() if base.get(key) != value and key not in ("run", "storage")
-    }
-    return {"raystride.preset": preset, "raystride.changed": " ".join(f"{key}={value}" for key, value in changed.items())}
+    values = {key: value for key, value in config.flat().items() if key not in ("run", "storage")}
+    changed = [f"{key}={value}" for key, value in values.items() if base.get(key) != value]
+    return {"raystride.preset": preset, "raystride.changed": " ".join(changed) or "nothing"}
 
 
 def run_tags(environment: RunEnvironment, config: Config, allocation: Allocation, dashboard: str | None) -> dict[str, str]:

@@ -35,6 +35,7 @@ from raystride.pipelines.launch.provenance import (
     describe_run,
     driver_start,
     find_owner,
+    metric_labels,
     owner_tags,
     run_tags,
     show_pages,
@@ -216,10 +217,7 @@ def train(
             started_at=started_at or milestones["driver"],
             milestones=milestones,
             strategy=strategy,
-            labels={
-                "owner": owner,
-                "tags": ",".join(f"{name}={value}" for name, value in sorted(config.record.tags.items())),
-            },
+            labels=metric_labels(owner, config.record),
         )
         job, allocation = finalize_job(job, resources, allocation, environment, None if watcher else screen.log)
         lease.permit.check()

@@ -78,11 +78,8 @@ class SweepTracking:
             settings = self._base.flat()
             logged = {name: value for name, value in settings.items() if name.startswith(("sweep.", "data.", "model."))}
             self._log_entry(new_entry("parameters", logged))
-            self._log_entry(
-                new_entry(
-                    "tags", {"raystride.kind": "sweep", **owner_tags(find_owner(self._base.record), self._base.record)}
-                )
-            )
+            charged = owner_tags(find_owner(self._base.record), self._base.record)
+            self._log_entry(new_entry("tags", {"raystride.kind": "sweep", **charged}))
             self._has_logged_settings = True
 
     def _log_trial(self, result: Result, folder: Folder, number: int) -> None:

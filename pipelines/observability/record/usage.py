@@ -53,7 +53,7 @@ def measure_attempt(entries: Iterable[Entry]) -> Usage | None:
     noted = list[tuple[str, float]]()
     for entry in entries:
         if entry["kind"] == "parameters" and "workers" in entry["values"]:
-            meter = UsageMeter(int(entry["values"]["workers"]), str(entry["values"].get("device")))
+            meter = UsageMeter(int(str(entry["values"]["workers"])), str(entry["values"].get("device")))
         elif entry["sender"] not in DRIVER_SENDERS:
             noted = [noted[0] if noted else (entry["sender"], float(entry["time"])), (entry["sender"], float(entry["time"]))]
     for sender, time in noted if meter else ():
