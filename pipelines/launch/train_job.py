@@ -117,16 +117,21 @@ def train_on_workers(
     from raystride.pipelines.launch.cluster.isolation import HeadWatch, IsolationWatcher
     from raystride.pipelines.launch.cluster.recorder_handle import RecorderHandle
     from raystride.pipelines.launch.cluster.trainer import PlacementWatcher, train_on_ray
+    from raystride.pipelines.launch.console.run_metrics import RunMetrics
 
     recorder = RecorderHandle.start(**arguments)
     # An elastic run needs the parts of Ray Train that the fast start leaves out.
     fast_start = job.config.launch.fast_start and not allocation.min_workers
     run = partial(train_on_ray, job, allocation, recorder, fast_start=fast_start)
     hooks = replace(hooks, pending_reason=PlacementWatcher(allocation, job.config.launch.placement_timeout_s).describe_wait)
+    metrics = RunMetrics(job, storage)
+    hooks = metrics.attach(hooks)
     if has_started_head():
         hooks = replace(hooks, check_cluster=HeadWatch().check)
     with IsolationWatcher(recorder.heartbeats, recorder.node_id, hooks.give_up, hooks.screen.warn):
-        return run_session(job, recorder, run, hooks)
+        summary = run_session(job, recorder, run, hooks)
+        metrics.set_state("stopped" if summary.get("status") == "stopped" else "finished")
+        return summary
 
 
 def run_training(parsed: Parsed[Config]) -> int:

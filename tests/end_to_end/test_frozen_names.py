@@ -46,8 +46,8 @@ train ui
 SUMMARY = """
 average_power_watts best_step complete data_wait_share ending energy_covers energy_joules flops_per_token gpu_idle_share
 gpu_seconds joules_per_token journal kernels metric metrics mfu mlflow_run_id owner parameters parameters_sha256
-peak_memory_bytes precision products resumed_from run samples_seen seconds_to_first_step sha256 slowest_node slowest_rank status
-step_seconds_p50 step_seconds_p95 steps straggler_loss_share throttled_seconds throttled_seconds_by_reason
+peak_memory_bytes precision products resumed_from run samples_seen seconds_to_first_step sha256 slowest_node slowest_rank
+status step_seconds_p50 step_seconds_p95 steps straggler_loss_share throttled_seconds throttled_seconds_by_reason
 tokens_per_second tokens_seen train_loss unit usage val_loss waiting_share worker_seconds workers writer
 """
 KINDS = "artifact checkpoint error event metrics parameters rank ranks summary system tags totals"

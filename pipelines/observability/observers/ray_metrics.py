@@ -1,7 +1,8 @@
 """Loss and speed as Ray metrics, for live display in the Ray dashboard, Prometheus and Grafana.
 
 Gauges are named in `GAUGES` and tagged with `run`, `rank`, `owner` and `tags`; Prometheus exports them as
-`ray_raystride_loss` and so on. Rank 0 reports the figures that are equal on all workers, every rank its step times and data wait, so that a slow one shows.
+`ray_raystride_loss` and so on. Rank 0 reports the figures that are equal on all workers, every rank its step times and data
+wait, so that a slow one shows. The driver has others: `launch.console.run_metrics`.
 Outside a Ray process this observer does nothing, and ray is not imported. `deploy/monitoring/` has a dashboard of them.
 
     observers = [Throughput(), RayMetrics(), Tracker(sender)]

@@ -10,6 +10,7 @@ loses nothing: its successor reads the journal, and the senders repeat the rest.
 """
 
 import json
+import re
 import secrets
 import threading
 import time
@@ -98,6 +99,7 @@ class Recorder:
             self._recorded[entry["sender"]] = max(entry["sequence"], self._recorded.get(entry["sender"], 0))
             self._state.ingest(entry)
             self._usage.note(entry["sender"], float(entry["time"]))
+            self._state.groups += _is_first_of_group(entry["sender"], entry["sequence"])
             bins += entry["kind"] == "ranks"
         self._sums_file = f"journal/{attempt}{SUMS_SUFFIX}"
         self._summed: dict[str, int] = {}
@@ -152,10 +154,12 @@ class Recorder:
         return receipt
 
     def state(self) -> TrainingState:
-        """Returns the newest figures for the progress line: those of `StateTracker`, and `mlflow`, the run's link."""
+        """Returns the newest figures for the progress line: those of `StateTracker`, `mlflow` and `mlflow_backlog`."""
         with self._lock:
             state = self._state.snapshot()
-        return state | {"mlflow": self._follower.link if self._follower else None}
+        if self._follower is None:
+            return state | {"mlflow": None}
+        return state | {"mlflow": self._follower.link, "mlflow_backlog": self._follower.backlog}
 
     def finish(self, status: str, summary: RunSummary | None = None, artifacts: list[str] | None = None) -> RunSummary:
         """Ends the record: joins the journal, lets MLflow catch up (in bounded time), writes and returns `summary.json`.
@@ -262,6 +266,7 @@ class Recorder:
             entry = warning_entry(f"{sender} sent an entry that cannot be read ({error!r})")
             self._state.ingest(entry)
         self._usage.note(sender, float(entry["time"]))
+        self._state.groups += _is_first_of_group(sender, sequence)
         entry = entry.copy()  # an inline sender holds the same dict, and may send it again
         entry |= {"attempt": self._attempt, "sender": sender, "sequence": sequence}
         self._received[sender] = sequence
@@ -355,3 +360,8 @@ class Recorder:
             fresh = self._state.add_warning(text)
         if fresh:
             self._put_own_entry(warning_entry(text))
+
+
+def _is_first_of_group(sender: str, sequence: int) -> bool:
+    """Returns whether an entry is the first one of a new group of workers: its rank 0 has a sender of its own."""
+    return sequence == 1 and re.match(r"rank0\b", sender) is not None

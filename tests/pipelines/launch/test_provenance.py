@@ -83,7 +83,7 @@ def test_what_is_kept_of_the_data_is_its_fingerprint_and_those_of_its_sources(tm
 def test_tags_say_what_is_known(strategy: Any, workers: int, named: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["/somewhere/ray_jobs/train.py"])
     config = replace(tiny(PLACE), scaling=ScalingConfig(strategy=strategy))
-    assert run_tags(environment(dirty=None), config.scaling, Allocation(workers, "cpu", 1), None) == {
+    assert run_tags(environment(dirty=None), config, Allocation(workers, "cpu", 1), None) == {
         "raystride.strategy": named,
         "raystride.version": "0.5",
         "raystride.commit": "c" * 40,
@@ -95,7 +95,7 @@ def test_tags_say_what_is_known(strategy: Any, workers: int, named: str, monkeyp
         "mlflow.source.type": "LOCAL",
         "mlflow.source.git.commit": "c" * 40,
     }
-    assert run_tags(environment(), config.scaling, Allocation(workers, "cuda", 1), None)["raystride.dirty"] == "True"
+    assert run_tags(environment(), config, Allocation(workers, "cuda", 1), None)["raystride.dirty"] == "True"
     assert _ray_tags(None) == {}
 
 
