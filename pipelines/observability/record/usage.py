@@ -1,7 +1,7 @@
 """Seconds of workers and GPUs that a run has held, by attempt: from its workers' first entry in the journal to their last.
 
     meter = UsageMeter(workers=4, device="cuda")
-    meter.note("worker-0", 1763790000.0); meter.note("worker-0", 1763790060.0)
+    meter.note("rank0.9f2c1a07", 1763790000.0); meter.note("rank0.9f2c1a07", 1763790060.0)
     charged_seconds({"20261121-101500-3f2a": meter.usage()})     # {"worker_seconds": 240.0, "gpu_seconds": 240.0}
 
 An elastic attempt counts the workers that it was started with, and the time between two groups of them as well.
@@ -15,8 +15,8 @@ from raystride.pipelines.observability.record.entry import Entry
 from raystride.pipelines.observability.record.journal import stream_attempt
 from raystride.pipelines.system.storage.folder import Folder
 
-DRIVER_SENDERS = ("recorder", "driver")
-"""Senders that write before there are workers, or without them."""
+WORKERS = "rank"
+"""The beginning of a worker's sender; recorder, driver and watchers write without workers, too."""
 
 
 class Usage(TypedDict):
@@ -37,7 +37,7 @@ class UsageMeter:
 
     def note(self, sender: str, time: float) -> None:
         """Takes an entry of a sender into account."""
-        if sender not in DRIVER_SENDERS:
+        if sender.startswith(WORKERS):
             self._first = time if self._first is None else min(self._first, time)
             self._last = max(self._last, time)
 
@@ -54,7 +54,7 @@ def measure_attempt(entries: Iterable[Entry]) -> Usage | None:
     for entry in entries:
         if entry["kind"] == "parameters" and "workers" in entry["values"]:
             meter = UsageMeter(int(str(entry["values"]["workers"])), str(entry["values"].get("device")))
-        elif entry["sender"] not in DRIVER_SENDERS:
+        elif entry["sender"].startswith(WORKERS):
             noted = [noted[0] if noted else (entry["sender"], float(entry["time"])), (entry["sender"], float(entry["time"]))]
     for sender, time in noted if meter else ():
         assert meter
