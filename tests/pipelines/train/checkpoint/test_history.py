@@ -22,8 +22,10 @@ from raystride.pipelines.train.checkpoint.history import (
     thin_manifests,
 )
 from raystride.pipelines.train.checkpoint.layout import checkpoint_names, manifest_name
+from raystride.pipelines.train.checkpoint.manager import Checkpoints
 from raystride.pipelines.train.checkpoint.retention import prune_checkpoints
-from tests.pipelines.train.checkpoints import save
+from raystride.pipelines.train.checkpoint.train_state import TrainState
+from tests.pipelines.train.checkpoints import train_model
 
 ORDER = Order(samples=64, seed=3)
 BATCH = 2
@@ -136,7 +138,11 @@ def test_a_commit_thins_and_keeps_best_and_what_has_data(tmp_path: Path, monkeyp
     monkeypatch.setattr(history, "MAX_MANIFESTS", 3)
     monkeypatch.setattr(history, "KEPT_MANIFESTS", 2)
     for step in range(1, 9):
-        save(tmp_path, step, best=step == 4)
+        model, optimizer = train_model(step)
+        checkpoints = Checkpoints(Folder(str(tmp_path)), "a1", keep=2)
+        state = TrainState(step=step, position=4 * step, fed_digest=step, best_step=4 if step >= 4 else 0)
+        checkpoints.save(model, optimizer, state, {"run": "r", "order": vars(ORDER)}, best=step == 4)
+        checkpoints.wait_for_save()
     left = names(Folder(str(tmp_path)))
     assert {"step-00000004", "step-00000007", "step-00000008"} <= set(left)
     assert len(left) <= 3 + 3
