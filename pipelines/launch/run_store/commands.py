@@ -76,7 +76,7 @@ class StoredRun:
             except OSError:
                 return None
         seconds = charged_seconds(usage)
-        return (seconds["worker_seconds"], seconds["gpu_seconds"]) if usage else None
+        return (seconds["worker_seconds"], seconds["gpu_seconds"]) if seconds else None
 
     @property
     def mlflow_reference(self) -> dict[str, Any]:

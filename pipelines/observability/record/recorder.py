@@ -90,7 +90,7 @@ class Recorder:
         self._journal = Journal(run_folder, attempt, self._permit)
         self._name = secrets.token_hex(8)
         self._state, self._group = StateTracker(total_steps), Aggregator()
-        self._usage = UsageMeter(int(parameters.get("workers") or 1), str(parameters.get("device")))
+        self._usage = UsageMeter(attempt, int(parameters.get("workers") or 1), str(parameters.get("device")))
         self._owner = tags.get("raystride.owner")
         self._recorded: dict[str, int] = {}
         """By sender, the newest entry in the journal when this recorder began."""
@@ -241,7 +241,7 @@ class Recorder:
 
     def _attempts_usage(self) -> dict[str, Usage]:
         """Returns what the attempts of the run have held; without the former ones if the storage cannot be read now."""
-        own = {self._attempt: self._usage.usage()}
+        own = self._usage.usage()
         try:
             before = read_summary(self._folder).get("usage") or {}
             return with_earlier_attempts(self._folder, before | own)

@@ -1,8 +1,8 @@
 """Seconds of workers and GPUs that a run has held, by attempt: from its workers' first entry in the journal to their last.
 
-    meter = UsageMeter(workers=4, device="cuda")
+    meter = UsageMeter("20261121-101500-3f2a", workers=4, device="cuda")
     meter.note("rank0.9f2c1a07", 1763790000.0); meter.note("rank0.9f2c1a07", 1763790060.0)
-    charged_seconds({"20261121-101500-3f2a": meter.usage()})     # {"worker_seconds": 240.0, "gpu_seconds": 240.0}
+    charged_seconds(meter.usage())                        # {"worker_seconds": 240.0, "gpu_seconds": 240.0, "usage": ...}
 
 An elastic attempt counts the workers that it was started with, and the time between two groups of them as well.
 """
@@ -30,7 +30,8 @@ class Usage(TypedDict):
 class UsageMeter:
     """Meter of one attempt; times are in seconds since 1970, of the hosts that wrote the entries."""
 
-    def __init__(self, workers: int, device: str) -> None:
+    def __init__(self, attempt: str, workers: int, device: str) -> None:
+        self._attempt = attempt
         self._workers, self._gpus = workers, workers if device == "cuda" else 0
         self._first: float | None = None
         self._last = 0.0
@@ -41,25 +42,27 @@ class UsageMeter:
             self._first = time if self._first is None else min(self._first, time)
             self._last = max(self._last, time)
 
-    def usage(self) -> Usage:
-        """Returns what was held so far."""
-        seconds = 0.0 if self._first is None else self._last - self._first
-        return {"seconds": round(seconds, 3), "workers": self._workers, "gpus": self._gpus}
+    def usage(self) -> dict[str, Usage]:
+        """Returns what was held so far, by the attempt; empty before there were workers."""
+        if self._first is None:
+            return {}
+        seconds = round(self._last - self._first, 3)
+        return {self._attempt: {"seconds": seconds, "workers": self._workers, "gpus": self._gpus}}
 
 
-def measure_attempt(entries: Iterable[Entry]) -> Usage | None:
-    """Returns the usage of an attempt by its journal; None if that does not say how many workers it had."""
+def measure_attempt(attempt: str, entries: Iterable[Entry]) -> dict[str, Usage]:
+    """Returns the usage of an attempt by its journal; empty if that does not say how many workers it had."""
     meter: UsageMeter | None = None
     noted = list[tuple[str, float]]()
     for entry in entries:
         if entry["kind"] == "parameters" and "workers" in entry["values"]:
-            meter = UsageMeter(int(str(entry["values"]["workers"])), str(entry["values"].get("device")))
+            meter = UsageMeter(attempt, int(str(entry["values"]["workers"])), str(entry["values"].get("device")))
         elif entry["sender"].startswith(WORKERS):
             noted = [noted[0] if noted else (entry["sender"], float(entry["time"])), (entry["sender"], float(entry["time"]))]
     for sender, time in noted if meter else ():
         assert meter
         meter.note(sender, time)
-    return meter.usage() if meter else None
+    return meter.usage() if meter else {}
 
 
 def with_earlier_attempts(run: Folder, known: Mapping[str, Usage]) -> dict[str, Usage]:
@@ -69,15 +72,22 @@ def with_earlier_attempts(run: Folder, known: Mapping[str, Usage]) -> dict[str, 
     """
     found = dict(known)
     for attempt in (run / ATTEMPTS).names():
-        if attempt not in found and (usage := measure_attempt(stream_attempt(run, attempt))):
-            found[attempt] = usage
+        if attempt not in found:
+            found |= measure_attempt(attempt, stream_attempt(run, attempt))
     return found
 
 
 def charged_seconds(usage: Mapping[str, Usage]) -> dict[str, Any]:
-    """Returns the seconds of workers and of GPUs of all attempts, as `summary.json` has them, with each attempt's."""
-    return {
-        "worker_seconds": sum(each["seconds"] * each["workers"] for each in usage.values()),
-        "gpu_seconds": sum(each["seconds"] * each["gpus"] for each in usage.values()),
-        "usage": dict(usage),
-    }
+    """Returns the seconds of workers and of GPUs of all attempts, as `summary.json` has them, with each attempt's.
+
+    Empty if no attempt had workers.
+    """
+    return (
+        {}
+        if not usage
+        else {
+            "worker_seconds": sum(each["seconds"] * each["workers"] for each in usage.values()),
+            "gpu_seconds": sum(each["seconds"] * each["gpus"] for each in usage.values()),
+            "usage": dict(usage),
+        }
+    )
