@@ -20,7 +20,8 @@
 # make pictures   the pictures of docs/, from two trainings and a browser: some five minutes
 # make sanitize   compute-sanitizer over the kernels, where there is an NVIDIA GPU
 # make lint       ruff, mypy and import-linter, as in continuous integration
-# make settings   docs/settings.md, from the dataclasses of the settings
+# make docs       the documentation as a site with search, build/site/README.html: strict about links
+# make settings   docs/settings.md and docs/settings, from the dataclasses of the settings
 # make api        the reference in docs/api.md, from the docstrings of the library
 # make map        the table of wings and the map of docs/architecture.md, from the docstrings of packages and modules
 # make bill       build/raystride.cdx.json: a bill of materials of .venv, in CycloneDX's format
@@ -44,7 +45,7 @@ PIP := $(RUN) -m pip install --quiet --disable-pip-version-check -c constraints.
 # As a path that editors and type checkers follow, and not by a hook of Python's import, which they do not.
 EDITABLE := --config-settings editable_mode=compat
 
-.PHONY: help install train test test-all test-changed test-weekly test-families test-map test-table test-of test-processors test-newest test-oldest test-ray-next kernels tiles ui pictures sanitize lint map settings api bill audit
+.PHONY: help install train test test-all test-changed test-weekly test-families test-map test-table test-of test-processors test-newest test-oldest test-ray-next kernels tiles ui pictures sanitize lint docs map settings api bill audit
 .DEFAULT_GOAL := train
 
 help:
@@ -207,6 +208,9 @@ lint: install
 	@$(RUN) -m ruff format --check .
 	@$(RUN) -m mypy
 	@$(VENV)/bin/lint-imports --no-cache --no-logo
+
+docs: install
+	@$(RUN) -m sphinx -W --keep-going -q -c docs . build/site && echo "build/site/README.html"
 
 settings: install
 	@$(RUN) -m tests.settings_page

@@ -2,7 +2,8 @@
 
 Blocks of steps take turns. Forward, backward and update (clipping and AdamW, for ours also the check of the step) are timed
 apart, without the data; then PyTorch's profiler counts the operations of each. Ours multiplies by PyTorch's own products in
-fp32, as the plain network does, and also by what a first start of `train.precision auto` finds fastest.
+fp32, as the plain network does, and also by what a first start of `train.precision auto` finds fastest; the plain network
+also in bf16 by autocast. Freed memory is kept for all.
 
     python -m benchmarks.step                                  # three settings, five minutes on two cores
     python -m benchmarks.step --settings nanogpt --rounds 20
@@ -37,7 +38,7 @@ from raystride.pipelines.train.worker.build import build_training
 from raystride.pipelines.train.worker.job import WorkerInfo
 
 PARTS = ("forward", "backward", "update")
-PEER = "plain PyTorch"
+PEER, PEER_BF16 = "plain PyTorch", "plain PyTorch, bf16 by autocast"
 LEFT_OUT = 2
 """First steps of a block that are not counted."""
 MIN_STEPS, BLOCK_S = 4, 2.0
@@ -95,8 +96,9 @@ Part = dict[str, float]
 class Plain:
     """The plain network, its optimiser and one batch."""
 
-    def __init__(self, setting: Setting, vocabulary: int, step: Step) -> None:
+    def __init__(self, setting: Setting, vocabulary: int, step: Step, bf16: bool = False) -> None:
         torch.manual_seed(0)
+        self._bf16 = bf16
         self.model = GPT(vocabulary, setting.layers, setting.heads, setting.width, setting.context)
         self.optimizer = make_optimizer(self.model)
         (batch,) = step.micro_batches
@@ -104,7 +106,7 @@ class Plain:
 
     def step(self, watch: Watch) -> None:
         """One step."""
-        with watch("forward"):
+        with watch("forward"), torch.autocast("cpu", torch.bfloat16, enabled=self._bf16):
             loss = self.model(self.ids, self.targets)
         with watch("backward"):
             loss.backward()
@@ -182,7 +184,8 @@ def compare(name: str, given: argparse.Namespace, text: Path, scratch: Path) -> 
     for way, flags in WAYS.items():
         training, step = build_ours(setting, text, scratch / way.replace(" ", "-"), given.threads, flags)
         if not ways:
-            ways[PEER] = Plain(setting, training.model.vocabulary_size, step)  # type: ignore[arg-type]
+            for peer, bf16 in ((PEER, False), (PEER_BF16, True)):
+                ways[peer] = Plain(setting, training.model.vocabulary_size, step, bf16)  # type: ignore[arg-type]
         ways[way] = Ours(training, step)
     (plain, *others) = (_parameters(one) for one in ways.values())
     assert set(others) == {plain}, f"networks of {plain} and {others} parameters"

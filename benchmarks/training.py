@@ -1,9 +1,10 @@
 """Training steps of nanoGPT's small CPU setting: ours inline and under Ray, beside a plain one-file PyTorch loop.
 
 Tokens a second and milliseconds a step, each way a process of its own. What is not a training step (start, validation) is
-left out on both sides: the plain loop leaves out its first 20 steps, ours its first. Ours records as usual, MLflow included.
-What multiplies matrices is named in each row: PyTorch's own products as the peer has them, or those that a first start found
-fastest, in fp32 or in what `train.precision auto` means here.
+left out on both sides: the plain loop leaves out its first 20 steps, ours its first. Ours records as usual, MLflow included,
+and keeps freed memory; the peer has PyTorch's and glibc's defaults. What multiplies matrices is named in each row: PyTorch's
+own products as the peer has them, or those that a first start found fastest, in fp32 or in what `train.precision auto` means
+here; the peer in fp32, and in bf16 by its own switch.
 
     python -m benchmarks.training --rounds 3 --steps 500       # about 5 minutes on two cores
     python -m benchmarks.training --source input.txt --loss    # three seeds, 2,000 steps each: loss on all validation text
@@ -20,7 +21,7 @@ from benchmarks import runs
 from benchmarks.pairs import command_line, machine, machine_line, report, take_turns
 
 THREADS = 2
-PEER = "plain loop"
+PEER, PEER_BF16 = "plain loop", "plain loop, bf16 by autocast"
 INLINE = ["--launch", "inline", "--scaling.threads", str(THREADS)]
 WAYS = {
     "inline, PyTorch's products": [*INLINE, "--train.precision", "fp32", "--model.linear", "torch"],
@@ -35,9 +36,10 @@ PUBLISHED_LOSS = 1.88
 SEEDS = (0, 1, 2)
 
 
-def run_plain(text: Path, steps: int) -> dict[str, Any]:
+def run_plain(text: Path, steps: int, *flags: str) -> dict[str, Any]:
     """The peer's figures."""
-    return runs.run("-m", "benchmarks.peers.plain_loop", f"--text={text}", f"--steps={steps}", f"--threads={THREADS}").answer
+    given = (f"--text={text}", f"--steps={steps}", f"--threads={THREADS}", *flags)
+    return runs.run("-m", "benchmarks.peers.plain_loop", *given).answer
 
 
 def run_ours(storage: Path, flags: list[str]) -> dict[str, Any]:
@@ -52,9 +54,8 @@ def compare_speed(given: argparse.Namespace, text: Path, storage: Path) -> None:
     flags = [*runs.small_setting(text), "--train.steps", str(given.steps)]
     runs.prepare(storage, *flags)
     chosen = [way for way in WAYS if way.startswith("inline") or not given.no_ray]
-    ways = {PEER: partial(run_plain, text, given.steps)} | {
-        way: partial(run_ours, storage, [*flags, *WAYS[way]]) for way in chosen
-    }
+    peers = {PEER: partial(run_plain, text, given.steps), PEER_BF16: partial(run_plain, text, given.steps, "--bf16")}
+    ways = peers | {way: partial(run_ours, storage, [*flags, *WAYS[way]]) for way in chosen}
     results = take_turns(ways, given.rounds, runs.say)
     report(given, found, runs.compare(results, PEER, AIMS))
 

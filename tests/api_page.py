@@ -140,7 +140,7 @@ def _settings() -> Iterator[str]:
     yield (
         "### `Config` and its sections\n\n"
         "`raystride.Config(train=raystride.TrainConfig(steps=500))` is what YAML files and mappings become. Each section is "
-        "a frozen dataclass; [settings.md](settings.md) has every field. A sweep has `SweepJobConfig`, with one more."
+        "a frozen dataclass; [settings](settings.md) have every field. A sweep has `SweepJobConfig`, with one more."
     )
     classes = get_type_hints(raystride.SweepJobConfig)
     rows = [

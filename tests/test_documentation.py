@@ -12,15 +12,22 @@ import shlex
 import subprocess
 import tomllib
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 
 import raystride
+from raystride.pipelines.config import Config, SettingError
+from raystride.pipelines.config.jobs import EvaluateConfig, ExportConfig, GenerateConfig, PredictConfig, ServeConfig
+from raystride.pipelines.config.parse import Parsed, parse
+from raystride.pipelines.config.presets import presets
 from raystride.pipelines.config.run import is_argument
+from raystride.pipelines.config.sweep import SweepJobConfig
+from raystride.pipelines.config.words import last_value, words_to_flags
 from tests import api_page
 from tests.some import some
 
@@ -35,6 +42,16 @@ FLAGS: dict[str, list[str]] = json.loads((ROOT / "tests" / "end_to_end" / "froze
 """The flags of each command."""
 OF_TRAINING = ("check", "prepare")
 WITHOUT_SETTINGS = ("presets", "completion")
+CLASSES: dict[str, type] = {
+    **dict.fromkeys(("train", "check", "prepare"), Config),
+    "sweep": SweepJobConfig,
+    "evaluate": EvaluateConfig,
+    "predict": PredictConfig,
+    "generate": GenerateConfig,
+    "export": ExportConfig,
+    "serve": ServeConfig,
+}
+"""The settings of each command."""
 TARGETS = set(re.search(r"^\.PHONY: (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)[1].split())  # type: ignore[index]
 KINDS = ("slurm", "compose", "kuberay", "launcher", "sky")
 
@@ -219,6 +236,73 @@ def test_commands_presets_and_flags_are_there() -> None:
 def test_a_fault_is_found(line: str, fault: str) -> None:
     block = Block(ROOT / "README.md", 1, "sh", line)
     assert fault in [fault for words in commands(block) for fault in faults(words)]
+
+
+def settings_of(words: list[str], resumable: set[str]) -> tuple[type, list[str]] | None:
+    """The dataclass and the flags of a command of ours that has settings and does not only name a run of before."""
+    while words and re.match(r"\w+=", words[0]):
+        words = words[1:]
+    if words[:2] == ["ray", "job"] and "--" in words:
+        words = words[words.index("--") + 1 :]
+    program, *arguments = words or [""]
+    if Path(program).name.startswith("python") and arguments[:2] == ["-m", "raystride"]:
+        arguments = arguments[2:]
+    elif Path(program).name.startswith("python") and arguments[:1] and arguments[0].startswith("ray_jobs/"):
+        arguments[0] = Path(arguments[0]).stem
+    elif Path(program).name != "raystride":
+        return None
+    if not arguments or (cls := CLASSES.get(arguments[0])) is None:
+        return None
+    given = [word for word in words_to_flags(cls, arguments[1:], presets()) if word != "--kernels"]
+    run = last_value(given, "run")
+    if {"--help", "-h"} & set(given) or any("$" in word for word in given):
+        return None
+    is_stored = cls is Config and "--config" not in given and (run in resumable or run.isupper())
+    resumable.add(run)
+    return None if is_stored else (cls, given)
+
+
+def expanded(text: str) -> str:
+    """Shell text with the values of the variables that it sets."""
+    for name, value in re.findall(r"""^(\w+)=["']([^"'`]*)["']$""", text, re.MULTILINE):
+        text = re.sub(rf"\$({name}\b|{{{name}}})", lambda _, value=value: value, text)  # type: ignore[misc]
+    return text
+
+
+def test_commands_are_not_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each goes through the resolution of its settings, with a stand-in for a file of settings that a reader has."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "configs").symlink_to(ROOT / "configs")
+    (tmp_path / "deploy").symlink_to(ROOT / "deploy")
+    refused, page, resumable = [], None, set[str]()
+    for block in of_kind("sh", "console"):
+        if block.page != page:
+            page, resumable = block.page, set()
+        for words in commands(replace(block, text=expanded(block.text))):
+            if (found := settings_of(words, resumable)) is None:
+                continue
+            for word in found[1]:
+                if (file := Path(word)).suffix == ".yaml" and not file.exists():
+                    found[1][found[1].index(word)] = str(ROOT / "configs" / "lm_python.yaml")
+            try:
+                parsed: Parsed[Any] = parse(*found, program="raystride")
+                # A model that the page registers has its own data.
+                if (
+                    found[0] in (Config, SweepJobConfig)
+                    and f'"{parsed.settings.task}", model=' not in block.page.read_text()
+                ):
+                    parsed.require_source()
+            except SettingError as error:
+                refused.append(f"{block}: {error}")
+    assert not refused, "\n".join(refused)
+
+
+def test_the_page_of_commands_has_each_preset_and_script() -> None:
+    page = (ROOT / "docs" / "commands.md").read_text()
+    presets = {f"configs/{path.name}" for path in (ROOT / "configs").glob("*.yaml")}
+    assert presets == set(re.findall(r"configs/\w+\.yaml", page.partition("## Presets")[2]))
+    scripts = {path.stem for path in (ROOT / "ray_jobs").glob("[a-z]*.py")}
+    assert scripts < set(re.findall(r"^\| `raystride (\w+)` \|", page, re.MULTILINE))
 
 
 def _anchors(page: Path) -> set[str]:

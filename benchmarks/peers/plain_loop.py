@@ -140,12 +140,18 @@ def learning_rate(step: int, steps: int) -> float:
 
 
 def update(
-    model: nn.Module, optimizer: torch.optim.Optimizer, ids: torch.Tensor, targets: torch.Tensor, rate: float
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    ids: torch.Tensor,
+    targets: torch.Tensor,
+    rate: float,
+    bf16: bool = False,
 ) -> torch.Tensor:
-    """One optimiser step at a learning rate, gradients clipped to norm 1; the loss before it."""
+    """One optimiser step at a learning rate, gradients clipped to norm 1; the loss before it. `bf16`: by autocast."""
     for group in optimizer.param_groups:
         group["lr"] = rate
-    loss: torch.Tensor = model(ids, targets)
+    with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
+        loss: torch.Tensor = model(ids, targets)
     loss.backward()
     nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     optimizer.step()
@@ -153,7 +159,7 @@ def update(
     return loss
 
 
-def train(text: Path, steps: int) -> dict[str, float]:
+def train(text: Path, steps: int, bf16: bool) -> dict[str, float]:
     """Trains; tokens a second, milliseconds a step (median) and the last loss."""
     torch.manual_seed(1337)
     with tempfile.TemporaryDirectory() as scratch:
@@ -163,7 +169,7 @@ def train(text: Path, steps: int) -> dict[str, float]:
         optimizer = make_optimizer(model)
         loss, ends = 0.0, []
         for step in range(steps):
-            found = update(model, optimizer, *get_batch(tokens), learning_rate(step, steps))
+            found = update(model, optimizer, *get_batch(tokens), learning_rate(step, steps), bf16)
             if (step + 1) % 50 == 0:
                 loss = found.item()
             ends.append(time.perf_counter())
@@ -181,9 +187,10 @@ def main() -> None:
     parser.add_argument("--text", type=Path, required=True)
     parser.add_argument("--steps", type=int, default=500)
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--bf16", action="store_true", help="by autocast; else fp32")
     given = parser.parse_args()
     torch.set_num_threads(given.threads)
-    print(json.dumps(train(given.text, given.steps)))
+    print(json.dumps(train(given.text, given.steps, given.bf16)))
 
 
 if __name__ == "__main__":

@@ -109,6 +109,7 @@ def _preserve_signal_handlers() -> Iterator[Callable[[], None]]:
         yield restore
     except SystemExit as left:  # how the handler of ray.init ends
         if left.code == signal.SIGTERM:
+            signal.alarm(0)  # Ray's native handler has set it, to abort a process that does not end within three seconds
             raise signal_exception(signal.SIGTERM) from None
         raise
     finally:

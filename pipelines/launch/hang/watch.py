@@ -124,20 +124,23 @@ def format_hang_report(hang: Hang, dumps: dict[int, StackDump]) -> str:
 
 
 def _call_on_nodes(function: Callable[[list[Process]], Any], processes: Iterable[Process]) -> dict[int, Any]:
-    """Calls a function on each node with its processes; returns the merged results that arrive in time."""
+    """Calls a function on each node with its processes; returns the merged results that arrive in time.
+
+    On the driver's own node without Ray, which may not answer either: its calls wait for its tables without a limit.
+    """
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     by_node: dict[str, list[Process]] = defaultdict(list)
     for process in processes:
         by_node[process.node_id].append(process)
+    results: dict[int, Any] = function(by_node.pop(ray.get_runtime_context().get_node_id(), [])) or {}
     calls = []
     for node, node_processes in by_node.items():
         strategy = NodeAffinitySchedulingStrategy(node, soft=False)
         # Without a CPU: the hanging workers hold them.
         calls.append(ray.remote(num_cpus=0, max_retries=0, scheduling_strategy=strategy)(function).remote(node_processes))
-    results: dict[int, Any] = {}
-    for call in ray.wait(calls, num_returns=len(calls), timeout=NODE_TIMEOUT_S)[0]:
+    for call in ray.wait(calls, num_returns=len(calls), timeout=NODE_TIMEOUT_S)[0] if calls else []:
         with suppress(ray.exceptions.RayError):  # its node is lost, which Ray will notice
             results |= ray.get(call) or {}
     return results

@@ -60,7 +60,7 @@ def test_wsd_warms_up_stays_and_falls(shape: DecayShape) -> None:
 def test_the_table_has_each_schedule_and_shape_by_its_name() -> None:
     assert set(SCHEDULES) == set(get_args(ScheduleName))
     assert set(SHAPES) == set(get_args(DecayShape))
-    page = (Path(__file__).parents[3] / "docs" / "settings.md").read_text()
+    page = (Path(__file__).parents[3] / "docs" / "settings" / "optimizer.md").read_text()
     assert all(f"`{name}`" in page for name in (*SCHEDULES, *SHAPES))
 
 

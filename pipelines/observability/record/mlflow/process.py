@@ -137,7 +137,9 @@ class MlflowProcess:
         self._process.start()
         child_end.close()  # so that the end of the process closes the pipe
         self._wire = own_end
-        if self._has_priority:
+        if not self._has_priority and self._process.pid is not None:
+            _lower_priority(self._process.pid)
+        if self._has_priority:  # meanwhile, by another thread
             self._raise_priority()
         return own_end
 
@@ -151,7 +153,6 @@ def _serve_calls(wire: Connection, log: MlflowLog) -> None:
     for number in (signal.SIGINT, signal.SIGHUP):  # every process of a terminal gets them; the run's end comes as a call
         signal.signal(number, signal.SIG_IGN)
     end_with_parent()
-    _lower_priority()
     while True:
         try:
             name, arguments = wire.recv()
@@ -187,12 +188,16 @@ def _hide_packages(*packages: str) -> Iterator[None]:
             del sys.modules[name]
 
 
-def _lower_priority() -> None:
-    """Gives this process the idle policy, or else a high niceness."""
-    if _can_leave_idle_policy():
-        os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
-    else:
-        os.nice(NICENESS)
+def _lower_priority(process: int) -> None:
+    """Gives a process that has just begun, and the threads that it will start, the idle policy, or else a high niceness.
+
+    The caller does it, not the process itself, which could do it after the caller has raised its priority.
+    """
+    with suppress(OSError):  # it has ended
+        if _can_leave_idle_policy():
+            os.sched_setscheduler(process, os.SCHED_IDLE, os.sched_param(0))
+        else:
+            os.setpriority(os.PRIO_PROCESS, process, os.getpriority(os.PRIO_PROCESS, process) + NICENESS)
 
 
 @cache

@@ -1,8 +1,10 @@
 """A hang is ended although the recorder could not be asked for a while, and that is said."""
 
+import os
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,6 +16,7 @@ from raystride.pipelines.launch.hang.process import Process, process_start_ticks
 from raystride.pipelines.launch.hang.watch import HangWatch
 from raystride.pipelines.observability.record.sender import Entry, Receipt
 from raystride.pipelines.system.storage.folder import Folder
+from tests.children import find_children, stop
 from tests.receipts import accept
 
 
@@ -37,8 +40,18 @@ class FailingRecorder:
         self.warnings.append(text)
 
 
-def test_a_hang_is_ended_after_an_error_of_the_recorder_that_is_said_once(
-    tmp_path: Path, ray_cluster: None, monkeypatch: pytest.MonkeyPatch
+@pytest.fixture
+def stopped_tables(ray_cluster: None) -> Iterator[None]:
+    """Ray's server of tables, which answers nothing for the time of a test."""
+    (server,) = find_children(os.getpid(), r"^\S*gcs_server ")
+    stop(server.pid)
+    yield
+    server.resume()
+
+
+@pytest.mark.usefixtures("stopped_tables")
+def test_a_hang_on_the_drivers_node_is_ended_after_an_error_of_the_recorder_though_ray_does_not_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import ray
 

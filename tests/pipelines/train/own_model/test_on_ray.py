@@ -1,5 +1,7 @@
 """Own models on a Ray cluster: data in its store and from Ray Data, functions over data. One cluster for all of it."""
 
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -137,3 +139,27 @@ def test_a_function_that_cannot_be_pickled_is_refused_by_name(run: raystride.Run
     lock = threading.Lock()
     with pytest.raises(SettingError, match=r"fn cannot be sent to Ray's workers, .* \(fn\.lock: TypeError"):
         raystride.predict(run, DATA, {"launch.mode": "ray"}, fn=lambda model, batch: (lock, model(batch["x"]))[1])
+
+
+COLLECTED = """
+import gc, logging, os, sys
+import ray
+from raystride.pipelines.launch.cluster.cluster import start_local_ray
+from raystride.pipelines.train.own_model.forked import call_forked
+
+start_local_ray(num_cpus=1, log_to_driver=False, logging_level=logging.ERROR)
+gc.disable()
+cycle = [ray.put(number) for number in range(100)]
+cycle.append(cycle)
+del cycle
+call_forked(gc.collect)
+answered, _ = ray.wait([ray.remote(lambda: 1).remote()], timeout=60)
+print(len(answered), flush=True)
+os._exit(0)  # ray.shutdown would wait as well
+"""
+
+
+def test_a_copy_of_a_process_collects_no_references_of_ray() -> None:
+    """It answered on the sockets that it shares with the process, whose next call of Ray then waited for ever."""
+    ended = subprocess.run([sys.executable, "-c", COLLECTED], capture_output=True, text=True, check=False)
+    assert ended.stdout == "1\n", ended.stderr

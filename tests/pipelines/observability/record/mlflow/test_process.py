@@ -73,6 +73,13 @@ def test_all_its_threads_stand_back_until_it_is_called_forward(log: MlflowProces
     assert _policies(process) == {os.SCHED_OTHER}
 
 
+def test_a_process_that_starts_after_it_was_called_forward_never_stands_back(log: MlflowProcess) -> None:
+    """It gave itself the idle policy once it ran, which a busy machine's end of a run then waited for."""
+    log.raise_priority()
+    log.save_mark([])
+    assert _policies(_process().pid) == {os.SCHED_OTHER}
+
+
 @pytest.mark.skipif(os.geteuid() != 0, reason="without privileges niceness only grows")
 def test_what_was_niced_computes_like_its_parent_again(monkeypatch: pytest.MonkeyPatch, log: MlflowProcess) -> None:
     monkeypatch.setattr(mlflow_process, "PATIENCE_S", 60.0)
