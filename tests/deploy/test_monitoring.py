@@ -2,8 +2,11 @@
 
 import operator
 import re
+import shutil
+import subprocess
 from collections.abc import Callable
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -123,30 +126,53 @@ def _firing(series: dict[str, Callable[[int], float]], minutes: int) -> set[str]
     }
 
 
-@pytest.mark.parametrize(
-    ("changes", "alerts"),
-    [
-        ({}, set()),
-        ({"ray_raystride_step": lambda minute: 10.0 * min(minute, 9)}, {"RaystrideNoStep"}),
-        ({"ray_raystride_step": lambda minute: 10.0 * min(minute, 11)}, set()),  # nine minutes ago
-        ({"ray_raystride_save_wait_seconds": lambda minute: 61.0}, {"RaystrideWaitsForStorage"}),
-        ({"ray_raystride_data_wait_share": lambda minute: 0.3}, {"RaystrideWaitsForData"}),
-        ({"ray_raystride_data_wait_share": lambda minute: 0.3 if minute > 15 else 0.0}, set()),
-        ({"ray_node_disk_utilization_percentage": lambda minute: 95.0}, {"RayNodeDiskFull"}),
-        ({"ray_raystride_checkpoint_age_seconds": lambda minute: 90.0 * minute}, {"RaystrideCheckpointOld"}),
-        ({"ray_raystride_checkpoint_age_seconds": lambda minute: 90.0 * minute if minute < 19 else 0.0}, set()),
-        ({"ray_raystride_failed_saves": lambda minute: 2.0 + (minute > 15)}, {"RaystrideSaveRefused"}),
-        ({"ray_raystride_restarts": lambda minute: minute // 5}, {"RaystrideRestarts"}),
-        ({"ray_raystride_waiting_seconds": lambda minute: 3000.0 + 60.0 * minute}, {"RaystrideWaitsForRoom"}),
-        ({"ray_raystride_mlflow_backlog_entries": lambda minute: 101.0}, {"RaystrideMlflowBehind"}),
-        ({"ray_raystride_storage_free_bytes": lambda minute: 2.0**33}, {"RaystrideStorageFull"}),
-    ],
-)
+CASES: list[tuple[dict[str, Callable[[int], float]], set[str]]] = [
+    ({}, set()),
+    ({"ray_raystride_step": lambda minute: 10.0 * min(minute, 9)}, {"RaystrideNoStep"}),
+    ({"ray_raystride_step": lambda minute: 10.0 * min(minute, 11)}, set()),  # nine minutes ago
+    ({"ray_raystride_save_wait_seconds": lambda minute: 61.0}, {"RaystrideWaitsForStorage"}),
+    ({"ray_raystride_data_wait_share": lambda minute: 0.3}, {"RaystrideWaitsForData"}),
+    ({"ray_raystride_data_wait_share": lambda minute: 0.3 if minute > 15 else 0.0}, set()),
+    ({"ray_node_disk_utilization_percentage": lambda minute: 95.0}, {"RayNodeDiskFull"}),
+    ({"ray_raystride_checkpoint_age_seconds": lambda minute: 90.0 * minute}, {"RaystrideCheckpointOld"}),
+    ({"ray_raystride_checkpoint_age_seconds": lambda minute: 90.0 * minute if minute < 19 else 0.0}, set()),
+    ({"ray_raystride_failed_saves": lambda minute: 2.0 + (minute > 15)}, {"RaystrideSaveRefused"}),
+    ({"ray_raystride_restarts": lambda minute: minute // 5}, {"RaystrideRestarts"}),
+    ({"ray_raystride_waiting_seconds": lambda minute: 3000.0 + 60.0 * minute}, {"RaystrideWaitsForRoom"}),
+    ({"ray_raystride_mlflow_backlog_entries": lambda minute: 101.0}, {"RaystrideMlflowBehind"}),
+    ({"ray_raystride_storage_free_bytes": lambda minute: 2.0**33}, {"RaystrideStorageFull"}),
+]
+"""Series that are not as those of a run that is well, and the alerts that fire after twenty minutes."""
+
+
+@pytest.mark.parametrize(("changes", "alerts"), CASES)
 def test_an_alert_fires_on_what_it_is_for_and_on_nothing_else(
     changes: dict[str, Callable[[int], float]], alerts: set[str]
 ) -> None:
     series = {name: changes.get(name.partition("{")[0], value) for name, value in HEALTHY.items()}
     assert _firing(series, 20) == alerts
+
+
+@pytest.mark.skipif(not shutil.which("promtool"), reason="promtool, of Debian's package prometheus, is not here")
+def test_promtool_finds_the_same_alerts(tmp_path: Path) -> None:
+    def test_of(changes: dict[str, Callable[[int], float]], alerts: set[str]) -> dict[str, Any]:
+        series = {name: changes.get(name.partition("{")[0], value) for name, value in HEALTHY.items()}
+        firing = [{"labels": f'{{alertname="{alert}"}}', "value": 1} for alert in alerts]
+        expression = 'count by (alertname) (ALERTS{alertstate="firing"})'
+        return {
+            "interval": "1m",
+            "input_series": [
+                {"series": name, "values": " ".join(f"{value(minute):g}" for minute in range(21))}
+                for name, value in series.items()
+            ],
+            "promql_expr_test": [{"expr": expression, "eval_time": "20m", "exp_samples": firing}],
+        }
+
+    file = tmp_path / "tests.yml"
+    rules = [str(FOLDER / "alerts.yml")]
+    file.write_text(yaml.safe_dump({"rule_files": rules, "tests": [test_of(*case) for case in CASES]}))
+    found = subprocess.run(["promtool", "test", "rules", str(file)], capture_output=True, text=True, check=False)
+    assert found.returncode == 0, found.stdout + found.stderr
 
 
 def test_a_run_that_has_just_begun_fires_nothing() -> None:

@@ -18,11 +18,13 @@ from raystride.jobs import runs as command
 from raystride.pipelines.config import Config, LaunchConfig, RecordConfig
 from raystride.pipelines.launch.run_store import contents, prune
 from raystride.pipelines.launch.run_store.lease import Owner, RunLease
+from raystride.pipelines.launch.run_store.resume import refuse_removed
 from raystride.pipelines.launch.run_store.uses import USES_FILE, marked_uses, wait_for_removals
 from raystride.pipelines.observability.record.mlflow.removal import read_stages
 from raystride.pipelines.system.storage.folder import Folder
 from raystride.pipelines.system.storage.sealed import put_sealed
 from raystride.pipelines.train.distributed.process_group import create_rendezvous_file, list_abandoned_rendezvous
+from tests.errors import refused
 from tests.ray_jobs.jobs import run_well, start_job
 from tests.storage import uri as uri_of
 from tests.tiny import tiny, write_text
@@ -391,6 +393,15 @@ def test_a_dead_owner_s_mark_of_a_run_that_never_began_counts_for_a_day(storage:
     put_sealed(starting, "owner.json", vars(Owner.this_process("a1")) | {"ticks": 1})
     assert run(storage, "--unused", "--yes") == 0
     assert (storage / ".prepared/forgotten").exists()
+
+
+def test_a_start_is_refused_if_its_run_was_removed_before_it_owned_it(storage: Path) -> None:
+    """It would have gone on with the settings of a run whose checkpoints are gone."""
+    folder = Folder(str(storage / "broken"))
+    refuse_removed(folder)
+    assert run(storage, "broken", "--all", "--yes") == 0
+    with refused("run", "broken"):
+        refuse_removed(folder)
 
 
 def test_a_network_drive_is_told_from_a_local_one(tmp_path: Path) -> None:
