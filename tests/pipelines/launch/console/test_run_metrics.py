@@ -1,6 +1,8 @@
 """The driver's metrics of a run, as a scrape of Ray's would show them."""
 
+import re
 import shutil
+import urllib.request
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,7 @@ from raystride.pipelines.observability.record.state import SAVE_REFUSED, StateTr
 from raystride.pipelines.system.storage.folder import Folder
 from raystride.pipelines.train.worker.job import Job
 from tests.tiny import tiny
+from tests.waiting import wait_until
 
 
 class Shown:
@@ -109,3 +112,32 @@ def test_refused_saves_and_checkpoints_are_counted_from_the_record() -> None:
 def test_the_states_are_those_of_the_page() -> None:
     page = (Path(__file__).parents[4] / "docs" / "operating.md").read_text()
     assert f"{', '.join(run_metrics.STATES[:2])},\n{', '.join(run_metrics.STATES[2:])}" in page
+
+
+@pytest.mark.long
+@pytest.mark.usefixtures("ray_cluster")
+def test_a_node_exports_the_drivers_metrics_with_owner_and_tags(tmp_path: Path) -> None:
+    import ray
+
+    clock = [0.0]
+    metrics = make(tmp_path, clock, every=2)
+    for step, saved in ((1, None), (3, 2)):
+        metrics.on_state({"step": step, "checkpoint_step": saved, "groups": 3, "mlflow_backlog": 7}, lambda: None)
+        clock[0] += 4.0
+    node = ray.nodes()[0]
+    wanted = {f"ray_{name}" for name, _ in DRIVER_GAUGES.values()} | {f"ray_{RUN_STATE}"}
+    address = f"http://{node['NodeManagerAddress']}:{node['MetricsExportPort']}/metrics"
+
+    def read() -> dict[str, str] | None:
+        with urllib.request.urlopen(address, timeout=10) as page:
+            lines = [line for line in page.read().decode().splitlines() if 'run="mine"' in line]
+        found = {line.partition("{")[0] + "".join(re.findall(r'state="\w+"', line)): line for line in lines}
+        return found if wanted <= {name.partition("state=")[0] for name in found} else None
+
+    found = wait_until(read, str(wanted), pause_s=0.5)
+    assert found is not None
+    assert all('owner="me"' in line and 'tags="project=x"' in line for line in found.values())
+    figures = {name.removeprefix("ray_raystride_"): float(line.rpartition(" ")[2]) for name, line in found.items()}
+    assert (figures["restarts"], figures["mlflow_backlog_entries"]) == (2.0, 7.0)
+    assert (figures["checkpoint_age_seconds"], figures["checkpoint_interval_seconds"]) == (0.0, 4.0)
+    assert (figures['run_statestate="training"'], figures['run_statestate="waiting"']) == (1.0, 0.0)
