@@ -36,12 +36,12 @@ def job_metadata(run: str, storage: str, mlflow: bool, tags: Mapping[str, str] |
     """
     ui = {"raystride.mlflow": f"raystride ui --storage {storage}"} if mlflow else {}
     return {
+        **(tags or {}),
         "job_name": run,
         "raystride.run": run,
         "raystride.storage": storage,
         "raystride.version": __version__,
         **ui,
-        **(tags or {}),
     }
 
 
