@@ -91,6 +91,8 @@ class Recorder:
         self._name = secrets.token_hex(8)
         self._state, self._group = StateTracker(total_steps), Aggregator()
         self._usage = UsageMeter(attempt, int(parameters.get("workers") or 1), str(parameters.get("device")))
+        self._earlier_usage: dict[str, Usage] | None = None
+        """That of former attempts, read once: of one that was killed, its whole journal."""
         self._owner = tags.get("raystride.owner")
         self._recorded: dict[str, int] = {}
         """By sender, the newest entry in the journal when this recorder began."""
@@ -242,11 +244,13 @@ class Recorder:
     def _attempts_usage(self) -> dict[str, Usage]:
         """Returns what the attempts of the run have held; without the former ones if the storage cannot be read now."""
         own = self._usage.usage()
-        try:
-            before = read_summary(self._folder).get("usage") or {}
-            return with_earlier_attempts(self._folder, before | own)
-        except (OSError, ValueError):
-            return own
+        if self._earlier_usage is None:
+            try:
+                before = read_summary(self._folder).get("usage") or {}
+                self._earlier_usage = with_earlier_attempts(self._folder, before | own)
+            except (OSError, ValueError):
+                return own
+        return self._earlier_usage | own
 
     def _run_figures(self) -> RunSummary:
         """Returns energy, throttling and idling of all nodes from their newest totals."""
