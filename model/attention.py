@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from raystride.model.dropout import attention_seed
+from raystride.model.dropout import dropout_arguments
 from raystride.model.linear import Linear, Products
 from raystride.model.norm import RMSNorm
 from raystride.triton_kernels.attention import attention
@@ -149,7 +149,7 @@ class Attention(nn.Module):
                 None,
             )
         if rules["dropout"]:
-            rules |= attention_seed(self, x.device, batch, documents, tokens)
+            rules |= dropout_arguments(self, x.device, batch, documents, tokens)
         if documents is not None:
             q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))  # (B T, H or G, D)
             y = self.packed(q, k, v, documents, documents, longest=tokens, **rules)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from raystride.model.dropout import attention_seed
+from raystride.model.dropout import dropout_arguments
 from raystride.model.linear import Linear, Products
 from raystride.triton_kernels.attention import attention
 
@@ -70,6 +70,6 @@ class CrossAttention(nn.Module):
         else:
             k, v = cache.keys, cache.values
         dropout = self.dropout if self.training else 0.0
-        seed: dict[str, Any] = attention_seed(self, x.device, sentences) if dropout else {}
+        seed: dict[str, Any] = dropout_arguments(self, x.device, sentences) if dropout else {}
         y = attention(q, k, v, key_lengths=lengths, dropout=dropout, **seed)
         return self.out(y.transpose(1, 2).flatten(2).view(*x.shape[:2], -1))  # type: ignore[no-any-return]

@@ -103,7 +103,7 @@ def _dropouts_of(model: nn.Module) -> list[nn.Module]:
     return [module for module in model.modules() if hasattr(type(module), "number")]
 
 
-def attention_seed(
+def dropout_arguments(
     module: Any, device: torch.device, rows: int, documents: Any = None, tokens: int = 0
 ) -> dict[str, torch.Tensor | int]:
     """Returns what an attention function is told of dropout: nothing, a seed, or keys of rows or of their documents.

@@ -189,7 +189,7 @@ def expert_products(rows: torch.Tensor, weight: torch.Tensor, counts: torch.Tens
         dtype = torch.get_autocast_dtype(device)
         rows, weight = rows.to(dtype), weight.to(dtype)
     rounded = device == "cpu" and rows.dtype == torch.float32 and is_bf16_allowed()
-    if takes_grouped(rows, weight, torch.bfloat16 if rounded else weight.dtype):
+    if grouped_mm_supports(rows, weight, torch.bfloat16 if rounded else weight.dtype):
         offsets = counts.cumsum(0, dtype=torch.int32)
         return _GroupedProduct.apply(rows, weight, offsets, rounded)  # type: ignore[no-any-return, no-untyped-call]
     return expert_products_loop(rows, weight, counts)
@@ -201,7 +201,7 @@ def expert_products_loop(rows: torch.Tensor, weight: torch.Tensor, counts: torch
     return torch.cat([linear(part, expert) for part, expert in parts])
 
 
-def takes_grouped(rows: torch.Tensor, weight: torch.Tensor, dtype: torch.dtype) -> bool:
+def grouped_mm_supports(rows: torch.Tensor, weight: torch.Tensor, dtype: torch.dtype) -> bool:
     """Returns whether `torch.nn.functional.grouped_mm` takes factors of this dtype: rows of 16 bytes, fp32 or bfloat16."""
     if (
         not hasattr(F, "grouped_mm")

@@ -56,8 +56,8 @@ class PredictConfig(PredictorConfig):
     """Column names of a CSV. None: the run's `data.columns`."""
     column: str | None = setting(None)
     """Column or JSON key of the inputs, if its name differs from training. None: as in training."""
-    format: Literal["parquet", "jsonl"] = setting("parquet")
-    """File format of the predictions."""
+    format: Literal["parquet", "jsonl", "csv"] = setting("parquet")
+    """File format of the predictions. `csv`: in UTF-8 with a header in each file, lists and objects as JSON."""
     sample: SampleConfig = SampleConfig()
     """Text generation by a language model."""
     launch: PredictorLaunchConfig = PredictorLaunchConfig()

@@ -40,8 +40,11 @@ def presets() -> dict[str, Path]:
 
 
 def find_config(name: str) -> str:
-    """Returns the file that `--config` names: an existing one, or else a preset's."""
-    return name if Path(name).exists() or name not in presets() else str(presets()[name])
+    """Returns the file that `--config` names: an existing one, or a preset's, which pages call configs/NAME.yaml."""
+    if Path(name).exists():
+        return name
+    preset = name.removeprefix("configs/").removesuffix(".yaml") if name.startswith("configs/") else name
+    return str(presets().get(preset, name))
 
 
 def describe_preset(file: Path) -> Preset:

@@ -223,9 +223,11 @@ class ResumeConfig(Section):
     edited: bool = setting(False, since="0.4")
     """Take a `config.yaml` that was edited by hand since the run wrote it. Its differences are shown either way; without
     this setting they are refused. Holds for one attempt, which writes the file anew."""
-    accept: Literal["none", "data"] = setting("none", since="0.4")
+    accept: Literal["none", "data", "bits"] = setting("none", since="0.4")
     """Differences with which a run may go on. `data`: other samples of a model of your own (`raystride.fit`), of the same
-    number and shapes, in the places of the former ones. `none`: they are refused. Holds for one attempt."""
+    number and shapes, in the places of the former ones. `bits`: a `train.exact` run under another PyTorch or on another
+    processor, where it computes other bits; its checkpoints name the steps from which that holds. `none`: they are refused.
+    Holds for one attempt."""
 
 
 @dataclass(frozen=True, kw_only=True)

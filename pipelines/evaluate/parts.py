@@ -144,9 +144,9 @@ def _write_rows(
     first, schemas, schema, num_rows = next(chunks, []), None, None, 0
     if not first:
         return None, 0
-    if job.form == "parquet" and job.graded:
+    if job.graded:
         schema = storable_schema(infer_schema(row.answer for row in first))
-    elif job.form == "parquet":
+    elif job.form != "jsonl":
         known_answers, reason_name = prediction_schema(task, job.taken), free_name(REASON, job.taken)
         # Unknown types of predictions are inferred from the first ones.
         while len(known_answers) == 1 and all(len(row.answer) == 1 for row in first) and (next_chunk := next(chunks, [])):

@@ -281,7 +281,7 @@ def _clear_if_empty(folder: Folder, manifest: dict[str, Any], records_folder: st
     if manifest["complete"] or load_records(folder, records_folder):
         return False
     for name in folder.names():
-        if re.fullmatch(r"\d{5,}\.(parquet|jsonl)", name):
+        if re.fullmatch(r"\d{5,}\.(parquet|jsonl|csv)", name):
             folder.remove(name)
     return True
 

@@ -1,4 +1,4 @@
-"""Writes rows of predictions as Parquet or JSON lines, with the data's other columns.
+"""Writes rows of predictions as Parquet, JSON lines or CSV, with the data's other columns.
 
 Rows of Arrow (Parquet, Hugging Face) keep their types: slices of the input are written, with the predictions' columns beside
 them. Other rows get a type for all values of a column, and text if there is none. All files of a prediction have one schema.
@@ -9,7 +9,10 @@ with open_writer("parquet", stream, schema) as writer:
 to_json({"loss": math.nan})                               # '{"loss": null}'
 """
 
+import codecs
+import csv
 import json
+import math
 from base64 import b64decode, b64encode
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -21,7 +24,7 @@ from raystride.pipelines.data.sources.faults import DataError, escape_surrogates
 from raystride.pipelines.data.sources.parquet_reader import BATCH_BYTES, BatchRow
 from raystride.pipelines.system.storage.folder import Folder, strict_json
 
-Form = Literal["parquet", "jsonl"]
+Form = Literal["parquet", "jsonl", "csv"]
 CHUNK_ROWS = 1024
 """Rows that are written, or inspected, at once."""
 
@@ -72,9 +75,12 @@ class RowWriter(Protocol):
 
 @contextmanager
 def open_writer(form: Form, stream: IO[bytes], schema: Any) -> Iterator[RowWriter]:
-    """Yields a writer of rows into the stream; for Parquet with the columns of an Arrow schema. Raises DataError."""
+    """Yields a writer of rows into the stream; for Parquet and CSV with the columns of an Arrow schema. Raises DataError."""
     if form == "jsonl":
         yield _JsonLinesWriter(stream)
+        return
+    if form == "csv":
+        yield _TableWriter(_CsvTable(stream, schema), schema)
         return
     from pyarrow import ArrowException
     from pyarrow.parquet import ParquetWriter
@@ -85,7 +91,7 @@ def open_writer(form: Form, stream: IO[bytes], schema: Any) -> Iterator[RowWrite
         message = f"Parquet has no place for a column of the input ({error}): write the answers with --format jsonl"
         raise DataError(message, settings=("format",)) from error
     with table:
-        yield _ParquetWriter(table, schema)
+        yield _TableWriter(table, schema)
 
 
 @dataclass(frozen=True)
@@ -99,9 +105,29 @@ class _JsonLinesWriter:
                 self.stream.write(escape_surrogates(to_json({**values, **row.added})).encode() + b"\n")
 
 
+class _CsvTable:
+    """Writes tables as CSV in UTF-8, with a header: empty where a value is null, and lists and objects as JSON."""
+
+    def __init__(self, stream: IO[bytes], schema: Any) -> None:
+        self._rows = csv.writer(codecs.getwriter("utf-8")(stream), lineterminator="\n")
+        self._rows.writerow(schema.names)
+
+    def write_table(self, table: Any) -> None:
+        """Writes the rows of an Arrow table."""
+        columns = [map(_csv_value, _json_values(column)) for column in table.columns]
+        self._rows.writerows(zip(*columns, strict=True))
+
+
+def _csv_value(value: Any) -> Any:
+    if value is None or (isinstance(value, float) and math.isnan(value)):
+        return ""
+    return to_json(value) if isinstance(value, bool | list | dict) else _to_text(value)
+
+
 @dataclass(frozen=True)
-class _ParquetWriter:
+class _TableWriter:
     writer: Any
+    """Of Parquet or CSV: with `write_table`."""
     schema: Any
 
     def write(self, rows: Sequence[Row]) -> None:

@@ -28,10 +28,11 @@ from raystride.pipelines.launch.cluster.resources import Allocation, Resources
 from raystride.pipelines.launch.hang.process import process_start_time
 from raystride.pipelines.launch.run_store.changes import identify_own_model
 from raystride.pipelines.launch.run_store.resume import (
+    CHANGED_AT,
     PreviousAttempt,
+    accept_bits,
     describe_bit_dependencies,
     read_previous_bits,
-    refuse_different_bits,
 )
 from raystride.pipelines.observability.record import describe_environment
 from raystride.pipelines.observability.record.environment import DataFingerprints, Environment, RunEnvironment, describe_node
@@ -112,14 +113,18 @@ def _hash_raw_content(prepared: PreparedData) -> dict[str, str]:
 def checkpoint_facts(
     config: Config, folder: Folder, environment: RunEnvironment, allocation: Allocation
 ) -> dict[str, object]:
-    """Returns the environment facts of every checkpoint. Raises SettingError if an exact run would not resume exactly."""
+    """Returns the environment facts of every checkpoint; `environment` gets the steps after which exact bits were others.
+
+    Raises SettingError if an exact run would not resume exactly, unless `resume.accept bits`.
+    """
     kept = {key: environment.get(key) for key in ("commit", "python", "versions") if key in environment}
     facts: dict[str, object] = kept | {"device": allocation.device, "threads": allocation.threads}
     if config.train.exact:
         checkpoints = folder / "checkpoints"
         bits = describe_bit_dependencies(config, environment, allocation, read_previous_bits(checkpoints)[1])
-        refuse_different_bits(checkpoints, bits)
-        facts["bits"] = bits
+        facts["bits"] = bits = accept_bits(checkpoints, bits, config.resume)
+        if CHANGED_AT in bits:
+            environment["bits_changed_at"] = cast(list[int], bits[CHANGED_AT])
     return facts
 
 
@@ -164,6 +169,7 @@ def run_tags(environment: RunEnvironment, config: Config, allocation: Allocation
         "data": environment["data"],
         "workers": allocation.workers,
         "device": allocation.device,
+        "bits_changed_at": environment.get("bits_changed_at"),
     }
     ours = {f"raystride.{key}": str(value) for key, value in tags.items() if value is not None}
     return ours | owner_tags(owner, config.record) | _ray_tags(dashboard) | _mlflow_tags(environment, dashboard)
@@ -192,7 +198,9 @@ def _ray_tags(dashboard: str | None) -> dict[str, str]:
 
 
 def show_pages(folder: Folder, tags: dict[str, str], log: Callable[[str], None]) -> None:
-    """Shows the links to the run's pages at the beginning of a submitted job's log."""
+    """Shows the steps after which an exact run has other bits, and at the beginning of a submitted job's log the links."""
+    if steps := tags.get("raystride.bits_changed_at"):
+        log(f"exact    after step {steps.strip('[]')} its bits are others than they would have been (resume.accept bits)")
     if page := tags.get("raystride.ray_job"):
         log(f"ray      {page}")
     with suppress(ValueError):

@@ -40,7 +40,7 @@ def machine_table(name: str, storage: Folder | None, **circumstances: Any) -> It
     file = f"{name}-{hashlib.sha256(text.encode()).hexdigest()[:16]}.json"
     stored = storage / STORED if storage else None
     with _locked_folder(file) as folder:
-        local, remote = _read_local(folder, file), _read_stored(stored, file)
+        local, remote = _read_local(folder, file), _read_stored_table(stored, file)
         table = remote | local
         yield table
         if folder and table != local:
@@ -48,7 +48,9 @@ def machine_table(name: str, storage: Folder | None, **circumstances: Any) -> It
                 Folder(str(folder)).put_json(file, table)
         if stored and table.keys() > remote.keys():
             with suppress(OSError):
-                put_sealed(stored, file, table | _read_stored(stored, file))  # another machine may have written meanwhile
+                put_sealed(
+                    stored, file, table | _read_stored_table(stored, file)
+                )  # another machine may have written meanwhile
 
 
 @contextmanager
@@ -81,7 +83,7 @@ def _read_local(folder: Path | None, file: str) -> dict[str, Any]:
     return {}
 
 
-def _read_stored(stored: Folder | None, file: str) -> dict[str, Any]:
+def _read_stored_table(stored: Folder | None, file: str) -> dict[str, Any]:
     with suppress(OSError, SealBroken):
         return read_sealed(stored, file) if stored else {}
     return {}

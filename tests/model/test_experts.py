@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from raystride.model.block import build_feed_forward
-from raystride.model.experts import Experts, Routing, expert_products, expert_products_loop, takes_grouped
+from raystride.model.experts import Experts, Routing, expert_products, expert_products_loop, grouped_mm_supports
 from raystride.model.linear import Products, bf16_products
 from raystride.model.shape import flops_per_token, idle_weights
 from raystride.model.transformer import Decoder
@@ -94,7 +94,7 @@ def test_grouped_product_is_the_loop_with_empty_experts(dtype: torch.dtype, coun
     torch.manual_seed(1)
     rows = torch.randn(sum(counts), 16, dtype=dtype, requires_grad=True)
     weight = torch.randn(5, 24, 16, dtype=dtype, requires_grad=True)
-    assert takes_grouped(rows, weight, dtype) == (sum(counts) > 0)
+    assert grouped_mm_supports(rows, weight, dtype) == (sum(counts) > 0)
     grad = torch.randn(24, sum(counts), dtype=dtype).t()  # of other strides than grouped products take
     found = [product(rows, weight, torch.tensor(counts)) for product in (expert_products, expert_products_loop)]
     torch.testing.assert_close(found[0], found[1])
@@ -109,7 +109,7 @@ def test_widths_and_types_that_a_grouped_product_does_not_take_use_the_loop(
 ) -> None:
     rows, weight = torch.randn(7, width, dtype=dtype), torch.randn(3, 16, width, dtype=dtype)
     counts = torch.tensor([2, 0, 5])
-    assert takes_grouped(rows, weight, dtype) == taken
+    assert grouped_mm_supports(rows, weight, dtype) == taken
     torch.testing.assert_close(expert_products(rows, weight, counts), expert_products_loop(rows, weight, counts))
 
 

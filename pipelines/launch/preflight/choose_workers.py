@@ -51,7 +51,7 @@ def choose_workers(
     for layout, speed in speeds.items():
         if speed.middle > MIN_SPEEDUP * speeds[best].middle and speed.low > speeds[best].high:
             best = layout
-    log("; ".join(describe_speed(layout, speed) for layout, speed in speeds.items()))
+    log("; ".join(describe_layout_speed(layout, speed) for layout, speed in speeds.items()))
     return replace(allocation, workers=best[0], threads=best[1])
 
 
@@ -129,7 +129,7 @@ def _measure_speeds(job: Job, layouts: list[tuple[int, int]], log: Callable[[str
     return {}
 
 
-def describe_speed(layout: tuple[int, int], speed: Speed) -> str:
+def describe_layout_speed(layout: tuple[int, int], speed: Speed) -> str:
     """Returns for instance `2 workers of 1 thread: 9,000 tokens/s`."""
     workers, threads = layout
     return f"{workers} worker{'s' * (workers > 1)} of {threads} thread{'s' * (threads > 1)}: {speed.middle:,.0f} tokens/s"

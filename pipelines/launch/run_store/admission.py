@@ -66,7 +66,7 @@ def admit_run(context: RunContext) -> Admission:
         newest_manifest(context.run_folder)  # raises if a newer version has written what this one does not know
         context = context.with_config(with_previous_base(previous, context.config))
     else:
-        _check_repeated(context)
+        _check_run_to_repeat(context)
     begins_anew = starts_over(context.config.launch, context.run_folder, context.log)
     if _has_nothing_left(context, previous, begins_anew):
         return Admission(context, previous, is_complete=True)
@@ -171,7 +171,7 @@ def _describe_completed_run(folder: Folder, config: Config, reached: str, previo
     )
 
 
-def _check_repeated(context: RunContext) -> None:
+def _check_run_to_repeat(context: RunContext) -> None:
     """Shows which run's choices a new run takes. Raises SettingError if that run is not there or has no checkpoint."""
     if not (name := context.config.repeat):
         return

@@ -22,7 +22,7 @@ def name_run(config: Config, preset: str, storage: Folder) -> str:
     name, earlier = config.default_run(preset), config.default_run_of_0_3(preset)
     if any((storage / str(own.run)).exists(SETTINGS_FILE) for own in expand_adapters(replace(config, run=name))):
         return name
-    stored = [(own, _read_stored(storage / str(own.run))) for own in expand_adapters(replace(config, run=earlier))]
+    stored = [(own, _read_stored_settings(storage / str(own.run))) for own in expand_adapters(replace(config, run=earlier))]
     known = [(own, before) for own, before in stored if before]
     return earlier if known and all(_shaping(own) == _shaping(before) for own, before in known) else name
 
@@ -40,7 +40,7 @@ def expand_adapters(config: Config) -> list[Config]:
     return [replace(adapter_config, run=f"{config.run}-{number}") for number, adapter_config in enumerate(configs)]
 
 
-def _read_stored(folder: Folder) -> Config | None:
+def _read_stored_settings(folder: Folder) -> Config | None:
     try:
         return read_run(folder).settings
     except FileNotFoundError:

@@ -4,7 +4,7 @@ previous = read_previous_attempt(folder)                  # None for a new run
 refuse_changes(previous, config)                          # raises SettingError, showing each difference
 kept = keep_preparations(previous, context)               # its prepared data, even if the raw files have changed
 describe_completion(previous, config)                     # "500 steps", or None if there is something left to do
-refuse_different_bits(folder / "checkpoints", bits)       # train.exact: raises SettingError if the machine differs
+accept_bits(folder / "checkpoints", bits, config.resume)  # train.exact: raises SettingError if the machine differs
 """
 
 import os
@@ -52,12 +52,15 @@ from raystride.pipelines.train.checkpoint.layout import (
     BEFORE_PRODUCTS,
     checkpoint_names,
     newest_committed_step,
+    parse_step,
     read_manifest,
 )
 
 S = TypeVar("S", ModelConfig, TokenizerConfig)
 PATH_SETTINGS = ("data.source", "data.validation_source", "data.target_source", "tokenizer.file")
 """Settings that are paths of data: different spellings can mean the same."""
+CHANGED_AT = "changed_at"
+"""Key among a checkpoint's bit conditions: the steps after which they were others, by `resume.accept bits`."""
 UNKNOWN_CHANGES = "files, or their time stamps: the preparation is gone, or of a version that did not note their content"
 """What `_find_data_changes` returns if it cannot tell."""
 
@@ -389,20 +392,34 @@ def read_previous_bits(checkpoints: Folder) -> tuple[str, dict[str, object] | No
     return "", None
 
 
-def refuse_different_bits(checkpoints: Folder, bits: Mapping[str, object]) -> None:
-    """Raises SettingError if the newest checkpoint of an exact run was made under other bit conditions."""
+def accept_bits(checkpoints: Folder, bits: Mapping[str, object], resume: ResumeConfig) -> dict[str, object]:
+    """Returns the bit conditions of an exact run's next checkpoints: `bits`, and the steps after which they were others.
+
+    Raises SettingError if the newest checkpoint was made under others and `resume.accept` is not `bits`.
+    """
     name, before = read_previous_bits(checkpoints)
+    known = before or {}
     # Conditions that an earlier version did not store have not changed since.
-    common = [key for key in bits if key in (before or {})]
-    changed = [f"{key}: {before[key]} before, {bits[key]} now" for key in common if before and before[key] != bits[key]]
-    if changed:
+    changed = [key for key in bits if key in known and not _is_same(known[key], bits[key])]
+    steps = cast(list[int], known.get(CHANGED_AT, []))
+    if changed and resume.accept != "bits":
+        lines = (f"{key}: {known[key]} before, {bits[key]} now" for key in changed)
         raise SettingError(
             f"train.exact is true, and from {name} on this run would not have the bits that it promises. Go on where "
-            "these are as before, or start another run with --run NAME:\n  " + "\n  ".join(changed),
+            "these are as before, start another run with --run NAME, or go on with other bits by --resume.accept bits:\n  "
+            + "\n  ".join(lines),
             setting="train.exact",
             value=True,
-            allowed={key: before[key] for key in common if before and before[key] != bits[key]},
+            allowed={key: known[key] for key in changed},
         )
+    if changed:
+        steps = [*steps, parse_step(name) or 0]
+    return {**bits, CHANGED_AT: steps} if steps else dict(bits)
+
+
+def _is_same(before: object, now: object) -> bool:
+    """Returns whether conditions are equal; until 0.4 a version was without its build, as the 2.15.0 of 2.15.0+cu132."""
+    return before == now or (isinstance(now, str) and "+" not in str(before) and before == now.partition("+")[0])
 
 
 def write_settings(folder: Folder, attempt: str, config: Config, environment: Environment) -> None:

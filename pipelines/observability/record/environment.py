@@ -5,10 +5,13 @@ Memory is in bytes. Unknown facts (no git, no GPU, another operating system) are
     folder.put_json("environment.json", describe_environment())
 """
 
+import importlib.util
 import platform
+import re
 import socket
 import subprocess
 import sys
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, NotRequired, TypedDict
@@ -98,6 +101,8 @@ class RunEnvironment(Environment, DataFingerprints):
     """Hashes of the files of plug-ins and transforms, by their names in the settings."""
     own_model: NotRequired[dict[str, Any]]
     """Of a user's own model: a hash of its `code`, and hashes of the `content` of `data` and `validation`."""
+    bits_changed_at: NotRequired[list[int]]
+    """Steps after which an exact run went on under other conditions of its bits, by `resume.accept bits`."""
 
 
 def describe_environment() -> Environment:
@@ -129,7 +134,17 @@ def describe_node() -> Node:
 def _package_versions() -> dict[str, str]:
     """Returns the version of the running Raystride, and those of the packages in `PACKAGES` that are installed."""
     versions = {name: versions for name in PACKAGES if (versions := _installed_version(name)) is not None}
-    return {"raystride": __version__} | versions
+    return {"raystride": __version__} | versions | _torch_build()
+
+
+def _torch_build() -> dict[str, str]:
+    """Returns PyTorch's version with its build (2.15.0+cu132), which the package's own may lack, without importing it."""
+    found = importlib.util.find_spec("torch")
+    with suppress(OSError):
+        text = Path(found.origin).with_name("version.py").read_text() if found and found.origin else ""
+        if version := re.search(r"^__version__ = ['\"](.+)['\"]", text, re.MULTILINE):
+            return {"torch": version[1]}
+    return {}
 
 
 def describe_source(root: Path) -> Commit:

@@ -51,14 +51,14 @@ def suggest_changes(
     costs = sorted(_find_costs(summary, shares), reverse=True)
     found = [*_judge_settings(summary, config), *_judge_answers(answers or {}), *_judge_losses(*losses)]
     found += [text for _, text in costs]
-    unjudged = _name_unjudged(*losses)
+    unjudged = _too_few_validations(*losses)
     if not found:
         judged = "no part of a step calls" if unjudged else "neither the losses nor a part of a step call"
         found = [f"Nothing stands out: {judged} for a change by our rules of thumb."]
     return [*found, *unjudged]
 
 
-def _name_unjudged(training: Sequence[Point], validation: Sequence[Point]) -> list[str]:
+def _too_few_validations(training: Sequence[Point], validation: Sequence[Point]) -> list[str]:
     """Returns a sentence about the course of the losses if there are too few validations to judge it."""
     measured = sum(math.isfinite(value) for _, value in validation)
     if measured >= MIN_VALIDATIONS or not (training or validation):

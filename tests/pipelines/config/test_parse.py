@@ -208,3 +208,17 @@ def test_settings_come_from_names_files_mappings_and_objects(tmp_path: Path) -> 
             load_settings(Config, {}, wrong)
     with refused("config", "nowhere", names=["nowhere", "classify_packages"]):
         load_settings(Config, "nowhere")
+
+
+def test_a_preset_is_found_by_its_file_without_a_clone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pages say configs/lm_python.yaml, and who installed the wheel has no such folder."""
+    monkeypatch.chdir(tmp_path)
+    by_name, by_file = (
+        parse(Config, ["--config", name], program="train") for name in ("lm_python", "configs/lm_python.yaml")
+    )
+    assert (by_file.settings, by_file.preset) == (by_name.settings, "lm_python")
+    with refused("config", "configs/lm_pythn.yaml"):
+        parse(Config, ["--config", "configs/lm_pythn.yaml"], program="train")
+    (tmp_path / "configs").mkdir()
+    (tmp_path / "configs" / "lm_python.yaml").write_text("train: {steps: 7}")
+    assert parse(Config, ["--config", "configs/lm_python.yaml"], program="train").settings.train.steps == 7

@@ -100,11 +100,12 @@ def test_prepared_data_is_scored_if_the_raw_data_is_gone_or_changed(
     trained: Folder, source: Path, run: str, split: Split, tmp_path: Path
 ) -> None:
     shutil.copytree(str(trained), tmp_path / "copy")
-    storage, lines = Folder(str(tmp_path / "copy")), []  # type: ignore[var-annotated]
+    storage = Folder(str(tmp_path / "copy"))
     _name_preparation(storage, run)
     expected = read_table(_evaluate(storage, run, split).folder)
     for change, told in ((source.unlink, "gone"), (lambda: source.write_text('{"text": "new"}\n'), "bytes before")):
         change()
+        lines: list[str] = []
         found = read_table(_evaluate(storage, run, split, log=lines.append).folder)
         assert found.keys() == expected.keys()
         for name, values in found.items():
@@ -114,8 +115,8 @@ def test_prepared_data_is_scored_if_the_raw_data_is_gone_or_changed(
                 assert all(kept in whole for kept, whole in zip(values, expected[name], strict=True)), name
             elif not isinstance(values[0], list):
                 assert values == expected[name], name
-        assert told in lines[-1]
-        assert f"--split {split} as this run has prepared it" in lines[-1]
+        (line,) = (line for line in lines if f"--split {split} as this run has prepared it" in line)
+        assert told in line
 
 
 @pytest.mark.parametrize("listed", [True, False], ids=["leaf", "file"])

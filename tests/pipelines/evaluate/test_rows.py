@@ -1,5 +1,6 @@
 """Rows with any values of a table are written unchanged, or refused with the format that supports them."""
 
+import csv
 import io
 import json
 import math
@@ -100,6 +101,34 @@ def test_json_lines_take_all() -> None:
         "big": 2**63,
     }
     assert found == wanted
+
+
+def test_csv_is_read_back_by_others_as_it_was() -> None:
+    rows = [
+        {
+            "text": 'a "quoted", line\nand more',
+            "n": 1,
+            "x": 0.1,
+            "yes": True,
+            "all": {"a": 0.5},
+            "raw": b"\xff",
+            "when": ROWS[0]["when"],
+        },
+        {"text": "", "n": None, "x": math.nan, "yes": None, "all": None, "raw": None, "when": None},
+    ]
+    schema = storable_schema(infer_schema(rows))
+    written = write_all([Row({}, row) for row in rows], schema, "csv")
+    first, second = csv.DictReader(io.StringIO(written.decode(), newline=""))
+    expected = {"text": rows[0]["text"], "n": "1", "x": "0.1", "yes": "true", "all": '{"a": 0.5}', "raw": "/w=="}
+    assert first == expected | {"when": "2026-01-02 00:00:00+00:00"}
+    assert set(second.values()) == {""}
+    table = pa.Table.from_pylist(rows, schema)
+    batch = table.to_batches()[0]
+    of_arrow = [Row({"prediction": "x"}, BatchRow(batch, number)) for number in range(2)]
+    whole = pa.schema([*schema, pa.field("prediction", pa.string())])
+    assert [row | {"prediction": "x"} for row in (first, second)] == [
+        *csv.DictReader(io.StringIO(write_all(of_arrow, whole, "csv").decode(), newline=""))
+    ]
 
 
 def test_half_a_surrogate_pair_stays() -> None:

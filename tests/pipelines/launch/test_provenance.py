@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from raystride.pipelines.config import Config, DataConfig, LaunchConfig, RecordConfig, ScalingConfig
+from raystride.pipelines.config import Config, DataConfig, LaunchConfig, RecordConfig, ResumeConfig, ScalingConfig
 from raystride.pipelines.config.parse import load_settings, to_stored_yaml
 from raystride.pipelines.config.sweep import SweepJobConfig
 from raystride.pipelines.data.prepare.manifest import Manifest
@@ -65,6 +65,12 @@ def test_a_checkpoint_says_where_it_was_made_and_an_exact_one_what_its_bits_depe
     assert checkpoint_facts(exact, folder, environment(), share) == facts
     with refused("train.exact", True):
         checkpoint_facts(exact, folder, environment(), Allocation(2, "cpu", 4))
+    taken, found = replace(exact, resume=ResumeConfig(accept="bits")), environment()
+    facts = checkpoint_facts(taken, folder, found, Allocation(2, "cpu", 4))
+    assert (facts["bits"]["changed_at"], found["bits_changed_at"]) == ([2], [2])  # type: ignore[index]
+    tags, lines = run_tags(found, taken.scaling, Allocation(2, "cpu", 4), None), list[str]()
+    show_pages(folder, tags, lines.append)
+    assert "after step 2 " in lines[0]
 
 
 def prepared(folder: Path, **changes: Any) -> PreparedData:

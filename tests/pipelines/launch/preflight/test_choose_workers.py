@@ -8,7 +8,7 @@ import pytest
 
 from raystride.pipelines.config import Config, DataConfig, LaunchConfig, ModelConfig, ScalingConfig, TrainConfig
 from raystride.pipelines.launch.cluster.resources import Allocation, Resources
-from raystride.pipelines.launch.preflight.choose_workers import choose_workers, describe_speed, worker_layouts
+from raystride.pipelines.launch.preflight.choose_workers import choose_workers, describe_layout_speed, worker_layouts
 from raystride.pipelines.system.node_folder import CACHE_VARIABLE
 from raystride.pipelines.system.storage.folder import Folder
 from raystride.pipelines.train.worker import rehearsal
@@ -56,7 +56,7 @@ def test_the_fastest_is_taken_but_no_more_workers_than_help(tmp_path: Path, rehe
     log: list[str] = []
     # Four are faster by less than what tells them from two.
     assert choose_workers(_job(tmp_path), _there(), ASKED, LONG, log.append) == Allocation(2, "cpu", 2)
-    assert log[-1] == "; ".join(describe_speed(*each) for each in FOUND.items())
+    assert log[-1] == "; ".join(describe_layout_speed(*each) for each in FOUND.items())
     assert rehearsals == [[(1, 4), (2, 2), (4, 1)]]
     assert choose_workers(_job(tmp_path), _there(), ASKED, LONG, log.append) == Allocation(2, "cpu", 2)
     assert len(rehearsals) == 1, "this machine knows"
@@ -127,5 +127,5 @@ def test_places_share_out_the_cores_and_never_exceed_the_slots() -> None:
     assert list(worker_layouts(CONFIG, _there(6))) == [(1, 6), (2, 3), (4, 1)]
     assert list(worker_layouts(replace(CONFIG, train=replace(CONFIG.train, slots=2)), _there(6))) == [(1, 6), (2, 3)]
     assert list(worker_layouts(replace(CONFIG, scaling=ScalingConfig(threads=2)), _there(6))) == [(1, 2), (2, 2)]
-    assert describe_speed((1, 2), Speed(0, 11900.4, 0)) == "1 worker of 2 threads: 11,900 tokens/s"
-    assert describe_speed((2, 1), Speed(0, 9000, 0)) == "2 workers of 1 thread: 9,000 tokens/s"
+    assert describe_layout_speed((1, 2), Speed(0, 11900.4, 0)) == "1 worker of 2 threads: 11,900 tokens/s"
+    assert describe_layout_speed((2, 1), Speed(0, 9000, 0)) == "2 workers of 1 thread: 9,000 tokens/s"

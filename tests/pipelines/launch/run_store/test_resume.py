@@ -24,13 +24,14 @@ from raystride.pipelines.config.stored_run import read_settings
 from raystride.pipelines.data.prepare.fingerprint import Identity
 from raystride.pipelines.launch.cluster.resources import Allocation
 from raystride.pipelines.launch.run_store.resume import (
+    CHANGED_AT,
     PreviousAttempt,
+    accept_bits,
     describe_bit_dependencies,
     describe_completion,
     newest_step,
     read_previous_attempt,
     refuse_changes,
-    refuse_different_bits,
     refuse_edits,
     refuse_less,
     write_settings,
@@ -93,15 +94,32 @@ def _bits(share: Allocation | None = None, **versions: str) -> dict[str, Any]:
     return describe_bit_dependencies(CONFIG, found, share or Allocation(2, "cpu", 1))
 
 
+REFUSED = ResumeConfig()
+
+
 def test_an_exact_run_goes_on_where_bits_are_the_same(tmp_path: Path) -> None:
     checkpoints = Folder(str(tmp_path))
-    refuse_different_bits(checkpoints, _bits())  # nothing there yet
+    assert accept_bits(checkpoints, _bits(), REFUSED) == _bits(), "nothing is there yet"
     (checkpoints / "step-00000002").put_json("MANIFEST.json", {"step": 2, "bits": _bits(torch="2.12.0")})
     (checkpoints / "step-00000004").put_json("MANIFEST.json", {"step": 4, "bits": _bits()})
     (checkpoints / "step-00000006").put("MANIFEST.json", "{half")
-    refuse_different_bits(checkpoints, _bits())
-    refuse_different_bits(checkpoints, _bits(Allocation(3, "cpu", 1)))  # workers may come and go
-    refuse_different_bits(checkpoints, _bits(triton="3.6.0"))  # which CPUs do not use
+    accept_bits(checkpoints, _bits(), REFUSED)
+    accept_bits(checkpoints, _bits(Allocation(3, "cpu", 1)), REFUSED)  # workers may come and go
+    accept_bits(checkpoints, _bits(triton="3.6.0"), REFUSED)  # which CPUs do not use
+    accept_bits(checkpoints, _bits(torch="2.13.0+cpu"), REFUSED)  # as it was stored until 0.4, without its build
+
+
+def test_an_exact_run_goes_on_with_other_bits_if_they_are_accepted_and_keeps_from_where(tmp_path: Path) -> None:
+    checkpoints, accepted = Folder(str(tmp_path)), ResumeConfig(accept="bits")
+    (checkpoints / "step-00000002").put_json("MANIFEST.json", {"step": 2, "bits": _bits()})
+    newer = accept_bits(checkpoints, _bits(torch="2.14.0"), accepted)
+    assert newer == _bits(torch="2.14.0") | {CHANGED_AT: [2]}
+    (checkpoints / "step-00000004").put_json("MANIFEST.json", {"step": 4, "bits": newer})
+    assert accept_bits(checkpoints, _bits(torch="2.14.0"), REFUSED)[CHANGED_AT] == [2], "kept without asking again"
+    assert accept_bits(checkpoints, _bits(torch="2.14.0"), accepted)[CHANGED_AT] == [2]
+    assert accept_bits(checkpoints, _bits(torch="2.15.0"), accepted)[CHANGED_AT] == [2, 4]
+    with refused("train.exact", True, names=["--resume.accept bits"]):
+        accept_bits(checkpoints, _bits(torch="2.14.1+cu132"), REFUSED)
 
 
 @pytest.mark.parametrize(
@@ -118,7 +136,7 @@ def test_an_exact_run_says_why_its_bits_would_change(tmp_path: Path, now: dict[s
     (checkpoints / "step-00000002").put_json("MANIFEST.json", {"step": 2, "bits": _bits()})
     lines = [f"\n  {key}: {value} before, {now[key]} now" for key, value in before.items()]
     with refused("train.exact", True, names=["step-00000002", "--run NAME", *lines]) as refusal:
-        refuse_different_bits(checkpoints, now)
+        accept_bits(checkpoints, now, REFUSED)
     assert before.items() <= refusal.value.allowed.items()
 
 
@@ -387,5 +405,5 @@ def test_every_condition_of_the_bits_alone_refuses_an_exact_run(tmp_path: Path) 
     (checkpoints / "step-00000002").put_json("MANIFEST.json", {"step": 2, "bits": before})
     for key in some(before):
         with refused("train.exact", True, names=[key]) as refusal:
-            refuse_different_bits(checkpoints, before | {key: "another"})
+            accept_bits(checkpoints, before | {key: "another"}, REFUSED)
         assert refusal.value.allowed == {key: before[key]}
