@@ -68,7 +68,7 @@ def test_a_checkpoint_says_where_it_was_made_and_an_exact_one_what_its_bits_depe
     taken, found = replace(exact, resume=ResumeConfig(accept="bits")), environment()
     facts = checkpoint_facts(taken, folder, found, Allocation(2, "cpu", 4))
     assert (facts["bits"]["changed_at"], found["bits_changed_at"]) == ([2], [2])  # type: ignore[index]
-    tags, lines = run_tags(found, taken.scaling, Allocation(2, "cpu", 4), None), list[str]()
+    tags, lines = run_tags(found, taken, Allocation(2, "cpu", 4), None), list[str]()
     show_pages(folder, tags, lines.append)
     assert "after step 2 " in lines[0]
 
