@@ -7,6 +7,7 @@ also in bf16 by autocast. Freed memory is kept for all.
 
     python -m benchmarks.step                                  # three settings, five minutes on two cores
     python -m benchmarks.step --settings nanogpt --rounds 20
+    python -m benchmarks.step --norms --settings 10m           # what norms by part cost in a step that is logged
 """
 
 import argparse
@@ -33,6 +34,7 @@ from raystride.pipelines.data.feed.loader import Step
 from raystride.pipelines.observability import phases
 from raystride.pipelines.system.heap import keep_freed_memory
 from raystride.pipelines.train.loop import Training
+from raystride.pipelines.train.part_norms import PartNorms
 from raystride.pipelines.train.step import train_step
 from raystride.pipelines.train.worker.build import build_training
 from raystride.pipelines.train.worker.job import WorkerInfo
@@ -199,6 +201,33 @@ def compare(name: str, given: argparse.Namespace, text: Path, scratch: Path) -> 
     ]
 
 
+def compare_norms(name: str, given: argparse.Namespace, text: Path, scratch: Path) -> Comparison:
+    """The processor time of an update beside one whose norms are measured and read, and beside a whole step, on one thread.
+
+    A step that is logged, a tenth of them by default, takes the difference more.
+    """
+    torch.set_num_threads(1)
+    training, step = build_ours(SETTINGS[name], text, scratch, 1, ("--train.precision=fp32",))
+    norms, skip = PartNorms(training.model, training.optimizer), torch.zeros(())
+    whole = partial(train_step, training.strategy, training.model, training.optimizer, step, training.rules, RATE)
+
+    def measure() -> None:
+        norms.begin_step()
+        training.optimizer.update(RATE, skip)
+        norms.take_figures(1.0, training.strategy.all_reduce_sum)
+
+    ways = {"update": partial(training.optimizer.update, RATE, skip), "update with norms": measure, "step": whole}
+    whole()  # which leaves the gradients that the updates take
+    times = take_turns({way: partial(_processor_ms, run) for way, run in ways.items()}, given.rounds)
+    return Comparison(f"{name}: processor milliseconds of one thread", times, "update", {}, ".1f")
+
+
+def _processor_ms(run: Callable[[], object]) -> float:
+    began = time.thread_time()
+    run()
+    return 1000 * (time.thread_time() - began)
+
+
 def _parameters(one: Plain | Ours) -> int:
     model = one.model if isinstance(one, Plain) else one.training.model
     return sum(parameter.numel() for parameter in model.parameters())
@@ -215,6 +244,7 @@ def main() -> None:
     parser.add_argument("--settings", nargs="+", choices=SETTINGS, default=list(SETTINGS), help="default: all")
     parser.add_argument("--steps", type=int, default=30, help="counted steps of a block, at most (default 30)")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="default: the cores")
+    parser.add_argument("--norms", action="store_true", help="what norms by part (train.log_norms) cost")
     given = parser.parse_args()
     torch.set_num_threads(given.threads)
     keep_freed_memory()  # as workers do; the plain network in this process gains by it, too
@@ -224,6 +254,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="step-") as scratch:
         text = runs.small_text(Path(scratch))
         for name in given.settings:
+            if given.norms:
+                compared.append(compare_norms(name, given, text, Path(scratch) / name))
+                continue
             compared += compare(name, given, text, Path(scratch) / name)
     report(given, found, compared)
 

@@ -102,7 +102,7 @@ def test_no_loop_suppresses_every_error() -> None:
     assert silent == []
 
 
-FIGURES = ("train/", "val/", "start/", "test_recall/", "val_recall/", "expert_load/")
+FIGURES = ("train/", "val/", "start/", "test_recall/", "val_recall/", "expert_load/", "gradient_norm/", "update_norm/")
 """Beginnings of figures' names, in the journal and in MLflow."""
 
 

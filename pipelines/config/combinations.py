@@ -18,6 +18,7 @@ from raystride.pipelines.config.train import (
     OptimizerConfig,
     TrainConfig,
     ValidationConfig,
+    parse_branch,
 )
 
 SHARDED = ("fsdp", "deepspeed")
@@ -62,6 +63,8 @@ def refuse_combinations(
         raise train.error("ema", "must be 0 with scaling.strategy `deepspeed`, whose optimiser keeps none: use `fsdp`")
     if train.ema and train.stochastic_rounding:
         raise train.error("ema", "must be 0 with train.stochastic_rounding, whose weights are rounded by chance")
+    if train.log_norms and (scaling.strategy == "deepspeed" or scaling.group > 1 or scaling.mesh == "auto"):
+        raise train.error("log_norms", "must be false with deepspeed or a mesh, whose workers have parts of parameters")
     if train.stochastic_rounding and scaling.strategy in SHARDED:
         raise train.error("stochastic_rounding", "must be false here: both sharded strategies keep a master copy, in shards")
     if guard.policy == "rewind" and not checkpoint.every:
@@ -324,6 +327,18 @@ def refuse_average(train: TrainConfig, validation: ValidationConfig) -> None:
     """Raises SettingError if an average is to be evaluated and there is none."""
     if validation.weights == "ema" and not train.ema:
         raise validation.error("weights", "must be `auto` or `trained` without train.ema, 0.999 for instance")
+
+
+def refuse_branch(train: TrainConfig, run: str | None, *, has_several_adapters: bool) -> None:
+    """Raises SettingError for a branch of the run itself, and for several adapters at once."""
+    if not train.branch_from:
+        return
+    if run == parse_branch(train.branch_from)[0]:
+        raise train.error(
+            "branch_from", f"must be another run than this one, {run}: give the branch its own name, --run NAME"
+        )
+    if has_several_adapters:
+        raise train.error("branch_from", "must be None with lora.adapters above 1: branch each adapter's run by itself")
 
 
 def refuse_muon(optimizer: OptimizerConfig, scaling: ScalingConfig, *, has_adapters: bool) -> None:

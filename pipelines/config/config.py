@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 
 from raystride.pipelines.config.combinations import (
     refuse_average,
+    refuse_branch,
     refuse_chats,
     refuse_combinations,
     refuse_early_start,
@@ -148,6 +149,7 @@ class Config(Section):
         refuse_schedule(self.optimizer, self.train)
         refuse_muon(self.optimizer, self.scaling, has_adapters=self.lora.rank > 0)
         refuse_average(self.train, self.validation)
+        refuse_branch(self.train, self.run, has_several_adapters=self.lora.adapters > 1)
         ending = f"-{self.lora.adapters - 1}" if self.lora.adapters > 1 else ""
         if self.run is not None and (fault := name_fault(self.run, ending)):
             raise self.error("run", fault)

@@ -4,9 +4,10 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from raystride.pipelines.config.batch import batch_error, cut_batch
+from raystride.pipelines.config.parameter_groups import check_group
 from raystride.pipelines.config.schedules import DecayShape, ScheduleName
 from raystride.pipelines.config.section import Section, setting
 
@@ -72,6 +73,13 @@ class OptimizerConfig(Section):
         shapes_result=True,
     )
     """Final learning rate of `cosine`, `linear` and `wsd`, as a fraction of the peak."""
+    groups: tuple[dict[str, Any], ...] = setting(
+        (), since="0.4", also="param_groups group_overrides lr_mult layer_decay no_weight_decay", shapes_result=True
+    )
+    """Groups of parameters with their own rate or decay. `[{pattern: "embedding.*", lr_ratio: 0.1, weight_decay: 0}]`: a
+    pattern of full names (`*`, `?` and `[...]`, as in file names), the group's learning rate as a fraction of that of the
+    schedule, and its decay, of biases and norms as well. The first pattern that matches a parameter holds. Left out: 1, and
+    `optimizer.weight_decay` of matrices."""
     absent_gradients: Literal["auto", "skip", "zero"] = setting("auto", since="0.4", shapes_result=True)
     """A parameter of a model of your own that no sample of a step has used: `skip` leaves it as it is; `zero` lets it decay
     and move by its momentum on several workers, as 0.3 did. `auto`: as the run began; a new one skips."""
@@ -81,6 +89,7 @@ class OptimizerConfig(Section):
         super().__post_init__()
         if self.schedule == "noam" and not (self.warmup_steps or self.warmup_ratio):
             raise self.error("warmup_steps", "must be at least 1 with optimizer.schedule `noam`")
+        object.__setattr__(self, "groups", tuple(check_group(number, group) for number, group in enumerate(self.groups)))
 
     def warmup(self, total_steps: int) -> int:
         """Returns the steps of the warm-up in a run of so many."""
@@ -89,6 +98,16 @@ class OptimizerConfig(Section):
     def decay_length(self, total_steps: int) -> int:
         """Returns the number of the last steps of a run over which `wsd` falls."""
         return self.decay_steps or round(self.decay_share * total_steps)
+
+
+_BRANCH = re.compile(r"([^/]+)(?:/step-(\d+))?")
+
+
+def parse_branch(text: str) -> tuple[str, int | None]:
+    """Returns the run and the step that `train.branch_from` names, None for the newest. Raises ValueError."""
+    if not (found := _BRANCH.fullmatch(text)):
+        raise ValueError(text)
+    return found[1], None if found[2] is None else int(found[2])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,6 +124,11 @@ class TrainConfig(Section):
         ),
     )
     """Number of optimiser steps of the whole run. 0: no limit; `epochs` or `hours` end the run."""
+    branch_from: str | None = setting(None, fixed=True, since="0.4", also="fork_from")
+    """Checkpoint of another run of the storage that a new run begins at: `RUN`, for its newest, or `RUN/step-500`. Weights,
+    optimiser, average, step and position in the data are that checkpoint's; data, model and slots must be the parent's,
+    schedule, rates and length may differ. `train.steps` counts from the parent's beginning. The parent is only read, and
+    only until the new run has a checkpoint of its own."""
     epochs: float = setting(0.0, at_least=0, also="num_train_epochs num_epochs max_epochs n_epochs epoch")
     """Maximum number of passes over the training samples. 0: no limit."""
     hours: float = setting(0.0, at_least=0, also="max_time max_hours time_limit")
@@ -201,12 +225,18 @@ class TrainConfig(Section):
         10, at_least=1, also="logging_steps log_interval log_every_n_steps log_freq log_every_steps metrics_log_interval"
     )
     """Steps between two logged measurements. The loop waits for the device only then."""
+    log_norms: bool = setting(False, since="0.4", also="log_params_norm log_grad_norm watch")
+    """Log norms of gradients and updates by part of the network as well: of each block, embedding and head, in MLflow and on
+    the page. A logged step copies the parameters for it. Not in a mesh and not with `deepspeed`; an optimiser of your own
+    has no norms of updates."""
     deterministic: bool = setting(True, also="use_deterministic_algorithms cudnn_deterministic full_determinism")
     """Use only deterministic operations, which give the same bits each time. Some are slower on a GPU."""
 
     def __post_init__(self) -> None:
         """Raises SettingError where a field is out of range, nothing ends the run, or `exact` or `precision` forbids one."""
         super().__post_init__()
+        if self.branch_from is not None:
+            object.__setattr__(self, "branch_from", self._written_branch())
         if self.batch:
             self._resolve_batch()
         if not (self.steps or self.epochs or self.hours):
@@ -222,6 +252,14 @@ class TrainConfig(Section):
     def slot_samples(self) -> int:
         """Samples in a slot; a bundle is one."""
         return 1 if self.slot_tokens else self.slot_size
+
+    def _written_branch(self) -> str:
+        """Returns `branch_from` with the step as the folder of a checkpoint has it."""
+        try:
+            run, step = parse_branch(self.branch_from or "")
+        except ValueError:
+            raise self.error("branch_from", "must be a run's name, or one of its checkpoints, `RUN/step-500`") from None
+        return run if step is None else f"{run}/step-{step:08d}"
 
     def _resolve_batch(self) -> None:
         if self.slot_tokens:

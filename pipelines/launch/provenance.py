@@ -5,6 +5,7 @@ tags = run_tags(environment, config, allocation, dashboard)                     
 """
 
 import getpass
+import math
 import os
 import sys
 from collections.abc import Callable
@@ -16,6 +17,7 @@ from typing import cast
 from raystride.pipelines.config import Config, LaunchConfig, RecordConfig
 from raystride.pipelines.config.parse import load_settings
 from raystride.pipelines.config.presets import presets
+from raystride.pipelines.config.train import parse_branch
 from raystride.pipelines.data.prepare.one_source import PreparedData
 from raystride.pipelines.data.prepare.progress import describe_speeds, load_stages
 from raystride.pipelines.data.prepare.raw_files import hash_raw_files, read_raw_files
@@ -39,6 +41,7 @@ from raystride.pipelines.observability.record.environment import DataFingerprint
 from raystride.pipelines.observability.record.mlflow.links import is_on_server, job_link, run_link
 from raystride.pipelines.observability.record.mlflow.log import read_reference
 from raystride.pipelines.system.storage.folder import Folder
+from raystride.pipelines.train.checkpoint.layout import newest_manifest
 
 OWNER_TAG = "raystride.owner"
 RAY_WORKER_SCRIPT = "default_worker.py"
@@ -120,9 +123,12 @@ def checkpoint_facts(
     kept = {key: environment.get(key) for key in ("commit", "python", "versions") if key in environment}
     facts: dict[str, object] = kept | {"device": allocation.device, "threads": allocation.threads}
     if config.train.exact:
-        checkpoints = folder / "checkpoints"
-        bits = describe_bit_dependencies(config, environment, allocation, read_previous_bits(checkpoints)[1])
-        facts["bits"] = bits = accept_bits(checkpoints, bits, config.resume)
+        checkpoints, until = folder / "checkpoints", math.inf
+        if config.train.branch_from and not newest_manifest(folder):
+            run, step = parse_branch(config.train.branch_from)
+            checkpoints, until = folder.parent / run / "checkpoints", step or math.inf
+        bits = describe_bit_dependencies(config, environment, allocation, read_previous_bits(checkpoints, until)[1])
+        facts["bits"] = bits = accept_bits(checkpoints, bits, config.resume, until)
         if CHANGED_AT in bits:
             environment["bits_changed_at"] = cast(list[int], bits[CHANGED_AT])
     return facts

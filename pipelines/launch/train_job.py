@@ -67,7 +67,7 @@ from raystride.pipelines.launch.inline import InlineRecorder, train_inline
 from raystride.pipelines.launch.preflight.choose_workers import choose_workers
 from raystride.pipelines.launch.provenance import checkpoint_facts
 from raystride.pipelines.observability.record.environment import RunEnvironment
-from raystride.pipelines.train.checkpoint.layout import newest_manifest
+from raystride.pipelines.train.checkpoint.layout import beginning_manifest
 
 
 def finalize_job(
@@ -87,7 +87,7 @@ def total_steps(job: Job) -> int | None:
     """Returns the last step of the run by its steps and epochs, None if these do not bound it."""
     steps: float = job.config.train.steps or math.inf
     if job.config.train.epochs or job.config.data.sources:
-        newest = newest_manifest(job.folder)
+        newest = beginning_manifest(job.folder, job.config.train.branch_from)
         task = build_task(job.config, open_manifest(job.config.data, job.prepared).facts)
         state = newest.get("state", {}) if job.config.data.sources else {}
         since = {key: state.get(key, 0) for key in ("step", "position")}
@@ -173,9 +173,9 @@ def train(
     if config.launch.mode == "ray":
         plugin_bundle.refuse_unpicklable(config)
     admission = admit_run(RunContext(config, storage, screen.log, notice=screen.notice))
-    previous, folder = admission.previous, admission.context.run_folder
+    previous, folder = admission.origin, admission.context.run_folder
     if admission.is_complete:
-        return (previous and previous.summary) or {}
+        return (admission.previous and admission.previous.summary) or {}
     attempt, owner = new_attempt(), (tags or {}).get(OWNER_TAG) or find_owner(config.record)
     charged = owner_tags(owner, config.record)
     metadata = job_metadata(str(config.run), str(storage), config.record.mlflow, charged)
@@ -185,7 +185,7 @@ def train(
         JobStatusReporter(metadata, folder) as page,
         ExitStack() as until_end,
     ):
-        if previous:
+        if admission.previous:
             refuse_removed(folder)
         milestones["cluster"] = time.time()
         arrange_resubmission(config.launch, dashboard, screen.warn)

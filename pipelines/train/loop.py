@@ -24,9 +24,11 @@ from raystride.pipelines.config.train import cost_of
 from raystride.pipelines.data.feed.loader import Loader, Requests, Step
 from raystride.pipelines.observability.phases import phase
 from raystride.pipelines.system.permit import Permit
+from raystride.pipelines.train.checkpoint.layout import BRANCHED_FROM
 from raystride.pipelines.train.checkpoint.manager import Checkpoints
 from raystride.pipelines.train.checkpoint.train_state import SkippedSlot, TrainState, Updater, evaluated_weights
 from raystride.pipelines.train.guard import Diagnosis, Diverged, Rewind, StepGuard
+from raystride.pipelines.train.part_norms import PartNorms
 from raystride.pipelines.train.step import (
     VERDICT,
     DelayedHostRead,
@@ -102,6 +104,7 @@ class Training:
         if self.checkpoints:
             self.checkpoints.on_wait = partial(self._call_watchers, "on_save_wait")
         is_own = self.config.train.exact and getattr(self.model, "saves_buffers", False)
+        self._norms = PartNorms(self.model, self.optimizer) if self.config.train.log_norms else None
         self._buffers = {name: buffer.clone() for name, buffer in self.model.named_buffers()} if is_own else None
         self._users_module = getattr(self.model, "users_module", self.model)
         self._reset_counters()
@@ -140,7 +143,8 @@ class Training:
 
     def _train_with_rewinds(self) -> Ending:
         """Trains, and rewinds as often as the guard requests it."""
-        if self.checkpoints and self.config.guard.policy == "rewind" and not self.state.step:
+        begins_at = self.header.get(BRANCHED_FROM, {}).get("step", 0)
+        if self.checkpoints and self.config.guard.policy == "rewind" and self.state.step == begins_at:
             self._save_checkpoint(best=False)  # a rewind needs a checkpoint
         while True:
             try:
@@ -165,7 +169,7 @@ class Training:
                     self.rules,
                     self._learning_rate,
                     self._step_requests(),
-                    partial(self._call_watchers, "on_gradients", step.number + 1, self._users_module),
+                    partial(self._see_gradients, step.number + 1),
                 )
             self._after_step(step, result)
             if reason := self._reason_to_end(step, result):
@@ -174,6 +178,12 @@ class Training:
         if step and result:
             self._check_verdict_now(step, result)
         return _requested_ending(*self.loader.agreed_requests) or (Ending.EARLY if exhausted else Ending.DONE)
+
+    def _see_gradients(self, step: int) -> None:
+        """Does what observers and a log do with the gradients of a step, before its update."""
+        self._call_watchers("on_gradients", step, self._users_module)
+        if self._norms and step % self.config.train.log_every == 0:
+            self._norms.begin_step()
 
     def _after_step(self, step: Step, result: StepResult) -> None:
         """Does everything that may follow an update: counting, logging, validation, a checkpoint."""
@@ -319,6 +329,10 @@ class Training:
             measured["loss_scale"] = float(self.rules.scale.value)
         if self.state.dropped or self.state.left_out:
             measured |= {"dropped_steps": float(len(self.state.dropped)), "left_out_slots": float(len(self.state.left_out))}
+        if self._norms:
+            limit = self.config.train.clip_norm
+            clip = min(1.0, limit / (measured["gradient_norm"] + 1e-6)) if limit else 1.0
+            measured |= self._norms.take_figures(clip, self.strategy.all_reduce_sum)
         self._interval_began, self._waited_before = now, self.loader.wait_s
         self._call_watchers("on_log", self.state.step, measured)
 

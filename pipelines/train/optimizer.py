@@ -8,26 +8,36 @@ their first use (1 s of a start) and take 0.6 ms of Python an update, 2 % of a s
 """
 
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
 
-from raystride.pipelines.config import OptimizerConfig
+from raystride.model.hugging_face import hf_names
+from raystride.model.lora import attach_adapters
+from raystride.pipelines.config import Config, OptimizerConfig
+from raystride.pipelines.config.parameter_groups import find_group, refuse_unmatched
+from raystride.pipelines.data.plugins import BUILT_IN_TASKS
+from raystride.pipelines.data.tasks import build_task
 from raystride.pipelines.train.checkpoint.train_state import (
     AVERAGE,
     TRAINED,
-    Group,
     State,
     Updater,
     empty_state,
     local_shard,
 )
+from raystride.pipelines.train.memory.networks import expected_facts
 from raystride.pipelines.train.muon import DEFAULT_MOMENTUM, RMS, block_matrices, share_directions
+from raystride.pipelines.train.strategies.parameter_layout import layout_of
+from raystride.pipelines.train.strategies.strategy import Group
 from raystride.triton_kernels.adamw import adamw, copy_rounded
+
+ASSUMED_IMAGE = (3, 64, 64)
+"""Channels and sides of images whose size only preparation tells."""
 
 
 @dataclass(frozen=True)
@@ -66,17 +76,19 @@ class FusedUpdater:
     def __init__(self, groups: list[Group], *, stochastic: bool = False, average: Average | None = None) -> None:
         self.groups, self._stochastic, self._average = groups, stochastic, average
         self.evaluates_other_weights = average is not None and average.is_evaluated
-        self.has_masters = not stochastic and any(p.dtype != torch.float32 for group, _ in groups for p in group)
+        self.has_masters = not stochastic and any(p.dtype != torch.float32 for group in groups for p in group.parameters)
+        self.on_change: Callable[[list[nn.Parameter], list[torch.Tensor]], None] | None = None
+        """Called with parameters and the changes of this worker's shards of them, after each update; None: not measured."""
         self._state: State = {}
         self._completed: set[nn.Parameter] = set()
 
     @torch.no_grad()
     def update(self, learning_rate: float, skip: torch.Tensor | None = None) -> None:
         """Updates the parameters that have a gradient, at this learning rate; does nothing if `skip` (fp32 scalar) is 1."""
-        for parameters, decay in self.groups:
+        for parameters, decay, lr_ratio in self.groups:
             trained = [p for p in parameters if p.grad is not None]
             if trained:
-                self._update_group(trained, decay, learning_rate, skip)
+                self._update_group(trained, decay, learning_rate * lr_ratio, skip)
 
     def _update_group(
         self, trained: list[nn.Parameter], decay: float, learning_rate: float, skip: torch.Tensor | None
@@ -92,7 +104,11 @@ class FusedUpdater:
             skip = skip.to(values[0].device)
         gradients = [local_shard(p.grad) for p in trained if p.grad is not None]
         stochastic = low_precision and self._stochastic
+        before = [value.clone() for value in values] if self.on_change else []
         self._apply_update(GroupUpdate(trained, values, copies, stochastic, gradients, states, decay), learning_rate, skip)
+        if self.on_change:
+            torch._foreach_sub_(before, values)
+            self.on_change(trained, before)
         if self._average:
             weight = 1 - self._average.decay
             averages = [local_shard(state[AVERAGE]) for state in states]
@@ -286,30 +302,62 @@ def _put(target: torch.Tensor, value: torch.Tensor, skip: torch.Tensor | None) -
 def build_optimizer(settings: OptimizerConfig, model: nn.Module, **options: Any) -> Updater:
     """Builds the optimiser of the settings: matrices decay, vectors (biases, norms) do not. `options`: see FusedUpdater.
 
-    Raises SettingError for Muon without a matrix.
+    Raises SettingError for Muon without a matrix, and for a group's pattern that matches nothing.
     """
     if settings.kind == "muon":
-        return _build_muon(settings, model, **options)
-    trained = [p for p in model.parameters() if p.requires_grad]
-    groups = [
-        ([p for p in trained if p.dim() >= 2], settings.weight_decay),
-        ([p for p in trained if p.dim() < 2], 0.0),
-    ]
+        matrices = block_matrices(model)
+        if not matrices:
+            rule = "must be `adamw` for a network without matrices in blocks (items of an nn.ModuleList)"
+            raise settings.error("kind", rule)
+        momentum = settings.momentum or DEFAULT_MOMENTUM
+        groups = _group_parameters(settings, model, matrices)
+        return Muon(groups, matrices, settings.betas, settings.eps, momentum=momentum, **options)
+    groups = _group_parameters(settings, model)
     if settings.kind == "sgd":
         return SGD(groups, settings.momentum, **options)
     return AdamW(groups, settings.betas, settings.eps, **options)
 
 
-def _build_muon(settings: OptimizerConfig, model: nn.Module, **options: Any) -> Muon:
-    """Builds Muon over a network's blocks, and AdamW over what is outside. Raises SettingError if they have no matrix."""
-    matrices = block_matrices(model)
-    if not matrices:
-        raise settings.error("kind", "must be `adamw` for a network without matrices in blocks (items of an nn.ModuleList)")
-    trained = [p for p in model.parameters() if p.requires_grad]
-    groups = [
-        ([p for p in trained if p in matrices], settings.weight_decay),
-        ([p for p in trained if p not in matrices and p.dim() >= 2], settings.weight_decay),
-        ([p for p in trained if p.dim() < 2], 0.0),
-    ]
-    momentum = settings.momentum or DEFAULT_MOMENTUM
-    return Muon(groups, matrices, settings.betas, settings.eps, momentum=momentum, **options)
+def _group_parameters(
+    settings: OptimizerConfig, model: nn.Module, first: Collection[nn.Parameter] = frozenset()
+) -> list[Group]:
+    """Groups the trained parameters by rate and decay: the `first` ones, other matrices, vectors; each by `settings.groups`.
+
+    Raises SettingError for a pattern that matches nothing of the whole network.
+    """
+    trained = {user_name(model, name): p for name, p in model.named_parameters() if p.requires_grad}
+    layout = layout_of(model)
+    refuse_unmatched(settings.groups, trained if layout is None else layout.shapes)
+    found: dict[tuple[int, int], Group] = {}
+    for name, parameter in trained.items():
+        number = find_group(settings.groups, name)
+        kind = 0 if parameter in first else 1 if parameter.dim() >= 2 else 2
+        rule = {"weight_decay": settings.weight_decay if kind < 2 else 0.0, "lr_ratio": 1.0}
+        rule |= {} if number is None else settings.groups[number]
+        group = found.setdefault((-1 if number is None else number, kind), Group([], rule["weight_decay"], rule["lr_ratio"]))
+        group.parameters.append(parameter)
+    return [found[key] for key in sorted(found)]
+
+
+def user_name(model: nn.Module, name: str) -> str:
+    """Returns the name of a parameter as a pattern has it: of a user's own network, that in their module."""
+    return name.removeprefix("module.") if hasattr(model, "users_module") else name
+
+
+def check_groups(config: Config) -> None:
+    """Raises SettingError for a pattern of `optimizer.groups` that matches nothing, before a network has values.
+
+    Of a task of a user's own the network is not known here, and its workers raise it.
+    """
+    facts = dict(expected_facts(config))
+    if "dataset" in facts:  # its rehearsal has built the optimiser
+        refuse_unmatched(config.optimizer.groups, facts["dataset"]["parameters"])
+    elif config.task in BUILT_IN_TASKS:
+        facts |= {"image": facts.get("image") or ASSUMED_IMAGE}
+        plain = replace(config, objective=replace(config.objective, class_weights="none"))
+        # An image network computes a forward to know its sizes, and is small.
+        with nullcontext() if config.task == "images" else torch.device("meta"):
+            model = build_task(plain, facts).build_model()
+            if config.lora.rank:
+                attach_adapters(model, config.lora, hf_names(model))
+        _group_parameters(config.optimizer, model)

@@ -16,7 +16,7 @@ from dataclasses import replace
 from raystride.pipelines.config import Config
 from raystride.pipelines.launch.cluster.resources import Allocation, Resources
 from raystride.pipelines.system.machine_table import machine_table
-from raystride.pipelines.train.checkpoint.layout import newest_manifest
+from raystride.pipelines.train.checkpoint.layout import beginning_manifest, newest_manifest
 from raystride.pipelines.train.worker.job import Job
 from raystride.pipelines.train.worker.rehearsal import Speed
 
@@ -65,7 +65,7 @@ def _is_undecided(config: Config, resources: Resources, allocation: Allocation) 
 
 def _previous_layout(job: Job, resources: Resources, log: Callable[[str], None]) -> tuple[int, int] | None:
     """Returns the workers and threads of the run's newest checkpoint, or of the run that it repeats, if they fit here."""
-    repeated = job.config.repeat if not (manifest := newest_manifest(job.folder)) else None
+    repeated = job.config.repeat if not (manifest := beginning_manifest(job.folder, job.config.train.branch_from)) else None
     if repeated:
         manifest = newest_manifest(job.folder.parent / repeated)
     workers, threads = manifest.get("world"), manifest.get("threads")

@@ -12,6 +12,7 @@ from raystride.pipelines.data.prepare.prepare import check_data
 from raystride.pipelines.data.prepare.run_context import Log, RunContext
 from raystride.pipelines.data.pretrained import BaseInfo, check_base
 from raystride.pipelines.data.tasks import build_task
+from raystride.pipelines.launch.run_store.branch import begin_branch, with_previous_branch
 from raystride.pipelines.launch.run_store.changes import find_changes
 from raystride.pipelines.launch.run_store.lease import RunLease, RunLocked, new_attempt
 from raystride.pipelines.launch.run_store.resume import (
@@ -47,12 +48,19 @@ class Admission:
     context: RunContext
     """The run: a resumed one has the base of its previous attempt in its settings, and the preparations that it keeps."""
     previous: PreviousAttempt | None
+    parent: PreviousAttempt | None = None
+    """The run that this start branches from; None for a run that has a checkpoint of its own."""
     is_complete: bool = False
     """Whether nothing is left to do; base and data are not checked then."""
     starts_over: bool = False
     """Whether the checkpoints are to be moved aside before the workers start."""
     base: BaseInfo | None = None
     """Description of a new run's base, if that is a folder or model of the hub."""
+
+    @property
+    def origin(self) -> PreviousAttempt | None:
+        """The attempt whose settings, data and code those of this start are compared with."""
+        return self.parent or self.previous
 
 
 def admit_run(context: RunContext) -> Admission:
@@ -64,17 +72,33 @@ def admit_run(context: RunContext) -> Admission:
     if previous:
         refuse_edits(previous, context.config.resume, context.log)
         newest_manifest(context.run_folder)  # raises if a newer version has written what this one does not know
-        context = context.with_config(with_previous_base(previous, context.config))
+        config = with_previous_branch(previous, context.config)
+        context = context.with_config(with_previous_base(previous, config))
     else:
         _check_run_to_repeat(context)
     begins_anew = starts_over(context.config.launch, context.run_folder, context.log)
+    context, parent = _begin_branch(context, previous, begins_anew)
     if _has_nothing_left(context, previous, begins_anew):
         return Admission(context, previous, is_complete=True)
-    base = _check_base(context.config, None if begins_anew else previous, context.log)
-    if previous:
-        context = _with_kept_preparations(context, previous)
+    base = _check_base(context.config, parent or (None if begins_anew else previous), context.log)
+    if origin := parent or previous:
+        context = _with_kept_preparations(context, origin)
     check_data(context)
-    return Admission(context, previous, starts_over=begins_anew, base=base)
+    return Admission(context, previous, parent, starts_over=begins_anew, base=base)
+
+
+def _begin_branch(
+    context: RunContext, previous: PreviousAttempt | None, begins_anew: bool
+) -> tuple[RunContext, PreviousAttempt | None]:
+    """Returns the context, and the parent of a branch that has no checkpoint. Raises SettingError if it differs from it."""
+    has_own = newest_step(context.run_folder) is not None or (previous and describe_completion(previous, context.config))
+    if not context.config.train.branch_from or (has_own and not begins_anew):
+        return context, None
+    context, parent = begin_branch(context)
+    context = context.with_config(with_previous_base(parent, context.config))
+    refuse_changes(parent, context.config, has_same_data=lambda: has_same_data(parent, context))
+    find_changes(parent, context, check_raw_files=False).judge(context.config, None, context.notice)
+    return context, parent
 
 
 def _has_nothing_left(context: RunContext, previous: PreviousAttempt | None, begins_anew: bool = False) -> bool:
@@ -108,6 +132,10 @@ def _check_settings(context: RunContext, previous: PreviousAttempt | None) -> No
     """Raises SettingError for settings that can be rejected before anything starts."""
     check_metric(context.config)
     check_tensorboard(context.config.record)
+    if context.config.optimizer.groups:
+        from raystride.pipelines.train.optimizer import check_groups  # slow import
+
+        check_groups(context.config)
     if previous:
         refuse_changes(previous, context.config, has_same_data=lambda: has_same_data(previous, context))
     else:

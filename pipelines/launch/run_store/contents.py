@@ -23,6 +23,7 @@ import yaml
 
 from raystride.pipelines.config.attempts import SETTINGS_FILE, read_environment
 from raystride.pipelines.config.stored import PREPARED_FOLDER
+from raystride.pipelines.config.train import parse_branch
 from raystride.pipelines.launch.run_store.commands import (
     FILES_OF_A_RUN,
     CommandRefused,
@@ -345,6 +346,8 @@ def _bases_of(run: Folder, names: dict[str, str], report: Report) -> Iterator[st
     try:
         stored = yaml.safe_load(run.read(SETTINGS_FILE)) or {}
         bases = [section.get("init_from") for key in ("model", "lora") if isinstance(section := stored.get(key), dict)]
+        if branch := (stored.get("train") or {}).get("branch_from"):
+            bases.append((run.parent / parse_branch(branch)[0]).uri)
     except FileNotFoundError:
         return
     except (OSError, ValueError, AttributeError, yaml.YAMLError) as error:

@@ -7,6 +7,7 @@ describe_completion(previous, config)                     # "500 steps", or None
 accept_bits(folder / "checkpoints", bits, config.resume)  # train.exact: raises SettingError if the machine differs
 """
 
+import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -86,6 +87,8 @@ class PreviousAttempt:
     """Hashes of a user's own model: its `code`, and the `content` of its data by name; empty for runs of 0.3."""
     edits: Sequence[str] = field(default_factory=list)
     """Settings that differ in `config.yaml` since the attempt wrote it, a line each."""
+    is_parent: bool = False
+    """Whether it is of the run that a new one branches from (`train.branch_from`)."""
 
     @property
     def fingerprints(self) -> Mapping[str, str]:
@@ -172,6 +175,8 @@ def refuse_changes(
     If only paths differ, `has_same_data` is called: it returns whether they hold the run's training data.
     """
     before, now = previous.config.fixed_settings(), config.fixed_settings()
+    if previous.is_parent:
+        del now["train.branch_from"]
     changed_paths = {key for key in now if _names_data_path(key) and _differs(before, now, key)}
     if changed_paths and (
         all(_normalize_path(before[key]) == _normalize_path(now[key]) for key in changed_paths) or data or has_same_data()
@@ -190,9 +195,17 @@ def refuse_changes(
         earlier_values["data"] = previous.data
     if changed:
         first = next(iter(earlier_values))
-        raise SettingError(
+        rule = (
             "this run cannot go on with other settings of these, start another with --run NAME, or go on with its own, as "
-            f"{launch_command()} train --run {quote(config.run or 'NAME')} does by itself:\n  " + "\n  ".join(changed),
+            f"{launch_command()} train --run {quote(config.run or 'NAME')} does by itself"
+        )
+        if previous.is_parent:
+            rule = (
+                f"train.branch_from is {config.train.branch_from!r}: a branch has data, model and slots of the run that it "
+                "begins at, and may change schedule, rates and length. Give these as they are there"
+            )
+        raise SettingError(
+            f"{rule}:\n  " + "\n  ".join(changed),
             setting=first,
             value=now.get(first, data.data if data else None),
             allowed=redact_all_uris(earlier_values),
@@ -384,20 +397,25 @@ def _exact_matmul_backend(model: ModelConfig, before: Mapping[str, object] | Non
     return named or ("torch" if before is None else before.get("products", BEFORE_PRODUCTS))
 
 
-def read_previous_bits(checkpoints: Folder) -> tuple[str, dict[str, object] | None]:
-    """Returns the name and the bit conditions of the newest checkpoint that has them; None if none has."""
+def read_previous_bits(checkpoints: Folder, until: float = math.inf) -> tuple[str, dict[str, object] | None]:
+    """Returns the name and the bit conditions of the newest checkpoint up to a step that has them; None if none has."""
     for name in reversed(checkpoint_names(checkpoints.names())):
+        if (parse_step(name) or 0) > until:
+            continue
         if (before := read_manifest(checkpoints / name).get("bits")) is not None:
             return name, before
     return "", None
 
 
-def accept_bits(checkpoints: Folder, bits: Mapping[str, object], resume: ResumeConfig) -> dict[str, object]:
+def accept_bits(
+    checkpoints: Folder, bits: Mapping[str, object], resume: ResumeConfig, until: float = math.inf
+) -> dict[str, object]:
     """Returns the bit conditions of an exact run's next checkpoints: `bits`, and the steps after which they were others.
 
-    Raises SettingError if the newest checkpoint was made under others and `resume.accept` is not `bits`.
+    `until`: the last step whose checkpoint counts. Raises SettingError if the newest was made under others and
+    `resume.accept` is not `bits`.
     """
-    name, before = read_previous_bits(checkpoints)
+    name, before = read_previous_bits(checkpoints, until)
     known = before or {}
     # Conditions that an earlier version did not store have not changed since.
     changed = [key for key in bits if key in known and not _is_same(known[key], bits[key])]

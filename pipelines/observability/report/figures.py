@@ -26,6 +26,8 @@ LINE_NAMES = ("train_loss", "val_loss", "tokens_per_second", "mfu", *(f"phase_{p
 """Names of the measurements that are drawn."""
 LOAD = "expert_load/"
 """Prefix of the loads of experts, before their numbers."""
+NORMS = ("gradient_norm/", "update_norm/")
+"""Prefixes of the norms by part of the network, before its name."""
 MAX_METRICS, MAX_DAMAGES = 8, 3
 """Maximum of the task's metrics that are drawn, and of damages of the journal that are said."""
 DEVICE_READINGS = {
@@ -81,6 +83,10 @@ class Figures:
     """By step, the workers' own seconds per step, by rank."""
     experts: Downsampled[dict[int, float]] = field(default_factory=lambda: Downsampled(MAX_POINTS // 4))
     """By step, the experts' loads over all layers as multiples of an even share, by number."""
+    norms: dict[str, Downsampled[dict[str, float]]] = field(
+        default_factory=lambda: {prefix: Downsampled(MAX_POINTS // 4) for prefix in NORMS}
+    )
+    """By a prefix of `NORMS` and by step, the norms by part of the network, in its order."""
     devices: dict[str, dict[str, Downsampled[float]]] = field(default_factory=dict)
     """Lines by reading (a key of `DEVICE_READINGS`) and device."""
     sums: dict[str, list[float]] = field(
@@ -141,6 +147,11 @@ def _add_metrics(figures: Figures, entry: Metrics) -> None:
     loads = {int(name[len(LOAD) :]): float(load) for name, load in entry["values"].items() if name.startswith(LOAD)}
     if loads:
         figures.experts.put(step, loads)
+    for prefix, by_step in figures.norms.items():
+        values = {name: _to_float(value) for name, value in entry["values"].items() if name.startswith(prefix)}
+        norms = {name.removeprefix(prefix): value for name, value in values.items() if value is not None}
+        if norms:
+            by_step.put(step, norms)
     for name, number in entry["values"].items():
         line = figures.lines[name] if name in figures.lines else _metric_line(figures, name)
         if line is None:

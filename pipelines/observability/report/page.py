@@ -60,6 +60,7 @@ def run_page(
         ("Confusion of labels", _confusion(origin.answers), ""),
         ("Answers on validation documents", _answers_table(origin.answers), ""),
         ("Load of experts", pictures.draw_expert_heatmap(figures), ""),
+        ("Norms by part of the network", pictures.draw_norms(figures), ""),
         ("Speed", pictures.draw_speed(figures, rate_unit(summary.get("unit"))) + pictures.draw_mfu(figures), "speed"),
         (
             "Time per step by part",

@@ -6,7 +6,8 @@ The x-axis is the step, except in `draw_step_parts` and `draw_device_strips`.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -99,8 +100,24 @@ def draw_expert_heatmap(figures: Figures) -> str:
     return _draw_heatmap(figures.experts.items(), "expert", "load (1: even)")
 
 
-def _draw_heatmap(columns: Sequence[tuple[float, dict[int, float]]], row: str, label: str) -> str:
-    rows = sorted({number for _, values in columns for number in values})
+def draw_norms(figures: Figures) -> str:
+    """Draws heat maps, part of the network by step, of the norms of gradients and updates, as powers of ten."""
+    pictures = []
+    for prefix, line in figures.norms.items():
+        columns = [
+            (step, {part: math.log10(norm) if norm > 0 else math.nan for part, norm in norms.items()})
+            for step, norms in line.items()
+        ]
+        rows = list(dict.fromkeys(part for _, norms in columns for part in norms))
+        pictures.append(_draw_heatmap(columns, "part", f"log10 {prefix.partition('_')[0]} norm", rows))
+    return "".join(pictures)
+
+
+def _draw_heatmap(
+    columns: Sequence[tuple[float, Mapping[Any, float]]], row: str, label: str, rows: Sequence[Any] = ()
+) -> str:
+    """Draws a heat map of columns by position, each with values by row; `rows` in their order, else sorted."""
+    rows = rows or sorted({number for _, values in columns for number in values})
     if len(rows) < 2:
         return ""
     steps = [int(step) for step, _ in columns]

@@ -15,7 +15,7 @@ Exit codes: 0 proven, 1 the chain breaks (the line names the place), 2 there is 
 import argparse
 import sys
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -28,7 +28,14 @@ from raystride.pipelines.data.feed.order import Order, digest
 from raystride.pipelines.system.storage.folder import Folder
 from raystride.pipelines.system.writer import WrittenByNewer
 from raystride.pipelines.train.checkpoint.history import read_links
-from raystride.pipelines.train.checkpoint.layout import checkpoint_names, newest_term, read_manifest, step_name
+from raystride.pipelines.train.checkpoint.layout import (
+    BRANCHED_FROM,
+    checkpoint_names,
+    content_sha256,
+    newest_term,
+    read_manifest,
+    step_name,
+)
 
 CHUNK = 1 << 20
 """Positions per chunk: 8 MiB of numbers."""
@@ -76,6 +83,8 @@ class Audit:
     """Numbers of the steps that were fed and then dropped because the guard found them bad."""
     left_out: int = 0
     """Samples that the guard skipped: not fed, but counted in `samples`."""
+    branches: tuple[tuple[str, int], ...] = ()
+    """Run and step at which a branch began, and those of its parent if that is one, newest first."""
     by_source: dict[str, tuple[int, int]] = field(default_factory=dict)
     """By source, the samples fed and the samples of an epoch; the only source of a run without a mixture is ""."""
 
@@ -84,6 +93,7 @@ class Audit:
         exceptions = f"; {self.left_out:,} sample(s) were left out by the guard" if self.left_out else ""
         if self.dropped:
             exceptions += f"; {len(self.dropped)} step(s) changed nothing by the guard ({_format_steps(self.dropped)})"
+        exceptions += "".join(f"; up to step {step} in run {run}" for run, step in self.branches)
         names = [name for name in self.by_source if name]
         epochs_by_source = ", ".join(f"{name} {self.by_source[name][0] / self.by_source[name][1]:.3g}" for name in names)
         exceptions += f"; epochs by source: {epochs_by_source}" if epochs_by_source else ""
@@ -127,6 +137,9 @@ def audit(checkpoints: Folder) -> Audit:
         attempts=len({manifest["attempt"] for manifest in chain}),
         workers=tuple(dict.fromkeys(manifest["world"] for manifest in chain)),
         dropped=tuple(newest.get("state", {}).get("dropped", ())),
+        branches=tuple(
+            dict.fromkeys((origin["run"], origin["step"]) for each in reversed(chain) if (origin := each.get(BRANCHED_FROM)))
+        ),
         left_out=sum(end - first for manifest in chain for first, end in _skipped_ranges(manifest)),
     )
 
@@ -168,12 +181,12 @@ def _format_steps(steps: tuple[int, ...]) -> str:
 
 
 def _walk_manifests(checkpoints: Folder) -> Iterator[dict[str, Any]]:
-    """Yields the manifests from the newest readable one back to the start. Raises AuditFailed if the chain breaks."""
+    """Yields the manifests from the newest readable one back to the start, of a branch through those of its parent.
+
+    Raises AuditFailed if the chain breaks.
+    """
     names = reversed(checkpoint_names(checkpoints.names()))
-    try:
-        read = partial(_read_manifest, checkpoints, newest_term(checkpoints))  # one request for the claim, not one a step
-    except OSError as error:
-        raise AuditFailed(f"the claim of {checkpoints} cannot be read ({error})") from error
+    read = _reader(checkpoints)
     manifest = next(filter(None, map(read, names)), None)
     if manifest is None:
         raise AuditFailed("there is no manifest of a checkpoint that could be read")
@@ -184,6 +197,10 @@ def _walk_manifests(checkpoints: Folder) -> Iterator[dict[str, Any]]:
         if parent_step == 0 and first == 0:
             return
         parent = (read(step_name(parent_step)) or links.get(parent_step)) if parent_step < step else None
+        if parent is None and parent_step <= manifest.get(BRANCHED_FROM, {}).get("step", -1):
+            checkpoints, read = _read_parent_run(checkpoints, manifest)
+            links = read_links(checkpoints)
+            parent = (read(step_name(parent_step)) or links.get(parent_step)) if parent_step < step else None
         if parent is None:
             message = f"{step_name(step)} follows {step_name(parent_step)}, of which there is no manifest"
             raise AuditFailed(message, step=step, parent_step=parent_step)
@@ -192,6 +209,30 @@ def _walk_manifests(checkpoints: Folder) -> Iterator[dict[str, Any]]:
             message = f"{step_name(step)} begins at position {first:,}, but {step_name(parent_step)} ends before {end:,}"
             raise AuditFailed(message, step=step, parent_step=parent_step)
         manifest = parent
+
+
+def _read_parent_run(checkpoints: Folder, manifest: dict[str, Any]) -> tuple[Folder, Callable[[str], dict[str, Any] | None]]:
+    """Returns the checkpoints of the run that a branch began at, and what reads them. Raises AuditFailed if that step is not
+    as it was."""
+    origin, step = manifest[BRANCHED_FROM], manifest["step"]
+    name, run = step_name(origin["step"]), origin["run"]
+    parents = checkpoints.parent.parent / run / "checkpoints"
+    read = _reader(parents)
+    begun = read(name)
+    link = read_links(parents).get(origin["step"]) if begun is None else None
+    found_sha256 = link["manifest_sha256"] if link else begun and content_sha256(begun)
+    if found_sha256 != origin["manifest_sha256"]:
+        found = "of which there is no manifest" if found_sha256 is None else "whose manifest is not the one that it began at"
+        raise AuditFailed(f"{step_name(step)} follows {name} of run {run}, {found}", step=step, parent_step=origin["step"])
+    return parents, read
+
+
+def _reader(checkpoints: Folder) -> Callable[[str], dict[str, Any] | None]:
+    """Returns what reads manifests by name: with one request for the claim, not one a step. Raises AuditFailed."""
+    try:
+        return partial(_read_manifest, checkpoints, newest_term(checkpoints))
+    except OSError as error:
+        raise AuditFailed(f"the claim of {checkpoints} cannot be read ({error})") from error
 
 
 def _read_manifest(checkpoints: Folder, newest: float, name: str) -> dict[str, Any] | None:

@@ -14,7 +14,7 @@ from typing import Any
 
 from raystride.pipelines.system.storage.folder import Folder
 from raystride.pipelines.system.storage.sealed import SealBroken, put_sealed, read_sealed
-from raystride.pipelines.train.checkpoint.layout import parse_step, read_manifest
+from raystride.pipelines.train.checkpoint.layout import BRANCHED_FROM, content_sha256, parse_step, read_manifest
 
 MAX_MANIFESTS, KEPT_MANIFESTS = 100, 50
 """Manifests without data above which they are thinned, and how many stay then."""
@@ -72,6 +72,8 @@ def _to_link(manifest: dict[str, Any]) -> dict[str, Any]:
     order = manifest["order"]
     return {
         **{key: manifest[key] for key in sorted(LINK_KEYS)},
+        **({BRANCHED_FROM: manifest[BRANCHED_FROM]} if BRANCHED_FROM in manifest else {}),
+        "manifest_sha256": content_sha256(manifest),
         "fed": {"all": f"{sum(int(digest, 16) for digest in manifest['fed'].values()) % 2**64:x}"},
         "state": {"left_out": left_out},
         "order": None if "sources" in order or "generations" in order else order,

@@ -8,19 +8,32 @@ the one of the highest term counts that is as it was written, and none above the
     newest = checkpoint_names(checkpoints.names())[-1]     # "step-00000500"
 """
 
+import hashlib
 import math
 import re
 from collections.abc import Iterable
 from typing import Any
 
-from raystride.pipelines.system.storage.folder import Folder
+from raystride.pipelines.system.storage.folder import Folder, strict_json
 from raystride.pipelines.system.storage.sealed import SealBroken, read_sealed
 from raystride.pipelines.system.writer import WrittenByNewer
 from raystride.pipelines.train.checkpoint.fence import ClaimBroken, read_claim
 
 MANIFEST_KEYS = frozenset(
     [
-        *("absent_gradients", "attempt", "bits", "commit", "data", "device", "dropout_masks", "fed", "files", "folder"),
+        *(
+            "absent_gradients",
+            "attempt",
+            "bits",
+            "branched_from",
+            "commit",
+            "data",
+            "device",
+            "dropout_masks",
+            "fed",
+            "files",
+            "folder",
+        ),
         *("format", "lora", "objects", "order", "parent_step", "positions", "python", "run", "state", "step", "tensors"),
         *("term", "threads", "versions", "world"),
     ]
@@ -29,6 +42,8 @@ MANIFEST_KEYS = frozenset(
 MANIFEST = "MANIFEST.json"
 """The last file of a checkpoint to be written: without a manifest there is no checkpoint."""
 
+BRANCHED_FROM = "branched_from"
+"""Key of the checkpoint that a branch began at: its `run`, its `step` and the `manifest_sha256` of its content."""
 OBJECTS = "objects"
 """Key of what a user's optimiser and modules keep besides tensors by name, and the name of its tensors' first part."""
 
@@ -120,3 +135,16 @@ def newest_manifest(folder: Folder) -> dict[str, Any]:
     checkpoints = folder / "checkpoints"
     names = reversed(checkpoint_names(checkpoints.names()))
     return next(filter(None, (read_manifest(checkpoints / name) for name in names)), {})
+
+
+def beginning_manifest(folder: Folder, branch_from: str | None) -> dict[str, Any]:
+    """Returns the manifest that a start of a run goes on from: its newest, else that of `train.branch_from`, else empty."""
+    if (own := newest_manifest(folder)) or not branch_from:
+        return own
+    run, _, step = branch_from.partition("/")
+    return read_manifest(folder.parent / run / "checkpoints" / step)
+
+
+def content_sha256(manifest: dict[str, Any]) -> str:
+    """Returns the SHA-256 of a manifest's content: as JSON with sorted keys, without its seal and writer."""
+    return hashlib.sha256(strict_json(manifest, sort_keys=True).encode()).hexdigest()

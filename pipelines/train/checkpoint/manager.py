@@ -431,23 +431,25 @@ class Checkpoints:
                 raise self._unusable_error(f"best, {name},", problem, "best")
         return None
 
-    def find_step(self, step: int) -> ValidCheckpoint:
-        """Returns the checkpoint of a step. Raises SettingError if it is not complete, and Unreadable."""
+    def find_step(self, step: int, setting: str = "checkpoint") -> ValidCheckpoint:
+        """Returns the checkpoint of a step. Raises SettingError, for the setting that names it, if it is not complete, and
+        Unreadable."""
         folder = self.step_folder(step)
         problem, manifest = self._find_problem(folder)
         if problem:
-            raise self._unusable_error(f"{step}, {folder.name},", problem, step)
+            raise self._unusable_error(f"{step}, {folder.name},", problem, step, setting)
         return ValidCheckpoint(step, folder, manifest, self.rank, self.world)
 
-    def _unusable_error(self, named: str, problem: str, value: str | int) -> SettingError:
+    def _unusable_error(self, named: str, problem: str, value: str | int, setting: str = "checkpoint") -> SettingError:
         """Returns the error for a checkpoint that was named; it lists the steps whose data is there, by one listing."""
         files = (file.split("/") for file in self._ask_rank_0(self.folder.sizes))
         with_data = checkpoint_names({parts[0] for parts in files if len(parts) > 2} & {*self._ask_rank_0(self.list_names)})
         steps = [str(parse_step(name)) for name in with_data]
+        last = ": --checkpoint last is the newest that is whole" if setting == "checkpoint" else f", by --{setting}"
         return SettingError(
             f"checkpoint {named} of run {self.folder.parent.name} cannot be used: {problem}. Another one is taken only by "
-            f"name: --checkpoint last is the newest that is whole; there is data of steps {', '.join(steps) or 'none'}",
-            setting="checkpoint",
+            f"name{last}; there is data of steps {', '.join(steps) or 'none'}",
+            setting=setting,
             value=value,
             allowed=("last", *steps),
         )

@@ -16,8 +16,6 @@ from torch import nn
 from raystride.pipelines.data.feed.loader import Step
 
 State = dict[nn.Parameter, dict[str, torch.Tensor]]
-Group = tuple[list[nn.Parameter], float]
-"""Parameters and their weight decay."""
 
 
 class Updater(Protocol):
@@ -161,6 +159,10 @@ class TrainState:
         self.step = step.number + 1
         self.position = step.position + step.samples
         self.fed_digest = (self.fed_digest + step.digest) % 2**64
+
+    def forget_best(self) -> None:
+        """Begins anew with the best result, whose checkpoint a branch does not have."""
+        self.best, self.best_loss, self.best_step, self.worse_validations = None, None, 0, 0
 
     def to_json(self) -> dict[str, Any]:
         """Returns the fields that are equal on every rank, for a checkpoint's manifest."""

@@ -243,8 +243,8 @@ def _estimate_data_parallel(
     gradients = float(FP32 * num_parameters)
     if config.train.exact:
         gradients = _exact_gradients(config, network, workers)
-    # The update widens all parameters of a group before it rounds them.
-    updating = Moment(FP32 * num_parameters if stochastic else 0, num_parameters)
+    # The update widens all parameters of a group before it rounds them; norms of updates need a copy.
+    updating = Moment(FP32 * num_parameters * (stochastic + config.train.log_norms), num_parameters)
     gradients_resident = has_buckets or accumulates
     activations = max(
         moment.activations + (FP32 * moment.computing_gradients if gradients_resident else 0)

@@ -54,6 +54,8 @@ def describe_own_model(own: OwnModel, config: Config) -> dict[str, Any]:
     """
     if own.optimizer and config.train.ema:
         raise config.train.error("ema", "must be 0 with an `optimizer` of your own, which keeps its own averages")
+    if own.optimizer and config.optimizer.groups:
+        raise config.optimizer.error("groups", "must be empty with an `optimizer` of your own, which has groups of its own")
     dataset, held_out = own.open_split("train", config.fit), own.open_split("validation", config.fit)
     assert dataset is not None
     num_train, num_validation = len(dataset), len(held_out) if held_out is not None else 0

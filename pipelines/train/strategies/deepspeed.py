@@ -21,7 +21,7 @@ from torch import nn
 
 from raystride.pipelines.train.strategies.partitions import Partitions, UpdateRule
 from raystride.pipelines.train.strategies.sharded import FORWARD_METHODS, Sharded
-from raystride.pipelines.train.strategies.strategy import Optimizer
+from raystride.pipelines.train.strategies.strategy import Group, Optimizer
 
 
 class ZeRO(Sharded):
@@ -90,13 +90,14 @@ class _RuleOptimizer(torch.optim.Optimizer):
     """The update rule as a torch optimiser; DeepSpeed puts its flat partitions into the groups."""
 
     def __init__(self, rule: UpdateRule) -> None:
-        super().__init__([{"params": group, "decay": decay} for group, decay in rule.groups if group], {"lr": 0.0})
+        names = ("params", "decay", "lr_ratio")
+        super().__init__([dict(zip(names, group, strict=True)) for group in rule.groups], {"lr": 0.0})
         self._rule = rule
         self.learning_rate, self.skip = 0.0, cast(torch.Tensor | None, None)
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """Updates the current tensors of the groups: DeepSpeed calls this once per partition."""
-        self._rule.groups = [(group["params"], group["decay"]) for group in self.param_groups]
+        self._rule.groups = [Group(group["params"], group["decay"], group["lr_ratio"]) for group in self.param_groups]
         self._rule.update(self.learning_rate, self.skip)
 
 

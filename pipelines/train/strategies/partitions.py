@@ -18,14 +18,14 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, zeros
 
-from raystride.pipelines.train.strategies.strategy import full_shape
+from raystride.pipelines.train.strategies.strategy import Group, full_shape
 
 
 class UpdateRule(Protocol):
     """The interface of an update rule that DeepSpeed can drive."""
 
-    groups: list[tuple[list[nn.Parameter], float]]
-    """Parameters and their weight decay."""
+    groups: list[Group]
+    """Parameters with their rates and decays."""
 
     def update(self, learning_rate: float, skip: torch.Tensor | None = None) -> None:
         """Updates the groups' parameters by their gradients; does nothing if `skip` is 1."""

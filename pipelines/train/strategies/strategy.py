@@ -12,7 +12,7 @@ cost.
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Protocol, TypeVar
+from typing import NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import nn
@@ -22,6 +22,15 @@ from raystride.pipelines.train.strategies.parameter_layout import replicated_sta
 
 Optimizer = TypeVar("Optimizer")
 """The type of the optimiser; a strategy only decides when it is built."""
+
+
+class Group(NamedTuple):
+    """Parameters with one rate and decay."""
+
+    parameters: list[nn.Parameter]
+    decay: float
+    lr_ratio: float = 1.0
+    """Their learning rate, as a fraction of the schedule's."""
 
 
 class MicroBatchLike(Protocol):

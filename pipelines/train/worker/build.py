@@ -20,6 +20,7 @@ import torch.distributed as dist
 from raystride.model.dropout import RowKeys, number_dropouts
 from raystride.pipelines.config import Config
 from raystride.pipelines.config.combinations import SHARDED
+from raystride.pipelines.config.train import parse_branch
 from raystride.pipelines.data.feed.growth import StreamingOrder
 from raystride.pipelines.data.feed.loader import Loader, Requests
 from raystride.pipelines.data.feed.open_dataset import Feed, open_feed, open_manifest
@@ -32,7 +33,8 @@ from raystride.pipelines.data.tokenizers import Tokenizers
 from raystride.pipelines.observability.observers.observer import Observer
 from raystride.pipelines.system.heap import keep_freed_memory
 from raystride.pipelines.system.limits import usable_memory
-from raystride.pipelines.train.checkpoint.layout import newest_manifest
+from raystride.pipelines.system.storage.folder import Folder
+from raystride.pipelines.train.checkpoint.layout import BRANCHED_FROM, content_sha256, newest_manifest
 from raystride.pipelines.train.checkpoint.manager import Checkpoints, ValidCheckpoint
 from raystride.pipelines.train.checkpoint.train_state import TrainState, Updater
 from raystride.pipelines.train.distributed.process_group import join_group
@@ -187,11 +189,13 @@ def _build_model(
     if config.masks_by_place:
         number_dropouts(model)
     checkpoints = _build_checkpoints(job, worker, task, log)
-    found = checkpoints.find_newest()
+    found, parent = checkpoints.find_newest(), None
+    if found is None and config.train.branch_from:
+        parent, found = _open_parent(job.folder.parent, config.train.branch_from, checkpoints)
     rows = _make_row_keys(config, task, network, found)
     task = with_base_ids(task, config.model.init_from, found)
     if config.lora.rank:
-        init_adapters(model, config, found, checkpoints)
+        init_adapters(model, config, found, parent or checkpoints)
     elif config.model.init_from and not found:  # a resumed run no longer needs that folder
         init_weights(model, config.model.init_from, task, job.prepared / "tokenizer", log)
     base = finalize_base(model) if config.lora.rank and layout_of(model) is None else ""
@@ -211,13 +215,42 @@ def _build_model(
     if config.lora.rank:
         base = base or finalize_base(model)  # a split network has its full parameters only after `prepare_model`
         check_base(found, base, config.model)
-    if found:
+    branch: dict[str, Any] | None
+    if found and parent:
+        state, branch = _load_parent(parent, found, model, optimizer)
+    elif found:
         found = checkpoints.load_newest(found, model, optimizer)
         log(f"resumed from step {found.step}")
-    state = found.state if found else TrainState()
+        state, branch = found.state, found.manifest.get(BRANCHED_FROM)
+    else:
+        state, branch = TrainState(), None
     facts: dict[str, Any] = ({HEADER: {"base": base}} if base else {}) | ({"absent_gradients": rule} if is_own else {})
     facts |= {"dropout_masks": "slot"} if rows else {}
+    facts |= {BRANCHED_FROM: branch} if branch else {}
     return _BuiltModel(task, network, model, optimizer, precision, checkpoints, found, state, facts, rows)
+
+
+def _open_parent(storage: Folder, branch_from: str, own: Checkpoints) -> tuple[Checkpoints, ValidCheckpoint]:
+    """Returns the checkpoints of the run that a branch begins at, and that of its step, verified. Collective.
+
+    Raises SettingError if it is not complete, and Unreadable.
+    """
+    run, step = parse_branch(branch_from)
+    assert step is not None, "the driver has chosen it"
+    parent = Checkpoints(storage / run / "checkpoints", attempt="", keep=1, group=own.group, log=own.log)
+    return parent, parent.find_step(step, "train.branch_from")
+
+
+def _load_parent(
+    parent: Checkpoints, found: ValidCheckpoint, model: torch.nn.Module, optimizer: Updater
+) -> tuple[TrainState, dict[str, Any]]:
+    """Loads the checkpoint that a branch begins at; returns the state there, and what manifests say of it."""
+    parent.load(found, model, optimizer)
+    state, run = found.state, parent.folder.parent.name
+    state.forget_best()
+    if parent.rank == 0:
+        parent.log(f"begins at step {found.step} of run {run}")
+    return state, {"run": run, "step": found.step, "manifest_sha256": content_sha256(found.manifest)}
 
 
 def _make_row_keys(config: Config, task: Task, network: torch.nn.Module, found: ValidCheckpoint | None) -> RowKeys | None:

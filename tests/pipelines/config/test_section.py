@@ -118,7 +118,7 @@ def test_a_runs_default_name_depends_on_all_that_shapes_its_result() -> None:
         *("plugins", "run", "storage", "repeat", "model.family", "model.kernels", "model.attention", "model.linear"),
         *("data.image_root", "data.test_source", "data.prefetch", "data.prefetch_mib", "data.read_processes"),
         *("data.cache_gib", "train.steps", "train.epochs", "train.hours", "train.batch", "train.micro_batch_slots"),
-        *("train.activation_checkpointing", "train.compile", "train.log_every", "train.deterministic"),
+        *("train.activation_checkpointing", "train.compile", "train.log_every", "train.log_norms", "train.deterministic"),
         *("guard.policy", "guard.max_bad_steps", "validation.every", "validation.every_epochs"),
         *("validation.samples", "validation.patience"),
         *("validation.bleu_tokenizer", "validation.gather_mib", "validation.means", "fit.rehearse"),

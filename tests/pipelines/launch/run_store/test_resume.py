@@ -374,7 +374,7 @@ def previous_attempt(folder: Folder) -> PreviousAttempt:
 FREE_BITS: dict[str, Any] = {"train.precision": "bf16", "train.stochastic_rounding": True, "model.linear": "onednn"}
 FREE_BITS |= {"model.kernels": "torch", "scaling.bucket_mib": 3.0}
 KEEPS_BITS = {
-    **dict.fromkeys(("steps", "epochs", "hours", "batch", "log_every"), "another length, or another record"),
+    **dict.fromkeys(("steps", "epochs", "hours", "batch", "log_every", "log_norms"), "another length, or another record"),
     **dict.fromkeys(("clip_norm", "dropout_masks"), "another result, which a notice names at a resume"),
     "micro_batch_slots": "0 or 1 under train.exact, each slot by itself",
     "activation_checkpointing": "the same forward once more",
