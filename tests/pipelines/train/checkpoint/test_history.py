@@ -21,7 +21,7 @@ from raystride.pipelines.train.checkpoint.history import (
     read_links,
     thin_manifests,
 )
-from raystride.pipelines.train.checkpoint.layout import checkpoint_names, manifest_name
+from raystride.pipelines.train.checkpoint.layout import checkpoint_names, content_sha256, manifest_name, read_manifest
 from raystride.pipelines.train.checkpoint.manager import Checkpoints
 from raystride.pipelines.train.checkpoint.retention import prune_checkpoints
 from raystride.pipelines.train.checkpoint.train_state import TrainState
@@ -32,7 +32,7 @@ BATCH = 2
 EVERY = 10
 
 
-def write(folder: Path, first: int, last: int, term: int = 1, parent: int = 0) -> Folder:
+def write(folder: Path, first: int, last: int, term: int = 1, parent: int = 0, **more: Any) -> Folder:
     """Writes manifests of each tenth step, whose two ranks fed two samples a step; one slot was left out."""
     checkpoints = Folder(str(folder))
     left_out = [[23, 0, 46, 1]]
@@ -46,6 +46,7 @@ def write(folder: Path, first: int, last: int, term: int = 1, parent: int = 0) -
             "fed": {str(rank): f"{digest(own // 64, ORDER.sample_ids_at(own)):016x}" for rank, own in enumerate(ranks)},
             "state": {"left_out": left_out if step > 23 else [], "best_step": 0},
         }  # fmt: skip
+        manifest |= more
         for name in (manifest_name(term), "MANIFEST.json"):
             (checkpoints / f"step-{step:08d}").put_json(name, manifest)
         parent = step
@@ -94,6 +95,22 @@ def test_links_of_several_drivers_are_joined_and_the_later_one_counts(tmp_path: 
     assert {link["attempt"] for step, link in read_links(checkpoints).items() if step > 1500} == {"a2"}
     found = audit(checkpoints)
     assert (found.steps, found.checkpoints, found.attempts, found.left_out) == (4000, 400, 2, 1)
+
+
+def test_a_branch_is_proven_though_its_origin_and_its_first_manifest_were_thinned(tmp_path: Path) -> None:
+    parents = write(tmp_path / "parent/checkpoints", 10, 3000)
+    step = next(step for step in range(10, 3000, EVERY) if step not in choose_manifests(range(10, 3000, EVERY)))
+    origin = read_manifest(parents / f"step-{step:08d}")
+    begun = {"run": "parent", "step": step, "manifest_sha256": content_sha256(origin)}
+    branch = write(tmp_path / "branch/checkpoints", step + EVERY, 4000, parent=step, branched_from=begun)
+    before = audit(branch)
+    for checkpoints in (parents, branch):
+        thin_manifests(checkpoints, names(checkpoints)[:-1], term=1)
+    assert step in read_links(parents)
+    assert audit(branch) == before
+    (tmp_path / "parent/checkpoints/history-1.json").unlink()
+    with pytest.raises(AuditFailed, match=f"follows step-{step:08d} of run parent"):
+        audit(branch)
 
 
 def test_a_crash_between_the_two_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
