@@ -120,7 +120,8 @@ class _DistillationLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         (grad,) = grads
-        scaled = (None if saved is None else (saved * grad).to(saved.dtype) for saved in ctx.saved_tensors)
+        # In fp32: 1 / counted in bf16 would be off by up to 2^-9, and so would all gradients.
+        scaled = (None if saved is None else (saved.to(grad.dtype) * grad).to(saved.dtype) for saved in ctx.saved_tensors)
         return (*scaled, None, None, None, None)
 
 

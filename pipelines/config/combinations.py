@@ -159,7 +159,7 @@ def refuse_teacher(
     """Raises SettingError for a teacher where the network has no next-token targets, or a worker not all of its logits."""
     if not objective.teacher:
         return
-    if task not in DISTILLED:
+    if task not in (*DISTILLED, "auto"):
         raise objective.error(
             "teacher", f"must be None but with task {' or '.join(f'`{name}`' for name in DISTILLED)}, not `{task}`"
         )

@@ -10,7 +10,6 @@ must be the run's: the same tokens under the same ids.
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from raystride.model.hugging_face_config import described_type, is_encoder_type, trained_context
@@ -45,6 +44,8 @@ def check_teacher(config: Config) -> BaseInfo:
                 raise _teacher_error(place, f"it has no {READY_FILE}, which says what its ids mean")
             if config.tokenizer.kind == "file":
                 _compare(place, token_ids(read_file(config.tokenizer)), Folder(place))
+            elif config.tokenizer.kind == "bytes":
+                _compare(place, ByteEncoder.token_ids, Folder(place))
     return info
 
 
@@ -63,7 +64,6 @@ def teacher_shape(config: Config) -> ModelConfig:
     return replace(shape, context=model.context, kernels=model.kernels, attention=model.attention, linear=model.linear)
 
 
-@lru_cache(maxsize=8)
 def _described_shape(place: str) -> tuple[ModelConfig, int]:
     """Returns the network that a `config.json` describes, and the context that it was trained with, 0 if unknown."""
     with _errors_of_teacher(place):
@@ -142,7 +142,7 @@ def _errors_of_teacher(place: str) -> Iterator[None]:
         raise SettingError(text, setting="objective.teacher", value=place) from error
     except FileNotFoundError:
         raise _teacher_error(place, "there is no config.json in it, nor a model of the hub") from None
-    except (OSError, ValueError) as error:
+    except ValueError as error:
         raise _teacher_error(place, str(error)) from error
 
 

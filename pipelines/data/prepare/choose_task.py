@@ -19,7 +19,7 @@ from dataclasses import replace
 from typing import Any
 
 from raystride.model.shape import ENCODERS
-from raystride.pipelines.config import Config, DataConfig, SettingError, TokenizerConfig
+from raystride.pipelines.config import Config, DataConfig, ObjectiveConfig, SettingError, TokenizerConfig
 from raystride.pipelines.config.stored_run import parse_settings
 from raystride.pipelines.data.prepare.opened_sources import open_sources
 from raystride.pipelines.data.sources.faults import DataError, Fault
@@ -64,7 +64,8 @@ def choose_task(config: Config, storage: Folder | None = None) -> Config:
     faults = []
     # No other setting may be refused before the columns are known.
     model, train = replace(config.model, init_from=config.model.init_from or ""), replace(config.train, slot_tokens=0)
-    probe = replace(config, tokenizer=TokenizerConfig(kind="file", file="tokenizer.json"), model=model, train=train)
+    tokenizer, objective = TokenizerConfig(kind="file", file="tokenizer.json"), ObjectiveConfig()
+    probe = replace(config, tokenizer=tokenizer, objective=objective, model=model, train=train)
     for task, columns in _candidate_tasks(config.data):
         data = replace(config.data, **columns)
         if (fault := _missing_column(replace(probe, task=task, data=data))) is None:

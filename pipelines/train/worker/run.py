@@ -223,6 +223,7 @@ def _run_facts(job: Job, worker: WorkerInfo, training: Training) -> RunFacts:
         flops_per_token=flops,
         parameters=count_parameters(model),
         step=training.state.step,
+        labels=job.labels,
     )
 
 

@@ -142,6 +142,8 @@ def test_another_vocabulary_and_what_is_no_model_are_refused(make: Any, words: s
     job = make_job(_config(folder), folder, "refused")
     with refused("objective.teacher", str(teacher), names=[words]):
         load_teacher(config, job.prepared / "tokenizer", 257, print)
+    with refused("objective.teacher", str(teacher), names=[words]):
+        check_teacher(config)
 
 
 def test_an_encoder_a_run_and_a_teacher_of_shorter_texts_are_refused_before_the_start(folder: Path, tmp_path: Path) -> None:
