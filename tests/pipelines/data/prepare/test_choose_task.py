@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from raystride.pipelines.config import Config, DataConfig, TokenizerConfig, TrainConfig
+from raystride.pipelines.config import Config, DataConfig, ObjectiveConfig, TokenizerConfig, TrainConfig
 from raystride.pipelines.config.parse import to_yaml
 from raystride.pipelines.data.prepare.choose_task import choose_task
 from raystride.pipelines.data.sources.faults import DataError
@@ -62,6 +62,17 @@ def test_columns_choose_the_task(
     # Windows have no lengths of their own: as many tokens are a slot by their number.
     windows = task == "language_model"
     assert (chosen.train.slot_tokens, chosen.train.slot_size) == ((0, 8) if windows else (1024, TrainConfig.slot_size))
+
+
+def test_a_teacher_is_refused_only_with_the_task_that_was_chosen(tmp_path: Path) -> None:
+    base, objective = replace(Config().model, init_from=str(tmp_path)), ObjectiveConfig(teacher=str(tmp_path))
+    for row, task in ((PAIR, "completion"), ({"text": "Is it raining?"}, "language_model")):
+        config = replace(_auto(_write(tmp_path / "rows.jsonl", row)), model=base, objective=objective)
+        chosen = choose_task(config)
+        assert (chosen.task, chosen.objective) == (task, objective)
+    ranked = replace(_auto(_write(tmp_path / "ranked.jsonl", RANKED)), model=base, objective=objective)
+    with refused("objective.teacher", str(tmp_path), names=["`preference`"]):
+        choose_task(ranked)
 
 
 @pytest.mark.parametrize("ending", ["jsonl", "parquet"])
