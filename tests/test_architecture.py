@@ -102,7 +102,10 @@ def test_no_loop_suppresses_every_error() -> None:
     assert silent == []
 
 
-FIGURES = ("train/", "val/", "start/", "test_recall/", "val_recall/", "expert_load/", "gradient_norm/", "update_norm/")
+FIGURES = (
+    *("train/", "val/", "start/", "test_recall/", "val_recall/"),
+    *("expert_load/", "gradient_norm/", "update_norm/", "tokens_seen/"),
+)
 """Beginnings of figures' names, in the journal and in MLflow."""
 
 
