@@ -68,8 +68,8 @@ EVENTS = "attempt end note phase"
 METRICS = """
 clipped_share data_wait_share epoch gradient_norm learning_rate peak_memory_bytes phase_backward_share
 phase_checkpoint_share phase_data_share phase_forward_share phase_reduce_share phase_update_share phase_validation_share
-seconds_to_first_step start/build_s start/cluster_s start/data_s start/driver_s start/first_step_s start/torch_s step_seconds_mean step_seconds_p50
-step_seconds_p95 tokens_per_second tokens_seen train_loss val_loss val_perplexity
+seconds_to_first_step start/build_s start/cluster_s start/data_s start/driver_s start/first_step_s start/torch_s
+step_seconds_mean step_seconds_p50 step_seconds_p95 tokens_per_second tokens_seen train_loss val_loss val_perplexity
 """
 IN_MLFLOW = """
 data_wait_share peak_memory_bytes phase_backward_share phase_checkpoint_share phase_data_share phase_forward_share
