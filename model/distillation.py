@@ -3,9 +3,9 @@
     loss = (1 - a) CE(z, t) + a T^2 D(u / T, z / T)                           Hinton, Vinyals and Dean (2015)
 
 z are the student's logits, u the teacher's, D one of `objectives.DIVERGENCES` of p = softmax(z / T) and q = softmax(u / T),
-a `kd_ratio`. T^2 keeps the size of the gradients at any temperature. Only tokens with a target count. Logits of `ROWS` tokens
-are held at once, and their gradients are made in the forward, as in `triton_kernels.linear_cross_entropy`; sums over chunks
-are in fp32 at least.
+a `kd_ratio`. T^2 keeps the size of the gradients at any temperature. Only tokens with a target count. Logits of `ROWS`
+tokens are held at once, and their gradients are made in the forward, as in `triton_kernels.linear_cross_entropy`; sums over
+chunks are in fp32 at least.
 
     student.distillation = Distillation(teacher, "forward_kl", kd_ratio=0.5, temperature=2.0)
     loss_sum, counted = student(ids, targets)                 # in training; in evaluation the labels' loss

@@ -29,7 +29,9 @@ class OptimizerKind:
 OPTIMIZERS: dict[OptimizerName, OptimizerKind] = {
     "adamw": OptimizerKind("moments of first and second order, and decay apart (Loshchilov and Hutter, 2019)"),
     "sgd": OptimizerKind("the gradient, or its running sum", lambda momentum: 1 if momentum else 0, uses_adamw=False),
-    "muon": OptimizerKind("orthogonal directions for the matrices of blocks (Jordan et al., 2024)", needs_whole_matrices=True),
+    "muon": OptimizerKind(
+        "orthogonal directions for the matrices of blocks (Jordan et al., 2024)", needs_whole_matrices=True
+    ),
 }
 
 
