@@ -125,7 +125,8 @@ prepared_at python settings_sha256 sha256 tags versions writer
 MANIFEST_PARTS = {
     "order": "block first_window samples seed shuffle window",
     "state": """
-best best_loss best_step dropped interval left_out loss_scale loss_seen position rewinds seconds step tokens_seen train_loss
+best best_loss best_step clipped dropped interval left_out loss_scale loss_seen position rewinds seconds spikes step
+tokens_seen train_loss
 val_loss worse_validations
 """,
 }
