@@ -4,7 +4,8 @@ Lines are drawn by seed, from each package in proportion to its lines, one fault
 and tried with the module's mirrored test file, then with the package's other usual tests; the first failure ends it, and so
 does a hang. Each result is a line of a file at once, so `--resume` goes on after a kill. Faults that no test could see are
 listed with their reason in benchmarks/mutants_equivalent.json. `--again` tries survivors once more, wherever they are now.
-`--by-hand` tries those of benchmarks/mutants_by_hand.json instead, which a person wrote from the sources.
+`--by-hand` tries those of benchmarks/mutants_by_hand.json instead, which a person wrote from the sources; `--only TEXT`
+some of them.
 
     python -m benchmarks.mutants --packages feed train --count 60 --seed 1       # a minute or less each
     python -m benchmarks.mutants --by-hand --packages train --quick
@@ -106,8 +107,8 @@ def read_by_hand(packages: Sequence[str]) -> list[tuple[str, Fault]]:
 def _fault_by_hand(path: str, old: str, new: str, operator: str) -> Fault:
     content = (ROOT / path).read_bytes()
     start = content.find(old.encode())
-    if start < 0:
-        raise ValueError(f"{path} has no {old!r} any more: mend or remove it in {BY_HAND.name}")
+    if (count := content.count(old.encode())) != 1:
+        raise ValueError(f"{path} has {old!r} {count} times and not once: mend or remove it in {BY_HAND.name}")
     number = content.count(b"\n", 0, start) + 1
     line = content.splitlines()[number - 1].decode().strip()
     return Fault(path, line, operator, 0, number, start, start + len(old.encode()), new)
@@ -268,6 +269,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="try only other files that name the module, if any does")
     parser.add_argument("--resume", action="store_true", help="leave out what the results have already")
     parser.add_argument("--by-hand", action="store_true", help=f"try the faults of {BY_HAND.name} instead of drawing")
+    parser.add_argument("--only", default="", help="try those alone whose path or operator has this text")
     parser.add_argument("--again", action="store_true", help="try the survivors of the results once more")
     parser.add_argument("--table", action="store_true", help="only print the table of the results")
     given = parser.parse_args()
@@ -281,6 +283,7 @@ def main() -> None:
     elif not given.table:
         drawn = (given.packages, given.count, given.seed)
         chosen = read_by_hand(given.packages) if given.by_hand else draw_packages(*drawn)
+        chosen = [(package, fault) for package, fault in chosen if given.only in f"{fault.path} {fault.operator}"]
         chosen = [(package, fault) for package, fault in chosen if not (given.resume and fault.name in results.rows)]
     else:
         chosen = []
