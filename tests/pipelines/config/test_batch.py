@@ -43,6 +43,21 @@ def test_given_slots_or_sizes_are_kept_or_refused(batch: int, slots: int, size: 
         )
 
 
+@given(st.lists(st.tuples(st.sampled_from(["batch", "slots"]), st.sampled_from([6, 12, 24]), st.booleans()), min_size=1))
+def test_of_several_equal_flags_the_last_counts(flags: list[tuple[str, int, bool]]) -> None:
+    given_last = {name: value for name, value, _ in flags}
+    arguments = [
+        part
+        for name, value, is_joined in flags
+        for part in ([f"--train.{name}={value}"] if is_joined else [f"--train.{name}", str(value)])
+    ]
+    if given_last.get("batch", 24) < given_last.get("slots", 0):
+        return
+    train = parse(Config, arguments, program="train").settings.train
+    assert "slots" not in given_last or train.slots == given_last["slots"]
+    assert "batch" not in given_last or train.samples_per_step == given_last["batch"]
+
+
 def test_it_overrides_a_presets_slots(tmp_path: Path) -> None:
     file = tmp_path / "mine.yaml"
     file.write_text("train: {slots: 2, slot_size: 3, steps: 5}\n")
