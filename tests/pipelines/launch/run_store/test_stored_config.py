@@ -13,7 +13,7 @@ from raystride.jobs.train import main, stored_settings
 from raystride.pipelines.config import Config, ValidationConfig
 from raystride.pipelines.config.attempts import read_environment
 from raystride.pipelines.config.parse import from_yaml, parse, read_stored_settings, to_stored_yaml, to_yaml
-from raystride.pipelines.config.stored_run import put_attempt, read_run
+from raystride.pipelines.config.stored_run import put_attempt
 from raystride.pipelines.launch.run_store.location import locate_run, with_absolute_paths
 from raystride.pipelines.system.storage import sealed
 from raystride.pipelines.system.storage.folder import Folder
@@ -65,34 +65,6 @@ def test_a_damaged_file_is_refused_by_name_whatever_it_says(
     assert main(words) == 2
     assert f"{run / 'config.yaml'} was changed by hand" in capsys.readouterr().err
     assert read(*words, "--resume.edited", "true").data.source != stored.data.source
-
-
-@pytest.mark.parametrize("written", range(5))
-def test_after_a_crash_between_any_two_files_of_an_attempt_nothing_was_edited(stored: Config, tmp_path: Path, written: int) -> None:
-    run, attempts = Folder(str(tmp_path / "run")), ("20261129-0712-ab12", "20261129-0713-cd34")
-    second = replace(stored, seed=stored.seed + 1)
-    put_attempt(run, attempts[0], stored, {"attempt": attempts[0]})
-    before = {name: run.read(name) for name in ("environment.json", "config.yaml")}
-    put_attempt(run, attempts[1], second, {"attempt": attempts[1]})
-    place = run / "attempts" / attempts[1]
-    for folder, name in [(run, "config.yaml"), (run, "environment.json"), (place, "environment.json"), (place, "config.yaml")][
-        : 4 - written
-    ]:
-        if folder is run:
-            run.put(name, before[name])
-        else:
-            folder.remove(name)
-    found = read_run(run)
-    assert (found.settings, found.edits) == (second if written == 4 else stored, [])
-
-
-def test_the_newest_of_several_copies_is_taken(stored: Config, tmp_path: Path) -> None:
-    run, attempts = Folder(str(tmp_path / "run")), [f"20261129-071{number}-ab12" for number in range(3)]
-    for number, attempt in enumerate(attempts):
-        put_attempt(run, attempt, replace(stored, seed=number), {"attempt": attempt})
-    for place, attempt in zip((run, *(run / "attempts" / name for name in attempts[:0:-1])), attempts[::-1], strict=True):
-        assert read_environment(run)["attempt"] == attempt
-        place.put("environment.json", b"{torn")
 
 
 def test_another_runs_environment_is_not_taken_for_the_runs_own(stored: Config, tmp_path: Path) -> None:
