@@ -35,7 +35,7 @@ PACKAGES = {
     **{package: f"pipelines/data/{package}" for package in ("feed", "prepare", "tasks")},
     **{package: f"pipelines/train/{package}" for package in ("strategies", "checkpoint", "lora")},
     **{package: f"pipelines/launch/{package}" for package in ("preflight", "run_store", "console")},
-    **{package: f"pipelines/{package}" for package in ("train", "evaluate", "launch", "sweep")},
+    **{package: f"pipelines/{package}" for package in ("train", "evaluate", "launch", "sweep", "config")},
     "record": "pipelines/observability/record",
     "credentials": "pipelines/system/credentials.py",
     "resources": "pipelines/launch/cluster/resources.py",
@@ -180,12 +180,19 @@ class Copy:
 
 
 def find_tests(path: str, folder: Path) -> tuple[list[str], list[str]]:
-    """A module's mirrored test file, if it has one, and the other test files of its package."""
+    """A module's mirrored test file, if it has one, and the other test files of its package.
+
+    Where it has none, and nothing in its package names it, with those elsewhere that name it or are called as it is.
+    """
     source = Path(path)
     package = folder / "tests" / source.parent
     mirrored = package / f"test_{source.name}"
     one_file = path == PACKAGES["credentials"]
     others = [] if one_file else [file for file in sorted(package.rglob("test_*.py")) if file != mirrored]
+    module = path.removesuffix(".py").replace("/", ".")
+    if not mirrored.exists() and not any(module in file.read_text() for file in others):
+        elsewhere = sorted({*(folder / "tests").rglob("test_*.py")} - {*others})
+        others += [file for file in elsewhere if file.name == mirrored.name or module in file.read_text()]
     names = [[str(file.relative_to(folder)) for file in files if file.exists()] for files in ([mirrored], others)]
     return names[0], names[1]
 
