@@ -28,6 +28,7 @@ from raystride.pipelines.config.presets import presets
 from raystride.pipelines.config.run import is_argument
 from raystride.pipelines.config.sweep import SweepJobConfig
 from raystride.pipelines.config.words import last_value, words_to_flags
+from raystride.pipelines.launch.console.ray_job_status import STOP_WAIT_VARIABLE
 from tests import api_page
 from tests.some import some
 
@@ -214,6 +215,18 @@ def _faults_of_ours(words: list[str]) -> Iterator[str]:
 def _is_open(flag: str) -> bool:
     """A setting whose names below it are the user's: a source of a mixture, an argument of a function of theirs."""
     return is_argument(flag) or flag.startswith("data.sources.")
+
+
+def test_whoever_starts_ray_or_submits_a_job_gives_it_time_to_save() -> None:
+    """On the same page as commands to paste, and in a line of a table or text itself."""
+    starts = re.compile(r"\bray (?:start --head|job submit\b.*(?:train|script))")
+    pages = {block.page for block in of_kind("sh") if any(starts.search(line) for line in block.text.split("\n"))}
+    assert not [page for page in some(list(pages)) if STOP_WAIT_VARIABLE not in page.read_text()]
+    spans = {span for page in PAGES for span in re.findall(r"`([^`\n]+)`", page.read_text()) if starts.search(span)}
+    told = [span for span in spans if STOP_WAIT_VARIABLE in span]
+    # What stands in a sentence is a name of the command, and no line to paste.
+    names = ("ray start --head", "ray job submit --working-dir . -- python ray_jobs/train.py ...")
+    assert not spans - {*some(told)} - {*names, "ray job submit -- python ray_jobs/train.py"}
 
 
 def test_commands_presets_and_flags_are_there() -> None:

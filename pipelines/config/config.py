@@ -168,6 +168,7 @@ class Config(Section):
         """
         if self.train.dropout_masks == "slot" and not (self.model.dropout or self.lora.dropout):
             yield "train.dropout_masks"
+        yield from (f"record.{name}" for name in ("owner", "tags") if not getattr(self.record, name))
 
     def by_source(self) -> "dict[str, Config]":
         """The settings of each source of a mixture, as of a training on it alone; of one source these, as ""."""

@@ -4,6 +4,7 @@ ScalingConfig(workers=8, tensor=2).group                  # 2: workers that comp
 ProfileConfig(steps=(100, 110), ranks=(0,))               # a profiler watches these steps of the first worker
 """
 
+import re
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
@@ -252,12 +253,43 @@ class RecordConfig(Section):
     is not stored; MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD in the environment work as well."""
     experiment: str = setting("raystride", also="experiment_name project project_name")
     """Name of the MLflow experiment."""
+    owner: str | None = setting(None, since="0.4", also="user username")
+    """Whom a run's time is charged to, in its folder, MLflow, Ray's list of jobs and the labels of metrics. None: `owner` of
+    `ray job submit --metadata-json`, else $USER of who starts it."""
+    tags: dict[str, Any] = field(default_factory=dict, metadata={"since": "0.4"})
+    """Tags of a run, by name, at the same places. `{project: parser, cost_center: 42}`."""
     tensorboard: bool = setting(False, also="enable_tensorboard use_tensorboard")
     """Write TensorBoard event files as well. They are in `tensorboard/` in the run's folder; view them with `tensorboard
     --logdir`."""
     system_every_s: float = setting(5.0, above=0)
     """Seconds between two readings of each node's hardware metrics. CPU and memory, and GPUs or, on CPUs, the processors'
     energy."""
+
+    def __post_init__(self) -> None:
+        """Raises SettingError where a field is out of range, or a tag or the owner is no short text of one line."""
+        super().__post_init__()
+        if self.owner is not None and not _is_label(self.owner):
+            raise self.error("owner", f"must be a text of one line, at most {MAX_LABEL_LENGTH} characters")
+        if len(self.tags) > MAX_TAGS:
+            raise self.error("tags", f"must have at most {MAX_TAGS} names")
+        for name, value in self.tags.items():
+            if not re.fullmatch(r"(?!mlflow\.|raystride\.)[A-Za-z][A-Za-z0-9_.\-]{0,63}", str(name)):
+                raise self.error(
+                    "tags",
+                    f"must have names of letters, digits, `_`, `-` and `.`, none that begins with mlflow. or raystride., "
+                    f"and not {name!r}",
+                )
+            if not isinstance(value, str | int | float) or not _is_label(str(value)):
+                raise self.error(
+                    "tags", f"must have texts of one line, at most {MAX_LABEL_LENGTH} characters, without commas: see {name}"
+                )
+
+
+MAX_TAGS, MAX_LABEL_LENGTH = 20, 100
+
+
+def _is_label(text: str) -> bool:
+    return 0 < len(text) <= MAX_LABEL_LENGTH and text.isprintable() and "," not in text
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,7 +1,7 @@
 """Provenance of a run: the environment and data that it records, its tags, and the links to its pages.
 
 environment = describe_run(config, resources, allocation, attempt, base, prepared, previous)    # environment.json
-tags = run_tags(environment, config.scaling, allocation, dashboard)                              # of its MLflow run
+tags = run_tags(environment, config, allocation, dashboard)                                      # of its MLflow run
 """
 
 import getpass
@@ -14,7 +14,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import cast
 
-from raystride.pipelines.config import Config, LaunchConfig, ScalingConfig
+from raystride.pipelines.config import Config, LaunchConfig, RecordConfig
+from raystride.pipelines.config.parse import load_settings
+from raystride.pipelines.config.presets import presets
 from raystride.pipelines.config.train import parse_branch
 from raystride.pipelines.data.prepare.one_source import PreparedData
 from raystride.pipelines.data.prepare.progress import describe_speeds, load_stages
@@ -23,7 +25,7 @@ from raystride.pipelines.data.pretrained import BaseInfo
 from raystride.pipelines.data.stored_code import hash_named_code
 from raystride.pipelines.data.tasks import build_task
 from raystride.pipelines.launch.cluster.cluster import has_several_nodes, run_on_node
-from raystride.pipelines.launch.cluster.internals import submission_id
+from raystride.pipelines.launch.cluster.internals import submission_id, submitted_metadata
 from raystride.pipelines.launch.cluster.resources import Allocation, Resources
 from raystride.pipelines.launch.hang.process import process_start_time
 from raystride.pipelines.launch.run_store.changes import identify_own_model
@@ -41,6 +43,10 @@ from raystride.pipelines.observability.record.mlflow.log import read_reference
 from raystride.pipelines.system.storage.folder import Folder
 from raystride.pipelines.train.checkpoint.layout import newest_manifest
 
+OWNER_TAG = "raystride.owner"
+RAY_WORKER_SCRIPT = "default_worker.py"
+"""The script of Ray's worker processes, in which trials are driven."""
+
 
 def driver_start(fallback: float) -> float:
     """Returns the start of this process in seconds since 1970, `fallback` if it is unknown."""
@@ -55,11 +61,14 @@ def describe_run(
     base: BaseInfo | None,
     prepared: PreparedData,
     previous: PreviousAttempt | None,
+    owner: str = "",
 ) -> RunEnvironment:
     """Returns the content of a run's `environment.json`: machine, versions, base, code, data. Needs Ray unless inline."""
     found = {
         **describe_surroundings(config.launch, resources, allocation),
         "attempt": attempt,
+        **({"owner": owner} if owner else {}),
+        **({"tags": dict(config.record.tags)} if config.record.tags else {}),
         "base": asdict(base) if base else {},
         "code_sha256": hash_named_code(config),
         **describe_data(prepared, previous),
@@ -125,10 +134,38 @@ def checkpoint_facts(
     return facts
 
 
-def run_tags(
-    environment: RunEnvironment, scaling: ScalingConfig, allocation: Allocation, dashboard: str | None
-) -> dict[str, str]:
+def find_owner(record: RecordConfig) -> str:
+    """Returns whom this run is charged to: `record.owner`, else the job's metadata, else $USER, "" if nobody is named."""
+    metadata = {} if record.owner else submitted_metadata()
+    return record.owner or metadata.get("owner") or metadata.get("user") or os.environ.get("USER", "")
+
+
+def metric_labels(owner: str, record: RecordConfig) -> dict[str, str]:
+    """Returns owner and tags of a run as labels of its metrics."""
+    return {"owner": owner, "tags": ",".join(f"{name}={value}" for name, value in sorted(record.tags.items()))}
+
+
+def owner_tags(owner: str, record: RecordConfig) -> dict[str, str]:
+    """Returns owner and tags of a run as its tags in MLflow and the metadata of its job in Ray."""
+    given = {str(name): str(value) for name, value in record.tags.items()}
+    return given | ({OWNER_TAG: owner} if owner else {})
+
+
+def describe_changes(config: Config, preset: str) -> dict[str, str]:
+    """Returns, as tags, the preset that a training was started with and the settings that differ from it, else from their
+    defaults.
+    """
+    if preset == "run":  # a run that goes on, or settings without a file
+        return {}
+    base = load_settings(Config, preset if preset in presets() else {}).settings.flat()
+    values = {key: value for key, value in config.flat().items() if key not in ("run", "storage")}
+    changed = [f"{key}={value}" for key, value in values.items() if base.get(key) != value]
+    return {"raystride.preset": preset, "raystride.changed": " ".join(changed) or "nothing"}
+
+
+def run_tags(environment: RunEnvironment, config: Config, allocation: Allocation, dashboard: str | None) -> dict[str, str]:
     """Returns the tags of the run in MLflow; with a dashboard also the job's id and page in Ray."""
+    scaling, owner = config.scaling, environment.get("owner", "")
     strategy = scaling.strategy
     tags = {
         "strategy": strategy if strategy != "auto" else "ddp" if allocation.workers > 1 else "single",
@@ -141,17 +178,18 @@ def run_tags(
         "bits_changed_at": environment.get("bits_changed_at"),
     }
     ours = {f"raystride.{key}": str(value) for key, value in tags.items() if value is not None}
-    return ours | _ray_tags(dashboard) | _mlflow_tags(environment, dashboard)
+    return ours | owner_tags(owner, config.record) | _ray_tags(dashboard) | _mlflow_tags(environment, dashboard)
 
 
 def _mlflow_tags(environment: RunEnvironment, dashboard: str | None) -> dict[str, str]:
     """Returns the tags that MLflow shows as "Source" and "Created by"."""
     script = Path(sys.argv[0]).name
+    script = "" if script == RAY_WORKER_SCRIPT else script
     tags = {"mlflow.source.name": script or "raystride", "mlflow.source.type": "JOB" if dashboard else "LOCAL"}
     if commit := environment.get("commit"):
         tags["mlflow.source.git.commit"] = commit
     with suppress(OSError, KeyError, ImportError):  # no such user in this container
-        tags["mlflow.user"] = getpass.getuser()  # noqa: TID251
+        tags["mlflow.user"] = environment.get("owner") or getpass.getuser()  # noqa: TID251
     return tags
 
 

@@ -29,12 +29,23 @@ from raystride.pipelines.launch.preflight.check import resolve_and_check
 from raystride.pipelines.launch.preflight.prove_kernels import proving_beside
 from raystride.pipelines.launch.preparing import open_prepared_data
 from raystride.pipelines.launch.profiled import run_under_profiler
-from raystride.pipelines.launch.provenance import describe_run, driver_start, run_tags, show_pages
+from raystride.pipelines.launch.provenance import (
+    OWNER_TAG,
+    describe_changes,
+    describe_run,
+    driver_start,
+    find_owner,
+    metric_labels,
+    owner_tags,
+    run_tags,
+    show_pages,
+)
 from raystride.pipelines.launch.run_store.admission import admit_run
 from raystride.pipelines.launch.run_store.lease import RunLease, new_attempt
 from raystride.pipelines.launch.run_store.location import locate_run, with_absolute_paths
-from raystride.pipelines.launch.run_store.resume import refuse_changes, write_settings
+from raystride.pipelines.launch.run_store.resume import refuse_changes, refuse_removed, write_settings
 from raystride.pipelines.launch.run_store.start_over import move_checkpoints_aside
+from raystride.pipelines.launch.run_store.uses import marked_uses, prepared_names, wait_for_removals
 from raystride.pipelines.observability.record.summary import RunSummary
 from raystride.pipelines.system.signals import EXIT_CODES
 from raystride.pipelines.system.storage.folder import Folder
@@ -106,28 +117,35 @@ def train_on_workers(
     from raystride.pipelines.launch.cluster.isolation import HeadWatch, IsolationWatcher
     from raystride.pipelines.launch.cluster.recorder_handle import RecorderHandle
     from raystride.pipelines.launch.cluster.trainer import PlacementWatcher, train_on_ray
+    from raystride.pipelines.launch.console.run_metrics import RunMetrics
 
     recorder = RecorderHandle.start(**arguments)
     # An elastic run needs the parts of Ray Train that the fast start leaves out.
     fast_start = job.config.launch.fast_start and not allocation.min_workers
     run = partial(train_on_ray, job, allocation, recorder, fast_start=fast_start)
     hooks = replace(hooks, pending_reason=PlacementWatcher(allocation, job.config.launch.placement_timeout_s).describe_wait)
+    metrics = RunMetrics(job, storage)
+    hooks = metrics.attach(hooks)
     if has_started_head():
         hooks = replace(hooks, check_cluster=HeadWatch().check)
     with IsolationWatcher(recorder.heartbeats, recorder.node_id, hooks.give_up, hooks.screen.warn):
-        return run_session(job, recorder, run, hooks)
+        summary = run_session(job, recorder, run, hooks)
+        metrics.set_state("stopped" if summary.get("status") == "stopped" else "finished")
+        return summary
 
 
 def run_training(parsed: Parsed[Config]) -> int:
     """Trains or resumes a run, or reports that it is complete; returns the exit code and handles all errors of users."""
-    return run_with_exit_code(lambda: _train(*locate_run(parsed)))
+    return run_with_exit_code(lambda: _train(parsed))
 
 
-def _train(config: Config, storage: Folder) -> int:
+def _train(parsed: Parsed[Config]) -> int:
+    config, storage = locate_run(parsed)
     if (code := run_under_profiler(config, storage)) is not None:
         return code
     with exit_despite_hang(config.launch):
-        summary = train(config, storage, Screen(), started_at=driver_start(time.time()))
+        tags = describe_changes(parsed.settings, parsed.preset)
+        summary = train(config, storage, Screen(), tags=tags, started_at=driver_start(time.time()))
     return EXIT_CODES[by] if (by := summary.get("interrupted_by")) else DONE
 
 
@@ -158,19 +176,26 @@ def train(
     previous, folder = admission.origin, admission.context.run_folder
     if admission.is_complete:
         return (admission.previous and admission.previous.summary) or {}
-    attempt, metadata = new_attempt(), job_metadata(str(config.run), str(storage), config.record.mlflow)
+    attempt, owner = new_attempt(), (tags or {}).get(OWNER_TAG) or find_owner(config.record)
+    charged = owner_tags(owner, config.record)
+    metadata = job_metadata(str(config.run), str(storage), config.record.mlflow, charged)
     with (
         RunLease.acquire(folder, attempt, screen.log, wait=is_resubmitted()) as lease,
         cluster(config.launch, metadata) as dashboard,
         JobStatusReporter(metadata, folder) as page,
         ExitStack() as until_end,
     ):
+        if admission.previous:
+            refuse_removed(folder)
         milestones["cluster"] = time.time()
         arrange_resubmission(config.launch, dashboard, screen.warn)
         if config.checkpoint.every and (warning := short_stop_warning()):
             screen.warn(warning)
         resolved = resolve_and_check(admission.context, screen.warn)
         config, resources, allocation = resolved.context.config, resolved.resources, resolved.allocation
+        uses = prepared_names(resolved.context.identity())
+        until_end.enter_context(marked_uses(folder, attempt, uses))
+        wait_for_removals(storage, uses, screen.log)
         with proving_beside(resolved, screen.log):
             prepared = until_end.enter_context(
                 open_prepared_data(resolved.context, plugin_bundle, resources.cpus - allocation.cpus)
@@ -182,7 +207,7 @@ def train(
         lease.permit.check()  # the cluster and the preparation may have taken hours
         if admission.starts_over:
             move_checkpoints_aside(folder, attempt, screen.log)
-        environment = describe_run(config, resources, allocation, attempt, admission.base, prepared, previous)
+        environment = describe_run(config, resources, allocation, attempt, admission.base, prepared, previous, owner)
         job = Job(
             config=config,
             run=str(config.run),
@@ -197,11 +222,12 @@ def train(
             started_at=started_at or milestones["driver"],
             milestones=milestones,
             strategy=strategy,
+            labels=metric_labels(owner, config.record),
         )
         job, allocation = finalize_job(job, resources, allocation, environment, None if watcher else screen.log)
         lease.permit.check()
         write_settings(folder, attempt, with_absolute_paths(config), environment)
-        all_tags = run_tags(environment, config.scaling, allocation, dashboard) | dict(tags or {})
+        all_tags = run_tags(environment, config, allocation, dashboard) | dict(tags or {})
         show_pages(folder, all_tags, screen.log)
         hooks = SessionHooks(screen, watcher or page, lease.permit, lease.give_up)
         summary = train_on_workers(job, allocation, storage, all_tags, hooks)

@@ -31,6 +31,7 @@ from raystride.pipelines.launch.console.exit_codes import DONE, FAILED, run_with
 from raystride.pipelines.launch.console.ray_job_status import job_metadata
 from raystride.pipelines.launch.console.screen import Screen
 from raystride.pipelines.launch.preflight.choose_mesh import store_mesh
+from raystride.pipelines.launch.provenance import find_owner, owner_tags
 from raystride.pipelines.launch.run_store.admission import check_metric
 from raystride.pipelines.launch.run_store.changes import identify_own_model
 from raystride.pipelines.launch.run_store.lease import RunLease, new_attempt
@@ -228,7 +229,8 @@ def _measure_missing(
     if num_left <= 0 and not list_further():
         return
     _for_each_data_kind(base, missing, lambda config: check_data(RunContext(config, storage)))
-    metadata = job_metadata(str(base.run), str(storage), base.record.mlflow)
+    owner = find_owner(base.record)
+    metadata = job_metadata(str(base.run), str(storage), base.record.mlflow, owner_tags(owner, base.record))
     from raystride.pipelines.sweep.tuning import measure_with_tune  # Ray Tune takes a second to import
 
     with cluster(base.launch, metadata):
@@ -238,7 +240,7 @@ def _measure_missing(
         _prepare_all(base, storage, missing, screen)
         is_shared = base.sweep.share_base
         resources = Resources.of_this_machine() if is_shared else Resources.of_cluster()
-        plan = SweepPlan(base, storage, price, resources, PluginBundle.collect(base))
+        plan = SweepPlan(base, storage, price, resources, PluginBundle.collect(base), owner)
         run = measure_shared if is_shared else measure_with_tune
         with ProgressBoard(
             base.sweep.space, num_left, base.quality_name, throughput_unit(base), quiet=not screen.is_visible

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from raystride.pipelines.config.sweep import SweepJobConfig
+from raystride.pipelines.launch.provenance import find_owner, owner_tags
 from raystride.pipelines.observability.record.entry import Entry, new_entry
 from raystride.pipelines.observability.record.mlflow.follower import Follower
 from raystride.pipelines.observability.record.mlflow.links import comparison_link
@@ -77,7 +78,8 @@ class SweepTracking:
             settings = self._base.flat()
             logged = {name: value for name, value in settings.items() if name.startswith(("sweep.", "data.", "model."))}
             self._log_entry(new_entry("parameters", logged))
-            self._log_entry(new_entry("tags", {"raystride.kind": "sweep"}))
+            charged = owner_tags(find_owner(self._base.record), self._base.record)
+            self._log_entry(new_entry("tags", {"raystride.kind": "sweep", **charged}))
             self._has_logged_settings = True
 
     def _log_trial(self, result: Result, folder: Folder, number: int) -> None:

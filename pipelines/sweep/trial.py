@@ -29,6 +29,7 @@ from raystride.pipelines.launch.console.screen import Screen
 from raystride.pipelines.launch.console.session import Watcher
 from raystride.pipelines.launch.hang.detector import Hung
 from raystride.pipelines.launch.preflight.checks import check_settings
+from raystride.pipelines.launch.provenance import OWNER_TAG
 from raystride.pipelines.launch.train_job import train
 from raystride.pipelines.observability.record import read_entries
 from raystride.pipelines.observability.record.entry import Entry
@@ -66,6 +67,14 @@ class SweepPlan:
     """Resources of the cluster."""
     plugins: PluginBundle = field(default_factory=PluginBundle, repr=False)
     """Plug-ins that the sweep's own script has registered."""
+    owner: str = ""
+    """Whom the trials are charged to: where they are driven, nobody's variables hold."""
+
+    @property
+    def tags(self) -> dict[str, str]:
+        """Tags of each trial in MLflow."""
+        source = {"mlflow.source.name": f"raystride sweep {self.base.run}", "raystride.sweep": str(self.base.run)}
+        return source | ({OWNER_TAG: self.owner} if self.owner else {})
 
     @property
     def folder(self) -> Folder:

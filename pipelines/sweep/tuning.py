@@ -113,9 +113,7 @@ def _trial(parameters: dict[str, Any], plan: SweepPlan, is_only_driver: bool, en
     if result is None:
         remove_orphaned_placement_groups(is_only_driver)
         reporter = _WindowReporter(plan, candidate)
-        result = run_trial(
-            candidate, plan.storage, plan.resources, {"raystride.sweep": str(plan.base.run)}, reporter, plan.plugins
-        )
+        result = run_trial(candidate, plan.storage, plan.resources, plan.tags, reporter, plan.plugins)
     save_result(plan.folder, result)
     if result.status == "hung":
         raise TrialTimeout(result.cause)

@@ -1,8 +1,11 @@
 """Lists, shows, compares, prunes and audits runs, and replays a run's journal to MLflow.
 
     raystride runs list --storage runs
+    raystride runs list --by owner --since 30       # worker and GPU hours of the runs of a month
     raystride runs compare one two three            # side by side here, and the link to MLflow's comparison
     raystride runs prune one two --keep 1           # shows what it frees; --all removes whole runs
+    raystride runs prune --older 30 --status failed --all --dry-run
+    raystride runs prune --unused                   # prepared data, artifacts and caches that no run uses
     raystride runs replay my-run                    # after MLflow was unreachable
     raystride runs audit my-run                     # verifies that every sample was used once an epoch
 
@@ -11,6 +14,7 @@ storage cannot be written.
 """
 
 import argparse
+import re
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -21,15 +25,17 @@ from raystride.pipelines.launch.run_store.commands import (
     audit_run,
     compare_runs,
     list_runs,
-    prune_runs,
     replay_run,
     show_run,
 )
+from raystride.pipelines.launch.run_store.prune import DAY_S, Selection, prune, prune_unused
 from raystride.pipelines.observability.record.mlflow.links import UI_PORT
 from raystride.pipelines.system.credentials import MissingSecret, redact
 from raystride.pipelines.system.errors import SettingError
 from raystride.pipelines.system.storage.folder import Folder
 from raystride.pipelines.system.storage.sealed import SealBroken
+
+STATUSES_TO_PRUNE = ("finished", "stopped", "failed", "interrupted", "damaged")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -47,6 +53,31 @@ def _run_verb(verb: Callable[..., int | None], storage: Folder, given: dict[str,
         return WRONG_SETTINGS
 
 
+def _prune(storage: Folder, *, unused: bool, dry_run: bool, yes: bool, **given: Any) -> None:
+    """Removes what the flags select. Raises CommandRefused for flags that contradict each other or select nothing."""
+    names, older_s = given.pop("names"), given.pop("older")
+    keep, whole = given.pop("keep"), given.pop("whole")
+    selection = Selection(tuple(names), older_s, given.pop("sweep"), given.pop("status"))
+    if unused:
+        if names or selection.sweep or selection.status or whole or keep:
+            raise CommandRefused(
+                "--unused is about what no run uses: give it alone, or with --older, and prune runs in another call"
+            )
+        prune_unused(storage, older_s=older_s or DAY_S, dry_run=dry_run, yes=yes)
+        return
+    if selection == Selection():
+        raise CommandRefused("no run is named: name runs, or give --older, --status, --sweep or --unused")
+    prune(storage, selection, keep=keep or 1, whole=whole, dry_run=dry_run, yes=yes)
+
+
+def _parse_duration(text: str) -> float:
+    """Returns the seconds of `30` (days), `30d`, `12h` or `90min`."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)(d|h|min|w)?", text)
+    if not found:
+        raise ValueError(text)
+    return float(found[1]) * {"w": 7 * DAY_S, "h": 3600.0, "min": 60.0}.get(found[2], DAY_S)
+
+
 def _at_least_one(text: str) -> int:
     if int(text) < 1:
         raise ValueError(text)
@@ -61,25 +92,49 @@ def _build_parser() -> argparse.ArgumentParser:
     def add_command(command: str, verb: Callable[..., int | None], text: str) -> argparse.ArgumentParser:
         subparser = commands.add_parser(command, help=text, description=text)
         if command in ("compare", "prune"):
-            subparser.add_argument("names", metavar="RUN", nargs="+", help="the runs' names")
+            subparser.add_argument(
+                "names", metavar="RUN", nargs="+" if command == "compare" else "*", help="the runs' names"
+            )
         elif command != "list":
             subparser.add_argument("name", metavar="RUN", help="the run's name")
         subparser.add_argument("--storage", default="runs", help="folder or URI that the runs lie in")
         subparser.set_defaults(verb=verb)
         return subparser
 
-    add_command("list", list_runs, "a table of all runs")
+    listing = add_command("list", list_runs, "a table of all runs, or of their owners with the time that they have held")
+    listing.add_argument("--by", choices=("owner",), help="one row for each owner: worker and GPU hours of all attempts")
+    listing.add_argument(
+        "--since", dest="since_s", type=_parse_duration, metavar="DAYS", help="only runs written in so many days, or 12h, 4w"
+    )
     add_command("show", show_run, "a run's curve, figures and place")
     compare = add_command("compare", compare_runs, "several runs side by side, and the link to MLflow's comparison of them")
     compare.add_argument("--port", type=int, default=UI_PORT, help="port of MLflow's UI on this machine")
     add_command("audit", audit_run, "prove that a run used every sample exactly once an epoch")
-    prune = add_command("prune", prune_runs, "remove old checkpoints' data; their manifests stay")
-    choice = prune.add_mutually_exclusive_group()
-    choice.add_argument(
-        "--keep", type=_at_least_one, default=1, help="newest checkpoints to keep, besides `best` and `last`"
-    )
-    choice.add_argument("--all", dest="whole", action="store_true", help="remove the run with all that it holds")
+    _add_flags_of_prune(add_command("prune", _prune, "remove old checkpoints' data, whole runs, or what no run uses"))
     replay = add_command("replay", replay_run, "log to MLflow what it lacks of a run's journal")
     replay.add_argument("--mlflow-uri", help="tracking server; when not given, the one that the run was logged to")
     replay.add_argument("--experiment", help="experiment, where the run is not in MLflow yet; when not given, the run's own")
     return parser
+
+
+def _add_flags_of_prune(parser: argparse.ArgumentParser) -> None:
+    choice = parser.add_mutually_exclusive_group()
+    choice.add_argument(
+        "--keep", type=_at_least_one, help="newest checkpoints whose data to keep, besides `best` and `last`; default 1"
+    )
+    choice.add_argument(
+        "--all",
+        dest="whole",
+        action="store_true",
+        help="remove runs with all that they hold: trials, exports, MLflow's rows",
+    )
+    parser.add_argument(
+        "--older", type=_parse_duration, metavar="DAYS", help="those unchanged for so many days, or as 12h, 90min, 4w"
+    )
+    parser.add_argument("--sweep", metavar="NAME", help="a sweep with its trials")
+    parser.add_argument("--status", choices=STATUSES_TO_PRUNE, help="runs that ended so")
+    parser.add_argument(
+        "--unused", action="store_true", help="prepared data, MLflow's artifacts and this machine's caches that no run uses"
+    )
+    parser.add_argument("--dry-run", action="store_true", help="list what would be removed, and remove nothing")
+    parser.add_argument("--yes", action="store_true", help="do not ask")

@@ -1,6 +1,7 @@
 """Kubernetes and KubeRay accept the files that `raystride deploy kuberay` writes, for all places."""
 
 import gzip
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -74,6 +75,20 @@ def _find_broken_rules(document: Document, definitions: Path) -> list[str]:
 def test_kuberay_accepts_the_files(files: dict[str, str]) -> None:
     assert len(find_folders(files)) == 5
     assert not find_faults("kuberay", files)
+
+
+def test_an_overlay_of_ones_own_is_as_the_page_has_it() -> None:
+    page = Path(__file__).resolve().parents[2] / "deploy" / "kuberay" / "README.md"
+    (overlay,) = re.findall(r"```yaml\n(apiVersion: kustomize.*?)```", page.read_text(), re.DOTALL)
+    files = render_for("kuberay", "kubernetes", nodes=4, gpus=8)
+    files = {**files, "overlays/ours/kustomization.yaml": overlay}
+    assert not find_faults("kuberay", files)
+    job = find_ray_object(files, "overlays/ours")
+    pod = job["spec"]["rayClusterSpec"]["workerGroupSpecs"][0]["template"]
+    assert job["metadata"]["labels"]["team"] == pod["metadata"]["labels"]["team"] == "parser"
+    assert pod["metadata"]["annotations"] == {"cost-center": "42"}
+    assert (pod["spec"]["priorityClassName"], pod["spec"]["imagePullSecrets"]) == ("batch", [{"name": "registry"}])
+    assert [toleration["key"] for toleration in pod["spec"]["tolerations"]] == ["nvidia.com/gpu", "dedicated"]
 
 
 @pytest.fixture(scope="module")

@@ -45,10 +45,10 @@ train ui
 """
 SUMMARY = """
 average_power_watts best_step complete data_wait_share ending energy_covers energy_joules flops_per_token gpu_idle_share
-joules_per_token journal kernels metric metrics mfu mlflow_run_id parameters parameters_sha256 peak_memory_bytes
-precision products resumed_from run samples_seen seconds_to_first_step sha256 slowest_node slowest_rank status
-step_seconds_p50 step_seconds_p95 steps straggler_loss_share throttled_seconds throttled_seconds_by_reason
-tokens_per_second tokens_seen train_loss unit val_loss waiting_share workers writer
+gpu_seconds joules_per_token journal kernels metric metrics mfu mlflow_run_id owner parameters parameters_sha256
+peak_memory_bytes precision products resumed_from run samples_seen seconds_to_first_step sha256 slowest_node slowest_rank
+status step_seconds_p50 step_seconds_p95 steps straggler_loss_share throttled_seconds throttled_seconds_by_reason
+tokens_per_second tokens_seen train_loss unit usage val_loss waiting_share worker_seconds workers writer
 """
 KINDS = "artifact checkpoint error event metrics parameters rank ranks summary system tags totals"
 WRITTEN_KINDS = "checkpoint event metrics parameters summary system tags"
@@ -86,8 +86,8 @@ system/system_memory_usage_percentage
 """
 """Machines with other devices have more."""
 TAGS = """
-raystride.attempt raystride.checkpoint raystride.commit raystride.data raystride.device raystride.dirty raystride.kernels
-raystride.opening raystride.strategy raystride.version raystride.workers
+raystride.attempt raystride.changed raystride.checkpoint raystride.commit raystride.data raystride.device raystride.dirty
+raystride.kernels raystride.opening raystride.owner raystride.preset raystride.strategy raystride.version raystride.workers
 """
 ARTIFACTS = "config.yaml curve.png environment.json log.txt report.html sample.txt summary.json"
 GAUGES = """
@@ -101,7 +101,7 @@ checkpoints/step-00000006/ATTEMPT-GROUP/rank-0.bin
 checkpoints/step-00000006/ATTEMPT-GROUP/tokenizer/tokenizer_kind.json checkpoints/step-00000006/MANIFEST-1.json
 checkpoints/step-00000006/MANIFEST.json config.yaml
 curve.png environment.json journal/ATTEMPT-000001.jsonl log.txt metrics.jsonl mlflow.json owner.json report.html sample.txt
-summary.json
+summary.json uses.json
 """
 PREPARED_FILES = """
 documents.hashes documents.hashes.sha256 files.parquet files.parquet.sha256 manifest.json manifest.json.sha256 stages.json
@@ -114,9 +114,10 @@ attempt bits commit data device fed files folder format order parent_step positi
 threads versions world writer
 """,
     "environment.json": """
-attempt base code_sha256 command commit content cores cpu data data_lines dirty gpus host memory_bytes platform prepared_at
-python settings_sha256 sha256 versions writer
+attempt base code_sha256 command commit content cores cpu data data_lines dirty gpus host memory_bytes owner platform
+prepared_at python settings_sha256 sha256 tags versions writer
 """,
+    "uses.json": "attempt prepared sha256 writer",
     "mlflow.json": "ended experiment_id logged names run_id sha256 token uri writer",
     "owner.json": "released sha256 term writer",
 }
@@ -143,7 +144,8 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Config:
     """Settings of a run of six steps with MLflow, a sample and readings of the machine."""
     path = tmp_path_factory.mktemp("frozen")
     settings = tiny(write_text(path), storage=str(path / "runs"), launch=LaunchConfig(mode="inline"))
-    return replace(settings, record=RecordConfig(system_every_s=0.02), sample=SampleConfig(tokens=4, prompt="line "))
+    record = RecordConfig(system_every_s=0.02, owner="me", tags={"project": "parser"})
+    return replace(settings, record=record, sample=SampleConfig(tokens=4, prompt="line "))
 
 
 @pytest.fixture(scope="module")
@@ -241,7 +243,7 @@ def test_settings_that_a_run_stores_are_the_flags(folder: Path, entries: list[di
     (parameters,) = [entry["values"] for entry in entries if entry["kind"] == "parameters"]
     sections = {flag for flag in flags if any(other.startswith(f"{flag}.") for other in flags)}
     # A mixture has its own, by the names of its parts; a model of the user's own, by the names of its arguments.
-    unset = {"data.sources", "fit.model_args", "fit.data_args"}
+    unset = {"data.sources", "record.tags", "fit.model_args", "fit.data_args"}
     assert flags - sections - unset <= set(parameters)
 
 

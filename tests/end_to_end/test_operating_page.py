@@ -21,6 +21,7 @@ import pytest
 
 from raystride import command
 from raystride.pipelines.config import LaunchConfig, RecordConfig
+from raystride.pipelines.launch.console.run_metrics import DRIVER_GAUGES
 from raystride.pipelines.observability.observers.ray_metrics import GAUGES, SAVE_WAIT, STEP
 from tests.ray_jobs.jobs import run_well
 from tests.some import some
@@ -154,6 +155,7 @@ def test_expressions_of_alerts_ask_for_figures_that_are_exported() -> None:
     from ray.dashboard.modules.reporter import reporter_agent
 
     ours = {f"ray_{spec.name}" for spec in (*GAUGES.values(), STEP, SAVE_WAIT)}
+    ours |= {f"ray_{name}" for name, _ in DRIVER_GAUGES.values()}
     asked = {name for span in SPANS for name in re.findall(r"\bray_[a-z_]+", span)} - {"ray_jobs"}
     nodes = {name for name in asked if name.startswith("ray_node_")}
     assert len(asked - nodes) >= 3

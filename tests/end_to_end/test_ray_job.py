@@ -245,6 +245,8 @@ def test_a_users_project_trains_with_its_plug_ins_and_its_page_tells_of_it(
     running = head.info(job)
     assert running["status"] == "RUNNING"
     assert running["metadata"].pop("owner", "me") == "me"
+    charged = running["metadata"].pop("raystride.owner", "")
+    assert charged == "me" or len(word) > 1
     assert running["metadata"].pop("job_name") == ("hers" if len(word) == 1 else "mine")
     assert running["metadata"] == {
         "raystride.run": "mine",
@@ -264,6 +266,8 @@ def test_a_users_project_trains_with_its_plug_ins_and_its_page_tells_of_it(
     ended = head.info(job)
     assert ended["metadata"]["raystride.status"] == "stopped"
     assert int(ended["metadata"]["raystride.steps"]) > 0
+    for name in ("environment.json", "summary.json"):
+        assert json.loads((work / "runs" / "mine" / name).read_text()).get("owner", "") == charged
     lines = (work / "runs" / "mine" / "metrics.jsonl").read_text().splitlines()
     assert any("twice_the_step" in line for line in lines)
 

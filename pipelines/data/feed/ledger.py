@@ -349,6 +349,27 @@ def _delete_reader(db: sqlite3.Connection, reader: int) -> None:
     db.execute("DELETE FROM clocks WHERE name NOT IN (SELECT clock FROM readers)")
 
 
+def has_reader(root: Path) -> bool:
+    """Returns whether a living process reads a cache."""
+    return any(not _is_unlocked(path) for path in (root / READERS).glob("*"))
+
+
+def remove_unread_cache(root: Path) -> bool:
+    """Empties a cache that no living process reads; returns whether it did. A reader that starts meanwhile begins anew."""
+    if not (root / MARKER).exists():
+        return False
+    with file_lock(root / f"{DATABASE}.lock", LOCK_TIMEOUT_S):
+        if has_reader(root):
+            return False
+        for path in root.glob(f"{DATABASE}*"):
+            if path.suffix != ".lock":
+                path.unlink(missing_ok=True)
+        for name in (PIECES, READERS):
+            shutil.rmtree(root / name, ignore_errors=True)
+            (root / name).mkdir()
+    return True
+
+
 def _mark_cache_folder(root: Path) -> None:
     """Marks a folder as a cache, so that its files may be removed. Raises OSError if it has other files."""
     marker = root / MARKER

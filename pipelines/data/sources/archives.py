@@ -158,10 +158,25 @@ def _unpack_once(archive: Archive) -> None:
 
 
 def _remove_stale(root: Path) -> None:
-    for folder in root.iterdir():
+    for folder in list_unread(root, time.time() - MAX_AGE_S):
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def list_unread(root: Path, before: float) -> list[Path]:
+    """Returns unpacked archives that no source was opened from since a time in seconds since 1970, and unfinished ones."""
+    found = []
+    for folder in root.iterdir() if root.is_dir() else ():
         with suppress(FileNotFoundError):
-            if folder.is_dir() and (".tmp-" in folder.name or folder.stat().st_mtime < time.time() - MAX_AGE_S):
-                shutil.rmtree(folder, ignore_errors=True)
+            if folder.is_dir() and (".tmp-" in folder.name or folder.stat().st_mtime < before):
+                found.append(folder)
+    return found
+
+
+def remove_unread(root: Path, before: float) -> None:
+    """Removes what `list_unread` returns while nobody unpacks; who still needs a member unpacks again."""
+    with file_lock(root / "lock", LOCK_TIMEOUT_S):
+        for folder in list_unread(root, before):
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def _extract_members(archive: Archive, folder: Path) -> None:

@@ -293,6 +293,13 @@ def is_submitted_job(warn: Warn = print_warning) -> bool:
     return unpacked
 
 
+def submitted_metadata(warn: Warn = print_warning) -> dict[str, str]:
+    """Returns what `ray job submit --metadata-json` was given, with the job's id; {} if it was not submitted."""
+    if submission_id(warn) is None:
+        return {}
+    return {str(key): str(value) for key, value in json.loads(os.environ[JOB_CONFIG_VARIABLE])["metadata"].items()}
+
+
 def submission_id(warn: Warn = print_warning) -> str | None:
     """Returns the submission id of the job, None if it was not submitted or Ray does not tell."""
     # Upstream: #28089 (open) asks for it in `ray.get_runtime_context()`.

@@ -18,13 +18,14 @@ from raystride.pipelines.system.credentials import MissingSecret, redact_excepti
 from raystride.pipelines.system.errors import Unreadable
 from raystride.pipelines.system.output import protected_output
 from raystride.pipelines.system.signals import exit_code_of, raise_on_signals, report_interruption, sigint_is_ignored
-from raystride.pipelines.system.storage.folder import UNWRITABLE_ERRNOS
+from raystride.pipelines.system.storage.folder import FAILING_ERRNOS, UNWRITABLE_ERRNOS
 from raystride.pipelines.system.storage.sealed import SealBroken
 
 DONE, FAILED, WRONG_SETTINGS, CANNOT_RUN = range(4)
 """Success; the training failed; wrong settings or data; the cluster or a disk cannot run the job."""
 MISPLACED_ERRNOS = (errno.EISDIR, errno.ENOTDIR)
 """Error numbers of a folder that lies where a file belongs, or the other way round."""
+UNUSABLE_ERRNOS = (*UNWRITABLE_ERRNOS, *FAILING_ERRNOS, *MISPLACED_ERRNOS)
 
 
 def run_with_exit_code(job: Callable[[], int], *, own_handlers: bool = False, what: str = "") -> int:
@@ -51,8 +52,7 @@ def _run_with_exit_code(job: Callable[[], int], own_handlers: bool, what: str) -
     except TrainingFailed as failed:  # its screen was already shown
         if isinstance(failed.cause, SettingError | DataError):  # only workers could find it out
             return WRONG_SETTINGS
-        unusable = (*UNWRITABLE_ERRNOS, *MISPLACED_ERRNOS)
-        if isinstance(failed.cause, SealBroken) or getattr(failed.cause, "errno", None) in unusable:
+        if isinstance(failed.cause, SealBroken) or getattr(failed.cause, "errno", None) in UNUSABLE_ERRNOS:
             return CANNOT_RUN
         return exit_code_of(failed.cause) if isinstance(failed.cause, KeyboardInterrupt) else FAILED
     except (SettingError, DataError, MissingSecret) as error:
@@ -66,7 +66,7 @@ def _run_with_exit_code(job: Callable[[], int], own_handlers: bool, what: str) -
         return CANNOT_RUN
     except OSError as error:
         redact_exception(error)
-        if error.errno not in (*UNWRITABLE_ERRNOS, *MISPLACED_ERRNOS):
+        if error.errno not in UNUSABLE_ERRNOS:
             return _report_defect(error, what)
         print("\n  try: ".join([f"error: {error}", *find_remedies(error)]), file=sys.stderr)
         return CANNOT_RUN

@@ -29,10 +29,14 @@ RAY_STOP_WAIT_S, MIN_STOP_WAIT_S = 3.0, 60.0
 FIGURES = ("steps", "train_loss", "val_loss")
 
 
-def job_metadata(run: str, storage: str, mlflow: bool) -> dict[str, str]:
-    """Returns the metadata of a run that are known before it starts. Ray's dashboard has a column for `job_name`."""
+def job_metadata(run: str, storage: str, mlflow: bool, tags: Mapping[str, str] | None = None) -> dict[str, str]:
+    """Returns the metadata of a run that are known before it starts, owner and tags among them.
+
+    Ray's dashboard has a column for `job_name`.
+    """
     ui = {"raystride.mlflow": f"raystride ui --storage {storage}"} if mlflow else {}
     return {
+        **(tags or {}),
         "job_name": run,
         "raystride.run": run,
         "raystride.storage": storage,

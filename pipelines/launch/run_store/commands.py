@@ -1,21 +1,23 @@
-"""Verbs of the command `raystride runs`: list, show, compare, prune, replay and audit the runs of a storage.
+"""Verbs of the command `raystride runs`: list, show, compare, replay and audit the runs of a storage.
 
 storage = Folder.from_uri("runs")
 list_runs(storage)
 compare_runs(storage, ["one", "two"])           # side by side here, and the link to MLflow's comparison
-prune_runs(storage, ["my-run"], keep=1)         # prints what it frees
+replay_run(storage, "my-run")                   # after MLflow was unreachable
 """
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, cast
 
+from raystride.pipelines.config.attempts import read_environment
 from raystride.pipelines.config.run import RecordConfig
 from raystride.pipelines.config.stored_run import missing_run
-from raystride.pipelines.launch.run_store.lease import Owner, RunLease, RunLocked, new_attempt, read_owner
+from raystride.pipelines.launch.run_store.lease import Owner, RunLease, RunLocked, new_attempt, read_owner, watch_owners
 from raystride.pipelines.launch.run_store.resume import read_previous_attempt
 from raystride.pipelines.observability.record.journal import refuse_newer_entries, stream_entries
 from raystride.pipelines.observability.record.mlflow.database import end_killed_runs, stored_uri
@@ -24,6 +26,7 @@ from raystride.pipelines.observability.record.mlflow.links import UI_PORT, compa
 from raystride.pipelines.observability.record.mlflow.log import MlflowLog, read_reference
 from raystride.pipelines.observability.record.state import summarize_journal
 from raystride.pipelines.observability.record.summary import RunSummary, read_summary
+from raystride.pipelines.observability.record.usage import charged_seconds, with_earlier_attempts
 from raystride.pipelines.observability.report import closing_screen, gather_figures, text_curve
 from raystride.pipelines.observability.report.closing import format_figures
 from raystride.pipelines.observability.report.run_figures import list_metrics, list_run_figures
@@ -31,8 +34,6 @@ from raystride.pipelines.system.commands import shell_command
 from raystride.pipelines.system.credentials import redact
 from raystride.pipelines.system.storage.folder import Folder
 from raystride.pipelines.system.storage.sealed import SealBroken
-from raystride.pipelines.train.checkpoint.layout import checkpoint_names
-from raystride.pipelines.train.checkpoint.retention import best_name, read_hint
 
 FILES_OF_A_RUN = ("config.yaml", "journal", "summary.json", "checkpoints", "owner.json")
 """Files and folders of which one at least is in the folder of a run or sweep."""
@@ -58,34 +59,87 @@ class StoredRun:
         return self.owner.status if self.owner else str(self.summary.get("status") or "interrupted")
 
     @property
+    def owner_name(self) -> str:
+        """Whom it is charged to, "" if that is not known, as of runs of 0.3."""
+        try:
+            return str(self.summary.get("owner") or read_environment(self.folder).get("owner") or "")
+        except (OSError, ValueError):
+            return ""
+
+    @property
+    def charged(self) -> tuple[float, float] | None:
+        """Seconds of workers and of GPUs of all attempts; None if the journal does not say how many workers there were."""
+        usage = self.summary.get("usage") or {}
+        if self.owner or self.status == "interrupted" or not usage:
+            try:
+                usage = with_earlier_attempts(self.folder, usage)
+            except OSError:
+                return None
+        seconds = charged_seconds(usage)
+        return (seconds["worker_seconds"], seconds["gpu_seconds"]) if seconds else None
+
+    @property
     def mlflow_reference(self) -> dict[str, Any]:
         """Id and server of its MLflow run; empty if MLflow does not know it. Raises SealBroken with the remedy."""
         return read_reference(self.folder)
 
 
-def list_runs(storage: Folder) -> None:
-    """Prints a table of all runs, newest last. Raises CommandRefused if there is no storage."""
-    from rich.table import Table
+def list_runs(storage: Folder, *, by: str | None = None, since_s: float | None = None) -> None:
+    """Prints a table of all runs, newest last; or one row for each owner, with the time of all of its runs.
 
+    `since_s`: only runs that were written in so many seconds, by the storage's times. Raises CommandRefused if there is no
+    storage.
+    """
     runs = [_read_run(storage / name, name) for name in run_names(storage)]
     end_killed_runs_in_mlflow(storage)
-    runs.sort(key=lambda run: _last_written(run.folder) or "")
     if not runs and not storage.exists():
         raise CommandRefused(f"there is no storage {storage}: --storage names the folder that holds the runs")
+    written = {run.name: _last_written(run.folder) for run in runs}
+    if since_s is not None:
+        earliest = storage.clock() - since_s
+        runs = [run for run in runs if (written[run.name] or 0.0) >= earliest]
     if not runs:
-        print(f"no runs in {storage}")
+        print(f"no runs in {storage}{'' if since_s is None else ' that were written since'}")
         return
+    runs.sort(key=lambda run: written[run.name] or 0.0)
+    print_table(_table_of_owners(runs) if by == "owner" else _table_of_runs(runs, written))
+
+
+def _table_of_runs(runs: Sequence["StoredRun"], written: Mapping[str, float | None]) -> Any:
+    from rich.table import Table
+
     table = Table(box=None, header_style="bold", pad_edge=False)
-    for title in ("run", "status", "steps", "metric", "val loss", "train loss", "tokens/s", "when"):
-        table.add_column(title, justify="left" if title in ("run", "status", "metric", "when") else "right", no_wrap=True)
+    for title in ("run", "status", "steps", "metric", "val loss", "train loss", "tokens/s", "owner", "when"):
+        justify = "left" if title in ("run", "status", "metric", "owner", "when") else "right"
+        table.add_column(title, justify=cast(Any, justify), no_wrap=True)
     for run in runs:
         texts = {figure.key: figure.text for figure in list_run_figures(run.summary)}
         own = [f"{figure.label} {figure.text}" for figure in list_metrics(run.summary)]
         cells = [texts.get(key, "-") for key in ("val_loss", "train_loss", "tokens_per_second")]
+        time = written[run.name]
+        when = "-" if time is None else datetime.fromtimestamp(time).strftime("%Y-%m-%d %H:%M")
         table.add_row(
-            run.name, run.status, texts.get("steps", "-"), next(iter(own), "-"), *cells, _last_written(run.folder) or "-"
+            run.name, run.status, texts.get("steps", "-"), next(iter(own), "-"), *cells, run.owner_name or "-", when
         )
-    print_table(table)
+    return table
+
+
+def _table_of_owners(runs: Sequence["StoredRun"]) -> Any:
+    """Returns a table of whom runs are charged to; a sweep's trials are runs. Of 0.3 no time is known."""
+    from rich.table import Table
+
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    for title in ("owner", "runs", "worker hours", "GPU hours", "unknown"):
+        table.add_column(title, justify="left" if title == "owner" else "right", no_wrap=True)
+    by_owner = defaultdict[str, list[StoredRun]](list)
+    for run in runs:
+        by_owner[run.owner_name].append(run)
+    charged = {owner: [run.charged for run in owned_runs] for owner, owned_runs in by_owner.items()}
+    for owner, found in sorted(charged.items(), key=lambda item: -sum(seconds[0] for seconds in item[1] if seconds)):
+        known = [seconds for seconds in found if seconds]
+        hours = [f"{sum(column) / 3600:,.2f}" for column in zip(*known, strict=True)] or ["-", "-"]
+        table.add_row(owner or "-", str(len(found)), *hours, str(len(found) - len(known)) if len(known) < len(found) else "")
+    return table
 
 
 def compare_runs(storage: Folder, names: Sequence[str], port: int = UI_PORT) -> None:
@@ -131,56 +185,42 @@ def show_run(storage: Folder, name: str) -> None:
     print(closing_screen(summary, run.folder, text_curve(*figures.losses), sample))
 
 
-def prune_runs(storage: Folder, names: Sequence[str], *, keep: int = 1, whole: bool = False) -> None:
-    """Removes the data of all but the newest `keep` checkpoints, `best` and `last`; or the `whole` folders of the runs.
-
-    Manifests stay. Owns all of them meanwhile. Raises CommandRefused if there is no such run, or another process owns it.
-    """
-    runs = [find_run(storage, name) for name in dict.fromkeys(names)]
-    with _owned([run.folder for run in runs]) as leases:
-        for lease in leases:
-            if whole:
-                freed = folder_size_bytes(lease.folder)
-                lease.remove_run()
-                print(f"removed {lease.folder}: {format_bytes(freed)} freed")
-            else:
-                _prune_checkpoints(lease, keep)
-
-
 @contextmanager
-def _owned(folders: Sequence[Folder]) -> Iterator[list[RunLease]]:
-    """Owns runs for the block. Raises CommandRefused while another process owns one of them."""
+def owned(folders: Sequence[Folder], log: Callable[[str], None] | None = None) -> Iterator[list[RunLease]]:
+    """Owns runs for the block; their owners on other machines are watched at once, for one lease in all.
+
+    With `log`, runs that another process owns are left out, with a line. Raises CommandRefused for one without it.
+    """
+    left, silent = list(folders), dict[str, Owner]()
     with ExitStack() as held:
-        try:
-            leases = held.enter_context(RunLease.acquire_all(folders, new_attempt(), log_to_stderr))
-        except RunLocked as locked:
-            owner = locked.owner
-            who = f"{locked.value} is owned by process {owner.pid} on {owner.host}" if owner else str(locked)
-            raise CommandRefused(f"{who}: stop it first") from None
+        while True:
+            try:
+                silent = watch_owners(left, log_to_stderr)
+                break
+            except RunLocked as locked:
+                left = [folder for folder in left if folder.name != locked.value]
+                _refuse_or_log(locked, log)
+        leases = []
+        for folder in left:
+            try:
+                lease = RunLease.acquire(folder, new_attempt(), log_to_stderr, silent=silent.get(folder.uri))
+                leases.append(held.enter_context(lease))
+            except RunLocked as locked:
+                _refuse_or_log(locked, log)
         yield leases
+
+
+def _refuse_or_log(locked: RunLocked, log: Callable[[str], None] | None) -> None:
+    owner = locked.owner
+    who = f"{locked.value} is owned by process {owner.pid} on {owner.host}" if owner else str(locked)
+    if log is None:
+        raise CommandRefused(f"{who}: stop it first") from None
+    log(who)
 
 
 def log_to_stderr(text: str) -> None:
     """Prints a line to standard error at once."""
     print(text, file=sys.stderr, flush=True)
-
-
-def _prune_checkpoints(lease: RunLease, keep: int) -> None:
-    checkpoints = lease.folder / "checkpoints"
-    with_data = [step for step in checkpoint_names(checkpoints.names()) if _data_folders(checkpoints / step)]
-    hinted = {best_name(checkpoints), read_hint(checkpoints, "last")}
-    kept = set(with_data[-keep:]) | hinted
-    freed = 0
-    for step in with_data:
-        if step in kept:
-            continue
-        lease.permit.check()
-        for attempt in _data_folders(checkpoints / step):
-            freed += folder_size_bytes(checkpoints / step / attempt)
-            (checkpoints / step).remove(attempt)
-        print(f"removed the data of {step}")
-    left = len([step for step in with_data if step in kept])
-    print(f"{format_bytes(freed)} freed; {left} checkpoints left in {lease.folder}")
 
 
 def replay_run(storage: Folder, name: str, *, mlflow_uri: str | None = None, experiment: str | None = None) -> int:
@@ -197,7 +237,7 @@ def replay_run(storage: Folder, name: str, *, mlflow_uri: str | None = None, exp
     )  # if a server has never answered, there is no reference to it
     uri = mlflow_uri or stored_uri(run.mlflow_reference) or stored_record.mlflow_uri
     settings = RecordConfig(mlflow_uri=uri, experiment=experiment or stored_record.experiment)
-    with _owned([run.folder]) as (lease,):
+    with owned([run.folder]) as (lease,):
         log = MlflowLog.for_run(run.folder, run.name, settings, storage)
         if log is None:
             raise CommandRefused(f"--mlflow-uri is not given, and {storage} holds no database: name the tracking server")
@@ -278,17 +318,16 @@ def folder_size_bytes(folder: Folder) -> int:
     return sum(folder.sizes(temporary=True).values())
 
 
-def _data_folders(step: Folder) -> list[str]:
-    """Returns the names of a checkpoint's data folders, one for each attempt that saved it."""
-    return [name for name in step.names() if not name.endswith(".json")]
+def _last_written(folder: Folder) -> float | None:
+    """Returns the time of the run's newest journal segment or summary in seconds since 1970, by the storage's clock.
 
-
-def _last_written(folder: Folder) -> str | None:
-    """Returns the time of the run's newest journal segment or summary, None if the storage is not local."""
+    On a store that of its summary, owner's file or settings.
+    """
     if folder.local is None:
-        return None
+        found = [folder.changed_at(name) for name in ("summary.json", "owner.json", "config.yaml")]
+        return max((time for time in found if time is not None), default=None)
     files = [*(folder.local / "journal").glob("*.jsonl"), *folder.local.glob("*.json"), *folder.local.glob("*.yaml")]
-    return max((datetime.fromtimestamp(path.stat().st_mtime).strftime("%Y-%m-%d %H:%M") for path in files), default=None)
+    return max((path.stat().st_mtime for path in files), default=None)
 
 
 def _flat_settings(run: StoredRun) -> dict[str, str]:

@@ -23,6 +23,7 @@ import yaml
 
 from raystride.pipelines.config.attempts import SETTINGS_FILE, read_environment
 from raystride.pipelines.config.stored import PREPARED_FOLDER
+from raystride.pipelines.config.train import parse_branch
 from raystride.pipelines.launch.run_store.commands import (
     FILES_OF_A_RUN,
     CommandRefused,
@@ -30,6 +31,8 @@ from raystride.pipelines.launch.run_store.commands import (
     log_to_stderr,
     print_table,
 )
+from raystride.pipelines.launch.run_store.lease import LOCK_FILE, OWNER_FILE
+from raystride.pipelines.launch.run_store.uses import USES_FILE, read_mark
 from raystride.pipelines.observability.record.mlflow.database import ARTIFACT_FOLDER, DATABASE_FILE, stored_uri
 from raystride.pipelines.observability.record.mlflow.log import read_reference
 from raystride.pipelines.system.credentials import redact
@@ -52,6 +55,7 @@ DATABASE_PARTS = ("", "-wal", "-shm", "-journal", ".lock")
 UNUSED = {"prepared": "prepared data that no run names", "artifacts": "MLflow's artifacts of no run here"}
 """Words for entries of a kind without a user."""
 RUN_KINDS = ("run", "sweep", "trial")
+LEASE_FILES = (OWNER_FILE, LOCK_FILE)
 
 
 @dataclass(frozen=True)
@@ -76,6 +80,8 @@ class StoredEntry:
     files: int = 0
     changed: float | None = None
     """Time of its newest change in seconds since 1970."""
+    written: float | None = None
+    """The same without the files of a lease, which whoever looks at an entry renews."""
     used_by: tuple[str, ...] = ()
     """Runs that were prepared from this data, logged to this database, or began with these weights; a trial's sweep."""
 
@@ -83,7 +89,9 @@ class StoredEntry:
         """Counts a file."""
         self.size_bytes += file.size_bytes
         self.files += 1
-        self.changed = max((time for time in (self.changed, file.changed) if time is not None), default=None)
+        self.changed = _newest(self.changed, file.changed)
+        if file.parts[-1] not in LEASE_FILES:
+            self.written = _newest(self.written, file.changed)
 
     def to_json(self) -> dict[str, Any]:
         """Returns the entry for programs: sizes in bytes, the time as ISO 8601 in UTC."""
@@ -96,6 +104,10 @@ class StoredEntry:
             "changed": changed,
             "used_by": list(self.used_by),
         }
+
+
+def _newest(*times: float | None) -> float | None:
+    return max((time for time in times if time is not None), default=None)
 
 
 @dataclass
@@ -122,15 +134,15 @@ def show_storage(storage: Folder, *, as_json: bool = False) -> None:
     if as_json:
         print(strict_json(_to_json(storage, contents), indent=1))
         return
-    _print_entries(contents.entries)
-    print(f"{_describe_total(contents.entries)} in {storage}")
+    print_entries(contents.entries)
+    print(f"{describe_total(contents.entries)} in {storage}")
     for kind, what in UNUSED.items():
         if unused := sum(entry.size_bytes for entry in contents.entries if entry.kind == kind and not entry.used_by):
             print(f"of it {format_bytes(unused)} in {what}")
     if contents.caches:
         print("\non this machine, for all storages of this user:")
-        _print_entries(contents.caches)
-        print(_describe_total(contents.caches))
+        print_entries(contents.caches)
+        print(describe_total(contents.caches))
     for path, reason in contents.unreadable.items():
         print(f"warning: cannot be read: {path} ({reason}): its size, or what it uses, is not known", file=sys.stderr)
 
@@ -156,6 +168,12 @@ def list_contents(storage: Folder, log: Log = lambda _: None) -> Contents:
     contents.entries = _largest_first(entries.values())
     contents.caches = _largest_first(_list_caches(contents.report_unreadable, notice))
     return contents
+
+
+def measure_storage(storage: Folder, log: Log = lambda _: None) -> int:
+    """Returns the bytes of all files of a storage."""
+    notice = _Notice(log)
+    return sum(file.size_bytes for _, files in _list_trees(storage, lambda *_: None, notice) for file in files)
 
 
 class _Notice:
@@ -298,7 +316,11 @@ def _find_uses(storage: Folder, entries: Sequence[StoredEntry], report: Report, 
 
 
 def _prepared_of(run: Folder, report: Report) -> Iterator[str]:
-    """Yields the preparations that a run's newest attempt names."""
+    """Yields the preparations that a run's newest attempt names, and those that its newest start has marked."""
+    try:
+        yield from (f"{PREPARED_FOLDER}/{name}" for name in read_mark(run))
+    except (OSError, ValueError) as error:
+        report(run / USES_FILE, error)
     try:
         environment = read_environment(run)
     except (OSError, SettingError, ValueError) as error:
@@ -324,6 +346,8 @@ def _bases_of(run: Folder, names: dict[str, str], report: Report) -> Iterator[st
     try:
         stored = yaml.safe_load(run.read(SETTINGS_FILE)) or {}
         bases = [section.get("init_from") for key in ("model", "lora") if isinstance(section := stored.get(key), dict)]
+        if branch := (stored.get("train") or {}).get("branch_from"):
+            bases.append((run.parent / parse_branch(branch)[0]).uri)
     except FileNotFoundError:
         return
     except (OSError, ValueError, AttributeError, yaml.YAMLError) as error:
@@ -381,12 +405,13 @@ def _to_json(storage: Folder, contents: Contents) -> dict[str, Any]:
     }
 
 
-def _describe_total(entries: Sequence[StoredEntry]) -> str:
+def describe_total(entries: Sequence[StoredEntry]) -> str:
+    """Returns size and number of files of entries in words."""
     size, files = sum(entry.size_bytes for entry in entries), sum(entry.files for entry in entries)
     return f"total {format_bytes(size)} in {files:,} files"
 
 
-def _print_entries(entries: Sequence[StoredEntry]) -> None:
+def print_entries(entries: Sequence[StoredEntry]) -> None:
     """Prints a table; trials of a sweep, artifacts in use, unused ones and like temporary folders are one row each."""
     from rich.table import Table
 

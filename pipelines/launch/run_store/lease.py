@@ -2,7 +2,6 @@
 
     with RunLease.acquire(folder, attempt) as lease:          # raises RunLocked while another driver owns this run
         lease.permit.check()                                  # raises RunLocked once another driver has taken it over
-    with RunLease.acquire_all(folders, attempt, log):         # many runs, whose owners are watched at once
 
 Whoever writes, replaces or removes a run's files holds its lease, and tests `permit` before each write. An owner on another
 machine proves that it is alive by rewriting the file every few seconds: a driver that wants its run watches the file for a
@@ -17,7 +16,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from typing import Self
@@ -117,6 +116,12 @@ def read_owner(folder: Folder) -> Owner | None:
     return _read_file(folder).owner
 
 
+def read_term(folder: Folder) -> int:
+    """Returns the term of the run's newest owner, also of one that has released it: `acquire` makes it one more."""
+    claim = read_claim(folder / "checkpoints")  # keeps the term if the owner file was removed by hand
+    return max(_read_file(folder).term, claim.term if claim else 0)
+
+
 def _format_age(seconds: float) -> str:
     for unit, size in (("d", 86400), ("h", 3600), ("min", 60)):
         if seconds >= size:
@@ -210,19 +215,6 @@ class RunLease:
                 raise RunLocked(message, run=folder.name, owner=now)
         lease._renewal.start()
         return lease
-
-    @classmethod
-    @contextmanager
-    def acquire_all(cls, folders: Sequence[Folder], attempt: str, log: Log = print_warning) -> "Iterator[list[RunLease]]":
-        """Owns several runs for the block; their owners on other machines are watched at once, for one lease in all.
-
-        Raises RunLocked, and owns none, while one of them has another owner that is alive.
-        """
-        silent = watch_owners(folders, log)
-        with ExitStack() as held:
-            yield [
-                held.enter_context(cls.acquire(folder, attempt, log, silent=silent.get(folder.uri))) for folder in folders
-            ]
 
     def give_up(self, reason: str) -> None:
         """Releases the lease before another driver begins; from now on its permit raises DriverIsolated with the reason."""

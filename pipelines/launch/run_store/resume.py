@@ -134,6 +134,16 @@ def refuse_edits(previous: PreviousAttempt, resume: ResumeConfig, log: Callable[
     log(listed)
 
 
+def refuse_removed(folder: Folder) -> None:
+    """Raises SettingError if the run to resume was removed before this driver owned it. Call it under the lease."""
+    if not folder.exists(SETTINGS_FILE):
+        raise SettingError(
+            f"run {folder.name} was removed while this start looked at it: the same command begins it anew",
+            setting="run",
+            value=folder.name,
+        )
+
+
 def with_previous_base(previous: PreviousAttempt, config: Config) -> Config:
     """Returns the settings of a resumed run with the values of its base when it began: the family, which defines the names
     of adapters, and, if the base is gone, all settings of `model` and `tokenizer` that are at their defaults now.

@@ -9,8 +9,8 @@ a thread of its own inherits from `BackgroundObserver`, which ends it with the l
             print(step, measured["train_loss"])
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from raystride.pipelines.system.service_thread import ServiceThread
@@ -49,6 +49,8 @@ class RunFacts:
     """Floating-point operations of forward and backward for one token, if the model knows them."""
     parameters: int = 0
     """Trainable parameters."""
+    labels: Mapping[str, str] = field(default_factory=dict)
+    """Owner and tags of the run, as labels of its metrics."""
 
     @property
     def system_prefix(self) -> str:

@@ -1,13 +1,15 @@
 """Loss and speed as Ray metrics, for live display in the Ray dashboard, Prometheus and Grafana.
 
-Gauges are named in `GAUGES` and tagged with `run` and `rank`; Prometheus exports them as `ray_raystride_loss` and so on.
-Rank 0 reports the figures that are equal on all workers, every rank its step times and data wait, so that a slow one shows.
+Gauges are named in `GAUGES` and tagged with `run`, `rank`, `owner` and `tags`; Prometheus exports them as
+`ray_raystride_loss` and so on. Rank 0 reports the figures that are equal on all workers, every rank its step times and data
+wait, so that a slow one shows. The driver has others: `launch.console.run_metrics`.
 Outside a Ray process this observer does nothing, and ray is not imported. `deploy/monitoring/` has a dashboard of them.
 
     observers = [Throughput(), RayMetrics(), Tracker(sender)]
 """
 
 import sys
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
 from raystride.pipelines.observability.observers.observer import Observer, RunFacts
@@ -47,6 +49,16 @@ SAVE_WAIT = GaugeSpec(
 )
 
 
+LABELS = ("owner", "tags")
+"""Labels of every metric beside `run`: `record.owner`, and `record.tags` as `project=parser,team=a`, as a metric's labels
+have to be the same ones for all runs."""
+
+
+def fill_labels(labels: Mapping[str, str]) -> dict[str, str]:
+    """Returns a value for each of `LABELS`; Ray takes no empty one."""
+    return {name: labels.get(name) or "none" for name in LABELS}
+
+
 class RayMetrics(Observer):
     """Observer that sets the gauges at every log."""
 
@@ -62,8 +74,8 @@ class RayMetrics(Observer):
         from ray.util.metrics import Gauge
 
         def make_gauge(spec: GaugeSpec) -> Gauge:
-            gauge = Gauge(spec.name, description=spec.description, tag_keys=("run", "rank"))
-            gauge.set_default_tags({"run": run.run, "rank": str(run.rank)})
+            gauge = Gauge(spec.name, description=spec.description, tag_keys=("run", "rank", *LABELS))
+            gauge.set_default_tags({"run": run.run, "rank": str(run.rank), **fill_labels(run.labels)})
             return gauge
 
         self._gauges = {key: make_gauge(spec) for key, spec in GAUGES.items() if spec.per_rank or run.rank == 0}

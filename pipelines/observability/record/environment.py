@@ -91,6 +91,10 @@ class RunEnvironment(Environment, DataFingerprints):
     """Content of `environment.json`: the environment, the attempt's name, its data, and its base model."""
 
     attempt: str
+    owner: NotRequired[str]
+    """Whom the run's time is charged to (`record.owner`)."""
+    tags: NotRequired[dict[str, Any]]
+    """The tags that it was given (`record.tags`)."""
     base: dict[str, Any]
     """The base model of a new run, as its folder describes it: family, parameters, context, vocabulary."""
     code_sha256: dict[str, str]

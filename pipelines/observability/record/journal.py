@@ -193,6 +193,11 @@ def stream_entries(run_folder: Folder) -> Iterator[Entry]:
     return (entry for _, entry in _read_run_lines(run_folder))
 
 
+def stream_attempt(run_folder: Folder, attempt: str) -> Iterator[Entry]:
+    """Yields the entries of one attempt, whose segments must be there. Raises OSError."""
+    return (entry for _, entry in _read_attempt_lines(run_folder, attempt))
+
+
 def read_entries(run_folder: Folder) -> list[Entry]:
     """Returns all entries of a run at once, for short runs. Raises OSError."""
     return list(stream_entries(run_folder))

@@ -10,12 +10,13 @@ loses nothing: its successor reads the journal, and the senders repeat the rest.
 """
 
 import json
+import re
 import secrets
 import threading
 import time
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 from raystride.pipelines.config.run import RecordConfig
 from raystride.pipelines.observability.record.entry import (
@@ -33,8 +34,9 @@ from raystride.pipelines.observability.record.mlflow.log import MlflowLog
 from raystride.pipelines.observability.record.mlflow.process import MlflowProcess
 from raystride.pipelines.observability.record.sender import Receipt
 from raystride.pipelines.observability.record.state import StateTracker, TrainingState, run_figures
-from raystride.pipelines.observability.record.summary import RunSummary, build_summary, put_summary
+from raystride.pipelines.observability.record.summary import RunSummary, build_summary, put_summary, read_summary
 from raystride.pipelines.observability.record.tensorboard_log import TensorboardLog
+from raystride.pipelines.observability.record.usage import Usage, UsageMeter, charged_seconds, with_earlier_attempts
 from raystride.pipelines.system.permit import Permit
 from raystride.pipelines.system.storage.folder import Folder
 
@@ -88,12 +90,18 @@ class Recorder:
         self._journal = Journal(run_folder, attempt, self._permit)
         self._name = secrets.token_hex(8)
         self._state, self._group = StateTracker(total_steps), Aggregator()
+        self._usage = UsageMeter(attempt, int(parameters.get("workers") or 1), str(parameters.get("device")))
+        self._earlier_usage: dict[str, Usage] | None = None
+        """That of former attempts, read once: of one that was killed, its whole journal."""
+        self._owner = tags.get("raystride.owner")
         self._recorded: dict[str, int] = {}
         """By sender, the newest entry in the journal when this recorder began."""
         bins = 0
         for entry in self._journal.entries():  # written by a recorder of this attempt that died
             self._recorded[entry["sender"]] = max(entry["sequence"], self._recorded.get(entry["sender"], 0))
             self._state.ingest(entry)
+            self._usage.note(entry["sender"], float(entry["time"]))
+            self._state.groups += _is_first_of_group(entry["sender"], entry["sequence"])
             bins += entry["kind"] == "ranks"
         self._sums_file = f"journal/{attempt}{SUMS_SUFFIX}"
         self._summed: dict[str, int] = {}
@@ -148,10 +156,12 @@ class Recorder:
         return receipt
 
     def state(self) -> TrainingState:
-        """Returns the newest figures for the progress line: those of `StateTracker`, and `mlflow`, the run's link."""
+        """Returns the newest figures for the progress line: those of `StateTracker`, `mlflow` and `mlflow_backlog`."""
         with self._lock:
             state = self._state.snapshot()
-        return state | {"mlflow": self._follower.link if self._follower else None}
+        if self._follower is None:
+            return state | {"mlflow": None}
+        return state | {"mlflow": self._follower.link, "mlflow_backlog": self._follower.backlog}
 
     def finish(self, status: str, summary: RunSummary | None = None, artifacts: list[str] | None = None) -> RunSummary:
         """Ends the record: joins the journal, lets MLflow catch up (in bounded time), writes and returns `summary.json`.
@@ -226,7 +236,21 @@ class Recorder:
             compared = self._group.figures()
             newest, given = dict(self._state.newest), figures | compared | self._state.summary | (summary or {})
             given.setdefault("steps", self._state.step)
+        given |= cast(RunSummary, charged_seconds(self._attempts_usage()))
+        if self._owner:
+            given["owner"] = self._owner
         return build_summary(self._run, status, newest, given)
+
+    def _attempts_usage(self) -> dict[str, Usage]:
+        """Returns what the attempts of the run have held; without the former ones if the storage cannot be read now."""
+        own = self._usage.usage()
+        if self._earlier_usage is None:
+            try:
+                before = read_summary(self._folder).get("usage") or {}
+                self._earlier_usage = with_earlier_attempts(self._folder, before | own)
+            except (OSError, ValueError):
+                return own
+        return self._earlier_usage | own
 
     def _run_figures(self) -> RunSummary:
         """Returns energy, throttling and idling of all nodes from their newest totals."""
@@ -245,6 +269,8 @@ class Recorder:
             # A warning replaces it under its number, so that the sender does not repeat it for ever.
             entry = warning_entry(f"{sender} sent an entry that cannot be read ({error!r})")
             self._state.ingest(entry)
+        self._usage.note(sender, float(entry["time"]))
+        self._state.groups += _is_first_of_group(sender, sequence)
         entry = entry.copy()  # an inline sender holds the same dict, and may send it again
         entry |= {"attempt": self._attempt, "sender": sender, "sequence": sequence}
         self._received[sender] = sequence
@@ -338,3 +364,8 @@ class Recorder:
             fresh = self._state.add_warning(text)
         if fresh:
             self._put_own_entry(warning_entry(text))
+
+
+def _is_first_of_group(sender: str, sequence: int) -> bool:
+    """Returns whether an entry is the first one of a new group of workers: its rank 0 has a sender of its own."""
+    return sequence == 1 and re.match(r"rank0\b", sender) is not None

@@ -18,6 +18,8 @@ from raystride.pipelines.system.storage.folder import Folder
 WINDOW = 64
 """Number of measurements for the estimate of the time left, so that a slow start is soon forgotten."""
 MAX_WARNINGS = 20
+SAVE_REFUSED = "the checkpoint of step "
+"""The beginning of the warning of a save that the storage refused."""
 LOSSES = ("val_loss", "val_perplexity")
 """Figures of a validation that are not the task's own scores."""
 
@@ -26,7 +28,8 @@ class TrainingState(TypedDict, total=False):
     """Figures of a running training for people; None if not known (yet).
 
     `rate_unit` is what `tokens_per_second` counts, tokens by default; `eta` is in seconds; `entries` is the number of
-    recorded entries of the attempt, `mlflow` the run's link.
+    recorded entries of the attempt, `mlflow` the run's link. `groups` counts the attempt's groups of workers, `failed_saves`
+    the checkpoints that the storage refused, `mlflow_backlog` the entries that MLflow lacks.
     """
 
     status: str
@@ -42,6 +45,10 @@ class TrainingState(TypedDict, total=False):
     warnings: list[str]
     entries: int
     mlflow: str | None
+    groups: int
+    failed_saves: int
+    checkpoint_step: int | None
+    mlflow_backlog: int
 
 
 class StateTracker:
@@ -58,6 +65,8 @@ class StateTracker:
         self.totals: dict[str, NodeTotals] = {}
         """Newest totals of each node's sampler, by the sampler's name."""
         self.warnings: list[str] = []
+        self.groups = self.failed_saves = 0
+        self.checkpoint_step: int | None = None
         self._times: deque[tuple[float, int]] = deque(maxlen=WINDOW)
 
     def ingest(self, entry: Entry) -> None:
@@ -71,11 +80,14 @@ class StateTracker:
             self.phase = None  # figures arrive, so the phase is over
         elif entry["kind"] == "summary":
             self.summary.update(cast(RunSummary, entry["values"]))
+        elif entry["kind"] == "checkpoint":
+            self.checkpoint_step = entry["step"]
         elif entry["kind"] == "totals":
             self.totals[entry["values"]["source"]] = entry["values"]
         elif entry["kind"] == "event" and entry["values"]["name"] == "phase":
             self.phase = entry["values"]["text"]
         elif entry["kind"] == "event" and entry["values"]["name"] in ("warning", "thinned"):
+            self.failed_saves += entry["values"]["text"].startswith(SAVE_REFUSED)
             self.add_warning(entry["values"]["text"])
 
     def add_warning(self, text: str) -> bool:
@@ -99,6 +111,9 @@ class StateTracker:
             "eta": self._estimate_eta_s(),
             "warnings": list(self.warnings),
             "entries": self.entries,
+            "groups": self.groups,
+            "failed_saves": self.failed_saves,
+            "checkpoint_step": self.checkpoint_step,
         }
 
     def _estimate_eta_s(self) -> float | None:

@@ -82,6 +82,14 @@ class RunSummary(_SummaryKeys, total=False):
     """Backend of linear products on CPUs, and its measured gain."""
     kernels: dict[str, str]
     """Implementation that ran, by operation."""
+    worker_seconds: float
+    """Seconds that the run has held its workers, of all attempts: those of each worker are added (`record.usage`)."""
+    gpu_seconds: float
+    """The same for GPUs; 0 on CPUs."""
+    usage: dict[str, Any]
+    """Seconds, workers and GPUs of each attempt."""
+    owner: str
+    """Whom this is charged to (`record.owner`)."""
     journal: dict[str, int]
     """Number of the journal's last segment, by attempt."""
 

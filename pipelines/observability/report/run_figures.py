@@ -29,6 +29,8 @@ def _whole(value: Any) -> str:
     return f"{value:,}"
 
 
+MIN_CHARGED_S = 36.0
+"""A hundredth of an hour, below which the time of workers and GPUs is not shown."""
 _Rows = tuple[tuple[str, str, Callable[[Any], str]], ...]
 _HEAD: _Rows = (("status", "status", str), ("steps", "steps", _whole))
 _FIGURES: _Rows = (
@@ -47,6 +49,8 @@ _FIGURES: _Rows = (
     ("joules_per_token", "energy per token", lambda value: f"{value:.3g} J"),
     ("average_power_watts", "average power", lambda value: f"{value:,.0f} W"),
     ("throttled_seconds", "throttled", lambda value: f"{value:,.1f} s"),
+    ("gpu_seconds", "GPU time", lambda value: f"{value / 3600:.2f} h"),
+    ("worker_seconds", "worker time", lambda value: f"{value / 3600:.2f} h"),
     ("gpu_idle_share", "GPU idle", _percent),
     ("resumed_from", "resumed from", str),
 )
@@ -83,7 +87,8 @@ def _known_figures(rows: _Rows, summary: Mapping[str, Any]) -> Iterator[RunFigur
     words = {"unit": unit, "rate": rate_unit(unit)}
     known = dict(summary) | {"seen": summary.get("tokens_seen" if unit == "tokens" else "samples_seen")}
     for key, label, form in rows:
-        if known.get(key) is not None:
+        is_charged = key in ("worker_seconds", "gpu_seconds")
+        if known.get(key) is not None and not (is_charged and known[key] < MIN_CHARGED_S):
             yield RunFigure(key, label.format(**words), _to_text(form, known[key]))
 
 

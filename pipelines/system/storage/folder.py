@@ -43,6 +43,8 @@ CHUNK_BYTES = 16 << 20
 """Bytes of a remote file per read, and the bytes that a writer buffers before it starts an upload."""
 UNWRITABLE_ERRNOS = (errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM)
 """Error numbers of a storage that cannot be written."""
+FAILING_ERRNOS = (errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.ENXIO, errno.EMFILE, errno.ENFILE)
+"""Error numbers of a device that fails, and of a process or machine without a free descriptor."""
 
 
 def absolute_uri(path_or_uri: str, base: str | None = None) -> str:
@@ -127,7 +129,8 @@ class Folder:
 
     def _read_once(self, name: str) -> bytes:
         if self.local:
-            return (self.local / name).read_bytes()
+            with _naming(self.local / name):
+                return (self.local / name).read_bytes()
         system, path = self._resolve_remote(name)
         with system.open_input_stream(path) as stream:
             return bytes(stream.read())
@@ -239,6 +242,32 @@ class Folder:
             return found.st_size if found and stat.S_ISREG(found.st_mode) else None
         size: int | None = self._file_info(name).size
         return size
+
+    def changed_at(self, name: str) -> float | None:
+        """Returns the time of a file's last change by the storage's clock, in seconds since 1970; None if it does not
+        exist, or the store does not say it.
+        """
+        if self.local:
+            path = self.local / name
+            found = retry(lambda: _local_status(path))
+            return found.st_mtime if found else None
+        changed = self._file_info(name).mtime_ns
+        return None if changed is None else changed / 1e9
+
+    def clock(self) -> float:
+        """Returns the time by the storage's clock, that of its files: the change of one that is written and removed for it.
+
+        Raises OSError, also for a store that says no times.
+        """
+        name = temporary_name("clock")
+        self.put(name, b"")
+        try:
+            now = self.changed_at(name)
+        finally:
+            self.remove(name)
+        if now is None:
+            raise OSError(errno.ENOTSUP, "the store says no times of its files", str(self))
+        return now
 
     def _file_info(self, name: str) -> "FileInfo":
         system, path = self._resolve_remote(name)
@@ -376,11 +405,22 @@ def _local_sizes(folder: Path) -> dict[str, int]:
 
 
 @contextmanager
+def _naming(path: Path) -> Iterator[None]:
+    """Has errors of reading, writing and fsync say the file, as those of opening do."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None and error.errno is not None:
+            error.filename = str(path)
+        raise
+
+
+@contextmanager
 def _local_writer(target: Path) -> Iterator[IO[bytes]]:
     make_folder(target.parent)
     temporary = target.with_name(temporary_name(target.name))
     try:
-        with temporary.open("wb") as stream:
+        with _naming(target), temporary.open("wb") as stream:
             share_with_group(temporary)
             yield stream
             stream.flush()

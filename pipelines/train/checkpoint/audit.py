@@ -27,6 +27,7 @@ from raystride.pipelines.data.feed.mixture import SAMPLE_BITS, Mixture, split_sa
 from raystride.pipelines.data.feed.order import Order, digest
 from raystride.pipelines.system.storage.folder import Folder
 from raystride.pipelines.system.writer import WrittenByNewer
+from raystride.pipelines.train.checkpoint.history import read_links
 from raystride.pipelines.train.checkpoint.layout import (
     BRANCHED_FROM,
     checkpoint_names,
@@ -109,7 +110,7 @@ def audit(checkpoints: Folder) -> Audit:
     newest, order = chain[-1], _parse_order(chain[-1]["order"])
     epochs: EpochDigests = defaultdict(int)
     for manifest in chain:
-        if isinstance(order, Order) and _parse_order(manifest["order"]) != order:
+        if isinstance(order, Order) and (manifest["order"] is None or _parse_order(manifest["order"]) != order):
             message = f"{step_name(manifest['step'])} has the samples in another order than {step_name(newest['step'])}"
             raise AuditFailed(message, step=manifest["step"])
         first, end = manifest["positions"]
@@ -189,15 +190,17 @@ def _walk_manifests(checkpoints: Folder) -> Iterator[dict[str, Any]]:
     manifest = next(filter(None, map(read, names)), None)
     if manifest is None:
         raise AuditFailed("there is no manifest of a checkpoint that could be read")
+    links = read_links(checkpoints)
     while True:
         yield manifest
         step, parent_step, first = manifest["step"], manifest["parent_step"], manifest["positions"][0]
         if parent_step == 0 and first == 0:
             return
-        parent = read(step_name(parent_step)) if parent_step < step else None
+        parent = (read(step_name(parent_step)) or links.get(parent_step)) if parent_step < step else None
         if parent is None and parent_step <= manifest.get(BRANCHED_FROM, {}).get("step", -1):
             checkpoints, read = _read_parent_run(checkpoints, manifest)
-            parent = read(step_name(parent_step)) if parent_step < step else None
+            links = read_links(checkpoints)
+            parent = (read(step_name(parent_step)) or links.get(parent_step)) if parent_step < step else None
         if parent is None:
             message = f"{step_name(step)} follows {step_name(parent_step)}, of which there is no manifest"
             raise AuditFailed(message, step=step, parent_step=parent_step)
@@ -216,8 +219,10 @@ def _read_parent_run(checkpoints: Folder, manifest: dict[str, Any]) -> tuple[Fol
     parents = checkpoints.parent.parent / run / "checkpoints"
     read = _reader(parents)
     begun = read(name)
-    if begun is None or content_sha256(begun) != origin["manifest_sha256"]:
-        found = "of which there is no manifest" if begun is None else "whose manifest is not the one that it began at"
+    link = read_links(parents).get(origin["step"]) if begun is None else None
+    found_sha256 = link["manifest_sha256"] if link else begun and content_sha256(begun)
+    if found_sha256 != origin["manifest_sha256"]:
+        found = "of which there is no manifest" if found_sha256 is None else "whose manifest is not the one that it began at"
         raise AuditFailed(f"{step_name(step)} follows {name} of run {run}, {found}", step=step, parent_step=origin["step"])
     return parents, read
 

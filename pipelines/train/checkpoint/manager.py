@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from raystride.pipelines.observability.record.state import SAVE_REFUSED
 from raystride.pipelines.system.errors import SettingError, Unreadable, picklable_error
 from raystride.pipelines.system.permit import Permit
 from raystride.pipelines.system.storage.folder import Folder
@@ -279,9 +280,7 @@ class Checkpoints:
                 count = f"{self._num_refused} in a row, {self.failures} end the run"
                 count = "the next one tries again" if self._newest.timed else count
                 problem = f"{type(self._refusal).__name__}: {self._refusal}"
-                self._warnings.append(
-                    f"the checkpoint of step {self._newest.step} could not be written ({problem}); {count}"
-                )
+                self._warnings.append(f"{SAVE_REFUSED}{self._newest.step} could not be written ({problem}); {count}")
         while self._warnings:
             note = self._warnings.popleft()
             if self.rank == 0:

@@ -1,4 +1,4 @@
-"""Checkpoint retention: a commit removes old data, never manifests, and leftovers of dead groups and failed saves.
+"""Checkpoint retention: a commit removes old data, leftovers of dead groups and failed saves, and manifests above a hundred.
 
 prune_checkpoints(run / "checkpoints", newest="step-00000500", keep=3, writer="20261125-101112-abcd-0f3e")
 read_hint(run / "checkpoints", "best")                    # "step-00000400", or "" if there is none
@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from raystride.pipelines.system.storage.folder import Folder
+from raystride.pipelines.train.checkpoint.history import thin_manifests
 from raystride.pipelines.train.checkpoint.layout import (
     checkpoint_names,
     is_manifest,
@@ -46,6 +47,7 @@ def prune_checkpoints(folder: Folder, newest: str, keep: int, writer: str) -> No
         stated = manifest["files"][name]["bytes"]
         raise OSError(f"{folder / newest / name} has {found} bytes and not {stated}: nothing is removed")
     _verify_contents(folder / newest, manifest["files"])
+    driver = manifest.get("term", 0)
     whole = checkpoint_names(name for name, inside in files.items() if any(map(is_manifest, inside)))
     kept = {read_hint(folder, "best"), step_name(manifest.get("state", {}).get("best_step", 0))}
     num_whole, term = 0, newest_term(folder)
@@ -56,7 +58,10 @@ def prune_checkpoints(folder: Folder, newest: str, keep: int, writer: str) -> No
         if not all(map(is_manifest, files[name])):  # else its data was removed
             manifest = read_manifest(folder / name, term)
             num_whole += bool(manifest) and not _unlike_sizes(name, manifest, sizes)
+    without_data = []
     for name in checkpoint_names(files):
+        if name in whole and name not in kept:
+            without_data.append(name)
         if name not in whole:
             folder.remove(name)
             continue
@@ -67,6 +72,7 @@ def prune_checkpoints(folder: Folder, newest: str, keep: int, writer: str) -> No
             data = data - {owner} if owner else set()  # damaged: its files are unknown
         for entry in sorted(data):
             folder.remove(f"{name}/{entry}")
+    thin_manifests(folder, without_data, driver)
 
 
 def _unlike_sizes(name: str, manifest: Mapping[str, Any], sizes: Mapping[str, int]) -> dict[str, int | None]:

@@ -11,14 +11,16 @@ listens on every interface, whatever host it is given, unless it receives a sock
 """
 
 import ctypes
+import fcntl
 import hashlib
 import os
 import shutil
 import socket
 import tempfile
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any
 
 from raystride.pipelines.train.distributed.connectivity import GLOO_VARIABLE, check_reachable
 
@@ -28,6 +30,8 @@ if TYPE_CHECKING:
 LOOPBACK = "127.0.0.1"
 RENDEZVOUS_VARIABLE = "RAYSTRIDE_MEETING"
 """The environment variable with the rendezvous file of workers on one machine."""
+RENDEZVOUS_PREFIX, RENDEZVOUS_LOCK = "raystride-meeting-", "lock"
+"""Names of the folder of a rendezvous file, and of the lock in it that its maker holds as long as it lives."""
 NCCL_VARIABLE = "NCCL_SOCKET_IFNAME"
 """The variable with NCCL's interface, as GLOO_VARIABLE with gloo's; a user's own value is kept."""
 TIMEOUT = timedelta(minutes=30)
@@ -62,7 +66,45 @@ def use_interface_with(address: str) -> None:
 
 def create_rendezvous_file() -> str:
     """Returns the path of a rendezvous file for workers of this machine, in a folder private to its user."""
-    return str(Path(tempfile.mkdtemp(prefix="raystride-meeting-")) / "store")
+    while True:
+        folder = Path(tempfile.mkdtemp(prefix=RENDEZVOUS_PREFIX))
+        with suppress(OSError):  # `remove_abandoned_rendezvous` came between the two, or the drive has no locks
+            lock = (folder / RENDEZVOUS_LOCK).open("wb")
+            with suppress(OSError):
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if (folder / RENDEZVOUS_LOCK).exists():
+                _rendezvous_locks[str(folder / "store")] = lock
+                return str(folder / "store")
+            lock.close()
+
+
+_rendezvous_locks: dict[str, IO[bytes]] = {}
+"""Locks that this process holds until its end, by the rendezvous file."""
+
+
+def list_abandoned_rendezvous() -> list[Path]:
+    """Returns the rendezvous folders of this user in the temporary folder whose maker has died.
+
+    Versions before 0.4 made them without a lock, so nothing says whether theirs are in use.
+    """
+    return [folder for folder in Path(tempfile.gettempdir()).glob(f"{RENDEZVOUS_PREFIX}*") if _with_its_lock(folder)]
+
+
+def remove_abandoned_rendezvous(folder: Path) -> bool:
+    """Removes a rendezvous folder if its maker has died; returns whether it did."""
+    return _with_its_lock(folder, remove=True)
+
+
+def _with_its_lock(folder: Path, *, remove: bool = False) -> bool:
+    """Returns whether nobody holds the lock of a rendezvous folder; removes it under that lock if asked."""
+    try:
+        with (folder / RENDEZVOUS_LOCK).open("r+b") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if remove:
+                shutil.rmtree(folder, ignore_errors=True)
+            return True
+    except OSError:  # it is held, another user's, or has none
+        return False
 
 
 def set_rendezvous_file(file: str | None) -> None:
@@ -133,6 +175,8 @@ def leave_group(rank: int) -> None:
     dist.destroy_process_group()
     if rank == 0 and (file := os.environ.get(RENDEZVOUS_VARIABLE)):
         shutil.rmtree(Path(file).parent, ignore_errors=True)
+        if lock := _rendezvous_locks.pop(file, None):
+            lock.close()
 
 
 def count_nodes(node: str, world: int, device: "torch.device") -> int:

@@ -47,6 +47,8 @@ class Job:
     """When the job's process began, in seconds since 1970."""
     strategy: "Strategy | None" = field(default=None, repr=False)
     """Strategy that shares a model with other trainings in this process; None: the settings define the strategy."""
+    labels: dict[str, str] = field(default_factory=dict)
+    """Owner and tags of the run, as labels of its metrics."""
     milestones: dict[str, float] = field(default_factory=dict)
     """Times of milestones (seconds since 1970) on the way to the first step; see `TimeToFirstStep`."""
 

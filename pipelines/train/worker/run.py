@@ -219,6 +219,7 @@ def _run_facts(job: Job, worker: WorkerInfo, training: Training) -> RunFacts:
         flops_per_token=flops * 2 / 3 if flops and job.config.lora.rank else flops,
         parameters=count_parameters(model),
         step=training.state.step,
+        labels=job.labels,
     )
 
 

@@ -1,6 +1,7 @@
 """What a run records of its environment and data, its tags, and the links to its pages."""
 
 import getpass
+import json
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -8,25 +9,35 @@ from typing import Any
 
 import pytest
 
-from raystride.pipelines.config import DataConfig, LaunchConfig, ResumeConfig, ScalingConfig
+from raystride.pipelines.config import Config, DataConfig, LaunchConfig, RecordConfig, ResumeConfig, ScalingConfig
+from raystride.pipelines.config.parse import load_settings, to_stored_yaml
+from raystride.pipelines.config.sweep import SweepJobConfig
 from raystride.pipelines.data.prepare.manifest import Manifest
 from raystride.pipelines.data.prepare.one_source import PreparedData
 from raystride.pipelines.data.prepare.progress import SPEED_FILE
 from raystride.pipelines.data.prepare.raw_files import hash_raw_files, list_raw_files, write_raw_files
 from raystride.pipelines.data.sources.source import open_source
 from raystride.pipelines.data.tasks.task import Column
+from raystride.pipelines.launch.cluster.internals import JOB_CONFIG_VARIABLE
 from raystride.pipelines.launch.cluster.resources import Allocation, Resources
+from raystride.pipelines.launch.console.ray_job_status import job_metadata
 from raystride.pipelines.launch.console.screen import Screen
 from raystride.pipelines.launch.provenance import (
     _ray_tags,
     checkpoint_facts,
+    describe_changes,
     describe_data,
     describe_surroundings,
+    find_owner,
+    metric_labels,
+    owner_tags,
     run_tags,
     show_pages,
 )
 from raystride.pipelines.launch.run_store.resume import PreviousAttempt
+from raystride.pipelines.observability.observers.ray_metrics import fill_labels
 from raystride.pipelines.observability.record import describe_environment
+from raystride.pipelines.sweep.trial import SweepPlan
 from raystride.pipelines.system.storage.folder import Folder
 from tests.errors import refused
 from tests.tiny import tiny
@@ -57,7 +68,7 @@ def test_a_checkpoint_says_where_it_was_made_and_an_exact_one_what_its_bits_depe
     taken, found = replace(exact, resume=ResumeConfig(accept="bits")), environment()
     facts = checkpoint_facts(taken, folder, found, Allocation(2, "cpu", 4))
     assert (facts["bits"]["changed_at"], found["bits_changed_at"]) == ([2], [2])  # type: ignore[index]
-    tags, lines = run_tags(found, taken.scaling, Allocation(2, "cpu", 4), None), list[str]()
+    tags, lines = run_tags(found, taken, Allocation(2, "cpu", 4), None), list[str]()
     show_pages(folder, tags, lines.append)
     assert "after step 2 " in lines[0]
 
@@ -89,7 +100,7 @@ def test_what_is_kept_of_the_data_is_its_fingerprint_and_those_of_its_sources(tm
 def test_tags_say_what_is_known(strategy: Any, workers: int, named: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["/somewhere/ray_jobs/train.py"])
     config = replace(tiny(PLACE), scaling=ScalingConfig(strategy=strategy))
-    assert run_tags(environment(dirty=None), config.scaling, Allocation(workers, "cpu", 1), None) == {
+    assert run_tags(environment(dirty=None), config, Allocation(workers, "cpu", 1), None) == {
         "raystride.strategy": named,
         "raystride.version": "0.5",
         "raystride.commit": "c" * 40,
@@ -101,7 +112,7 @@ def test_tags_say_what_is_known(strategy: Any, workers: int, named: str, monkeyp
         "mlflow.source.type": "LOCAL",
         "mlflow.source.git.commit": "c" * 40,
     }
-    assert run_tags(environment(), config.scaling, Allocation(workers, "cuda", 1), None)["raystride.dirty"] == "True"
+    assert run_tags(environment(), config, Allocation(workers, "cuda", 1), None)["raystride.dirty"] == "True"
     assert _ray_tags(None) == {}
 
 
@@ -140,3 +151,72 @@ def test_the_content_of_data_is_todays_and_of_ended_sources_the_last_known(tmp_p
     earlier = PreviousAttempt(tiny(PLACE), "e", None, {"gone": "g", "web": "before"}, content=content)
     assert describe_data(now, earlier)["content"] == {"gone": "g", **files, "old": "o"}
     assert describe_data(now, None)["content"] == files
+
+
+def test_an_owner_is_given_or_of_the_job_or_of_the_shell(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("USER", "ann")
+    assert find_owner(RecordConfig()) == "ann"
+    job = {"metadata": {"job_submission_id": "raysubmit_1", "owner": "bob"}}
+    monkeypatch.setenv(JOB_CONFIG_VARIABLE, json.dumps(job))
+    assert find_owner(RecordConfig()) == "bob"
+    assert find_owner(RecordConfig(owner="carl")) == "carl"
+    monkeypatch.delenv(JOB_CONFIG_VARIABLE)
+    monkeypatch.delenv("USER")
+    assert find_owner(RecordConfig()) == ""
+
+
+def test_owner_and_tags_go_to_mlflow_ray_and_metrics() -> None:
+    record = RecordConfig(tags={"project": "parser", "cost_center": 42})
+    config = replace(tiny(PLACE), record=record)
+    tags = run_tags(environment(owner="ann"), config, Allocation(1, "cpu", 1), None)
+    given = {"raystride.owner": "ann", "project": "parser", "cost_center": "42"}
+    assert {key: tags[key] for key in (*given, "mlflow.user")} == given | {"mlflow.user": "ann"}
+    assert job_metadata("mine", "runs", False, owner_tags("ann", record)).items() >= given.items()
+    assert fill_labels(metric_labels("ann", record)) == {"owner": "ann", "tags": "cost_center=42,project=parser"}
+    assert fill_labels(metric_labels("", RecordConfig())) == {"owner": "none", "tags": "none"}
+
+
+def test_a_trial_names_its_sweep_and_not_rays_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["/ray/workers/default_worker.py"])
+    tags = run_tags(environment(), tiny(PLACE), Allocation(1, "cpu", 1), None)
+    assert tags["mlflow.source.name"] == "raystride"
+    base = replace(SweepJobConfig(), run="swept")
+    trial = SweepPlan(base, Folder("/runs"), 0.0, Resources(1, 1, 1, 7), owner="ann").tags
+    assert trial == {
+        "mlflow.source.name": "raystride sweep swept", "raystride.sweep": "swept", "raystride.owner": "ann"
+    }  # fmt: skip
+
+
+def test_what_differs_from_the_preset_is_a_tag() -> None:
+    preset = load_settings(Config, "lm_python", {"optimizer.learning_rate": 0.0071, "run": "mine"})
+    found = describe_changes(preset.settings, preset.preset)
+    assert found == {"raystride.preset": "lm_python", "raystride.changed": "optimizer.learning_rate=0.0071"}
+    assert describe_changes(load_settings(Config, "lm_python").settings, "lm_python")["raystride.changed"] == "nothing"
+    assert describe_changes(tiny(PLACE), "run") == {}
+
+
+@pytest.mark.parametrize(
+    ("given", "name"),
+    [
+        ({"owner": ""}, "record.owner"),
+        ({"owner": "a\nb"}, "record.owner"),
+        ({"tags": {"mlflow.user": "x"}}, "record.tags"),
+        ({"tags": {"raystride.owner": "x"}}, "record.tags"),
+        ({"tags": {"1st": "x"}}, "record.tags"),
+        ({"tags": {"project": ""}}, "record.tags"),
+        ({"tags": {"project": "a,b"}}, "record.tags"),
+        ({"tags": {"project": ["a"]}}, "record.tags"),
+        ({"tags": {f"t{number}": 1 for number in range(21)}}, "record.tags"),
+    ],
+)
+def test_a_label_is_a_short_text(given: dict[str, Any], name: str) -> None:
+    with refused(name, next(iter(given.values()))):
+        RecordConfig(**given)
+
+
+def test_owner_and_tags_without_effect_are_not_stored() -> None:
+    stored = to_stored_yaml(tiny(PLACE))
+    assert "owner:" not in stored
+    assert "tags:" not in stored
+    given = replace(tiny(PLACE), record=RecordConfig(owner="ann", tags={"a": 1}))
+    assert "record.owner, record.tags" in to_stored_yaml(given).splitlines()[1]

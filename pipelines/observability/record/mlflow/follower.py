@@ -102,6 +102,8 @@ class Follower:
         self._added: list[Segment] = []
         """Segments written since the folder was last listed."""
         self._cached: OrderedDict[Segment, list[Entry]] = OrderedDict()
+        self._lacking: dict[Segment, int] = {}
+        """Entries of this attempt's segments that MLflow lacks, but for events, which it does not get."""
         self._changed = threading.Condition()
         self._has_work = False
         self._status: str | None = None
@@ -126,6 +128,12 @@ class Follower:
         """Link of the run's page on its server; None before the run is created, and for a database."""
         return self._log.link
 
+    @property
+    def backlog(self) -> int:
+        """Entries of this attempt that MLflow lacks."""
+        with self._changed:
+            return sum(self._lacking.values())
+
     def add(self, segment: Segment, entries: list[Entry]) -> None:
         """Queues a written segment; the first one with measurements starts the thread. Returns at once."""
         with self._changed:
@@ -133,6 +141,7 @@ class Follower:
             if self._known_segments is not None:
                 self._known_segments.append(segment)
             self._added.append(segment)
+            self._lacking[segment] = sum(entry["kind"] != "event" for entry in entries)
             self._cached[segment] = [entry for entry in entries if entry["kind"] != "event"]
             if len(self._cached) > MAX_CACHED:
                 self._cached.popitem(last=False)
@@ -209,6 +218,10 @@ class Follower:
         with self._changed:
             for segment in cached:
                 self._cached.pop(segment, None)
+            marks = {segment.attempt: segment.number for segment in pending}  # a merged one stands for those before it
+            self._lacking = {
+                segment: count for segment, count in self._lacking.items() if segment.number > marks.get(segment.attempt, 0)
+            }
 
     def _is_ending(self) -> bool:
         return self._status is not None or self._closed

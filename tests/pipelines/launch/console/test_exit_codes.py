@@ -15,7 +15,7 @@ from raystride.pipelines.launch.console.exit_codes import (
     CANNOT_RUN,
     DONE,
     FAILED,
-    MISPLACED_ERRNOS,
+    UNUSABLE_ERRNOS,
     WRONG_SETTINGS,
     run_with_exit_code,
 )
@@ -23,7 +23,6 @@ from raystride.pipelines.launch.console.failure import TrainingFailed
 from raystride.pipelines.system.credentials import MissingSecret
 from raystride.pipelines.system.errors import Unreadable
 from raystride.pipelines.system.signals import HUNG_UP, INTERRUPTED, TERMINATED, HungUp, Terminated, signal_exception
-from raystride.pipelines.system.storage.folder import UNWRITABLE_ERRNOS
 from raystride.pipelines.system.storage.sealed import SealBroken
 
 
@@ -77,8 +76,8 @@ def test_an_error_of_the_user_is_a_line_and_a_code(
     assert capsys.readouterr().err == said
 
 
-@pytest.mark.parametrize("number", [*UNWRITABLE_ERRNOS, *MISPLACED_ERRNOS])
-def test_a_disk_that_takes_no_files_cannot_run_it(capsys: pytest.CaptureFixture[str], number: int) -> None:
+@pytest.mark.parametrize("number", UNUSABLE_ERRNOS)
+def test_a_disk_that_takes_no_files_or_fails_cannot_run_it(capsys: pytest.CaptureFixture[str], number: int) -> None:
     assert run_with_exit_code(raising(OSError(number, os.strerror(number), "/runs/x"))) == CANNOT_RUN
     assert capsys.readouterr().err.startswith(f"error: [Errno {number}]")
 

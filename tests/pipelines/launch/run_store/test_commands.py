@@ -108,7 +108,7 @@ def test_prune_takes_the_greatest_step_for_the_newest(run: Path) -> None:
 
 
 def test_prune_all_removes_the_folder_and_names_it(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert runs.main(["prune", run.name, "--all", "--storage", str(run.parent)]) == 0
+    assert runs.main(["prune", run.name, "--all", "--yes", "--storage", str(run.parent)]) == 0
     assert str(run) in capsys.readouterr().out
     assert not run.exists()
 
@@ -121,7 +121,7 @@ def test_the_figures_of_a_killed_run_are_those_of_its_journal(run: Path, capsys:
     assert "2.5000" in row
 
 
-COMMANDS = (["prune", "small-1f3a", "--all"], ["prune", "small-1f3a"], ["replay", "small-1f3a"])
+COMMANDS = (["prune", "small-1f3a", "--all", "--yes"], ["prune", "small-1f3a"], ["replay", "small-1f3a"])
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -171,7 +171,7 @@ def test_runs_of_dead_hosts_are_watched_at_once(
     for other in others:
         shutil.copytree(run, other)
         own(other, **ELSEWHERE)
-    assert runs.main(["prune", *(other.name for other in others), "--all", "--storage", str(run.parent)]) == 0
+    assert runs.main(["prune", *(other.name for other in others), "--all", "--yes", "--storage", str(run.parent)]) == 0
     assert len(re.findall("waiting up to", capsys.readouterr().err)) == 1
     assert [path.name for path in run.parent.iterdir()] == [run.name]
 
@@ -187,7 +187,7 @@ def test_a_run_is_owned_while_it_is_removed(run: Path, monkeypatch: pytest.Monke
         remove(folder, name)
 
     monkeypatch.setattr(Folder, "remove", start)
-    assert runs.main(["prune", run.name, "--all", "--storage", str(run.parent)]) == 0
+    assert runs.main(["prune", run.name, "--all", "--yes", "--storage", str(run.parent)]) == 0
     assert len(refused) == 3  # checkpoints, journal, summary
     assert not run.exists()
 

@@ -6,6 +6,8 @@ import io
 import json
 import math
 import os
+import re
+import resource
 import time
 from pathlib import Path
 from typing import Any
@@ -230,3 +232,16 @@ def test_every_call_outlives_a_store_that_is_not_well(s3: str, tmp_path: Path, f
         folder.remove("a")
         assert folder.sizes() == {"b": 1}
         assert proxy.broken.total()
+
+
+def test_an_error_of_writing_says_the_file(tmp_path: Path) -> None:
+    """Errors of opening say it; those of writing and fsync had a number alone, on a screen without a place."""
+    largest, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1024, hard))
+    try:
+        with pytest.raises(OSError, match=re.escape(str(tmp_path / "shard.arrow"))) as raised:
+            Folder(str(tmp_path)).put("shard.arrow", bytes(4096))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (largest, hard))
+    assert raised.value.errno == errno.EFBIG
+    assert not list(tmp_path.iterdir())

@@ -77,7 +77,7 @@ def test_a_meeting_is_its_user_s_alone() -> None:
     assert os.environ[GLOO_VARIABLE] == os.environ[NCCL_VARIABLE] == find_interface(LOOPBACK)
     set_rendezvous_file(None)
     assert RENDEZVOUS_VARIABLE not in os.environ
-    file.parent.rmdir()
+    shutil.rmtree(file.parent)
 
 
 def test_no_destructor_reaches_for_a_file_that_another_worker_removes() -> None:
