@@ -59,7 +59,8 @@ def test_a_table_is_read_anew_be_it_for_training_or_for_validation(
     config = settings(tmp_path / f"train.{train}", column="text", **own)
     opened = open_sources(config, LanguageModel(config))
     now, before = (
-        compute_fingerprint(config, LanguageModel(config), *opened, with_reading=with_reading) for with_reading in (True, False)
+        compute_fingerprint(config, LanguageModel(config), *opened, with_reading=with_reading)
+        for with_reading in (True, False)
     )
     assert (now != before) is ("csv" in (train, validation))
 

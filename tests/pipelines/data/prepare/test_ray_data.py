@@ -83,7 +83,9 @@ def test_sources_that_are_done_leave_each_other_their_own_records(tmp_path: Path
         prepare_jobs([replace(works[number], on_ray=False)], print)
     for work, records in zip(works, prepare_jobs(works, print), strict=True):
         assert [record["part"] for record in records] == [part.number for part in work.parts]
-        shards = [shard for record in records for split in ("train", "validation") for shard in shards_of_record(record, split)]
+        shards = [
+            shard for record in records for split in ("train", "validation") for shard in shards_of_record(record, split)
+        ]
         assert len(shards) >= 2
         assert all(work.job.folder.sha256(shard["file"]) == shard["sha256"] for shard in shards)
 

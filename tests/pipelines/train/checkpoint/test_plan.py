@@ -36,7 +36,9 @@ def test_each_shared_piece_is_written_by_one_that_holds_it(pieces: dict[Any, int
     if len(tables) == 1:  # whoever writes most has at most one piece more than the average
         loads = [sum(pieces[place] for place, rank in writers.items() if rank == each) for each in range(ranks)]
         assert max(loads) <= sum(loads) / ranks + max(pieces.values(), default=0)
-        smallest = {rank: min(pieces[place] for place, writer in writers.items() if writer == rank) for rank in writers.values()}
+        smallest = {
+            rank: min(pieces[place] for place, writer in writers.items() if writer == rank) for rank in writers.values()
+        }
         assert all(loads[rank] - size <= min(loads) for rank, size in smallest.items()), "each had the least bytes before it"
 
 
