@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from raystride.pipelines.config import Config, SettingError, TrainConfig
@@ -43,7 +43,8 @@ def test_given_slots_or_sizes_are_kept_or_refused(batch: int, slots: int, size: 
         )
 
 
-@given(st.lists(st.tuples(st.sampled_from(["batch", "slots"]), st.sampled_from([6, 12, 24]), st.booleans()), min_size=1))
+@settings(max_examples=25, deadline=None)
+@given(st.lists(st.tuples(st.sampled_from(["batch", "slots"]), st.sampled_from([6, 12, 24]), st.booleans()), min_size=1, max_size=4))
 def test_of_several_equal_flags_the_last_counts(flags: list[tuple[str, int, bool]]) -> None:
     given_last = {name: value for name, value, _ in flags}
     arguments = [

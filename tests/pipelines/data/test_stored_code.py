@@ -318,7 +318,14 @@ def test_names_of_a_stored_file_stay_marked_whatever_files_of_the_caller_follow(
         settings = parse(Config, arguments, program="train").settings
         assert [(name, name.run) for name in stored_names(settings)] == [(str(file), str(victim.run))]
     own[1].write_text(yaml.safe_dump({"plugins": [str(file)]}))
-    assert not list(stored_names(parse(Config, ["--config", stored, "--config", str(own[1])], program="train").settings))
+    for arguments, count in (
+        (["--config", stored, "--config", str(own[1])], 0),  # what comes last counts
+        (["--config", str(own[1]), "--config", stored], 1),
+        ([f"--plugins={json.dumps([str(file)])}", f"--config={stored}"], 1),
+        ([f"--config={stored}", "--plugins", json.dumps([str(file)])], 0),
+        (["--config", str(own[1]), "--config", stored, "--config", str(own[0])], 1),
+    ):
+        assert len(list(stored_names(parse(Config, arguments, program="train").settings))) == count, arguments
 
 
 def test_files_of_one_name_are_several_plug_ins(victim: Victim, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

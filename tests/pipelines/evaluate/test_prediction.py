@@ -11,7 +11,7 @@ from unittest.mock import ANY
 
 import pyarrow as pa
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 from pyarrow import parquet
@@ -75,6 +75,7 @@ def _rows(output: Path) -> list[dict[str, Any]]:
     return rows
 
 
+@settings(max_examples=30, deadline=None)
 @given(st.lists(st.one_of(st.none(), st.tuples(st.integers(0, 3), st.integers(0, 50))), max_size=12))
 def test_a_part_counts_once_however_often_the_progress_is_read(
     tmp_path_factory: pytest.TempPathFactory, events: list[tuple[int, int] | None]

@@ -49,12 +49,12 @@ def test_each_class_validates_by_its_share_however_its_documents_lie(
     assert abs(len(chosen) - fraction * len(pieces)) <= 0.5 + kept
 
 
-texts = st.tuples(st.sampled_from("ab"), st.integers(0, 12), st.integers(1, 40))
+texts = st.tuples(st.sampled_from("ab"), st.integers(0, 12), st.sampled_from([1, 9, 60, 250]))
 
 
 @given(
-    parts=st.lists(st.lists(texts, max_size=6), min_size=2, max_size=4),
-    fraction=st.floats(0.0, 0.5),
+    parts=st.lists(st.lists(texts, max_size=3), min_size=2, max_size=4),
+    fraction=st.sampled_from([0.05, 0.1, 0.2, 0.3]),
     order=st.randoms(use_true_random=False),
 )
 def test_nothing_validates_beyond_what_a_part_has_kept_whatever_their_order(
