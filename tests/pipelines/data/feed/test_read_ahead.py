@@ -205,6 +205,7 @@ def test_a_piece_that_comes_again_after_a_while_is_announced_again(
     plan = Plan(Order(samples.num_samples, shuffle="none"), slots=2, slot_size=2)
     ahead = ReadAhead(plan, samples, cache, rank=0, world=1, max_bytes=1 << 30, epochs=0.5)
     epoch = samples.num_samples // 4
+    assert cache.ledger.total_bytes() == 0, "its tables are there"
 
     def announced() -> set[bytes]:
         with sqlite3.connect(cache.root / ledger.DATABASE) as db:
