@@ -44,7 +44,11 @@ def test_given_slots_or_sizes_are_kept_or_refused(batch: int, slots: int, size: 
 
 
 @settings(max_examples=25, deadline=None)
-@given(st.lists(st.tuples(st.sampled_from(["batch", "slots"]), st.sampled_from([6, 12, 24]), st.booleans()), min_size=1, max_size=4))
+@given(
+    st.lists(
+        st.tuples(st.sampled_from(["batch", "slots"]), st.sampled_from([6, 12, 24]), st.booleans()), min_size=1, max_size=4
+    )
+)
 def test_of_several_equal_flags_the_last_counts(flags: list[tuple[str, int, bool]]) -> None:
     given_last = {name: value for name, value, _ in flags}
     arguments = [
