@@ -31,7 +31,7 @@ from benchmarks import runs
 from benchmarks.pairs import Comparison, command_line, machine, machine_line, report, take_turns
 from benchmarks.peers.bare_loop import bare_steps
 from benchmarks.workers import make_job, settings
-from raystride.pipelines.train.optimizer import learning_rate
+from raystride.pipelines.config.schedules import learning_rate
 from raystride.pipelines.train.step import train_step
 from raystride.pipelines.train.worker.build import build_training
 from raystride.pipelines.train.worker.job import Job, WorkerInfo

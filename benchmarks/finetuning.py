@@ -380,14 +380,23 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--tokens", type=int, default=48)
-    parser.add_argument("--precision", choices=["fp32", "bf16", "auto"], default="fp32", help="of ours and the peers'")
+    parser.add_argument(
+        "--precision",
+        choices=["fp32", "bf16", "auto"],
+        default="fp32",
+        help="of ours and the peers'; auto: bf16 for all where this processor has it",
+    )
     parser.add_argument("--full", action="store_true", help="train all weights in place of adapters")
     parser.add_argument("--way", choices=WAYS, help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.way:
         child(given)
         return
-    found = machine(f"{given.threads} thread(s)")
+    if given.precision == "auto":
+        from raystride.model.linear import has_bf16  # not at the top: the start of the ways' own processes is measured
+
+        given.precision = "bf16" if has_bf16() else "fp32"
+    found = machine(f"{given.threads} thread(s), {given.precision}")
     print(machine_line(found, ("torch", "transformers", "peft", "trl")))
     with tempfile.TemporaryDirectory() as place:
         given.base = given.base or make_base(Path(place))

@@ -37,10 +37,10 @@ class Row:
     """Command, if it is not the file's name."""
 
 
-_SAME, _MEASURED, _AUTO = "fp32, PyTorch's products", "fp32, measured", "`precision auto`"
+_SAME, _MEASURED, _AUTO = "fp32 with PyTorch's products", "fp32 as measured fastest", "`precision auto`"
 _STEP_OURS = {"ours, PyTorch's products": _SAME, "ours, fp32": _MEASURED, "ours, auto": _AUTO}
-_PLAIN_LOOP = {"plain loop": "a plain loop in fp32", "plain loop, bf16 by autocast": "in bf16 by autocast"}
-_PLAIN_STEP = {"plain PyTorch": "PyTorch in fp32", "plain PyTorch, bf16 by autocast": "in bf16 by autocast"}
+_PLAIN_LOOP = {"plain loop": "plain loop in fp32", "plain loop, bf16 by autocast": "bf16 by autocast"}
+_PLAIN_STEP = {"plain PyTorch": "PyTorch in fp32", "plain PyTorch, bf16 by autocast": "bf16 by autocast"}
 ROWS = (
     Row(
         "nanoGPT's small network, tokens/s, inline, 2 threads; ours logs to MLflow meanwhile and keeps freed memory",
@@ -89,7 +89,7 @@ ROWS = (
     Row(
         "a new cluster, to the first step of two workers, seconds",
         "startup",
-        "seconds from the start of the process to the first step",
+        "seconds from the start of the process to the first step, on a cluster of its own",
         {"lean": "", "inline": "inline"},
         {"stock TorchTrainer": "Ray's TorchTrainer"},
         ".1f",
@@ -138,7 +138,7 @@ def table() -> str:
     lines = ["| figure | ours | beside | measured | command |", "| --- | --- | --- | --- | --- |"]
     for row in ROWS:
         if (ROOT / "benchmarks" / "results" / f"{row.file}.json").exists():
-            ours, others = (", ".join(_cells(row, ways)) for ways in (row.ours, row.others))
+            ours, others = ("; ".join(_cells(row, ways)) for ways in (row.ours, row.others))
             command = row.command or f"python -m benchmarks.{row.file}"
             lines.append(f"| {row.what} | {ours} | {others} | {_measured(row)} | `{command}` |")
     return "\n".join(lines)
@@ -157,7 +157,7 @@ def _cells(row: Row, ways: Mapping[str, str]) -> Iterator[str]:
         number = format(statistics.median(found), row.form)
         if ways is row.ours:
             number += f" [{min(found):{row.form}}, {max(found):{row.form}}]" if len(found) > 1 else ""
-        yield f"{name} {number}".strip()
+        yield f"{name}: {number}" if name else number
 
 
 def _measured(row: Row) -> str:

@@ -12,7 +12,6 @@ logged it in the journal.
 import argparse
 import os
 import secrets
-import signal
 import statistics
 import subprocess
 import sys
@@ -92,7 +91,7 @@ def start_run(storage: Path, *flags: str, **environment: str) -> Iterator[Run]:
         run = Run(process, Folder.from_uri(str(storage / name)))
         run.wait(lambda groups: bool(groups) and len(steps(groups[0])) >= STEPS)
         yield run
-        process.send_signal(signal.SIGINT)
+        process.terminate()  # SIGINT is ignored by what a script starts in the background
         process.communicate(timeout=LIMIT_S)
     finally:
         process.kill()

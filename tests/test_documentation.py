@@ -21,6 +21,7 @@ import pytest
 import yaml
 
 import raystride
+from benchmarks import readme_figures
 from raystride.pipelines.config import Config, SettingError
 from raystride.pipelines.config.jobs import EvaluateConfig, ExportConfig, GenerateConfig, PredictConfig, ServeConfig
 from raystride.pipelines.config.parse import Parsed, parse
@@ -106,6 +107,14 @@ def test_the_reference_of_the_library_is_that_of_its_docstrings() -> None:
     page = api_page.PAGE.read_text()
     assert page == api_page.page(), "make api writes it anew"
     assert not [name for name in raystride.__all__ if f"`{name}`" not in page]
+
+
+def test_the_table_of_figures_is_that_of_the_results() -> None:
+    page = (ROOT / "README.md").read_text()
+    assert page == readme_figures.with_table(page), "python -m benchmarks.readme_figures writes it anew"
+    _, table, rest = page.partition(readme_figures.BEGIN)
+    assert table
+    assert re.search(r"\d,\d{3}", rest.partition(readme_figures.END)[0])
 
 
 def test_the_tour_of_a_kernel_shows_the_code_as_it_is() -> None:

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.workers import read_job
+from raystride.pipelines.config.schedules import learning_rate
 from raystride.pipelines.data.feed.cache import NodeCache
 from raystride.pipelines.data.feed.loader import Loader
 from raystride.pipelines.data.feed.order import Order
@@ -29,7 +30,7 @@ from raystride.pipelines.data.feed.samples import open_samples
 from raystride.pipelines.data.feed.stream import TokenStream
 from raystride.pipelines.data.prepare.manifest import Manifest
 from raystride.pipelines.data.tasks import build_task
-from raystride.pipelines.train.optimizer import build_optimizer, learning_rate
+from raystride.pipelines.train.optimizer import build_optimizer
 from raystride.pipelines.train.worker.job import Job, WorkerInfo
 
 LEFT_OUT = 20

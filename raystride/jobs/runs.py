@@ -1,9 +1,10 @@
-"""Lists, shows, compares, prunes and audits runs, and replays a run's journal to MLflow.
+"""Lists, shows, compares, prunes, deletes and audits runs, and replays a run's journal to MLflow.
 
     raystride runs list --storage runs
     raystride runs list --by owner --since 30       # worker and GPU hours of the runs of a month
     raystride runs compare one two three            # side by side here, and the link to MLflow's comparison
-    raystride runs prune one two --keep 1           # shows what it frees; --all removes whole runs
+    raystride runs prune one two --keep 1           # shows what it frees
+    raystride runs delete one two                   # whole runs, as `prune --all` does: trials, exports, MLflow's rows
     raystride runs prune --older 30 --status failed --all --dry-run
     raystride runs prune --unused                   # prepared data, artifacts and caches that no run uses
     raystride runs replay my-run                    # after MLflow was unreachable
@@ -70,6 +71,11 @@ def _prune(storage: Folder, *, unused: bool, dry_run: bool, yes: bool, **given: 
     prune(storage, selection, keep=keep or 1, whole=whole, dry_run=dry_run, yes=yes)
 
 
+def _delete(storage: Folder, *, names: Sequence[str], dry_run: bool, yes: bool) -> None:
+    """Removes whole runs. Raises CommandRefused as `prune` does."""
+    prune(storage, Selection(tuple(names)), whole=True, dry_run=dry_run, yes=yes)
+
+
 def _parse_duration(text: str) -> float:
     """Returns the seconds of `30` (days), `30d`, `12h` or `90min`."""
     found = re.fullmatch(r"(\d+(?:\.\d+)?)(d|h|min|w)?", text)
@@ -86,15 +92,13 @@ def _at_least_one(text: str) -> int:
 
 def _build_parser() -> argparse.ArgumentParser:
     """Returns a parser whose arguments are those of the verb, `storage` and `verb` itself."""
-    parser = argparse.ArgumentParser(prog="raystride runs", description="Lists, shows, compares, prunes and replays runs.")
+    parser = argparse.ArgumentParser(prog="raystride runs", description="Lists, shows, compares and removes runs.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     def add_command(command: str, verb: Callable[..., int | None], text: str) -> argparse.ArgumentParser:
         subparser = commands.add_parser(command, help=text, description=text)
-        if command in ("compare", "prune"):
-            subparser.add_argument(
-                "names", metavar="RUN", nargs="+" if command == "compare" else "*", help="the runs' names"
-            )
+        if command in ("compare", "delete", "prune"):
+            subparser.add_argument("names", metavar="RUN", nargs="*" if command == "prune" else "+", help="the runs' names")
         elif command != "list":
             subparser.add_argument("name", metavar="RUN", help="the run's name")
         subparser.add_argument("--storage", default="runs", help="folder or URI that the runs lie in")
@@ -111,6 +115,7 @@ def _build_parser() -> argparse.ArgumentParser:
     compare.add_argument("--port", type=int, default=UI_PORT, help="port of MLflow's UI on this machine")
     add_command("audit", audit_run, "prove that a run used every sample exactly once an epoch")
     _add_flags_of_prune(add_command("prune", _prune, "remove old checkpoints' data, whole runs, or what no run uses"))
+    _add_flags_of_removal(add_command("delete", _delete, "remove runs with all that they hold, MLflow's rows too"))
     replay = add_command("replay", replay_run, "log to MLflow what it lacks of a run's journal")
     replay.add_argument("--mlflow-uri", help="tracking server; when not given, the one that the run was logged to")
     replay.add_argument("--experiment", help="experiment, where the run is not in MLflow yet; when not given, the run's own")
@@ -136,5 +141,9 @@ def _add_flags_of_prune(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--unused", action="store_true", help="prepared data, MLflow's artifacts and this machine's caches that no run uses"
     )
+    _add_flags_of_removal(parser)
+
+
+def _add_flags_of_removal(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dry-run", action="store_true", help="list what would be removed, and remove nothing")
     parser.add_argument("--yes", action="store_true", help="do not ask")

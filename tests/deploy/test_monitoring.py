@@ -19,7 +19,7 @@ from tests.deploy.monitoring import FOLDER, find_queried_metrics, load_dashboard
 from tests.some import some
 
 OURS = {f"ray_{shown.name}" for shown in (*GAUGES.values(), STEP, SAVE_WAIT)}
-OF_DRIVERS = {f"ray_{name}" for name, _ in DRIVER_GAUGES.values()} | {f"ray_{RUN_STATE}"}
+OURS |= {f"ray_{name}" for name, _ in DRIVER_GAUGES.values()} | {f"ray_{RUN_STATE}"}
 
 
 def test_the_dashboard_queries_all_of_our_metrics_and_only_exported_ones() -> None:
@@ -37,7 +37,7 @@ def test_the_dashboard_groups_by_existing_labels() -> None:
             by = {name.strip() for group in re.findall(r"by \(([^)]*)\)", target["expr"]) for name in group.split(",")}
             assert set(re.findall(r"\{\{(\w+)\}\}", target["legendFormat"])) <= by
             labels |= by
-    assert labels == {"run", "rank", "ip", "GpuIndex"}
+    assert labels == {"run", "rank", "state", "ip", "GpuIndex"}
 
 
 def test_panels_do_not_overlap() -> None:
@@ -187,4 +187,4 @@ def test_alerts_ask_for_exported_metrics_and_the_page_has_them() -> None:
     assert yaml.safe_load((FOLDER / "prometheus.yml").read_text())["rule_files"] == ["alerts.yml"]
     for rule in some(group["rules"]):
         assert f"`{rule['expr']}`" in page
-        assert set(re.findall(r"ray_\w+", rule["expr"])) <= OURS | OF_DRIVERS | {f"ray_{name}" for name in METRICS_GAUGES}
+        assert set(re.findall(r"ray_\w+", rule["expr"])) <= OURS | {f"ray_{name}" for name in METRICS_GAUGES}

@@ -134,7 +134,8 @@ SHARD = "bytes documents file ids_offset mask_offset rows rows_offset sha256 tok
 
 HELPS = (
     *("train", "sweep", "evaluate", "predict", "generate", "export", "serve", "report", "storage", "ui", "certificates"),
-    *("runs list", "runs show", "runs compare", "runs audit", "runs prune", "runs replay", "deploy slurm", "deploy serve"),
+    *("runs list", "runs show", "runs compare", "runs audit", "runs prune", "runs delete", "runs replay"),
+    *("deploy slurm", "deploy serve"),
 )
 """The commands that have flags; `train` stands for `check` and `prepare`, too, `slurm` for the other places."""
 

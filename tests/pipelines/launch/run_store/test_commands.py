@@ -107,8 +107,13 @@ def test_prune_takes_the_greatest_step_for_the_newest(run: Path) -> None:
     assert data_of(run) == ["step-00000100", "step-100000000"]
 
 
-def test_prune_all_removes_the_folder_and_names_it(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert runs.main(["prune", run.name, "--all", "--yes", "--storage", str(run.parent)]) == 0
+@pytest.mark.parametrize("words", [["prune", "--all"], ["delete"]], ids=" ".join)
+def test_a_whole_run_is_removed_if_it_is_meant(words: list[str], run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    command = [words[0], run.name, *words[1:], "--storage", str(run.parent)]
+    assert runs.main([*command, "--dry-run"]) == 0
+    assert runs.main(command) == 2, "there is nobody to ask"
+    assert run.exists()
+    assert runs.main([*command, "--yes"]) == 0
     assert str(run) in capsys.readouterr().out
     assert not run.exists()
 
