@@ -4,7 +4,8 @@ Lines are drawn by seed, from each package in proportion to its lines, one fault
 and tried with the module's mirrored test file, then with the package's other usual tests; the first failure ends it, and so
 does a hang. Each result is a line of a file at once, so `--resume` goes on after a kill. Faults that no test could see are
 listed with their reason in benchmarks/mutants_equivalent.json. `--again` tries survivors once more, wherever they are now.
-`--by-hand` tries those of benchmarks/mutants_by_hand.json instead, which a person wrote from the sources.
+`--by-hand` tries those of benchmarks/mutants_by_hand.json instead, which a person wrote from the sources; `--only TEXT`
+some of them.
 
     python -m benchmarks.mutants --packages feed train --count 60 --seed 1       # a minute or less each
     python -m benchmarks.mutants --by-hand --packages train --quick
@@ -34,7 +35,7 @@ PACKAGES = {
     **{package: f"pipelines/data/{package}" for package in ("feed", "prepare", "tasks")},
     **{package: f"pipelines/train/{package}" for package in ("strategies", "checkpoint", "lora")},
     **{package: f"pipelines/launch/{package}" for package in ("preflight", "run_store", "console")},
-    **{package: f"pipelines/{package}" for package in ("train", "evaluate", "launch", "sweep")},
+    **{package: f"pipelines/{package}" for package in ("train", "evaluate", "launch", "sweep", "config")},
     "record": "pipelines/observability/record",
     "credentials": "pipelines/system/credentials.py",
     "resources": "pipelines/launch/cluster/resources.py",
@@ -106,8 +107,8 @@ def read_by_hand(packages: Sequence[str]) -> list[tuple[str, Fault]]:
 def _fault_by_hand(path: str, old: str, new: str, operator: str) -> Fault:
     content = (ROOT / path).read_bytes()
     start = content.find(old.encode())
-    if start < 0:
-        raise ValueError(f"{path} has no {old!r} any more: mend or remove it in {BY_HAND.name}")
+    if (count := content.count(old.encode())) != 1:
+        raise ValueError(f"{path} has {old!r} {count} times and not once: mend or remove it in {BY_HAND.name}")
     number = content.count(b"\n", 0, start) + 1
     line = content.splitlines()[number - 1].decode().strip()
     return Fault(path, line, operator, 0, number, start, start + len(old.encode()), new)
@@ -179,12 +180,19 @@ class Copy:
 
 
 def find_tests(path: str, folder: Path) -> tuple[list[str], list[str]]:
-    """A module's mirrored test file, if it has one, and the other test files of its package."""
+    """A module's mirrored test file, if it has one, and the other test files of its package.
+
+    Where it has none, and nothing in its package names it, with those elsewhere that name it or are called as it is.
+    """
     source = Path(path)
     package = folder / "tests" / source.parent
     mirrored = package / f"test_{source.name}"
     one_file = path == PACKAGES["credentials"]
     others = [] if one_file else [file for file in sorted(package.rglob("test_*.py")) if file != mirrored]
+    module = path.removesuffix(".py").replace("/", ".")
+    if not mirrored.exists() and not any(module in file.read_text() for file in others):
+        elsewhere = sorted({*(folder / "tests").rglob("test_*.py")} - {*others})
+        others += [file for file in elsewhere if file.name == mirrored.name or module in file.read_text()]
     names = [[str(file.relative_to(folder)) for file in files if file.exists()] for files in ([mirrored], others)]
     return names[0], names[1]
 
@@ -268,6 +276,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="try only other files that name the module, if any does")
     parser.add_argument("--resume", action="store_true", help="leave out what the results have already")
     parser.add_argument("--by-hand", action="store_true", help=f"try the faults of {BY_HAND.name} instead of drawing")
+    parser.add_argument("--only", default="", help="try those alone whose path or operator has this text")
     parser.add_argument("--again", action="store_true", help="try the survivors of the results once more")
     parser.add_argument("--table", action="store_true", help="only print the table of the results")
     given = parser.parse_args()
@@ -281,6 +290,7 @@ def main() -> None:
     elif not given.table:
         drawn = (given.packages, given.count, given.seed)
         chosen = read_by_hand(given.packages) if given.by_hand else draw_packages(*drawn)
+        chosen = [(package, fault) for package, fault in chosen if given.only in f"{fault.path} {fault.operator}"]
         chosen = [(package, fault) for package, fault in chosen if not (given.resume and fault.name in results.rows)]
     else:
         chosen = []

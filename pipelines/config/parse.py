@@ -88,22 +88,19 @@ def parse(
     # Ahead of jsonargparse, which does not name the nearest key.
     _check_flags(given, known)
     refuse_words(given, presets())
-    files = _config_files(given)
-    named = set(_written_flags(given, known))
-    """Settings that the caller gives himself."""
-    written = set(named)
+    files, typed = _config_files(given), given
+    written, folders, keys = set(_written_flags(given, known)), dict[str, str](), dict[str, set[str]]()
     given = cut_batch_of_flags(given)
     for file in dict.fromkeys(files):
         content = _read_file(file, cls, known, _warn)
-        keys = set(_given_keys(content, known))
-        written |= keys
-        folder = stored_in or find_stored_folder(file)
-        stored_in, named = (folder, named) if folder else (stored_in, named | keys)
+        keys[file], folders[file] = set(_given_keys(content, known)), stored_in or find_stored_folder(file)
+        written |= keys[file]
         given = _with_content(given, file, cut_batch_of_content(content))
+    stored_in = next(filter(None, folders.values()), stored_in)
     parser = _parser(cls)  # type: ignore[arg-type]
     settings = _instantiate(cls, parser, lambda: parser.parse_args(given) if given else parser.get_defaults(), written)
     if stored_in:
-        settings = mark_stored(settings, stored_in, named)
+        settings = mark_stored(settings, stored_in, _caller_names(typed, known, keys, folders))
     return Parsed(settings, Path(files[-1]).stem if files else "run", _names_source(written))
 
 
@@ -359,6 +356,24 @@ def _written_flags(arguments: Sequence[str], known: set[str]) -> Iterator[str]:
             if any(name.startswith(f"{key}.") for name in known):
                 content = yaml.safe_load(value if equals else after)
                 yield from _file_keys({key: content} if isinstance(content, dict) else {}, known)
+
+
+def _caller_names(
+    arguments: Sequence[str], known: set[str], keys: Mapping[str, set[str]], folders: Mapping[str, str]
+) -> set[str]:
+    """Returns the settings that the caller gives himself: what comes later counts, a flag, a file of his, or a stored one.
+
+    `keys` are the settings in each file, `folders` where it is stored, "" for a file of the caller's.
+    """
+    named = set[str]()
+    for argument, after in pairwise([*arguments, ""]):
+        flag, equals, value = argument.partition("=")
+        if flag == "--config":
+            file = value if equals else after
+            named = named - keys[file] if folders[file] else named | keys[file]
+        elif flag.startswith("--"):
+            named |= set(_written_flags([argument] if equals else [argument, after], known))
+    return named
 
 
 def _check_flags(arguments: Sequence[str], known: set[str]) -> None:

@@ -119,6 +119,9 @@ def test_the_mirrored_file_comes_first_and_then_the_room() -> None:
     assert mirrored == ["tests/pipelines/data/feed/test_order.py"]
     assert "tests/pipelines/data/feed/test_plan.py" in others
     assert mirrored[0] not in others
+    no_file, elsewhere = find_tests("pipelines/config/parameter_groups.py", ROOT)
+    assert not no_file
+    assert "tests/pipelines/train/test_parameter_groups.py" in elsewhere, "nothing in its own package names it"
     assert find_tests("pipelines/system/credentials.py", ROOT) == (["tests/pipelines/system/test_credentials.py"], [])
 
 

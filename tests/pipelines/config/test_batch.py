@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from raystride.pipelines.config import Config, SettingError, TrainConfig
@@ -41,6 +41,26 @@ def test_given_slots_or_sizes_are_kept_or_refused(batch: int, slots: int, size: 
         assert all(
             f"--train.slots={train.slots}" == flag or f"--train.slot_size={train.slot_size}" == flag for flag in flags
         )
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    st.lists(
+        st.tuples(st.sampled_from(["batch", "slots"]), st.sampled_from([6, 12, 24]), st.booleans()), min_size=1, max_size=4
+    )
+)
+def test_of_several_equal_flags_the_last_counts(flags: list[tuple[str, int, bool]]) -> None:
+    given_last = {name: value for name, value, _ in flags}
+    arguments = [
+        part
+        for name, value, is_joined in flags
+        for part in ([f"--train.{name}={value}"] if is_joined else [f"--train.{name}", str(value)])
+    ]
+    if given_last.get("batch", 24) < given_last.get("slots", 0):
+        return
+    train = parse(Config, arguments, program="train").settings.train
+    assert "slots" not in given_last or train.slots == given_last["slots"]
+    assert "batch" not in given_last or train.samples_per_step == given_last["batch"]
 
 
 def test_it_overrides_a_presets_slots(tmp_path: Path) -> None:

@@ -6,8 +6,8 @@ from unittest.mock import ANY
 
 import pytest
 
-from raystride.pipelines.config import Config, ModelConfig, SampleConfig, SettingError
-from raystride.pipelines.config.parse import from_yaml, load_settings, parse, to_yaml, with_settings
+from raystride.pipelines.config import Config, LoraConfig, ModelConfig, SampleConfig, SettingError, TrainConfig
+from raystride.pipelines.config.parse import from_yaml, load_settings, parse, to_stored_yaml, to_yaml, with_settings
 from raystride.pipelines.config.presets import presets
 from raystride.pipelines.config.sweep import SweepJobConfig
 from tests.errors import refused
@@ -107,6 +107,18 @@ def test_arguments_of_a_users_functions_are_merged_by_name(tmp_path: Path) -> No
 def test_settings_survive_yaml() -> None:
     config = Config(model=ModelConfig(architecture="llama", kv_heads=2), sample=SampleConfig(stop=("a", "b")))
     assert from_yaml(Config, to_yaml(config)) == config
+
+
+@pytest.mark.parametrize("adapters", [0.0, 0.1])
+@pytest.mark.parametrize("network", [0.0, 0.1])
+@pytest.mark.parametrize("masks", ["auto", "slot", "place"])
+def test_what_draws_masks_is_stored_wherever_there_is_dropout(masks: Any, network: float, adapters: float) -> None:
+    """Of the network, of its adapters, or of both; without any it changes nothing."""
+    lora, train = LoraConfig(rank=2, dropout=adapters), TrainConfig(dropout_masks=masks)
+    config = Config(model=ModelConfig(dropout=network, init_from="base"), lora=lora, train=train)
+    stored = to_stored_yaml(config)
+    assert from_yaml(Config, stored) == config
+    assert ("  dropout_masks: " in stored) is bool(masks != "slot" or network or adapters)
 
 
 def test_the_character_preset_is_row_e1() -> None:

@@ -21,8 +21,8 @@ NOW, BEFORE, LONG_AGO = (f"{MAJOR}.{MINOR - back}" for back in range(3))
 class _Net(Section):
     name: ClassVar[str] = "net"
 
-    layers: int = setting(2, was="net.depth", renamed=NOW)
-    """Within its section."""
+    layers: int = setting(2, was=("net.rows", "net.depth"), renamed=NOW)
+    """Within its section, twice."""
     heads: int = setting(1, was="top.heads", renamed=BEFORE)
     """From another section, in the version before."""
     width: int = setting(8, was="net.breadth", renamed=LONG_AGO)
@@ -70,12 +70,15 @@ def test_in_a_file_which_flags_go_over(tmp_path: Path, capsys: pytest.CaptureFix
     assert load_settings(_Settings, str(file)).settings.net.layers == 5
 
 
-@pytest.mark.parametrize("given", [{"net.depth": 5}, {"net": {"depth": 5}}])
-def test_in_a_mapping(given: dict[str, object], caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("old", ["depth", "rows"])
+@pytest.mark.parametrize("nested", [False, True])
+def test_in_a_mapping(old: str, nested: bool, caplog: pytest.LogCaptureFixture) -> None:
+    given: dict[str, object] = {"net": {old: 5}} if nested else {f"net.{old}": 5}
     with caplog.at_level(logging.WARNING, "raystride"):
         assert load_settings(_Settings, given).settings.net.layers == 5
         assert load_settings(_Settings, {}, given).settings.net.layers == 5
-    assert caplog.messages == [_line("net.depth", "net.layers", f"{MAJOR}.{MINOR + 1}")] * 2
+    assert caplog.messages == [_line(f"net.{old}", "net.layers", f"{MAJOR}.{MINOR + 1}")] * 2
+    assert from_yaml(_Settings, f"net: {{{old}: 5}}").net.layers == 5
 
 
 @pytest.mark.parametrize("given", [{"net.breadth": 5}, {"net.depth": 5, "net.layers": 5}])

@@ -14,9 +14,9 @@ import yaml
 
 import raystride
 from raystride.command import run as run_command
-from raystride.pipelines.config import Config
-from raystride.pipelines.config.parse import load_settings
-from raystride.pipelines.config.stored import find_stored_folder
+from raystride.pipelines.config import Config, DataConfig
+from raystride.pipelines.config.parse import load_settings, parse
+from raystride.pipelines.config.stored import find_stored_folder, mark_stored, stored_names
 from raystride.pipelines.data.plugins import load_plugins
 from raystride.pipelines.data.stored_code import check_stored_name
 from raystride.pipelines.system.storage.sealed import parse_sealed, seal_json
@@ -289,6 +289,43 @@ def test_names_of_the_caller_are_his(victim: Victim, tmp_path: Path) -> None:
     victim.write_code(victim.project / "mine.py")
     load_plugins(load_settings(Config, str(settings)).settings.plugins)
     assert victim.was_run
+
+
+def test_all_names_of_stored_settings_are_marked_and_found(victim: Victim, tmp_path: Path) -> None:
+    """Of plug-ins, of transforms, and of each source of a mixture; none that the caller has given."""
+    sources = {name: {"source": name, "transforms": [f"{name}.one", f"{name}.two"]} for name in ("web", "code")}
+    config = Config(plugins=("mine.py", "other.py"), data=DataConfig(sources=sources))
+    single = Config(data=DataConfig(transforms=("steps.one", "steps.two")))
+    wanted = ["code.one", "code.two", "mine.py", "other.py", "web.one", "web.two"]
+    for settings, names in ((config, wanted), (single, ["steps.one", "steps.two"])):
+        assert not list(stored_names(settings))
+        found = list(stored_names(mark_stored(settings, "the run")))
+        assert sorted(found) == names
+        assert {name.run for name in found} == {"the run"}
+    given = mark_stored(config, "the run", given={"plugins"})
+    assert sorted(stored_names(given)) == [name for name in wanted if not name.endswith(".py")]
+
+
+def test_names_of_a_stored_file_stay_marked_whatever_files_of_the_caller_follow(victim: Victim) -> None:
+    file = victim.write_code(victim.project / "stored.py")
+    victim.store(file, plugins=[str(file)])
+    own = [victim.project / f"{name}.yaml" for name in ("first", "second")]
+    for number, place in enumerate(own):
+        place.write_text(f"train: {{steps: {number + 3}}}\n")
+    stored = str(victim.run / "config.yaml")
+    for files in ([stored], [stored, *own], [own[0], stored, own[1]], [*own, stored]):
+        arguments = [part for place in files for part in ("--config", str(place))]
+        settings = parse(Config, arguments, program="train").settings
+        assert [(name, name.run) for name in stored_names(settings)] == [(str(file), str(victim.run))]
+    own[1].write_text(yaml.safe_dump({"plugins": [str(file)]}))
+    for arguments, count in (
+        (["--config", stored, "--config", str(own[1])], 0),  # what comes last counts
+        (["--config", str(own[1]), "--config", stored], 1),
+        ([f"--plugins={json.dumps([str(file)])}", f"--config={stored}"], 1),
+        ([f"--config={stored}", "--plugins", json.dumps([str(file)])], 0),
+        (["--config", str(own[1]), "--config", stored, "--config", str(own[0])], 1),
+    ):
+        assert len(list(stored_names(parse(Config, arguments, program="train").settings))) == count, arguments
 
 
 def test_files_of_one_name_are_several_plug_ins(victim: Victim, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,7 @@ import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import pytest
@@ -16,7 +17,14 @@ from raystride.pipelines.data.prepare.fingerprint import identity
 from raystride.pipelines.data.prepare.manifest import Manifest
 from raystride.pipelines.data.sources.pieces import Part
 from raystride.pipelines.data.tasks.language_model import LanguageModel
-from raystride.pipelines.evaluate.evaluation import EvaluationResult, Split, evaluate, read_table, worst_samples
+from raystride.pipelines.evaluate.evaluation import (
+    EvaluationResult,
+    Split,
+    _open_split,
+    evaluate,
+    read_table,
+    worst_samples,
+)
 from raystride.pipelines.evaluate.load_run import SelectedRun, select_run
 from raystride.pipelines.evaluate.parts import PredictJob
 from raystride.pipelines.evaluate.prediction import predict_locally
@@ -75,6 +83,27 @@ def test_a_tail_that_validates_is_the_tail(trained: Folder) -> None:
     found = read_table(scored.folder)["text"]
     assert 30 < len(found) < 70
     assert found == [row["text"] for row in texts()][-len(found) :]
+
+
+@pytest.mark.parametrize("split", ["train", "validation"])
+def test_a_split_of_changed_files_is_another_one_whichever_of_its_sources_they_are_of(
+    trained: Folder, tmp_path: Path, split: Literal["train", "validation"]
+) -> None:
+    files = [tmp_path / name for name in ("train.jsonl", "validation.jsonl")]
+    for file in files:
+        file.write_text('{"text": "some text", "label": "a"}\n')
+    chosen, settings = select_run(trained, "labels", "last"), PredictorConfig(run="labels")
+    data = replace(chosen.config.data, source=str(files[0]), validation="source", validation_source=str(files[1]))
+    chosen = replace(chosen, config=replace(chosen.config, data=data))
+
+    def identify() -> str:
+        return json.dumps(_open_split(chosen, split, settings, Folder(str(tmp_path / "run"))).identity)
+
+    found = [identify()]
+    for file in files:
+        file.write_text(2 * file.read_text())
+        found.append(identify())
+    assert len(set(found)) == 3
 
 
 @pytest.fixture

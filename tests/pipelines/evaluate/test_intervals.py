@@ -43,6 +43,9 @@ def test_which_metrics_have_an_interval() -> None:
     assert find_intervals(task, cast(Any, [1.0] * 4), np.arange(4)) == {"share": proportion_interval(3, 4)}
     many = find_intervals(task, cast(Any, [1.0] * MIN_UNITS), np.arange(MIN_UNITS))
     assert many.keys() == {"share", "mean"}
+    for documents, has_mean in ((MIN_UNITS - 1, False), (MIN_UNITS, True)):
+        units = np.repeat(np.arange(documents), 3)  # windows of a document are one unit
+        assert ("mean" in find_intervals(task, cast(Any, [1.0] * len(units)), units)) is has_mean
 
 
 def test_a_mean_has_the_interval_of_the_normal_distribution() -> None:

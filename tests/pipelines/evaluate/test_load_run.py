@@ -104,3 +104,11 @@ def test_a_model_is_loaded_once_until_another_one_is_asked_for(storage: Folder) 
     assert parameters_sha256(last.model) != parameters_sha256(kept.model)
     assert open_cached(best).model is not kept.model, "one at a time is kept"
     assert parameters_sha256(open_cached(best).model) == parameters_sha256(best.open().model)
+
+
+def test_means_of_several_checkpoints_are_not_taken_for_each_other(storage: Folder) -> None:
+    """Their newest checkpoint is the same."""
+    chosen = [select_run(storage, "trained", "last", average) for average in (1, 2, 3, 2, 1)]
+    wanted = [parameters_sha256(one.open().model) for one in chosen]
+    assert [parameters_sha256(open_cached(one).model) for one in chosen] == wanted
+    assert len(set(wanted)) == len({one.identity for one in chosen}) == 3

@@ -11,6 +11,8 @@ from unittest.mock import ANY
 
 import pyarrow as pa
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from PIL import Image
 from pyarrow import parquet
 
@@ -25,10 +27,17 @@ from raystride.pipelines.config import (
     ValidationConfig,
 )
 from raystride.pipelines.data.sources.faults import DataError
-from raystride.pipelines.data.sources.pieces import Part
+from raystride.pipelines.data.sources.pieces import File, Part, Slice
 from raystride.pipelines.evaluate.load_run import select_run
 from raystride.pipelines.evaluate.parts import RECORDS_FOLDER, PredictJob, predict_part
-from raystride.pipelines.evaluate.prediction import MANIFEST, InputData, PredictionResult, predict, predict_locally
+from raystride.pipelines.evaluate.prediction import (
+    MANIFEST,
+    InputData,
+    PredictionResult,
+    RowMeter,
+    predict,
+    predict_locally,
+)
 from raystride.pipelines.system.storage.folder import Folder
 from raystride.pipelines.system.storage.sealed import SealBroken
 from tests.errors import unreadable
@@ -64,6 +73,30 @@ def _rows(output: Path) -> list[dict[str, Any]]:
         else:
             rows += [json.loads(line) for line in (output / name).read_text().splitlines()]
     return rows
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.lists(st.one_of(st.none(), st.tuples(st.integers(0, 3), st.integers(0, 50))), max_size=12))
+def test_a_part_counts_once_however_often_the_progress_is_read(
+    tmp_path_factory: pytest.TempPathFactory, events: list[tuple[int, int] | None]
+) -> None:
+    """Parts that finish in any order, one perhaps again with other rows, and readings (None) in between."""
+    folder, parts = Folder(str(tmp_path_factory.mktemp("meter"))), [_part(number) for number in range(4)]
+    meter, seen, known = RowMeter(folder, parts), dict[int, int](), dict[int, int]()
+    for event in [*events, None, None]:
+        if event:
+            known[event[0]] = event[1]
+            (folder / RECORDS_FOLDER).put_json(f"{event[0]:05d}.json", {"rows": event[1]})
+            continue
+        seen = known | seen
+        line = meter.read()
+        assert line.startswith(f"{len(seen)}/4 parts, {sum(seen.values()):,} rows, ")
+        assert meter.done == sum(parts[number].bytes for number in seen) <= meter.total
+
+
+def _part(number: int) -> Part:
+    file = File("/a", "a", 10 + number)
+    return Part(number, (Slice(file, 0, file.size, file.size),), None)
 
 
 def test_both_formats_hold_all_answers_in_order(trained: Folder, questions: Path, tmp_path: Path) -> None:

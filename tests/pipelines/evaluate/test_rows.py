@@ -211,6 +211,14 @@ def test_files_of_other_schemas_get_one() -> None:
     assert unpack_schema(pack_schema(found)) == found
 
 
+@given(st.lists(st.lists(st.sampled_from("abc"), unique=True), min_size=1, max_size=4))
+def test_a_column_that_any_of_the_files_lacks_may_be_empty(files: list[list[str]]) -> None:
+    schemas = [pa.schema([pa.field(name, pa.int64(), nullable=False) for name in names]) for names in files]
+    assert {column.name: column.nullable for column in unify(schemas)} == {
+        name: any(name not in names for names in files) for names in files for name in names
+    }
+
+
 def test_large_rows_are_written_a_few_at_a_time() -> None:
     rows = [Row({"n": number}) for number in range(2 * CHUNK_ROWS + 1)]
     assert [len(chunk) for chunk in split_chunks(rows)] == [CHUNK_ROWS, CHUNK_ROWS, 1]

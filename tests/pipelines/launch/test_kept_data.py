@@ -29,6 +29,7 @@ from raystride.pipelines.data.prepare.fingerprint import compute_fingerprint
 from raystride.pipelines.data.prepare.manifest import FILE, load_finished_manifest
 from raystride.pipelines.data.prepare.one_source import prepare_source
 from raystride.pipelines.data.prepare.opened_sources import open_sources
+from raystride.pipelines.data.prepare.prepare import prepare
 from raystride.pipelines.data.prepare.run_context import RunContext
 from raystride.pipelines.data.sources.faults import DataError
 from raystride.pipelines.data.tasks import build_task
@@ -250,6 +251,21 @@ def test_documents_of_a_test_set_that_were_trained_on_are_said(folder: Folder, c
     )
     evaluate(chosen, PredictorConfig(run="r"), "test", folder, predict_locally, log=lines.log)
     assert lines.saying(f"1 of 2 documents of {tmp_path / 't'} are also in training")
+
+
+@pytest.mark.parametrize("gone", ["", "a", "b", "ac", "abc"])
+def test_all_sources_of_a_mixture_are_kept_whichever_of_them_are_gone(tmp_path: Path, gone: str) -> None:
+    for name in "abc":
+        (tmp_path / name).mkdir()
+    sources = {name: {"source": str(write_text(tmp_path / name, 2000))} for name in "abc"}
+    data = DataConfig(sources=sources, kind="text", validation="tail", validation_fraction=0.1)
+    config = tiny(tmp_path / "unused", data=data)
+    context = RunContext(config, Folder(str(tmp_path / "runs")), log=lambda _: None)
+    found = prepare(context, build_task(config), on_ray=False)
+    earlier = PreviousAttempt(config, found.manifest.fingerprint, None, found.manifest.sources, found.learned)
+    for name in gone:
+        (tmp_path / name / "text.txt").unlink()
+    assert keep_preparations(earlier, context).fingerprints == found.manifest.sources
 
 
 @pytest.mark.long

@@ -211,6 +211,26 @@ def test_seeds_that_were_seen_tell_what_is_alike() -> None:
     assert select_best(same, by_loss, 0.0)[1] == same[:2]
 
 
+@given(st.dictionaries(st.integers(1, 3), st.floats(1, 1e4)))
+def test_what_a_confirming_round_has_measured_so_far_chooses_nothing(measured: dict[int, float]) -> None:
+    base = sweep(space={"scaling.workers": [1, 2, 3, 4]}, objective="throughput")
+    first = [trial(speed, workers) for speed, workers in ((100.0, 1), (100.1, 2), (100.2, 3), (50.0, 4))]
+    second = [replace(trial(speed, workers), round=1) for workers, speed in measured.items()]
+    left = [one.settings["scaling.workers"] for one in list_further_trials([*first, *second], base)]
+    assert left == [workers for workers in (3, 2, 1) if workers not in measured]
+
+
+@given(st.lists(st.tuples(st.floats(0, 1), st.lists(st.floats(1, 9), min_size=1, max_size=3)), min_size=1, max_size=4))
+def test_rounds_together_have_all_windows_and_the_most_disturbance(rounds: list[tuple[float, list[float]]]) -> None:
+    every = [
+        replace(trial(1.0), round=number, busy_share=share, speeds=tuple(windows))
+        for number, (share, windows) in enumerate(rounds)
+    ]
+    (merged,) = group_by_config(every)
+    assert merged.busy_share == max(share for share, _ in rounds)
+    assert merged.speeds == tuple(speed for _, windows in rounds for speed in windows)
+
+
 def test_the_fastest_are_measured_once_more_and_that_is_the_figure() -> None:
     base = sweep(space={"scaling.workers": [1, 2, 3, 4]}, objective="throughput")
     first = [trial(speed, workers) for speed, workers in ((100.0, 1), (100.1, 2), (100.2, 3), (50.0, 4))]

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from fractions import Fraction
+from pathlib import Path
 from typing import Any
 
 from hypothesis import given
@@ -10,7 +11,9 @@ from hypothesis import strategies as st
 from raystride.pipelines.config import ModelConfig, OptimizerConfig, ScalingConfig, TokenizerConfig, TrainConfig
 from raystride.pipelines.config.parse import load_settings
 from raystride.pipelines.config.sweep import SweepConfig, SweepJobConfig
+from raystride.pipelines.sweep.result import load_candidate_result, save_result
 from raystride.pipelines.sweep.space import (
+    Candidate,
     describe_mesh,
     draw_random,
     enumerate_grid,
@@ -19,6 +22,8 @@ from raystride.pipelines.sweep.space import (
     refuse_endless_warmup,
     shorten_schedule,
 )
+from raystride.pipelines.sweep.trial import result_without_figures
+from raystride.pipelines.system.storage.folder import Folder
 
 SPACE = {"scaling.workers": [1, 2, 8], "train.precision": ["fp32", "bf16"]}
 
@@ -141,6 +146,27 @@ def test_keys_are_those_of_earlier_versions() -> None:
     preset = replace(load_settings(SweepJobConfig, "sweep_scaling").settings, run="s")
     first = next(iter(enumerate_grid(preset)))
     assert (len(first.key), first.keys) == (16, (first.key, "fa79f946"))
+
+
+def test_a_result_under_half_a_key_is_that_of_its_settings_and_round_alone(tmp_path: Path) -> None:
+    """Two candidates may share half a key, as earlier versions had it."""
+    folder, (first, other, *_) = Folder(str(tmp_path)), list(enumerate_grid(sweep(repeats=2)))
+    again = replace(first, round=1)
+    for owner in (other, again, first):
+        stored = replace(result_without_figures(owner, "refused", "a cause"), key=first.key[:8])
+        save_result(folder, stored)
+        assert load_candidate_result(folder, first) == (stored if owner is first else None)
+    own = result_without_figures(first, "refused", "another cause")
+    save_result(folder, own)
+    assert load_candidate_result(folder, first) == own
+
+
+@given(st.sampled_from([3, 8, None]), st.integers(0, 3), st.integers(0, 5))
+def test_by_quality_each_round_of_each_seed_has_one_of_its_own(seed: int | None, number: int, base: int) -> None:
+    by_loss = replace(sweep(objective="loss"), seed=base)
+    settings = {} if seed is None else {"seed": seed}
+    found = Candidate(by_loss, settings, number)._trial_settings()
+    assert found.get("seed", base) == (base if seed is None else seed) + number
 
 
 @given(st.integers(2, 500), st.integers(2, 10_000), st.data())

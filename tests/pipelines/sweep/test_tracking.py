@@ -3,6 +3,7 @@
 import socket
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -115,6 +116,18 @@ def test_a_server_that_is_away_costs_one_warning_and_is_told_all_when_it_is_back
     runs = runs_by_name(storage)
     assert runs["s4"].data.params["sweep.search"] == "grid"
     assert runs["s4-a"].data.tags["mlflow.parentRunId"] == runs["s4"].info.run_id
+
+
+def test_each_outage_costs_one_warning(storage: Folder, capsys: pytest.CaptureFixture[str]) -> None:
+    tracking = SweepTracking(storage / "s5", named_sweep("s5"), storage)
+
+    def do(succeeds: bool) -> None:
+        if not succeeds:
+            raise ConnectionError("away")
+
+    outcomes = (False, False, True, False, True, True, False, False)
+    assert tuple(tracking._attempt(partial(do, succeeds)) for succeeds in outcomes) == outcomes
+    assert capsys.readouterr().err.count("warning: MLflow at ") == 3
 
 
 def test_a_server_whose_password_is_in_its_address_is_named_without(

@@ -42,16 +42,22 @@ SEQUENCE = itertools.count(1)
 class WatchedTrial:
     """A trial's journal, which grows by `step`, with its watcher's requests."""
 
-    def __init__(self, folder: Folder, of: Candidate, on_window: Callable[[Any], bool] = lambda window: True) -> None:
+    def __init__(
+        self, folder: Folder, of: Candidate, on_window: Callable[[Any], bool] = lambda window: True, attempt: str = "a1"
+    ) -> None:
         self.watcher = TrialWatcher(of, folder, on_window)
-        self.stops = 0
-        self._journal = Journal(folder, "a1")
-        self._journal.append([_entry("parameters", {"workers": 1, "device": "cpu", "threads": 2})])
+        self.stops, self._attempt = 0, attempt
+        self._journal = Journal(folder, attempt)
+        self.write("parameters", {"workers": 1, "device": "cpu", "threads": 2})
+
+    def write(self, kind: str, values: dict[str, Any], number: int | None = None) -> None:
+        """Adds an entry to the journal."""
+        self._journal.append([_entry(kind, values, number) | {"attempt": self._attempt}])
 
     def step(self, number: int, speed: float, loss: float = 3.0) -> bool:
         """Returns True if the watcher asks for the end at a step with this speed."""
         values = {"tokens_per_second": speed, "step_seconds_mean": TOKENS / speed, "train_loss": loss}
-        self._journal.append([_entry("metrics", values, number)])
+        self.write("metrics", values, number)
         return self.look(number)
 
     def look(self, number: int) -> bool:
@@ -88,6 +94,20 @@ def test_a_trial_ends_when_its_speed_is_known_and_leaves_out_the_warm_up(folder:
     assert (result.tokens_per_step, result.loss) == (TOKENS, 3.0)
     trained = 2 * TOKENS * (1 + 1 / 100 + 1 / 101 + 1 / 100)
     assert result.overhead_s == pytest.approx(max(0.0, 100.0 - trained))
+
+
+def test_a_trial_that_was_started_again_has_the_figures_of_its_newest_attempt(folder: Folder) -> None:
+    """The first ran on one worker, and was killed; the windows of the second begin at its own first step."""
+    told: list[int] = []
+    for number, attempt in enumerate(("a1", "a2", "a3")):
+        parameters = {"workers": number + 1, "device": "cpu", "threads": 4 - number}
+        followed = WatchedTrial(folder, candidate(), lambda window: told.append(window.end) or True, attempt)  # type: ignore[func-returns-value]
+        followed.write("parameters", parameters)
+        for step in (2, 4, 6):
+            followed.step(step, 100.0 * (number + 1) + step)
+        result = build_result(candidate(), folder, THERE, "measured")
+        assert (result.workers, result.threads) == (number + 1, 4 - number)
+        assert result.speeds == (100.0 * (number + 1) + 4, 100.0 * (number + 1) + 6)
 
 
 def test_speeds_that_differ_are_measured_on(folder: Folder) -> None:

@@ -1,11 +1,15 @@
 """Rates and decays by groups are PyTorch's param_groups, on any number of workers, for any network; patterns are checked."""
 
+from contextlib import nullcontext
 from dataclasses import replace
+from fnmatch import fnmatchcase as fnmatch
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import nn
 
 from raystride.model.transformer import Decoder
@@ -18,6 +22,7 @@ from raystride.pipelines.config import (
     SettingError,
     TrainConfig,
 )
+from raystride.pipelines.config.parameter_groups import refuse_unmatched
 from raystride.pipelines.config.parse import from_yaml, load_settings, to_stored_yaml
 from raystride.pipelines.config.presets import presets
 from raystride.pipelines.data.prepare.run_context import RunContext
@@ -30,6 +35,7 @@ from raystride.pipelines.train.own_model.describe import describe_own_model
 from raystride.pipelines.train.worker.build import build_training
 from raystride.pipelines.train.worker.job import WorkerInfo
 from tests.bases import SHAPES, write_base
+from tests.errors import refused
 from tests.pipelines.train.own_model.test_training import assert_same, own_job, train_plainly
 from tests.pipelines.train.strategies.course import run_course
 from tests.processes import make_job, run_workers
@@ -209,6 +215,15 @@ def test_the_first_pattern_holds_and_one_that_is_left_nothing_is_refused() -> No
     left: Any = ({"pattern": "a.*", "lr_ratio": 0.5}, {"pattern": "a.bias", "lr_ratio": 1})
     with pytest.raises(SettingError, match=r"groups\[1\].pattern is 'a.bias': .* put it before optimizer.groups\[0\]"):
         build_optimizer(OptimizerConfig(groups=left), model)
+
+
+@given(st.lists(st.sampled_from(["embedding.*", "blocks.*", "*.weight", "*.bias", "head.?", "*"]), max_size=4))
+def test_the_first_of_any_groups_that_has_no_parameter_is_refused(patterns: list[str]) -> None:
+    names = ["embedding.weight", "blocks.0.weight", "blocks.0.bias", "blocks.1.weight"]
+    used = {next((number for number, pattern in enumerate(patterns) if fnmatch(name, pattern)), None) for name in names}
+    unused = [number for number in range(len(patterns)) if number not in used]
+    with refused(f"optimizer.groups[{unused[0]}].pattern", patterns[unused[0]]) if unused else nullcontext():
+        refuse_unmatched([{"pattern": pattern, "lr_ratio": 0.5} for pattern in patterns], names)
 
 
 def test_they_are_read_again_as_they_were_stored_and_name_a_run() -> None:

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from raystride.model.transformer import Decoder
@@ -12,10 +12,12 @@ from raystride.pipelines.config import Config, ModelConfig, OptimizerConfig, Sca
 from raystride.pipelines.data.feed.loader import MicroBatch, Step
 from raystride.pipelines.train.checkpoint.train_state import Updater
 from raystride.pipelines.train.optimizer import build_optimizer
+from raystride.pipelines.train.precision import LossScale
 from raystride.pipelines.train.randomness import micro_batch_seed
 from raystride.pipelines.train.step import (
     FINE,
     NOT_FINITE,
+    OVERFLOW,
     SPIKE,
     VERDICT,
     DelayedHostRead,
@@ -144,6 +146,34 @@ def test_a_spike_is_looked_for_after_a_window_of_good_steps(good: int, verdict: 
         assert check(torch.tensor(float("nan")), one) == NOT_FINITE  # which counts for nothing
     assert check.read_state()[2] == good
     assert check(torch.tensor(9.0), one) == verdict
+
+
+class Weighted(torch.nn.Module):
+    """A weight of 1e-20 times the inputs, which decide whether loss or gradient are finite."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.tensor([[1e-20]]))
+
+    def forward(self, inputs: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns the sum of the losses, and the number of targets."""
+        return (self.weight * inputs).sum(), torch.tensor(1.0)
+
+
+@given(st.lists(st.sampled_from([FINE, NOT_FINITE, SPIKE, OVERFLOW]), max_size=12))
+@settings(deadline=None, max_examples=25)
+def test_of_all_verdicts_in_any_order_an_overflow_alone_lowers_the_scale(verdicts: list[int]) -> None:
+    strategy = Single(torch.device("cpu"))
+    model, optimizer = strategy.prepare_model(Weighted(), _sgd)
+    check, scale = StepCheck(strategy.device, spike=5.0, window=1), LossScale(strategy.device, 2.0**14)
+    rules = StepRules(0, 1, 0.0, check, scale=scale)
+    values = {FINE: 1.0, NOT_FINITE: float("nan"), SPIKE: 1e10, OVERFLOW: 3e38}
+    for verdict in [FINE, *verdicts]:  # a spike is one beside an earlier loss
+        step = Step(0, 0, 1, [MicroBatch(0, (torch.tensor([[values[verdict]]]),), torch.zeros(1, 1))], 0)
+        result = train_step(strategy, model, optimizer, step, rules, 0.0)
+        assert result.measured[VERDICT] == verdict
+    assert scale.read_state()[0] == 2.0 ** (14 - verdicts.count(OVERFLOW))
+    assert check.read_state()[2] == 1 + verdicts.count(FINE)
 
 
 def test_wishes_are_known_one_step_later() -> None:

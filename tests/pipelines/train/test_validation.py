@@ -1,5 +1,8 @@
 """Metrics on the validation samples: sums by batch, empty batches, and the metrics of each source."""
 
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -7,13 +10,19 @@ import pytest
 import torch
 
 from raystride.model.transformer import Decoder
-from raystride.pipelines.config import Config, ModelConfig
+from raystride.pipelines.config import Config, DataConfig, ModelConfig
 from raystride.pipelines.data.feed.loader import MicroBatch
+from raystride.pipelines.data.feed.open_dataset import open_feed, open_manifest
+from raystride.pipelines.data.prepare.prepare import prepare
+from raystride.pipelines.data.prepare.run_context import RunContext
+from raystride.pipelines.data.tasks import build_task
 from raystride.pipelines.data.tasks.classification import Classification
 from raystride.pipelines.data.tasks.language_model import LanguageModel
+from raystride.pipelines.system.storage.folder import Folder
 from raystride.pipelines.train.precision import Precision
 from raystride.pipelines.train.strategies.strategy import Single
-from raystride.pipelines.train.validation import ValidationSums, validation_scores, validation_sums
+from raystride.pipelines.train.validation import Validation, ValidationSums, validation_scores, validation_sums
+from tests.tiny import tiny, write_text
 
 SHAPE = ModelConfig(layers=1, heads=1, hidden_size=8, context=4, dropout=0.5)
 TASK = LanguageModel(Config(model=SHAPE), {"vocabulary_size": 11, "end_id": 0})
@@ -51,3 +60,23 @@ def test_a_mixture_has_the_metrics_of_all_samples_and_of_each_source() -> None:
     alone = validation_scores(task, {"": sums["web"]})
     assert alone["val_accuracy"] == pytest.approx(2 / 3)
     assert not [name for name in alone if "/" in name]
+
+
+def test_each_source_is_validated_by_its_own_share(tmp_path: Path) -> None:
+    storage, sources = Folder.from_uri(str(tmp_path / "storage")), {}
+    for name, weight in (("web", 1), ("code", 3), ("rest", 4)):
+        (tmp_path / name).mkdir()
+        sources[name] = {"source": str(write_text(tmp_path / name)), "kind": "text", "weight": weight}
+    data = DataConfig(sources=sources, validation="tail", validation_fraction=0.1)
+    config = replace(tiny(tmp_path / "text.txt"), data=data)
+    folder = prepare(RunContext(config, storage, log=lambda _: None), build_task(config), on_ray=False).folder
+    task = build_task(config, open_manifest(config.data, folder).facts)
+    feed, model, rows = open_feed(config, task, folder), task.build_model(), Counter[int]()
+    model.register_forward_hook(lambda _, inputs, __: rows.update([len(inputs[0])]))
+    for numbers in ({"web": 2, "code": 6, "rest": 8}, {"rest": 8, "code": 6, "web": 2}):
+        rows.clear()
+        held_out = {name: feed.held_out[name] for name in numbers}
+        shares = {name: feed.shares[name] for name in numbers}
+        scores = Validation(config, Single(torch.device("cpu")), model, Precision(), task, held_out, shares)()
+        assert sum(size * count for size, count in rows.items()) == 16 == sum(numbers.values())
+        assert {name for name in scores if "/" in name} >= {f"val_loss/{name}" for name in numbers}

@@ -4,6 +4,8 @@ import sqlite3
 import time
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from raystride.pipelines.data.feed import eviction as victims_module
 from raystride.pipelines.data.feed.eviction import EvictionCandidate, EvictionQueue
@@ -73,6 +75,25 @@ def test_what_has_changed_since_a_look_goes_where_it_belongs_now() -> None:
     database.add_piece(bytes([9]), r1=25)
     eviction_queue.invalidate([bytes([9])])
     assert database.pop_all(eviction_queue) == [bytes([number]) for number in (9, 3, 2, 1, 0, 4)]
+
+
+@given(st.lists(st.tuples(st.integers(0, 5), st.integers(11, 40)), max_size=12))
+def test_what_has_changed_one_after_another_goes_where_it_belongs_now(changes: list[tuple[int, int]]) -> None:
+    database, eviction_queue = Database(), EvictionQueue("own")
+    steps = {number: 20 + number for number in range(3)}
+    for number, step in steps.items():
+        database.add_piece(bytes([number]), r1=step)
+    eviction_queue.refresh(database.db)
+    for number, step in changes:
+        steps[number] = step
+        database.add_piece(bytes([number]), r1=step)
+        eviction_queue.invalidate([bytes([number])])
+    found = []
+    while candidate := eviction_queue.pop(database.db):
+        found.append(candidate.name[0])
+        database.db.execute("DELETE FROM files WHERE name = ?", (candidate.name,))
+    assert sorted(found) == sorted(steps)
+    assert [steps[number] for number in found] == sorted(steps.values(), reverse=True)
 
 
 def test_what_is_taken_besides_is_passed_over_and_can_be_put_back() -> None:

@@ -105,6 +105,22 @@ def test_what_nobody_waits_for_takes_no_room_of_what_is_needed_sooner(root: Path
     assert [ledger.status_of(_name(piece)) for piece in (1, 3, 4)] == [PieceStatus.PRESENT, None, PieceStatus.PRESENT]
 
 
+@given(held=st.integers(1, 8), wanted=st.lists(st.integers(1, 3), max_size=4))
+@settings(deadline=None, max_examples=25)
+def test_a_request_for_several_pieces_evicts_no_more_than_they_need(
+    tmp_path_factory: pytest.TempPathFactory, held: int, wanted: list[int]
+) -> None:
+    """Pieces of a byte make room for larger ones."""
+    root = tmp_path_factory.mktemp("ledger")
+    ledger = Ledger(root, 12)
+    for number in range(held):
+        _fetch_piece(ledger, number)
+    pieces = [(_name(100 + number), size) for number, size in enumerate(wanted)]
+    assert ledger.request(pieces, urgent=True) == [PieceStatus.TO_FETCH] * len(pieces)
+    assert ledger.total_bytes() == min(12, held + sum(wanted))
+    ledger.close()
+
+
 def test_two_runs_count_in_seconds_and_the_workers_of_one_in_steps(root: Path) -> None:
     slow, fast = Ledger(root, 3, "slow"), Ledger(root, 3, "fast")
     other = Ledger(root, 3, "fast")

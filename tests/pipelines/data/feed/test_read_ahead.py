@@ -196,6 +196,29 @@ def test_what_a_step_needed_that_was_overtaken_keeps_no_room(
         wait_until(lambda: uses(past) == 0, "the ledger")
 
 
+def test_a_piece_that_comes_again_after_a_while_is_announced_again(
+    prepared: PreparedData, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Data is read from begin to end, and half an epoch is looked ahead: what is read is needed again at no known step."""
+    monkeypatch.setattr(read_ahead, "SEGMENT_SAMPLES", 64)
+    samples, cache = _samples(prepared, tmp_path / "cache", 64)
+    plan = Plan(Order(samples.num_samples, shuffle="none"), slots=2, slot_size=2)
+    ahead = ReadAhead(plan, samples, cache, rank=0, world=1, max_bytes=1 << 30, epochs=0.5)
+    epoch = samples.num_samples // 4
+    assert cache.ledger.total_bytes() == 0, "its tables are there"
+
+    def announced() -> set[bytes]:
+        with sqlite3.connect(cache.root / ledger.DATABASE) as db:
+            return {bytes(name) for (name,) in db.execute("SELECT name FROM uses")}
+
+    with ahead.fetching_ahead(0, 10**9):
+        for step in range(0, 2 * epoch, epoch // 4):
+            ahead.mark_read(step)
+            pieces, _ = ahead._locate_pieces(step + 1, step + 1 + epoch // 3)
+            wanted = {samples.piece_name(piece) for piece in set(pieces.tolist())}
+            wait_until(lambda: wanted <= announced(), "the ledger")  # noqa: B023
+
+
 def test_what_validates_is_brought_at_once_and_then_makes_room(
     prepared: PreparedData, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -3,6 +3,7 @@
 import json
 from dataclasses import replace
 from pathlib import Path
+from random import Random
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -46,6 +47,30 @@ def test_each_class_validates_by_its_share_however_its_documents_lie(
         assert chosen.count(label) < count, "something is left to train on"
     kept = sum(fraction * count > count - 1 for count in counts.values())  # classes that would validate whole
     assert abs(len(chosen) - fraction * len(pieces)) <= 0.5 + kept
+
+
+texts = st.tuples(st.sampled_from("ab"), st.integers(0, 12), st.sampled_from([1, 9, 60, 250]))
+
+
+@given(
+    parts=st.lists(st.lists(texts, max_size=3), min_size=2, max_size=4),
+    fraction=st.sampled_from([0.05, 0.1, 0.2, 0.3]),
+    order=st.randoms(use_true_random=False),
+)
+def test_nothing_validates_beyond_what_a_part_has_kept_whatever_their_order(
+    parts: list[list[tuple[str, int, int]]], fraction: float, order: Random
+) -> None:
+    """Parts with many equal texts, of which one keeps not all hashes."""
+    found = []
+    for part in parts:
+        hashes = SmallestHashes(fraction)
+        list(hashes.watch(Piece((f"text {number}", label)) for label, number, times in part for _ in range(times)))
+        found.append(hashes.found())
+    bounds = find_bounds(found, fraction)
+    for part_hashes in found:
+        for label, (count, kept) in part_hashes.items():
+            assert len(kept) == count or bounds[label] <= kept[-1], "others may be like the last, or come after it"
+    assert find_bounds(order.sample(found, len(found)), fraction) == bounds
 
 
 def test_equal_texts_of_a_class_stay_together() -> None:

@@ -36,12 +36,14 @@ from raystride.pipelines.data.prepare.near_duplicates import (
     describe_memory_need,
     group_bands_locally,
     minhash_signature,
+    read_duplicates,
 )
 from raystride.pipelines.data.prepare.prepare import prepare
 from raystride.pipelines.data.prepare.progress import CountMeter, load_stages
 from raystride.pipelines.data.prepare.run_context import RunContext
 from raystride.pipelines.data.tasks import build_task
 from raystride.pipelines.system.storage.folder import Folder
+from raystride.pipelines.system.storage.sealed import put_sealed_beside
 from tests.flips import flip_bit
 from tests.pipelines.conftest import documents, prepared
 from tests.pipelines.conftest import settings as settings_of
@@ -90,8 +92,19 @@ def test_equal_texts_are_duplicates_at_any_threshold(tmp_path: Path) -> None:
     assert _kept_texts(result) == sorted(texts)
 
 
+def _chain(changes: list[tuple[int, int]]) -> list[list[int]]:
+    """Documents of four pieces, each with one piece of the one before changed."""
+    found = [[0, 1, 2, 3]]
+    for place, piece in changes:
+        found.append([piece if number == place else known for number, known in enumerate(found[-1])])
+    return found
+
+
 @given(
-    st.lists(st.lists(st.integers(0, 6), min_size=1, max_size=5), min_size=1, max_size=40),
+    st.one_of(
+        st.lists(st.lists(st.integers(0, 6), min_size=1, max_size=5), min_size=1, max_size=40),
+        st.lists(st.tuples(st.integers(0, 3), st.integers(0, 6)), max_size=30).map(_chain),
+    ),
     st.sampled_from([0.3, 0.5, 0.8, 0.95, 1.0]),
     st.integers(1, 7),
 )
@@ -199,6 +212,13 @@ def test_an_interrupted_search_goes_on(tmp_path: Path, monkeypatch: pytest.Monke
     assert broken <= set(again)
     assert again
     assert result.manifest.splits == whole.manifest.splits
+
+
+def test_a_second_search_in_one_process_is_read_as_it_is(tmp_path: Path) -> None:
+    folder = Folder(str(tmp_path))
+    for found in ({"0": [1], "1": [0, 2]}, {"0": [1, 3]}, {"1": [7, 8, 9]}):
+        put_sealed_beside(folder, near_duplicates.DUPLICATES_FILE, found)
+        assert {str(part): sorted(rows) for part in (0, 1) if (rows := read_duplicates(folder, part))} == found
 
 
 @given(st.lists(st.sampled_from(["a", "B", "c", "d"]), min_size=1, max_size=30), st.sampled_from([" ", "\n", "\t  "]))

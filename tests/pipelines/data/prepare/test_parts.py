@@ -1,5 +1,7 @@
 """A source is divided into parts of about equal text, for any sizes of files, and each piece is in exactly one."""
 
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -16,8 +18,10 @@ from raystride.pipelines.data.prepare.parts import (
     sample_slices,
     target_part_bytes,
 )
+from raystride.pipelines.data.sources.faults import Fault
 from raystride.pipelines.data.sources.pieces import File, Piece, Slice
 from raystride.pipelines.data.sources.source import Source, open_source
+from raystride.pipelines.data.sources.text import TextReader
 from raystride.pipelines.data.tasks.task import Column
 
 LINES = [f"line {number} of the text\n" for number in range(4000)]
@@ -84,6 +88,31 @@ def test_a_sample_is_spread_over_all_slices(source: Source, tmp_path: Path, monk
     some = [text for (text,) in sample_documents(lines, few, 100)]
     assert 100 <= sum(map(len, some)) < total
     assert list(sample_documents(lines, [Slice(few[0].file, 0, 0, 0)], 100)) == []
+
+
+@dataclass(frozen=True)
+class _Documents(TextReader):
+    """Reads slices of some documents."""
+
+    documents: tuple[Piece, ...] = ()
+
+    def read(self, piece: Slice) -> Iterator[Piece | Fault]:
+        """Yields the documents of a slice."""
+        yield from self.documents[piece.start : piece.stop]
+
+
+@given(length=st.integers(2, 400), count=st.integers(1, 40), size=st.integers(1, 4000))
+@settings(deadline=None)
+def test_slices_of_long_documents_give_the_size_and_no_more_than_one_document_beyond(
+    length: int, count: int, size: int
+) -> None:
+    documents = tuple(Piece((f"{number:02}".ljust(length, "x"),)) for number in range(2 * count))
+    slices = [Slice(File("/a", "a", 8), 2 * number, 2 * number + 2, 2 * length) for number in range(count)]
+    found = list(sample_documents(_Documents(documents=documents), slices, size))
+    total = sum(len(text) for (text,) in found)
+    whole = 2 * count * length
+    assert total == whole if size >= whole else size - length <= total <= size + count + length
+    assert found == [piece.document for piece in documents if piece.document in found], "in the order of the slices"
 
 
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=120), st.integers(40, 200))

@@ -3,10 +3,14 @@
 import time
 from collections.abc import Set
 from dataclasses import replace
+from random import Random
+from statistics import median
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from raystride.pipelines.launch.cluster import elastic
 from raystride.pipelines.launch.cluster.elastic import (
@@ -132,6 +136,23 @@ def test_it_leaves_a_node_that_is_about_to_be_taken_away_once(
     assert "elsewhere in" not in told
 
 
+def test_nodes_that_go_one_after_another_are_all_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second group leaves the next one, and does not come back to the first."""
+    run, asked = MadeUp(now=4), list[frozenset[str]]()
+
+    def free_places(per_worker: object, warn: object, excluded: frozenset[str]) -> list[dict[str, float]]:
+        asked.append(frozenset(excluded))
+        return []
+
+    monkeypatch.setattr(elastic, "draining_nodes", lambda warn: dict.fromkeys(PLACES[: len(run.starts)], 0.0))
+    monkeypatch.setattr(elastic, "free_resources_by_node", free_places)
+    assert run.run()["ending"] == "done"
+    assert [number for _, number in run.starts] == [0, 1, 2]
+    assert run.excluded_nodes == set(PLACES)
+    assert [told.partition(": ")[2].partition(":")[0] for told in run.told] == list(PLACES)
+    assert asked[-1] == set(PLACES)
+
+
 @pytest.mark.parametrize("arrives", [False, True])
 def test_a_request_that_fails_is_repeated_until_it_is_answered(monkeypatch: pytest.MonkeyPatch, arrives: bool) -> None:
     """The recorder starts again: the request never arrives, or its answer does not."""
@@ -218,6 +239,34 @@ def test_of_two_nodes_that_go_both_are_left_each_by_its_own_time() -> None:
     reason = "to be taken away: two's in 30 s, three's in 10 s: saving, to go on elsewhere"
     assert decision == ResizeDecision(2, reason, frozenset(draining))
     assert asked == [frozenset(draining)]
+
+
+@given(
+    st.dictionaries(st.sampled_from("abcd"), st.lists(st.floats(0.5, 50), min_size=1, max_size=3)),
+    st.randoms(use_true_random=False),
+)
+def test_a_node_is_as_slow_as_the_slowest_of_its_workers(seconds: dict[str, list[float]], order: Random) -> None:
+    workers = [(node, own) for node, times in seconds.items() for own in times]
+    order.shuffle(workers)
+
+    def beats(share: float) -> dict[int, Any]:
+        there = ((SimpleNamespace(pid=1, node_id=node), own * share) for node, own in workers)
+        return {rank: SimpleNamespace(process=process, own_s=own) for rank, (process, own) in enumerate(there)}
+
+    slow = SlowNodeDetector(2.0)
+    assert slow.detect(beats(0.0), 0) is None
+    found = slow.detect(beats(1.0), COMPARED_S + 1)
+    slowest = {node: max(times) for node, times in seconds.items()}
+    ratios = {
+        node: own / median(other for name, other in slowest.items() if name != node)
+        for node, own in slowest.items()
+        if len(slowest) > 1
+    }
+    if found is None:
+        assert all(ratios[node] <= 2 for node in ratios if slowest[node] == max(slowest.values()))
+    else:
+        assert found[1] == ratios[found[0]] > 2
+        assert slowest[found[0]] == max(slowest.values())
 
 
 def test_own_times_are_compared_over_the_same_processes_alone() -> None:

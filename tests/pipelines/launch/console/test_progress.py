@@ -5,6 +5,8 @@ import re
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from raystride.pipelines.launch.console.progress import Progress, format_duration, format_time_left, progress_line
 
@@ -57,6 +59,16 @@ def test_in_a_file_lines_are_plain_and_few() -> None:
     assert lines[2:4] == ["warning: MLflow is away", "about 3:07 min remaining"]
     assert "step 100/1,000" in lines[4]
     assert "\x1b" not in stream.getvalue()
+
+
+@given(st.lists(st.lists(st.sampled_from(["one", "two", "three"])), max_size=8))
+def test_each_warning_is_told_once_whatever_others_come_between(warnings: list[list[str]]) -> None:
+    stream = io.StringIO()
+    with Progress(stream) as progress:
+        for said in warnings:
+            progress.update(state(warnings=said))
+    told = [line.removeprefix("warning: ") for line in stream.getvalue().splitlines() if line.startswith("warning: ")]
+    assert told == list(dict.fromkeys(text for said in warnings for text in said))
 
 
 def test_on_a_terminal_one_line_is_redrawn() -> None:

@@ -82,6 +82,15 @@ def test_a_host_looks_at_what_it_has(tmp_path: Path) -> None:
     assert replace(look, data=None)().inputs == ""
 
 
+@pytest.mark.parametrize("file", ["config.json", "config.yaml", ""])
+def test_a_base_is_a_model_or_a_run(tmp_path: Path, file: str) -> None:
+    config, probe = tiny(write_text(tmp_path)), Folder(str(tmp_path / "probe"))
+    config = replace(config, model=replace(config.model, init_from=str(tmp_path)))
+    if file:
+        (tmp_path / file).write_text("")
+    assert (HostProbe(config, probe, None, PluginBundle())().inputs == "") is bool(file)
+
+
 def test_a_copy_is_as_good_as_what_it_is_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It has other times, and is the same file all the same; one of another size is not."""
     text, storage = write_text(tmp_path), Folder(str(tmp_path / "runs"))

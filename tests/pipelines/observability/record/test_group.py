@@ -1,5 +1,6 @@
 """The record does not grow with the number of workers and nodes."""
 
+import json
 from statistics import fmean
 from typing import Any
 
@@ -93,3 +94,30 @@ def test_readings_of_more_nodes_become_least_mean_and_most() -> None:
         mean = fmean([*range(20), *[100.0 + sequence] * 20])
         powers = {"system/gpu_power_least": 0.0, "system/gpu_power_mean": mean, "system/gpu_power_most": 100.0 + sequence}
         assert entry["values"] == powers | {f"system/cpu_{name}": 0.5 for name in ("least", "mean", "most")}
+
+
+def test_a_group_of_another_size_is_compared_by_its_own_times() -> None:
+    """Groups of three sizes, one of them twice; ranks of one name are other workers."""
+    group = Aggregator()
+    for number, world in enumerate((2, 3, 2, 4)):
+        own = Aggregator()
+        for rank in range(world):
+            for one in (group, own):
+                one.ingest(worker_entry(rank, 0.5 + 0.1 * (rank == number % world), world=world, step=10 * (number + 1)))
+        assert group.figures() == own.figures() != {}
+
+
+@pytest.mark.parametrize("cut", [0, 3, 7, 12])
+def test_bins_that_were_recorded_before_a_restart_are_not_recorded_again(cut: int) -> None:
+    entries = [worker_entry(rank, 0.5, world=2, step=10 * (number + 1)) for number in range(6) for rank in (0, 1)]
+    before = Aggregator()
+    for entry in entries[:cut]:
+        before.ingest(entry)
+    saved = json.loads(json.dumps(before.to_json()))
+    for recorded in range(cut // 2, 7):
+        after = Aggregator.from_json(saved, recorded)
+        for entry in entries[cut:]:
+            after.ingest(entry)
+        assert [entry["step"] for entry in after.drain() if entry["kind"] == "ranks"] == [
+            10 * (number + 1) for number in range(recorded, 6)
+        ]

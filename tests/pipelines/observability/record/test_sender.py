@@ -133,6 +133,24 @@ def test_the_oldest_metrics_are_thinned_and_that_is_said() -> None:
     assert any(entry["kind"] == "event" and "left out" in entry["values"]["text"] for entry in posted)
 
 
+def test_each_outage_says_what_it_has_cost_itself() -> None:
+    recorder = RecorderAway()
+    sender = Sender(recorder.post, "rank0", max_waiting=100, interval_s=0.01)
+    lost = []
+    for count in (500, 2000, 300):
+        recorder.back.clear()
+        recorder.posted.clear()
+        for step in range(count):
+            sender.put(new_entry("metrics", {"train_loss": 1.0}, step=step))
+        recorder.back.set()
+        assert sender.flush(60.0)
+        lost.append(count - sum(entry["kind"] == "metrics" for entry in recorder.posted))
+        (thinned,) = [entry for entry in recorder.posted if entry["kind"] == "event"]
+        assert f"so {lost[-1]} older entries were left out" in thinned["values"]["text"]
+    assert sender.close(60.0)
+    assert lost[1] > lost[0] > lost[2] > 0
+
+
 def test_notes_alone_do_not_grow_for_ever_and_errors_and_checkpoints_stay() -> None:
     recorder = RecorderAway()
     sender = Sender(recorder.post, "rank0", max_waiting=100, interval_s=0.01)

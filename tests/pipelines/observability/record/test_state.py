@@ -3,10 +3,12 @@
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from raystride.pipelines.observability.record import Sender
 from raystride.pipelines.observability.record.entry import new_entry
-from raystride.pipelines.observability.record.state import run_figures
+from raystride.pipelines.observability.record.state import StateTracker, run_figures
 from raystride.pipelines.system.storage.folder import Folder
 from tests.pipelines.observability.record.conftest import MakeRecorder, sent
 
@@ -59,6 +61,21 @@ def test_a_run_that_was_started_again_counts_all_its_starts() -> None:
     figures = run_figures([totals("left", nodes=1), totals("left", nodes=1, joules=1000.0, seconds=6.0)])
     assert figures["joules_per_token"] == 2.0
     assert figures["average_power_watts"] == 250.0
+
+
+@given(st.lists(st.tuples(st.sampled_from(["left", "right"]), st.integers(0, 1), st.integers(1, 99)), max_size=12))
+def test_of_each_sampler_of_each_node_the_newest_totals_count(told: list[tuple[str, int, int]]) -> None:
+    """A group that was started again has other samplers on the same nodes."""
+    tracker, newest = StateTracker(None), dict[tuple[str, int], int]()
+    for node, start, joules in told:
+        newest[node, start] = joules
+        tracker.ingest(_entry(totals(node, source=f"rank0.{node}.{start}", joules=float(joules))))
+    wanted = sum(newest.values()) if len({node for node, _ in newest}) == 2 else None
+    assert run_figures(tracker.totals.values()).get("energy_joules") == wanted
+
+
+def _entry(values: dict[str, Any]) -> Any:
+    return new_entry("totals", values)  # type: ignore[arg-type]
 
 
 def test_cards_that_tell_neither_limits_nor_use_tell_energy_alone() -> None:

@@ -34,6 +34,17 @@ def test_the_likelier_of_two_far_regions_gets_most_draws() -> None:
     assert 0.75 < (drawn < 25).mean() < 0.99
 
 
+@pytest.mark.parametrize("order", [1, -1])
+def test_each_group_is_expected_to_compute_as_its_own_fastest_trial(order: int) -> None:
+    """A GPU tells nothing of another: one is ten times as fast, and has two trials of unlike speeds."""
+    fast, slow = replace(LARGE, workers=2, slots=4), replace(LARGE, device="another", workers=2, slots=4)
+    trials = [Observation(fast, (0.3,)), Observation(slow, (2.0,)), Observation(fast, (0.2,)), Observation(slow, (2.5,))]
+    posterior = Posterior(trials[::order], build_priors(None))
+    middle = dict(zip(posterior.names, np.exp(posterior._middle), strict=True))
+    for work, seconds in ((fast, 0.2), (slow, 2.0)):
+        assert middle[f"compute {work.group}"] == pytest.approx(0.8 * seconds / work.tokens_per_worker)
+
+
 def test_a_wait_is_as_uncertain_as_a_tenth_of_it_and_a_fiftieth_of_its_step_say() -> None:
     """The wait of one trial is a long one in a short step, that of the other a short one in a long step."""
     works = [replace(LARGE, workers=size, slots=size * share) for size, share in ((32, 1), (2, 64))]

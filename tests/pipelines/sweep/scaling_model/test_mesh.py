@@ -160,6 +160,20 @@ def test_each_worker_sums_the_gradients_of_its_parameters() -> None:
     assert gathered.intra_bytes + gathered.inter_bytes == pytest.approx(2 * 3 / 4 * 4e9 / 4)
 
 
+@given(*(st.sampled_from([1, 2, 4]) for _ in range(4)), st.sampled_from([2, 4, 8, 16]))
+def test_sums_of_gradients_cross_nodes_where_the_ranks_that_share_them_do(
+    tensor: int, context: int, shards: int, copies: int, per_node: int
+) -> None:
+    """Ranks count tensor first, then context, shards and copies; sums are over context, and then over copies."""
+    group, workers = tensor * context, tensor * context * shards * copies
+    meshed = with_mesh(replace(LARGE, workers_per_node=per_node), workers, shards * copies, tensor=tensor, context=context)
+    found = step_traffic(replace(meshed, strategy="fsdp", shard_workers=shards))
+    nodes = [rank // per_node for rank in range(workers)]
+    over_context = any(len({*nodes[first : first + group : tensor]}) > 1 for first in range(0, workers, group))
+    over_copies = any(len({*nodes[first :: group * shards]}) > 1 for first in range(group * shards))
+    assert (found.ring.inter_bytes > 0) is (over_context or over_copies)
+
+
 def test_nodes_split_the_pipeline_first_and_tensor_last() -> None:
     inside = step_traffic(with_mesh(LARGE, 16, 8, tensor=8, pipeline=2)).blocking
     across = step_traffic(replace(with_mesh(LARGE, 16, 8, tensor=8, pipeline=2), workers_per_node=4)).blocking

@@ -38,6 +38,15 @@ def test_each_shared_piece_is_written_by_one_that_holds_it(pieces: dict[Any, int
         assert max(loads) <= sum(loads) / ranks + max(pieces.values(), default=0)
 
 
+@given(sizes=st.lists(st.integers(1, 100), max_size=12), ranks=st.integers(1, 5))
+def test_each_piece_goes_to_the_rank_that_has_the_least_bytes_before_it(sizes: list[int], ranks: int) -> None:
+    pieces: list[tuple[tuple[str, tuple[int, ...]], int]] = [((f"w{at}", (0,)), size) for at, size in enumerate(sizes)]
+    writers, loads = assign_writers([(pieces, list(range(ranks)))]), [0] * ranks
+    for place, size in sorted(pieces, key=lambda piece: (-piece[1], piece[0])):
+        assert loads[writers[place]] == min(loads)
+        loads[writers[place]] += size
+
+
 def test_what_ranks_hold_is_put_together() -> None:
     """Ranks of a mesh hold tensors of their own; those with just the same pieces are listed together."""
     piece = (("w", (0,)), 4)

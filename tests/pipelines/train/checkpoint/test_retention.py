@@ -90,6 +90,19 @@ def test_the_best_one_is_what_the_newest_manifest_says(tmp_path: Path) -> None:
     assert (tmp_path / "step-00000002" / "a1").exists()
 
 
+@pytest.mark.parametrize("hint", ["last", "best"])
+def test_a_best_that_could_not_be_named_is_named_at_the_next_commit(tmp_path: Path, hint: str) -> None:
+    checkpoints, (model, optimizer) = Checkpoints(Folder(str(tmp_path)), "a1", keep=1), train_model(0)
+    (tmp_path / hint).mkdir()
+    for step in (1, 2, 3):
+        if step == 3:
+            (tmp_path / hint).rmdir()
+        checkpoints.save(model, optimizer, TrainState(step=step, best_step=1), {}, best=step == 1)
+        checkpoints.wait_for_save()
+    assert [retention.read_hint(checkpoints.folder, name) for name in ("last", "best")] == ["step-00000003", "step-00000001"]
+    assert [step for step in (1, 2, 3) if (tmp_path / f"step-0000000{step}" / "a1").exists()] == [1, 3]
+
+
 def test_a_damaged_checkpoint_is_none_of_those_that_are_kept(tmp_path: Path) -> None:
     """The newest of two is damaged, and training goes on from the one before to a step beyond it."""
     for number, damage in enumerate(("manifest", "size", "missing")):

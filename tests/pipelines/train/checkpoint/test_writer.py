@@ -1,8 +1,11 @@
 """A checkpoint's files: of those on a store only the bytes that are needed come."""
 
 import json
+from collections.abc import Callable, Iterable
+from itertools import islice
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import MetadataIndex
@@ -37,6 +40,35 @@ def test_a_reader_takes_only_the_rows_that_it_needs(s3: str, tmp_path: Path) -> 
     content, first = reader._read_range(wanted.file, wanted.offset, wanted.offset + wanted.bytes)
     assert len(content) == wanted.bytes
     assert torch.equal(wanted.extract_tensor(content, first), weight[3:7, 2:7])
+
+
+class Broken(Folder):
+    """A store that breaks off the first tries of a file, each after one chunk more."""
+
+    tries = 0
+
+    def put_chunks(self, name: str, pieces: Callable[[], Iterable[bytes | memoryview]]) -> None:
+        """Takes some chunks of each try, and all of the last."""
+        for number in range(self.tries):
+            list(islice(pieces(), number + 1))
+        super().put_chunks(name, pieces)
+
+
+@pytest.mark.parametrize("tries", range(4))
+@pytest.mark.parametrize("indexed", [False, True])
+def test_a_file_that_is_begun_several_times_has_its_pieces_once(
+    tmp_path: Path, tries: int, indexed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Broken, "tries", tries)
+    place = Broken(str(tmp_path))
+    tensors = {name: torch.arange(3.0 + size) for size, name in enumerate("abc")}
+    save(tensors, CheckpointWriter(place, "a1", "a1-x", 0, {"step": 1}, 0, {}, indexed=indexed), None)
+    found = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
+    manifest = place.read_json(MANIFEST)
+    stated = manifest["files"]["a1-x/rank-0.bin"]
+    assert (stated["bytes"], stated["sha256"]) == (4 * 12, place.sha256("a1-x/rank-0.bin"))
+    load(found, CheckpointReader(place, manifest, 0, found))
+    assert all(torch.equal(found[name], tensor) for name, tensor in tensors.items())
 
 
 ROWS, COLUMNS = 6, 3

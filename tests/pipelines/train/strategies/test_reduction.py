@@ -74,6 +74,32 @@ def test_gradients_are_the_sum_over_workers(bucket_mib: float) -> None:
             assert torch.equal(result["parameters"][name], results[0]["parameters"][name])
 
 
+def _use_some(rank: int, world: int, steps: list[list[str]]) -> list[dict[str, float | None]]:
+    """By step, the gradient of each layer's weight; `steps` names for each rank the layers that it uses."""
+    buckets = partial(Buckets, bucket_bytes=8, extra=4)
+    strategy = DataParallel(torch.device("cpu"), rank, world, buckets)
+    strategy.skips_absent = True
+    layers = nn.ModuleDict({name: nn.Linear(1, 1, bias=False) for name in "abc"})
+    strategy.prepare_model(layers, _sgd)
+    found = []
+    for step in steps:
+        strategy.zero_gradients()
+        if step[rank]:
+            loss: Any = sum(layers[name].weight.sum() for name in step[rank])
+            strategy.backward(loss, torch.zeros(4), slot=rank, last=True)
+        strategy.reduce_gradients(torch.zeros(4))
+        gradients = {name: layer.weight.grad for name, layer in layers.items()}
+        found.append({name: None if grad is None else float(grad) for name, grad in gradients.items()})
+    return found
+
+
+def test_a_parameter_has_a_gradient_in_the_steps_in_which_any_worker_uses_it() -> None:
+    """One that was used before, one that is used again, a step of one worker alone, and one of none."""
+    steps = [["ab", "b"], ["c", "c"], ["", "a"], ["", ""], ["abc", "ca"]]
+    wanted = [{name: float(sum(name in used for used in step)) or None for name in "abc"} for step in steps]
+    assert run_distributed(_use_some, 2, steps) == [wanted, wanted]
+
+
 def test_buckets_depend_on_the_parameters_alone() -> None:
     sizes = [3, 10, 1, 1, 20, 2]
     parameters = [nn.Parameter(torch.zeros(size)) for size in sizes]

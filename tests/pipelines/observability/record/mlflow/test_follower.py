@@ -179,6 +179,21 @@ def test_a_run_on_a_server_has_a_page_there_before_anybody_connects(storage: Fol
     assert follower().link is None, "of another server"
 
 
+def test_of_each_attempt_what_is_not_logged_yet_is_logged(storage: Folder, folder: Folder) -> None:
+    """The second has fewer segments than the first, and a third begins before the second has ended."""
+    log = MlflowLog.for_run(folder, folder.uri.rpartition("/")[2], RecordConfig(), storage)
+    assert log
+    step, segments = 0, dict[str, int]()
+    for attempts in (("a1", "a1", "a1"), ("a2",), ("a3", "a2", "a3")):
+        for attempt in attempts:
+            step, segments[attempt] = step + 1, segments.get(attempt, 0) + 1
+            entry: Any = new_entry("metrics", {"train_loss": 1 / step}, step, time=1e9 + step)
+            Journal(folder, attempt).append([entry | {"attempt": attempt, "sender": "rank0", "sequence": segments[attempt]}])
+        Follower(folder, log, pytest.fail).catch_up()
+        assert log.reference["logged"] == segments
+        assert [number for number, _, _ in history(storage, str(log.run_id), "train/loss")] == list(range(1, step + 1))
+
+
 @pytest.mark.parametrize("cause", ["import", "permission"])
 def test_an_end_does_not_wait_for_what_somebody_has_to_change(
     tmp_path: Path, cause: str, monkeypatch: pytest.MonkeyPatch
