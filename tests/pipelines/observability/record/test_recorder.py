@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 from collections.abc import Callable
 from multiprocessing import get_context
@@ -267,20 +268,22 @@ def test_a_killed_recorder_is_replaced_without_loss_or_duplicate(
     assert [step for step, _, _ in points] == list(range(1, 61))
 
 
-@pytest.mark.parametrize("unwritten", [0, 7, 300], ids=["all was written", "some was not", "a bin was not"])
-def test_workers_times_outlive_the_recorder(record: MakeRecorder, folder: Folder, unwritten: int) -> None:
-    """Acknowledged times are kept although only their sums are recorded: each interval counts once."""
-    world, recorders = 3, [record()]
-    senders = [
-        Sender(lambda *posted: recorders[-1].receive(*posted), f"rank{rank}", interval_s=0.01) for rank in range(world)
-    ]
-    told = 0
+class Timed:
+    """Workers that tell a row of recorders their times, and a loss each step."""
 
-    def tell(intervals: int) -> None:
-        nonlocal told
-        for sender in senders:  # one after another, as after an outage
-            for step in range(told, told + intervals):
-                rank = senders.index(sender)
+    def __init__(self, recorder: Recorder, world: int) -> None:
+        self.recorders, self.told = [recorder], [0] * world
+        self.senders = [
+            Sender(lambda *posted: self.recorders[-1].receive(*posted), f"rank{rank}", interval_s=0.01)
+            for rank in range(world)
+        ]
+
+    def tell(self, intervals: int, *ranks: int) -> None:
+        """Has workers, by default all, tell so many further steps; rank 1 is the slowest."""
+        world = len(self.senders)
+        for rank in ranks or range(world):  # one after another, as after an outage
+            sender = self.senders[rank]
+            for step in range(self.told[rank], self.told[rank] + intervals):
                 own = 0.5 + 0.1 * (rank == 1)
                 values: WorkerTime = {
                     "rank": rank, "world": world, "node": f"n{rank}",
@@ -288,26 +291,61 @@ def test_workers_times_outlive_the_recorder(record: MakeRecorder, folder: Folder
                 }  # fmt: skip
                 sender.put(new_entry("rank", values, step=step))
                 sender.put(new_entry("metrics", {"train_loss": 1.0}, step=step))
-        told += intervals
+            self.told[rank] += intervals
 
-    tell(300)
-    assert all(sender.flush(60.0) for sender in senders)
-    recorders[0]._writing.acquire()  # it dies here: what it does from now on is never written
-    tell(unwritten)
+    def end(self, folder: Folder) -> None:
+        """Ends the record, which has each interval and each loss once."""
+        assert all(sender.close(60.0) for sender in self.senders)
+        summary = self.recorders[-1].finish("finished")
+        assert (summary["slowest_rank"], summary["slowest_node"]) == (1, "n1")
+        assert summary["straggler_loss_share"] == pytest.approx(0.1)
+        bins = [entry for entry in read_entries(folder) if entry["kind"] == "ranks"]
+        (told,) = set(self.told)
+        assert sum(entry["values"]["steps"] for entry in bins) == told
+        assert sum(entry["values"]["own_s"][1] for entry in bins) == pytest.approx(0.6 * told)
+        losses = [(entry["sender"], entry["step"]) for entry in read_entries(folder) if entry["kind"] == "metrics"]
+        assert len(losses) == len(set(losses)) == sum(self.told)
+        assert not [name for name in (folder / "journal").names() if name.endswith(".sums.json")]
+
+
+@pytest.mark.parametrize("unwritten", [0, 7, 300], ids=["all was written", "some was not", "a bin was not"])
+def test_workers_times_outlive_the_recorder(record: MakeRecorder, folder: Folder, unwritten: int) -> None:
+    """Acknowledged times are kept although only their sums are recorded: each interval counts once."""
+    workers = Timed(record(), world=3)
+    workers.tell(300)
+    assert all(sender.flush(60.0) for sender in workers.senders)
+    workers.recorders[0]._writing.acquire()  # it dies here: what it does from now on is never written
+    workers.tell(unwritten)
     if unwritten:
-        wait_until(lambda: recorders[0].state()["step"] == told - 1, "what the first one holds")
-    recorders.append(record())
-    tell(20)
-    assert all(sender.close(60.0) for sender in senders)
-    summary = recorders[-1].finish("finished")
-    assert (summary["slowest_rank"], summary["slowest_node"]) == (1, "n1")
-    assert summary["straggler_loss_share"] == pytest.approx(0.1)
-    bins = [entry for entry in read_entries(folder) if entry["kind"] == "ranks"]
-    assert sum(entry["values"]["steps"] for entry in bins) == told
-    assert sum(entry["values"]["own_s"][1] for entry in bins) == pytest.approx(0.6 * told)
-    losses = [(entry["sender"], entry["step"]) for entry in read_entries(folder) if entry["kind"] == "metrics"]
-    assert len(losses) == len(set(losses)) == world * told
-    assert not [name for name in (folder / "journal").names() if name.endswith(".sums.json")]
+        wait_until(lambda: workers.recorders[0].state()["step"] == workers.told[0] - 1, "what the first one holds")
+    workers.recorders.append(record())
+    workers.tell(20)
+    workers.end(folder)
+
+
+def test_times_whose_sums_could_not_be_written_are_told_again_after_each_death(record: MakeRecorder, folder: Folder) -> None:
+    """Although later entries of the worker are in the journal: times of a step that others have yet to tell are summed."""
+    workers = Timed(record(), world=2)
+    workers.tell(30)
+    assert all(sender.flush(60.0) for sender in workers.senders)
+    for _ in range(2):
+        sums = Path(folder.uri) / workers.recorders[-1]._sums_file
+        written = sums.read_bytes()
+        sums.unlink()
+        (sums / "in the way").mkdir(parents=True)
+        workers.tell(20, 0)
+        wait_until(lambda: _count_losses(folder) == sum(workers.told), "all losses in the journal")
+        workers.recorders[-1]._writing.acquire()  # it dies here
+        shutil.rmtree(sums)
+        sums.write_bytes(written)
+        workers.recorders.append(record())
+        workers.tell(20, 1)
+        assert all(sender.flush(60.0) for sender in workers.senders)
+    workers.end(folder)
+
+
+def _count_losses(folder: Folder) -> int:
+    return sum(entry["kind"] == "metrics" for entry in read_entries(folder))
 
 
 def _record_one(storage: Folder, name: str) -> None:
