@@ -17,6 +17,7 @@ from raystride.pipelines.train.checkpoint.pieces import parameters_sha256
 from raystride.pipelines.train.worker.build import build_training
 from raystride.pipelines.train.worker.job import WorkerInfo
 from tests.errors import refused
+from tests.flips import flip_bit
 from tests.processes import make_job
 from tests.tiny import tiny, write_text
 
@@ -85,7 +86,7 @@ def test_a_run_without_a_checkpoint_says_how_to_get_one(storage: Folder) -> None
 def test_a_damaged_best_is_not_replaced_by_another(storage: Folder, tmp_path: Path) -> None:
     shutil.copytree(f"{storage}/trained", tmp_path / "trained")
     (data,) = (tmp_path / "trained" / "checkpoints" / "step-00000002").glob("*/rank-0.bin")
-    data.write_bytes(data.read_bytes()[:-1] + b"?")
+    flip_bit(data, data.stat().st_size - 1)
     run = raystride.Run.open("trained", str(tmp_path))
     with refused("checkpoint", "best", names=["step-00000002", "rank-0.bin differs", "--checkpoint last", "4, 6"]):
         run.load_model()

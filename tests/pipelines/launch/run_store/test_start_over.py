@@ -13,6 +13,7 @@ from raystride.pipelines.launch.train_job import run_training
 from raystride.pipelines.system.storage.folder import Folder
 from raystride.pipelines.train.checkpoint.audit import audit
 from tests.errors import refused
+from tests.flips import flip_bit
 from tests.privileges import bound_by_permissions
 from tests.tiny import tiny, write_text
 
@@ -47,7 +48,7 @@ def test_a_run_without_a_whole_checkpoint_is_refused_and_starts_over_once_if_tol
     assert _train(config) == DONE
     first = Folder(str(run)).read_json("summary.json")
     for data in run.glob("checkpoints/step-*/*/rank-0.bin"):
-        data.write_bytes(data.read_bytes()[:-1] + b"?")
+        flip_bit(data, data.stat().st_size - 1)
     damaged = _files(run / "checkpoints")
     capsys.readouterr()
 

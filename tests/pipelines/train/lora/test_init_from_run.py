@@ -25,6 +25,7 @@ from raystride.pipelines.train.lora.init_from_run import check_run
 from raystride.pipelines.train.worker.build import build_training
 from raystride.pipelines.train.worker.job import WorkerInfo
 from tests.errors import refused
+from tests.flips import flip_bit
 from tests.processes import make_job
 from tests.tiny import tiny, write_text
 
@@ -57,7 +58,7 @@ def test_damaged_best_weights_are_refused_and_not_replaced(earlier: tuple[Config
     config, _ = earlier
     name = (tmp_path / "first" / "checkpoints" / "best").read_text().strip()
     (data,) = (tmp_path / "first" / "checkpoints" / name).glob("*/rank-0.bin")
-    data.write_bytes(data.read_bytes()[:-1] + b"?")
+    flip_bit(data, data.stat().st_size - 1)
     again = replace(config, model=replace(config.model, init_from=str(tmp_path / "first")))
     with refused("model.init_from", str(tmp_path / "first"), names=["best", name, "rank-0.bin differs", "raystride export"]):
         _training(again, tmp_path, "second")
