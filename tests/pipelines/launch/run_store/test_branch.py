@@ -125,7 +125,10 @@ def test_the_parent_is_never_written_and_may_go_once_the_branch_has_a_checkpoint
     with RunLease.acquire(runs / "parent", "another", str):
         before = _files(folder)
         summary = _branch(config, "parent/step-4", optimizer=DECAY)
-        assert _files(folder) == before
+        after = _files(folder)
+        for files in (before, after):
+            del files[str(folder / "owner.json")]  # which the other driver renews
+        assert after == before
     assert summary["resumed_from"] == 4
     assert summary["parameters_sha256"] != json.loads((folder / "summary.json").read_text())["parameters_sha256"]
     proof = str(audit(runs / "branch" / "checkpoints"))
