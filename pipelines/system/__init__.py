@@ -8,3 +8,10 @@ service_thread  a background thread that survives its errors;  `node_folder`: fo
 hub             models of the Hugging Face hub
 errors          the error of a wrong setting, which all wings raise
 """
+
+import gc
+import os
+
+# A copy of a process collects nothing that it has from it: references to objects of Ray would answer on the sockets that
+# both share, and the next call of Ray in the process itself would wait for ever.
+os.register_at_fork(after_in_child=gc.freeze)

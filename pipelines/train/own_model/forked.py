@@ -3,7 +3,6 @@
 call_forked(lambda: [dataset[0]])                         # whatever `dataset` does to the arrays
 """
 
-import gc
 import multiprocessing
 import pickle
 import signal
@@ -34,7 +33,6 @@ def start_forked(work: Callable[..., None], *arguments: Any) -> tuple[BaseProces
 
 
 def _begin(work: Callable[..., None], connection: Connection, parents: Connection, *arguments: Any) -> None:
-    gc.freeze()  # else it may collect what the training left, and references to objects of Ray would answer on its sockets
     parents.close()
     # The training's handlers, which this process has from it, would make it outlive the end of a script.
     signal.signal(signal.SIGTERM, signal.SIG_DFL)

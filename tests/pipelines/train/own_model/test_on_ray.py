@@ -145,14 +145,16 @@ COLLECTED = """
 import gc, logging, os, sys
 import ray
 from raystride.pipelines.launch.cluster.cluster import start_local_ray
-from raystride.pipelines.train.own_model.forked import call_forked
 
 start_local_ray(num_cpus=1, log_to_driver=False, logging_level=logging.ERROR)
 gc.disable()
 cycle = [ray.put(number) for number in range(100)]
 cycle.append(cycle)
 del cycle
-call_forked(gc.collect)
+if (copy := os.fork()) == 0:
+    gc.collect()
+    os._exit(0)
+os.waitpid(copy, 0)
 answered, _ = ray.wait([ray.remote(lambda: 1).remote()], timeout=60)
 print(len(answered), flush=True)
 os._exit(0)  # ray.shutdown would wait as well
