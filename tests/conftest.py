@@ -6,7 +6,6 @@ import multiprocessing
 import os
 import sys
 import tempfile
-import time
 from collections.abc import Iterator
 from datetime import date
 from typing import Any
@@ -63,10 +62,6 @@ _EXAMPLES_SHARE = float(os.environ.get("RAYSTRIDE_EXAMPLES_SHARE", "1"))
 """Share of its examples that each property test draws: all, and a quarter in `make test`, others each time."""
 _MIN_EXAMPLES = 4
 
-_BEGAN = time.monotonic()
-_LONG_MINUTES = float(os.environ.get("RAYSTRIDE_LONG_MINUTES", "inf"))
-"""Minutes after which no test of the mark `long` begins any more."""
-
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leaves weekly tests to `make test-weekly`, which names their mark."""
@@ -97,13 +92,6 @@ def pytest_sessionfinish() -> None:
     """Kills the processes that failed tests have left: Python waits for them at its end, and a stopped one never ends."""
     for child in multiprocessing.active_children():
         child.kill()
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Leaves out long tests that a slow machine has no time for, before their fixtures are made."""
-    if item.get_closest_marker("long") and time.monotonic() - _BEGAN > 60 * _LONG_MINUTES:
-        pytest.skip(f"after {_LONG_MINUTES:g} minutes ($RAYSTRIDE_LONG_MINUTES) no long test begins")
 
 
 def _start_cluster() -> None:

@@ -9,6 +9,10 @@ which each other process would have to start for itself.
 """
 
 import json
+import math
+import os
+import time
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +24,11 @@ from xdist.workermanage import WorkerController
 SECONDS_FILE = Path(__file__).with_name("seconds.json")
 UNKNOWN_FILE_S = 5.0
 """Seconds of a file that was never measured."""
+
+LONG_MINUTES = float(os.environ.get("RAYSTRIDE_LONG_MINUTES", "inf"))
+"""Minutes after which no test of the mark `long` begins any more. With such an end the order of the files is drawn anew in
+each run, so that it is not always the same tests that there was no time for."""
+_BEGAN = time.monotonic()
 
 LAST_PROCESS = (
     "tests/cluster/",
@@ -88,4 +97,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         known = measured.get(file, {"usual": UNKNOWN_FILE_S, "long": 0.0})
         return known["usual"] + known["long"] * (file in long)
 
-    items.sort(key=lambda item: -seconds(item))
+    if math.isfinite(LONG_MINUTES):
+        run = os.environ.get("PYTEST_XDIST_TESTRUNUID", "")  # one for all processes of a run
+        items.sort(key=lambda item: zlib.crc32((run + file_of(item.nodeid)).encode()))
+    else:
+        items.sort(key=lambda item: -seconds(item))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Leaves out long tests that a slow machine has no time for, before their fixtures are made."""
+    if item.get_closest_marker("long") and time.monotonic() - _BEGAN > 60 * LONG_MINUTES:
+        pytest.skip(f"after {LONG_MINUTES:g} minutes ($RAYSTRIDE_LONG_MINUTES) no long test begins")
