@@ -138,7 +138,8 @@ def table() -> str:
     lines = ["| figure | ours | beside | measured | command |", "| --- | --- | --- | --- | --- |"]
     for row in ROWS:
         if (ROOT / "benchmarks" / "results" / f"{row.file}.json").exists():
-            ours, others = ("; ".join(_cells(row, ways)) for ways in (row.ours, row.others))
+            ours = "; ".join(_cells(row, row.ours, with_spread=True))
+            others = "; ".join(_cells(row, row.others, with_spread=False))
             command = row.command or f"python -m benchmarks.{row.file}"
             lines.append(f"| {row.what} | {ours} | {others} | {_measured(row)} | `{command}` |")
     return "\n".join(lines)
@@ -150,13 +151,13 @@ def with_table(page: str) -> str:
     return f"{before}{BEGIN}\n{table()}\n{END}{rest.partition(END)[2]}"
 
 
-def _cells(row: Row, ways: Mapping[str, str]) -> Iterator[str]:
+def _cells(row: Row, ways: Mapping[str, str], *, with_spread: bool) -> Iterator[str]:
     values = _reader(row.file)
     for way, name in ways.items():
         found = values(row.figure, way)
         number = format(statistics.median(found), row.form)
-        if ways is row.ours:
-            number += f" [{min(found):{row.form}}, {max(found):{row.form}}]" if len(found) > 1 else ""
+        if with_spread and len(found) > 1:
+            number += f" [{min(found):{row.form}}, {max(found):{row.form}}]"
         yield f"{name}: {number}" if name else number
 
 

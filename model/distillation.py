@@ -3,9 +3,9 @@
     loss = (1 - a) CE(z, t) + a T^2 D(u / T, z / T)                           Hinton, Vinyals and Dean (2015)
 
 z are the student's logits, u the teacher's, D one of `objectives.DIVERGENCES` of p = softmax(z / T) and q = softmax(u / T),
-a `kd_ratio`. T^2 keeps the size of the gradients at any temperature. Only tokens with a target count. Logits of `ROWS`
-tokens are held at once, and their gradients are made in the forward, as in `triton_kernels.linear_cross_entropy`; sums over
-chunks are in fp32 at least.
+a `kd_ratio`. T^2 keeps the size of the gradients at any temperature. Only tokens with a target count. Logits of
+`DISTILLED_ROWS` tokens are held at once, and their gradients are made in the forward, as in
+`triton_kernels.linear_cross_entropy`; sums over chunks are in fp32 at least.
 
     student.distillation = Distillation(teacher, "forward_kl", kd_ratio=0.5, temperature=2.0)
     loss_sum, counted = student(ids, targets)                 # in training; in evaluation the labels' loss
@@ -19,14 +19,12 @@ import torch
 from torch import nn
 from torch.autograd.graph import get_gradient_edge
 
-from raystride.model.objectives import DIVERGENCES, DivergenceName
+from raystride.model.objectives import DISTILLED_ROWS, DIVERGENCES, DivergenceName
 from raystride.model.shape import IGNORED
 
 if TYPE_CHECKING:
     from raystride.model.transformer import Decoder
 
-ROWS = 512
-"""Tokens whose logits are held at once: four matrices of so many rows, 1 GiB in fp32 with 128,256 words."""
 Projection = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """Logits (n, V) of hidden states (n, C) by a head (V, C)."""
 
@@ -99,8 +97,8 @@ class _DistillationLoss(torch.autograd.Function):
         grad_hidden = torch.zeros_like(hidden) if wanted[0] else None
         grad_head = torch.zeros_like(head, dtype=total.dtype) if wanted[1] else None
         weight = head.detach().requires_grad_(wanted[1])
-        for start in range(0, len(hidden), ROWS):
-            part = slice(start, start + ROWS)
+        for start in range(0, len(hidden), DISTILLED_ROWS):
+            part = slice(start, start + DISTILLED_ROWS)
             rows = hidden[part].detach().requires_grad_(wanted[0])
             with torch.enable_grad():
                 z = project(rows, weight)

@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Literal
 if TYPE_CHECKING:
     import torch
 
+DISTILLED_ROWS = 512
+"""Tokens whose logits a distillation holds at once: four matrices of so many rows, 1 GiB in fp32 with 128,256 words."""
 PairLossName = Literal["dpo", "ipo"]
 DivergenceName = Literal["forward_kl", "reverse_kl"]
 

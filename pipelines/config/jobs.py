@@ -8,6 +8,9 @@ from raystride.pipelines.config.run import FinishedRunConfig, PredictorConfig, P
 from raystride.pipelines.config.section import Section, setting
 from raystride.pipelines.system.hub import is_hub_name
 
+PredictionFormat = Literal["parquet", "jsonl", "csv"]
+"""The formats of predictions, which are also the endings of their files."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class TestDataConfig(Section):
@@ -56,7 +59,7 @@ class PredictConfig(PredictorConfig):
     """Column names of a CSV. None: the run's `data.columns`."""
     column: str | None = setting(None)
     """Column or JSON key of the inputs, if its name differs from training. None: as in training."""
-    format: Literal["parquet", "jsonl", "csv"] = setting("parquet")
+    format: PredictionFormat = setting("parquet")
     """File format of the predictions. `csv`: in UTF-8 with a header in each file, lists and objects as JSON."""
     sample: SampleConfig = SampleConfig()
     """Text generation by a language model."""

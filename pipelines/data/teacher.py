@@ -40,8 +40,7 @@ def check_teacher(config: Config) -> BaseInfo:
     with _errors_of_teacher(place):
         info = check_base(_as_base(config), place)
         if not is_hub_name(place):
-            if not Folder(place).exists(READY_FILE):
-                raise _teacher_error(place, f"it has no {READY_FILE}, which says what its ids mean")
+            _require_tokenizer(place, Folder(place))
             if config.tokenizer.kind == "file":
                 _compare(place, token_ids(read_file(config.tokenizer)), Folder(place))
             elif config.tokenizer.kind == "bytes":
@@ -97,8 +96,7 @@ def load_teacher(config: Config, tokenizer: Folder, vocabulary_size: int, log: C
         teacher = Decoder(shape, vocabulary_size)
     with _errors_of_teacher(place):
         folder = fetch_model(place)
-        if not folder.exists(READY_FILE):
-            raise _teacher_error(place, f"it has no {READY_FILE}, which says what its ids mean")
+        _require_tokenizer(place, folder)
         encoder = load_tokenizer(tokenizer)
         if isinstance(encoder, ByteEncoder | CharacterEncoder):
             _compare(place, encoder.token_ids, folder)
@@ -118,6 +116,12 @@ def token_ids(content: str) -> dict[str, int]:
 def _as_base(config: Config) -> Config:
     """Returns the settings of a training that begins with the teacher, by which `check_base` checks it."""
     return replace(Config(), tokenizer=config.tokenizer, model=teacher_shape(config))
+
+
+def _require_tokenizer(place: str, folder: Folder) -> None:
+    """Raises SettingError for a teacher without a `tokenizer.json`."""
+    if not folder.exists(READY_FILE):
+        raise _teacher_error(place, f"it has no {READY_FILE}, which says what its ids mean")
 
 
 def _compare(place: str, ours: Mapping[str, int], folder: Folder) -> None:

@@ -17,10 +17,11 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, get_args
 
 from raystride.pipelines.config import DataConfig, PredictorConfig, SampleConfig, SettingError
 from raystride.pipelines.config.data import SourceKind
+from raystride.pipelines.config.jobs import PredictionFormat
 from raystride.pipelines.data.prepare import progress
 from raystride.pipelines.data.prepare.parts import divide_without_validation
 from raystride.pipelines.data.sources.checking import check_source
@@ -281,7 +282,7 @@ def _clear_if_empty(folder: Folder, manifest: dict[str, Any], records_folder: st
     if manifest["complete"] or load_records(folder, records_folder):
         return False
     for name in folder.names():
-        if re.fullmatch(r"\d{5,}\.(parquet|jsonl|csv)", name):
+        if re.fullmatch(rf"\d{{5,}}\.({'|'.join(get_args(PredictionFormat))})", name):
             folder.remove(name)
     return True
 

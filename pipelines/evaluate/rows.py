@@ -18,13 +18,14 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import IO, Any, Literal, Protocol
+from typing import IO, Any, Protocol
 
+from raystride.pipelines.config.jobs import PredictionFormat
 from raystride.pipelines.data.sources.faults import DataError, escape_surrogates
 from raystride.pipelines.data.sources.parquet_reader import BATCH_BYTES, BatchRow
 from raystride.pipelines.system.storage.folder import Folder, strict_json
 
-Form = Literal["parquet", "jsonl", "csv"]
+Form = PredictionFormat
 CHUNK_ROWS = 1024
 """Rows that are written, or inspected, at once."""
 

@@ -48,9 +48,8 @@ def machine_table(name: str, storage: Folder | None, **circumstances: Any) -> It
                 Folder(str(folder)).put_json(file, table)
         if stored and table.keys() > remote.keys():
             with suppress(OSError):
-                put_sealed(
-                    stored, file, table | _read_stored_table(stored, file)
-                )  # another machine may have written meanwhile
+                # another machine may have written meanwhile
+                put_sealed(stored, file, table | _read_stored_table(stored, file))
 
 
 @contextmanager

@@ -35,6 +35,7 @@ from raystride.pipelines.train.step import (
     StepResult,
     StepRules,
     build_step_rules,
+    clip_coefficient,
     train_step,
 )
 from raystride.pipelines.train.strategies import OUT_OF_TIME, SAVE_REQUEST, STOP, TARGETS
@@ -340,8 +341,8 @@ class Training:
         if self.state.dropped or self.state.left_out:
             measured |= {"dropped_steps": float(len(self.state.dropped)), "left_out_slots": float(len(self.state.left_out))}
         if self._norms:
-            limit = self.config.train.clip_norm
-            clip = min(1.0, limit / (measured["gradient_norm"] + 1e-6)) if limit else 1.0
+            limit, norm = self.rules.clip_norm, torch.tensor(measured["gradient_norm"], dtype=torch.float64)
+            clip = float(clip_coefficient(norm, limit)) if limit else 1.0
             measured |= self._norms.take_figures(clip, self.strategy.all_reduce_sum)
         self._interval_began, self._waited_before = now, self.loader.wait_s
         self._call_watchers("on_log", self.state.step, measured)

@@ -10,6 +10,7 @@ are summed over their workers at the log.
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import nn
@@ -50,10 +51,7 @@ class PartNorms:
         self._squares = torch.zeros(2, len(self.names), dtype=torch.float64)
         self._add(0, trained, [local_shard(parameter.grad) for parameter in trained if parameter.grad is not None])
         if self._optimizer:
-            self._optimizer.on_change = self._add_change
-
-    def _add_change(self, parameters: Sequence[nn.Parameter], changes: Sequence[torch.Tensor]) -> None:
-        self._add(1, parameters, changes)
+            self._optimizer.on_change = partial(self._add, 1)
 
     def _add(self, row: int, parameters: Sequence[nn.Parameter], tensors: Sequence[torch.Tensor]) -> None:
         if not tensors or self._squares is None:

@@ -236,14 +236,18 @@ def _apply_step(
     return StepResult(torch.cat((counted, measured[TARGETS + 1 :], verdict[None])), norm)
 
 
+def clip_coefficient(norm: torch.Tensor, clip_norm: float) -> torch.Tensor:
+    """Returns by what gradients of a norm are multiplied to clip them; 1e-6 as in torch.nn.utils.clip_grad_norm_."""
+    return (clip_norm / (norm + 1e-6)).clamp(max=1.0)
+
+
 def clip_gradients(gradients: list[torch.Tensor], norm: torch.Tensor, factor: torch.Tensor, clip_norm: float) -> None:
     """Multiplies gradients in place by `factor` and, if their `norm` is then above `clip_norm`, scales them down to it.
 
     Pascanu et al. (2013); `clip_norm` 0 does not clip. Nothing leaves the device.
     """
     if gradients:
-        # 1e-6 as in torch.nn.utils.clip_grad_norm_.
-        coefficient = factor * (clip_norm / (norm + 1e-6)).clamp(max=1.0) if clip_norm else factor
+        coefficient = factor * clip_coefficient(norm, clip_norm) if clip_norm else factor
         # Offloaded gradients are in main memory, their norm on the GPU.
         torch._foreach_mul_(gradients, coefficient.to(gradients[0].device))
 

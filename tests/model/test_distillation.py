@@ -6,9 +6,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from raystride.model.distillation import ROWS, Distillation, _DistillationLoss, freeze
+from raystride.model.distillation import Distillation, _DistillationLoss, freeze
 from raystride.model.linear import Linear
-from raystride.model.objectives import DIVERGENCES, DivergenceName
+from raystride.model.objectives import DISTILLED_ROWS, DIVERGENCES, DivergenceName
 from raystride.model.shape import IGNORED
 from raystride.model.transformer import Decoder, PackedDecoder
 from raystride.pipelines.config import ModelConfig
@@ -49,7 +49,7 @@ def test_chunks_have_the_loss_and_gradients_of_all_logits(
     student = build(logit_softcap=softcap, tie_embeddings=bool(softcap))
     teacher = build(layers=2, hidden_size=24)
     freeze(teacher)
-    ids, targets = tokens(2 * ROWS // 64 + 1)
+    ids, targets = tokens(2 * DISTILLED_ROWS // 64 + 1)
     student.distillation = Distillation(teacher, divergence, ratio, temperature)
     found, counted = student(ids, targets)
     logits = student.logits(student.hidden(ids)).flatten(0, 1)
@@ -94,13 +94,13 @@ def test_no_matrix_of_all_logits_is_held(divergence: DivergenceName) -> None:
     student, teacher = (build(hidden_size=4) for _ in range(2))
     freeze(teacher)
     rules = Distillation(teacher, divergence)
-    hidden, head = torch.randn(16 * ROWS, 4, requires_grad=True), torch.randn(1000, 4, requires_grad=True)
+    hidden, head = torch.randn(16 * DISTILLED_ROWS, 4, requires_grad=True), torch.randn(1000, 4, requires_grad=True)
     teacher.head = Linear(4, 1000)
     freeze(teacher)
-    seen, targets = torch.randn(16 * ROWS, 4), torch.randint(0, 1000, (16 * ROWS,))
+    seen, targets = torch.randn(16 * DISTILLED_ROWS, 4), torch.randint(0, 1000, (16 * DISTILLED_ROWS,))
     with Storages() as alive:
         _DistillationLoss.apply(hidden, head, seen, targets, rules, student._project)  # type: ignore[no-untyped-call]
-    assert alive.most() < 6 * ROWS * 1000 * 4
+    assert alive.most() < 6 * DISTILLED_ROWS * 1000 * 4
 
 
 def test_a_frozen_head_gets_no_gradient() -> None:

@@ -22,7 +22,7 @@ from raystride.pipelines.train.checkpoint.layout import checkpoint_names, parse_
 def with_previous_branch(previous: PreviousAttempt, config: Config) -> Config:
     """Returns the settings of a resumed run with the step of its parent that was chosen when it began."""
     before = previous.config.train.branch_from
-    if before and config.train.branch_from == before.partition("/")[0]:
+    if before and config.train.branch_from == parse_branch(before)[0]:
         return replace(config, train=replace(config.train, branch_from=before))
     return config
 

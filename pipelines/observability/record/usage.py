@@ -32,9 +32,13 @@ class UsageMeter:
 
     def __init__(self, attempt: str, workers: int, device: str) -> None:
         self._attempt = attempt
-        self._workers, self._gpus = workers, workers if device == "cuda" else 0
+        self.hold(workers, device)
         self._first: float | None = None
         self._last = 0.0
+
+    def hold(self, workers: int, device: str) -> None:
+        """Sets the number of workers, and whether each has a GPU."""
+        self._workers, self._gpus = workers, workers if device == "cuda" else 0
 
     def note(self, sender: str, time: float) -> None:
         """Takes an entry of a sender into account."""
@@ -52,17 +56,13 @@ class UsageMeter:
 
 def measure_attempt(attempt: str, entries: Iterable[Entry]) -> dict[str, Usage]:
     """Returns the usage of an attempt by its journal; empty if that does not say how many workers it had."""
-    meter: UsageMeter | None = None
-    noted = list[tuple[str, float]]()
+    meter, is_known = UsageMeter(attempt, 0, ""), False
     for entry in entries:
         if entry["kind"] == "parameters" and "workers" in entry["values"]:
-            meter = UsageMeter(attempt, int(str(entry["values"]["workers"])), str(entry["values"].get("device")))
-        elif entry["sender"].startswith(WORKERS):
-            noted = [noted[0] if noted else (entry["sender"], float(entry["time"])), (entry["sender"], float(entry["time"]))]
-    for sender, time in noted if meter else ():
-        assert meter
-        meter.note(sender, time)
-    return meter.usage() if meter else {}
+            meter.hold(int(str(entry["values"]["workers"])), str(entry["values"].get("device")))
+            is_known = True
+        meter.note(entry["sender"], float(entry["time"]))
+    return meter.usage() if is_known else {}
 
 
 def with_earlier_attempts(run: Folder, known: Mapping[str, Usage]) -> dict[str, Usage]:
@@ -82,12 +82,10 @@ def charged_seconds(usage: Mapping[str, Usage]) -> dict[str, Any]:
 
     Empty if no attempt had workers.
     """
-    return (
-        {}
-        if not usage
-        else {
-            "worker_seconds": sum(each["seconds"] * each["workers"] for each in usage.values()),
-            "gpu_seconds": sum(each["seconds"] * each["gpus"] for each in usage.values()),
-            "usage": dict(usage),
-        }
-    )
+    if not usage:
+        return {}
+    return {
+        "worker_seconds": sum(each["seconds"] * each["workers"] for each in usage.values()),
+        "gpu_seconds": sum(each["seconds"] * each["gpus"] for each in usage.values()),
+        "usage": dict(usage),
+    }

@@ -29,6 +29,10 @@ def _whole(value: Any) -> str:
     return f"{value:,}"
 
 
+def _hours(seconds: Any) -> str:
+    return f"{seconds / 3600:.2f} h" if seconds >= MIN_CHARGED_S else ""
+
+
 MIN_CHARGED_S = 36.0
 """A hundredth of an hour, below which the time of workers and GPUs is not shown."""
 _Rows = tuple[tuple[str, str, Callable[[Any], str]], ...]
@@ -49,12 +53,12 @@ _FIGURES: _Rows = (
     ("joules_per_token", "energy per token", lambda value: f"{value:.3g} J"),
     ("average_power_watts", "average power", lambda value: f"{value:,.0f} W"),
     ("throttled_seconds", "throttled", lambda value: f"{value:,.1f} s"),
-    ("gpu_seconds", "GPU time", lambda value: f"{value / 3600:.2f} h"),
-    ("worker_seconds", "worker time", lambda value: f"{value / 3600:.2f} h"),
+    ("gpu_seconds", "GPU time", _hours),
+    ("worker_seconds", "worker time", _hours),
     ("gpu_idle_share", "GPU idle", _percent),
     ("resumed_from", "resumed from", str),
 )
-"""Key, label and format of the figures before and after the task's own metrics."""
+"""Key, label and format of the figures before and after the task's own metrics; one of an empty text is not shown."""
 
 
 def rate_unit(unit: str | None) -> str:
@@ -87,9 +91,8 @@ def _known_figures(rows: _Rows, summary: Mapping[str, Any]) -> Iterator[RunFigur
     words = {"unit": unit, "rate": rate_unit(unit)}
     known = dict(summary) | {"seen": summary.get("tokens_seen" if unit == "tokens" else "samples_seen")}
     for key, label, form in rows:
-        is_charged = key in ("worker_seconds", "gpu_seconds")
-        if known.get(key) is not None and not (is_charged and known[key] < MIN_CHARGED_S):
-            yield RunFigure(key, label.format(**words), _to_text(form, known[key]))
+        if known.get(key) is not None and (text := _to_text(form, known[key])):
+            yield RunFigure(key, label.format(**words), text)
 
 
 def list_metrics(summary: Mapping[str, Any]) -> list[RunFigure]:

@@ -14,6 +14,7 @@ import re
 from collections.abc import Iterable
 from typing import Any
 
+from raystride.pipelines.config.train import parse_branch
 from raystride.pipelines.system.storage.folder import Folder, strict_json
 from raystride.pipelines.system.storage.sealed import SealBroken, read_sealed
 from raystride.pipelines.system.writer import WrittenByNewer
@@ -21,21 +22,10 @@ from raystride.pipelines.train.checkpoint.fence import ClaimBroken, read_claim
 
 MANIFEST_KEYS = frozenset(
     [
-        *(
-            "absent_gradients",
-            "attempt",
-            "bits",
-            "branched_from",
-            "commit",
-            "data",
-            "device",
-            "dropout_masks",
-            "fed",
-            "files",
-            "folder",
-        ),
+        *("absent_gradients", "attempt", "bits", "branched_from", "commit", "data", "device", "dropout_masks"),
+        *("fed", "files", "folder"),
         *("format", "lora", "objects", "order", "parent_step", "positions", "python", "run", "state", "step", "tensors"),
-        *("term", "threads", "versions", "world"),
+        *("teacher_sha256", "term", "threads", "versions", "world"),
     ]
 )
 """All keys of manifests up to this version; one of a newer version may have more."""
@@ -141,8 +131,8 @@ def beginning_manifest(folder: Folder, branch_from: str | None) -> dict[str, Any
     """Returns the manifest that a start of a run goes on from: its newest, else that of `train.branch_from`, else empty."""
     if (own := newest_manifest(folder)) or not branch_from:
         return own
-    run, _, step = branch_from.partition("/")
-    return read_manifest(folder.parent / run / "checkpoints" / step)
+    run, step = parse_branch(branch_from)
+    return read_manifest(folder.parent / run / "checkpoints" / step_name(step)) if step is not None else {}
 
 
 def content_sha256(manifest: dict[str, Any]) -> str:

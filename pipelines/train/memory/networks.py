@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
+from raystride.model.objectives import DISTILLED_ROWS
 from raystride.model.shape import (
     ENCODERS,
     convnet_layers,
@@ -45,8 +46,6 @@ _CHUNKS, _MIN_CHUNK, _ALIGNMENT = 8, 1024, 64
 """As in `raystride.triton_kernels.linear_cross_entropy`, which cannot be imported without PyTorch."""
 _CAPPED_CHUNK_ROWS = 1024
 """As in `raystride.model.loss`."""
-_DISTILLED_CHUNK_ROWS = 512
-"""As in `raystride.model.distillation`."""
 _INDEX_BYTES = 8
 """Bytes of the index of a maximum that max-pooling saves."""
 
@@ -109,17 +108,16 @@ def decoder_network(
     sizes += _final_sizes(shape) if part.last else []
     sizes += [head] if own_head else []
     final_moment = max(saved.stream, saved.gathered_stream) + 2 * FP32 * head * tied
+    loss: list[Moment] = []
+    if config.objective.teacher:
+        loss = _distilled_loss_moments(config, saved, vocab_size, tied=tied)
+    elif part.last:
+        loss = _token_loss_moments(saved, vocab_size, tied=tied)
     return Network(
         sizes=sizes,
         blocks=[saved.block()] * shape.layers,
         embedding_saved=saved.embedding_saved if part.first else 0.0,
-        loss=(
-            _distilled_loss_moments(config, saved, vocab_size, tied=tied)
-            if config.objective.teacher
-            else _token_loss_moments(saved, vocab_size, tied=tied)
-            if part.last
-            else []
-        ),
+        loss=loss,
         final_moment=Moment(final_moment, sum(sizes), head * part.first, "embedding", shape.layers),
         head=head * own_head,
         deferred_gradient=FP32 * head * tied,
@@ -336,7 +334,7 @@ def _distilled_loss_moments(config: Config, saved: TransformerActivations, vocab
     teacher = TransformerActivations(teacher_shape(config), saved.arithmetic, saved.tokens)
     hidden = 2 * saved.tokens * saved.shape.hidden_size * FP32  # and its gradient
     head, own = FP32 * vocab_size * saved.shape.hidden_size, 0 if tied else vocab_size * saved.shape.hidden_size
-    chunk = (4 + (config.objective.temperature != 1)) * FP32 * min(saved.tokens, _DISTILLED_CHUNK_ROWS) * vocab_size
+    chunk = (4 + (config.objective.temperature != 1)) * FP32 * min(saved.tokens, DISTILLED_ROWS) * vocab_size
     taught = saved.final_norm + teacher.block().saved_bytes + 2 * teacher.stream
     forward = saved.final_norm + hidden + teacher.stream + max(head + chunk, 2 * head + chunk / 2)
     return [Moment(taught), Moment(forward), Moment(saved.final_norm + hidden + head * (1 + tied), own, own)]

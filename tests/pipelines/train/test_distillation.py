@@ -13,6 +13,7 @@ from raystride.pipelines.config import Config, LoraConfig, ModelConfig, Objectiv
 from raystride.pipelines.data.teacher import check_teacher, load_teacher, teacher_flops_per_token, teacher_shape
 from raystride.pipelines.data.tokenizers.byte_pairs import ByteEncoder
 from raystride.pipelines.evaluate.export import _byte_tokenizer_json
+from raystride.pipelines.train.checkpoint.layout import MANIFEST_KEYS
 from raystride.pipelines.train.loop import Training
 from raystride.pipelines.train.memory.estimate import estimate
 from raystride.pipelines.train.worker.build import TEACHER, build_training
@@ -79,6 +80,7 @@ def test_a_stop_changes_no_bit_and_another_teacher_is_refused(folder: Path) -> N
     cut = _training(_config(folder), folder, "cut")
     assert 4 <= cut.state.step < 8
     assert len(cut.header[TEACHER]) == 64
+    assert cut.header.keys() <= MANIFEST_KEYS, "a later version's manifest with these keys can be read"
     cut.run()
     for one, other in zip(whole.model.parameters(), cut.model.parameters(), strict=True):
         assert torch.equal(one, other)

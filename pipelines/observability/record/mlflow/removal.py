@@ -35,6 +35,11 @@ def read_stages(storage: Folder) -> dict[str, str]:
     return dict(_query(storage, "select run_uuid, lifecycle_stage from runs"))
 
 
+def _read_stage(storage: Folder, run_id: str) -> str:
+    found = _query(storage, "select lifecycle_stage from runs where run_uuid = ?", run_id)
+    return str(found[0][0]) if found else ""
+
+
 def list_registered(storage: Folder, run_id: str) -> list[str]:
     """Returns `name version` of each registered model that a run of the storage's own database holds."""
     found = _query(storage, "select name, version from model_versions where run_id = ?", run_id)
@@ -74,7 +79,7 @@ def remove_run(run: Folder) -> str:
 
 def remove_from_database(storage: Folder, run_id: str) -> None:
     """Removes a run's row, models and artifacts from a storage's own database. Raises errors of MLflow and of its driver."""
-    if storage.local is None or read_stages(storage).get(run_id) is None:
+    if storage.local is None or not _read_stage(storage, run_id):
         (storage / ARTIFACT_FOLDER).remove(run_id)
         return
     load_mlflow()
@@ -85,7 +90,7 @@ def remove_from_database(storage: Folder, run_id: str) -> None:
         models = [
             model for (model,) in _query(storage, "select model_id from logged_models where source_run_id = ?", run_id)
         ]
-        if read_stages(storage).get(run_id) == "active":
+        if _read_stage(storage, run_id) == "active":
             store.delete_run(run_id)
         if all(hasattr(store, name) for name in PRIVATE_NAMES):  # else it stays marked as deleted
             for model in models:
