@@ -120,7 +120,8 @@ class DataConfig(Section):
     (`--data.test_source imdb#test`, `--data.validation_source FOLDER#validation`)."""
     validation: Literal["hash", "tail", "source"] = setting("hash", fixed=True)
     """Selection of validation documents. `hash`: a fraction, by a hash of each document; of a classifier's documents the
-    same of each class, but in a mixture and with `follow`. `tail`: the end of the whole text. `source`: another source."""
+    same of each class, but in a mixture and with `follow`. `tail`: the end of the whole text, also where
+    `hash` has one document to choose from, a language model's single text file. `source`: another source."""
     validation_fraction: float = setting(
         0.05,
         above=0,

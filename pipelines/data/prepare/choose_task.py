@@ -1,6 +1,7 @@
-"""Task selection for `task: auto`, by the columns of the data.
+"""Task selection for `task: auto`, by the columns of the data; validation on the end of a single text.
 
     config = choose_task(config)        # task completion, data.messages_column "messages", for a file of chats
+    config = choose_validation(config)  # data.validation "tail", for input.txt
 
 | columns                                                    | task             |
 | ---------------------------------------------------------- | ---------------- |
@@ -16,17 +17,20 @@ preparation does before it begins: the first rows of a file.
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from raystride.model.shape import ENCODERS
 from raystride.pipelines.config import Config, DataConfig, ObjectiveConfig, SettingError, TokenizerConfig
 from raystride.pipelines.config.stored_run import parse_settings
 from raystride.pipelines.data.prepare.opened_sources import open_sources
+from raystride.pipelines.data.sources.archives import is_archive
 from raystride.pipelines.data.sources.faults import DataError, Fault
 from raystride.pipelines.data.sources.pieces import Piece
+from raystride.pipelines.data.sources.selection import file_format
 from raystride.pipelines.data.sources.source import first_items
 from raystride.pipelines.data.tasks import build_task
-from raystride.pipelines.system.storage.folder import Folder
+from raystride.pipelines.system.storage.folder import Folder, absolute_uri
 
 AUTO = "auto"
 _COLUMNS = (
@@ -78,6 +82,19 @@ def choose_task(config: Config, storage: Folder | None = None) -> Config:
         setting="task",
         value=AUTO,
     )
+
+
+def choose_validation(config: Config) -> Config:
+    """Returns the settings with `data.validation tail` for a language model's single text file, one document: a hash of it
+    would leave nothing to validate on, or to train on.
+    """
+    data = config.data
+    is_text = data.kind in (AUTO, "text") and file_format(data.source) == "text" and not is_archive(data.source)
+    if data.validation != "hash" or data.sources or config.task != "language_model" or not is_text:
+        return config
+    if "://" in data.source or not Path(absolute_uri(data.source)).is_file():
+        return config
+    return replace(config, data=replace(data, validation="tail"))
 
 
 def _candidate_tasks(data: DataConfig) -> Iterator[tuple[str, dict[str, Any]]]:

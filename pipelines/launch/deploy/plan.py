@@ -20,7 +20,7 @@ from raystride.pipelines.config import Config, SettingError
 from raystride.pipelines.config.combinations import SHARDED
 from raystride.pipelines.config.deploy import DeployConfig, TargetConfig
 from raystride.pipelines.config.parse import Parsed, load_settings
-from raystride.pipelines.data.prepare.choose_task import choose_task
+from raystride.pipelines.data.prepare.choose_task import choose_task, choose_validation
 from raystride.pipelines.data.sources.selection import is_local
 from raystride.pipelines.launch.cluster.resources import Allocation, Resources
 from raystride.pipelines.launch.preflight.checks import GIB, Check, check_settings, estimate_memory, raise_for_failures
@@ -123,7 +123,7 @@ def plan_deployment(kind: Kind, request: DeployConfig, place: TargetConfig, pars
     `parsed` holds a Config, or for the job `sweep` a SweepJobConfig. Raises CannotRun, with a line for each reason, if the
     place cannot run it, and SettingError if settings contradict each other.
     """
-    chosen: Config = choose_task(with_data(parsed))
+    chosen: Config = choose_validation(choose_task(with_data(parsed)))
     run = chosen.run or chosen.default_run(parsed.preset)
     config = _resolve_local_paths(chosen)
     cpus, memory = _node_share(request, place)

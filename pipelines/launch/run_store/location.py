@@ -14,7 +14,7 @@ from raystride.pipelines.config.attempts import SETTINGS_FILE
 from raystride.pipelines.config.parse import Parsed
 from raystride.pipelines.config.stored_run import missing_run
 from raystride.pipelines.data.plugins import TASKS, load_plugins
-from raystride.pipelines.data.prepare.choose_task import choose_task
+from raystride.pipelines.data.prepare.choose_task import choose_task, choose_validation
 from raystride.pipelines.data.sources.registry import registered_sources
 from raystride.pipelines.data.sources.selection import is_local
 from raystride.pipelines.data.stored_code import admit_stored_code
@@ -76,7 +76,7 @@ def locate_run(parsed: Parsed[Config]) -> tuple[Config, Folder]:
     unused = () if config.record.mlflow else ("record.mlflow_uri",)
     config = config.with_secrets(optional=("data.test_source", *unused))
     storage = Folder.from_uri(config.storage, storage_base())
-    config = choose_task(config, storage)
+    config = choose_validation(choose_task(config, storage))
     config = replace(config, storage=storage.uri, run=config.run or name_run(config, parsed.preset, storage))
     make_storage(storage)
     exempt_loopback_from_proxies()

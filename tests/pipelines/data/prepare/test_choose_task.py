@@ -9,7 +9,7 @@ import pytest
 
 from raystride.pipelines.config import Config, DataConfig, ObjectiveConfig, TokenizerConfig, TrainConfig
 from raystride.pipelines.config.parse import to_yaml
-from raystride.pipelines.data.prepare.choose_task import choose_task
+from raystride.pipelines.data.prepare.choose_task import choose_task, choose_validation
 from raystride.pipelines.data.sources.faults import DataError
 from raystride.pipelines.system.storage.folder import Folder
 from tests.errors import refused
@@ -132,3 +132,25 @@ def test_a_run_that_has_begun_keeps_its_task_though_its_data_is_gone(tmp_path: P
     (storage / "mine").put("config.yaml", to_yaml(begun))
     (tmp_path / "rows.jsonl").unlink()
     assert choose_task(config, storage) == begun
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "chosen"),
+    [
+        ("input.txt", {}, "tail"),
+        ("input", {}, "tail"),
+        ("input.txt.gz", {}, "tail"),
+        ("input.txt", {"kind": "lines"}, "hash"),
+        ("input.csv", {}, "hash"),
+        ("input.zip", {}, "hash"),
+        ("", {}, "hash"),
+        ("input.txt", {"validation": "source", "validation_source": "other.txt"}, "source"),
+    ],
+)
+def test_a_single_text_is_validated_on_its_end(tmp_path: Path, name: str, changes: dict[str, Any], chosen: str) -> None:
+    (tmp_path / "input.txt").write_text("a text")
+    if name:
+        (tmp_path / name).write_text("a text")
+    config = Config(data=DataConfig(source=str(tmp_path / name), **changes))
+    assert choose_validation(config).data.validation == chosen
+    assert choose_validation(replace(config, task="completion")).data == config.data
