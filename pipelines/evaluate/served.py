@@ -47,7 +47,7 @@ class MlflowModel(PythonModel):  # type: ignore[misc]
         columns, predictor, examples = self._predictor.task.asked, self._predictor, []
         rows = model_input[[column.name for column in columns]].itertuples(index=False)
         for number, row in enumerate(rows, 1):
-            piece = next(build_document(row, f"row {number}", columns), Fault(f"row {number}", "is empty"))
+            piece = next(iter(build_document(row, f"row {number}", columns)), Fault(f"row {number}", "is empty"))
             if isinstance(piece, Fault):
                 raise ValueError(f"{piece.place}: {piece.reason}")
             examples += predictor.build_examples(piece)

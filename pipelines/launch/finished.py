@@ -151,7 +151,8 @@ def predict_inputs(settings: PredictConfig, inputs: Sequence[Any], log: Log = la
         for question in inputs:
             values = list(question) if isinstance(question, tuple) else [question]
             piece = next(
-                build_document(values, "the question", columns[: len(values)], ANY_FILE), Fault("the question", "is empty")
+                iter(build_document(values, "the question", columns[: len(values)], ANY_FILE)),
+                Fault("the question", "is empty"),
             )
             if isinstance(piece, Fault):
                 raise SettingError(f"the question {question!r} {piece.reason}", setting="question", value=question)

@@ -1,7 +1,8 @@
 """Generations: immutable groups of finished shards that a training can read while the preparation is still running.
 
-A generation is the next finished parts in order: a manifest of their shards in `generations/000003/`. The first one contains
-both splits, and `end.json` says that no other follows. A reader that has read a generation never has to read it again.
+A generation is the next finished parts in order, or sections of a part that is not divided: a manifest of their shards in
+`generations/000003/`. The first one contains both splits, and `end.json` says that no other follows. A reader that has read
+a generation never has to read it again.
 
     publisher = Publisher(job.folder, min_bytes=64 << 20, describe=describe, is_sufficient=is_sufficient)
     with publisher.publishing(parts):
@@ -11,10 +12,11 @@ both splits, and `end.json` says that no other follows. A reader that has read a
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from raystride.pipelines.data.prepare.manifest import Manifest
+from raystride.pipelines.data.prepare.sections import read_section
 from raystride.pipelines.data.sources.pieces import Part
 from raystride.pipelines.system.service_thread import ServiceThread, format_error
 from raystride.pipelines.system.storage.folder import Folder
@@ -70,8 +72,18 @@ def validation_first(parts: Sequence[Part]) -> list[Part]:
     return sorted(parts, key=lambda part: part.split != "validation")
 
 
+@dataclass(frozen=True)
+class _Finished:
+    """A part that has finished, or a section of one."""
+
+    record: Mapping[str, Any]
+    bytes: int
+    """Approximate bytes of its text."""
+    ends_part: bool = True
+
+
 class Publisher:
-    """Watches the records of parts and writes generations of at least `min_bytes` of text.
+    """Watches the records of parts and sections and writes generations of at least `min_bytes` of text.
 
     The first generation must also satisfy `is_sufficient`. It continues the generations of an interrupted preparation.
     """
@@ -92,10 +104,10 @@ class Publisher:
             log,
         )
         self._parts: list[Part] = []
-        self._records: list[Mapping[str, Any]] = []
-        """Records of the parts after those that are published."""
-        self.published, self._number = self._find_generations()
-        """Parts that are in generations, and the number of generations."""
+        self._finished: list[_Finished] = []
+        """What follows the published parts and sections."""
+        self.published, self._sections, self._number = self._find_generations()
+        """Parts that are in generations whole, sections that are of the part after them, and the number of generations."""
 
     @contextmanager
     def publishing(self, parts: Sequence[Part]) -> Iterator[None]:
@@ -117,7 +129,7 @@ class Publisher:
             ):
                 yield
             self._publish_due()
-            if self._number or (self._records and self._is_sufficient(self._build_manifest())):
+            if self._number or (self._finished and self._is_sufficient(self._build_manifest())):
                 self._write_generation()
         except Exception as error:
             with suppress(OSError):
@@ -143,32 +155,65 @@ class Publisher:
             publish_failure(self._folder, format_error(error))
 
     def _publish_due(self) -> None:
-        """Publishes finished parts once they reach the size of a generation: its parts do not depend on timing."""
+        """Publishes what has finished once it has the size of a generation, which does not depend on timing."""
         while True:
-            parts = self._parts[self.published : self.published + len(self._records)]
-            due = parts and sum(part.bytes for part in parts) >= self._min_bytes
+            due = self._finished and sum(found.bytes for found in self._finished) >= self._min_bytes
             if due and (self._number or self._is_sufficient(self._build_manifest())):
-                self._write_generation()  # first, also if it has failed before: with exactly these parts
-            if self.published + len(self._records) == len(self._parts):
-                return
-            part = self._parts[self.published + len(self._records)]
+                self._write_generation()  # first, also if it has failed before: with exactly this content
             try:
-                self._records.append(read_sealed(self._folder / "parts", f"{part.number:05d}.json", PREPARE_AGAIN))
+                found = self._read_next()
             except FileNotFoundError:
                 return
+            if found is None:
+                return
+            self._finished.append(found)
+
+    def _read_next(self) -> _Finished | None:
+        """Reads what follows, None after all parts. Raises FileNotFoundError if it has not finished."""
+        number, sections = self._position(self._finished)
+        if number == len(self._parts):
+            return None
+        part = self._parts[number]
+        if part.is_divided:
+            return _Finished(self._read_record(part), part.bytes)
+        try:
+            section = read_section(self._folder, part.number, sections)
+        except FileNotFoundError:
+            if sections or self._read_record(part).get("sections"):
+                raise
+            return _Finished(self._read_record(part), part.bytes)  # a small one has none
+        if not section["last"]:
+            return _Finished(section, section["bytes"], ends_part=False)
+        whole = self._read_record(part)
+        return _Finished(section | {name: whole[name] for name in ("dropped", "lost_text")}, section["bytes"])
+
+    def _read_record(self, part: Part) -> dict[str, Any]:
+        return read_sealed(self._folder / "parts", f"{part.number:05d}.json", PREPARE_AGAIN)
+
+    def _position(self, finished: Sequence[_Finished]) -> tuple[int, int]:
+        """Returns the whole parts up to the end of what has finished, and the sections of the part after them."""
+        parts, sections = self.published, self._sections
+        for found in finished:
+            parts, sections = (parts + 1, 0) if found.ends_part else (parts, sections + 1)
+        return parts, sections
 
     def _build_manifest(self) -> Manifest:
-        manifest = self._describe(self._records)
-        return replace(manifest, source=manifest.source | {"parts": len(self._records)})
+        manifest = self._describe([found.record for found in self._finished])
+        parts, sections = self._position(self._finished)
+        position = {"parts": parts - self.published} | ({"sections": sections} if sections else {})
+        return replace(manifest, source=manifest.source | position)
 
     def _write_generation(self) -> None:
-        if self._records:
+        if self._finished:
             self._build_manifest().save(self._folder / GENERATIONS_FOLDER / f"{self._number:06d}")
-            self.published, self._number, self._records = self.published + len(self._records), self._number + 1, []
+            self.published, self._sections = self._position(self._finished)
+            self._number, self._finished = self._number + 1, []
 
-    def _find_generations(self) -> tuple[int, int]:
-        """Returns the number of parts in generations of an interrupted preparation, and the number of generations."""
-        published, number = 0, 0
+    def _find_generations(self) -> tuple[int, int, int]:
+        """Returns the whole parts in generations of an interrupted preparation, the sections of the part after them, and the
+        number of generations."""
+        published, sections, number = 0, 0, 0
         while manifest := read_generation(self._folder, number):
             published, number = published + int(manifest.source["parts"]), number + 1
-        return published, number
+            sections = int(manifest.source.get("sections", 0))
+        return published, sections, number

@@ -3,14 +3,13 @@
 A shard is cut into leaves of 64 KiB. Each leaf's BLAKE2b of 16 bytes is stored in a file beside the shard, and the BLAKE2b
 of that file in the manifest, as in a Merkle tree of two levels: the manifest authenticates every leaf.
 
-    put_hash_list(folder, "train/00003.arrow", content)       # the top hash, 32 hexadecimal digits
+    put_hash_list(folder, "train/00003.arrow", hash_list(content))    # the top hash, 32 hexadecimal digits
     leaves = parse_hash_list(content, top_hash)               # raises ValueError if it has another top hash
     leaves.matches(first_byte, piece)                         # whether these are the shard's bytes from there on
 """
 
 import hashlib
 from dataclasses import dataclass
-from typing import Any
 
 from raystride.pipelines.system.storage.folder import Folder
 
@@ -34,9 +33,8 @@ def hash_list(content: bytes | memoryview) -> bytes:
     return b"".join(_blake2b(view[offset : offset + LEAF_BYTES]) for offset in range(0, len(view), LEAF_BYTES))
 
 
-def put_hash_list(folder: Folder, shard: str, content: Any) -> str:
-    """Writes the hash list of a shard with this content, a buffer of bytes, and returns its top hash."""
-    leaves = hash_list(content)
+def put_hash_list(folder: Folder, shard: str, leaves: bytes) -> str:
+    """Writes the hash list of a shard, `hash_list` of its content, and returns its top hash."""
     folder.put(hash_list_name(shard), leaves)
     return _blake2b(leaves).hex()
 

@@ -21,9 +21,8 @@ from typing import Protocol
 import numpy as np
 
 from raystride.pipelines.data.prepare.cleaning import Cleaning
-from raystride.pipelines.data.prepare.parts import read_part_items
 from raystride.pipelines.data.prepare.passes import RunEach, put_part_seconds, put_pass_seconds, run_pass
-from raystride.pipelines.data.prepare.progress import CountMeter, show_progress
+from raystride.pipelines.data.prepare.progress import CountMeter, read_items_with_mark, show_progress
 from raystride.pipelines.data.sources.faults import Fault
 from raystride.pipelines.data.sources.pieces import Part, Piece, Reader
 from raystride.pipelines.system.storage.folder import Folder
@@ -159,7 +158,9 @@ def sign_part(job: DuplicatesJob, part: Part) -> float:
     """Writes the signatures of a part's documents and returns the seconds. Raises DataError unless faults are skipped."""
     began, cleaning, signed = time.perf_counter(), job.cleaning, []
     assert cleaning
-    items = cleaning.items(read_part_items(job.readers[part.split or "train"], part), f"part {part.number}", Counter())
+    items = cleaning.items(
+        read_items_with_mark(job.folder, job.readers[part.split or "train"], part), f"part {part.number}", Counter()
+    )
     for item in items:
         if isinstance(item, Fault):
             if not job.skip:

@@ -51,6 +51,7 @@ from raystride.pipelines.data.prepare.near_duplicates import (
 from raystride.pipelines.data.prepare.parts import packed_notes, sample_documents
 from raystride.pipelines.data.prepare.passes import PASSES_FILE, add_passes
 from raystride.pipelines.data.prepare.progress import (
+    MARKS,
     SPEED_FILE,
     ProgressMeter,
     describe_speeds,
@@ -217,7 +218,7 @@ def prepare_in_steps(
     # Only an interrupted preparation needs these files; with the manifest this one is finished.
     try:
         passes = (*sealed_names(FACTS), SURVEYS_FOLDER, SIGNATURES_FOLDER, *sealed_names(DUPLICATES_FILE), PASSES_FILE)
-        for name in ("parts", SECTIONS, PARTS, *passes):
+        for name in ("parts", SECTIONS, PARTS, MARKS, *passes):
             folder.remove(name)
         folder.remove_temporary(before=started)
     except OSError as error:

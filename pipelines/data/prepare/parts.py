@@ -52,8 +52,8 @@ def divide_into_parts(
 def packed_notes(parts: Sequence[Part], data: DataConfig) -> list[str]:
     """Returns a note about large packed files, each of which one task reads, if there are fewer of them than tasks."""
     size = data.shard_mib * 2**20
-    pieces = (piece for part in parts for piece in part.slices if piece.stop is None)
-    packed = [piece for piece in pieces if piece.bytes > size and piece.file.name.lower().endswith(tuple(COMPRESSIONS))]
+    pieces = (piece for part in parts for piece in part.slices if piece.bytes > size)
+    packed = [piece for piece in pieces if piece.file.name.lower().endswith(tuple(COMPRESSIONS))]
     if not packed or len(packed) >= WORKERS:
         return []
     largest = max(packed, key=lambda piece: piece.bytes)

@@ -40,7 +40,7 @@ def run_pass(
     left = [part for part in parts if name_of(part.number) not in existing or not is_whole(folder, part.number)]
     if 0 < len(left) < len(parts):
         log(f"data: going on with {label} that was interrupted, {len(parts) - len(left)} of {len(parts)} parts are done")
-    with show_progress(label, ProgressMeter({folder: {name_of(part.number): part.bytes for part in left}}), log):
+    with show_progress(label, ProgressMeter((job.folder, folder, name_of, left)), log):
         run_each(function, job, left)
     seconds = 0.0
     for part in parts:

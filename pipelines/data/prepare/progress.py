@@ -12,12 +12,16 @@ several processes add up, and text divided by seconds is the speed of one proces
 
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from contextlib import contextmanager, suppress
+from dataclasses import replace
 from typing import Any, Generic, Protocol, Self, TypeVar
 
+from raystride.pipelines.data.prepare.parts import read_part_items
 from raystride.pipelines.data.prepare.sections import SECTIONS
-from raystride.pipelines.data.sources.pieces import Part
+from raystride.pipelines.data.sources.faults import Fault
+from raystride.pipelines.data.sources.pieces import Part, Piece, Reader
+from raystride.pipelines.data.sources.streams import position_in_file
 from raystride.pipelines.system.service_thread import ServiceThread
 from raystride.pipelines.system.storage.folder import Folder
 
@@ -82,6 +86,35 @@ def _format_figures(value: float) -> str:
 
 _BAR_EVERY_S = 0.5
 LINE_EVERY_S = 10.0
+MARK_EVERY_S = 2.0
+MARKS = "reading"
+"""In a folder that is being prepared: for each part that is not divided, the bytes that the pass at work has read."""
+
+
+def read_items_with_mark(folder: Folder, reader: Reader, part: Part) -> Iterator[Piece | Fault]:
+    """Yields the pieces and faults of a part in order. If the part is not divided, the bytes that have been read of its
+    files are noted in the folder meanwhile.
+    """
+    if part.is_divided:
+        yield from read_part_items(reader, part)
+        return
+    before, due = 0, time.monotonic() + MARK_EVERY_S
+    for piece in part.slices:
+        # A tail begins behind what other slices have of the file.
+        first = piece.file.size - piece.bytes if piece.start else 0
+        for item in read_part_items(reader, replace(part, slices=(piece,))):
+            yield item
+            if time.monotonic() >= due:
+                position = (position_in_file(piece.file) or 0) - first
+                with suppress(OSError):
+                    (folder / MARKS).put(mark_name(part.number), str(before + min(max(position, 0), piece.bytes)))
+                due = time.monotonic() + MARK_EVERY_S
+        before += piece.bytes
+
+
+def mark_name(part: int) -> str:
+    """Returns the name of the file with the bytes of a part that have been read."""
+    return f"{part:05d}"
 
 
 class ProgressSource(Protocol):
@@ -133,32 +166,45 @@ class CountMeter:
 
 
 class ProgressMeter:
-    """Counts finished parts and measures their rate."""
+    """Counts finished parts, and the bytes that are read of packed files, and measures the rate."""
+
+    def __init__(self, *sources: tuple[Folder, Folder, Callable[[int], str], Sequence[Part]]) -> None:
+        """A source is the folder of its preparation, the folder with a file a finished part, the name of that file by the
+        part's number, and the parts. Marks of an earlier pass are removed.
+        """
+        self._sources = [
+            (folder, records, {name_of(part.number): part for part in parts}) for folder, records, name_of, parts in sources
+        ]
+        self._packed = [
+            (folder, packed)
+            for folder, _, _, parts in sources
+            if (packed := [part for part in parts if not part.is_divided])
+        ]
+        for folder, _ in self._packed:
+            folder.remove(MARKS)
+        self._first: tuple[float, int] | None = None
+        """Time at which bytes were finished first, and their number: what comes before, as Ray's start, has no rate."""
+        self._count = sum(len(own) for _, _, own in self._sources)
+        self.total = max(sum(part.bytes for _, _, own in self._sources for part in own.values()), 1)
+        self.done = 0
 
     @classmethod
     def for_parts(cls, *sources: tuple[Folder, Sequence[Part]]) -> Self:
         """Returns the meter of parts that are prepared in one folder or several."""
-        packed = [folder for folder, parts in sources if any(piece.stop is None for part in parts for piece in part.slices)]
-        sizes = {folder / "parts": {f"{part.number:05d}.json": part.bytes for part in parts} for folder, parts in sources}
-        return cls(sizes, [folder / SECTIONS for folder in packed])
-
-    def __init__(self, sizes: Mapping[Folder, Mapping[str, int]], sections: Sequence[Folder] = ()) -> None:
-        """`sizes` are the parts' bytes by the names of their files, in folders of records; `sections` have those of packed
-        files.
-        """
-        self._bytes, self._sections = sizes, sections
-        self._first: tuple[float, int] | None = None
-        """Time at which parts were finished first, and their bytes: what comes before, as Ray's start, is not their rate."""
-        self._count = sum(map(len, sizes.values()))
-        self.total = max(sum(size for own in sizes.values() for size in own.values()), 1)
-        self.done = 0
+        return cls(*((folder, folder / "parts", "{:05d}.json".format, parts) for folder, parts in sources))
 
     def read(self) -> str:
         """Counts the parts that have finished and returns the state as a line."""
-        found = [own[name] for records, own in self._bytes.items() for name in own.keys() & set(records.names())]
-        self.done = sum(found)
-        text = f"{len(found)}/{self._count} parts, {self.done / 1e6:.0f} MB"
-        if sections := sum(name.endswith(".json") for folder in self._sections for name in folder.names()):
+        finished = [
+            (folder, own[name]) for folder, records, own in self._sources for name in own.keys() & set(records.names())
+        ]
+        self.done = sum(part.bytes for _, part in finished) + self._bytes_of_marks(
+            {(folder, part.number) for folder, part in finished}
+        )
+        text = f"{len(finished)}/{self._count} parts, {self.done / 1e6:.0f} MB"
+        if self._packed:
+            text += f" of {self.total / 1e6:.0f} MB read"
+        if sections := sum(name.endswith(".json") for folder, _ in self._packed for name in (folder / SECTIONS).names()):
             text += f", {sections} shards of packed files"
         if self._first is None:
             self._first = (time.monotonic(), self.done) if self.done else None
@@ -166,3 +212,12 @@ class ProgressMeter:
             speed = (self.done - self._first[1]) / max(time.monotonic() - self._first[0], 1e-9)
             text += f", {speed / 1e6:.1f} MB/s, {(self.total - self.done) / speed:.0f} s left"
         return text
+
+    def _bytes_of_marks(self, finished: Set[tuple[Folder, int]]) -> int:
+        """Returns the bytes that are read of parts that have not finished."""
+        found = 0
+        for folder, parts in self._packed:
+            marks = folder / MARKS
+            names = {mark_name(part.number) for part in parts if (folder, part.number) not in finished}
+            found += sum(int(marks.read(name)) for name in names & set(marks.names()))
+        return found

@@ -12,9 +12,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from hashlib import blake2b, sha256
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from raystride.pipelines.data.prepare.columns import number_column, text_column
 from raystride.pipelines.data.sources.pieces import File
 from raystride.pipelines.data.sources.source import Source
 from raystride.pipelines.system.storage.folder import Folder
@@ -68,9 +70,13 @@ def write_raw_files(folder: Folder, source: Source, validation: Source | None) -
     if folder.exists(FILE):
         return
     files = list_raw_files(source, validation)
-    columns = {name: [getattr(file, name) for file in files] for name in _SCHEMA.names}
+    columns = []
+    for field in _SCHEMA:
+        values = [getattr(file, field.name) for file in files]
+        is_text = pa.types.is_string(field.type)
+        columns.append(text_column(values, field.type) if is_text else number_column(np.array(values, np.int64)))
     sink = pa.BufferOutputStream()
-    pq.write_table(pa.table(columns, _SCHEMA), sink, compression="zstd")
+    pq.write_table(pa.Table.from_arrays(columns, schema=_SCHEMA), sink, compression="zstd")
     put_bytes_sealed_beside(folder, FILE, sink.getvalue().to_pybytes())
 
 

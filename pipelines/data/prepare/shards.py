@@ -21,18 +21,14 @@ from typing import IO, Any
 import numpy as np
 import pyarrow as pa
 
-from raystride.pipelines.data.prepare.hash_list import hash_list_name, put_hash_list
+from raystride.pipelines.data.prepare.columns import as_array, number_column, numpy_type, read_bools, read_numbers
+from raystride.pipelines.data.prepare.hash_list import LEAF_BYTES, hash_list, hash_list_name, put_hash_list
 from raystride.pipelines.data.prepare.manifest import Shard
 from raystride.pipelines.system.storage.folder import Folder
 
 _LIST_COLUMNS = ("ids", "loss_mask")
-_COMPARED_BYTES = 4 << 20
-"""Bytes that are compared at once with what was written."""
-
-
-def as_array(column: pa.ChunkedArray) -> pa.Array:
-    """Returns a column as one array; Arrow copies a column of one chunk, too."""
-    return column.chunk(0) if column.num_chunks == 1 else column.combine_chunks()
+_PIECE_BYTES = 16 * LEAF_BYTES
+"""Bytes of a shard that are read back at once."""
 
 
 class ShardWriter:
@@ -59,30 +55,34 @@ class ShardWriter:
         rows = np.arange(table.num_rows) if rows is None else rows
         if not len(rows):
             return
-        ids, masks = as_array(table["ids"]), table["loss_mask"].take(pa.array(rows)).combine_chunks()
-        offsets, values = ids.offsets.to_numpy(), ids.values.to_numpy()
-        lengths = (offsets[rows + 1] - offsets[rows]).tolist()
-        columns = (column.to_pylist() for column in table.select(["document", "begins", "ends"]).take(rows).columns)
-        position = self._tokens
-        for length, document, begins, ends in zip(lengths, *columns, strict=True):
-            if self._documents and document == self._documents[-1]:
-                self._ends[-1] = ends
-            else:
-                self._offsets.append(position)
-                self._documents.append(document)
-                self._begins.append(begins)
-                self._ends.append(ends)
-            position += length
+        ids = as_array(table["ids"])
+        offsets, values = read_numbers(ids.offsets), read_numbers(ids.values)
+        lengths = offsets[rows + 1] - offsets[rows]
         # There is no mask until a document has one; all tokens before it are in the loss.
-        if masks.null_count < len(masks):
-            self._add_mask(masks, lengths)
+        masks = table["loss_mask"]
+        if masks.null_count < len(masks) and (own := masks.take(pa.array(rows)).combine_chunks()).null_count < len(own):
+            self._add_mask(own, lengths.tolist())
         elif self._mask is not None:
-            np.ones(position - self._tokens, np.uint8).tofile(self._mask)
+            np.ones(lengths.sum(), np.uint8).tofile(self._mask)
+        self._add_rows(table, rows, lengths)
         # Neighbouring rows are written at once: a table's ids are not copied by split.
         edges = np.flatnonzero(np.diff(rows) > 1) + 1
         for first, end in zip(rows[np.append(0, edges)], rows[np.append(edges, len(rows)) - 1] + 1, strict=True):
-            self._ids.write(values[offsets[first] : offsets[end]])
-        self._tokens = position
+            self._ids.write(values[offsets[first] : offsets[end]].data)
+
+    def _add_rows(self, table: pa.Table, rows: np.ndarray, lengths: np.ndarray) -> None:
+        documents = read_numbers(table["document"])[rows]
+        begins, ends = (read_bools(table[name])[rows] for name in ("begins", "ends"))
+        is_new = np.append(not self._documents or documents[0] != self._documents[-1], documents[1:] != documents[:-1])
+        (firsts,), stop = np.nonzero(is_new), len(rows)
+        if before := firsts[0] if len(firsts) else stop:
+            self._ends[-1] = bool(ends[before - 1])
+        starts = self._tokens + np.cumsum(lengths) - lengths
+        self._offsets.frombytes(starts[firsts].astype(np.int64).tobytes())
+        self._documents.frombytes(documents[firsts].tobytes())
+        self._begins += begins[firsts].tobytes()
+        self._ends += ends[np.append(firsts[1:], stop)[: len(firsts)] - 1].tobytes()
+        self._tokens += int(lengths.sum())
 
     def _add_mask(self, masks: pa.Array, lengths: list[int]) -> None:
         if self._mask is None:
@@ -103,14 +103,14 @@ class ShardWriter:
                 with pa.ipc.new_file(str(path), batch.schema) as out:
                     out.write_batch(batch)
                 with pa.memory_map(str(path)) as written:
-                    content = written.read_buffer()
-                    offsets = _offsets(content, batch, path)
-                    digest, top_hash = hashlib.sha256(content).hexdigest(), put_hash_list(self._folder, name, content)
+                    offsets, size = _find_offsets(written.read_buffer(), batch), written.size()
+                digest, leaves = _read_back(path, {key: (offsets[key], buffer) for key, buffer in _buffers(batch).items()})
+                top_hash = put_hash_list(self._folder, name, leaves)
         return Shard(
             file=name,
             tokens=self._tokens,
             documents=sum(self._begins),
-            bytes=content.size,
+            bytes=size,
             sha256=digest,
             ids_offset=offsets["ids"],
             mask_offset=offsets.get("loss_mask"),
@@ -123,9 +123,9 @@ class ShardWriter:
         offsets = pa.py_buffer(np.append(np.frombuffer(self._offsets, np.int64), self._tokens))
         columns = {
             "ids": self._list_column(self._ids, self._id_type, offsets),
-            "document": pa.array(np.frombuffer(self._documents, np.uint64)),
-            "begins": pa.array(np.frombuffer(self._begins, bool)),
-            "ends": pa.array(np.frombuffer(self._ends, bool)),
+            "document": number_column(np.frombuffer(self._documents, np.uint64)),
+            "begins": number_column(np.frombuffer(self._begins, bool)),
+            "ends": number_column(np.frombuffer(self._ends, bool)),
         }
         if self._mask is not None:
             columns["loss_mask"] = self._list_column(self._mask, pa.uint8(), offsets)
@@ -133,27 +133,43 @@ class ShardWriter:
 
     def _list_column(self, spool: IO[bytes], value_type: pa.DataType, offsets: pa.Buffer) -> pa.Array:
         spool.flush()
-        values = np.memmap(spool, value_type.to_pandas_dtype(), "r", shape=(self._tokens,))
+        values = np.memmap(spool, numpy_type(value_type), "r", shape=(self._tokens,))
         flat = pa.Array.from_buffers(value_type, self._tokens, [None, pa.py_buffer(values)])
         return pa.Array.from_buffers(pa.large_list(value_type), len(self._offsets), [None, offsets], children=[flat])
 
 
-def _offsets(content: pa.Buffer, batch: pa.RecordBatch, path: Path) -> dict[str, int]:
-    """Returns the byte offsets of a shard's rows and of the flat values of its list columns, verified by numpy."""
-    found, written = {}, pa.ipc.open_file(content).get_batch(0)
-    buffers = {name: written.column(name).values.buffers()[1] for name in batch.schema.names if name in _LIST_COLUMNS}
-    expected = {name: batch.column(name).values.to_numpy() for name in buffers}
-    buffers["rows"], expected["rows"] = written.column("ids").buffers()[1], batch.column("ids").offsets.to_numpy()
-    for name, buffer in buffers.items():
-        found[name] = buffer.address - content.address
-        on_disk = np.frombuffer(content, expected[name].dtype, len(expected[name]), found[name])
-        step = _COMPARED_BYTES // on_disk.itemsize
-        if not all(
-            np.array_equal(on_disk[first : first + step], expected[name][first : first + step])
-            for first in range(0, len(on_disk), step)
-        ):
-            raise OSError(f"{path}: the {name} that were written read otherwise: check the disk and prepare again")
-    return found
+def _buffers(batch: pa.RecordBatch) -> dict[str, pa.Buffer]:
+    """Returns the flat values of a shard's list columns, and the beginnings of its rows."""
+    found = {name: batch.column(name).values.buffers()[1] for name in batch.schema.names if name in _LIST_COLUMNS}
+    return found | {"rows": batch.column("ids").buffers()[1]}
+
+
+def _find_offsets(content: pa.Buffer, batch: pa.RecordBatch) -> dict[str, int]:
+    """Returns the byte offsets of a shard's buffers in its file."""
+    written = pa.ipc.open_file(content).get_batch(0)
+    return {name: buffer.address - content.address for name, buffer in _buffers(written).items()}
+
+
+def _read_back(path: Path, expected: dict[str, tuple[int, pa.Buffer]]) -> tuple[str, bytes]:
+    """Returns the SHA-256 of a file and the hashes of its leaves, from one reading of it.
+
+    `expected` are offsets and what must be there, by name. Raises OSError if it is not.
+    """
+    digest, leaves, position = hashlib.sha256(), [], 0
+    piece = bytearray(_PIECE_BYTES)  # read into, as pages of a mapping cost more than a copy
+    with path.open("rb") as stream:
+        while size := stream.readinto(piece):
+            view = memoryview(piece)[:size]
+            digest.update(view)
+            leaves.append(hash_list(view))
+            for name, (offset, buffer) in expected.items():
+                first, stop = max(offset, position), min(offset + buffer.size, position + size)
+                on_disk = pa.py_buffer(view[first - position : max(stop, first) - position])
+                if first < stop and not on_disk.equals(buffer.slice(first - offset, stop - first)):
+                    message = f"{path}: the {name} that were written read otherwise: check the disk and prepare again"
+                    raise OSError(message)
+            position += size
+    return digest.hexdigest(), b"".join(leaves)
 
 
 def is_intact(folder: Folder, shard: dict[str, Any]) -> bool:

@@ -14,6 +14,7 @@ survey_part    a part → the task's survey of its documents, a file, for tasks 
 import json
 import math
 import time
+from array import array
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
@@ -25,6 +26,15 @@ import pyarrow.compute as pc
 
 from raystride.pipelines.data.prepare.class_split import CLASS_HASHES, SmallestHashes, divides_by_class, hash_validates
 from raystride.pipelines.data.prepare.cleaning import Cleaning
+from raystride.pipelines.data.prepare.columns import (
+    as_array,
+    number_column,
+    numpy_type,
+    read_bools,
+    read_numbers,
+    read_valid,
+    text_column,
+)
 from raystride.pipelines.data.prepare.document_hashes import (
     hash_document,
     part_hashes_name,
@@ -33,11 +43,10 @@ from raystride.pipelines.data.prepare.document_hashes import (
 )
 from raystride.pipelines.data.prepare.lost_text import TextSample
 from raystride.pipelines.data.prepare.near_duplicates import read_duplicates
-from raystride.pipelines.data.prepare.parts import read_part_items
 from raystride.pipelines.data.prepare.passes import put_part_seconds
-from raystride.pipelines.data.prepare.progress import TimedIterator
+from raystride.pipelines.data.prepare.progress import TimedIterator, read_items_with_mark
 from raystride.pipelines.data.prepare.sections import SECTIONS, load_sections, section_name, shards_of_record
-from raystride.pipelines.data.prepare.shards import ShardWriter, as_array
+from raystride.pipelines.data.prepare.shards import ShardWriter
 from raystride.pipelines.data.sources.faults import Fault
 from raystride.pipelines.data.sources.pieces import Part, Piece, Reader
 from raystride.pipelines.data.tasks.labels import LabelTask
@@ -56,8 +65,10 @@ _TABLE_BYTES = 2 << 20
 _TABLE_ROWS = 8192
 _MAX_NAMED_FAULTS = 100
 
-_SECTION_END, _GOES_ON = "section ends", "goes on"
-"""Places of rows without document and fault: one ends a section, and one follows the sections that are written already."""
+_SECTION_BYTES, _GOES_ON = "section_bytes", "sections"
+"""In the place, JSON, of a row without document and fault. One ends a section, and has the characters of its text; one
+follows as many sections that are written already; the last one of a part has `dropped`, too.
+"""
 
 _TEXT = pa.schema(
     {
@@ -113,7 +124,7 @@ class Preparation:
 
         With a cleaning, `seconds` gets the time of reading, and the time of both together as `clean`.
         """
-        items = read_part_items(self.readers[part.split or "train"], part)
+        items = read_items_with_mark(self.folder, self.readers[part.split or "train"], part)
         if self.cleaning is None:
             return items
         duplicates = read_duplicates(self.folder, part.number) if self.finds_duplicates else frozenset()
@@ -130,24 +141,24 @@ def read_part(job: Preparation, part: Part) -> Iterator[pa.Table]:
     dropped: Counter[str] = Counter()
     sample = TextSample(job.task, part.bytes, seed=part.number)
     took = {"read": 0.0, "clean": 0.0}
-    rows: list[tuple[Any, ...]] = []
-    size, document, ended, spent, began = 0, -1, True, 0.0, time.perf_counter()
-    # What cannot be divided is written in sections, and those that are written are read over.
-    is_divided = all(piece.stop is not None for piece in part.slices)
-    left = 0 if is_divided else len(load_sections(job.folder, part.number))
-    section_bytes, section_size = math.inf if is_divided else job.task.config.data.shard_mib * 2**20, 0
+    rows = _Rows(part.number)
+    document, ended, spent, began = -1, True, 0.0, time.perf_counter()
+    # What cannot be divided is written in sections, and those that are written are read over. An example is in one of them.
+    left = 0 if part.is_divided else len(load_sections(job.folder, part.number))
+    section_bytes, section_size = math.inf if part.is_divided else job.task.config.data.shard_mib * 2**20, 0
+    cuts_documents = job.task.window is not None
     if left:
-        rows.append((part.number, None, None, None, None, None, _GOES_ON, None, None))
+        rows.add_other(json.dumps({_GOES_ON: left}))
     for item in job.items(part, dropped, took):
-        if isinstance(item, Piece) and item.begins and section_size >= section_bytes:
+        if section_size >= section_bytes and isinstance(item, Piece) and (item.begins or cuts_documents):
             if not left:
-                rows.append((part.number, None, None, None, None, None, _SECTION_END, None, None))
+                rows.add_other(json.dumps({_SECTION_BYTES: section_size}))
             left, section_size = max(0, left - 1), 0
         if isinstance(item, Fault):
             if not job.skip:
                 raise item.error()
             if not left:
-                rows.append((part.number, None, None, None, None, None, item.place, item.reason, None))
+                rows.add_other(item.place, item.reason)
             continue
         # A skipped range may have held the beginning: the rest must not join the document before.
         document += item.begins or ended
@@ -159,19 +170,72 @@ def read_part(job: Preparation, part: Part) -> Iterator[pa.Table]:
         section_size += len(text)
         if left:
             continue
-        start = key if item.begins else None
-        rows.append((part.number, document, item.begins, item.ends, validation, text, item.place, None, start))
-        size += len(text)
-        if size >= _TABLE_BYTES or len(rows) >= _TABLE_ROWS:
-            table = _build_table(rows)
+        rows.add_document(document, item, text, validation, key)
+        if rows.is_full:
+            table = rows.build_table()
             spent += time.perf_counter() - began
             yield table
-            rows, size, began = [], 0, time.perf_counter()
+            rows, began = _Rows(part.number), time.perf_counter()
     cleaning = max(0.0, took["clean"] - took["read"])
     seconds = {"read": spent + time.perf_counter() - began - cleaning, "clean": cleaning}
-    trailer = {"dropped": {**+dropped}, "lost_text": sample.measure(), "seconds": seconds}
-    rows.append((part.number, None, None, None, None, None, json.dumps(trailer), None, None))
-    yield _build_table(rows)
+    trailer = {"dropped": {**+dropped}, "lost_text": sample.measure(), "seconds": seconds, _SECTION_BYTES: section_size}
+    rows.add_other(json.dumps(trailer))
+    yield rows.build_table()
+
+
+class _Rows:
+    """The rows of a table of a part's texts, by column: the garbage collection would visit tuples again and again."""
+
+    def __init__(self, part: int) -> None:
+        self._part, self._size = part, 0
+        self._documents, self._hashes = array("Q"), array("Q")
+        self._is_document, self._begins, self._ends, self._validates = bytearray(), bytearray(), bytearray(), bytearray()
+        self._texts, self._places, self._faults = list[str | None](), list[str](), list[str | None]()
+
+    @property
+    def is_full(self) -> bool:
+        """Whether a table has these rows."""
+        return self._size >= _TABLE_BYTES or len(self._places) >= _TABLE_ROWS
+
+    def add_document(self, number: int, piece: Piece, text: str, validates: bool, key: int) -> None:
+        """Adds a document, or a piece of one, by its number in the part; `key` is the hash of its identity."""
+        self._size += len(text)
+        self._add(True, number, text, piece.place, None, key)
+        self._begins.append(piece.begins)
+        self._ends.append(piece.ends)
+        self._validates.append(validates)
+
+    def add_other(self, place: str, fault: str | None = None) -> None:
+        """Adds a row without a document: a fault, or a mark."""
+        self._add(False, 0, None, place, fault, 0)
+        for column in (self._begins, self._ends, self._validates):
+            column.append(False)
+
+    def _add(self, is_document: bool, number: int, text: str | None, place: str, fault: str | None, key: int) -> None:
+        self._is_document.append(is_document)
+        self._documents.append(number)
+        self._texts.append(text)
+        self._places.append(place)
+        self._faults.append(fault)
+        self._hashes.append(key)
+
+    def build_table(self) -> pa.Table:
+        """Returns the table."""
+        valid, begins, ends, validates = (
+            np.frombuffer(column, bool) for column in (self._is_document, self._begins, self._ends, self._validates)
+        )
+        columns = {
+            "part": number_column(np.full(len(valid), self._part, np.uint32)),
+            "document": number_column(np.frombuffer(self._documents, np.uint64), valid),
+            "begins": number_column(begins, valid),
+            "ends": number_column(ends, valid),
+            "validation": number_column(validates, valid),
+            "text": text_column(self._texts, pa.large_string()),
+            "place": text_column(self._places, pa.string()),
+            "fault": text_column(self._faults, pa.string()),
+            "hash": number_column(np.frombuffer(self._hashes, np.uint64), begins),
+        }
+        return pa.Table.from_arrays(list(columns.values()), schema=_TEXT)
 
 
 def survey_part(job: Preparation, part: Part) -> float:
@@ -216,11 +280,6 @@ def _unpack_fields(text: str, fields: int) -> Document:
     return (text,) if fields == 1 else tuple(json.loads(text))
 
 
-def _build_table(rows: list[tuple[Any, ...]]) -> pa.Table:
-    columns = [pa.array(values, kind) for values, kind in zip(zip(*rows, strict=True), _TEXT.types, strict=True)]
-    return pa.Table.from_arrays(columns, schema=_TEXT)
-
-
 def tokenise_table(job: Preparation, table: pa.Table) -> pa.Table:
     """Returns the table with the ids of each text instead of the text. A piece that does not end its document gets no end
     token.
@@ -230,7 +289,7 @@ def tokenise_table(job: Preparation, table: pa.Table) -> pa.Table:
     """
     began, texts = time.perf_counter(), pc.sum(pc.binary_length(table["text"])).as_py() or 0
     masks: list[np.ndarray | None] = [None] * table.num_rows
-    cuts = [0] * table.num_rows
+    cuts = np.zeros(table.num_rows, np.int64)
     if type(job.task) is LanguageModel and isinstance(job.task.encoders.get("tokenizer"), ByteEncoder):
         values, offsets = _encode_bytes(table)
     else:
@@ -253,19 +312,22 @@ def tokenise_table(job: Preparation, table: pa.Table) -> pa.Table:
         if faults:
             table = _with_faults(job, table, faults)
         values, offsets = np.concatenate(ids), np.cumsum([0, *map(len, ids)], dtype=np.int64)
-    kind = id_type(job.task)
-    # A user's task may be wrong here, and the narrow type below would wrap around silently.
-    if len(values) and int(values.max()) >= job.task.ids:
-        raise RuntimeError(f"the task's example holds {values.max()}, but its numbers must be below `ids`, {job.task.ids}")
-    numbers = pa.array(values.astype(kind.to_pandas_dtype(), copy=False), kind)
-    lists = pa.LargeListArray.from_arrays(pa.array(offsets), numbers)
-    mask_column = pa.array(masks, pa.large_list(pa.uint8()))
-    encoded = table.drop_columns(["text"]).append_column("ids", lists).append_column("loss_mask", mask_column)
-    encoded = encoded.append_column("cut", pa.array(cuts, pa.int64()))
+        # A user's task may be wrong here, and the narrow type below would wrap around silently.
+        if len(values) and int(values.max()) >= job.task.ids:
+            message = f"the task's example holds {values.max()}, but its numbers must be below `ids`, {job.task.ids}"
+            raise RuntimeError(message)
+    numbers = number_column(values.astype(numpy_type(id_type(job.task)), copy=False))
+    lists, mask_type = pa.LargeListArray.from_arrays(number_column(offsets), numbers), pa.large_list(pa.uint8())
+    has_masks = any(mask is not None for mask in masks)
+    mask_column = pa.array(masks, mask_type) if has_masks else pa.nulls(len(masks), mask_type)
+    columns = {name: table[name] for name in table.column_names if name != "text"}
+    columns |= {"ids": lists, "loss_mask": mask_column, "cut": number_column(cuts)}
     # The first row has the table's figures; Ray Data may merge and split tables anywhere.
     for name, value in (("tokenise_s", time.perf_counter() - began), ("text_bytes", texts)):
-        encoded = encoded.append_column(name, pa.array([float(value), *[0.0] * (encoded.num_rows - 1)], pa.float64()))
-    return encoded
+        figures = np.zeros(table.num_rows)
+        figures[:1] = value
+        columns[name] = number_column(figures)
+    return pa.Table.from_arrays([*columns.values()], names=[*columns])
 
 
 def _encode_bytes(table: pa.Table) -> tuple[np.ndarray, np.ndarray]:
@@ -274,9 +336,10 @@ def _encode_bytes(table: pa.Table) -> tuple[np.ndarray, np.ndarray]:
     texts = as_array(table["text"])
     _, positions, content = texts.buffers()
     starts = np.frombuffer(positions, np.int64)[texts.offset : texts.offset + len(texts) + 1]
-    ends = pc.and_(texts.is_valid(), pc.fill_null(as_array(table["ends"]), False)).to_numpy(zero_copy_only=False)
+    ends = read_valid(table["text"]) & read_bools(table["ends"])
     offsets = starts - starts[0] + np.append(0, np.cumsum(ends))
-    values = np.full(offsets[-1], ByteEncoder.end_id, np.uint16)
+    values = np.empty(offsets[-1], np.uint16)
+    values[offsets[1:][ends] - 1] = ByteEncoder.end_id
     found = np.frombuffer(b"" if content is None else content, np.uint8)
     for first, start, stop in zip(offsets.tolist(), starts.tolist(), starts[1:].tolist(), strict=False):
         values[first : first + stop - start] = found[start:stop]
@@ -332,22 +395,27 @@ class _SectionWriter:
 
     def add(self, table: pa.Table) -> None:
         """Adds rows."""
-        is_validation = pc.fill_null(table["validation"].cast(pa.int8()), -1).to_numpy()
-        for number, split in enumerate(SPLITS):
-            rows = np.flatnonzero(is_validation == number)  # a fault, or the last row, is in neither
+        # A fault, or the last row, is in neither split, and where no document begins there is no hash.
+        is_document, begins = read_valid(table["document"]), read_bools(table["begins"])
+        validates, hashes = read_bools(table["validation"]), read_numbers(table["hash"])
+        for split, is_own in zip(SPLITS, (is_document & ~validates, validates), strict=True):
+            rows = np.flatnonzero(is_own)
             if len(rows):
                 id_type = table.schema.field("ids").type.value_type
                 self._writers.setdefault(split, ShardWriter(id_type, self._folder)).add(table, rows)
-                self.hashes[split].append(pc.drop_null(table["hash"].take(pa.array(rows))).to_numpy())
+                self.hashes[split].append(hashes[rows[begins[rows]]])
                 if count := self._num_labels:  # the first number of an example
                     ids = as_array(table["ids"])
                     labels = ids.values.to_numpy()[ids.offsets.to_numpy()[rows]]
                     self.labels[split] += np.bincount(labels, minlength=count)[:count]
+        cuts = read_numbers(table["cut"])
+        self.cut += int(np.count_nonzero(cuts))
+        self.longest = int(max(self.longest, cuts.max(initial=0)))
+        if table["fault"].null_count == table.num_rows:
+            return
         faulty = table.filter(pc.is_valid(table["fault"]))
         self.skipped += faulty.num_rows
         self.unsplit += pc.sum(pc.starts_with(faulty["fault"], CANNOT_SPLIT)).as_py() or 0
-        self.cut += pc.sum(pc.greater(table["cut"], 0)).as_py() or 0
-        self.longest = max(self.longest, pc.max(table["cut"]).as_py() or 0)
         pairs = zip(faulty["place"].to_pylist(), faulty["fault"].to_pylist(), strict=True)
         faults = [{"place": place, "reason": reason} for place, reason in pairs]
         self.faults += faults[: _MAX_NAMED_FAULTS - len(self.faults)]
@@ -365,6 +433,13 @@ class _SectionWriter:
             "longest": self.longest,
         }
         return record | {"labels": {split: counts.tolist() for split, counts in self.labels.items() if self._num_labels}}
+
+    def finish_section(self, name: str, size: int, *, is_last: bool = False) -> dict[str, Any]:
+        """Writes the shards of a section with `size` characters of text, its hashes, and its record, which it returns."""
+        record = self.finish(name) | {"bytes": size, "last": is_last}
+        put_hashes(self._folder, f"{SECTIONS}/{name}.hashes", *self.joined_hashes())
+        put_sealed(self._folder / SECTIONS, f"{name}.json", record)
+        return record
 
     def joined_hashes(self) -> list[np.ndarray]:
         """Returns the hashes of the documents by split."""
@@ -388,24 +463,24 @@ def write_part(job: Preparation, tables: Iterable[pa.Table]) -> dict[str, Any]:
         took["tokenise"] += pc.sum(table["tokenise_s"]).as_py()
         texts += pc.sum(table["text_bytes"]).as_py()
         first = 0
-        for end in np.flatnonzero(_without_content(table).to_numpy(zero_copy_only=False)).tolist():
+        # Rows with neither document nor fault end a section, or the part.
+        for end in np.flatnonzero(~(read_valid(table["document"]) | read_valid(table["fault"]))).tolist():
             writer.add(table.slice(first, end - first))
-            first, place = end + 1, table["place"][end].as_py()
-            if place == _GOES_ON:
+            first, marker = end + 1, json.loads(table["place"][end].as_py())
+            if _GOES_ON in marker:
                 sections = load_sections(job.folder, number)
-            elif place == _SECTION_END:
-                name = section_name(number, len(sections))
-                record = writer.finish(name)
-                put_hashes(job.folder, f"{SECTIONS}/{name}.hashes", *writer.joined_hashes())
-                put_sealed(job.folder / SECTIONS, f"{name}.json", record)
-                sections.append(record)
-                writer = _SectionWriter(job)
+            elif "dropped" in marker:
+                is_complete, trailer = True, marker
             else:
-                is_complete, trailer = True, json.loads(place)
+                sections.append(writer.finish_section(section_name(number, len(sections)), marker[_SECTION_BYTES]))
+                writer = _SectionWriter(job)
         writer.add(table.slice(first))
     if not is_complete:
         raise RuntimeError(f"part {number} ended before its last row: this is a defect of Raystride, please report it")
-    last = writer.finish(section_name(number, len(sections)) if sections else f"{number:05d}")
+    if sections:
+        last = writer.finish_section(section_name(number, len(sections)), trailer[_SECTION_BYTES], is_last=True)
+    else:
+        last = writer.finish(f"{number:05d}")
     hashes = [
         read_hash_file(job.folder, f"{SECTIONS}/{section_name(number, section)}.hashes") for section in range(len(sections))
     ]
@@ -431,8 +506,3 @@ def write_part(job: Preparation, tables: Iterable[pa.Table]) -> dict[str, Any]:
 def prepare_part(job: Preparation, part: Part) -> dict[str, Any]:
     """Passes a part through the three stages and returns its record. Raises as they do."""
     return write_part(job, (tokenise_table(job, table) for table in read_part(job, part)))
-
-
-def _without_content(table: pa.Table) -> pa.ChunkedArray:
-    """Returns which rows have neither document nor fault, bool: they end a section, or the part."""
-    return pc.and_(pc.is_null(table["document"]), pc.is_null(table["fault"]))

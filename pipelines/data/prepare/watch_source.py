@@ -30,6 +30,7 @@ from raystride.pipelines.data.prepare.one_source import (
 from raystride.pipelines.data.prepare.opened_sources import check_sources, open_sources
 from raystride.pipelines.data.prepare.parts import divide_into_parts
 from raystride.pipelines.data.prepare.run_context import RunContext
+from raystride.pipelines.data.prepare.sections import SECTIONS
 from raystride.pipelines.data.sources.faults import DataError, NoFiles
 from raystride.pipelines.data.sources.pieces import File, Part
 from raystride.pipelines.data.tasks.task import Task
@@ -70,15 +71,14 @@ def follow_source(context: RunContext, task: Task, *, on_ray: bool) -> NoReturn:
     publisher = build_publisher(
         config.data, job, partial(build_manifest, config.data, digest, source, validation, job.task), log
     )
-    records = watched.folder / "parts"
-    recorded = set(records.names())
+    recorded = set((watched.folder / "parts").names())
     number, before = 0, 0
     while True:
         known = watched.parts(number)
         if known is not None and publisher.published >= before + known:
             publisher.skip(known)
             _remove_records(
-                records, [name for part in range(before, before + known) if (name := f"{part:05d}.json") in recorded]
+                watched.folder, [part for part in range(before, before + known) if f"{part:05d}.json" in recorded]
             )
         elif files := watched.next_batch(number, source.files):
             own = replace(source, files=files)
@@ -92,7 +92,7 @@ def follow_source(context: RunContext, task: Task, *, on_ray: bool) -> NoReturn:
                 prepare_parts(job, parts, on_ray, log)
             known = len(parts)
             if publisher.published >= before + known:
-                _remove_records(records, [f"{part.number:05d}.json" for part in parts])
+                _remove_records(watched.folder, [part.number for part in parts])
             log(f"data: {len(files)} files of {config.data.source} are prepared, {before + known} parts in all")
             if not publisher.has_generation:
                 log("data: that is not a sample of each split yet: training begins when more files have come")
@@ -110,10 +110,14 @@ def follow_source(context: RunContext, task: Task, *, on_ray: bool) -> NoReturn:
         number, before = number + 1, before + known
 
 
-def _remove_records(records: Folder, names: Sequence[str]) -> None:
-    """Removes records of published parts, so that listing the others stays fast."""
-    for name in names:
-        records.remove(name)
+def _remove_records(folder: Folder, parts: Sequence[int]) -> None:
+    """Removes records of published parts and of their sections, so that listing the others stays fast."""
+    for part in parts:
+        folder.remove(f"parts/{part:05d}.json")
+    published = {f"{part:05d}" for part in parts}
+    for name in (folder / SECTIONS).names() if parts else ():
+        if name.partition("-")[0] in published:
+            (folder / SECTIONS).remove(name)
 
 
 def _later_parts(parts: Sequence[Part], data: DataConfig, before: int) -> tuple[Part, ...]:

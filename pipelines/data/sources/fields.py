@@ -9,7 +9,7 @@ row may access) a data URI (RFC 2397).
 
 import json
 from base64 import b64encode
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import count
 from typing import Any
@@ -22,6 +22,8 @@ from raystride.pipelines.data.tasks.task import Column
 from raystride.pipelines.system.credentials import redact_uris
 
 Columns = tuple[Column, ...]
+Items = tuple[Piece | Fault, ...]
+"""What a row gives: at most one document or fault."""
 
 _EXPECTED = {"text": "text", "messages": "text or a list of messages"}
 _SIGNATURES = {b"\x89PNG": "png", b"\xff\xd8\xff": "jpeg", b"GIF8": "gif", b"BM": "bmp", b"RIFF": "webp"}
@@ -29,50 +31,51 @@ _SIGNATURES = {b"\x89PNG": "png", b"\xff\xd8\xff": "jpeg", b"GIF8": "gif", b"BM"
 
 def build_document(
     values: Sequence[Any], place: str, columns: Columns, image_access: ImageAccess = NO_FILES, *, keep: bool = False
-) -> Iterator[Piece | Fault]:
-    """Yields the document of the columns' values; nothing if all are empty, but a fault with `keep`.
+) -> Items:
+    """Returns the document of the columns' values; nothing if all are empty, but a fault with `keep`.
 
     `image_access` restricts the paths of images; by default no file may be read.
     """
     try:
-        fields = tuple(
-            _convert_field(value, place, column, image_access) for value, column in zip(values, columns, strict=True)
-        )
+        fields = tuple([_convert_field(value, place, columns[i], image_access) for i, value in enumerate(values)])
     except FaultError as faulty:
-        yield faulty.fault
-        return
+        return (faulty.fault,)
     if all(fields):
         # Chats with the same system prompt begin alike: the complete chat is hashed for the validation split.
         head = fields[0] if columns[0].kind == "messages" else None
-        yield Piece(fields, place=redact_uris(place), head=head)
-    elif any(fields):
+        return (Piece(fields, True, True, head, redact_uris(place)),)
+    if any(fields):
         empty = columns[fields.index("")]
         remedy = f"fill it, name another column with --{empty.setting}, or leave such rows out with --data.on_error skip"
-        yield Fault(place, f"column {empty.name!r} is empty", remedy, empty.name)
-    elif keep:
+        return (Fault(place, f"column {empty.name!r} is empty", remedy, empty.name),)
+    if keep:
         names = " and ".join(repr(column.name) for column in columns)
         column = columns[0].name if len(columns) == 1 else ""
-        yield Fault(place, f"column {names} is empty", column=column, empty=True, row={})
+        return (Fault(place, f"column {names} is empty", column=column, empty=True, row={}),)
+    return ()
 
 
-def attach_row(items: Iterator[Piece | Fault], row: Callable[[], Mapping[str, Any]], keep: bool) -> Iterator[Piece | Fault]:
+def attach_row(items: Items, row: Callable[[], Mapping[str, Any]], keep: bool) -> Items:
     """Attaches the complete row to each item, if `keep` is set."""
-    return (replace(item, row=row()) for item in items) if keep else items
+    return tuple(replace(item, row=row()) for item in items) if keep else items
 
 
 def document_from_row(
     row: Mapping[str, Any], place: str, columns: Columns, image_access: ImageAccess = NO_FILES, *, keep: bool = False
-) -> Iterator[Piece | Fault]:
-    """Yields the document of a row, a mapping by column name, as `build_document` does."""
-    try:
-        optional = [column.name for column in columns if column.kind == "tools" and column.name not in row]
-        keys = find_columns(place, columns, [*row, *optional], nested=True)
-    except FaultError as faulty:
-        yield faulty.fault
-        return
-    yield from build_document(
-        [nested_value(row.get(key), field) for key, field in keys], place, columns, image_access, keep=keep
-    )
+) -> Items:
+    """Returns the document of a row, a mapping by column name, as `build_document` does."""
+    values = []
+    for column in columns:
+        name = column.name
+        if name in row or column.kind == "tools":
+            values.append(row.get(name))
+            continue
+        key, _, field = name.partition(".")
+        if key not in row:
+            optional = [other.name for other in columns if other.kind == "tools" and other.name not in row]
+            return (missing_column_fault(place, column, [*row, *optional]),)
+        values.append(nested_value(row[key], field))
+    return build_document(values, place, columns, image_access, keep=keep)
 
 
 def missing_column_fault(place: str, column: Column, found: Sequence[str]) -> Fault:
@@ -129,6 +132,8 @@ def data_uri(content: bytes) -> str:
 
 
 def _convert_field(value: Any, place: str, column: Column, image_access: ImageAccess) -> str:
+    if type(value) is str and column.kind == "text" and value.isascii():  # of millions of rows nearly all
+        return value
     if value is None:
         return "[]" if column.kind == "tools" else ""
     if column.kind == "image":
@@ -146,7 +151,8 @@ def _convert_field(value: Any, place: str, column: Column, image_access: ImageAc
         reason = f"column {column.name!r} holds a {type(value).__name__}, not {what}"
         raise FaultError(Fault(place, reason, f"choose another with --{column.setting}", column.name))
     try:
-        value.encode()
+        if not value.isascii():
+            value.encode()
     except UnicodeEncodeError as error:
         what = "is not UTF-8 (it holds half a surrogate pair, or bytes of another encoding)"
         # Bytes of a table that are not UTF-8 come as these surrogates; other ones are half a pair of JSON's.

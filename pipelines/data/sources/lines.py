@@ -11,11 +11,13 @@ import json
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import islice, pairwise
 from typing import Any
 
 from raystride.pipelines.data.sources.faults import REMEDY, DataError, Fault, FaultError, explain_not_utf8, not_utf8_fault
-from raystride.pipelines.data.sources.fields import Columns, attach_row, build_document, document_from_row
+from raystride.pipelines.data.sources.fields import Columns, Items, attach_row, build_document, document_from_row
+from raystride.pipelines.data.sources.image_files import NO_FILES
 from raystride.pipelines.data.sources.pieces import PIECE_BYTES, File, Piece, Slice, empty_file_fault
 from raystride.pipelines.data.sources.streams import (
     check_line_endings,
@@ -27,6 +29,8 @@ from raystride.pipelines.data.sources.streams import (
 )
 
 _FASTTEXT = "__label__"
+_BYTE_ORDER_MARK = "\ufeff"
+"""Which some editors write at a file's beginning."""
 
 
 @dataclass(frozen=True)
@@ -72,8 +76,7 @@ class LineReader:
                 where = f"line {number}" if piece.start == 0 else f"the line at byte {position}"
                 place = f"{piece.file.uri}, {where}"
                 try:
-                    # Removes the byte-order mark of some editors.
-                    text = line.decode("utf-8-sig").strip()
+                    text = line.decode().removeprefix(_BYTE_ORDER_MARK).strip()
                 except UnicodeDecodeError as error:
                     reason = f"is not UTF-8: byte 0x{error.object[error.start]:02x}"
                     yield Fault(place, *explain_not_utf8(reason, read_head(piece.file)), row={} if self.keep else None)
@@ -82,7 +85,7 @@ class LineReader:
         if line is None and piece.file.is_whole_source:
             yield empty_file_fault(piece.file, "no lines")
 
-    def _parse_line(self, line: str, place: str, file: File) -> Iterator[Piece | Fault]:
+    def _parse_line(self, line: str, place: str, file: File) -> Items:
         return build_document([line], place, self.columns, keep=self.keep)
 
 
@@ -92,14 +95,13 @@ class LabelledReader(LineReader):
     `__label__spam`).
     """
 
-    def _parse_line(self, line: str, place: str, file: File) -> Iterator[Piece | Fault]:
+    def _parse_line(self, line: str, place: str, file: File) -> Items:
         label, text = (*re.split(r"[ \t]+", line, maxsplit=1), "")[:2]
         if text.startswith(_FASTTEXT):
             reason = f"has more than one label: {label} and {text.split()[0]}"
-            yield Fault(place, reason, row={} if self.keep else None)
-            return
+            return (Fault(place, reason, row={} if self.keep else None),)
         values = {"label": label.removeprefix(_FASTTEXT), "text": text}
-        yield from build_document([values[column.kind] for column in self.columns], place, self.columns, keep=self.keep)
+        return build_document([values[column.kind] for column in self.columns], place, self.columns, keep=self.keep)
 
 
 @dataclass(frozen=True)
@@ -120,29 +122,36 @@ class JsonReader(LineReader):
         """Yields the documents of the slice's lines, or elements. Raises FaultError if reading fails or an array is bad."""
         return self._read_array(piece) if _is_array(piece.file) else super().read(piece)
 
-    def _parse_line(self, line: str, place: str, file: File) -> Iterator[Piece | Fault]:
+    def _parse_line(self, line: str, place: str, file: File) -> Items:
         if not line:
-            return
+            return ()
         try:
             row = json.loads(line)
         except (ValueError, RecursionError) as error:
             reason, remedy = _explain_no_json(line, error) or (f"is no JSON: {error}", REMEDY)
-            yield Fault(place, reason, remedy, row={} if self.keep else None)
-            return
+            return (Fault(place, reason, remedy, row={} if self.keep else None),)
+        items = self._parse_object(row, place, file)
         # A file of one object, whose rows lie within it.
-        shape = _explain_table(row, self.columns) if place.endswith(", line 1") and isinstance(row, dict) else None
-        for item in self._parse_object(row, place, file):
-            if shape and isinstance(item, Fault) and not item.empty and b"\n" not in read_head(file).strip():
-                item = replace(item, reason=shape[0], remedy=shape[1], column="")
-            yield item
-
-    def _parse_object(self, row: Any, place: str, file: File) -> Iterator[Piece | Fault]:
-        if isinstance(row, dict):
-            yield from attach_row(
-                document_from_row(row, place, self.columns, file.image_access, keep=self.keep), lambda: row, self.keep
+        if place.endswith(", line 1") and isinstance(row, dict) and (shape := _explain_table(row, self.columns)):
+            is_one = b"\n" not in read_head(file).strip()
+            return tuple(
+                replace(item, reason=shape[0], remedy=shape[1], column="")
+                if is_one and isinstance(item, Fault) and not item.empty
+                else item
+                for item in items
             )
-        else:
-            yield Fault(place, f"is no JSON object but a {type(row).__name__}", row={} if self.keep else None)
+        return items
+
+    def _parse_object(self, row: Any, place: str, file: File) -> Items:
+        if not isinstance(row, dict):
+            return (Fault(place, f"is no JSON object but a {type(row).__name__}", row={} if self.keep else None),)
+        # Other columns than those of images name no files.
+        access = file.image_access if self._has_images else NO_FILES
+        return attach_row(document_from_row(row, place, self.columns, access, keep=self.keep), lambda: row, self.keep)
+
+    @cached_property
+    def _has_images(self) -> bool:
+        return any(column.kind == "image" for column in self.columns)
 
     def _read_array(self, piece: Slice) -> Iterator[Piece | Fault]:
         file = piece.file

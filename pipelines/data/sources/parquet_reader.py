@@ -109,7 +109,7 @@ class ParquetReader:
                 try:
                     named = tuple(map(_class_name, map(drop_added_keys, values, self.columns), classes, repeat(place)))
                 except FaultError as faulty:
-                    yield from attach_row(iter([faulty.fault]), keep, self.keep)
+                    yield from attach_row((faulty.fault,), keep, self.keep)
                     continue
                 yield from attach_row(
                     build_document(named, place, self.columns, file.image_access, keep=self.keep), keep, self.keep

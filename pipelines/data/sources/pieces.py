@@ -107,7 +107,7 @@ class Slice:
 
 @dataclass(frozen=True)
 class Part:
-    """The work of one preparation task: slices of neighbouring files. It yields at most one shard a split."""
+    """The work of one preparation task: slices of neighbouring files. A divided one yields at most one shard a split."""
 
     number: int
     slices: tuple[Slice, ...]
@@ -118,6 +118,11 @@ class Part:
     def bytes(self) -> int:
         """Approximate bytes of text."""
         return sum(part.bytes for part in self.slices)
+
+    @property
+    def is_divided(self) -> bool:
+        """Whether no slice is of a file that is read from its beginning, which may be much larger than other parts."""
+        return all(piece.stop is not None and not piece.file.is_streamed for piece in self.slices)
 
 
 @dataclass(frozen=True)

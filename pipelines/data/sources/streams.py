@@ -20,6 +20,40 @@ from raystride.pipelines.system.storage.retries import retry
 
 _HEAD_BYTES = 1 << 16
 """Bytes at a file's beginning that are searched for an LF."""
+_OPEN: dict[str, Any] = {}
+"""By URI: the streams of files as they are stored, that this process reads."""
+
+
+def position_in_file(file: File) -> int | None:
+    """Returns how many of a file's stored bytes this process has read; None if it does not read the file now."""
+    stream = _OPEN.get(file.uri)
+    return None if stream is None or stream.closed else stream.tell()
+
+
+class _StoredBytes:
+    """A stream of a file's stored bytes that knows its position, as Arrow's input streams do not."""
+
+    def __init__(self, stream: Any) -> None:
+        self._stream, self._position = stream, 0
+
+    def read(self, size: int = -1) -> bytes:
+        """Returns the next bytes, `size` unless the file ends."""
+        data: bytes = self._stream.read(size)
+        self._position += len(data)
+        return data
+
+    def tell(self) -> int:
+        """Returns the bytes that have been read."""
+        return self._position
+
+    def close(self) -> None:
+        """Closes the stream."""
+        self._stream.close()
+
+    @property
+    def closed(self) -> bool:
+        """Whether it is closed."""
+        return bool(self._stream.closed)
 
 
 class ByteRange:
@@ -74,16 +108,17 @@ def open_range(file: File, start: int = 0, stop: int | None = None, *, expected:
         system, path = resolve_filesystem(file.uri)
         packed = next((name for end, name in COMPRESSIONS.items() if file.name.lower().endswith(end)), None)
         opened = (
-            partial(system.open_input_stream, path, compression=packed) if packed else partial(system.open_input_file, path)
+            partial(system.open_input_stream, path, compression=None) if packed else partial(system.open_input_file, path)
         )
-        stream = retry(opened)
-    with stream:
+        stored = stream = retry(opened)
+        if packed:
+            from pyarrow import CompressedInputStream
+
+            stored = _StoredBytes(stored)
+            stream = CompressedInputStream(stored, packed)
+    with stream, _registered(file.uri, stored):
         with raise_as_faults(file.uri):
-            source: Any = (
-                _GzipStream(stream, partial(system.open_input_stream, path, compression=None))
-                if packed == "gzip"
-                else stream
-            )
+            source: Any = _GzipStream(stream, opened) if packed == "gzip" else stream
             source = source if file.encoding == "utf-8" else _RecodedStream(source, file)
             if file.is_streamed:
                 # A decompressed or recoded stream cannot seek.
@@ -91,6 +126,17 @@ def open_range(file: File, start: int = 0, stop: int | None = None, *, expected:
             else:
                 stream.seek(start)
         yield ByteRange(source, file, start, stop, expected)
+
+
+@contextmanager
+def _registered(uri: str, stored: Any) -> Iterator[None]:
+    """Makes a stream the one whose position is known, unless another of the same file is."""
+    is_first = _OPEN.setdefault(uri, stored) is stored
+    try:
+        yield
+    finally:
+        if is_first:
+            _OPEN.pop(uri, None)
 
 
 def _packing(file: File) -> str:
@@ -185,8 +231,10 @@ def read_lines(stream: ByteRange) -> Iterator[tuple[int, bytes]]:
     offset, rest = stream.start, b""
     # A line longer than the bytes read so far doubles the next read, so that the cost stays linear.
     while data := stream.read(max(PIECE_BYTES, len(rest))):
-        *whole, rest = (rest + data).split(b"\n")
-        for line in whole:
+        lines = data.split(b"\n")
+        lines[0] = rest + lines[0]  # not the whole of it, which would be copied once more
+        rest = lines.pop()
+        for line in lines:
             yield offset, line
             offset += len(line) + 1
     if rest:

@@ -7,7 +7,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from raystride.pipelines.data.prepare.hash_list import HASH_BYTES, LEAF_BYTES, hash_list_name, parse_hash_list, put_hash_list
+from raystride.pipelines.data.prepare.hash_list import (
+    HASH_BYTES,
+    LEAF_BYTES,
+    hash_list,
+    hash_list_name,
+    parse_hash_list,
+    put_hash_list,
+)
 from raystride.pipelines.system.storage.folder import Folder
 
 SIZE = 5 * LEAF_BYTES + 1234
@@ -20,7 +27,7 @@ def test_a_piece_is_held_and_one_with_a_flipped_bit_is_not(
 ) -> None:
     folder = tmp_path_factory.mktemp("shards")
     content = np.random.default_rng(0).bytes(SIZE)
-    top = put_hash_list(Folder(str(folder)), "0.arrow", content)
+    top = put_hash_list(Folder(str(folder)), "0.arrow", hash_list(content))
     listed = (folder / hash_list_name("0.arrow")).read_bytes()
     assert len(listed) == 6 * HASH_BYTES
     known = parse_hash_list(listed, top)
@@ -32,6 +39,6 @@ def test_a_piece_is_held_and_one_with_a_flipped_bit_is_not(
 
 
 def test_another_list_is_refused(tmp_path: Path) -> None:
-    top = put_hash_list(Folder(str(tmp_path)), "a.arrow", b"a" * 100)
+    top = put_hash_list(Folder(str(tmp_path)), "a.arrow", hash_list(b"a" * 100))
     with pytest.raises(ValueError, match=top):
         parse_hash_list(b"x" * HASH_BYTES, top)

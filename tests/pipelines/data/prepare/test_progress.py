@@ -1,21 +1,26 @@
 """Progress of a preparation, from the records of its parts."""
 
+import gzip
 from pathlib import Path
 
 import pytest
 
 from raystride.pipelines.data.prepare import progress
 from raystride.pipelines.data.prepare.progress import SPEED_FILE, ProgressMeter, describe_speeds, load_stages, show_progress
+from raystride.pipelines.data.sources import streams
+from raystride.pipelines.data.sources.lines import LineReader
 from raystride.pipelines.data.sources.pieces import File, Part, Slice
+from raystride.pipelines.data.sources.streams import position_in_file
+from raystride.pipelines.data.tasks.task import Column
 from raystride.pipelines.system import service_thread
 from raystride.pipelines.system.storage.folder import Folder
 from tests.flips import flip
 from tests.waiting import wait_until
 
 
-def part(number: int, size: int, stop: int | None = 1) -> Part:
-    """Returns a part with this many bytes, of a packed file if its end is not known."""
-    return Part(number, (Slice(File("/f", "f", size), 0, stop, size),), None)
+def part(number: int, size: int) -> Part:
+    """Returns a part with this many bytes."""
+    return Part(number, (Slice(File("/f", "f", size), 0, 1, size),), None)
 
 
 def test_speed_and_time_left_are_of_the_parts_that_stand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -34,11 +39,69 @@ def test_speed_and_time_left_are_of_the_parts_that_stand(tmp_path: Path, monkeyp
     (folder / "parts").put_json("00002.json", {})
     now[0] = 65.0
     assert meter.read() == "2/3 parts, 40 MB, 2.0 MB/s, 10 s left", "what was before the first part is no part's time"
-    assert ProgressMeter.for_parts((folder, [part(9, 1, None)])).read() == "0/1 parts, 0 MB"
-    for number in range(3):
-        (folder / "sections").put_json(f"00009-{number:04d}.json", {})
-    assert ProgressMeter.for_parts((folder, [part(9, 1, None)])).read() == "0/1 parts, 0 MB, 3 shards of packed files"
     assert ProgressMeter.for_parts((folder, [])).total == 1
+
+
+def test_a_packed_file_has_progress_by_the_bytes_that_are_read_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, folder, now = tmp_path / "all.txt.gz", Folder(str(tmp_path / "prepared")), [50.0]
+    with gzip.open(path, "wb") as file:
+        for number in range(40_000):
+            file.write(f"line {number} {number**5} {number**7}\n".encode())
+    size = path.stat().st_size
+    packed = File(str(path), "all.txt.gz", size)
+    parts = [part(1, 500_000), Part(2, (Slice(packed, 0, None, size),), None)]
+    (folder / progress.MARKS).put(progress.mark_name(2), f"{size}")  # an earlier pass has read it
+    monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(streams, "PIECE_BYTES", 1 << 16)
+    meter, reader = ProgressMeter.for_parts((folder, parts)), LineReader((Column("text", "data.column"),))
+    total = f"{(size + 500_000) / 1e6:.0f} MB"
+    assert meter.read() == f"0/2 parts, 0 MB of {total} read"
+    items, seen = progress.read_items_with_mark(folder, reader, parts[1]), list[int]()
+    for _ in range(8):
+        for _ in range(4_000):
+            next(items)
+        now[0] += 10.0
+        next(items), next(items)
+        line = meter.read()
+        seen.append(meter.done)
+    assert seen == sorted(seen)
+    assert len({*seen}) > 4
+    assert seen[0] > 0
+    assert seen[-1] <= size
+    assert f" of {total} read, " in line
+    assert line.endswith(" s left")
+    (folder / "sections").put_json("00002-0000.json", {})
+    (folder / "parts").put_json("00002.json", {})
+    assert meter.read().startswith(f"1/2 parts, {size / 1e6:.0f} MB of {total} read, 1 shards of packed files")
+    assert meter.done == size
+    items.close()
+    assert position_in_file(packed) is None
+
+
+def test_the_tail_of_a_packed_file_counts_from_where_it_begins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, folder, lines = (
+        tmp_path / "all.txt.gz",
+        Folder(str(tmp_path / "prepared")),
+        [b"%d\n" % n**9 for n in range(99_999)],
+    )
+    path.write_bytes(gzip.compress(b"".join(lines)))
+    size, reader = path.stat().st_size, LineReader((Column("text", "data.column"),))
+    tail = Slice(File(str(path), "all.txt.gz", size), sum(map(len, lines[:90_000])), None, size // 10)
+    now = [50.0]
+    monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(streams, "PIECE_BYTES", 1 << 12)
+    items = progress.read_items_with_mark(folder, reader, Part(3, (tail,), "validation"))
+    seen = []
+    for count in (2, 9_000):
+        for _ in range(count):
+            next(items)
+        now[0] += 10.0
+        next(items), next(items)
+        seen.append(int((folder / progress.MARKS).read(progress.mark_name(3))))
+    assert 0 <= seen[0] < size // 100
+    assert size // 12 < seen[1] <= size // 10
 
 
 def test_lines_are_logged_without_a_terminal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,7 @@ import time
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -15,8 +16,8 @@ from raystride.pipelines.data.prepare import stages
 from raystride.pipelines.data.prepare.class_split import validates
 from raystride.pipelines.data.prepare.parts import divide_without_validation
 from raystride.pipelines.data.prepare.stages import (
+    _TEXT,
     Preparation,
-    _build_table,
     _encode_stretch,
     read_part,
     tokenise_table,
@@ -73,7 +74,8 @@ def test_bytes_of_a_table_at_once_are_those_of_its_documents(
         else (0, *[None] * 6, "fault", None)
         for number, piece in enumerate(pieces)
     ]
-    table = _build_table(rows).slice(min(start, len(rows) - 1))
+    columns = [pa.array(column, kind) for column, kind in zip(zip(*rows, strict=True), _TEXT.types, strict=True)]
+    table = pa.Table.from_arrays(columns, schema=_TEXT).slice(min(start, len(rows) - 1))
     both = [
         tokenise_table(Preparation(Folder("unused"), {}, _task(kind), 0.5, False), table)  # type: ignore[arg-type]
         for kind in (LanguageModel, OneByOne)
