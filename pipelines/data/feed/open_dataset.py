@@ -90,7 +90,7 @@ def open_feed(
     for name, (folder, source_manifest) in manifest.by_source(prepared).items():
         for split, samples in splits.items():
             stream = TokenStream(folder, source_manifest, split, cache, beside)
-            samples[name] = open_samples(config, task, stream)
+            samples[name] = open_samples(config.train, config.seed, task, stream)
             streams += [stream] if split == "train" else []
     train, held_out = splits["train"], splits["validation"]
     reading = _describe_reading(train.values(), cache) or _describe_local_reading(streams, train.values(), memory)
@@ -161,16 +161,16 @@ def _open_streaming_feed(
 ) -> Feed:
     """Opens the data of a run that trains while its data is being prepared."""
     stream, held_out = (TokenStream(prepared, first, split, cache, beside) for split in ("train", "validation"))
-    samples = open_samples(config, task, stream)
+    samples = open_samples(config.train, config.seed, task, stream)
     # The final size is unknown, so the shuffle is chosen by the current one.
     data = choose_shuffle(config.data, _describe_reading([samples], cache), past, log)
     config = replace(config, data=data)
     dataset = StreamingDataset(prepared, samples, stream, is_complete="parts" not in first.source)
-    known = AppendableOrder.from_json(past) if past else AppendableOrder(build_order(config, 1))
+    known = AppendableOrder.from_json(past) if past else AppendableOrder(build_order(config.data, 1, config.seed))
     order = StreamingOrder(replace(known, complete=False), dataset, log)
     order.is_ready(position + 1)
     plan = build_plan(config, 0, step, position, order)
-    return Feed(plan, samples, {"": open_samples(config, task, held_out)}, {"": 1.0}, cache, beside)
+    return Feed(plan, samples, {"": open_samples(config.train, config.seed, task, held_out)}, {"": 1.0}, cache, beside)
 
 
 def build_mixture(config: Config, samples: Mapping[str, int], past: Mixture | None = None, since: int = 0) -> Mixture:
@@ -183,7 +183,7 @@ def build_mixture(config: Config, samples: Mapping[str, int], past: Mixture | No
     past_orders = {source.name: source.order for source in past.sources} if past else {}
     for name, entry in entries.items():
         max_samples = entry.epochs_at_most * samples[name]
-        order = build_order(config, samples[name], _source_seed(config.seed, name))
+        order = build_order(config.data, samples[name], _source_seed(config.seed, name))
         sources.append(MixtureSource(name, order, max_samples if math.isinf(max_samples) else math.floor(max_samples)))
         if (prior := past_orders.get(name, order)) != order:
             raise SettingError(

@@ -197,7 +197,7 @@ def _learn_from_sources(context: RunContext, task: Task, known: Identity, on_ray
         source, validation = sources = context.open_sources(own, task.under(own))
         readers = {"train": source.reader, "validation": (validation or source).reader}
         skip = own.data.on_error == "skip"
-        cleaning = build_cleaning(own, task.under(own))
+        cleaning = build_cleaning(own.data, own.task, task.under(own))
         # Facts of several sources include near-duplicates, which are searched for later.
         cleaning = cleaning and replace(cleaning, data=replace(own.data, near_duplicates=0.0))
         job = Preparation(
