@@ -13,6 +13,7 @@ from raystride.pipelines.config.model import DECODERS_ONLY, ModelConfig
 from raystride.pipelines.config.optimizers import OPTIMIZERS, without_whole_matrices
 from raystride.pipelines.config.run import ScalingConfig
 from raystride.pipelines.config.schedules import SCHEDULES
+from raystride.pipelines.config.strategies import strategies_with
 from raystride.pipelines.config.train import (
     CheckpointConfig,
     GuardConfig,
@@ -22,9 +23,6 @@ from raystride.pipelines.config.train import (
     ValidationConfig,
     parse_branch,
 )
-
-SHARDED = ("fsdp", "deepspeed")
-"""Strategies whose micro-batches communicate, so that all workers must run equally many."""
 
 DECODERS = ("language_model", "completion", "preference")
 """Tasks that train a decoder."""
@@ -49,32 +47,32 @@ def refuse_combinations(
     if scaling.group > 1:
         _refuse_with_mesh(train, scaling, workers)
         workers //= scaling.group  # what follows is of groups of workers
-    if scaling.strategy == "single" and workers > 1:
-        raise scaling.error("strategy", f"must be `ddp`, `fsdp` or `deepspeed` for scaling.workers {workers}")
-    if scaling.strategy != "fsdp" and scaling.shard_workers:
-        raise scaling.error("shard_workers", f"must be 0 but with scaling.strategy `fsdp`, not `{scaling.strategy}`")
+    if not scaling.kind.has_several_workers and workers > 1:
+        raise scaling.error("strategy", f"must be {strategies_with('has_several_workers')} for scaling.workers {workers}")
+    if not scaling.kind.is_hybrid and scaling.shard_workers:
+        hybrid = strategies_with("is_hybrid")
+        raise scaling.error("shard_workers", f"must be 0 but with scaling.strategy {hybrid}, not `{scaling.strategy}`")
     if scaling.shard_workers and scaling.min_workers:
         raise scaling.error("shard_workers", "must be 0 with scaling.min_workers, whose number of workers changes")
     if workers and scaling.shard_workers and workers % scaling.shard_workers:
         raise scaling.error("shard_workers", f"must divide scaling.workers, {workers}")
-    if scaling.offload and scaling.strategy not in SHARDED:
-        raise scaling.error(
-            "offload", f"must be false with scaling.strategy `{scaling.strategy}`: use `fsdp` or `deepspeed`"
-        )
+    if scaling.offload and not scaling.kind.is_sharded:
+        sharded = strategies_with("is_sharded")
+        raise scaling.error("offload", f"must be false with scaling.strategy `{scaling.strategy}`: use {sharded}")
     if train.exact:
         _refuse_with_exact(train, scaling, frozen)
-    if train.ema and scaling.strategy == "deepspeed":
-        raise train.error("ema", "must be 0 with scaling.strategy `deepspeed`, whose optimiser keeps none: use `fsdp`")
+    if train.ema and scaling.kind.runs_engine:
+        raise train.error("ema", f"must be 0 with scaling.strategy `{scaling.strategy}`, which keeps none: use `fsdp`")
     if train.ema and train.stochastic_rounding:
         raise train.error("ema", "must be 0 with train.stochastic_rounding, whose weights are rounded by chance")
     if train.log_norms and not scaling.keeps_parameters_whole:
         raise train.error("log_norms", "must be false with deepspeed or a mesh, whose workers have parts of parameters")
-    if train.stochastic_rounding and scaling.strategy in SHARDED:
+    if train.stochastic_rounding and scaling.kind.is_sharded:
         raise train.error("stochastic_rounding", "must be false here: both sharded strategies keep a master copy, in shards")
     if guard.policy == "rewind" and not checkpoint.every:
         raise guard.error("policy", "must be `stop` or `skip` with checkpoint.every 0: there is nothing to go back to")
-    if scaling.strategy == "deepspeed":
-        _refuse_with_deepspeed(train)
+    if scaling.kind.runs_engine:
+        _refuse_with_engine(train, scaling.strategy)
 
 
 def refuse_with_task(task: str, model: ModelConfig, objective: ObjectiveConfig, train: TrainConfig) -> None:
@@ -200,8 +198,8 @@ def _refuse_with_mesh(train: TrainConfig, scaling: ScalingConfig, workers: int) 
             "workers",
             f"must be a multiple of scaling.pipeline x expert x context x tensor, {group}; the nearest is {nearest}",
         )
-    if scaling.strategy in ("single", "deepspeed"):
-        raise scaling.error("strategy", f"must be `ddp` or `fsdp` in a mesh, not `{scaling.strategy}`")
+    if not scaling.kind.is_meshed:
+        raise scaling.error("strategy", f"must be {strategies_with('is_meshed')} in a mesh, not `{scaling.strategy}`")
     if scaling.min_workers:
         raise scaling.error("min_workers", "must be 0 in a mesh, which cannot shrink by one worker")
     if train.compile != "none":
@@ -243,8 +241,8 @@ def refuse_with_experts(
     for name in ("tensor", "pipeline", "context"):
         if getattr(scaling, name) > 1:
             raise scaling.error(name, "must be 1 with model.experts: use scaling.expert, `ddp` or `fsdp`")
-    if scaling.strategy == "deepspeed":
-        raise scaling.error("strategy", "must be `single`, `ddp` or `fsdp` with model.experts")
+    if scaling.kind.runs_engine:
+        raise scaling.error("strategy", f"must be {strategies_with('runs_engine', False)} with model.experts")
     if train.compile != "none":
         raise train.error("compile", "must be `none` with model.experts, whose numbers of tokens change in every step")
     if OPTIMIZERS[optimizer.kind].needs_whole_matrices:
@@ -310,7 +308,7 @@ def _nearest(count: int, wanted: int) -> int:
 
 
 def _refuse_with_exact(train: TrainConfig, scaling: ScalingConfig, frozen: bool) -> None:
-    if scaling.strategy in SHARDED and not (frozen and scaling.strategy == "fsdp"):
+    if scaling.kind.is_sharded and not frozen:
         raise scaling.error(
             "strategy", "adds gradients up in an order that follows the number of workers; with train.exact use `ddp`"
         )
@@ -320,11 +318,11 @@ def _refuse_with_exact(train: TrainConfig, scaling: ScalingConfig, frozen: bool)
         )
 
 
-def _refuse_with_deepspeed(train: TrainConfig) -> None:
+def _refuse_with_engine(train: TrainConfig, strategy: str) -> None:
     if train.precision == "fp16":
-        raise train.error("precision", "must be another with scaling.strategy `deepspeed`: use `bf16`, or strategy `fsdp`")
+        raise train.error("precision", f"must be another with scaling.strategy `{strategy}`: use `bf16`, or strategy `fsdp`")
     if train.compile != "none":
-        raise train.error("compile", "must be `none` with scaling.strategy `deepspeed`; `fsdp` can compile")
+        raise train.error("compile", f"must be `none` with scaling.strategy `{strategy}`; `fsdp` can compile")
 
 
 def refuse_schedule(optimizer: OptimizerConfig, train: TrainConfig) -> None:

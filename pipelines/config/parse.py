@@ -25,12 +25,12 @@ from raystride.pipelines.config.attempts import SETTINGS_FILE
 from raystride.pipelines.config.base_model import defaults_without_base, settings_from_base
 from raystride.pipelines.config.batch import batch_error, cut_batch_of_content, cut_batch_of_flags, with_slots
 from raystride.pipelines.config.help import Usage, help_text
+from raystride.pipelines.config.metrics import direction_in_0_3, known_direction
 from raystride.pipelines.config.presets import find_config, presets
 from raystride.pipelines.config.renamed import Tell, with_new_flags, with_new_names
 from raystride.pipelines.config.run import ARGUMENTS, is_argument
 from raystride.pipelines.config.section import find_alias, nearest
 from raystride.pipelines.config.stored import find_stored_folder, mark_stored, stored_names
-from raystride.pipelines.config.train import direction_in_0_3, known_direction
 from raystride.pipelines.config.words import refuse_words, words_to_flags
 from raystride.pipelines.system.credentials import MissingSecret, redact_all_uris
 from raystride.pipelines.system.errors import SettingError

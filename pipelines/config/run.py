@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
 from raystride.pipelines.config.section import Section, setting
+from raystride.pipelines.config.strategies import STRATEGIES, StrategyKind, StrategyName
 from raystride.pipelines.system.credentials import MLFLOW_LOGIN
 
 
@@ -75,7 +76,7 @@ class ScalingConfig(Section):
     """Drop a node that is slower than the others by more than this factor. A node's own time per step is compared with that
     of the other nodes, over half a minute; a dropped node stays excluded for the rest of the job. Needs `min_workers`. 0:
     never; otherwise at least 1.5."""
-    strategy: Literal["auto", "single", "ddp", "fsdp", "deepspeed"] = setting(
+    strategy: StrategyName = setting(
         "auto", also="parallelism ddp_backend distributed_strategy fsdp sharding_strategy distributed_type"
     )
     """Data-parallel strategy. `single`: one worker. `ddp`: every worker holds the whole model. `fsdp` (FSDP2) and
@@ -143,6 +144,11 @@ class ScalingConfig(Section):
     """Size of a gradient bucket in MiB. A bucket is reduced at once, overlapped with the rest of the backward."""
 
     @property
+    def kind(self) -> StrategyKind:
+        """The conditions of `strategy`."""
+        return STRATEGIES[self.strategy]
+
+    @property
     def group(self) -> int:
         """Workers that compute a slot together."""
         return self.pipeline * self.expert * self.context * self.tensor
@@ -150,7 +156,7 @@ class ScalingConfig(Section):
     @property
     def keeps_parameters_whole(self) -> bool:
         """Whether a worker has, or gathers under `fsdp`, each parameter in full."""
-        return self.strategy != "deepspeed" and self.group == 1 and self.mesh != "auto"
+        return not self.kind.runs_engine and self.group == 1 and self.mesh != "auto"
 
     @property
     def stages(self) -> int:

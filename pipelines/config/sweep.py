@@ -101,6 +101,35 @@ def _value(node: ast.AST, values: Mapping[str, Any]) -> Any:
 RANGES = ("uniform", "log_uniform", "integers")
 """Kinds of ranges that random search and Optuna draw from; each takes [lowest, highest]."""
 
+SearchName = Literal["grid", "random", "optuna"]
+
+
+@dataclass(frozen=True)
+class Search:
+    """A search method. A further one is a row of SEARCHES and a name in `SearchName`; if adaptive, its class in `tuning`."""
+
+    sentence: str
+    """Its rule and source, for people."""
+    lists_all: bool = False
+    """Whether it tries every combination, known before the first trial."""
+    takes_ranges: bool = True
+    """Whether it draws from ranges."""
+    is_adaptive: bool = False
+    """Whether it chooses each trial by earlier results."""
+
+
+SEARCHES: dict[SearchName, Search] = {
+    "grid": Search("every combination of the lists", lists_all=True, takes_ranges=False),
+    "random": Search("`sweep.trials` random combinations"),
+    "optuna": Search("each trial by earlier results (TPE, Bergstra et al., 2011)", is_adaptive=True),
+}
+"""By the name in `sweep.search`."""
+
+
+def _searches_with(condition: str) -> str:
+    return " or ".join(f"`{name}`" for name, search in SEARCHES.items() if getattr(search, condition))
+
+
 OF_TRIALS = (
     "run",
     "storage",
@@ -147,7 +176,7 @@ class SweepConfig(Section):
     """Scaling of the batch with the number of workers. `weak`: constant work per worker, as with `train.slots`; slots are
     multiplied by the number of workers. `strong`: constant batch, divided among the workers. `none`: slots as in the space
     and the configuration, which amounts to strong scaling."""
-    search: Literal["grid", "random", "optuna"] = setting("grid")
+    search: SearchName = setting("grid")
     """Search method. `grid`: every combination of the lists. `random`: `trials` random combinations, also of ranges.
     `optuna`: each trial is chosen from earlier results (TPE, Bergstra et al., 2011)."""
     trials: int = setting(20, at_least=1, also="num_samples n_trials num_trials")
@@ -258,12 +287,13 @@ class SweepConfig(Section):
         form = re.fullmatch(r"(\d+)/(\d+)", self.shard or "0/1")
         if form is None or not 0 <= int(form[1]) < int(form[2]):
             raise self.error("shard", "must be k/n with k from 0 to n - 1, such as 0/4")
-        if self.shard and self.search != "grid":
-            raise self.error("shard", f"needs sweep.search grid, whose combinations are known before; it is {self.search}")
+        if self.shard and not SEARCHES[self.search].lists_all:
+            names = _searches_with("lists_all")
+            raise self.error("shard", f"needs sweep.search {names}, whose combinations are known; it is {self.search}")
 
     def _check_share_base(self) -> None:
-        if self.search == "optuna":
-            raise self.error("share_base", "must be false with sweep.search optuna, which tries one after another")
+        if SEARCHES[self.search].is_adaptive:
+            raise self.error("share_base", f"must be false with sweep.search {self.search}, which tries one after another")
         if self.shard:
             raise self.error("share_base", "must be false with sweep.shard, whose trials are those of several jobs")
         if self.early_stopping == "asha":
@@ -280,7 +310,7 @@ class SweepConfig(Section):
     def _combinations(self) -> int:
         """How many are tried at most."""
         every = math.prod(len(choices) for choices in self.space.values() if isinstance(choices, list | tuple))
-        return every if self.search == "grid" else self.trials
+        return every if SEARCHES[self.search].lists_all else self.trials
 
     def _check_choices(self, key: str, choices: Any) -> None:
         if redact_all_uris(choices) != choices:
@@ -290,8 +320,9 @@ class SweepConfig(Section):
         if isinstance(choices, Mapping) and len(choices) == 1:
             ((kind, ends),) = choices.items()
             if kind in RANGES and self._is_range(kind, ends):
-                if self.search == "grid":
-                    raise self.error("search", f"must be `random` or `optuna`, as sweep.space has a range for {key}")
+                if not SEARCHES[self.search].takes_ranges:
+                    names = _searches_with("takes_ranges")
+                    raise self.error("search", f"must be {names}, as sweep.space has a range for {key}")
                 return
         raise self.error(
             "space", f"must give {key} a list of values or one range of {', '.join(RANGES)}, as {{uniform: [0, 1]}}"

@@ -2,13 +2,13 @@
 
 import math
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass
 from os.path import exists
 from typing import Any, ClassVar, Literal
 
 from raystride.model.objectives import DivergenceName, PairLossName
 from raystride.pipelines.config.batch import batch_error, cut_batch
+from raystride.pipelines.config.metrics import Direction, known_direction
 from raystride.pipelines.config.optimizers import OptimizerName
 from raystride.pipelines.config.parameter_groups import check_group
 from raystride.pipelines.config.schedules import DecayShape, ScheduleName
@@ -360,26 +360,6 @@ class GuardConfig(Section):
     window."""
     max_bad_steps: int = setting(10, at_least=1, was="guard.most", renamed="0.3")
     """Maximum number of skipped steps, or of rewinds, in a run. One more ends the run."""
-
-
-Direction = Literal["min", "max"]
-KNOWN_DIRECTIONS: Mapping[str, Direction] = {
-    **dict.fromkeys(("loss", "perplexity", "kl", "rejected_reward"), "min"),
-    **dict.fromkeys(("accuracy", "macro_f1", "bleu", "chrf", "margin", "chosen_reward"), "max"),
-}
-"""Whether a smaller or a larger figure of our own tasks is better, by its whole name without `val_`."""
-_LARGER_IN_0_3 = re.compile("accuracy|f1|precision|recall|bleu|chrf|auc|exact_match|margin|reward")
-
-
-def known_direction(metric: str) -> Direction | None:
-    """Returns whether less or more of a metric is better: of losses, and of our own tasks' figures; None of any other."""
-    name = metric.partition("/")[0].removeprefix("val_")
-    return "min" if name.endswith("_loss") else KNOWN_DIRECTIONS.get(name)
-
-
-def direction_in_0_3(metric: str) -> Direction:
-    """Returns what `validation.direction auto` meant until 0.3: larger by a part of the name, smaller of any other."""
-    return "max" if _LARGER_IN_0_3.search(metric) else "min"
 
 
 @dataclass(frozen=True, kw_only=True)

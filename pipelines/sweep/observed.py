@@ -8,7 +8,7 @@ import statistics
 
 from raystride.model.shape import DecoderShape, block_matrix_weights, is_tied, key_width, query_width
 from raystride.pipelines.config import Config, ModelConfig, ScalingConfig, TrainConfig
-from raystride.pipelines.config.combinations import SHARDED
+from raystride.pipelines.config.strategies import STRATEGIES
 from raystride.pipelines.sweep.result import Result
 from raystride.pipelines.sweep.scaling_model.mesh import WorkMesh
 from raystride.pipelines.sweep.scaling_model.observation import Observation, Strategy, TrialError, Work
@@ -25,7 +25,7 @@ def build_observation(config: Config, result: Result) -> Observation:
     seconds = statistics.median(result.step_seconds)
     joules = result.figures.get("joules_per_token")
     # In a mesh it is only one of several exchanges, and stages of a pipeline reach it one after another.
-    has_reduce_wait = config.scaling.strategy not in SHARDED and config.scaling.group == 1
+    has_reduce_wait = not config.scaling.kind.is_sharded and config.scaling.group == 1
     return Observation(
         build_work(config, result),
         step_seconds=result.step_seconds,
@@ -122,7 +122,7 @@ def _count_messages(
     model: ModelConfig, scaling: ScalingConfig, strategy: Strategy, parameters: int, network: Network | None
 ) -> int:
     """Returns the buckets of gradients, or the blocks with gathered parameters and one for the layers around them."""
-    if strategy in SHARDED:
+    if STRATEGIES[strategy].is_sharded:
         return (len(network.blocks) if network else model.layers) + 1
     return max(1, math.ceil(parameters * FP32_BYTES / (scaling.bucket_mib * MIB)))
 
@@ -134,7 +134,7 @@ def _describe_variant(train: TrainConfig, model: ModelConfig, strategy: Strategy
     fits, held-out trials of a small model on CPUs were 7 % off in the median, and 11 % with a common one.
     """
     words = {
-        strategy: strategy in SHARDED,
+        strategy: STRATEGIES[strategy].is_sharded,
         f"compiled {train.compile}": train.compile != "none",
         "exact": train.exact,
         "not deterministic": not train.deterministic,

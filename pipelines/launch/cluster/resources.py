@@ -159,9 +159,9 @@ def _check_device(train: TrainConfig, scaling: ScalingConfig, device: str) -> No
         raise train.error(
             "compile", "must be `none` where there is no C++ compiler (g++), which torch.compile needs on CPUs"
         )
-    if scaling.strategy == "deepspeed" and find_spec("deepspeed") is None:
+    if (package := scaling.kind.package) and find_spec(package) is None:
         raise scaling.error(
-            "strategy", 'needs DeepSpeed, which is not installed: pip install "raystride[deepspeed]", or use `fsdp`'
+            "strategy", f'needs {package}, which is not installed: pip install "raystride[{package}]", or use `fsdp`'
         )
 
 

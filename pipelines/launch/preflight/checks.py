@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from importlib.util import find_spec
 
 from raystride.pipelines.config import Config, ModelConfig, ScalingConfig, TrainConfig
-from raystride.pipelines.config.combinations import MESHED_DECODERS, MESHLESS, SHARDED
+from raystride.pipelines.config.combinations import MESHED_DECODERS, MESHLESS
 from raystride.pipelines.data.plugins import BUILT_IN_TASKS
 from raystride.pipelines.launch.cluster.cluster import CannotRun
 from raystride.pipelines.launch.cluster.resources import Allocation, Resources
@@ -153,9 +153,9 @@ def _suggest_less_memory(config: Config, allocation: Allocation, need: MemoryEst
     if config.task in MESHED_DECODERS and not config.model.context % (4 * scaling.context):
         for_activations.append(f"set scaling.context {2 * scaling.context} on more workers")
     for_states = []
-    if scaling.strategy not in SHARDED and allocation.workers > 1 and not train.exact:
+    if not scaling.kind.is_sharded and allocation.workers > 1 and not train.exact:
         for_states.append("set scaling.strategy fsdp")
-    elif scaling.strategy in SHARDED and allocation.device == "cuda" and not scaling.offload:
+    elif scaling.kind.is_sharded and allocation.device == "cuda" and not scaling.offload:
         for_states.append("set scaling.offload true")
     if train.precision != "pure_bf16":
         for_states.append("set train.precision pure_bf16" + (" or bf16" if allocation.device == "cuda" else ""))

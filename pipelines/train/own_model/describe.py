@@ -18,7 +18,6 @@ import torch
 from torch import nn
 
 from raystride.pipelines.config import Config, SettingError, TrainConfig
-from raystride.pipelines.config.combinations import SHARDED
 from raystride.pipelines.data.feed.order import Order
 from raystride.pipelines.data.prepare.code_hash import hash_code, qualified_name
 from raystride.pipelines.data.sources.faults import DataError
@@ -286,7 +285,7 @@ def check_strategy(sizes: Mapping[str, list[int]], moving: Mapping[str, bool], c
     if moving and config.train.exact:
         rule = "must be false where a forward changes parameters, whose values depend on how workers share the samples"
         raise SettingError(f"train.exact {rule} ({next(iter(moving))})", setting="train.exact", value=True, allowed=rule)
-    if moving and config.scaling.strategy in SHARDED:
+    if moving and config.scaling.kind.is_sharded:
         rule = "must not be fsdp or deepspeed where a forward changes parameters, whose shards do not see it; use `ddp`"
         raise SettingError(
             f"scaling.strategy {rule} ({next(iter(moving))})",

@@ -21,7 +21,6 @@ from raystride.model.distillation import Distillation
 from raystride.model.dropout import RowKeys, number_dropouts
 from raystride.model.transformer import Decoder
 from raystride.pipelines.config import Config, DataConfig, ModelConfig, ObjectiveConfig, ScalingConfig, TrainConfig
-from raystride.pipelines.config.combinations import SHARDED
 from raystride.pipelines.config.train import parse_branch
 from raystride.pipelines.data.feed.growth import StreamingOrder
 from raystride.pipelines.data.feed.loader import Loader, Requests
@@ -76,7 +75,7 @@ def set_up_device(job: Job, worker: WorkerInfo) -> torch.device:
         device = torch.device("cpu")
         torch.set_num_threads(job.threads)
         keep_freed_memory()
-    if not dist.is_initialized() and (worker.world > 1 or job.config.scaling.strategy in SHARDED):
+    if not dist.is_initialized() and (worker.world > 1 or job.config.scaling.kind.is_sharded):
         backend = "cpu:gloo,cuda:nccl" if job.device == "cuda" else "gloo"
         join_group(backend, worker.rank, worker.world)
     return device
