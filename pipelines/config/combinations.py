@@ -1,9 +1,9 @@
-"""Which task, strategy, precision and the rest go together, and for what does not, why, and the nearest that does.
+"""Checks of settings that do not work together: each error says why, and names the nearest that works.
 
 refuse_combinations(config.train, config.scaling, config.guard, config.checkpoint)   # raises SettingError
 refuse_with_task(config.task, config.model, config.objective, config.train)          # likewise
 
-What depends on the device, which settings alone do not know, is refused by `cluster.resources.resolve`.
+Combinations that a device does not support are refused by `cluster.resources.resolve_allocation`.
 """
 
 from raystride.model.objectives import PAIR_LOSSES
@@ -27,9 +27,9 @@ from raystride.pipelines.config.train import (
 DECODERS = ("language_model", "completion", "preference")
 """Tasks that train a decoder."""
 DISTILLED = ("language_model", "completion")
-"""Tasks with next-token targets, whose loss a teacher may be part of."""
+"""Tasks with next-token targets, which a teacher can train."""
 MESHLESS = ("images", "preference")
-"""Our tasks whose networks are not cut over a mesh."""
+"""Our tasks with networks that are not cut over a mesh."""
 MESHED_DECODERS = tuple(task for task in DECODERS if task not in MESHLESS)
 """Tasks that train a decoder that can be."""
 OTHERS = ("classification", "translation", "images")
@@ -39,9 +39,9 @@ OTHERS = ("classification", "translation", "images")
 def refuse_combinations(
     train: TrainConfig, scaling: ScalingConfig, guard: GuardConfig, checkpoint: CheckpointConfig, *, frozen: bool = False
 ) -> None:
-    """Raises SettingError for settings that are right one by one and cannot work together.
+    """Raises SettingError for settings that are valid one by one and cannot work together.
 
-    `frozen`: what shards are of has no gradient, as with adapters.
+    `frozen`: sharded parameters have no gradient, as with adapters.
     """
     workers = scaling.workers if isinstance(scaling.workers, int) else 0
     if scaling.group > 1:
@@ -154,7 +154,7 @@ def _refuse_with_preference(task: str, model: ModelConfig, objective: ObjectiveC
 def refuse_teacher(
     task: str, objective: ObjectiveConfig, train: TrainConfig, scaling: ScalingConfig, *, has_several_adapters: bool
 ) -> None:
-    """Raises SettingError for a teacher where the network has no next-token targets, or a worker not all of its logits."""
+    """Raises SettingError for a teacher if the network has no next-token targets, or a worker only some of its logits."""
     if not objective.teacher:
         return
     if task not in (*DISTILLED, "auto"):
@@ -170,7 +170,7 @@ def refuse_teacher(
 
 
 def refuse_early_start(data: DataConfig, train: TrainConfig) -> None:
-    """Raises SettingError for what cannot be known of data that is still being prepared."""
+    """Raises SettingError for settings that need data to be completely prepared."""
     if not data.start_after_mib:
         if data.follow:
             raise data.error("follow", "needs data.start_after_mib, MiB of text with which training begins")
@@ -230,7 +230,7 @@ def _refuse_with_mesh(train: TrainConfig, scaling: ScalingConfig, workers: int) 
 def refuse_with_experts(
     model: ModelConfig, train: TrainConfig, scaling: ScalingConfig, optimizer: OptimizerConfig, *, has_adapters: bool
 ) -> None:
-    """Raises SettingError for what does not work with a mixture of experts, or only with one."""
+    """Raises SettingError for settings that do not work with a mixture of experts, or only with one."""
     if not model.experts:
         if scaling.expert > 1:
             raise scaling.error("expert", "must be 1 without model.experts, a mixture of experts")
@@ -256,7 +256,7 @@ def refuse_with_experts(
 
 
 def refuse_mesh_of_model(task: str, model: ModelConfig, scaling: ScalingConfig) -> None:
-    """Raises SettingError for a mesh over which this model cannot be cut, with the nearest that can."""
+    """Raises SettingError for a mesh that cannot cut this model, with the nearest that can."""
     if scaling.group == 1:
         return
     if task in MESHLESS:
@@ -326,7 +326,7 @@ def _refuse_with_engine(train: TrainConfig, strategy: str) -> None:
 
 
 def refuse_schedule(optimizer: OptimizerConfig, train: TrainConfig) -> None:
-    """Raises SettingError for a schedule that needs the run's end where nothing tells it, or whose parts exceed the run."""
+    """Raises SettingError for a schedule that needs the run's end if that is unknown, or is longer than the run."""
     is_endless = not train.steps and not train.epochs
     if is_endless and optimizer.warmup_ratio:
         raise optimizer.error("warmup_ratio", "must be 0 when only train.hours ends the run: give optimizer.warmup_steps")
@@ -364,7 +364,7 @@ def refuse_branch(train: TrainConfig, run: str | None, *, has_several_adapters: 
 
 
 def refuse_optimizer(optimizer: OptimizerConfig, scaling: ScalingConfig, *, has_adapters: bool) -> None:
-    """Raises SettingError for Muon where no worker has or gets whole matrices of blocks that are trained."""
+    """Raises SettingError for an optimiser of whole matrices if no worker has or gathers trained ones."""
     if not OPTIMIZERS[optimizer.kind].needs_whole_matrices:
         return
     others = without_whole_matrices()

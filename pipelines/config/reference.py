@@ -1,4 +1,4 @@
-"""Every setting of a dataclass with its type, default, range and meaning: what `--help` and docs/settings.md show.
+"""Every setting of a dataclass with its type, default, range and meaning, for `--help` and docs/settings.
 
 reference = {entry.name: entry for entry in settings_reference(Config)}
 reference["train.steps"].type                             # "whole number"

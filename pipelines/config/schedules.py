@@ -18,7 +18,7 @@ SHAPES: dict[DecayShape, Callable[[float], float]] = {
     "sqrt": lambda done: 1 - math.sqrt(done),
     "cosine": lambda done: 0.5 * (1 + math.cos(math.pi * done)),
 }
-"""What is left of the way from the highest to the lowest rate, by the share of a decay that is done."""
+"""Remaining part of the way from the highest to the lowest rate, by the completed share of a decay."""
 
 
 class RateSettings(Protocol):
@@ -41,7 +41,7 @@ class RateSettings(Protocol):
         ...
 
     def decay_length(self, total_steps: int) -> int:
-        """Returns the number of the last steps of a run over which `wsd` falls."""
+        """Returns the number of steps of the decay of `wsd`, at the end of a run."""
         ...
 
 
@@ -54,7 +54,7 @@ class Schedule:
     sentence: str
     """Its formula, for people."""
     falls: bool = False
-    """Whether it falls to the lowest rate, and needs a run whose end is known."""
+    """Whether it falls to the lowest rate, and needs a known end of the run."""
     has_own_warmup: bool = False
     """Whether it is also called in the warm-up."""
 
@@ -104,7 +104,7 @@ def learning_rate(settings: RateSettings, step: int, total_steps: int, width: in
 
 
 def highest_step(settings: RateSettings, total_steps: float) -> int:
-    """Returns the step, from 0, whose update has the highest rate."""
+    """Returns the step, from 0, of the update with the highest rate."""
     warmup = settings.warmup(int(total_steps) if math.isfinite(total_steps) else 0)
     return warmup - SCHEDULES[settings.schedule].has_own_warmup
 

@@ -17,7 +17,7 @@ class StrategyKind:
     """A data-parallel strategy. As `auto` becomes `single` or `ddp`, its conditions are those of both."""
 
     sentence: str
-    """Where parameters, gradients and optimiser state lie, for people."""
+    """Placement of parameters, gradients and optimiser state, for people."""
     has_several_workers: bool = True
     """Whether it works with more than one worker."""
     is_sharded: bool = False
@@ -45,6 +45,6 @@ STRATEGIES: dict[StrategyName, StrategyKind] = {
 
 
 def strategies_with(condition: str, value: bool = True) -> str:
-    """Returns the names of the strategies of which a condition has `value`, for an error: "`ddp` or `fsdp`"."""
+    """Returns the names of the strategies with a condition of `value`, for an error: "`ddp` or `fsdp`"."""
     names = [f"`{name}`" for name, kind in STRATEGIES.items() if name != "auto" and getattr(kind, condition) == value]
     return " or ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)

@@ -45,7 +45,7 @@ OPERATORS: dict[type[ast.AST], Any] = {
 
 
 class Condition:
-    """An expression over `known` settings. Raises SettingError for what it cannot be."""
+    """An expression over `known` settings. Raises SettingError for an invalid one."""
 
     def __init__(self, text: str, known: Collection[str]) -> None:
         self.text = text
@@ -56,7 +56,7 @@ class Condition:
         self._check(self._body, known)
 
     def holds(self, values: Mapping[str, Any]) -> bool:
-        """Whether the condition is true of settings by their full names. Raises SettingError where it cannot be told."""
+        """Returns whether the condition is true for settings by full name. Raises SettingError if it cannot be evaluated."""
         try:
             return bool(_value(self._body, values))
         except (TypeError, ZeroDivisionError) as error:
@@ -149,11 +149,11 @@ OF_TRIALS = (
 
 
 SAME_WORK = ("optimizer.", "objective.", "model.dropout", "train.clip_norm", "seed", "data.shuffle")
-"""Settings that leave the work of a step as it is, or what their names begin with: only the loss tells them apart."""
+"""Settings that do not change the work of a step, or prefixes of their names: their trials differ in the loss only."""
 
 
 def same_work(key: str) -> bool:
-    """Whether a step takes the same work whatever this setting is."""
+    """Returns whether the work of a step is independent of this setting."""
     return key.startswith(SAME_WORK)
 
 
@@ -247,7 +247,7 @@ class SweepConfig(Section):
     counts as hung."""
 
     def __post_init__(self) -> None:
-        """Raises SettingError where a field is out of range, `space` has no choices, or the objective lacks its figure."""
+        """Raises SettingError if a field is out of range, `space` has no choices, or the objective lacks its figure."""
         super().__post_init__()
         if self.objective == "auto" and self.space:
             # Everyone who reads it wants to know which. Not without a space, as defaults are that others are put over.
@@ -279,7 +279,7 @@ class SweepConfig(Section):
 
     @property
     def part(self) -> tuple[int, int]:
-        """Which of how many shares, (0, 1) for all."""
+        """Number of this shard, from 0, and of all shards; (0, 1) for a whole grid."""
         number, _, count = (self.shard or "0/1").partition("/")
         return int(number), int(count)
 
@@ -308,7 +308,7 @@ class SweepConfig(Section):
             raise self.error("share_base", f"must be false with sweep.objective `{self.objective}`: give `loss` or `metric`")
 
     def _combinations(self) -> int:
-        """How many are tried at most."""
+        """Returns the maximum number of combinations."""
         every = math.prod(len(choices) for choices in self.space.values() if isinstance(choices, list | tuple))
         return every if SEARCHES[self.search].lists_all else self.trials
 

@@ -41,7 +41,7 @@ class OptimizerConfig(Section):
     weight_decay: float = setting(0.1, at_least=0, also="wd decay", shapes_result=True)
     """Decoupled weight decay. Applied to matrices only, not to biases, norms and gains."""
     momentum: float = setting(0.0, at_least=0, below=1, shapes_result=True)
-    """Momentum of `sgd`, and of `muon`, where 0 stands for 0.95."""
+    """Momentum of `sgd`, and of `muon`: 0 then stands for 0.95."""
     schedule: ScheduleName = setting(
         "cosine",
         also="lr_scheduler_type lr_scheduler scheduler lr_decay_style lr_schedule decay_type",
@@ -90,7 +90,7 @@ class OptimizerConfig(Section):
     and move by its momentum on several workers, as 0.3 did. `auto`: as the run began; a new one skips."""
 
     def __post_init__(self) -> None:
-        """Raises SettingError where a field is out of range, or `noam` has no warm-up, whose length its formula needs."""
+        """Raises SettingError if a field is out of range, or `noam`, which divides by it, has no warm-up."""
         super().__post_init__()
         if self.schedule == "noam" and not (self.warmup_steps or self.warmup_ratio):
             raise self.error("warmup_steps", "must be at least 1 with optimizer.schedule `noam`")
@@ -101,7 +101,7 @@ class OptimizerConfig(Section):
         return round(self.warmup_ratio * total_steps) if self.warmup_ratio else self.warmup_steps
 
     def decay_length(self, total_steps: int) -> int:
-        """Returns the number of the last steps of a run over which `wsd` falls."""
+        """Returns the number of steps of the decay of `wsd`, at the end of a run."""
         return self.decay_steps or round(self.decay_share * total_steps)
 
 
@@ -166,7 +166,7 @@ class TrainConfig(Section):
     """Samples in a slot."""
     slot_tokens: int = setting(0, at_least=0, at_most=2**31 - 1, fixed=True)
     """Maximum number of tokens in a slot, padding included. A slot is then a bundle of any number of examples of similar
-    length, and slot_size is not used. 0: slot_size samples of any length. For tasks whose samples differ in length; an
+    length, and slot_size is not used. 0: slot_size samples of any length. For tasks with samples of different length; an
     example that exceeds the maximum forms a bundle by itself."""
     packing: Literal["none", "documents"] = setting(
         "none", fixed=True, since="0.2", also="sample_packing pack_sequences packed"
@@ -193,7 +193,7 @@ class TrainConfig(Section):
         0.0, at_least=0, below=1, fixed=True, since="0.4", also="ema_decay model_ema_decay use_ema ema_momentum"
     )
     """Exponential moving average of the weights: the share of it that each step keeps, 0.999 for instance, beside the
-    weights in fp32. 0: none. `validation.weights` says where it is used."""
+    weights in fp32. 0: none. Used by `validation.weights`."""
     clip_norm: float = setting(
         1.0,
         at_least=0,
@@ -238,7 +238,7 @@ class TrainConfig(Section):
     """Use only deterministic operations, which give the same bits each time. Some are slower on a GPU."""
 
     def __post_init__(self) -> None:
-        """Raises SettingError where a field is out of range, nothing ends the run, or `exact` or `precision` forbids one."""
+        """Raises SettingError if a field is out of range, nothing ends the run, or `exact` or `precision` forbids one."""
         super().__post_init__()
         if self.branch_from is not None:
             object.__setattr__(self, "branch_from", self._written_branch())
@@ -321,8 +321,8 @@ class ObjectiveConfig(Section):
     worker holds all of it. None: no teacher. For the tasks `language_model` and `completion`."""
     divergence: DivergenceName = setting("forward_kl", fixed=True, since="0.4", also="kd_loss")
     """Divergence between the next-token distributions of teacher and student, over the whole vocabulary. `forward_kl`:
-    KL(teacher || student), which covers all that the teacher may say. `reverse_kl`: KL(student || teacher), which keeps to
-    what is likely for the teacher (Gu et al., 2024)."""
+    KL(teacher || student), which covers all likely continuations of the teacher. `reverse_kl`: KL(student || teacher), which
+    keeps to the most likely ones (Gu et al., 2024)."""
     kd_ratio: float = setting(0.5, above=0, at_most=1, fixed=True, since="0.4", also="kd_loss_weight distillation_alpha")
     """Weight of the divergence in the training loss; that of the labels' cross-entropy is 1 - kd_ratio."""
     temperature: float = setting(
@@ -402,14 +402,14 @@ class ValidationConfig(Section):
     your own (`raystride.fit`). More is refused."""
     weights: Literal["auto", "trained", "ema"] = setting("auto", since="0.4", shapes_result=True)
     """Weights that are validated and that checkpoints have as the model's, so that evaluation, prediction and export take
-    them: the trained ones, or their average (`train.ema`). `auto`: the average where there is one."""
+    them: the trained ones, or their average (`train.ema`). `auto`: the average if there is one."""
     means: tuple[str, ...] = setting((), since="0.4")
     """Metrics of a model of your own that are means over samples in spite of their names, `recall_at_5` for instance:
     numbers named f1, auc, precision, recall, map, ndcg, r2 or correlation are refused otherwise."""
 
     @property
     def named_direction(self) -> Literal["auto", "min", "max"]:
-        """Whether a smaller or a larger metric is better; `auto` where neither the setting nor the metric's name says it."""
+        """Whether a smaller or a larger metric is better; `auto` if neither the setting nor the metric's name says it."""
         return self.direction if self.direction != "auto" else known_direction(self.metric) or "auto"
 
     @property
@@ -448,7 +448,7 @@ class CheckpointConfig(Section):
     )
     """Steps between two checkpoints. 0: no checkpoints, not even at the end."""
     every_epochs: float = setting(0.0, at_least=0, since="0.4", also="every_n_epochs save_every_epochs")
-    """Epochs between two checkpoints, in place of `checkpoint.every` where that is not 0; parts of an epoch as well. 0: by
+    """Epochs between two checkpoints, in place of `checkpoint.every` if that is not 0; parts of an epoch as well. 0: by
     steps."""
     minutes: float = setting(10.0, at_least=0, since="0.4", also="save_interval_minutes checkpoint_interval_minutes")
     """Minutes after the beginning of a checkpoint at which the next one begins, within a step or two. 0: never. Rank 0's
