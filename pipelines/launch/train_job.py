@@ -171,7 +171,7 @@ def train(
     milestones = {"driver": time.time()}
     config, plugin_bundle = _register_plugins(config, plugin_bundle or PluginBundle.collect(config))
     if config.launch.mode == "ray":
-        plugin_bundle.refuse_unpicklable(config)
+        plugin_bundle.refuse_unpicklable(config.task)
     admission = admit_run(RunContext(config, storage, screen.log, notice=screen.notice))
     previous, folder = admission.origin, admission.context.run_folder
     if admission.is_complete:

@@ -15,7 +15,7 @@ from random import Random
 from typing import Any
 from unicodedata import combining
 
-from raystride.pipelines.config import Config, ModelConfig, SettingError, TokenizerConfig
+from raystride.pipelines.config import ModelConfig, SettingError, TokenizerConfig
 from raystride.pipelines.data.tasks.task import Document, Task
 from raystride.pipelines.data.tokenizers.coverage import keeps_all_text, measure_coverage
 
@@ -77,13 +77,13 @@ class TextSample:
             for name, found in measured.items()
         }
 
-    def measure_or_refuse(self, config: Config) -> dict[str, dict[str, Any]]:
+    def measure_or_refuse(self, tokenizer: TokenizerConfig, model: ModelConfig) -> dict[str, dict[str, Any]]:
         """Returns the result of `measure`. Raises SettingError if half of it is lost, or the tokenizer fails."""
         try:
             found = self.measure()
         except Exception as error:  # tokenizers raises the bare class, without an unknown token for instance
-            raise config.tokenizer.error("file", f"must name a tokenizer that can write the data: {error}") from error
-        refuse_lost_text(config.tokenizer, config.model, found)
+            raise tokenizer.error("file", f"must name a tokenizer that can write the data: {error}") from error
+        refuse_lost_text(tokenizer, model, found)
         return found
 
 

@@ -279,7 +279,7 @@ def build_job(
     knowing = replace(job, task=task.knowing({}, encoders))
     if TextSample(knowing.task, 0, seed=0).is_needed:  # before all parts are prepared
         for sample in run_each(_sample_part, knowing, divided.parts[:1]):
-            sample.measure_or_refuse(config)
+            sample.measure_or_refuse(config.tokenizer, config.model)
     if job.finds_duplicates:
         log("data: a first pass over all documents, for those that are near-duplicates of an earlier one")
         find_duplicates(job, divided.parts, run_each, group, log)

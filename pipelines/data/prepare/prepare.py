@@ -177,7 +177,7 @@ def _check_first_rows(context: RunContext, config: Config, task: Task) -> list[s
                 labels.update(item.document[-1:] if has_labels else ())
             elif config.data.on_error == "raise":
                 raise item.error()
-    lost = sample.measure_or_refuse(config)
+    lost = sample.measure_or_refuse(config.tokenizer, config.model)
     classes = describe_classes(labels, title.format(labels.total())) if labels else []
     return [*describe_files(facts), *classes, *describe_lost_text(lost)]
 

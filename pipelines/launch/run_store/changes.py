@@ -150,14 +150,14 @@ def describe_difference(before: Any, now: Any) -> tuple[str, str]:
 
 def _compare_settings(previous: Config, config: Config) -> dict[str, tuple[Any, Any]]:
     """Returns the free settings that shape the result and differ; a mixture's sources may come and go, too."""
-    before, now = ({**own.free_result_settings(), **_mixture(own)} for own in (previous, config))
+    before, now = ({**own.free_result_settings(), **_mixture(own.flat())} for own in (previous, config))
     free = [key for key in {**before, **now} if not (defines_source(key) and key in before and key in now)]
     pairs = {key: (redact_all_uris(before.get(key)), redact_all_uris(now.get(key))) for key in free}
     return {key: (old, new) for key, (old, new) in pairs.items() if _as_list(old) != _as_list(new)}
 
 
-def _mixture(config: Config) -> dict[str, Any]:
-    return {key: value for key, value in config.flat().items() if key.startswith("data.sources.")}
+def _mixture(settings: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in settings.items() if key.startswith("data.sources.")}
 
 
 def _as_list(value: Any) -> Any:

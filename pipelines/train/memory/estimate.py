@@ -97,18 +97,18 @@ def select_targets(model: ModelConfig, lora: LoraConfig) -> list[BlockLinear]:
     return [site for site in linears if target_names & set(site.names)]
 
 
-def count_adapter_parameters(config: Config) -> int:
+def count_adapter_parameters(model: ModelConfig, task: str, lora: LoraConfig) -> int:
     """Returns the numbers in A and B of all blocks. A translator has those of encoder and decoder, with double attention.
 
     The dense layer of an encoder before its head is counted, as it is trained whole. The head is not; its labels are
     unknown.
     """
-    rank, find_targets = config.lora.rank, select_targets(config.model, config.lora)
-    per_block = sum(rank * (site.inputs + site.outputs) + config.lora.dora * site.outputs for site in find_targets)
-    blocks = config.model.layers
-    if config.task == "translation":
-        blocks = 2 * blocks + (config.model.encoder_layers or blocks)
-    dense = sum(dense_sizes(config.model)) if config.model.architecture in ENCODERS else 0
+    rank, find_targets = lora.rank, select_targets(model, lora)
+    per_block = sum(rank * (site.inputs + site.outputs) + lora.dora * site.outputs for site in find_targets)
+    blocks = model.layers
+    if task == "translation":
+        blocks = 2 * blocks + (model.encoder_layers or blocks)
+    dense = sum(dense_sizes(model)) if model.architecture in ENCODERS else 0
     return per_block * blocks + dense
 
 
@@ -282,7 +282,8 @@ def _estimate_adapters(config: Config, network: Network, activations: float, tok
     The activations are those of training all weights, an upper bound.
     """
     number_bytes = HALF if config.lora.base_precision == "bf16" else FP32
-    base, trained = float(number_bytes * network.num_parameters), count_adapter_parameters(config) * config.lora.adapters
+    base, lora = float(number_bytes * network.num_parameters), config.lora
+    trained = count_adapter_parameters(config.model, config.task, lora) * lora.adapters
     if config.scaling.strategy == "fsdp":
         blocks = [block.num_parameters for block in network.blocks]
         # What lies outside of blocks is gathered for the step, a block while the next one comes, each with its buffer.
