@@ -10,10 +10,11 @@ from raystride.model.objectives import PAIR_LOSSES
 from raystride.model.shape import ENCODERS
 from raystride.pipelines.config.data import DataConfig, TokenizerConfig
 from raystride.pipelines.config.model import DECODERS_ONLY, ModelConfig
-from raystride.pipelines.config.optimizers import OPTIMIZERS, without_whole_matrices
+from raystride.pipelines.config.optimizers import OPTIMIZERS
 from raystride.pipelines.config.run import ScalingConfig
 from raystride.pipelines.config.schedules import SCHEDULES
-from raystride.pipelines.config.strategies import strategies_with
+from raystride.pipelines.config.section import names_with
+from raystride.pipelines.config.strategies import STRATEGIES
 from raystride.pipelines.config.train import (
     CheckpointConfig,
     GuardConfig,
@@ -48,16 +49,18 @@ def refuse_combinations(
         _refuse_with_mesh(train, scaling, workers)
         workers //= scaling.group  # what follows is of groups of workers
     if not scaling.kind.has_several_workers and workers > 1:
-        raise scaling.error("strategy", f"must be {strategies_with('has_several_workers')} for scaling.workers {workers}")
+        raise scaling.error(
+            "strategy", f"must be {names_with(STRATEGIES, 'has_several_workers')} for scaling.workers {workers}"
+        )
     if not scaling.kind.is_hybrid and scaling.shard_workers:
-        hybrid = strategies_with("is_hybrid")
+        hybrid = names_with(STRATEGIES, "is_hybrid")
         raise scaling.error("shard_workers", f"must be 0 but with scaling.strategy {hybrid}, not `{scaling.strategy}`")
     if scaling.shard_workers and scaling.min_workers:
         raise scaling.error("shard_workers", "must be 0 with scaling.min_workers, whose number of workers changes")
     if workers and scaling.shard_workers and workers % scaling.shard_workers:
         raise scaling.error("shard_workers", f"must divide scaling.workers, {workers}")
     if scaling.offload and not scaling.kind.is_sharded:
-        sharded = strategies_with("is_sharded")
+        sharded = names_with(STRATEGIES, "is_sharded")
         raise scaling.error("offload", f"must be false with scaling.strategy `{scaling.strategy}`: use {sharded}")
     if train.exact:
         _refuse_with_exact(train, scaling, frozen)
@@ -199,7 +202,7 @@ def _refuse_with_mesh(train: TrainConfig, scaling: ScalingConfig, workers: int) 
             f"must be a multiple of scaling.pipeline x expert x context x tensor, {group}; the nearest is {nearest}",
         )
     if not scaling.kind.is_meshed:
-        raise scaling.error("strategy", f"must be {strategies_with('is_meshed')} in a mesh, not `{scaling.strategy}`")
+        raise scaling.error("strategy", f"must be {names_with(STRATEGIES, 'is_meshed')} in a mesh, not `{scaling.strategy}`")
     if scaling.min_workers:
         raise scaling.error("min_workers", "must be 0 in a mesh, which cannot shrink by one worker")
     if train.compile != "none":
@@ -242,11 +245,12 @@ def refuse_with_experts(
         if getattr(scaling, name) > 1:
             raise scaling.error(name, "must be 1 with model.experts: use scaling.expert, `ddp` or `fsdp`")
     if scaling.kind.runs_engine:
-        raise scaling.error("strategy", f"must be {strategies_with('runs_engine', False)} with model.experts")
+        raise scaling.error("strategy", f"must be {names_with(STRATEGIES, 'runs_engine', False)} with model.experts")
     if train.compile != "none":
         raise train.error("compile", "must be `none` with model.experts, whose numbers of tokens change in every step")
     if OPTIMIZERS[optimizer.kind].needs_whole_matrices:
-        raise optimizer.error("kind", f"must be {without_whole_matrices()} with model.experts, whose matrices are stacked")
+        others = names_with(OPTIMIZERS, "needs_whole_matrices", False)
+        raise optimizer.error("kind", f"must be {others} with model.experts, whose matrices are stacked")
     if scaling.expert == 1:
         return
     if has_adapters:
@@ -367,7 +371,7 @@ def refuse_optimizer(optimizer: OptimizerConfig, scaling: ScalingConfig, *, has_
     """Raises SettingError for an optimiser of whole matrices if no worker has or gathers trained ones."""
     if not OPTIMIZERS[optimizer.kind].needs_whole_matrices:
         return
-    others = without_whole_matrices()
+    others = names_with(OPTIMIZERS, "needs_whole_matrices", False)
     if has_adapters:
         raise optimizer.error("kind", f"must be {others} with lora.rank: adapters are trained, and no matrix of blocks")
     if not scaling.keeps_parameters_whole:

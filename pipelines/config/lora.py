@@ -5,8 +5,8 @@ from typing import Any, ClassVar, Literal
 
 from raystride.pipelines.config.model import ModelConfig
 from raystride.pipelines.config.run import ScalingConfig
-from raystride.pipelines.config.section import Section, setting
-from raystride.pipelines.config.strategies import strategies_with
+from raystride.pipelines.config.section import Section, names_with, setting
+from raystride.pipelines.config.strategies import STRATEGIES
 from raystride.pipelines.config.train import TrainConfig
 from raystride.pipelines.system.errors import SettingError
 from raystride.pipelines.system.storage.folder import absolute_uri
@@ -123,7 +123,7 @@ def refuse_with_lora(lora: LoraConfig, model: ModelConfig, train: TrainConfig, s
     if not model.init_from:
         raise lora.error("rank", "needs model.init_from, the base: a folder of Hugging Face's, or a run's")
     if scaling.kind.runs_engine:
-        others = strategies_with("runs_engine", False)
+        others = names_with(STRATEGIES, "runs_engine", False)
         raise scaling.error("strategy", f"must be {others} with lora.rank, whose base has no gradient")
     for name in ("pipeline", "context"):
         if getattr(scaling, name) > 1:

@@ -77,11 +77,11 @@ class ScalingConfig(Section):
     of the other nodes, over half a minute; a dropped node stays excluded for the rest of the job. Needs `min_workers`. 0:
     never; otherwise at least 1.5."""
     strategy: StrategyName = setting(
-        "auto", also="parallelism ddp_backend distributed_strategy fsdp sharding_strategy distributed_type"
+        "auto",
+        also="parallelism ddp_backend distributed_strategy fsdp sharding_strategy distributed_type",
+        table=STRATEGIES,
     )
-    """Data-parallel strategy. `single`: one worker. `ddp`: every worker holds the whole model. `fsdp` (FSDP2) and
-    `deepspeed` (ZeRO): parameters, gradients and optimiser state are sharded over the workers. `auto`: `single` for one
-    worker, `ddp` for several."""
+    """Data-parallel strategy."""
     shard_workers: int = setting(0, at_least=0, also="dp_shard data_parallel_shard_degree hybrid_shard")
     """Number of neighbouring workers that shard one copy of the model. For example, those of a node (hybrid sharding). Used
     with `fsdp`; must divide the number of workers. 0: all workers."""

@@ -86,11 +86,16 @@ def _noam(settings: RateSettings, step: int, total_steps: int, width: int) -> fl
 
 
 SCHEDULES: dict[ScheduleName, Schedule] = {
-    "cosine": Schedule(_fall("cosine"), "falls as half a cosine (Loshchilov and Hutter, 2017)", falls=True),
-    "linear": Schedule(_fall("linear"), "falls in a line", falls=True),
+    "cosine": Schedule(_fall("cosine"), "falls to the end, as half a cosine (Loshchilov and Hutter, 2017)", falls=True),
+    "linear": Schedule(_fall("linear"), "falls to the end, in a line", falls=True),
     "constant": Schedule(lambda settings, *_: settings.learning_rate, "stays"),
-    "noam": Schedule(_noam, "is learning_rate x width^-0.5 x min(n^-0.5, n x warmup^-1.5)", has_own_warmup=True),
-    "wsd": Schedule(_warm_up_stay_decay, "stays, and falls at the end (Hu et al., 2024)", falls=True),
+    "noam": Schedule(
+        _noam,
+        "learning_rate x hidden_size^-0.5 x min(n^-0.5, n x warmup_steps^-1.5) at the n-th step, warm-up included "
+        "(Vaswani et al., 2017, eq. 3)",
+        has_own_warmup=True,
+    ),
+    "wsd": Schedule(_warm_up_stay_decay, "stays, and falls over the last `decay_share` (Hu et al., 2024)", falls=True),
 }
 
 

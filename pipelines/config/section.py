@@ -41,6 +41,7 @@ def setting(
     renamed: str = "",
     also: str = "",
     logins: Sequence[str] = (),
+    table: Mapping[Any, Any] | None = None,
 ) -> Any:
     """Declares a field with a range. `fixed` settings may not differ when a run is resumed; the others may.
 
@@ -51,11 +52,12 @@ def setting(
     `was`: earlier full names, the newest first; `renamed`: version of the last renaming (see `config.renamed`).
     `also`: names in other trainers, separated by blanks, by which errors and `--help` find it.
     `logins`: environment variables, one of which replaces the password in an address.
+    `table`: its choices by name, each with a `sentence` for the reference.
     """
     earlier = (was,) if isinstance(was, str) and was else tuple(was)
     limits = {"at_least": at_least, "at_most": at_most, "above": above, "below": below}
     told = {"fixed": fixed, "shapes_result": shapes_result, "since": since, "was": earlier, "renamed": renamed}
-    return field(default=default, metadata={"limits": limits, **told, "also": also, "logins": logins})
+    return field(default=default, metadata={"limits": limits, **told, "also": also, "logins": logins, "table": table or {}})
 
 
 @cache
@@ -178,6 +180,12 @@ def choices_of(annotation: Any) -> tuple[Any, ...]:
     if get_origin(annotation) is Literal:
         return get_args(annotation)
     return tuple(choice for part in get_args(annotation) for choice in choices_of(part))
+
+
+def names_with(table: Mapping[Any, Any], condition: str, value: bool = True) -> str:
+    """Returns the names of a table's rows, but `auto`, with a condition, for an error: "`adamw` or `sgd`"."""
+    names = [f"`{name}`" for name, row in table.items() if name != "auto" and getattr(row, condition) == value]
+    return " or ".join(filter(None, (", ".join(names[:-1]), names[-1])))
 
 
 def _first(value: float | None, other: float | None) -> float | None:

@@ -1,7 +1,7 @@
 """Data-parallel strategies: one table, which the settings, their checks, the preflight and the sweep read.
 
     STRATEGIES["fsdp"].is_sharded                             # True: all workers run equally many micro-batches
-    strategies_with("is_meshed")                              # "`ddp` or `fsdp`"
+    names_with(STRATEGIES, "is_meshed")                       # "`ddp` or `fsdp`"
 
 A further strategy is a row of the table, a name in `StrategyName`, and its class in `raystride.pipelines.train.strategies`.
 """
@@ -34,17 +34,16 @@ class StrategyKind:
 
 STRATEGIES: dict[StrategyName, StrategyKind] = {
     "auto": StrategyKind("`single` for one worker, `ddp` for several", is_meshed=True),
-    "single": StrategyKind("one worker has all", has_several_workers=False),
-    "ddp": StrategyKind("every worker has all", is_meshed=True),
-    "fsdp": StrategyKind("shards, by FSDP2 (Zhao et al., 2023)", is_sharded=True, is_hybrid=True, is_meshed=True),
+    "single": StrategyKind("one worker", has_several_workers=False),
+    "ddp": StrategyKind("every worker holds the whole model", is_meshed=True),
+    "fsdp": StrategyKind(
+        "parameters, gradients and optimiser state are sharded over the workers (FSDP2)",
+        is_sharded=True,
+        is_hybrid=True,
+        is_meshed=True,
+    ),
     "deepspeed": StrategyKind(
-        "shards, by ZeRO (Rajbhandari et al., 2020)", is_sharded=True, runs_engine=True, package="deepspeed"
+        "the same, by ZeRO (Rajbhandari et al., 2020)", is_sharded=True, runs_engine=True, package="deepspeed"
     ),
 }
 """By the name in `scaling.strategy`."""
-
-
-def strategies_with(condition: str, value: bool = True) -> str:
-    """Returns the names of the strategies with a condition of `value`, for an error: "`ddp` or `fsdp`"."""
-    names = [f"`{name}`" for name, kind in STRATEGIES.items() if name != "auto" and getattr(kind, condition) == value]
-    return " or ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)

@@ -20,7 +20,7 @@ from raystride.pipelines.config.config import Config, name_fault
 from raystride.pipelines.config.lora import is_shared, refuse_sharing
 from raystride.pipelines.config.renamed import with_current_names, with_current_names_in
 from raystride.pipelines.config.run import is_argument
-from raystride.pipelines.config.section import Section, nearest, setting
+from raystride.pipelines.config.section import Section, names_with, nearest, setting
 from raystride.pipelines.system.credentials import redact_all_uris
 from raystride.pipelines.system.errors import SettingError
 
@@ -120,14 +120,10 @@ class Search:
 
 SEARCHES: dict[SearchName, Search] = {
     "grid": Search("every combination of the lists", lists_all=True, takes_ranges=False),
-    "random": Search("`sweep.trials` random combinations"),
-    "optuna": Search("each trial by earlier results (TPE, Bergstra et al., 2011)", is_adaptive=True),
+    "random": Search("`trials` random combinations, also of ranges"),
+    "optuna": Search("each trial is chosen by earlier results (TPE, Bergstra et al., 2011)", is_adaptive=True),
 }
 """By the name in `sweep.search`."""
-
-
-def _searches_with(condition: str) -> str:
-    return " or ".join(f"`{name}`" for name, search in SEARCHES.items() if getattr(search, condition))
 
 
 OF_TRIALS = (
@@ -176,9 +172,8 @@ class SweepConfig(Section):
     """Scaling of the batch with the number of workers. `weak`: constant work per worker, as with `train.slots`; slots are
     multiplied by the number of workers. `strong`: constant batch, divided among the workers. `none`: slots as in the space
     and the configuration, which amounts to strong scaling."""
-    search: SearchName = setting("grid")
-    """Search method. `grid`: every combination of the lists. `random`: `trials` random combinations, also of ranges.
-    `optuna`: each trial is chosen from earlier results (TPE, Bergstra et al., 2011)."""
+    search: SearchName = setting("grid", table=SEARCHES)
+    """Search method."""
     trials: int = setting(20, at_least=1, also="num_samples n_trials num_trials")
     """Number of trials of `random` and `optuna`."""
     early_stopping: Literal["auto", "none", "asha"] = setting("auto", was="sweep.stop_bad", renamed="0.3")
@@ -288,7 +283,7 @@ class SweepConfig(Section):
         if form is None or not 0 <= int(form[1]) < int(form[2]):
             raise self.error("shard", "must be k/n with k from 0 to n - 1, such as 0/4")
         if self.shard and not SEARCHES[self.search].lists_all:
-            names = _searches_with("lists_all")
+            names = names_with(SEARCHES, "lists_all")
             raise self.error("shard", f"needs sweep.search {names}, whose combinations are known; it is {self.search}")
 
     def _check_share_base(self) -> None:
@@ -321,7 +316,7 @@ class SweepConfig(Section):
             ((kind, ends),) = choices.items()
             if kind in RANGES and self._is_range(kind, ends):
                 if not SEARCHES[self.search].takes_ranges:
-                    names = _searches_with("takes_ranges")
+                    names = names_with(SEARCHES, "takes_ranges")
                     raise self.error("search", f"must be {names}, as sweep.space has a range for {key}")
                 return
         raise self.error(

@@ -6,12 +6,12 @@ from dataclasses import dataclass
 from os.path import exists
 from typing import Any, ClassVar, Literal
 
-from raystride.model.objectives import DivergenceName, PairLossName
+from raystride.model.objectives import DIVERGENCES, PAIR_LOSSES, DivergenceName, PairLossName
 from raystride.pipelines.config.batch import batch_error, cut_batch
 from raystride.pipelines.config.metrics import Direction, known_direction
-from raystride.pipelines.config.optimizers import OptimizerName
+from raystride.pipelines.config.optimizers import OPTIMIZERS, OptimizerName
 from raystride.pipelines.config.parameter_groups import check_group
-from raystride.pipelines.config.schedules import DecayShape, ScheduleName
+from raystride.pipelines.config.schedules import SCHEDULES, DecayShape, ScheduleName
 from raystride.pipelines.config.section import Section, setting
 from raystride.pipelines.system.hub import is_hub_name
 from raystride.pipelines.system.storage.folder import absolute_uri
@@ -23,9 +23,8 @@ class OptimizerConfig(Section):
 
     name: ClassVar[str] = "optimizer"
 
-    kind: OptimizerName = setting("adamw", fixed=True, also="optim optimizer_type optimizer_name")
-    """Optimiser: AdamW (Loshchilov and Hutter, 2019), SGD, or Muon (Jordan et al., 2024) for the matrices of the network's
-    blocks and AdamW for embeddings, head, norms and biases. Muon's updates have the size of AdamW's, at the same rate."""
+    kind: OptimizerName = setting("adamw", fixed=True, also="optim optimizer_type optimizer_name", table=OPTIMIZERS)
+    """Optimiser."""
     learning_rate: float = setting(1e-3, above=0, also="lr max_lr peak_lr base_lr init_lr", shapes_result=True)
     """Peak learning rate. With `noam`, a factor of its formula."""
     betas: tuple[float, float] = setting(
@@ -46,10 +45,9 @@ class OptimizerConfig(Section):
         "cosine",
         also="lr_scheduler_type lr_scheduler scheduler lr_decay_style lr_schedule decay_type",
         shapes_result=True,
+        table=SCHEDULES,
     )
-    """Learning-rate schedule after the warm-up. `cosine` and `linear` fall to the end, `constant` stays. `wsd` (warm-up,
-    stay, decay; Hu et al., 2024) stays and falls over the last `decay_share` of the run. `noam` includes the warm-up:
-    learning_rate x hidden_size^-0.5 x min(n^-0.5, n x warmup_steps^-1.5) at the n-th step (Vaswani et al., 2017, eq. 3)."""
+    """Learning-rate schedule after the warm-up."""
     warmup_steps: int = setting(
         100,
         at_least=0,
@@ -302,8 +300,8 @@ class ObjectiveConfig(Section):
     """Label smoothing (Szegedy et al., 2016, section 7). Share of a target's weight that is spread over all classes or
     tokens. In the task `preference`: probability that a pair is labelled the wrong way round (cDPO: Mitchell, 2023), below
     0.5."""
-    preference: PairLossName = setting("dpo", fixed=True, since="0.3", also="loss_type pref_loss")
-    """Loss of the task `preference`. `dpo`: Rafailov et al., 2023. `ipo`: Azar et al., 2023, with means over tokens."""
+    preference: PairLossName = setting("dpo", fixed=True, since="0.3", also="loss_type pref_loss", table=PAIR_LOSSES)
+    """Loss of the task `preference`."""
     beta: float = setting(0.1, above=0, fixed=True, since="0.3", also="dpo_beta pref_beta")
     """Strength of the pull towards the reference model, in the task `preference`. For IPO: tau."""
     reference_free: bool = setting(False, fixed=True, since="0.3")
@@ -319,10 +317,8 @@ class ObjectiveConfig(Section):
     """Teacher of a knowledge distillation (Hinton et al., 2015): folder or hub name of a causal language model in Hugging
     Face's layout, as `raystride export --to hugging_face` writes it, with the run's vocabulary. It is frozen, and every
     worker holds all of it. None: no teacher. For the tasks `language_model` and `completion`."""
-    divergence: DivergenceName = setting("forward_kl", fixed=True, since="0.4", also="kd_loss")
-    """Divergence between the next-token distributions of teacher and student, over the whole vocabulary. `forward_kl`:
-    KL(teacher || student), which covers all likely continuations of the teacher. `reverse_kl`: KL(student || teacher), which
-    keeps to the most likely ones (Gu et al., 2024)."""
+    divergence: DivergenceName = setting("forward_kl", fixed=True, since="0.4", also="kd_loss", table=DIVERGENCES)
+    """Divergence between the next-token distributions of teacher and student, over the whole vocabulary."""
     kd_ratio: float = setting(0.5, above=0, at_most=1, fixed=True, since="0.4", also="kd_loss_weight distillation_alpha")
     """Weight of the divergence in the training loss; that of the labels' cross-entropy is 1 - kd_ratio."""
     temperature: float = setting(

@@ -169,10 +169,8 @@ class Candidate:
         if not self.base.sweep.by_quality:
             return False
         try:
-            return (
-                self._short_schedule(self._whole_training.optimizer, self._whole_training.train)
-                != self._whole_training.optimizer
-            )
+            training = self._whole_training
+            return self._short_schedule(training.optimizer, training.train) != training.optimizer
         except SettingError:
             return False
 

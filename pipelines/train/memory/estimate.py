@@ -253,11 +253,8 @@ def _estimate_data_parallel(
     num_parameters = network.num_parameters
     is_pure, stochastic = config.train.precision == "pure_bf16", config.train.stochastic_rounding
     parameters = (HALF if is_pure else FP32) * num_parameters
-    optimizer = (
-        FP32
-        * num_parameters
-        * (_num_optimizer_moments(config.optimizer, config.train, network) + (is_pure and not stochastic))
-    )
+    moments = _num_optimizer_moments(config.optimizer, config.train, network)
+    optimizer = FP32 * num_parameters * (moments + (is_pure and not stochastic))
     gradients = float(FP32 * num_parameters)
     if config.train.exact:
         gradients = _exact_gradients(config.train, config.scaling, network, workers)
@@ -295,10 +292,8 @@ def _estimate_adapters(config: Config, network: Network, activations: float, tok
     gradients = float(FP32 * trained)
     if config.train.exact:
         gradients = _exact_gradients(config.train, config.scaling, replace(network, sizes=[trained]), workers)
-    parameters, optimizer = (
-        base + FP32 * trained,
-        FP32 * trained * _num_optimizer_moments(config.optimizer, config.train, network),
-    )
+    parameters = base + FP32 * trained
+    optimizer = FP32 * trained * _num_optimizer_moments(config.optimizer, config.train, network)
     return MemoryEstimate(parameters, gradients, optimizer, activations, parameters + gradients + optimizer + activations)
 
 

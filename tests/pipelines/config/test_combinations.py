@@ -22,12 +22,14 @@ from raystride.pipelines.config import (
 )
 from raystride.pipelines.config.metrics import METRICS
 from raystride.pipelines.config.optimizers import OPTIMIZERS, OptimizerKind, OptimizerName
+from raystride.pipelines.config.schedules import SCHEDULES, ScheduleName
 from raystride.pipelines.config.strategies import STRATEGIES, StrategyName
 from raystride.pipelines.config.sweep import SEARCHES, SearchName, SweepConfig
 from raystride.pipelines.data.plugins import BUILT_IN_TASKS
 from raystride.pipelines.data.tasks import build_task
 from raystride.pipelines.launch.cluster.resources import Resources, resolve_allocation
 from tests.errors import refused
+from tests.settings_page import _cell
 
 EXPERTS = ModelConfig(architecture="llama", experts=6)
 CPU = Resources(cpus=4, gpus=0, memory_bytes=2.0**34, gpu_memory_bytes=None)
@@ -240,6 +242,7 @@ def test_no_blocks_need_windows_and_windows_a_size() -> None:
         (DIVERGENCES, DivergenceName, "objective"),
         (PAIR_LOSSES, PairLossName, "objective"),
         (OPTIMIZERS, OptimizerName, "optimizer"),
+        (SCHEDULES, ScheduleName, "optimizer"),
         (SEARCHES, SearchName, "sweep"),
         (STRATEGIES, StrategyName, "scaling"),
     ],
@@ -247,7 +250,7 @@ def test_no_blocks_need_windows_and_windows_a_size() -> None:
 def test_a_table_has_each_choice_by_its_name_and_so_has_its_page(table: Mapping[str, Any], names: Any, section: str) -> None:
     assert set(table) == set(get_args(names))
     page = (Path(__file__).parents[3] / "docs" / "settings" / f"{section}.md").read_text()
-    assert not [name for name in table if name not in page]
+    assert not [name for name, row in table.items() if f"`{name}`: {_cell(row.sentence)}." not in page]
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
