@@ -253,14 +253,14 @@ def test_a_run_that_is_past_its_end_is_refused(tmp_path: Path) -> None:
 
 def test_less_than_a_complete_run_has_is_refused() -> None:
     """It would be returned for a start that asks for another length."""
-    refuse_less(_earlier(), _train(steps=6), 6)
+    _refuse_less(_earlier(), _train(steps=6), 6)
     with refused("train.steps", 4, names=["6"]):
         _refuse_less(_earlier(), _train(steps=4), 6)
     with refused("train.steps", 4, names=["6"]):
         _refuse_less(_earlier(), _train(steps=4), None)  # checkpoint.every is 0
     once = _train(steps=0, epochs=1.0)
     _refuse_less(_earlier(once), once, 6)
-    refuse_less(_earlier(once), _train(steps=0, epochs=2.0), 6)
+    _refuse_less(_earlier(once), _train(steps=0, epochs=2.0), 6)
     _refuse_less(_earlier(once, complete=False), _train(steps=0, epochs=0.5), 6)
     with refused("train.epochs", 0.5, names=["at least 1,"]):
         _refuse_less(_earlier(once), _train(steps=0, epochs=0.5), 6)
