@@ -18,7 +18,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from raystride.pipelines.config import CheckpointConfig, Config, SettingError, ValidationConfig
+from raystride.pipelines.config import CheckpointConfig, Config, ValidationConfig
 from raystride.pipelines.config.schedules import learning_rate
 from raystride.pipelines.config.train import cost_of
 from raystride.pipelines.data.feed.loader import Loader, Requests, Step
@@ -28,6 +28,7 @@ from raystride.pipelines.train.checkpoint.layout import BRANCHED_FROM
 from raystride.pipelines.train.checkpoint.manager import Checkpoints
 from raystride.pipelines.train.checkpoint.train_state import SkippedSlot, TrainState, Updater, evaluated_weights
 from raystride.pipelines.train.guard import Diagnosis, Diverged, Rewind, StepGuard
+from raystride.pipelines.train.network_at_start import NetworkAtStart
 from raystride.pipelines.train.part_norms import PartNorms
 from raystride.pipelines.train.step import (
     VERDICT,
@@ -40,7 +41,7 @@ from raystride.pipelines.train.step import (
 )
 from raystride.pipelines.train.strategies import OUT_OF_TIME, SAVE_REQUEST, STOP, TARGETS
 from raystride.pipelines.train.strategies.parameter_layout import replicated_state
-from raystride.pipelines.train.strategies.strategy import Strategy, average_buffers, equal_bits
+from raystride.pipelines.train.strategies.strategy import Strategy, average_buffers
 from raystride.pipelines.train.validation import Validation
 
 
@@ -104,9 +105,9 @@ class Training:
         self._validated_at = self._saved_at = -1
         if self.checkpoints:
             self.checkpoints.on_wait = partial(self._call_watchers, "on_save_wait")
-        is_own = self.config.train.exact and getattr(self.model, "saves_buffers", False)
         self._norms = PartNorms(self.model, self.optimizer) if self.config.train.log_norms else None
-        self._buffers = {name: buffer.clone() for name, buffer in self.model.named_buffers()} if is_own else None
+        is_own = getattr(self.model, "saves_buffers", False)
+        self._at_start = NetworkAtStart(self.model, exact=self.config.train.exact) if is_own else None
         self._users_module = getattr(self.model, "users_module", self.model)
         self._reset_counters()
 
@@ -347,19 +348,11 @@ class Training:
         self._interval_began, self._waited_before = now, self.loader.wait_s
         self._call_watchers("on_log", self.state.step, measured)
 
-    def _refuse_changed_buffers(self) -> None:
-        """Raises SettingError under exact for a buffer of a user's that is not as at the start: it follows the samples."""
-        for name, buffer in self.model.named_buffers() if self._buffers is not None else ():
-            before = self._buffers.get(name)  # type: ignore[union-attr]
-            if before is None or not equal_bits(before, buffer):
-                rule = "must be false where a forward changes buffers, whose values depend on how workers share the samples"
-                found = f"{name} has changed by step {self.state.step}"
-                raise SettingError(f"train.exact {rule} ({found})", setting="train.exact", value=True, allowed=rule)
-
     def _run_validation(self) -> bool:
         """Measures the validation samples; returns whether these parameters are the best so far."""
         began = time.perf_counter()
-        self._refuse_changed_buffers()
+        if self._at_start:
+            self._at_start.refuse_changes(self.model, self.state.step)
         average_buffers(self.model, self.strategy)
         with phase("validation"), evaluated_weights(self.optimizer):
             self.metrics = self.validate()
@@ -369,6 +362,8 @@ class Training:
         if chosen.metric not in self.metrics:
             raise chosen.error("metric", f"must be one of {', '.join(sorted(self.metrics))}")
         value = self.metrics[chosen.metric]
+        if not math.isfinite(value):
+            self.log(f"step {self.state.step}: {chosen.metric} is {value}, so this checkpoint cannot be the best")
         improved = chosen.cost(value) < chosen.cost(self.state.best)
         self.state.worse_validations = 0 if improved else self.state.worse_validations + 1
         is_best = improved or self._wins_tie(value)
@@ -391,7 +386,8 @@ class Training:
         """Begins a save. One that is due by the clock leaves the model as it was: no result may depend on the clock."""
         assert self.checkpoints is not None
         began = time.perf_counter()
-        self._refuse_changed_buffers()
+        if self._at_start:
+            self._at_start.refuse_changes(self.model, self.state.step)
         own = [(value, value.clone()) for value in replicated_state(self.model) if timed and self.strategy.world > 1]
         average_buffers(self.model, self.strategy)
         self._update_counters()

@@ -262,9 +262,16 @@ def adopt_schedule(given: Any) -> Any:
     """Returns a callable (step, total steps) for a scheduler of PyTorch; anything else as it is. Raises SettingError."""
     if isinstance(given, LRScheduler):
         return ReplayedSchedule(given)
+    rule = "must be a scheduler that is made, or a function (step, total_steps) of the rate's factor"
     if isinstance(given, type) and issubclass(given, LRScheduler):
-        rule = "must be a scheduler that is made, or a function (step, total_steps) of the rate's factor"
         raise SettingError(f"schedule {rule}, and is the class {given.__name__}", setting="schedule", allowed=rule)
+    if given is not None:
+        try:
+            inspect.signature(given).bind(0, 1)
+        except ValueError:  # of a built-in function
+            return given
+        except TypeError as error:
+            raise SettingError(f"schedule {rule}: {error}", setting="schedule", value=given, allowed=rule) from None
     return given
 
 

@@ -52,7 +52,7 @@ class ArrayColumns:
     is_plain = True
 
     def __init__(self, columns: Mapping[Any, Any], *, named: bool) -> None:
-        lengths = {name: len(column) for name, column in columns.items()}
+        lengths = {name: _length_of(f"column {name!r} of data", column) for name, column in columns.items()}
         if len(set(lengths.values())) > 1:
             raise DataError(f"the arrays of data differ in length: {lengths}")
         self.columns, self._named = columns, named
@@ -114,7 +114,17 @@ def index_samples(given: Any) -> IndexedDataset:
             f"data is of type {type(given).__name__}, which has no len() and no [i]: give a list, arrays, a table, or a "
             "dataset that can be indexed; raystride.fit itself takes streams (iterators, iterable and Ray data sets)"
         )
+    _length_of("data", given)
     return given  # type: ignore[no-any-return]
+
+
+def _length_of(name: str, given: Any) -> int:
+    """Returns the number of samples. Raises DataError for what has none, as sparse matrices of SciPy."""
+    try:
+        return len(given)
+    except Exception as error:
+        kind = type(given).__name__
+        raise DataError(f"{name} is of type {kind}, whose len() raised {error!r}: give an array or a list") from error
 
 
 def copy_sample(value: Any, *, deep: bool = False) -> Any:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, fields
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import numpy as np
 import torch
@@ -46,6 +46,22 @@ PROBED = 2
 """Samples of the batch that runs through the network."""
 
 
+@dataclass
+class _Probe:
+    """The first samples of a dataset."""
+
+    structure: Any
+    """That of the first sample, as JSON."""
+    batches: list[Any]
+    """Two batches of `PROBED` samples, or of fewer, collated."""
+    singles: list[Any]
+    """Each sample of the first batch by itself, collated; empty if that is not possible."""
+    joined: Any = None
+    """Both batches in one; None if that is not possible."""
+    count: int = PROBED
+    """Samples of a batch."""
+
+
 def describe_own_model(own: OwnModel, config: Config) -> dict[str, Any]:
     """Returns the description of `OwnModelTask.describe_dataset`, after one forward and backward of the first samples.
 
@@ -67,67 +83,72 @@ def describe_own_model(own: OwnModel, config: Config) -> dict[str, Any]:
     with generators_untouched(users):
         probe = _probe(partial(_read_first, dataset, own.collate, config.seed), is_inline=is_plain(dataset))
         content = {"data": _probe(partial(read_content, dataset), is_inline=is_plain(dataset))}
+        held = None
         if held_out is not None:
+            read = partial(_read_first, held_out, own.collate, config.seed, "validation")
+            held = _probe(read, is_inline=is_plain(held_out))
             content["validation"] = _probe(partial(read_content, held_out), is_inline=is_plain(held_out))
         _check_repeats(content, exact=config.train.exact)
-        batches, count = [NestedBatch(batch) for batch in probe.batches], min(PROBED, len(dataset))
         seed_generators(config.seed)
         network = own.make_network(config.fit)
-        given = own.model if isinstance(own.model, nn.Module) else network
         if config.fit.rehearse != "off":
+            given = own.model if isinstance(own.model, nn.Module) else network
             refuse_shared_memory(given)
             refuse_held_original(given, network)
-        sizes = {name: list(value.shape) for name, value in network.named_parameters()}
-        bits = compares_bits(config.fit, network)
-        marks = {name: (value._version, checksum(value, bits)) for name, value in network.named_parameters()}
-        logged, found, saved = _run_once(own, network, batches[0].copy(), probe.singles, count, exact=config.train.exact)
-        step_bytes = [(0.0, saved / count)]
-        if bits and probe.joined:
-            try:
-                step_bytes = _measure_steps(own, network, [(batches[0], count), (NestedBatch(probe.joined), 2 * count)])
-            except Exception as error:  # of an operation that PyTorch's dispatch does not follow, for instance
-                said = f"memory: estimated from what a forward keeps, as no step can be followed: {describe_error(error)}"
-                warnings.warn(said, stacklevel=4)
-        after = {name: (value._version, checksum(value, bits)) for name, value in network.named_parameters()}
-        moving = {name: network.get_parameter(name).requires_grad for name in after if after[name] != marks[name]}
-        check_strategy(sizes, moving, config)
+        tried = _try_network(own, config, network, probe, held)
         del network
         _check_schedule(own, config.train, num_train)
         moments = None
         try:
-            moments = rehearse(own, config, [(batch, count) for batch in batches])
+            moments = rehearse(own, config, [(NestedBatch(batch), probe.count) for batch in probe.batches])
         except (OSError, MemoryError) as error:
             warnings.warn(f"not rehearsed: {type(error).__name__}: {error}", stacklevel=4)
     return {
         "train": num_train,
         "validation": num_validation,
         "sample": probe.structure,
-        "parameters": sizes,
-        "logged": logged,
-        "measured": found.means,
-        **({"of_set": found.of_set} if found.of_set else {}),
-        "numbers": found.numbers,
-        "gathered_bytes": found.gathered_bytes / count,
-        "moving": moving,
-        "step_bytes": step_bytes,
+        **tried,
         **({} if moments is None else {"optimizer_moments": moments}),
         "code": _hash_parts(own),
         "content": {name: part.hash for name, part in content.items()},
     }
 
 
-@dataclass
-class _Probe:
-    """The first samples of a dataset."""
+def _try_network(own: OwnModel, config: Config, network: nn.Module, probe: _Probe, held: _Probe | None) -> dict[str, Any]:
+    """Returns the part of the description that a step, and a validation on the samples `held` out for it, say of a network.
 
-    structure: Any
-    """That of the first sample, as JSON."""
-    batches: list[Any]
-    """Two batches of `PROBED` samples, or of fewer, collated."""
-    singles: list[Any]
-    """Each sample of the first batch by itself, collated; empty if that is not possible."""
-    joined: Any = None
-    """Both batches in one; None if that is not possible."""
+    Raises SettingError.
+    """
+    sizes = {name: list(value.shape) for name, value in network.named_parameters()}
+    bits = compares_bits(config.fit, network)
+    before = _mark_parameters(network, bits)
+    others, saved = _run_step(own, network, probe, exact=config.train.exact)
+    stepped = _mark_parameters(network, bits)
+    moving = {name: network.get_parameter(name).requires_grad for name in stepped if stepped[name] != before[name]}
+    check_strategy(sizes, moving, config)
+    found = _run_validation(own, network, held or probe, others, is_given=held is not None)
+    for name, mark in _mark_parameters(network, bits).items():
+        if mark != stepped[name] and name not in moving:
+            rule = "must leave the model's parameters as they are"
+            raise SettingError(f"metrics {rule}, and change {name}", setting="metrics", value=name, allowed=rule)
+    step_bytes = [(0.0, saved / probe.count)]
+    if bits and probe.joined:
+        few, many = NestedBatch(probe.batches[0]), NestedBatch(probe.joined)
+        try:
+            step_bytes = _measure_steps(own, network, [(few, probe.count), (many, 2 * probe.count)])
+        except Exception as error:  # of an operation that PyTorch's dispatch does not follow, for instance
+            said = f"memory: estimated from what a forward keeps, as no step can be followed: {describe_error(error)}"
+            warnings.warn(said, stacklevel=5)
+    return {
+        "parameters": sizes,
+        "logged": sorted(others),
+        "measured": found.means,
+        **({"of_set": found.of_set} if found.of_set else {}),
+        "numbers": found.numbers,
+        "gathered_bytes": found.gathered_bytes / probe.count,
+        "moving": moving,
+        "step_bytes": step_bytes,
+    }
 
 
 def _probe(read: Callable[[], T], *, is_inline: bool) -> T:
@@ -135,18 +156,19 @@ def _probe(read: Callable[[], T], *, is_inline: bool) -> T:
     return read() if is_inline else call_forked(read)
 
 
-def _read_first(dataset: IndexedDataset, collate: Collate | None, seed: int) -> _Probe:
+def _read_first(dataset: IndexedDataset, collate: Collate | None, seed: int, name: str = "data") -> _Probe:
     """Reads and collates the first samples. Raises DataError."""
     count = min(PROBED, len(dataset))
     try:
         structure = describe_sample(dataset[0])
     except Exception as error:
-        raise DataError(f"sample 0 of data raised {describe_error(error)}") from error
+        raise DataError(f"sample 0 of {name} raised {describe_error(error)}") from error
     seed_generators(seed)
     samples = [dataset[i % len(dataset)] for i in range(2 * count)]
     single = [copy_sample(sample) for sample in samples[:count]]
     again = [copy_sample(sample) for sample in samples]
-    probe = _Probe(structure, [collate_samples(part, collate) for part in (samples[:count], samples[count:])], [])
+    batches = [collate_samples(part, collate) for part in (samples[:count], samples[count:])]
+    probe = _Probe(structure, batches, [], count=count)
     with suppress(DataError):
         probe.singles = [collate_samples([sample], collate) for sample in single]
     with suppress(DataError):
@@ -180,13 +202,8 @@ def _hash_parts(own: OwnModel) -> str:
     return "-".join([found, *streams])
 
 
-def _run_once(
-    own: OwnModel, network: nn.Module, batch: NestedBatch, singles: list[Any], num_samples: int, *, exact: bool
-) -> tuple[list[str], ProbedMetrics, int]:
-    """Returns the names of further losses, the metrics, and the bytes saved, by a forward and backward.
-
-    Raises SettingError.
-    """
+def _run_step(own: OwnModel, network: nn.Module, probe: _Probe, *, exact: bool) -> tuple[dict[str, Any], int]:
+    """Returns the further figures of the loss, and the bytes saved, by a forward and backward. Raises SettingError."""
     trained = [(name, parameter) for name, parameter in network.named_parameters() if parameter.requires_grad]
     if not trained:
         rule = "must have parameters that require gradients"
@@ -202,15 +219,18 @@ def _run_once(
         return value
 
     with torch.autograd.graph.saved_tensors_hooks(note_saved, lambda value: value):
-        returned = call_users("loss", own.loss, network, batch.content)
-    (loss_sum, counted), others = read_loss(returned, num_samples)
-    if isinstance(returned["loss"] if isinstance(returned, Mapping) else returned, tuple | list):
-        _check_count(own, network, counted, singles, num_samples)
+        returned = call_users("loss", own.loss, network, NestedBatch(probe.batches[0]).copy().content)
+    (loss_sum, counted), others = read_loss(returned, probe.count)
     if not loss_sum.requires_grad:
         rule = "must depend on the model's parameters"
         raise SettingError(f"loss {rule}, and has no gradient", setting="loss", value=float(loss_sum), allowed=rule)
+    if any(parameter.grad is not None for _, parameter in trained):
+        rule = "must leave backward() to Raystride, else gradients count twice"
+        raise SettingError(f"loss {rule}", setting="loss", allowed=rule)
     _refuse_foreign_parameters(network, own, loss_sum)
-    loss_sum.backward()
+    call_users("loss", loss_sum.backward)
+    is_pair = isinstance(returned["loss"] if isinstance(returned, Mapping) else returned, tuple | list)
+    _check_parts(own, network, probe, counted if is_pair else None)
     unused = [name for name, parameter in trained if parameter.grad is None]
     if unused:
         warnings.warn(
@@ -227,17 +247,42 @@ def _run_once(
             value=True,
             allowed=rule,
         )
-    figures: Mapping[str, Any] = {}
-    if own.metrics:
-        with evaluation_mode(network), torch.no_grad():
-            figures = call_users("metrics", own.metrics, network, batch.content)
-        if not isinstance(figures, Mapping):
-            rule = "must return a mapping of names to means, (sum, count), or (function, predictions, labels)"
-            raise SettingError(f"metrics {rule}, and returned {type(figures).__name__}", setting="metrics", value=figures)
+    return others, sum(saved.values())
+
+
+def _run_validation(
+    own: OwnModel, network: nn.Module, probe: _Probe, others: Mapping[str, Any], *, is_given: bool
+) -> ProbedMetrics:
+    """Returns what loss and metrics give in a validation; the loss runs on samples that are `given` for it.
+
+    `others`: the further figures of the loss in training. Raises SettingError.
+    """
+    content, place = NestedBatch(probe.batches[0]).copy().content, " of validation samples" * is_given
+    figures: Any = {}
+    with evaluation_mode(network), torch.no_grad():
+        if is_given:
+            _, found = read_loss(call_users(f"loss{place}", own.loss, network, content), probe.count)
+            if differing := sorted(found.keys() ^ others.keys()):
+                rule = f"must return the same figures in training and validation, and {differing[0]} is in one alone"
+                raise SettingError(f"loss {rule}", setting="loss", value=differing[0], allowed=rule)
+        if own.metrics:
+            figures = call_users(f"metrics{place}", own.metrics, network, content)
+    if not isinstance(figures, Mapping):
+        rule = "must return a mapping of names to means, (sum, count), or (function, predictions, labels)"
+        raise SettingError(f"metrics {rule}, and returned {type(figures).__name__}", setting="metrics", value=figures)
+    figures = {str(name): value for name, value in figures.items()}
+    if taken := sorted(figures.keys() & {"loss", *others}):
+        rule = f"must have other names than the loss and its figures ({', '.join(['loss', *others])})"
+        raise SettingError(f"metrics {rule}, and return {taken[0]!r}", setting="metrics", value=taken[0], allowed=rule)
     probed = probe_metrics(figures, others)
     for name, value in {**others, **{name: figures[name] for name in probed.means}}.items():
-        as_sums(value, num_samples, name, loss_sum.device)
-    return sorted(others), probed, sum(saved.values())
+        as_sums(value, probe.count, name, torch.device("cpu"))
+    return probed
+
+
+def _mark_parameters(network: nn.Module, bits: bool) -> dict[str, tuple[int, int | None]]:
+    """Returns by name what differs where a parameter was changed: its version, and a checksum of its bits."""
+    return {name: (value._version, checksum(value, bits)) for name, value in network.named_parameters()}
 
 
 def _measure_steps(
@@ -276,43 +321,55 @@ def check_strategy(sizes: Mapping[str, list[int]], moving: Mapping[str, bool], c
 
     `sizes`: of all parameters; `moving`: whether each of these is trained.
     """
+    scaling = config.scaling
     scalars = [name for name, size in sizes.items() if not size]
-    if scalars and config.scaling.strategy == "fsdp":
-        rule = "must not be fsdp for parameters without a dimension, which it does not shard: use `ddp`, or give them one"
-        raise SettingError(f"scaling.strategy {rule} ({scalars[0]})", setting="scaling.strategy", value="fsdp", allowed=rule)
+    wrapped = [name for name in sizes if "_orig_mod" in name.split(".")]
     trained = [name for name, is_trained in moving.items() if is_trained]
-    alone = config.scaling.workers == 1 or config.scaling.strategy == "single" or config.launch.mode == "inline"
+    alone = scaling.workers == 1 or scaling.strategy == "single" or config.launch.mode == "inline"
+
+    def refuse(setting: str, value: Any, rule: str, names: Iterable[str]) -> NoReturn:
+        raise SettingError(f"{setting} {rule} ({next(iter(names))})", setting=setting, value=value, allowed=rule)
+
+    if scalars and scaling.kind.is_sharded:
+        rule = "must not be fsdp or deepspeed for parameters without a dimension: use `ddp`, or give them one"
+        refuse("scaling.strategy", scaling.strategy, rule, scalars)
+    if wrapped and scaling.strategy == "deepspeed" and scaling.zero == 3:
+        rule = "must be 1 or 2 for modules that torch.compile() has wrapped; `model.compile()` and `train.compile` wrap none"
+        refuse("scaling.zero", 3, rule, wrapped)
     if moving and config.train.exact:
         rule = "must be false where a forward changes parameters, whose values depend on how workers share the samples"
-        raise SettingError(f"train.exact {rule} ({next(iter(moving))})", setting="train.exact", value=True, allowed=rule)
-    if moving and config.scaling.kind.is_sharded:
+        refuse("train.exact", True, rule, moving)
+    if moving and scaling.kind.is_sharded:
         rule = "must not be fsdp or deepspeed where a forward changes parameters, whose shards do not see it; use `ddp`"
-        raise SettingError(
-            f"scaling.strategy {rule} ({next(iter(moving))})",
-            setting="scaling.strategy",
-            value=config.scaling.strategy,
-            allowed=rule,
-        )
+        refuse("scaling.strategy", scaling.strategy, rule, moving)
     if trained and not alone:
         rule = "must be 1 where a forward changes trained parameters, which would differ between workers"
-        raise SettingError(
-            f"scaling.workers {rule} ({trained[0]})", setting="scaling.workers", value=config.scaling.workers, allowed=rule
-        )
+        refuse("scaling.workers", scaling.workers, rule, trained)
 
 
-def _check_count(own: OwnModel, network: nn.Module, counted: torch.Tensor, singles: list[Any], count: int) -> None:
-    """Raises SettingError for a second value that is no count: that of a batch is the sum of its samples' counts."""
-    total = float(counted.detach())
-    try:  # in evaluation, as norms over a batch take no single sample
-        with evaluation_mode(network), torch.no_grad():
-            of_samples = sum(float(read_loss(own.loss(network, batch), 1)[0][1]) for batch in singles) if singles else total
-    except Exception:
-        of_samples = total  # this loss takes no single sample
-    if not counted.requires_grad and total > 0 and math.isclose(total, of_samples, rel_tol=1e-3):
+def _check_parts(own: OwnModel, network: nn.Module, probe: _Probe, counted: torch.Tensor | None) -> None:
+    """Raises SettingError for a second value that is no count, as that of a batch is the sum of its samples' `counted`; and
+    for a loss without one that is a sum over the samples, and no mean.
+    """
+    (total, count), sums = (0.0, float(counted.detach()) if counted is not None else 1.0), list[tuple[float, float]]()
+    batches = [NestedBatch(probe.batches[0]).copy().content, *probe.singles]
+    with suppress(Exception), evaluation_mode(network), torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of a sample by itself, which norms over a batch do not take
+        parts = [read_loss(own.loss(network, each), 1)[0] for each in batches]
+        (total, count), *sums = [(float(each), float(number)) for each, number in parts]
+    if counted is None:
+        of_samples = sum(each for each, _ in sums)
+        if len(sums) > 1 and of_samples and math.isclose(total, of_samples, rel_tol=1e-5):
+            rule = "must return a mean over the batch's samples, or (sum, count)"
+            said = "it returns the sum, as with reduction='sum'; add the count, (loss, samples)"
+            raise SettingError(f"loss {rule}: {said}", setting="loss", value=total, allowed=rule)
+        return
+    of_samples = sum(number for _, number in sums) if sums else count
+    if not counted.requires_grad and count > 0 and math.isclose(count, of_samples, rel_tol=1e-3):
         return
     rule = "must return (sum, count), or a mean, and further figures by name, {'loss': mean, 'aux': ...}"
-    found = f"{total:g} for {count} samples together, and {of_samples:g} for each of them by itself"
-    raise SettingError(f"loss {rule}: its second value is no count ({found})", setting="loss", value=total, allowed=rule)
+    found = f"{count:g} for {probe.count} samples together, and {of_samples:g} for each of them by itself"
+    raise SettingError(f"loss {rule}: its second value is no count ({found})", setting="loss", value=count, allowed=rule)
 
 
 def _refuse_foreign_parameters(network: nn.Module, own: OwnModel, loss_sum: torch.Tensor) -> None:

@@ -68,7 +68,7 @@ class OwnNetwork(nn.Module):
             (loss_sum, counted), others = read_loss(returned, len(targets))
             figures = dict(others)
             if measures and self._own_model.metrics:
-                figures |= self._own_model.metrics(self.module, batch.content)
+                figures |= {str(name): value for name, value in self._own_model.metrics(self.module, batch.content).items()}
             self._set_figures = take_set_figures(figures) if measures else {}
         if batch.empty:
             loss_sum, counted = loss_sum * 0, counted * 0
@@ -83,10 +83,10 @@ class OwnNetwork(nn.Module):
 
     def _stack_figures(self, figures: Mapping[str, Any], num_samples: int, device: torch.device) -> torch.Tensor:
         names = [*self._logged_names, *(name for name in self._measured_names if name not in self._logged_names)]
-        missing = [name for name in (*names, *self._set_figure_names) if name not in figures]
-        if missing:
+        for name in figures.keys() ^ {*names, *self._set_figure_names}:
+            found = f"{name!r} for one batch" if name in figures else f"no {name!r} for a batch"
             raise SettingError(
-                f"metrics returned no {missing[0]!r} for a batch, as it did for the first: return the same names each time",
+                f"metrics returned {found}, unlike for the first: return the same names each time",
                 setting="metrics",
                 value=sorted(figures),
                 allowed=names,
@@ -156,7 +156,7 @@ def as_sums(value: Any, num_samples: int, name: str, device: torch.device) -> Su
         if total.dim() or count.dim():
             raise ValueError(f"it has the shape {tuple(total.shape)}")
     except (TypeError, ValueError, RuntimeError) as error:
-        rule = "must be a number (the mean over the batch's samples), or (sum, count)"
+        rule = "must be a number (the mean over the batch's samples), or (sum, count); of an output of transformers, `loss`"
         raise SettingError(f"{name} {rule}: {error}", setting=name, value=_describe_value(value), allowed=rule) from None
     return (total * num_samples if pair[1] is None else total), count
 

@@ -5,7 +5,7 @@ updater.update(1e-4)                                      # each group at a thir
 """
 
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -41,6 +41,11 @@ class TorchOptimizer:
         )
         if self.evaluates_other_weights:
             optimizer.train()  # type: ignore[attr-defined]
+
+    @property
+    def parameters(self) -> Collection[nn.Parameter]:
+        """The parameters that it updates."""
+        return self._group_of.keys()
 
     def update(self, learning_rate: float, skip: torch.Tensor | None = None) -> None:
         """Updates the parameters that have a gradient, at this learning rate; does nothing if `skip` (fp32 scalar) is 1."""

@@ -30,7 +30,7 @@ from raystride.pipelines.train.checkpoint.train_state import TrainState, Updater
 from raystride.pipelines.train.optimizer import build_optimizer
 from raystride.pipelines.train.own_model.definition import OwnModel, call_users
 from raystride.pipelines.train.own_model.network import OwnNetwork
-from raystride.pipelines.train.own_model.optimizer import build_own_optimizer
+from raystride.pipelines.train.own_model.optimizer import TorchOptimizer, build_own_optimizer
 from raystride.pipelines.train.own_model.samples import NestedBatch, seed_generators
 from raystride.pipelines.train.randomness import preserve_generators
 
@@ -64,6 +64,8 @@ def rehearse(own: OwnModel, config: Config, batches: Sequence[tuple[NestedBatch,
     first = _build(own, config)
     bits = compares_bits(config.fit, first.network)
     before = _take_snapshot(first, bits)
+    if isinstance(first.optimizer, TorchOptimizer):
+        _say_what_stays(first.network, first.optimizer)
     _step(own, config, first, batches, 0)
     moments = _count_moments(first) if own.optimizer else None
     if config.fit.rehearse == "auto" and time.perf_counter() - began > MAX_COMPARED_S:
@@ -99,6 +101,17 @@ def rehearse(own: OwnModel, config: Config, batches: Sequence[tuple[NestedBatch,
     return moments
 
 
+def _say_what_stays(network: nn.Module, optimizer: TorchOptimizer) -> None:
+    """Warns of trained parameters that a user's optimiser does not hold."""
+    trained = {parameter: name for name, parameter in network.named_parameters() if parameter.requires_grad}
+    if left := [name for parameter, name in trained.items() if parameter not in optimizer.parameters]:
+        warnings.warn(
+            f"optimizer holds {len(trained) - len(left)} of the {len(trained)} parameters that require gradients: "
+            f"{_list_some(left)} stay as they are; freeze them with requires_grad_(False) if they are to",
+            stacklevel=5,
+        )
+
+
 def _count_moments(cast: _Cast) -> float:
     trained = [parameter for parameter in cast.network.parameters() if parameter.requires_grad]
     states = [value for parameter in trained for value in cast.optimizer.state(parameter).values()]
@@ -117,16 +130,19 @@ def _build(own: OwnModel, config: Config) -> _Cast:
     network = OwnNetwork(own.make_network(config.fit), own, {}, config.train.precision)
     if own.optimizer:
         return _Cast(network, build_own_optimizer(own, config.optimizer, network))
-    refuse_complex_parameters(network)
+    _refuse_other_types(network)
     return _Cast(network, build_optimizer(config.optimizer, network))
 
 
-def refuse_complex_parameters(network: nn.Module) -> None:
-    """Raises SettingError for a complex parameter, which our own update rules do not take."""
+def _refuse_other_types(network: nn.Module) -> None:
+    """Raises SettingError for a trained parameter that is not in fp32, which our own update rules do not take."""
     for name, parameter in network.named_parameters():
-        if parameter.requires_grad and parameter.is_complex():
-            rule = "must have real parameters, or give an `optimizer` of your own: keep the real view (torch.view_as_real)"
-            raise SettingError(f"model {rule}: {name} is {parameter.dtype}", setting="model", value=name, allowed=rule)
+        if parameter.requires_grad and parameter.dtype != torch.float32:
+            rule = "must have float32 parameters, or give an `optimizer` of your own"
+            found = f"{name} is {parameter.dtype}; " + (
+                "keep its torch.view_as_real" if parameter.is_complex() else "call float()"
+            )
+            raise SettingError(f"model {rule}: {found}", setting="model", value=name, allowed=rule)
 
 
 def _step(own: OwnModel, config: Config, cast: _Cast, batches: Sequence[tuple[NestedBatch, int]], number: int) -> None:
@@ -135,7 +151,7 @@ def _step(own: OwnModel, config: Config, cast: _Cast, batches: Sequence[tuple[Ne
     seed_generators(config.seed + number)
     cast.network.zero_grad()
     loss_sum, counted = cast.network(batch.copy(), torch.zeros(num_samples, dtype=torch.int64))
-    (loss_sum / counted).backward()
+    call_users("loss", (loss_sum / counted).backward)
     for name, parameter in cast.network.named_parameters():
         if parameter.grad is not None and parameter.grad.layout != torch.strided:
             rule = "must give dense gradients; leave `sparse=True` out of its embeddings"

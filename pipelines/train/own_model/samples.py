@@ -11,10 +11,12 @@ since these generators belong to a process, and the training draws from them too
 """
 
 import itertools
+import json
 import pickle
 import random
 import threading
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, is_dataclass, replace
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
@@ -28,7 +30,7 @@ from raystride.pipelines.data.feed.samples import ReadRows, Samples
 from raystride.pipelines.data.feed.verification import BesideTraining
 from raystride.pipelines.data.sources.faults import DataError
 from raystride.pipelines.data.tasks.task import IGNORED, Inputs, Task
-from raystride.pipelines.train.own_model.dataset import IndexedDataset, copy_sample, is_plain
+from raystride.pipelines.train.own_model.dataset import IndexedDataset, copy_sample, describe_sample, is_plain
 from raystride.pipelines.train.own_model.definition import describe_error
 from raystride.pipelines.train.own_model.forked import as_data_error, describe_end, start_forked
 from raystride.pipelines.train.own_model.streams import StoredRows
@@ -138,7 +140,7 @@ class IndexedSamples(Samples):
         request = _Request(next(self._numbers), numbers.tolist(), keys.tolist())
         targets = torch.zeros(len(numbers), dtype=torch.int64)
         if not self._num_processes:
-            content = collate_samples([self._dataset[number] for number in request.samples], self._collate)
+            content = collate_samples([self._dataset[number] for number in request.samples], self._collate, request.samples)
             return lambda: ((NestedBatch(content),), targets)  # type: ignore[return-value]
         self.start_readers()
         reader = self._readers[request.number % len(self._readers)]
@@ -222,7 +224,7 @@ def _read(dataset: IndexedDataset, collate: Collate | None, request: _Request) -
             raise DataError(f"sample {sample} of data raised {describe_error(error)}") from error
     if request.keys:
         seed_generators(int(mix64(np.array(request.keys[:1], np.uint64))[0]))
-    return collate_samples(content, collate)
+    return collate_samples(content, collate, request.samples)
 
 
 def read_batch(dataset: IndexedDataset, collate: Collate | None, samples: np.ndarray, seed: int) -> Any:
@@ -231,8 +233,11 @@ def read_batch(dataset: IndexedDataset, collate: Collate | None, samples: np.nda
     return _read(dataset, collate, _Request(0, samples.tolist(), keys.tolist()))
 
 
-def collate_samples(samples: list[Any], collate: Collate | None) -> Any:
-    """Returns a batch by `collate`, or by PyTorch's `default_collate`. Raises DataError if that fails."""
+def collate_samples(samples: list[Any], collate: Collate | None, numbers: Sequence[int] = ()) -> Any:
+    """Returns a batch by `collate`, or by PyTorch's `default_collate`.
+
+    Raises DataError if that fails, with a sample that is unlike the others, if `numbers` says which each is.
+    """
     try:
         if collate is not None:
             return collate(samples)
@@ -242,7 +247,16 @@ def collate_samples(samples: list[Any], collate: Collate | None) -> Any:
     except (Exception, SystemExit) as error:
         remedy = "" if collate else "; samples of different shapes need a `collate` of your own, which takes a list of them"
         name = "collate" if collate else "PyTorch's default_collate"
-        raise DataError(f"{name} raised {describe_error(error)}{remedy}") from error
+        raise DataError(f"{name} raised {describe_error(error)}{_describe_odd_one(samples, numbers)}{remedy}") from error
+
+
+def _describe_odd_one(samples: list[Any], numbers: Sequence[int]) -> str:
+    kinds = [json.dumps(describe_sample(sample)) for sample in samples]
+    (usual, _), *others = Counter(kinds).most_common()
+    if not (others and numbers):
+        return ""
+    odd = kinds.index(others[-1][0])
+    return f"; sample {numbers[odd]} of data is {kinds[odd]}, and others are {usual}"
 
 
 def seed_generators(key: int) -> None:

@@ -16,7 +16,11 @@ from raystride.pipelines.config import SettingError
 
 
 def refuse_lazy(network: nn.Module) -> None:
-    """Raises SettingError for parameters and buffers whose shapes only a first forward sets."""
+    """Raises SettingError for parameters and buffers whose shapes only a first forward sets, and for TorchScript."""
+    for name, module in network.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            rule = "must be made of Python modules, not of TorchScript: give the module that was scripted"
+            raise SettingError(f"model {rule} ({name or 'the model'})", setting="model", value=name, allowed=rule)
     for name, value in _tensors(network):
         if is_lazy(value):
             rule = "must have the shapes of its parameters: call it with a sample once, `model(sample)`, before it is given"
