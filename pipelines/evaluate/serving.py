@@ -73,6 +73,97 @@ class ModelList:
             await _send_json(send, 404, {"error": error})
 
 
+class CheckedRequests:
+    """An ASGI middleware that refuses (400) questions which the engine would answer otherwise than asked, or fail on."""
+
+    def __init__(self, application: Application, *, has_chat: bool) -> None:
+        self._application, self._has_chat = application, has_chat
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        """Handles one connection."""
+        kind = QUESTIONS.get(scope.get("path", "").rstrip("/"))
+        if scope["type"] != "http" or scope["method"] != "POST" or kind is None:
+            await self._application(scope, receive, send)
+            return
+        body, more = b"", True
+        while more:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                return
+            body, more = body + message.get("body", b""), message.get("more_body", False)
+        if (refused := refuse_question(kind, body, has_chat=self._has_chat)) is not None:
+            parameter, reason = refused
+            error = {"message": f"{parameter} {reason}", "type": "invalid_request_error", "param": parameter, "code": None}
+            await _send_json(send, 400, {"error": error})
+            return
+        waiting = [{"type": "http.request", "body": body, "more_body": False}]
+
+        async def receive_again() -> Any:
+            return waiting.pop() if waiting else await receive()
+
+        await self._application(scope, receive_again, send)
+
+
+QUESTIONS = {"/v1/completions": "prompt", "/v1/chat/completions": "messages"}
+"""The paths of questions, with what each must have."""
+
+
+def _is_number(low: float, high: float) -> Callable[[Any], bool]:
+    return lambda value: isinstance(value, int | float) and not isinstance(value, bool) and low <= value <= high
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+
+
+def _is_stop(value: Any) -> bool:
+    texts = [value] if isinstance(value, str) else value
+    return isinstance(texts, list) and all(isinstance(text, str) and text for text in texts)
+
+
+RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "prompt": (lambda value: isinstance(value, str) and bool(value), "must be a text that is not empty, one a request"),
+    "messages": (lambda value: isinstance(value, list) and bool(value), "must be a list of messages that is not empty"),
+    "max_tokens": (_is_count, "must be a whole number of at least 1"),
+    "max_completion_tokens": (_is_count, "must be a whole number of at least 1"),
+    "temperature": (_is_number(0, 2), "must be a number from 0 to 2"),
+    "top_p": (_is_number(1e-9, 1), "must be a number above 0, and at most 1"),
+    "seed": (lambda value: isinstance(value, int), "must be a whole number"),
+    "stop": (_is_stop, "must be a text, or a list of texts, none of them empty"),
+    "stream": (lambda value: isinstance(value, bool), "must be true or false"),
+    "frequency_penalty": (_is_number(-2, 2), "must be a number from -2 to 2"),
+    "presence_penalty": (_is_number(0, 0), "is not supported: leave it out"),
+    "n": (lambda value: value == 1, "must be 1: ask again for another answer"),
+    "best_of": (lambda value: value == 1, "must be 1"),
+    "echo": (lambda value: value is False, "is not supported: leave it out"),
+    "logprobs": (lambda value: value is False, "is not supported: leave it out"),
+    "top_logprobs": (lambda value: value == 0, "is not supported: leave it out"),
+}
+"""For each part of a question which values are taken, besides null, and the sentence about the others."""
+
+
+def refuse_question(kind: str, body: bytes, *, has_chat: bool) -> tuple[str, str] | None:
+    """Returns the name of the part of a question that cannot be answered as asked, and why; None where all can.
+
+    `kind`: `prompt` or `messages`, what it must have; `has_chat`: whether the model has a chat template.
+    """
+    try:
+        asked = json.loads(body)
+    except ValueError:
+        asked = None
+    if not isinstance(asked, dict):
+        return "body", "must be a JSON object"
+    if kind == "messages" and not has_chat:
+        return kind, "need a model with a chat template, which this one lacks: ask /v1/completions"
+    for name, (is_taken, rule) in RULES.items():
+        if (value := asked.get(name)) is None:
+            if name == kind:
+                return name, rule
+        elif not is_taken(value):
+            return name, rule
+    return None
+
+
 async def _send_json(send: Any, status: int, content: object, *headers: tuple[bytes, bytes]) -> None:
     typed = (b"content-type", b"application/json")
     await send({"type": "http.response.start", "status": status, "headers": [typed, *headers]})
@@ -114,7 +205,8 @@ class Server:
             systemone_handler=SystemOneHandler(**parts),
             generation_state=self._state,
         )
-        guarded: Any = TokenRequired(ModelList(application, name), token)
+        checked = CheckedRequests(ModelList(application, name), has_chat=_has_chat(exported))
+        guarded: Any = TokenRequired(checked, token)
         self._server = uvicorn.Server(uvicorn.Config(guarded, log_level="warning", access_log=False))
 
     def run(self, listen_on: sockets.socket) -> None:
@@ -171,6 +263,10 @@ def _limit_to_context(manager: Any) -> Any:
             return model
 
     return Bounded
+
+
+def _has_chat(exported: Folder) -> bool:
+    return exported.exists("chat_template.jinja") or "chat_template" in exported.read_json("tokenizer_config.json")
 
 
 def _link_model(exported: Folder, place: Path) -> None:

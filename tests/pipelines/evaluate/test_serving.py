@@ -1,5 +1,6 @@
 """A run is served by OpenAI's protocol behind a token, and writes what `generate` writes."""
 
+import json
 import re
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from raystride.model.lora import merge_adapters
 from raystride.pipelines.config import Config, LoraConfig, TokenizerConfig
 from raystride.pipelines.config.parse import to_yaml
 from raystride.pipelines.evaluate.load_run import LoadedModel, open_run
+from raystride.pipelines.evaluate.serving import refuse_question
 from raystride.pipelines.system.storage.folder import Folder
 from raystride.pipelines.train.worker.build import build_training
 from raystride.pipelines.train.worker.job import WorkerInfo
@@ -113,6 +115,68 @@ def test_a_client_finds_the_one_model_in_an_empty_home(served: tuple[Path, str, 
         client.models.retrieve("another")
     chunks = client.completions.create(model="mine", prompt=PROMPT, max_tokens=TOKENS, temperature=0, stream=True)
     assert len([chunk for chunk in chunks if chunk.choices and chunk.choices[0].text]) > 0
+
+
+@pytest.mark.long
+def test_a_question_that_cannot_be_answered_as_asked_is_refused(served: tuple[Path, str, str, str]) -> None:
+    openai = pytest.importorskip("openai")
+    client = openai.OpenAI(base_url=served[1], api_key=served[2])
+    for asked, words in [
+        ({"prompt": ""}, "prompt must be a text that is not empty"),
+        ({"max_tokens": 0}, "max_tokens must be a whole number of at least 1"),
+        ({"n": 2}, "n must be 1: ask again for another answer"),
+        ({"logprobs": 3}, "logprobs is not supported: leave it out"),
+    ]:
+        with pytest.raises(openai.BadRequestError, match=words) as refused:
+            client.completions.create(**{"model": "mine", "prompt": PROMPT, "max_tokens": TOKENS} | asked)
+        assert refused.value.param == next(iter(asked))
+    messages = [{"role": "user", "content": "is it 46?"}]
+    answer = client.chat.completions.create(model="mine", messages=messages, max_completion_tokens=2, n=1, logprobs=False)
+    assert answer.usage.completion_tokens <= 2
+
+
+@pytest.mark.parametrize(
+    ("kind", "asked", "refused"),
+    [
+        ("prompt", {}, ""),
+        ("prompt", {"max_tokens": None, "stop": ["a", "b"], "stream": True, "seed": 3, "n": 1, "echo": False}, ""),
+        ("prompt", {"temperature": 2, "top_p": 1.0, "frequency_penalty": -0.5, "presence_penalty": 0, "user": "me"}, ""),
+        ("prompt", {"prompt": ["a", "b"]}, "prompt"),
+        ("prompt", {"prompt": None}, "prompt"),
+        ("prompt", {"max_tokens": "five"}, "max_tokens"),
+        ("prompt", {"max_tokens": -1}, "max_tokens"),
+        ("prompt", {"max_tokens": True}, "max_tokens"),
+        ("prompt", {"temperature": -1}, "temperature"),
+        ("prompt", {"temperature": "hot"}, "temperature"),
+        ("prompt", {"top_p": 0}, "top_p"),
+        ("prompt", {"top_p": 2}, "top_p"),
+        ("prompt", {"stop": [3]}, "stop"),
+        ("prompt", {"stream": "yes"}, "stream"),
+        ("prompt", {"presence_penalty": 1}, "presence_penalty"),
+        ("prompt", {"echo": True}, "echo"),
+        ("prompt", {"best_of": 2}, "best_of"),
+        ("messages", {"messages": [{"role": "user", "content": "x"}]}, ""),
+        ("messages", {"messages": []}, "messages"),
+        ("messages", {}, "messages"),
+        ("messages", {"messages": [{}], "top_logprobs": 2}, "top_logprobs"),
+    ],
+)
+def test_what_the_engine_would_take_otherwise_is_named(kind: str, asked: dict[str, Any], refused: str) -> None:
+    body = json.dumps({"model": "m"} | ({"prompt": "p"} if kind == "prompt" else {}) | asked).encode()
+    found = refuse_question(kind, body, has_chat=True)
+    assert (found[0] if found else "") == refused
+
+
+@pytest.mark.parametrize("body", [b"", b"{", b"[1]", b"null"])
+def test_a_body_that_is_no_object_is_named(body: bytes) -> None:
+    assert refuse_question("prompt", body, has_chat=True) == ("body", "must be a JSON object")
+
+
+def test_a_model_without_a_chat_template_answers_no_chats() -> None:
+    body = json.dumps({"messages": [{"role": "user", "content": "x"}]}).encode()
+    found = refuse_question("messages", body, has_chat=False)
+    assert found is not None
+    assert "chat template" in found[1]
 
 
 def test_a_token_that_was_given_is_not_printed() -> None:
