@@ -49,7 +49,7 @@ def _dpo(ratios: "torch.Tensor", lengths: "torch.Tensor", beta: float, label_smo
     margins = beta * (ratios[:, 0] - ratios[:, 1])
     losses = -logsigmoid(margins)
     if label_smoothing:
-        # -log sigmoid(-h) = h - log sigmoid(h)
+        # (1 - s) -log sigmoid(h) + s -log sigmoid(-h), and -log sigmoid(-h) = h - log sigmoid(h)
         losses = losses + label_smoothing * margins
     return losses
 
@@ -60,24 +60,26 @@ def _ipo(ratios: "torch.Tensor", lengths: "torch.Tensor", beta: float, label_smo
 
 
 def _forward_kl(student: "torch.Tensor", teacher: "torch.Tensor") -> "tuple[torch.Tensor, torch.Tensor]":
+    """Returns sum q (log q - log p), with the gradient p - q."""
     probabilities = teacher.exp()
     divergence = teacher.sub_(student).mul_(probabilities).sum(-1, keepdim=True)
     return divergence, teacher.copy_(student).exp_().sub_(probabilities)
 
 
 def _reverse_kl(student: "torch.Tensor", teacher: "torch.Tensor") -> "tuple[torch.Tensor, torch.Tensor]":
+    """Returns sum p (log p - log q) = KL, with the gradient p (log p - log q - KL)."""
     probabilities, ratio = student.exp(), teacher.neg_().add_(student)
     divergence = (probabilities * ratio).sum(-1, keepdim=True)
     return divergence, ratio.sub_(divergence).mul_(probabilities)
 
 
 PAIR_LOSSES: dict[PairLossName, PairLoss] = {
-    "dpo": PairLoss(_dpo, "-(1 - s) log sigmoid(b h) - s log sigmoid(-b h) (Rafailov et al., 2023)", smooths=True),
-    "ipo": PairLoss(_ipo, "(r_c / |c| - r_r / |r| - 1 / (2 b))^2 (Azar et al., 2023)"),
+    "dpo": PairLoss(_dpo, "-log sigmoid(beta h), for the difference h of log-ratios (Rafailov et al., 2023)", smooths=True),
+    "ipo": PairLoss(_ipo, "(h - 1 / (2 beta))^2, with means over tokens in h (Azar et al., 2023)"),
 }
 """By the name in `objective.preference`."""
 DIVERGENCES: dict[DivergenceName, Divergence] = {
-    "forward_kl": Divergence(_forward_kl, "KL(q || p) = sum q (log q - log p), with the gradient p - q"),
-    "reverse_kl": Divergence(_reverse_kl, "KL(p || q) = sum p (log p - log q), with the gradient p (log p - log q - KL)"),
+    "forward_kl": Divergence(_forward_kl, "KL(teacher || student), which covers all likely continuations of the teacher"),
+    "reverse_kl": Divergence(_reverse_kl, "KL(student || teacher), which keeps to the most likely ones (Gu et al., 2024)"),
 }
 """By the name in `objective.divergence`."""

@@ -73,6 +73,23 @@ def test_a_function_that_reads_one_section_of_the_settings_takes_that_section() 
         )
 
 
+MAX_WITH_ALL_SETTINGS = 138
+"""Parameters that are the whole `Config`; lower it with each that goes."""
+
+
+def test_few_functions_take_all_settings() -> None:
+    """Those with one or two sections show on which settings their result depends."""
+    found = [
+        f"{_id(path)}: {function.name}"
+        for path in MODULES
+        for function in ast.walk(ast.parse(path.read_text()))
+        if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef)
+        for argument in (*function.args.posonlyargs, *function.args.args, *function.args.kwonlyargs)
+        if argument.annotation and re.fullmatch("'?Config'?( [|] None)?", ast.unparse(argument.annotation))
+    ]
+    assert len(found) <= MAX_WITH_ALL_SETTINGS, "take the sections that are read: " + ", ".join(found)
+
+
 def test_the_page_of_architecture_has_the_sentences_of_the_code() -> None:
     assert architecture_map.PAGE.read_text() == architecture_map.page(), "make map writes it anew"
     picture = (ROOT / "docs" / "pictures" / "wings.svg").read_text()

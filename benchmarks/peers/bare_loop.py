@@ -52,7 +52,9 @@ def bare_steps(job: Job, place: WorkerInfo, steps: int) -> Iterator[int]:
     model = task.build_model()
     optimizer = build_optimizer(config.optimizer, model)
     parameters = list(model.parameters())
-    samples = open_samples(config, task, TokenStream(job.prepared, manifest, "train", NodeCache(Path("unused"), 0)))
+    samples = open_samples(
+        config.train, config.seed, task, TokenStream(job.prepared, manifest, "train", NodeCache(Path("unused"), 0))
+    )
     plan = Plan(Order(samples.num_samples, config.seed), config.train.slots, config.train.slot_size)
     loader = Loader(plan, samples, rank=place.rank, world=place.world)
     spread = DistributedDataParallel(model) if place.world > 1 else model

@@ -61,7 +61,7 @@ class Former:
 
 def _batches(job: ReadingJob) -> Iterator[np.ndarray]:
     former, config = Former(job), config_of(job)
-    order = build_order(config, former.count)
+    order = build_order(config.data, former.count, config.seed)
     plan = Plan(order, job.world, job.batch)
     for step in range(job.first, job.last):
         samples = order.sample_ids_at(plan.positions(step, step + 1, job.rank, job.world)[0])

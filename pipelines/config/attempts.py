@@ -1,4 +1,4 @@
-"""What the attempts of a run have stored, and whether it is as they wrote it; needs no settings.
+"""Stored files of a run's attempts, and their integrity by hashes; needs no settings.
 
 `environment.json` is sealed and holds the SHA-256 of `config.yaml`; both lie below `attempts/<attempt>/`, too.
 

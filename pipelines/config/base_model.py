@@ -1,9 +1,9 @@
-"""Settings that follow from the base: of `model` and `tokenizer`, what nobody gave comes from what `model.init_from` names.
+"""Settings that follow from the base: settings of `model` and `tokenizer` that nobody gave come from `model.init_from`.
 
     settings_from_base({"model.init_from": "/models/SmolLM2", "model.layers": 4, ...}, given={"model.init_from"})
     # {"model.architecture": "llama", "model.layers": 30, ..., "tokenizer.kind": "file", "tokenizer.file": "/models/..."}
 
-Only what differs is returned, so a run whose settings were all given keeps its name.
+Only differences are returned, so a run with all settings given keeps its name.
 """
 
 from collections.abc import Collection, Mapping
@@ -75,9 +75,9 @@ def settings_from_base(settings: Mapping[str, Any], given: Collection[str]) -> d
 
 
 def defaults_without_base(settings: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the defaults, by full names, of those settings of a training whose values are what its base gives.
+    """Returns the defaults, by full names, of the settings of a training that have the values of its base.
 
-    Such values follow where another base is chosen. One that was given and is the base's as well counts as the base's.
+    Such values follow if another base is chosen. One that was given and is the base's as well counts as the base's.
     """
     place = settings.get("model.init_from")
     taken = settings_from_base({**defaults, "model.init_from": place}, {"model.init_from"})
@@ -87,7 +87,7 @@ def defaults_without_base(settings: Mapping[str, Any], defaults: Mapping[str, An
 def settings_from_description(
     place: str, description: Mapping[str, Any], settings: Mapping[str, Any], given: Collection[str]
 ) -> dict[str, Any]:
-    """Returns the same for a base of Hugging Face's whose `config.json` has been read. Raises SettingError."""
+    """Returns the same for a base in Hugging Face's layout, from its `config.json`. Raises SettingError."""
     taken = {f"model.{name}": value for name, value in _shape_from(place, description, settings, given).items()}
     return taken | _tokenizer_from(place, given)
 
@@ -148,7 +148,7 @@ def _tokenizer_from(place: str, given: Collection[str]) -> dict[str, Any]:
 
 
 def _from_run(folder: Folder, settings: Mapping[str, Any], given: Collection[str]) -> dict[str, Any]:
-    """Returns the settings of `model` and `tokenizer` with which a run of ours has its network."""
+    """Returns the settings of `model` and `tokenizer` of a run of ours."""
     check_settings_file(folder)
     stored = yaml.safe_load(folder.read("config.yaml"))
     taken: dict[str, Any] = {}

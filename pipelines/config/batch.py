@@ -14,10 +14,10 @@ MAX_BATCH_SLOTS = 16
 
 
 def cut_batch(given: Mapping[str, Any]) -> tuple[int, int]:
-    """Returns slots and slot size of `batch` samples, of which `slots` or `slot_size` may be given as well.
+    """Returns slots and slot size for `batch` samples; `slots` or `slot_size` may be given as well.
 
-    Of the batch alone, slots are its largest divisor up to 16, whatever the hardware, so that a run can go on elsewhere with
-    more workers. Raises SettingError if the given numbers contradict each other.
+    From the batch alone, slots are its largest divisor up to 16 on any hardware, so that a run can go on elsewhere with more
+    workers. Raises SettingError if the given numbers contradict each other.
     """
     batch, slots, size = given["batch"], given.get("slots"), given.get("slot_size")
     if size and not slots:
@@ -36,7 +36,7 @@ def cut_batch(given: Mapping[str, Any]) -> tuple[int, int]:
 def with_slots(train: Mapping[str, Any]) -> dict[str, Any]:
     """Returns settings of the section `train` from one origin (a file, flags) with slots and slot size in place of `batch`.
 
-    So a batch overrides the slots of what it is given over. Raises SettingError as `cut_batch` does.
+    So a batch overrides the slots of an earlier origin. Raises SettingError as `cut_batch` does.
     """
     batch = train.get("batch")
     if not isinstance(batch, int) or batch < 1:

@@ -1,18 +1,20 @@
-"""Which task, strategy, precision and the rest go together, and for what does not, why, and the nearest that does.
+"""Checks of settings that do not work together: each error says why, and names the nearest that works.
 
 refuse_combinations(config.train, config.scaling, config.guard, config.checkpoint)   # raises SettingError
 refuse_with_task(config.task, config.model, config.objective, config.train)          # likewise
 
-What depends on the device, which settings alone do not know, is refused by `cluster.resources.resolve`.
+Combinations that a device does not support are refused by `cluster.resources.resolve_allocation`.
 """
 
 from raystride.model.objectives import PAIR_LOSSES
 from raystride.model.shape import ENCODERS
 from raystride.pipelines.config.data import DataConfig, TokenizerConfig
 from raystride.pipelines.config.model import DECODERS_ONLY, ModelConfig
-from raystride.pipelines.config.optimizers import OPTIMIZERS, without_whole_matrices
+from raystride.pipelines.config.optimizers import OPTIMIZERS
 from raystride.pipelines.config.run import ScalingConfig
 from raystride.pipelines.config.schedules import SCHEDULES
+from raystride.pipelines.config.section import names_with
+from raystride.pipelines.config.strategies import STRATEGIES
 from raystride.pipelines.config.train import (
     CheckpointConfig,
     GuardConfig,
@@ -23,15 +25,12 @@ from raystride.pipelines.config.train import (
     parse_branch,
 )
 
-SHARDED = ("fsdp", "deepspeed")
-"""Strategies whose micro-batches communicate, so that all workers must run equally many."""
-
 DECODERS = ("language_model", "completion", "preference")
 """Tasks that train a decoder."""
 DISTILLED = ("language_model", "completion")
-"""Tasks with next-token targets, whose loss a teacher may be part of."""
+"""Tasks with next-token targets, which a teacher can train."""
 MESHLESS = ("images", "preference")
-"""Our tasks whose networks are not cut over a mesh."""
+"""Our tasks with networks that are not cut over a mesh."""
 MESHED_DECODERS = tuple(task for task in DECODERS if task not in MESHLESS)
 """Tasks that train a decoder that can be."""
 OTHERS = ("classification", "translation", "images")
@@ -41,40 +40,42 @@ OTHERS = ("classification", "translation", "images")
 def refuse_combinations(
     train: TrainConfig, scaling: ScalingConfig, guard: GuardConfig, checkpoint: CheckpointConfig, *, frozen: bool = False
 ) -> None:
-    """Raises SettingError for settings that are right one by one and cannot work together.
+    """Raises SettingError for settings that are valid one by one and cannot work together.
 
-    `frozen`: what shards are of has no gradient, as with adapters.
+    `frozen`: sharded parameters have no gradient, as with adapters.
     """
     workers = scaling.workers if isinstance(scaling.workers, int) else 0
     if scaling.group > 1:
         _refuse_with_mesh(train, scaling, workers)
         workers //= scaling.group  # what follows is of groups of workers
-    if scaling.strategy == "single" and workers > 1:
-        raise scaling.error("strategy", f"must be `ddp`, `fsdp` or `deepspeed` for scaling.workers {workers}")
-    if scaling.strategy != "fsdp" and scaling.shard_workers:
-        raise scaling.error("shard_workers", f"must be 0 but with scaling.strategy `fsdp`, not `{scaling.strategy}`")
+    if not scaling.kind.has_several_workers and workers > 1:
+        raise scaling.error(
+            "strategy", f"must be {names_with(STRATEGIES, 'has_several_workers')} for scaling.workers {workers}"
+        )
+    if not scaling.kind.is_hybrid and scaling.shard_workers:
+        hybrid = names_with(STRATEGIES, "is_hybrid")
+        raise scaling.error("shard_workers", f"must be 0 but with scaling.strategy {hybrid}, not `{scaling.strategy}`")
     if scaling.shard_workers and scaling.min_workers:
         raise scaling.error("shard_workers", "must be 0 with scaling.min_workers, whose number of workers changes")
     if workers and scaling.shard_workers and workers % scaling.shard_workers:
         raise scaling.error("shard_workers", f"must divide scaling.workers, {workers}")
-    if scaling.offload and scaling.strategy not in SHARDED:
-        raise scaling.error(
-            "offload", f"must be false with scaling.strategy `{scaling.strategy}`: use `fsdp` or `deepspeed`"
-        )
+    if scaling.offload and not scaling.kind.is_sharded:
+        sharded = names_with(STRATEGIES, "is_sharded")
+        raise scaling.error("offload", f"must be false with scaling.strategy `{scaling.strategy}`: use {sharded}")
     if train.exact:
         _refuse_with_exact(train, scaling, frozen)
-    if train.ema and scaling.strategy == "deepspeed":
-        raise train.error("ema", "must be 0 with scaling.strategy `deepspeed`, whose optimiser keeps none: use `fsdp`")
+    if train.ema and scaling.kind.runs_engine:
+        raise train.error("ema", f"must be 0 with scaling.strategy `{scaling.strategy}`, which keeps none: use `fsdp`")
     if train.ema and train.stochastic_rounding:
         raise train.error("ema", "must be 0 with train.stochastic_rounding, whose weights are rounded by chance")
     if train.log_norms and not scaling.keeps_parameters_whole:
         raise train.error("log_norms", "must be false with deepspeed or a mesh, whose workers have parts of parameters")
-    if train.stochastic_rounding and scaling.strategy in SHARDED:
+    if train.stochastic_rounding and scaling.kind.is_sharded:
         raise train.error("stochastic_rounding", "must be false here: both sharded strategies keep a master copy, in shards")
     if guard.policy == "rewind" and not checkpoint.every:
         raise guard.error("policy", "must be `stop` or `skip` with checkpoint.every 0: there is nothing to go back to")
-    if scaling.strategy == "deepspeed":
-        _refuse_with_deepspeed(train)
+    if scaling.kind.runs_engine:
+        _refuse_with_engine(train, scaling.strategy)
 
 
 def refuse_with_task(task: str, model: ModelConfig, objective: ObjectiveConfig, train: TrainConfig) -> None:
@@ -156,7 +157,7 @@ def _refuse_with_preference(task: str, model: ModelConfig, objective: ObjectiveC
 def refuse_teacher(
     task: str, objective: ObjectiveConfig, train: TrainConfig, scaling: ScalingConfig, *, has_several_adapters: bool
 ) -> None:
-    """Raises SettingError for a teacher where the network has no next-token targets, or a worker not all of its logits."""
+    """Raises SettingError for a teacher if the network has no next-token targets, or a worker only some of its logits."""
     if not objective.teacher:
         return
     if task not in (*DISTILLED, "auto"):
@@ -172,7 +173,7 @@ def refuse_teacher(
 
 
 def refuse_early_start(data: DataConfig, train: TrainConfig) -> None:
-    """Raises SettingError for what cannot be known of data that is still being prepared."""
+    """Raises SettingError for settings that need data to be completely prepared."""
     if not data.start_after_mib:
         if data.follow:
             raise data.error("follow", "needs data.start_after_mib, MiB of text with which training begins")
@@ -200,8 +201,8 @@ def _refuse_with_mesh(train: TrainConfig, scaling: ScalingConfig, workers: int) 
             "workers",
             f"must be a multiple of scaling.pipeline x expert x context x tensor, {group}; the nearest is {nearest}",
         )
-    if scaling.strategy in ("single", "deepspeed"):
-        raise scaling.error("strategy", f"must be `ddp` or `fsdp` in a mesh, not `{scaling.strategy}`")
+    if not scaling.kind.is_meshed:
+        raise scaling.error("strategy", f"must be {names_with(STRATEGIES, 'is_meshed')} in a mesh, not `{scaling.strategy}`")
     if scaling.min_workers:
         raise scaling.error("min_workers", "must be 0 in a mesh, which cannot shrink by one worker")
     if train.compile != "none":
@@ -232,7 +233,7 @@ def _refuse_with_mesh(train: TrainConfig, scaling: ScalingConfig, workers: int) 
 def refuse_with_experts(
     model: ModelConfig, train: TrainConfig, scaling: ScalingConfig, optimizer: OptimizerConfig, *, has_adapters: bool
 ) -> None:
-    """Raises SettingError for what does not work with a mixture of experts, or only with one."""
+    """Raises SettingError for settings that do not work with a mixture of experts, or only with one."""
     if not model.experts:
         if scaling.expert > 1:
             raise scaling.error("expert", "must be 1 without model.experts, a mixture of experts")
@@ -243,12 +244,13 @@ def refuse_with_experts(
     for name in ("tensor", "pipeline", "context"):
         if getattr(scaling, name) > 1:
             raise scaling.error(name, "must be 1 with model.experts: use scaling.expert, `ddp` or `fsdp`")
-    if scaling.strategy == "deepspeed":
-        raise scaling.error("strategy", "must be `single`, `ddp` or `fsdp` with model.experts")
+    if scaling.kind.runs_engine:
+        raise scaling.error("strategy", f"must be {names_with(STRATEGIES, 'runs_engine', False)} with model.experts")
     if train.compile != "none":
         raise train.error("compile", "must be `none` with model.experts, whose numbers of tokens change in every step")
     if OPTIMIZERS[optimizer.kind].needs_whole_matrices:
-        raise optimizer.error("kind", f"must be {without_whole_matrices()} with model.experts, whose matrices are stacked")
+        others = names_with(OPTIMIZERS, "needs_whole_matrices", False)
+        raise optimizer.error("kind", f"must be {others} with model.experts, whose matrices are stacked")
     if scaling.expert == 1:
         return
     if has_adapters:
@@ -258,7 +260,7 @@ def refuse_with_experts(
 
 
 def refuse_mesh_of_model(task: str, model: ModelConfig, scaling: ScalingConfig) -> None:
-    """Raises SettingError for a mesh over which this model cannot be cut, with the nearest that can."""
+    """Raises SettingError for a mesh that cannot cut this model, with the nearest that can."""
     if scaling.group == 1:
         return
     if task in MESHLESS:
@@ -310,7 +312,7 @@ def _nearest(count: int, wanted: int) -> int:
 
 
 def _refuse_with_exact(train: TrainConfig, scaling: ScalingConfig, frozen: bool) -> None:
-    if scaling.strategy in SHARDED and not (frozen and scaling.strategy == "fsdp"):
+    if scaling.kind.is_sharded and not frozen:
         raise scaling.error(
             "strategy", "adds gradients up in an order that follows the number of workers; with train.exact use `ddp`"
         )
@@ -320,15 +322,15 @@ def _refuse_with_exact(train: TrainConfig, scaling: ScalingConfig, frozen: bool)
         )
 
 
-def _refuse_with_deepspeed(train: TrainConfig) -> None:
+def _refuse_with_engine(train: TrainConfig, strategy: str) -> None:
     if train.precision == "fp16":
-        raise train.error("precision", "must be another with scaling.strategy `deepspeed`: use `bf16`, or strategy `fsdp`")
+        raise train.error("precision", f"must be another with scaling.strategy `{strategy}`: use `bf16`, or strategy `fsdp`")
     if train.compile != "none":
-        raise train.error("compile", "must be `none` with scaling.strategy `deepspeed`; `fsdp` can compile")
+        raise train.error("compile", f"must be `none` with scaling.strategy `{strategy}`; `fsdp` can compile")
 
 
 def refuse_schedule(optimizer: OptimizerConfig, train: TrainConfig) -> None:
-    """Raises SettingError for a schedule that needs the run's end where nothing tells it, or whose parts exceed the run."""
+    """Raises SettingError for a schedule that needs the run's end if that is unknown, or is longer than the run."""
     is_endless = not train.steps and not train.epochs
     if is_endless and optimizer.warmup_ratio:
         raise optimizer.error("warmup_ratio", "must be 0 when only train.hours ends the run: give optimizer.warmup_steps")
@@ -366,10 +368,10 @@ def refuse_branch(train: TrainConfig, run: str | None, *, has_several_adapters: 
 
 
 def refuse_optimizer(optimizer: OptimizerConfig, scaling: ScalingConfig, *, has_adapters: bool) -> None:
-    """Raises SettingError for Muon where no worker has or gets whole matrices of blocks that are trained."""
+    """Raises SettingError for an optimiser of whole matrices if no worker has or gathers trained ones."""
     if not OPTIMIZERS[optimizer.kind].needs_whole_matrices:
         return
-    others = without_whole_matrices()
+    others = names_with(OPTIMIZERS, "needs_whole_matrices", False)
     if has_adapters:
         raise optimizer.error("kind", f"must be {others} with lora.rank: adapters are trained, and no matrix of blocks")
     if not scaling.keeps_parameters_whole:

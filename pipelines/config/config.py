@@ -1,4 +1,4 @@
-"""All settings of a training in one object, what may change on resume, and the run's default name."""
+"""All settings of a training in one object, their comparison on resume, and the run's default name."""
 
 import hashlib
 import json
@@ -81,8 +81,8 @@ class Config(Section):
     seed: int = setting(0, at_least=0, below=2**63, fixed=True, also="random_seed data_seed manual_seed")
     """Seed of initialisation, data order and dropout."""
     repeat: str | None = setting(None, since="0.4")
-    """Name of a run of this storage whose choices a new run takes, in place of what this machine would measure: number of
-    workers and threads, linear products, attention. What this machine cannot do is said, and chosen anew."""
+    """Name of a run of this storage that gives a new run its measured choices: number of workers and threads, linear
+    products, attention. A choice that this machine does not support is logged, and made anew."""
     data: DataConfig = DataConfig()
     """Data source, validation split, and order of samples."""
     tokenizer: TokenizerConfig = TokenizerConfig()
@@ -108,7 +108,7 @@ class Config(Section):
     launch: LaunchConfig = LaunchConfig()
     """Start, restart and supervision of the workers."""
     resume: ResumeConfig = ResumeConfig()
-    """Resuming: what is taken from the run's folder."""
+    """Resuming: checks of the run's folder, and accepted differences."""
     record: RecordConfig = RecordConfig()
     """Logging: MLflow, TensorBoard and hardware metrics."""
     profile: ProfileConfig = ProfileConfig()
@@ -121,7 +121,7 @@ class Config(Section):
     """Arguments of a model and dataset of your own."""
 
     def __post_init__(self) -> None:
-        """Raises SettingError where settings of several sections do not go together, or `run` cannot be a folder's name."""
+        """Raises SettingError if settings of several sections do not work together, or `run` cannot be a folder's name."""
         super().__post_init__()
         if self.lora.variants:
             variants = with_current_names(self.lora.variants, Config)
@@ -174,16 +174,15 @@ class Config(Section):
         yield from (f"record.{name}" for name in ("owner", "tags") if not getattr(self.record, name))
 
     def by_source(self) -> "dict[str, Config]":
-        """The settings of each source of a mixture, as of a training on it alone; of one source these, as ""."""
+        """Returns the settings for each source of a mixture, as for a training on it alone; for one source these, as ""."""
         return {name: replace(self, data=each.data) for name, each in mixture_entries(self.data).items()} or {"": self}
 
     def flat(self) -> dict[str, Any]:
-        """Every setting under its full name, `train.steps` for instance, without passwords and keys, to be written down."""
+        """Returns every setting under its full name, `train.steps` for instance, without passwords and keys."""
         return {key: redact_all_uris(value) for key, value in _flatten(asdict(self))}
 
     def fixed_settings(self) -> dict[str, Any]:
-        """The settings, under their full names, that may not differ when the run is resumed; with other passwords
-        or keys they are the same."""
+        """Returns the settings, by full name, that may not differ when the run is resumed, without passwords and keys."""
         fixed = _marked_keys(type(self), "fixed")
         return {
             key: strip_credentials(value)
@@ -192,7 +191,7 @@ class Config(Section):
         }
 
     def naming_settings(self) -> dict[str, Any]:
-        """Returns the settings that names are made of, under their first full names.
+        """Returns the settings that names are hashed from, under their first full names.
 
         Settings that were added later (`since`) are among them only if they differ from their defaults.
         """
@@ -212,17 +211,17 @@ class Config(Section):
         return {key: strip_credentials(value) for key, value in flat.items() if _is_among(key, shaping)}
 
     def default_run(self, preset: str) -> str:
-        """A run's name when none is given: the preset's name and 8 hexadecimal digits of what shapes the result."""
+        """Returns the default name of a run: the preset's and 8 hexadecimal digits of settings that shape the result."""
         marked = _marked_keys(type(self), "fixed") | _marked_keys(type(self), "shapes_result")
         return f"{preset}-{self._hash_settings(lambda key: _is_among(key, marked))}"
 
     def default_run_of_0_3(self, preset: str) -> str:
-        """The name that versions until 0.3 gave: of the fixed settings and a mixture's weights alone."""
+        """Returns the default name of versions until 0.3: from the fixed settings and a mixture's weights alone."""
         fixed, mixed = _marked_keys(type(self), "fixed"), ("data.sources.", "data.weights", "data.curriculum")
         return f"{preset}-{self._hash_settings(lambda key: key in fixed or key.startswith(mixed) or is_argument(key))}"
 
     def _hash_settings(self, is_kept: Callable[[str], bool]) -> str:
-        """Returns 8 hexadecimal digits of the settings of which `is_kept` accepts the full name."""
+        """Returns 8 hexadecimal digits of the settings with a full name that `is_kept` accepts."""
         current = old_names(type(self))
         kept = {key: value for key, value in self.naming_settings().items() if is_kept(current.get(key, (key,))[0])}
         text = json.dumps(kept, sort_keys=True, default=str)
@@ -230,9 +229,9 @@ class Config(Section):
 
 
 def name_fault(name: str, ending: str = "") -> str | None:
-    """Returns what a run's name, which is its folder's, must be and is not; None if it can be used.
+    """Returns the rule that a run's name, its folder's, breaks; None if it can be used.
 
-    `ending`: what the names of runs that it starts have in addition.
+    `ending`: suffix of the names of runs that it starts.
     """
     if not name.strip() or set(name) & set("/\\") or name[0] == ".":
         return "must be a folder's name without slashes that does not begin with a dot"
@@ -254,7 +253,7 @@ def _flatten(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]
 
 
 def _later_defaults(cls: type, prefix: str = "") -> dict[str, Any]:
-    """The settings that were added later, with their defaults."""
+    """Returns the settings that were added later (`since`), with their defaults."""
     found: dict[str, Any] = {}
     for item in fields(cls):
         if isinstance(item.type, type) and issubclass(item.type, Section):

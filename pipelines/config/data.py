@@ -1,4 +1,4 @@
-"""Settings of what is read and how it becomes samples: the source, the tokenizer, the order."""
+"""Settings of the data: the source, the tokenizer, the order of samples."""
 
 from dataclasses import dataclass, field
 from datetime import date
@@ -12,7 +12,7 @@ SourceKind = Literal[
 ]  # fmt: skip
 
 DELIMITERS = {"auto": "", "comma": ",", "semicolon": ";", "tab": "\t", "\\t": "\t", "pipe": "|"}
-"""What `data.delimiter` may be called."""
+"""Names of delimiters for `data.delimiter`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +45,7 @@ class DataConfig(Section):
     kind: SourceKind = setting("auto", fixed=True)
     """Format of the source. `auto` detects it by the source's name and files, except `lines` (each line of a text file is a
     document) and `labelled` (each line is a label, a space or tab, and a text). `folders`: one folder of files per class.
-    `webdataset`: tar files whose members with the same key form a document (`7.jpg` and `7.cls`)."""
+    `webdataset`: tar files; members with the same key form a document (`7.jpg` and `7.cls`)."""
     column: str = setting("text", fixed=True, also="dataset_text_field text_column text_column_name text_field input_column")
     """Column or JSON key of the text, in sources with columns. `translation.en` names a nested field."""
     label_column: str = setting("label", fixed=True, also="label_column_name labels_column label_field target_name")
@@ -97,7 +97,7 @@ class DataConfig(Section):
     """Further folder below which image paths may lie; paths outside are rejected. Given as a path or URI, in addition to the
     data's own folder. None: only the data's own folder."""
     target_source: str | None = setting(None, fixed=True)
-    """Text files whose lines are the targets of the lines of `source`. Both are text files; each pair of lines is a
+    """Text files with the targets of the lines of `source`, line by line. Both are text files; each pair of lines is a
     document. Other sources (validation, test) then name two files, separated by a comma."""
     encoding: str = setting("utf-8", fixed=True)
     """Encoding of text files, JSON and CSV, by its Python name. A file that is not in UTF-8 is read by a single task."""
@@ -115,7 +115,7 @@ class DataConfig(Section):
     """Column names of CSV and TSV files, in order. For example `[label, title, text]`; they replace the names in the first
     line."""
     split: str = setting("train", fixed=True, also="train_split dataset_split")
-    """Split of a Hugging Face dataset, and of files whose names say `train` and another split (`train.jsonl` beside
+    """Split of a Hugging Face dataset, and of files with `train` and another split in their names (`train.jsonl` beside
     `test.jsonl`, folders `train/` and `val/`); `all`: all of these files. A source may name another split after a `#`
     (`--data.test_source imdb#test`, `--data.validation_source FOLDER#validation`)."""
     validation: Literal["hash", "tail", "source"] = setting("hash", fixed=True)
@@ -164,7 +164,7 @@ class DataConfig(Section):
     shuffle_block: int = setting(1024, at_least=1, fixed=True)
     """Number of neighbouring samples in a block of `shuffle blocks`."""
     shuffle_window: int = setting(64, at_least=1, fixed=True)
-    """Number of blocks whose samples are mixed, with `shuffle blocks`."""
+    """Number of blocks that are mixed at a time, with `shuffle blocks`."""
     shuffle_first_window: int = setting(0, at_least=0, fixed=True, since="0.3")
     """Number of blocks in the first window of a run. Windows then grow by 15 %, at least by one block, up to
     `shuffle_window`: training starts sooner over a slow link. 0: `shuffle_window` from the start; with `auto`, an eighth of
@@ -188,7 +188,7 @@ class DataConfig(Section):
     """Maximum size of a node's local cache of remote shards, in GiB."""
 
     def __post_init__(self) -> None:
-        """Raises SettingError where a field is out of range, the encoding is unknown, or a setting lacks another one."""
+        """Raises SettingError if a field is out of range, the encoding is unknown, or a setting lacks another one."""
         super().__post_init__()
         if not self.source:
             raise self.error("source", "must name what to train on, for instance `python` or a path")
@@ -215,7 +215,7 @@ class DataConfig(Section):
             raise self.error("target_source", f"needs text files, while data.kind is {self.kind!r}: use --data.kind lines")
 
     def _check_images(self) -> None:
-        """Raises SettingError where a setting of images lacks another one."""
+        """Raises SettingError if a setting of images lacks another one."""
         side, size = self.image_shorter_side, self.image_size
         if side and (not size or side < max(size[1:])):
             raise self.error("image_shorter_side", f"needs data.image_size, of at most so many pixels; it is {size}")
@@ -270,10 +270,10 @@ class TokenizerConfig(Section):
     training_mib: float = setting(64.0, above=0, fixed=True)
     """Size in MiB of the text that trains a BPE. It is spread evenly over the source."""
     trained_on: tuple[str, ...] = setting((), fixed=True, since="0.3")
-    """Names of `data.sources` whose texts train the tokenizer. Empty: all sources at the start of the run."""
+    """Names of the `data.sources` that train the tokenizer. Empty: all sources at the start of the run."""
 
     def __post_init__(self) -> None:
-        """Raises SettingError where a field is out of range, or does not go with `kind`."""
+        """Raises SettingError if a field is out of range, or does not work with `kind`."""
         super().__post_init__()
         if self.kind == "file" and not self.file:
             raise self.error("file", "must be given when tokenizer.kind is `file`")

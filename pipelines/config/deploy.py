@@ -40,10 +40,10 @@ class DeployConfig(Section):
 
 @dataclass(frozen=True, kw_only=True)
 class DeployServeConfig(FinishedRunConfig):
-    """The run whose model is served on GPUs with Ray Serve LLM."""
+    """Run to serve on GPUs with Ray Serve LLM."""
 
     place: str = setting("")
-    """Target whose storage holds the run. Name of a description in `deploy/places`, or your own YAML file. Empty:
+    """Target with the run in its storage. Name of a description in `deploy/places`, or your own YAML file. Empty:
     `storage`."""
     gpus: int = setting(1, at_least=1, at_most=64)
     """GPUs per replica. The model is sharded over them."""
@@ -61,7 +61,7 @@ class DeployServeConfig(FinishedRunConfig):
     """Overwrite an existing file that differs from the one to be written."""
 
     def __post_init__(self) -> None:
-        """Raises SettingError where a field is out of range, no run is named, or there are fewer copies than always."""
+        """Raises SettingError if a field is out of range, no run is named, or `max_replicas` is below `min_replicas`."""
         super().__post_init__()
         if self.min_replicas > self.max_replicas:
             raise self.error("min_replicas", f"must be at most max_replicas, {self.max_replicas}")
@@ -111,7 +111,7 @@ class SlurmConfig(_TargetSection):
     """Encrypt all traffic between Ray's processes with TLS. Each start of the job creates its own certificates."""
 
     def __post_init__(self) -> None:
-        """Raises SettingError for what would be several words in a line of the batch script."""
+        """Raises SettingError for a value that would be several words in a line of the batch script."""
         super().__post_init__()
         for key in ("partition", "account", "qos"):
             self._check_pattern(key, r"[^\s#'\"]+", "must be a name without spaces and quotes")
@@ -138,7 +138,7 @@ class KubernetesConfig(_TargetSection):
     spot: bool = setting(False)
     """Place workers on preemptible (spot) nodes and tolerate their taint."""
     secret: str = setting("")
-    """Secret whose keys become environment variables, such as AWS_ACCESS_KEY_ID. Empty: none."""
+    """Secret with keys that become environment variables, such as AWS_ACCESS_KEY_ID. Empty: none."""
     role: str = setting("")
     """Cloud role of the service account. `arn:aws:iam::...` on EKS, or a Google service account on GKE. Empty: none."""
     node_labels: tuple[str, ...] = setting(())
@@ -189,7 +189,7 @@ class CloudConfig(_TargetSection):
     ssh_key: str = setting("")
     """Private SSH key of the machines. Empty: the launcher's default."""
     python: str = setting("")
-    """Folder on each machine whose `bin` contains `raystride` and `ray`. Empty: they are installed there."""
+    """Folder on each machine with `raystride` and `ray` in its `bin`. Empty: they are installed there."""
     role: str = setting("")
     """Cloud role of the machines. An AWS instance profile, or a Google service account. Empty: the launcher's default."""
 
@@ -238,6 +238,6 @@ class TargetConfig(_TargetSection):
     """Settings for `raystride deploy launcher` and `sky`."""
 
     def __post_init__(self) -> None:
-        """Raises SettingError for an image whose name is none."""
+        """Raises SettingError for an invalid name of an image."""
         super().__post_init__()
         self._check_pattern("image", r"[^\s${}'\"]+", "must be the name of an image, such as registry/raystride:latest")

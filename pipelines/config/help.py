@@ -34,7 +34,7 @@ class Usage:
 
 
 def help_text(cls: type, usage: Usage, topic: str = "") -> str:
-    """Returns what `--help TOPIC` prints; a topic is a section, a setting, `all`, or empty for the first screen.
+    """Returns the text of `--help TOPIC`; a topic is a section, a setting, `all`, or empty for the first screen.
 
     Raises SettingError for a topic that is none of these.
     """

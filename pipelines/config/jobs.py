@@ -14,7 +14,7 @@ PredictionFormat = Literal["parquet", "jsonl", "csv"]
 
 @dataclass(frozen=True, kw_only=True)
 class TestDataConfig(Section):
-    """Test data, which a run's settings may not contain."""
+    """Test data, if a run's settings have none."""
 
     name: ClassVar[str] = "data"
 
@@ -24,7 +24,7 @@ class TestDataConfig(Section):
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluateConfig(PredictorConfig):
-    """The run whose model is evaluated, and the data."""
+    """Run to evaluate, and the data."""
 
     split: Literal["test", "validation", "train"] = setting("test")
     """Documents to evaluate on. `test`: those of `data.test_source`. `validation`, `train`: those of the run."""
@@ -97,7 +97,7 @@ class GenerateConfig(FinishedRunConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class ExportConfig(FinishedRunConfig):
-    """The run whose model is exported, and the format."""
+    """Run to export, and the format."""
 
     to: Literal["auto", "hugging_face", "mlflow", "state_dict", "torch_export", "onnx"] = setting("auto")
     """Format of the export. `auto`: `hugging_face`, or `state_dict` for a model of your own. `hugging_face`: safetensors in
@@ -128,7 +128,7 @@ class ExportConfig(FinishedRunConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class ServeConfig(FinishedRunConfig):
-    """The run whose model is served, and the address."""
+    """Run to serve, and the address."""
 
     host: str = setting("127.0.0.1")
     """Address to listen on. The default accepts connections from this machine only."""

@@ -5,7 +5,8 @@ from typing import Any, ClassVar, Literal
 
 from raystride.pipelines.config.model import ModelConfig
 from raystride.pipelines.config.run import ScalingConfig
-from raystride.pipelines.config.section import Section, setting
+from raystride.pipelines.config.section import Section, names_with, setting
+from raystride.pipelines.config.strategies import STRATEGIES
 from raystride.pipelines.config.train import TrainConfig
 from raystride.pipelines.system.errors import SettingError
 from raystride.pipelines.system.storage.folder import absolute_uri
@@ -19,7 +20,7 @@ SHARED = ("lora.init_from", *(f"train.{name}" for name in _OF_STEPS))
 """Among those the ones in which they may not."""
 
 _ALONE = ("preference", "classification", "translation", "images")
-"""Our tasks whose networks are not computed beside each other; of a task of one's own nothing is known here."""
+"""Our tasks with networks that cannot train concurrently; nothing is known here of a task of one's own."""
 
 
 def is_shared(key: str) -> bool:
@@ -63,7 +64,7 @@ class LoraConfig(Section):
     """Settings in which the concurrent adapters differ. Setting names, each with a list of `lora.adapters` values."""
 
     def __post_init__(self) -> None:
-        """Raises SettingError where a field is out of range, or does not go with another of this section."""
+        """Raises SettingError if a field is out of range, or does not work with another of this section."""
         super().__post_init__()
         if not self.targets:
             raise self.error("targets", f"must name at least one layer, or be `{ALL_LINEAR}`")
@@ -111,18 +112,19 @@ class LoraConfig(Section):
 
     @property
     def scale(self) -> float:
-        """By which B A is multiplied."""
+        """Factor of the product B A."""
         return self.alpha / (self.rank**0.5 if self.rslora else self.rank)
 
 
 def refuse_with_lora(lora: LoraConfig, model: ModelConfig, train: TrainConfig, scaling: ScalingConfig, task: str) -> None:
-    """Raises SettingError for what does not go together with adapters, with the nearest that does."""
+    """Raises SettingError for settings that do not work with adapters, with the nearest that do."""
     if not lora.rank:
         return
     if not model.init_from:
         raise lora.error("rank", "needs model.init_from, the base: a folder of Hugging Face's, or a run's")
-    if scaling.strategy == "deepspeed":
-        raise scaling.error("strategy", "must be `single`, `ddp` or `fsdp` with lora.rank, whose base has no gradient")
+    if scaling.kind.runs_engine:
+        others = names_with(STRATEGIES, "runs_engine", False)
+        raise scaling.error("strategy", f"must be {others} with lora.rank, whose base has no gradient")
     for name in ("pipeline", "context"):
         if getattr(scaling, name) > 1:
             raise scaling.error(name, "must be 1 with lora.rank: use scaling.tensor, `ddp` or `fsdp`")
@@ -149,7 +151,7 @@ def refuse_with_lora(lora: LoraConfig, model: ModelConfig, train: TrainConfig, s
 
 
 def refuse_sharing(task: str, train: TrainConfig) -> None:
-    """Raises SettingError for what adapters that share a base in one process cannot be trained at, or by."""
+    """Raises SettingError for a task or settings with which adapters cannot share a base in one process."""
     if task in _ALONE:
         raise SettingError(
             f"task is {task!r}: it must be `language_model` or `completion` for adapters that share a base",

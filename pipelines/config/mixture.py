@@ -1,9 +1,9 @@
-"""Several sources in one training: what each is, how much of each, and how that changes.
+"""Several sources in one training: their settings, weights, and curriculum.
 
 entries = mixture_entries(config.data)                    # {"web": Entry(data=Data(source=...), weight=0.7), ...}
 wanted_weights(config.data, {"web": 10**6, ...})          # [(0, {"web": 0.7, ...}), (8000, {...})]: from which steps
 
-A source's entry takes every setting of `data` that says what is read, and where it leaves one out, that of `data` holds.
+A source's entry takes every setting of `data` that describes a source; the defaults are those of `data`.
 """
 
 import math
@@ -18,7 +18,7 @@ from raystride.pipelines.config.section import nearest
 from raystride.pipelines.system.errors import SettingError
 
 OWN = ("weight", "epochs_at_most")
-"""What an entry says besides: neither shapes what is prepared, and both may change on resume."""
+"""Further settings of an entry: neither shapes the prepared data, and both may change on resume."""
 OF_ALL = (
     *("sources", "shuffle", "shuffle_block", "shuffle_window", "shuffle_first_window"),
     *("image_shorter_side", "image_mean", "image_std"),
@@ -34,15 +34,15 @@ class Entry:
     """A source of a mixture."""
 
     data: DataConfig
-    """What is read, as of a training on this source alone."""
+    """Settings of `data` for a training on this source alone."""
     weight: float = 1.0
     """Its share of the samples, beside the other sources' weights."""
     epochs_at_most: float = math.inf
-    """Times that it is gone through at most; what it had then goes to the others."""
+    """Maximum number of passes; its weight then goes to the others."""
 
 
 def mixture_entries(data: DataConfig) -> dict[str, Entry]:
-    """The sources by name, in the order in which they are written; none: there is one source. Raises SettingError."""
+    """Returns the sources by name, in the order of the settings; none if there is one source. Raises SettingError."""
     return {name: _entry(data, name, content) for name, content in data.sources.items()}
 
 
@@ -67,7 +67,7 @@ def refuse_mixture(data: DataConfig, epochs: float) -> None:
 
 
 def wanted_weights(data: DataConfig, sizes: Mapping[str, int]) -> list[tuple[int, dict[str, float]]]:
-    """From which step on which weights hold, by source; the first from step 0. `sizes` are the sources' samples.
+    """Returns the weights by source and the steps from which they hold, 0 first. `sizes`: samples of each source.
 
     Raises SettingError.
     """
@@ -95,7 +95,7 @@ def wanted_weights(data: DataConfig, sizes: Mapping[str, int]) -> list[tuple[int
 
 
 def defines_source(key: str) -> bool:
-    """Whether a setting's full name, `data.sources.web.column` for instance, says what a source of a mixture is."""
+    """Returns whether a setting, `data.sources.web.column` for instance, defines a source of a mixture."""
     return key.startswith("data.sources.") and key.rpartition(".")[2] not in OWN
 
 

@@ -167,7 +167,7 @@ class ModelConfig(Section):
     out_bias: bool = setting(False, fixed=True, since="0.2")
     """Use a bias in self-attention's output projection. Together with qkv_bias it is Hugging Face's `attention_bias`."""
     query_pre_attn_scalar: int = setting(0, at_least=0, fixed=True, since="0.2", was="model.query_scalar", renamed="0.3")
-    """Value whose square root divides self-attention's scores, as in Gemma. 0: the head size."""
+    """Self-attention's scores are divided by the square root of this value, as in Gemma. 0: the head size."""
     gate: Literal["silu", "gelu"] = setting("silu", fixed=True, since="0.2")
     """Activation of the feed-forward's gate with `llama`. `silu`, or `gelu`: the tanh approximation, as in Gemma."""
     scaled_embedding: bool = setting(False, fixed=True, since="0.2")
@@ -223,7 +223,7 @@ class ModelConfig(Section):
             "model_path initial_load_path base_model_name_or_path"
         ),
     )
-    """Pretrained model in safetensors whose weights a new run starts from. A folder, a URI, or a name on the Hugging Face
+    """Pretrained model in safetensors, the initial weights of a new run. A folder, a URI, or a name on the Hugging Face
     hub, `org/name` or `org/name@revision`. Supported families: GPT-2, Llama, Qwen 2 and 3, Mistral, SmolLM, Phi-3, Gemma 2
     and 3, Mixtral, Qwen3-MoE, OLMoE; for `classification` BERT, RoBERTa, DistilBERT, ModernBERT.
 
@@ -298,7 +298,7 @@ class ModelConfig(Section):
             raise self.error("experts_per_token", f"must be at most model.experts, {self.experts}")
 
     def _check_layers(self) -> None:
-        """Raises SettingError for what only `llama` has, for layers that are not there, and heads that cannot be turned."""
+        """Raises SettingError for settings that only `llama` has, for missing layers, and heads that cannot be rotated."""
         if self.architecture != "llama":
             for name in LLAMA_ONLY:
                 if name == "window_rope_theta" and self.architecture == "modernbert":

@@ -27,14 +27,11 @@ class OptimizerKind:
 
 
 OPTIMIZERS: dict[OptimizerName, OptimizerKind] = {
-    "adamw": OptimizerKind("moments of first and second order, and decay apart (Loshchilov and Hutter, 2019)"),
+    "adamw": OptimizerKind("moments of first and second order, decoupled decay (Loshchilov and Hutter, 2019)"),
     "sgd": OptimizerKind("the gradient, or its running sum", lambda momentum: 1 if momentum else 0, uses_adamw=False),
     "muon": OptimizerKind(
-        "orthogonal directions for the matrices of blocks (Jordan et al., 2024)", needs_whole_matrices=True
+        "orthogonal directions for matrices of blocks, AdamW for embeddings, head, norms and biases (Jordan et al., 2024); "
+        "updates have the size of AdamW's, at the same rate",
+        needs_whole_matrices=True,
     ),
 }
-
-
-def without_whole_matrices() -> str:
-    """Returns the names of the optimisers that need none, for an error: "`adamw` or `sgd`"."""
-    return " or ".join(f"`{name}`" for name, kind in OPTIMIZERS.items() if not kind.needs_whole_matrices)

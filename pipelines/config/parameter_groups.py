@@ -44,7 +44,7 @@ def check_group(number: int, group: Any) -> dict[str, Any]:
 
 
 def find_group(groups: Sequence[Mapping[str, Any]], name: str) -> int | None:
-    """Returns the number of the first group whose pattern matches a parameter's name, None if there is none."""
+    """Returns the number of the first group with a pattern that matches a parameter's name, None if there is none."""
     return next((number for number, group in enumerate(groups) if fnmatchcase(name, group["pattern"])), None)
 
 

@@ -25,12 +25,12 @@ from raystride.pipelines.config.attempts import SETTINGS_FILE
 from raystride.pipelines.config.base_model import defaults_without_base, settings_from_base
 from raystride.pipelines.config.batch import batch_error, cut_batch_of_content, cut_batch_of_flags, with_slots
 from raystride.pipelines.config.help import Usage, help_text
+from raystride.pipelines.config.metrics import direction_in_0_3, known_direction
 from raystride.pipelines.config.presets import find_config, presets
 from raystride.pipelines.config.renamed import Tell, with_new_flags, with_new_names
 from raystride.pipelines.config.run import ARGUMENTS, is_argument
 from raystride.pipelines.config.section import find_alias, nearest
 from raystride.pipelines.config.stored import find_stored_folder, mark_stored, stored_names
-from raystride.pipelines.config.train import direction_in_0_3, known_direction
 from raystride.pipelines.config.words import refuse_words, words_to_flags
 from raystride.pipelines.system.credentials import MissingSecret, redact_all_uris
 from raystride.pipelines.system.errors import SettingError
@@ -39,7 +39,7 @@ from raystride.pipelines.system.writer import refuse_unknown
 
 T = TypeVar("T")
 SHORT_FORMS = {"launch": "mode"}
-"""Sections whose name stands for one of their settings: `--launch inline`, `launch: inline`."""
+"""Sections with a name that stands for one of their settings: `--launch inline`, `launch: inline`."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Parsed(Generic[T]):
     settings: T
     """The dataclass, checked."""
     preset: str
-    """Name of the YAML file without its ending; `run` where there was none."""
+    """Name of the YAML file without its ending; `run` without a file."""
     has_source: bool = True
     """Whether the preset, a file, a flag or the caller names the data. Defaults do not: nobody trains on them unasked."""
 
@@ -73,7 +73,7 @@ def parse(
 ) -> Parsed[T]:
     """Reads settings of a dataclass. `--help` and `--print_config` print and leave.
 
-    `stored_in` is the folder of the stored settings of which the files in `arguments` are copies. Names of code in stored
+    `stored_in` is the folder of stored settings, if the files in `arguments` are copies of them. Names of code in stored
     settings are marked (`config.stored`), in those of any file that lies in a storage.
 
     Raises SettingError for an unknown key (naming the nearest), a wrong value, or a file that cannot be read.
@@ -157,8 +157,7 @@ def _parser(cls: type) -> Any:
 def _instantiate(cls: type[T], parser: Any, read: Callable[[], Any], written: Collection[str]) -> T:
     """Returns the dataclass from what the parser reads, completed by the base of a training.
 
-    `written` are the full names of the settings that a user gave. Raises SettingError, also for what jsonargparse says in
-    its own words.
+    `written` are the full names of the settings that a user gave. Raises SettingError, also for jsonargparse's errors.
     """
     import jsonargparse
 
@@ -204,7 +203,7 @@ def _nest(flat: Mapping[str, Any]) -> dict[str, Any]:
 def _merge(content: dict[str, Any], changes: Mapping[str, Any], known: Collection[str], prefix: str = "") -> None:
     """Puts the changes over the content, section by section.
 
-    A setting whose value is a mapping is replaced, except for the arguments of users' functions.
+    A mapping as a value is replaced, except for the arguments of users' functions.
     """
     for key, value in changes.items():
         below = any(name.startswith(f"{prefix}{key}.") for name in known) or f"{prefix}{key}" in ARGUMENTS
@@ -288,7 +287,7 @@ def read_stored_settings(cls: type[T], folder: Folder) -> T:
 
 
 def _with_direction_of_0_3(settings: T) -> T:
-    """Returns settings that 0.3 or an earlier version stored, in which a metric has the direction that it had then."""
+    """Returns settings that 0.3 or an earlier version stored, with the direction that a metric had then."""
     validation: Any = getattr(settings, "validation", None)
     if validation is None or validation.direction != "auto":
         return settings
@@ -317,7 +316,7 @@ def _keys(cls: Any, prefix: str = "") -> Iterator[str]:
 
 
 def _long_forms(arguments: Sequence[str]) -> Iterator[str]:
-    """The arguments with short forms spelled out, where a plain word follows and no file or JSON for the whole section."""
+    """Returns the arguments with short forms spelled out, if a plain word follows, no file or JSON of a section."""
     for argument, after in pairwise([*arguments, ""]):
         flag, equals, value = argument.partition("=")
         word = value if equals else after
@@ -361,9 +360,9 @@ def _written_flags(arguments: Sequence[str], known: set[str]) -> Iterator[str]:
 def _caller_names(
     arguments: Sequence[str], known: set[str], keys: Mapping[str, set[str]], folders: Mapping[str, str]
 ) -> set[str]:
-    """Returns the settings that the caller gives himself: what comes later counts, a flag, a file of his, or a stored one.
+    """Returns the settings that the caller gives himself: the last of a flag, a file of his, and a stored one counts.
 
-    `keys` are the settings in each file, `folders` where it is stored, "" for a file of the caller's.
+    `keys` are the settings in each file, `folders` the folder of each stored one, "" for a file of the caller's.
     """
     named = set[str]()
     for argument, after in pairwise([*arguments, ""]):
@@ -447,7 +446,7 @@ def _section_error(cls: Any, name: str, value: Any, where: str = "", section: An
 
 
 def _with_content(arguments: Sequence[str], file: str, content: dict[str, Any]) -> list[str]:
-    """The arguments with a file's content in place of its name, where that is no longer what stands in the file."""
+    """Returns the arguments with a file's content in place of its name, if that differs from the file."""
     if content == (yaml.safe_load(Path(file).read_text()) or {}):
         return list(arguments)
     text = yaml.safe_dump(content, sort_keys=False)
@@ -472,7 +471,7 @@ def _given_keys(content: dict[str, Any], known: set[str]) -> Iterator[str]:
 
 
 def _file_keys(content: dict[str, Any], known: set[str], prefix: str = "") -> Iterator[str]:
-    """The names in a file; below a setting whose value is a mapping of its own, such as sweep.space, there are none."""
+    """Returns the names in a file, but none below a setting with a mapping as its value, such as sweep.space."""
     for key, value in content.items():
         name = f"{prefix}{key}"
         yield name
@@ -481,9 +480,9 @@ def _file_keys(content: dict[str, Any], known: set[str], prefix: str = "") -> It
 
 
 def with_settings(config: T, settings: Mapping[str, Any]) -> T:
-    """Returns the configuration with these values; what of its network came from a base follows where they name another.
+    """Returns the configuration with these values; settings that came from a base follow if they name another.
 
-    Raises SettingError for what a setting, or a rule between them, forbids.
+    Raises SettingError for a value that a setting, or a rule between settings, forbids.
     """
     if "model.init_from" in settings:
         settings = _with_network_of_base(config, settings)
@@ -508,7 +507,7 @@ def with_settings(config: T, settings: Mapping[str, Any]) -> T:
 
 
 def _with_network_of_base(config: Any, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the settings and, where nobody gave them, those of the network and tokenizer of the base that they name."""
+    """Returns the settings and, if nobody gave them, those of network and tokenizer of the base that they name."""
     flat, defaults = dict(_iterate_settings(config)), dict(_iterate_settings(type(config)()))
     without_base = defaults_without_base(flat, defaults)
     flat |= {**without_base, **settings}
@@ -517,7 +516,7 @@ def _with_network_of_base(config: Any, settings: Mapping[str, Any]) -> dict[str,
 
 
 def parse_value(cls: Any, key: str, value: Any) -> Any:
-    """A value from YAML as the setting of this full name takes it. Raises SettingError where its type cannot."""
+    """Returns a value from YAML in the type of the setting with this full name. Raises SettingError if it has none."""
     import jsonargparse
 
     parser = jsonargparse.ArgumentParser(exit_on_error=False)
@@ -532,7 +531,7 @@ def parse_value(cls: Any, key: str, value: Any) -> Any:
 
 
 def _as_setting_error(cls: Any, error: Exception) -> SettingError:
-    """jsonargparse's report in the words of our own errors: the setting, the value, what is allowed."""
+    """Returns jsonargparse's error as one of ours: the setting, the value, the allowed values."""
     text = " ".join(line.strip(" -") for line in str(error).splitlines() if line.strip())
     if section := re.search(r'key "([\w.]+)": Unable to load config [\'"](.*?)[\'"] ', f"{text} "):
         return _section_error(cls, section[1], section[2])
@@ -580,11 +579,11 @@ def command(
     examples: Sequence[str] = (),
     stored_in: str = "",
 ) -> int:
-    """A job's whole command line: parses it (what the process was given, if nothing is) and runs `job`; the exit code.
+    """Parses a job's command line (by default that of the process) and runs `job`; returns the exit code.
 
-    `common` and `examples` are settings and lines that the first screen of its help shows. `stored_in`: see `parse`.
+    `common` and `examples` are settings and lines on the first screen of its help. `stored_in`: see `parse`.
 
-    Wrong settings, whether the parser finds them or the job does, are one line and exit code 2.
+    Wrong settings, found by the parser or the job, are one line and exit code 2.
     """
     try:
         given = sys.argv[1:] if arguments is None else arguments

@@ -1,4 +1,4 @@
-"""The configurations that come along, by name, and what the head of each file says of it.
+"""The presets by name, with the descriptions in the heads of their files.
 
 presets()["lm_python"]                                    # the YAML file
 describe_preset(presets()["lm_python"]).hardware          # "2 CPU cores, 4 minutes"
@@ -40,7 +40,7 @@ def presets() -> dict[str, Path]:
 
 
 def find_config(name: str) -> str:
-    """Returns the file that `--config` names: an existing one, or a preset's, which pages call configs/NAME.yaml."""
+    """Returns the file that `--config` names: an existing one, or a preset's, configs/NAME.yaml in the docs."""
     if Path(name).exists():
         return name
     preset = name.removeprefix("configs/").removesuffix(".yaml") if name.startswith("configs/") else name

@@ -1,4 +1,4 @@
-"""Every setting of a dataclass with its type, default, range and meaning: what `--help` and docs/settings.md show.
+"""Every setting of a dataclass with its type, default, range and meaning, for `--help` and docs/settings.
 
 reference = {entry.name: entry for entry in settings_reference(Config)}
 reference["train.steps"].type                             # "whole number"
@@ -33,7 +33,7 @@ class SettingReference:
     limits: str
     """Range of numbers, such as `≥ 0, < 1`; empty if there is none."""
     meaning: str
-    """The docstring, with its lines joined; paragraphs are separated by a line break."""
+    """The docstring, with its lines joined and a sentence for each choice; paragraphs are separated by a line break."""
     since: str
     """Version that added it; empty for the first."""
     fixed: bool
@@ -80,13 +80,14 @@ def settings_reference(cls: type, prefix: str = "") -> Iterator[SettingReference
 
 def _describe(item: Field[Any], prefix: str, types: Mapping[str, Any], docs: Mapping[str, str]) -> SettingReference:
     annotation, bounds = types[item.name], item.metadata.get("limits", {})
+    choices = (f"`{name}`: {row.sentence}." for name, row in item.metadata.get("table", {}).items())
     return SettingReference(
         name=f"{prefix}{item.name}",
         type=describe_type(annotation),
         choices=("true", "false") if annotation is bool else tuple(map(str, choices_of(annotation))),
         default=_to_text({} if item.default is MISSING else item.default),
         limits=", ".join(text.format(bounds[key]) for key, text in LIMITS.items() if bounds.get(key) is not None),
-        meaning=docs.get(item.name, ""),
+        meaning=" ".join((docs.get(item.name, ""), *choices)),
         since=item.metadata.get("since", ""),
         fixed=item.metadata.get("fixed", False),
     )

@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 
 def old_names(cls: Any, prefix: str = "") -> Mapping[str, tuple[str, str]]:
-    """The new full name of each old one, and the version in which it came."""
+    """Returns the new full name of each old one, and the version of the change."""
     found: dict[str, tuple[str, str]] = {}
     for item in fields(cls):
         for old in item.metadata.get("was", ()):
@@ -50,7 +50,7 @@ def with_current_names_in(text: str, cls: Any) -> str:
 
 
 def _new_name(old: str, cls: Any, tell: Tell) -> str:
-    """Raises SettingError where the old name's time is over."""
+    """Raises SettingError if the old name is no longer accepted."""
     new, renamed = old_names(cls)[old]
     major, minor = (int(part) for part in renamed.split(".")[:2])
     if tuple(int(part) for part in __version__.split(".")[:2]) > (major, minor + 1):

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
 from raystride.pipelines.config.section import Section, setting
+from raystride.pipelines.config.strategies import STRATEGIES, StrategyKind, StrategyName
 from raystride.pipelines.system.credentials import MLFLOW_LOGIN
 
 
@@ -33,7 +34,7 @@ class ProfileConfig(Section):
     thread of the worker is saved, and training continues. 0: no detection of stalls."""
 
     def __post_init__(self) -> None:
-        """Raises SettingError where `steps` is no first and last step, or `ranks` names no worker."""
+        """Raises SettingError if `steps` is no first and last step, or `ranks` names no worker."""
         super().__post_init__()
         if len(self.steps) != 2 or self.steps[0] > self.steps[1]:
             raise self.error("steps", "must be a first and a last step, such as [20, 25]")
@@ -45,7 +46,7 @@ MIN_HANG_S = 5
 """A shorter `launch.hang_s` would end trainings that merely wait for a busy machine."""
 
 MIN_SLOWER_FACTOR = 1.5
-"""A lower `scaling.drop_slower_than` would drop nodes for what any of them does at times."""
+"""A lower `scaling.drop_slower_than` would drop nodes for usual variations."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,12 +76,12 @@ class ScalingConfig(Section):
     """Drop a node that is slower than the others by more than this factor. A node's own time per step is compared with that
     of the other nodes, over half a minute; a dropped node stays excluded for the rest of the job. Needs `min_workers`. 0:
     never; otherwise at least 1.5."""
-    strategy: Literal["auto", "single", "ddp", "fsdp", "deepspeed"] = setting(
-        "auto", also="parallelism ddp_backend distributed_strategy fsdp sharding_strategy distributed_type"
+    strategy: StrategyName = setting(
+        "auto",
+        also="parallelism ddp_backend distributed_strategy fsdp sharding_strategy distributed_type",
+        table=STRATEGIES,
     )
-    """Data-parallel strategy. `single`: one worker. `ddp`: every worker holds the whole model. `fsdp` (FSDP2) and
-    `deepspeed` (ZeRO): parameters, gradients and optimiser state are sharded over the workers. `auto`: `single` for one
-    worker, `ddp` for several."""
+    """Data-parallel strategy."""
     shard_workers: int = setting(0, at_least=0, also="dp_shard data_parallel_shard_degree hybrid_shard")
     """Number of neighbouring workers that shard one copy of the model. For example, those of a node (hybrid sharding). Used
     with `fsdp`; must divide the number of workers. 0: all workers."""
@@ -143,6 +144,11 @@ class ScalingConfig(Section):
     """Size of a gradient bucket in MiB. A bucket is reduced at once, overlapped with the rest of the backward."""
 
     @property
+    def kind(self) -> StrategyKind:
+        """The conditions of `strategy`."""
+        return STRATEGIES[self.strategy]
+
+    @property
     def group(self) -> int:
         """Workers that compute a slot together."""
         return self.pipeline * self.expert * self.context * self.tensor
@@ -150,15 +156,15 @@ class ScalingConfig(Section):
     @property
     def keeps_parameters_whole(self) -> bool:
         """Whether a worker has, or gathers under `fsdp`, each parameter in full."""
-        return self.strategy != "deepspeed" and self.group == 1 and self.mesh != "auto"
+        return not self.kind.runs_engine and self.group == 1 and self.mesh != "auto"
 
     @property
     def stages(self) -> int:
-        """Parts into which `pipeline` cuts a model's blocks."""
+        """Number of stages of a model's blocks, over all workers of `pipeline`."""
         return self.pipeline * (2 if self.pipeline > 1 and self.schedule != "1f1b" else 1)
 
     def __post_init__(self) -> None:
-        """Raises SettingError where a field is out of range, or contradicts another about how few workers may train."""
+        """Raises SettingError if a field is out of range, or contradicts another about the minimum number of workers."""
         super().__post_init__()
         if isinstance(self.workers, int) and self.min_workers > self.workers:
             raise self.error("min_workers", f"must be at most scaling.workers, {self.workers}")
@@ -193,7 +199,7 @@ class LaunchConfig(Section):
     """Maximum number of further restarts after announced preemptions. They do not count against `max_restarts`. -1: no
     limit."""
     max_resubmissions: int = setting(0, at_least=0, since="0.3", was="launch.resubmit", renamed="0.3")
-    """Maximum number of resubmissions after the driver was lost. For jobs of `ray job submit` whose driver died with its
+    """Maximum number of resubmissions after the driver was lost. For jobs of `ray job submit`, if the driver died with its
     host or by SIGKILL."""
     start_over: bool = setting(False, since="0.4", also="overwrite_output_dir restart_from_scratch")
     """Begin at step 0 under the name of an earlier run. Its checkpoints are moved to `checkpoints-before-ATTEMPT` in its
@@ -207,13 +213,13 @@ class LaunchConfig(Section):
     """Seconds that a start waits for the cluster: its address, its nodes (`scaling.min_nodes`) and their answers. Then the
     job ends with exit code 3."""
     accept_other_code: bool = setting(False, since="0.4")
-    """Accept nodes whose files of Raystride differ from the driver's. For developers who try changes on some nodes; the
+    """Accept nodes with other files of Raystride than the driver's. For developers who try changes on some nodes; the
     record names the driver's commit only. false: such a node is an error that names the first files."""
     placement_timeout_s: float = setting(0.0, at_least=0, since="0.2", was="launch.wait_s", renamed="0.3")
     """Seconds that the workers wait for placement on a busy cluster. The job ends after that. 0: no limit."""
 
     def __post_init__(self) -> None:
-        """Raises SettingError where a field is out of range, or `hang_s` is shorter than pauses that any machine has."""
+        """Raises SettingError if a field is out of range, or `hang_s` is shorter than pauses of any machine."""
         super().__post_init__()
         if isinstance(self.hang_s, int) and 0 < self.hang_s < MIN_HANG_S:
             raise self.error("hang_s", f"must be 0, for never, or at least {MIN_HANG_S}: any machine pauses for seconds")
@@ -221,7 +227,7 @@ class LaunchConfig(Section):
 
 @dataclass(frozen=True, kw_only=True)
 class ResumeConfig(Section):
-    """What a training that resumes a run takes from its folder."""
+    """Checks and choices of a training that resumes a run."""
 
     name: ClassVar[str] = "resume"
 
@@ -231,8 +237,8 @@ class ResumeConfig(Section):
     accept: Literal["none", "data", "bits"] = setting("none", since="0.4")
     """Differences with which a run may go on. `data`: other samples of a model of your own (`raystride.fit`), of the same
     number and shapes, in the places of the former ones. `bits`: a `train.exact` run under another PyTorch or on another
-    processor, where it computes other bits; its checkpoints name the steps from which that holds. `none`: they are refused.
-    Holds for one attempt."""
+    processor, with other bits; its checkpoints name the steps from which that holds. `none`: they are refused. Holds for one
+    attempt."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -271,7 +277,7 @@ class RecordConfig(Section):
     energy."""
 
     def __post_init__(self) -> None:
-        """Raises SettingError where a field is out of range, or a tag or the owner is no short text of one line."""
+        """Raises SettingError if a field is out of range, or a tag or the owner is no short text of one line."""
         super().__post_init__()
         if self.owner is not None and not _is_label(self.owner):
             raise self.error("owner", f"must be a text of one line, at most {MAX_LABEL_LENGTH} characters")
@@ -316,7 +322,7 @@ class FinishedRunConfig(Section):
     since the run began, or lies elsewhere. Empty: those of the run."""
 
     def __post_init__(self) -> None:
-        """Raises SettingError where a field is out of range, or no run is named."""
+        """Raises SettingError if a field is out of range, or no run is named."""
         super().__post_init__()
         if not self.run:
             raise self.error("run", "must name a run; `raystride runs list` shows them")
@@ -360,7 +366,7 @@ class DecodingConfig(Section):
 
 
 ARGUMENTS = ("fit.model_args", "fit.data_args")
-"""Settings whose mappings have keys that users choose, the arguments of their functions; each key is a setting."""
+"""Settings with mappings from the arguments of users' functions; each key is a setting."""
 
 
 def is_argument(key: str) -> bool:
@@ -380,7 +386,7 @@ class FitConfig(Section):
     """Keyword arguments of the callable that returns the dataset, and of that of the validation, if it takes them."""
     rehearse: Literal["auto", "full", "keys", "off"] = setting("auto", since="0.4")
     """Two steps on a few samples before the start, with a save and a load between them, after which all bits must be the
-    same. `full`: at any size. `keys`: names, shapes and types alone, as `auto` does above 256 MiB of parameters, or where a
+    same. `full`: at any size. `keys`: names, shapes and types alone, as `auto` does above 256 MiB of parameters, or if a
     step takes more than 20 s."""
 
 

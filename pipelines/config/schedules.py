@@ -18,7 +18,7 @@ SHAPES: dict[DecayShape, Callable[[float], float]] = {
     "sqrt": lambda done: 1 - math.sqrt(done),
     "cosine": lambda done: 0.5 * (1 + math.cos(math.pi * done)),
 }
-"""What is left of the way from the highest to the lowest rate, by the share of a decay that is done."""
+"""Remaining part of the way from the highest to the lowest rate, by the completed share of a decay."""
 
 
 class RateSettings(Protocol):
@@ -41,7 +41,7 @@ class RateSettings(Protocol):
         ...
 
     def decay_length(self, total_steps: int) -> int:
-        """Returns the number of the last steps of a run over which `wsd` falls."""
+        """Returns the number of steps of the decay of `wsd`, at the end of a run."""
         ...
 
 
@@ -54,7 +54,7 @@ class Schedule:
     sentence: str
     """Its formula, for people."""
     falls: bool = False
-    """Whether it falls to the lowest rate, and needs a run whose end is known."""
+    """Whether it falls to the lowest rate, and needs a known end of the run."""
     has_own_warmup: bool = False
     """Whether it is also called in the warm-up."""
 
@@ -86,11 +86,16 @@ def _noam(settings: RateSettings, step: int, total_steps: int, width: int) -> fl
 
 
 SCHEDULES: dict[ScheduleName, Schedule] = {
-    "cosine": Schedule(_fall("cosine"), "falls as half a cosine (Loshchilov and Hutter, 2017)", falls=True),
-    "linear": Schedule(_fall("linear"), "falls in a line", falls=True),
+    "cosine": Schedule(_fall("cosine"), "falls to the end, as half a cosine (Loshchilov and Hutter, 2017)", falls=True),
+    "linear": Schedule(_fall("linear"), "falls to the end, in a line", falls=True),
     "constant": Schedule(lambda settings, *_: settings.learning_rate, "stays"),
-    "noam": Schedule(_noam, "is learning_rate x width^-0.5 x min(n^-0.5, n x warmup^-1.5)", has_own_warmup=True),
-    "wsd": Schedule(_warm_up_stay_decay, "stays, and falls at the end (Hu et al., 2024)", falls=True),
+    "noam": Schedule(
+        _noam,
+        "learning_rate x hidden_size^-0.5 x min(n^-0.5, n x warmup_steps^-1.5) at the n-th step, warm-up included "
+        "(Vaswani et al., 2017, eq. 3)",
+        has_own_warmup=True,
+    ),
+    "wsd": Schedule(_warm_up_stay_decay, "stays, and falls over the last `decay_share` (Hu et al., 2024)", falls=True),
 }
 
 
@@ -104,7 +109,7 @@ def learning_rate(settings: RateSettings, step: int, total_steps: int, width: in
 
 
 def highest_step(settings: RateSettings, total_steps: float) -> int:
-    """Returns the step, from 0, whose update has the highest rate."""
+    """Returns the step, from 0, of the update with the highest rate."""
     warmup = settings.warmup(int(total_steps) if math.isfinite(total_steps) else 0)
     return warmup - SCHEDULES[settings.schedule].has_own_warmup
 

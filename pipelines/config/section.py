@@ -1,7 +1,7 @@
-"""How a setting is declared and checked: a default, a range, and what becomes of it when a run is resumed.
+"""Declaration and checks of settings: default, range, and behaviour on resume.
 
 A section is a frozen keyword-only dataclass. Each field is declared with `setting`, carries its docstring below it, and is
-checked when the section is made, whether that happens from YAML, from a flag or in Python:
+checked when the section is created, from YAML, from a flag or in Python:
 
     @dataclass(frozen=True, kw_only=True)
     class Train(Section):
@@ -41,22 +41,23 @@ def setting(
     renamed: str = "",
     also: str = "",
     logins: Sequence[str] = (),
+    table: Mapping[Any, Any] | None = None,
 ) -> Any:
-    """A field with a range. `fixed` settings may not differ when a run is resumed; the others may.
+    """Declares a field with a range. `fixed` settings may not differ when a run is resumed; the others may.
 
-    A run's default name is made of those that are `fixed` and of those that `shapes_result` marks: free on a resume, but
-    another value gives another result.
+    A run's default name is hashed from `fixed` settings and from those with `shapes_result`: free on a resume, but with
+    another result.
 
-    One that was added later says `since` which version: at its default it leaves the names that runs have as they were.
-    One that got another name says which full name it `was` (the newest of several first) and in which version it was
-    `renamed`: see `config.renamed`.
-    `also` are names that other trainers have for it, with blanks between: an error or `--help` finds it by them.
-    `logins` are variables of the environment of which one will do instead of the password in an address.
+    `since`: version that added it; at its default it leaves the names of existing runs unchanged.
+    `was`: earlier full names, the newest first; `renamed`: version of the last renaming (see `config.renamed`).
+    `also`: names in other trainers, separated by blanks, by which errors and `--help` find it.
+    `logins`: environment variables, one of which replaces the password in an address.
+    `table`: its choices by name, each with a `sentence` for the reference.
     """
     earlier = (was,) if isinstance(was, str) and was else tuple(was)
     limits = {"at_least": at_least, "at_most": at_most, "above": above, "below": below}
     told = {"fixed": fixed, "shapes_result": shapes_result, "since": since, "was": earlier, "renamed": renamed}
-    return field(default=default, metadata={"limits": limits, **told, "also": also, "logins": logins})
+    return field(default=default, metadata={"limits": limits, **told, "also": also, "logins": logins, "table": table or {}})
 
 
 @cache
@@ -66,12 +67,12 @@ def _types(cls: type) -> Mapping[str, Any]:
 
 @dataclass(frozen=True, kw_only=True)
 class Section:
-    """A group of settings that checks itself; `name` is the prefix under which a user writes them."""
+    """A group of settings that checks itself; `name` is the prefix of their full names."""
 
     name: ClassVar[str] = ""
 
     def __init_subclass__(cls) -> None:
-        """Notes what other trainers call its fields."""
+        """Registers the names of its fields in other trainers."""
         super().__init_subclass__()
         for key, value in list(vars(cls).items()):
             if isinstance(value, Field):
@@ -81,7 +82,7 @@ class Section:
                         ALIASES[alias].append(full)
 
     def __post_init__(self) -> None:
-        """Raises SettingError where a field is out of range, or a word that it does not know."""
+        """Raises SettingError if a field is out of range, or a word that is not among its choices."""
         for item in fields(self):
             if "limits" in item.metadata:
                 self._check(item.name, getattr(self, item.name), item.metadata["limits"])
@@ -90,7 +91,7 @@ class Section:
     if not TYPE_CHECKING:
 
         def __getattr__(self, key: str) -> Any:
-            """Reads a field by a name that it had before, with a DeprecationWarning: plug-ins use attributes."""
+            """Returns a field by an earlier name, with a DeprecationWarning: plug-ins use attributes."""
             for item in fields(type(self)):
                 if f"{self.name}.{key}".lstrip(".") in item.metadata.get("was", ()):
                     new = f"{self.name}.{item.name}".lstrip(".")
@@ -99,7 +100,7 @@ class Section:
             raise AttributeError(f"{type(self).__name__!r} has no setting {key!r}", name=key, obj=self)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """In another process: it, too, keeps to itself what it must not say."""
+        """Registers secrets in another process as well, so that they are redacted there."""
         self.__dict__.update(state)
         self._note_secrets()
 
@@ -110,9 +111,9 @@ class Section:
                     remember_secrets(text)
 
     def with_secrets(self, *, optional: Collection[str] = ()) -> Self:
-        """The settings with the secrets that they were written without.
+        """Returns the settings with the secrets that were redacted in the file.
 
-        Raises SettingError for one that nothing gives, unless its full name is in `optional`.
+        Raises SettingError for a missing secret, unless the full name of its setting is in `optional`.
         """
         changes: dict[str, Any] = {}
         for item in fields(self):
@@ -153,13 +154,13 @@ class Section:
             raise self.error(key, f"must be {'at most' if high is not None else 'below'} {_first(high, below)}", allowed)
 
     def error(self, key: str, rule: str, allowed: Any = None) -> SettingError:
-        """The error for field `key`: its full name, its value and `rule`, which says what is allowed."""
+        """Returns the error for field `key`: its full name, its value and `rule`, the allowed values in words."""
         name, value = f"{self.name}.{key}" if self.name else key, redact_all_uris(getattr(self, key))
         return SettingError(f"{name} is {value!r}: it {rule}", setting=name, value=value, allowed=allowed or rule)
 
 
 def _texts(value: Any) -> Iterator[str]:
-    """All texts in a setting's value."""
+    """Yields all texts in a setting's value."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, tuple | list | dict):
@@ -168,17 +169,23 @@ def _texts(value: Any) -> Iterator[str]:
 
 
 def _whole(value: Any, logins: Sequence[str]) -> Any:
-    """A value with the secrets that texts in it were written without. Raises MissingSecret."""
+    """Returns a value with its redacted secrets restored. Raises MissingSecret."""
     if isinstance(value, dict):
         return {key: _whole(part, logins) for key, part in value.items()}
     return restore_secrets(value, logins) if isinstance(value, str) and is_redacted(value) else value
 
 
 def choices_of(annotation: Any) -> tuple[Any, ...]:
-    """The words a setting may have: those of its Literal, also inside a union such as `Literal["auto"] | int`."""
+    """Returns the choices of a setting: those of its Literal, also inside a union such as `Literal["auto"] | int`."""
     if get_origin(annotation) is Literal:
         return get_args(annotation)
     return tuple(choice for part in get_args(annotation) for choice in choices_of(part))
+
+
+def names_with(table: Mapping[Any, Any], condition: str, value: bool = True) -> str:
+    """Returns the names of a table's rows, but `auto`, with a condition, for an error: "`adamw` or `sgd`"."""
+    names = [f"`{name}`" for name, row in table.items() if name != "auto" and getattr(row, condition) == value]
+    return " or ".join(filter(None, (", ".join(names[:-1]), names[-1])))
 
 
 def _first(value: float | None, other: float | None) -> float | None:
@@ -186,7 +193,7 @@ def _first(value: float | None, other: float | None) -> float | None:
 
 
 ALIASES: dict[str, list[str]] = {}
-"""The settings that other trainers call so (`also`), by their last word; for suggestions and help alone."""
+"""Settings by their names in other trainers (`also`), for suggestions and help alone."""
 BESIDE = {
     "train.batch": "samples in a step, over all workers",
     "optimizer.min_lr_ratio": "as a share of optimizer.learning_rate",
@@ -196,21 +203,21 @@ BESIDE = {
     "run": "the same --run NAME goes on where it was",
     "storage": "runs lie there",
 }
-"""What one should know of a suggestion."""
+"""Remarks on suggested settings."""
 
 
 BARE = {"steps": "train.steps", "every": "checkpoint.every"}
-"""What is meant by a name that several sections have, where none is given."""
+"""The likeliest setting for a name that several sections have."""
 
 
 def find_alias(name: str, known: Collection[str]) -> str | None:
-    """Returns the setting among the `known` ones that other trainers call so (`lr`, `max-steps`), None if there is none."""
+    """Returns the `known` setting with this name in other trainers (`lr`, `max-steps`), None if there is none."""
     last = name.rsplit(".", 1)[-1].lower().replace("-", "_")
     return next((setting for setting in ALIASES.get(last, ()) if setting in known), None)
 
 
 def nearest(key: str, known: Collection[str]) -> str:
-    """Returns the end of an error's sentence: which known setting was meant, if any is likely."""
+    """Returns the end of an error's sentence: the known setting that was probably meant, if any."""
     last = key.rsplit(".", 1)[-1]
     if same_last := [name for name in known if name.rsplit(".", 1)[-1] == last]:
         # Several sections have `steps` and `every`: the likeliest is the one that is most like what was written.

@@ -35,7 +35,7 @@ def mark_name(name: str, run: str) -> StoredName:
 
 
 def mark_stored(settings: T, run: str, given: Collection[str] = (), only: Collection[str] | None = None) -> T:
-    """Returns settings whose names of code are those of the stored settings in the folder `run`.
+    """Returns settings with their names of code marked as those of the stored settings in the folder `run`.
 
     Settings in `given` (full names) are the caller's and stay; with `only`, no other names than these are marked.
     """

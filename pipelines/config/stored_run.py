@@ -1,4 +1,4 @@
-"""The settings of a stored run, which prove that they are as the run wrote them.
+"""The settings of a stored run, verified by their hash.
 
 A file edited by hand is refused with its differences, unless a training takes it by `resume.edited`.
 
@@ -35,10 +35,10 @@ from raystride.pipelines.system.writer import WrittenByNewer
 
 
 class StoredRun(NamedTuple):
-    """What the newest attempt of a run has stored."""
+    """Stored settings and environment of the newest attempt of a run."""
 
     settings: Config
-    """Those that it wrote, also where `config.yaml` was edited since."""
+    """Those that it wrote, also if `config.yaml` was edited since."""
     edits: list[str]
     """Settings that were edited since, a line each."""
     environment: dict[str, Any]
@@ -57,7 +57,7 @@ def missing_run(storage: Folder, name: str, known: Sequence[str]) -> SettingErro
 
 
 def read_run(run: Folder) -> StoredRun:
-    """Returns what the newest attempt has stored. Raises FileNotFoundError without settings, SettingError for damage."""
+    """Returns the stored files of the newest attempt. Raises FileNotFoundError without settings, SettingError for damage."""
     found, environment = parse_settings(run), read_environment(run)
     if is_written(run.read(SETTINGS_FILE), environment):
         return StoredRun(found, [], environment)
@@ -100,7 +100,7 @@ def parse_settings(folder: Folder) -> Config:
 def put_attempt(run: Folder, attempt: str, config: Config, environment: Mapping[str, Any]) -> None:
     """Stores the settings and the environment of an attempt; the newest also under the plain names.
 
-    The run goes on with the plain ones, which no longer start it over or take an edited file.
+    The run goes on with the plain ones, without the settings that start it over or take an edited file once.
     """
     files = to_stored_yaml(_without_one_time_settings(config)), to_stored_yaml(config)
     hashes = [sha256(text.encode()) for text in files]

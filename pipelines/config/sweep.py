@@ -20,7 +20,7 @@ from raystride.pipelines.config.config import Config, name_fault
 from raystride.pipelines.config.lora import is_shared, refuse_sharing
 from raystride.pipelines.config.renamed import with_current_names, with_current_names_in
 from raystride.pipelines.config.run import is_argument
-from raystride.pipelines.config.section import Section, nearest, setting
+from raystride.pipelines.config.section import Section, names_with, nearest, setting
 from raystride.pipelines.system.credentials import redact_all_uris
 from raystride.pipelines.system.errors import SettingError
 
@@ -45,7 +45,7 @@ OPERATORS: dict[type[ast.AST], Any] = {
 
 
 class Condition:
-    """An expression over `known` settings. Raises SettingError for what it cannot be."""
+    """An expression over `known` settings. Raises SettingError for an invalid one."""
 
     def __init__(self, text: str, known: Collection[str]) -> None:
         self.text = text
@@ -56,7 +56,7 @@ class Condition:
         self._check(self._body, known)
 
     def holds(self, values: Mapping[str, Any]) -> bool:
-        """Whether the condition is true of settings by their full names. Raises SettingError where it cannot be told."""
+        """Returns whether the condition is true for settings by full name. Raises SettingError if it cannot be evaluated."""
         try:
             return bool(_value(self._body, values))
         except (TypeError, ZeroDivisionError) as error:
@@ -101,6 +101,31 @@ def _value(node: ast.AST, values: Mapping[str, Any]) -> Any:
 RANGES = ("uniform", "log_uniform", "integers")
 """Kinds of ranges that random search and Optuna draw from; each takes [lowest, highest]."""
 
+SearchName = Literal["grid", "random", "optuna"]
+
+
+@dataclass(frozen=True)
+class Search:
+    """A search method. A further one is a row of SEARCHES and a name in `SearchName`; if adaptive, its class in `tuning`."""
+
+    sentence: str
+    """Its rule and source, for people."""
+    lists_all: bool = False
+    """Whether it tries every combination, known before the first trial."""
+    takes_ranges: bool = True
+    """Whether it draws from ranges."""
+    is_adaptive: bool = False
+    """Whether it chooses each trial by earlier results."""
+
+
+SEARCHES: dict[SearchName, Search] = {
+    "grid": Search("every combination of the lists", lists_all=True, takes_ranges=False),
+    "random": Search("`trials` random combinations, also of ranges"),
+    "optuna": Search("each trial is chosen by earlier results (TPE, Bergstra et al., 2011)", is_adaptive=True),
+}
+"""By the name in `sweep.search`."""
+
+
 OF_TRIALS = (
     "run",
     "storage",
@@ -120,11 +145,11 @@ OF_TRIALS = (
 
 
 SAME_WORK = ("optimizer.", "objective.", "model.dropout", "train.clip_norm", "seed", "data.shuffle")
-"""Settings that leave the work of a step as it is, or what their names begin with: only the loss tells them apart."""
+"""Settings that do not change the work of a step, or prefixes of their names: their trials differ in the loss only."""
 
 
 def same_work(key: str) -> bool:
-    """Whether a step takes the same work whatever this setting is."""
+    """Returns whether the work of a step is independent of this setting."""
     return key.startswith(SAME_WORK)
 
 
@@ -147,9 +172,8 @@ class SweepConfig(Section):
     """Scaling of the batch with the number of workers. `weak`: constant work per worker, as with `train.slots`; slots are
     multiplied by the number of workers. `strong`: constant batch, divided among the workers. `none`: slots as in the space
     and the configuration, which amounts to strong scaling."""
-    search: Literal["grid", "random", "optuna"] = setting("grid")
-    """Search method. `grid`: every combination of the lists. `random`: `trials` random combinations, also of ranges.
-    `optuna`: each trial is chosen from earlier results (TPE, Bergstra et al., 2011)."""
+    search: SearchName = setting("grid", table=SEARCHES)
+    """Search method."""
     trials: int = setting(20, at_least=1, also="num_samples n_trials num_trials")
     """Number of trials of `random` and `optuna`."""
     early_stopping: Literal["auto", "none", "asha"] = setting("auto", was="sweep.stop_bad", renamed="0.3")
@@ -218,7 +242,7 @@ class SweepConfig(Section):
     counts as hung."""
 
     def __post_init__(self) -> None:
-        """Raises SettingError where a field is out of range, `space` has no choices, or the objective lacks its figure."""
+        """Raises SettingError if a field is out of range, `space` has no choices, or the objective lacks its figure."""
         super().__post_init__()
         if self.objective == "auto" and self.space:
             # Everyone who reads it wants to know which. Not without a space, as defaults are that others are put over.
@@ -250,7 +274,7 @@ class SweepConfig(Section):
 
     @property
     def part(self) -> tuple[int, int]:
-        """Which of how many shares, (0, 1) for all."""
+        """Number of this shard, from 0, and of all shards; (0, 1) for a whole grid."""
         number, _, count = (self.shard or "0/1").partition("/")
         return int(number), int(count)
 
@@ -258,12 +282,13 @@ class SweepConfig(Section):
         form = re.fullmatch(r"(\d+)/(\d+)", self.shard or "0/1")
         if form is None or not 0 <= int(form[1]) < int(form[2]):
             raise self.error("shard", "must be k/n with k from 0 to n - 1, such as 0/4")
-        if self.shard and self.search != "grid":
-            raise self.error("shard", f"needs sweep.search grid, whose combinations are known before; it is {self.search}")
+        if self.shard and not SEARCHES[self.search].lists_all:
+            names = names_with(SEARCHES, "lists_all")
+            raise self.error("shard", f"needs sweep.search {names}, whose combinations are known; it is {self.search}")
 
     def _check_share_base(self) -> None:
-        if self.search == "optuna":
-            raise self.error("share_base", "must be false with sweep.search optuna, which tries one after another")
+        if SEARCHES[self.search].is_adaptive:
+            raise self.error("share_base", f"must be false with sweep.search {self.search}, which tries one after another")
         if self.shard:
             raise self.error("share_base", "must be false with sweep.shard, whose trials are those of several jobs")
         if self.early_stopping == "asha":
@@ -278,9 +303,9 @@ class SweepConfig(Section):
             raise self.error("share_base", f"must be false with sweep.objective `{self.objective}`: give `loss` or `metric`")
 
     def _combinations(self) -> int:
-        """How many are tried at most."""
+        """Returns the maximum number of combinations."""
         every = math.prod(len(choices) for choices in self.space.values() if isinstance(choices, list | tuple))
-        return every if self.search == "grid" else self.trials
+        return every if SEARCHES[self.search].lists_all else self.trials
 
     def _check_choices(self, key: str, choices: Any) -> None:
         if redact_all_uris(choices) != choices:
@@ -290,8 +315,9 @@ class SweepConfig(Section):
         if isinstance(choices, Mapping) and len(choices) == 1:
             ((kind, ends),) = choices.items()
             if kind in RANGES and self._is_range(kind, ends):
-                if self.search == "grid":
-                    raise self.error("search", f"must be `random` or `optuna`, as sweep.space has a range for {key}")
+                if not SEARCHES[self.search].takes_ranges:
+                    names = names_with(SEARCHES, "takes_ranges")
+                    raise self.error("search", f"must be {names}, as sweep.space has a range for {key}")
                 return
         raise self.error(
             "space", f"must give {key} a list of values or one range of {', '.join(RANGES)}, as {{uniform: [0, 1]}}"

@@ -2,16 +2,16 @@
 
 import math
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass
 from os.path import exists
 from typing import Any, ClassVar, Literal
 
-from raystride.model.objectives import DivergenceName, PairLossName
+from raystride.model.objectives import DIVERGENCES, PAIR_LOSSES, DivergenceName, PairLossName
 from raystride.pipelines.config.batch import batch_error, cut_batch
-from raystride.pipelines.config.optimizers import OptimizerName
+from raystride.pipelines.config.metrics import Direction, known_direction
+from raystride.pipelines.config.optimizers import OPTIMIZERS, OptimizerName
 from raystride.pipelines.config.parameter_groups import check_group
-from raystride.pipelines.config.schedules import DecayShape, ScheduleName
+from raystride.pipelines.config.schedules import SCHEDULES, DecayShape, ScheduleName
 from raystride.pipelines.config.section import Section, setting
 from raystride.pipelines.system.hub import is_hub_name
 from raystride.pipelines.system.storage.folder import absolute_uri
@@ -23,9 +23,8 @@ class OptimizerConfig(Section):
 
     name: ClassVar[str] = "optimizer"
 
-    kind: OptimizerName = setting("adamw", fixed=True, also="optim optimizer_type optimizer_name")
-    """Optimiser: AdamW (Loshchilov and Hutter, 2019), SGD, or Muon (Jordan et al., 2024) for the matrices of the network's
-    blocks and AdamW for embeddings, head, norms and biases. Muon's updates have the size of AdamW's, at the same rate."""
+    kind: OptimizerName = setting("adamw", fixed=True, also="optim optimizer_type optimizer_name", table=OPTIMIZERS)
+    """Optimiser."""
     learning_rate: float = setting(1e-3, above=0, also="lr max_lr peak_lr base_lr init_lr", shapes_result=True)
     """Peak learning rate. With `noam`, a factor of its formula."""
     betas: tuple[float, float] = setting(
@@ -41,15 +40,14 @@ class OptimizerConfig(Section):
     weight_decay: float = setting(0.1, at_least=0, also="wd decay", shapes_result=True)
     """Decoupled weight decay. Applied to matrices only, not to biases, norms and gains."""
     momentum: float = setting(0.0, at_least=0, below=1, shapes_result=True)
-    """Momentum of `sgd`, and of `muon`, where 0 stands for 0.95."""
+    """Momentum of `sgd`, and of `muon`: 0 then stands for 0.95."""
     schedule: ScheduleName = setting(
         "cosine",
         also="lr_scheduler_type lr_scheduler scheduler lr_decay_style lr_schedule decay_type",
         shapes_result=True,
+        table=SCHEDULES,
     )
-    """Learning-rate schedule after the warm-up. `cosine` and `linear` fall to the end, `constant` stays. `wsd` (warm-up,
-    stay, decay; Hu et al., 2024) stays and falls over the last `decay_share` of the run. `noam` includes the warm-up:
-    learning_rate x hidden_size^-0.5 x min(n^-0.5, n x warmup_steps^-1.5) at the n-th step (Vaswani et al., 2017, eq. 3)."""
+    """Learning-rate schedule after the warm-up."""
     warmup_steps: int = setting(
         100,
         at_least=0,
@@ -90,7 +88,7 @@ class OptimizerConfig(Section):
     and move by its momentum on several workers, as 0.3 did. `auto`: as the run began; a new one skips."""
 
     def __post_init__(self) -> None:
-        """Raises SettingError where a field is out of range, or `noam` has no warm-up, whose length its formula needs."""
+        """Raises SettingError if a field is out of range, or `noam`, which divides by it, has no warm-up."""
         super().__post_init__()
         if self.schedule == "noam" and not (self.warmup_steps or self.warmup_ratio):
             raise self.error("warmup_steps", "must be at least 1 with optimizer.schedule `noam`")
@@ -101,7 +99,7 @@ class OptimizerConfig(Section):
         return round(self.warmup_ratio * total_steps) if self.warmup_ratio else self.warmup_steps
 
     def decay_length(self, total_steps: int) -> int:
-        """Returns the number of the last steps of a run over which `wsd` falls."""
+        """Returns the number of steps of the decay of `wsd`, at the end of a run."""
         return self.decay_steps or round(self.decay_share * total_steps)
 
 
@@ -166,7 +164,7 @@ class TrainConfig(Section):
     """Samples in a slot."""
     slot_tokens: int = setting(0, at_least=0, at_most=2**31 - 1, fixed=True)
     """Maximum number of tokens in a slot, padding included. A slot is then a bundle of any number of examples of similar
-    length, and slot_size is not used. 0: slot_size samples of any length. For tasks whose samples differ in length; an
+    length, and slot_size is not used. 0: slot_size samples of any length. For tasks with samples of different length; an
     example that exceeds the maximum forms a bundle by itself."""
     packing: Literal["none", "documents"] = setting(
         "none", fixed=True, since="0.2", also="sample_packing pack_sequences packed"
@@ -193,7 +191,7 @@ class TrainConfig(Section):
         0.0, at_least=0, below=1, fixed=True, since="0.4", also="ema_decay model_ema_decay use_ema ema_momentum"
     )
     """Exponential moving average of the weights: the share of it that each step keeps, 0.999 for instance, beside the
-    weights in fp32. 0: none. `validation.weights` says where it is used."""
+    weights in fp32. 0: none. Used by `validation.weights`."""
     clip_norm: float = setting(
         1.0,
         at_least=0,
@@ -238,7 +236,7 @@ class TrainConfig(Section):
     """Use only deterministic operations, which give the same bits each time. Some are slower on a GPU."""
 
     def __post_init__(self) -> None:
-        """Raises SettingError where a field is out of range, nothing ends the run, or `exact` or `precision` forbids one."""
+        """Raises SettingError if a field is out of range, nothing ends the run, or `exact` or `precision` forbids one."""
         super().__post_init__()
         if self.branch_from is not None:
             object.__setattr__(self, "branch_from", self._written_branch())
@@ -302,8 +300,8 @@ class ObjectiveConfig(Section):
     """Label smoothing (Szegedy et al., 2016, section 7). Share of a target's weight that is spread over all classes or
     tokens. In the task `preference`: probability that a pair is labelled the wrong way round (cDPO: Mitchell, 2023), below
     0.5."""
-    preference: PairLossName = setting("dpo", fixed=True, since="0.3", also="loss_type pref_loss")
-    """Loss of the task `preference`. `dpo`: Rafailov et al., 2023. `ipo`: Azar et al., 2023, with means over tokens."""
+    preference: PairLossName = setting("dpo", fixed=True, since="0.3", also="loss_type pref_loss", table=PAIR_LOSSES)
+    """Loss of the task `preference`."""
     beta: float = setting(0.1, above=0, fixed=True, since="0.3", also="dpo_beta pref_beta")
     """Strength of the pull towards the reference model, in the task `preference`. For IPO: tau."""
     reference_free: bool = setting(False, fixed=True, since="0.3")
@@ -319,10 +317,8 @@ class ObjectiveConfig(Section):
     """Teacher of a knowledge distillation (Hinton et al., 2015): folder or hub name of a causal language model in Hugging
     Face's layout, as `raystride export --to hugging_face` writes it, with the run's vocabulary. It is frozen, and every
     worker holds all of it. None: no teacher. For the tasks `language_model` and `completion`."""
-    divergence: DivergenceName = setting("forward_kl", fixed=True, since="0.4", also="kd_loss")
-    """Divergence between the next-token distributions of teacher and student, over the whole vocabulary. `forward_kl`:
-    KL(teacher || student), which covers all that the teacher may say. `reverse_kl`: KL(student || teacher), which keeps to
-    what is likely for the teacher (Gu et al., 2024)."""
+    divergence: DivergenceName = setting("forward_kl", fixed=True, since="0.4", also="kd_loss", table=DIVERGENCES)
+    """Divergence between the next-token distributions of teacher and student, over the whole vocabulary."""
     kd_ratio: float = setting(0.5, above=0, at_most=1, fixed=True, since="0.4", also="kd_loss_weight distillation_alpha")
     """Weight of the divergence in the training loss; that of the labels' cross-entropy is 1 - kd_ratio."""
     temperature: float = setting(
@@ -360,26 +356,6 @@ class GuardConfig(Section):
     window."""
     max_bad_steps: int = setting(10, at_least=1, was="guard.most", renamed="0.3")
     """Maximum number of skipped steps, or of rewinds, in a run. One more ends the run."""
-
-
-Direction = Literal["min", "max"]
-KNOWN_DIRECTIONS: Mapping[str, Direction] = {
-    **dict.fromkeys(("loss", "perplexity", "kl", "rejected_reward"), "min"),
-    **dict.fromkeys(("accuracy", "macro_f1", "bleu", "chrf", "margin", "chosen_reward"), "max"),
-}
-"""Whether a smaller or a larger figure of our own tasks is better, by its whole name without `val_`."""
-_LARGER_IN_0_3 = re.compile("accuracy|f1|precision|recall|bleu|chrf|auc|exact_match|margin|reward")
-
-
-def known_direction(metric: str) -> Direction | None:
-    """Returns whether less or more of a metric is better: of losses, and of our own tasks' figures; None of any other."""
-    name = metric.partition("/")[0].removeprefix("val_")
-    return "min" if name.endswith("_loss") else KNOWN_DIRECTIONS.get(name)
-
-
-def direction_in_0_3(metric: str) -> Direction:
-    """Returns what `validation.direction auto` meant until 0.3: larger by a part of the name, smaller of any other."""
-    return "max" if _LARGER_IN_0_3.search(metric) else "min"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -422,14 +398,14 @@ class ValidationConfig(Section):
     your own (`raystride.fit`). More is refused."""
     weights: Literal["auto", "trained", "ema"] = setting("auto", since="0.4", shapes_result=True)
     """Weights that are validated and that checkpoints have as the model's, so that evaluation, prediction and export take
-    them: the trained ones, or their average (`train.ema`). `auto`: the average where there is one."""
+    them: the trained ones, or their average (`train.ema`). `auto`: the average if there is one."""
     means: tuple[str, ...] = setting((), since="0.4")
     """Metrics of a model of your own that are means over samples in spite of their names, `recall_at_5` for instance:
     numbers named f1, auc, precision, recall, map, ndcg, r2 or correlation are refused otherwise."""
 
     @property
     def named_direction(self) -> Literal["auto", "min", "max"]:
-        """Whether a smaller or a larger metric is better; `auto` where neither the setting nor the metric's name says it."""
+        """Whether a smaller or a larger metric is better; `auto` if neither the setting nor the metric's name says it."""
         return self.direction if self.direction != "auto" else known_direction(self.metric) or "auto"
 
     @property
@@ -468,7 +444,7 @@ class CheckpointConfig(Section):
     )
     """Steps between two checkpoints. 0: no checkpoints, not even at the end."""
     every_epochs: float = setting(0.0, at_least=0, since="0.4", also="every_n_epochs save_every_epochs")
-    """Epochs between two checkpoints, in place of `checkpoint.every` where that is not 0; parts of an epoch as well. 0: by
+    """Epochs between two checkpoints, in place of `checkpoint.every` if that is not 0; parts of an epoch as well. 0: by
     steps."""
     minutes: float = setting(10.0, at_least=0, since="0.4", also="save_interval_minutes checkpoint_interval_minutes")
     """Minutes after the beginning of a checkpoint at which the next one begins, within a step or two. 0: never. Rank 0's

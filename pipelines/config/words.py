@@ -37,7 +37,7 @@ def words_to_flags(cls: type, arguments: Sequence[str], presets: Collection[str]
 
 
 def refuse_words(arguments: Sequence[str], presets: Collection[str]) -> None:
-    """Raises SettingError for a word that belongs to no flag; it says what was probably meant."""
+    """Raises SettingError for a word that belongs to no flag, with the flag that was probably meant."""
     for index, flag in _words_without_flag(arguments):
         word = arguments[index]
         if flag and Path(word).exists():

@@ -240,9 +240,9 @@ class PluginBundle:
         script = [SCRIPT] if self.observers or any(made.__module__ == SCRIPT for made in used) else []
         return replace(config, plugins=tuple(dict.fromkeys([*config.plugins, *installed, *self.imported, *script])))
 
-    def refuse_unpicklable(self, config: Config) -> None:
+    def refuse_unpicklable(self, task_name: str) -> None:
         """Raises SettingError if something that this process's script has registered cannot be sent to workers."""
-        task = self.tasks.get(config.task)
+        task = self.tasks.get(task_name)
         parts = dict(task.parts_to_send()) if task else {}
         parts |= {f"the source {name}": source for name, (source, _) in self.sources.items()}
         refuse_unpicklable(parts | {f"the observer {name}": made for name, made in self.observers.items()})

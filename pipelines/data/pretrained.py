@@ -85,7 +85,7 @@ def check_base(config: Config, path_or_name: str) -> BaseInfo:
     """
     try:
         description = _read_description(path_or_name)
-        _check_task(config, path_or_name, description)
+        _check_task(config.task, config.tokenizer, path_or_name, description)
         check_description(config.model, description)
         tensors = remote_tensors(path_or_name) if is_hub_name(path_or_name) else read_headers(Folder(path_or_name))
         _check_types(tensors)
@@ -120,24 +120,20 @@ def _read_description(path_or_name: str) -> Any:
         raise ValueError(f"its config.json {described or f'is no JSON: {error}'}") from error
 
 
-def _check_task(config: Config, path_or_name: str, description: Mapping[str, Any]) -> None:
+def _check_task(task: str, tokenizer: TokenizerConfig, path_or_name: str, description: Mapping[str, Any]) -> None:
     """Raises SettingError if a base does not fit the task, or is an encoder without its tokenizer."""
     kind = described_type(description)
     if not is_encoder_type(kind):
-        if config.task not in DECODERS:
+        if task not in DECODERS:
             raise _init_from_error(
-                path_or_name, f"it must be a run's folder, or hold an encoder, with task `{config.task}`, and it is a {kind}"
+                path_or_name, f"it must be a run's folder, or hold an encoder, with task `{task}`, and it is a {kind}"
             )
         return
-    if config.task != "classification":
+    if task != "classification":
         raise _init_from_error(
-            path_or_name, f"it must be a decoder with task `{config.task}`, and it is a {kind}, for task `classification`"
+            path_or_name, f"it must be a decoder with task `{task}`, and it is a {kind}, for task `classification`"
         )
-    if (
-        config.tokenizer.kind != "file"
-        and not is_hub_name(path_or_name)
-        and not Folder(path_or_name).exists("tokenizer.json")
-    ):
+    if tokenizer.kind != "file" and not is_hub_name(path_or_name) and not Folder(path_or_name).exists("tokenizer.json"):
         raise _init_from_error(
             path_or_name,
             "it has no tokenizer.json, which knows its words: have transformers write one, "

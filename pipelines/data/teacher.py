@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from raystride.model.hugging_face_config import described_type, is_encoder_type, trained_context
 from raystride.model.shape import flops_per_token
-from raystride.pipelines.config import Config, ModelConfig, SettingError
+from raystride.pipelines.config import Config, ModelConfig, ObjectiveConfig, SettingError
 from raystride.pipelines.config.base_model import is_run, settings_from_description
 from raystride.pipelines.data.pretrained import BaseInfo, check_base, load_base_weights
 from raystride.pipelines.data.tokenizers import load_tokenizer
@@ -48,18 +48,17 @@ def check_teacher(config: Config) -> BaseInfo:
     return info
 
 
-def teacher_shape(config: Config) -> ModelConfig:
+def teacher_shape(model: ModelConfig, objective: ObjectiveConfig) -> ModelConfig:
     """Returns the network of a run's teacher, for samples as long as the run's.
 
     Raises SettingError if it is no causal language model that can be read, or was trained on shorter samples.
     """
-    place = str(config.objective.teacher)
+    place = str(objective.teacher)
     shape, context = _described_shape(place)
-    if 0 < context < config.model.context:
+    if 0 < context < model.context:
         raise _teacher_error(
-            place, f"it was trained on {context:,} tokens at once: lower model.context, {config.model.context:,}, to that"
+            place, f"it was trained on {context:,} tokens at once: lower model.context, {model.context:,}, to that"
         )
-    model = config.model
     return replace(shape, context=model.context, kernels=model.kernels, attention=model.attention, linear=model.linear)
 
 
@@ -76,12 +75,14 @@ def _described_shape(place: str) -> tuple[ModelConfig, int]:
     return ModelConfig(**settings), trained_context(description)
 
 
-def teacher_flops_per_token(config: Config, vocabulary_size: int) -> float:
+def teacher_flops_per_token(objective: ObjectiveConfig, model: ModelConfig, vocabulary_size: int) -> float:
     """Returns the FLOPs of the teacher's forward on a token, a third of those of a training; 0 without a teacher."""
-    return flops_per_token(teacher_shape(config), vocabulary_size) / 3 if config.objective.teacher else 0.0
+    return flops_per_token(teacher_shape(model, objective), vocabulary_size) / 3 if objective.teacher else 0.0
 
 
-def load_teacher(config: Config, tokenizer: Folder, vocabulary_size: int, log: Callable[[str], None]) -> "Decoder":
+def load_teacher(
+    model: ModelConfig, objective: ObjectiveConfig, tokenizer: Folder, vocabulary_size: int, log: Callable[[str], None]
+) -> "Decoder":
     """Returns a run's teacher with its weights, frozen, in fp32 on the CPU; `tokenizer` is that of the run's data.
 
     Raises SettingError if it cannot be read, or has another vocabulary.
@@ -91,7 +92,7 @@ def load_teacher(config: Config, tokenizer: Folder, vocabulary_size: int, log: C
     from raystride.model.distillation import freeze
     from raystride.model.transformer import Decoder
 
-    place, shape = str(config.objective.teacher), teacher_shape(config)
+    place, shape = str(objective.teacher), teacher_shape(model, objective)
     with torch.random.fork_rng(devices=[]):  # training's random numbers must not depend on this
         teacher = Decoder(shape, vocabulary_size)
     with _errors_of_teacher(place):
@@ -115,7 +116,7 @@ def token_ids(content: str) -> dict[str, int]:
 
 def _as_base(config: Config) -> Config:
     """Returns the settings of a training that begins with the teacher, by which `check_base` checks it."""
-    return replace(Config(), tokenizer=config.tokenizer, model=teacher_shape(config))
+    return replace(Config(), tokenizer=config.tokenizer, model=teacher_shape(config.model, config.objective))
 
 
 def _require_tokenizer(place: str, folder: Folder) -> None:

@@ -304,7 +304,7 @@ def _open_split(chosen: SelectedRun, split: PreparedName, settings: PredictorCon
             settings=error.settings,
         ) from None
     changes = _find_changes(chosen, run, source, validation)
-    if prepared and (changes or build_cleaning(config, task)):
+    if prepared and (changes or build_cleaning(config.data, config.task, task)):
         return _prepared_data(
             prepared, f"raw files have changed since ({describe_changed_files(changes)})" if changes else ""
         )

@@ -186,7 +186,7 @@ def select_run(
     config = admit_stored_code(config)
     chosen = _select_checkpoints(storage, run, checkpoint, average)
     last_step = newest_committed_step(storage / run / "checkpoints") or 0
-    return SelectedRun(config, chosen, _find_script_task(config, storage / run), last_step)
+    return SelectedRun(config, chosen, _find_script_task(config.task, config.plugins, storage / run), last_step)
 
 
 def select_named_run(settings: FinishedRunConfig) -> SelectedRun:
@@ -203,10 +203,10 @@ def _load_config(storage: Folder, run: str) -> Config:
     return read_settings(folder)
 
 
-def _find_script_task(config: Config, folder: Folder) -> Any:
+def _find_script_task(task: str, plugins: tuple[str, ...], folder: Folder) -> Any:
     """Returns the class of a run's task if this script has registered it. Raises SettingError for a run of another `fit`."""
-    if config.task != FIT:
-        return TASKS.get(config.task) if SCRIPT in config.plugins else None
+    if task != FIT:
+        return TASKS.get(task) if SCRIPT in plugins else None
     if folder.uri not in RUN_TASKS:
         raise SettingError(
             f"run {folder.name} was trained by raystride.fit, and this process does not know its model: call fit with the "

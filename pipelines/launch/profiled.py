@@ -12,7 +12,7 @@ import tempfile
 from pathlib import Path
 from shutil import which
 
-from raystride.pipelines.config import Config
+from raystride.pipelines.config import Config, ProfileConfig, RecordConfig
 from raystride.pipelines.launch.cluster.cluster import uses_running_cluster
 from raystride.pipelines.launch.cluster.resources import Resources
 from raystride.pipelines.observability.profiling.nsight_commands import (
@@ -50,7 +50,7 @@ def run_under_profiler(config: Config, storage: Folder) -> int | None:
     if which(tool) is None and not uses_running_cluster(config.launch):
         raise config.profile.error("tool", f"needs the program {tool}, which is not there: {REMEDIES[tool]}")
     if tool == "ncu":
-        return _run_under_ncu(config, storage)
+        return _run_under_ncu(config.run, config.record, config.profile, storage)
     if inline:
         device = Resources.of_this_machine().choose_device(config.scaling.device)
         command = systems_command(f"raystride{os.getpid()}", device)
@@ -62,12 +62,12 @@ def _this_command() -> list[str]:
     return [sys.executable, *sys.orig_argv[1:]]
 
 
-def _run_under_ncu(config: Config, storage: Folder) -> int:
-    assert config.run
+def _run_under_ncu(run: str | None, record: RecordConfig, profile: ProfileConfig, storage: Folder) -> int:
+    assert run
     with tempfile.TemporaryDirectory(prefix="ncu-") as name:
         scratch = Path(name)
         report, log = scratch / f"{REPORT}.ncu-rep", scratch / f"{REPORT}.log"
-        command = compute_command(str(scratch / REPORT), config.profile.kernel, str(log))
+        command = compute_command(str(scratch / REPORT), profile.kernel, str(log))
         code = run_in_group([*command, *_this_command()])
         output = log.read_text() if log.exists() else ""
         log.unlink(missing_ok=True)
@@ -80,7 +80,7 @@ def _run_under_ncu(config: Config, storage: Folder) -> int:
         rows = parse_speed_of_light(sheet.stdout)
         (scratch / f"{REPORT}.csv").write_text(sheet.stdout)
         (scratch / f"{REPORT}.json").write_text(strict_json(rows, indent=1) + "\n")
-        (scratch / f"{REPORT}.html").write_text(render_compute_page(config.run, rows))
-        store_report(config.run, config.record, storage, scratch)
-    print(f"profile  {storage / config.run / PROFILES_FOLDER / f'{REPORT}.html'}")
+        (scratch / f"{REPORT}.html").write_text(render_compute_page(run, rows))
+        store_report(run, record, storage, scratch)
+    print(f"profile  {storage / run / PROFILES_FOLDER / f'{REPORT}.html'}")
     return code

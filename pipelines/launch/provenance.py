@@ -14,7 +14,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import cast
 
-from raystride.pipelines.config import Config, LaunchConfig, RecordConfig
+from raystride.pipelines.config import Config, LaunchConfig, RecordConfig, ScalingConfig
 from raystride.pipelines.config.parse import load_settings
 from raystride.pipelines.config.presets import presets
 from raystride.pipelines.config.train import parse_branch
@@ -163,9 +163,11 @@ def describe_changes(config: Config, preset: str) -> dict[str, str]:
     return {"raystride.preset": preset, "raystride.changed": " ".join(changed) or "nothing"}
 
 
-def run_tags(environment: RunEnvironment, config: Config, allocation: Allocation, dashboard: str | None) -> dict[str, str]:
+def run_tags(
+    environment: RunEnvironment, scaling: ScalingConfig, record: RecordConfig, allocation: Allocation, dashboard: str | None
+) -> dict[str, str]:
     """Returns the tags of the run in MLflow; with a dashboard also the job's id and page in Ray."""
-    scaling, owner = config.scaling, environment.get("owner", "")
+    owner = environment.get("owner", "")
     strategy = scaling.strategy
     tags = {
         "strategy": strategy if strategy != "auto" else "ddp" if allocation.workers > 1 else "single",
@@ -178,7 +180,7 @@ def run_tags(environment: RunEnvironment, config: Config, allocation: Allocation
         "bits_changed_at": environment.get("bits_changed_at"),
     }
     ours = {f"raystride.{key}": str(value) for key, value in tags.items() if value is not None}
-    return ours | owner_tags(owner, config.record) | _ray_tags(dashboard) | _mlflow_tags(environment, dashboard)
+    return ours | owner_tags(owner, record) | _ray_tags(dashboard) | _mlflow_tags(environment, dashboard)
 
 
 def _mlflow_tags(environment: RunEnvironment, dashboard: str | None) -> dict[str, str]:

@@ -171,7 +171,7 @@ def train(
     milestones = {"driver": time.time()}
     config, plugin_bundle = _register_plugins(config, plugin_bundle or PluginBundle.collect(config))
     if config.launch.mode == "ray":
-        plugin_bundle.refuse_unpicklable(config)
+        plugin_bundle.refuse_unpicklable(config.task)
     admission = admit_run(RunContext(config, storage, screen.log, notice=screen.notice))
     previous, folder = admission.origin, admission.context.run_folder
     if admission.is_complete:
@@ -227,7 +227,7 @@ def train(
         job, allocation = finalize_job(job, resources, allocation, environment, None if watcher else screen.log)
         lease.permit.check()
         write_settings(folder, attempt, with_absolute_paths(config), environment)
-        all_tags = run_tags(environment, config, allocation, dashboard) | dict(tags or {})
+        all_tags = run_tags(environment, config.scaling, config.record, allocation, dashboard) | dict(tags or {})
         show_pages(folder, all_tags, screen.log)
         hooks = SessionHooks(screen, watcher or page, lease.permit, lease.give_up)
         summary = train_on_workers(job, allocation, storage, all_tags, hooks)

@@ -7,8 +7,8 @@ import math
 import statistics
 
 from raystride.model.shape import DecoderShape, block_matrix_weights, is_tied, key_width, query_width
-from raystride.pipelines.config import Config
-from raystride.pipelines.config.combinations import SHARDED
+from raystride.pipelines.config import Config, ModelConfig, ScalingConfig, TrainConfig
+from raystride.pipelines.config.strategies import STRATEGIES
 from raystride.pipelines.sweep.result import Result
 from raystride.pipelines.sweep.scaling_model.mesh import WorkMesh
 from raystride.pipelines.sweep.scaling_model.observation import Observation, Strategy, TrialError, Work
@@ -25,7 +25,7 @@ def build_observation(config: Config, result: Result) -> Observation:
     seconds = statistics.median(result.step_seconds)
     joules = result.figures.get("joules_per_token")
     # In a mesh it is only one of several exchanges, and stages of a pipeline reach it one after another.
-    has_reduce_wait = config.scaling.strategy not in SHARDED and config.scaling.group == 1
+    has_reduce_wait = not config.scaling.kind.is_sharded and config.scaling.group == 1
     return Observation(
         build_work(config, result),
         step_seconds=result.step_seconds,
@@ -50,14 +50,14 @@ def build_work(config: Config, result: Result) -> Work:
     half = train.precision == "pure_bf16" or (strategy == "fsdp" and train.precision in ("bf16", "fp16"))
     return Work(
         device=result.device,
-        model=_model_name(config, parameters),
+        model=_model_name(config.model, config.task, parameters),
         parameters=parameters,
         workers=result.workers,
         workers_per_node=min(result.places_per_node, result.workers),
         strategy=strategy,
         slots=train.slots,
         tokens_per_slot=max(1, round(result.tokens_per_step / train.slots)),
-        messages=_count_messages(config, strategy, parameters, network),
+        messages=_count_messages(config.model, config.scaling, strategy, parameters, network),
         slots_per_micro_batch=slots_at_once,
         zero=scaling.zero,
         reshard=scaling.reshard,
@@ -68,7 +68,7 @@ def build_work(config: Config, result: Result) -> Work:
         gather_bytes=HALF_BYTES if half else FP32_BYTES,
         threads=result.threads,
         recompute=train.activation_checkpointing != "none",
-        variant=_describe_variant(config, strategy),
+        variant=_describe_variant(config.train, config.model, strategy),
         backend="gloo" if result.device == "cpu" else "nccl",
         flops_per_token=result.figures.get("flops_per_token"),
         mesh=_build_mesh(config, result, slots_at_once) if scaling.group > 1 else None,
@@ -78,7 +78,7 @@ def build_work(config: Config, result: Result) -> Work:
 def _build_mesh(config: Config, result: Result, slots_at_once: int) -> WorkMesh:
     """Returns the mesh of a group of workers that computes a slot together."""
     scaling, model, words = config.scaling, config.model, config.tokenizer.vocabulary_size
-    arithmetic = arithmetic_for(config, "cpu" if result.device == "cpu" else "cuda")
+    arithmetic = arithmetic_for(config.train, config.model, "cpu" if result.device == "cpu" else "cuda")
     return WorkMesh(
         pipeline=scaling.pipeline,
         context=scaling.context,
@@ -109,32 +109,32 @@ def head_in_blocks(shape: DecoderShape, words: int) -> float:
     return 6.0 * words * shape.hidden_size / block
 
 
-def _model_name(config: Config, parameters: int) -> str:
+def _model_name(model: ModelConfig, task: str, parameters: int) -> str:
     """Returns the network and the length of samples: they fix the time a token."""
-    model = config.model
-    if config.task == "images":
+    if task == "images":
         return f"convolutions {model.channels}, layers {model.hidden}, {parameters:,}"
     size = f"{model.layers}x{model.hidden_size}, {model.heads} heads, {parameters:,}, context {model.context}"
     kind = f"{model.architecture} {size}"
-    return kind if config.task == "language_model" else f"{config.task}, {kind}"
+    return kind if task == "language_model" else f"{task}, {kind}"
 
 
-def _count_messages(config: Config, strategy: Strategy, parameters: int, network: Network | None) -> int:
+def _count_messages(
+    model: ModelConfig, scaling: ScalingConfig, strategy: Strategy, parameters: int, network: Network | None
+) -> int:
     """Returns the buckets of gradients, or the blocks with gathered parameters and one for the layers around them."""
-    if strategy in SHARDED:
-        return (len(network.blocks) if network else config.model.layers) + 1
-    return max(1, math.ceil(parameters * FP32_BYTES / (config.scaling.bucket_mib * MIB)))
+    if STRATEGIES[strategy].is_sharded:
+        return (len(network.blocks) if network else model.layers) + 1
+    return max(1, math.ceil(parameters * FP32_BYTES / (scaling.bucket_mib * MIB)))
 
 
-def _describe_variant(config: Config, strategy: Strategy) -> str:
+def _describe_variant(train: TrainConfig, model: ModelConfig, strategy: Strategy) -> str:
     """Returns the other choices that change how fast a worker computes.
 
     Sharding does so beyond its communication: hooks around every block, and copies of gathered parameters. With separate
     fits, held-out trials of a small model on CPUs were 7 % off in the median, and 11 % with a common one.
     """
-    train, model = config.train, config.model
     words = {
-        strategy: strategy in SHARDED,
+        strategy: STRATEGIES[strategy].is_sharded,
         f"compiled {train.compile}": train.compile != "none",
         "exact": train.exact,
         "not deterministic": not train.deterministic,

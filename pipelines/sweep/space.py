@@ -160,16 +160,17 @@ class Candidate:
             or "as configured"
         )
 
-    def _short_schedule(self, config: Config) -> OptimizerConfig:
+    def _short_schedule(self, optimizer: OptimizerConfig, train: TrainConfig) -> OptimizerConfig:
         """Returns the trial's schedule: that of the training in small, except for what the space varies."""
-        return shorten_schedule(config.optimizer, self.sweep.trial_steps, known_steps(config.train), fixed=self.settings)
+        return shorten_schedule(optimizer, self.sweep.trial_steps, known_steps(train), fixed=self.settings)
 
     def _has_short_schedule(self) -> bool:
         """Returns True if the trial's schedule is another one than the training's."""
         if not self.base.sweep.by_quality:
             return False
         try:
-            return self._short_schedule(self._whole_training) != self._whole_training.optimizer
+            training = self._whole_training
+            return self._short_schedule(training.optimizer, training.train) != training.optimizer
         except SettingError:
             return False
 
@@ -199,7 +200,7 @@ class Candidate:
         if sweep.objective != "time_to_loss":
             train = replace(train, steps=sweep.trial_steps, epochs=0, hours=0)
         if sweep.by_quality:
-            optimizer = self._short_schedule(config)
+            optimizer = self._short_schedule(config.optimizer, config.train)
             refuse_endless_warmup(optimizer, sweep)
         return replace(
             config,

@@ -14,9 +14,9 @@ from shlex import quote
 
 from raystride.pipelines.config import Config, SettingError
 from raystride.pipelines.config.attempts import SETTINGS_FILE
+from raystride.pipelines.config.metrics import is_mean_per_token, known_direction
 from raystride.pipelines.config.parse import Parsed, to_stored_yaml
-from raystride.pipelines.config.sweep import SweepJobConfig
-from raystride.pipelines.config.train import known_direction
+from raystride.pipelines.config.sweep import SEARCHES, SweepJobConfig
 from raystride.pipelines.data.plugins import PluginBundle
 from raystride.pipelines.data.prepare.prepare import check_data, prepare
 from raystride.pipelines.data.prepare.run_context import OnRay, RunContext
@@ -63,8 +63,7 @@ from raystride.pipelines.system.storage.folder import Folder
 from raystride.pipelines.system.storage.sealed import put_sealed, read_sealed
 
 PER_TOKEN_TASKS = ("language_model", "completion", "translation")
-PER_TOKEN_METRICS = ("loss", "val_loss", "val_perplexity")
-"""Means over tokens, in tasks whose tokens are what the tokenizer makes of a text."""
+"""Tasks whose tokens are those that a tokenizer makes of a text."""
 CODE_FILE = "code.json"
 """In a sweep's folder, hashes of the user's code and data with which its trials were measured."""
 
@@ -179,7 +178,7 @@ def _check_quality(base: SweepJobConfig) -> None:
 def _tokenizer_warning(base: SweepJobConfig, candidates: Sequence[Candidate]) -> str:
     """Returns why losses of these trials cannot be compared, or an empty text if they can."""
     tokenizers = {candidate.config.tokenizer for candidate in candidates if candidate.config}
-    is_per_token = base.task in PER_TOKEN_TASKS and base.quality_name in PER_TOKEN_METRICS
+    is_per_token = base.task in PER_TOKEN_TASKS and is_mean_per_token(base.quality_name)
     if not (base.sweep.by_quality and is_per_token and len(tokenizers) > 1):
         return ""
     return (
@@ -263,15 +262,15 @@ def _load_cluster_description(base: SweepJobConfig) -> ClusterDescription | None
 
 
 def list_candidates(base: SweepJobConfig) -> list[Candidate]:
-    """Returns all candidates of a grid or random draws; none for Optuna, which chooses by earlier results.
+    """Returns all candidates of a grid or random draws; none for a search that chooses by earlier results.
 
     Raises SettingError if the space is empty, or the conditions exclude all of it.
     """
     if not base.sweep.space:
         raise base.sweep.error("space", "must name at least one setting to vary, as {scaling.workers: [1, 2]}")
-    if base.sweep.search == "optuna":
+    if SEARCHES[base.sweep.search].is_adaptive:
         return []
-    candidates = list(enumerate_grid(base) if base.sweep.search == "grid" else draw_random(base))
+    candidates = list(enumerate_grid(base) if SEARCHES[base.sweep.search].lists_all else draw_random(base))
     if not candidates:
         raise base.sweep.error("constraints", "leaves nothing of sweep.space")
     return candidates

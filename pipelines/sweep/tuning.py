@@ -21,7 +21,7 @@ from typing import Any
 
 from ray import tune
 
-from raystride.pipelines.config.sweep import SweepConfig, SweepJobConfig
+from raystride.pipelines.config.sweep import SEARCHES, SweepConfig, SweepJobConfig
 from raystride.pipelines.launch.cluster.cluster import uses_running_cluster
 from raystride.pipelines.launch.cluster.internals import head_node_resources, remove_orphaned_placement_groups
 from raystride.pipelines.launch.cluster.recorder_handle import mlflow_environment
@@ -57,14 +57,14 @@ def measure_with_tune(
     num_left: int,
     on_result: Callable[[Result], None],
 ) -> None:
-    """Runs the candidates; without any, with `sweep.search` optuna, `num_left` suggested ones, given the `known` results.
+    """Runs the candidates; without any, with an adaptive search, `num_left` suggested ones, given the `known` results.
 
     `on_result` gets each result when its trial ends, in this process.
     """
     os.environ.update({name: os.environ.get(name, value) for name, value in QUIET_ENVIRONMENT.items()})
     logging.getLogger("ray.tune").setLevel(logging.CRITICAL)  # failures of trials are in their own lines
     sweep = plan.base.sweep
-    is_optuna = sweep.search == "optuna" and not candidates
+    is_adaptive = SEARCHES[sweep.search].is_adaptive and not candidates
     trials = [{"settings": dict(candidate.settings), "round": candidate.round} for candidate in candidates]
     max_concurrent = 1 if sweep.isolated else sweep.max_concurrent
     is_only_driver = max_concurrent == 1 and not uses_running_cluster(plan.base.launch)
@@ -72,13 +72,13 @@ def measure_with_tune(
     function = tune.with_parameters(_trial, plan=plan, is_only_driver=is_only_driver, environment=mlflow_environment())
     tune.Tuner(
         tune.with_resources(function, tune.PlacementGroupFactory([head_node_resources()])),
-        param_space=_tune_space(plan.base) if is_optuna else {TRIAL: tune.grid_search(trials)},
+        param_space=_tune_space(plan.base) if is_adaptive else {TRIAL: tune.grid_search(trials)},
         tune_config=tune.TuneConfig(
             metric=SCORE,
             mode="min",
-            num_samples=num_left if is_optuna else 1,
+            num_samples=num_left if is_adaptive else 1,
             max_concurrent_trials=max_concurrent,
-            search_alg=_build_optuna(plan, known) if is_optuna else None,
+            search_alg=_build_optuna(plan, known) if is_adaptive else None,
             scheduler=_build_scheduler(sweep, candidates),
             # One process drives trial after trial.
             reuse_actors=True,

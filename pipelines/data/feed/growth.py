@@ -4,7 +4,7 @@ A published generation is immutable (`prepare.generations`), so the samples at a
 it, on every rank and after every restart: the samples of a generation are permuted among themselves, and once all
 generations are published, later epochs are permuted as a whole.
 
-    order = StreamingOrder(AppendableOrder(build_order(config, 1)), StreamingDataset(folder, samples, stream), log=print)
+    order = StreamingOrder(AppendableOrder(Order(1, config.seed)), StreamingDataset(folder, samples, stream), log=print)
     order.is_ready(10_000)                                # False: these positions are not prepared yet
 """
 

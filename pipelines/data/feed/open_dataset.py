@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from raystride.pipelines.config import Config, DataConfig, SettingError
+from raystride.pipelines.config import Config, DataConfig, SettingError, TrainConfig
 from raystride.pipelines.config.mixture import mixture_entries, wanted_weights
 from raystride.pipelines.data.feed.cache import NodeCache, node_cache
 from raystride.pipelines.data.feed.growth import AppendableOrder, StreamingDataset, StreamingOrder
@@ -90,7 +90,7 @@ def open_feed(
     for name, (folder, source_manifest) in manifest.by_source(prepared).items():
         for split, samples in splits.items():
             stream = TokenStream(folder, source_manifest, split, cache, beside)
-            samples[name] = open_samples(config, task, stream)
+            samples[name] = open_samples(config.train, config.seed, task, stream)
             streams += [stream] if split == "train" else []
     train, held_out = splits["train"], splits["validation"]
     reading = _describe_reading(train.values(), cache) or _describe_local_reading(streams, train.values(), memory)
@@ -103,7 +103,7 @@ def open_feed(
         return Feed(plan, train[""], held_out, {"": 1.0}, cache, beside)
     past_mixture = Mixture.from_json(past) if past else None
     sizes = {name: source_samples.num_samples for name, source_samples in train.items()}
-    mixture = build_mixture(config, sizes, past_mixture, position)
+    mixture = build_mixture(config.train, config.data, config.seed, sizes, past_mixture, position)
     for note in share_notes(config.data, sizes, mixture.max_period):
         log(note)
     plan = build_plan(config, 0, step, position, mixture)
@@ -161,29 +161,31 @@ def _open_streaming_feed(
 ) -> Feed:
     """Opens the data of a run that trains while its data is being prepared."""
     stream, held_out = (TokenStream(prepared, first, split, cache, beside) for split in ("train", "validation"))
-    samples = open_samples(config, task, stream)
+    samples = open_samples(config.train, config.seed, task, stream)
     # The final size is unknown, so the shuffle is chosen by the current one.
     data = choose_shuffle(config.data, _describe_reading([samples], cache), past, log)
     config = replace(config, data=data)
     dataset = StreamingDataset(prepared, samples, stream, is_complete="parts" not in first.source)
-    known = AppendableOrder.from_json(past) if past else AppendableOrder(build_order(config, 1))
+    known = AppendableOrder.from_json(past) if past else AppendableOrder(build_order(config.data, 1, config.seed))
     order = StreamingOrder(replace(known, complete=False), dataset, log)
     order.is_ready(position + 1)
     plan = build_plan(config, 0, step, position, order)
-    return Feed(plan, samples, {"": open_samples(config, task, held_out)}, {"": 1.0}, cache, beside)
+    return Feed(plan, samples, {"": open_samples(config.train, config.seed, task, held_out)}, {"": 1.0}, cache, beside)
 
 
-def build_mixture(config: Config, samples: Mapping[str, int], past: Mixture | None = None, since: int = 0) -> Mixture:
+def build_mixture(
+    train: TrainConfig, data: DataConfig, seed: int, samples: Mapping[str, int], past: Mixture | None = None, since: int = 0
+) -> Mixture:
     """Builds the mixture of sources with these numbers of samples, with the settings' weights from position `since` on.
 
     Raises SettingError for impossible weights, and for a source that differs from the one of the same name in `past`.
     """
-    batch = config.train.slots * config.train.slot_samples
-    entries, sources = mixture_entries(config.data), []
+    batch = train.slots * train.slot_samples
+    entries, sources = mixture_entries(data), []
     past_orders = {source.name: source.order for source in past.sources} if past else {}
     for name, entry in entries.items():
         max_samples = entry.epochs_at_most * samples[name]
-        order = build_order(config, samples[name], _source_seed(config.seed, name))
+        order = build_order(data, samples[name], _source_seed(seed, name))
         sources.append(MixtureSource(name, order, max_samples if math.isinf(max_samples) else math.floor(max_samples)))
         if (prior := past_orders.get(name, order)) != order:
             raise SettingError(
@@ -193,7 +195,7 @@ def build_mixture(config: Config, samples: Mapping[str, int], past: Mixture | No
                 value=order.samples,
                 allowed=prior.samples,
             )
-    wanted = [(step * batch, [weights[name] for name in entries]) for step, weights in wanted_weights(config.data, samples)]
+    wanted = [(step * batch, [weights[name] for name in entries]) for step, weights in wanted_weights(data, samples)]
     return Mixture.from_weights(sources, wanted, past, since)
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from raystride.pipelines.config import Config
+from raystride.pipelines.config import Config, DataConfig
 from raystride.pipelines.data.feed.order import Order, SampleOrder
 
 
@@ -89,13 +89,11 @@ def build_plan(
 ) -> Plan:
     """Builds the plan of a run over `samples` training samples from an attempt's start; `order` is given for a mixture."""
     train = config.train
-    order = order or build_order(config, samples)
+    order = order or build_order(config.data, samples, config.seed)
     return Plan(order, train.slots, train.slot_samples, train.epochs or math.inf, first_step, first_position)
 
 
-def build_order(config: Config, samples: int, seed: int | None = None) -> Order:
+def build_order(data: DataConfig, samples: int, seed: int) -> Order:
     """Builds the order of one source's samples, with the run's seed or the source's own."""
-    data = config.data
-    seed = config.seed if seed is None else seed
     assert data.shuffle != "auto"  # `feed.shuffling` has chosen
     return Order(samples, seed, data.shuffle, data.shuffle_block, data.shuffle_window, data.shuffle_first_window)

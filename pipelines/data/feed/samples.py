@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
-from raystride.pipelines.config import Config
+from raystride.pipelines.config import TrainConfig
 from raystride.pipelines.data.feed.cache import RemotePiece
 from raystride.pipelines.data.feed.mixture import Mixture, split_samples
 from raystride.pipelines.data.feed.order import uniform
@@ -375,12 +375,12 @@ def _reorder_rows(parts: Sequence[Rows], order: np.ndarray) -> Rows:
     return [rows[number] for number in order.tolist()]
 
 
-def open_samples(config: Config, task: Task, stream: TokenStream) -> Samples:
+def open_samples(train: TrainConfig, seed: int, task: Task, stream: TokenStream) -> Samples:
     """Opens the samples of a split, of the kind given by the task and `train.slot_tokens`."""
     if task.window:
         return Windows(task, stream)
-    if config.train.slot_tokens:
-        return BundledExamples(task, stream, config.train.slot_tokens, config.seed)
+    if train.slot_tokens:
+        return BundledExamples(task, stream, train.slot_tokens, seed)
     return Examples(task, stream)
 
 

@@ -20,7 +20,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from raystride.pipelines.config import Config, DataConfig
+from raystride.pipelines.config import DataConfig
 from raystride.pipelines.data.sources.faults import DataError, Fault, parse_place
 from raystride.pipelines.data.sources.pieces import Piece
 from raystride.pipelines.data.stored_code import check_stored_name
@@ -152,12 +152,11 @@ class Cleaning:
         return found
 
 
-def build_cleaning(config: Config, task: Task) -> Cleaning | None:
+def build_cleaning(data: DataConfig, task_name: str, task: Task) -> Cleaning | None:
     """Returns the cleaning under these settings; None if there is nothing to do.
 
     Raises SettingError if a step is not found, a package is missing, or the task has no texts to filter.
     """
-    data = config.data
     filters = {name: getattr(data, name) for name in ("min_characters", "max_characters", "languages", "near_duplicates")}
     used = [name for name, value in filters.items() if value]
     if not used and not data.transforms:
@@ -165,7 +164,7 @@ def build_cleaning(config: Config, task: Task) -> Cleaning | None:
     for name in data.transforms:
         find_step(data, name)
     if used and not task.tokenizers:
-        raise data.error(used[0], f"must not be given with task `{config.task}`, which has no texts")
+        raise data.error(used[0], f"must not be given with task `{task_name}`, which has no texts")
     for name, package, extra in (("languages", "py3langid", "languages"), ("near_duplicates", "datasketch", "dedup")):
         if filters[name] and not find_spec(package):
             raise data.error(name, f"needs the package {package}: pip install 'raystride[{extra}]'")

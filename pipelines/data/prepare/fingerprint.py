@@ -13,7 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from raystride.pipelines.config import Config, TokenizerConfig
+from raystride.pipelines.config import Config, DataConfig, TokenizerConfig
 from raystride.pipelines.data.plugins import TASKS
 from raystride.pipelines.data.prepare.class_split import divides_by_class
 from raystride.pipelines.data.prepare.cleaning import fingerprint_cleaning
@@ -258,14 +258,14 @@ def find_outdated_preparation(chosen: str, known: Iterable[str], storage: Folder
     return next((folder for folder in folders if folder.exists()), None)
 
 
-def hash_user_code(config: Config, source: Source, validation: Source | None) -> str:
+def hash_user_code(task: str, data: DataConfig, source: Source, validation: Source | None) -> str:
     """Returns the hash of user code that shapes the data: steps, sources' functions, a plug-in's task; "" if none."""
-    names = [(module, name) for module, _, name in (step.rpartition(".") for step in config.data.transforms)]
+    names = [(module, name) for module, _, name in (step.rpartition(".") for step in data.transforms)]
     readers = [opened.reader for opened in (source, validation) if opened]
     names += [qualified_name(reader.function) for reader in readers if isinstance(reader, RegisteredReader)]
     # A model of the user's own is known by its data's lengths and structure; other code is a line at a resume.
-    if config.task in TASKS and not getattr(TASKS[config.task], "reads_dataset", False):
-        names.append(qualified_name(TASKS[config.task]))
+    if task in TASKS and not getattr(TASKS[task], "reads_dataset", False):
+        names.append(qualified_name(TASKS[task]))
     return hash_code(names)
 
 
@@ -321,7 +321,7 @@ def compute_fingerprint(
         content["image_root"] = data.image_root
     if cleaned := fingerprint_cleaning(config.data):
         content["cleaning"] = cleaned
-    if with_code and (code := hash_user_code(config, source, validation)):
+    if with_code and (code := hash_user_code(config.task, config.data, source, validation)):
         content["code"] = code
     if shape := task.shaped_by():
         if shape.get("chat") and not with_reading:

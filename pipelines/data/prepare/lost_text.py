@@ -15,7 +15,7 @@ from random import Random
 from typing import Any
 from unicodedata import combining
 
-from raystride.pipelines.config import Config, SettingError
+from raystride.pipelines.config import ModelConfig, SettingError, TokenizerConfig
 from raystride.pipelines.data.tasks.task import Document, Task
 from raystride.pipelines.data.tokenizers.coverage import keeps_all_text, measure_coverage
 
@@ -77,13 +77,13 @@ class TextSample:
             for name, found in measured.items()
         }
 
-    def measure_or_refuse(self, config: Config) -> dict[str, dict[str, Any]]:
+    def measure_or_refuse(self, tokenizer: TokenizerConfig, model: ModelConfig) -> dict[str, dict[str, Any]]:
         """Returns the result of `measure`. Raises SettingError if half of it is lost, or the tokenizer fails."""
         try:
             found = self.measure()
         except Exception as error:  # tokenizers raises the bare class, without an unknown token for instance
-            raise config.tokenizer.error("file", f"must name a tokenizer that can write the data: {error}") from error
-        refuse_lost_text(config, found)
+            raise tokenizer.error("file", f"must name a tokenizer that can write the data: {error}") from error
+        refuse_lost_text(tokenizer, model, found)
         return found
 
 
@@ -103,11 +103,11 @@ def sum_lost_text(parts: Iterable[LostText]) -> dict[str, dict[str, Any]]:
     return total
 
 
-def refuse_lost_text(config: Config, lost: LostText) -> None:
+def refuse_lost_text(tokenizer: TokenizerConfig, model: ModelConfig, lost: LostText) -> None:
     """Raises SettingError if a tokenizer loses half of the sampled characters or more."""
     for name, found in lost.items():
         if _share_lost(found) >= REFUSE_FROM:
-            setting, value, remedy = _choice(config)
+            setting, value, remedy = _choice(tokenizer, model)
             raise SettingError(
                 f"{setting} is {value!r}: its {_describe_loss(name, found)}, which would be lost. {remedy}",
                 setting=setting,
@@ -141,9 +141,9 @@ def quote_visibly(text: str) -> str:
     return repr(text) if text.isprintable() and not any(map(combining, text)) else ascii(text)
 
 
-def _choice(config: Config) -> tuple[str, Any, str]:
+def _choice(tokenizer: TokenizerConfig, model: ModelConfig) -> tuple[str, Any, str]:
     """Returns the setting that chose the tokenizer, its value, and the remedy."""
-    tokenizer, base = config.tokenizer, config.model.init_from
+    base = model.init_from
     if tokenizer.kind == "characters":
         return "tokenizer.vocabulary_size", tokenizer.vocabulary_size, "Raise it, or use --tokenizer.kind bpe"
     if base and str(tokenizer.file).startswith(base):

@@ -247,7 +247,7 @@ def _count_shared(data: DataConfig, folder: Folder, parts: Sequence[Part], manif
 def is_worth_ray(config: Config, task: Task, source: Source, parts: Sequence[Part]) -> bool:
     """Returns whether data is worth starting Ray Data: it is large, of unknown size, or expensive for its size."""
     has_images = any(column.kind == "image" for column in task.columns)
-    is_expensive = has_images or task.wants_gpu or build_cleaning(config, task) is not None
+    is_expensive = has_images or task.wants_gpu or build_cleaning(config.data, config.task, task) is not None
     limit = MAX_LOCAL_BYTES * (BYTES_SPEEDUP if config.tokenizer.kind == "bytes" else 1)
     return is_expensive or source.kind in UNSIZED_KINDS or sum(part.bytes for part in parts) > limit
 
@@ -268,7 +268,7 @@ def build_job(
     config, log = context.config, context.log
     source, data = divided.source, config.data
     readers = {"train": source.reader, "validation": (divided.validation or source).reader}
-    cleaning = build_cleaning(config, task)
+    cleaning = build_cleaning(config.data, config.task, task)
     job = Preparation(folder, readers, task, data.validation_fraction, data.on_error == "skip", cleaning)
     studied = LearningSource(job, divided.parts, data.validation == "tail")
     if learned:
@@ -280,7 +280,7 @@ def build_job(
     knowing = replace(job, task=task.knowing({}, encoders))
     if TextSample(knowing.task, 0, seed=0).is_needed:  # before all parts are prepared
         for sample in run_each(_sample_part, knowing, divided.parts[:1]):
-            sample.measure_or_refuse(config)
+            sample.measure_or_refuse(config.tokenizer, config.model)
     if job.finds_duplicates:
         log("data: a first pass over all documents, for those that are near-duplicates of an earlier one")
         find_duplicates(job, divided.parts, run_each, group, log)
@@ -429,7 +429,7 @@ def _check_prepared(config: Config, records: Records, manifest: Manifest) -> Non
     """Raises SettingError for chats that cannot be split and for lost text, if they are half, and DataError without data."""
     _refuse_unsplit_chats(config.tokenizer, records, manifest)
     _check_splits(config.data, manifest)
-    refuse_lost_text(config, manifest.source.get("lost_text", {}))
+    refuse_lost_text(config.tokenizer, config.model, manifest.source.get("lost_text", {}))
 
 
 def _refuse_unsplit_chats(tokenizer: TokenizerConfig, records: Records, manifest: Manifest) -> None:

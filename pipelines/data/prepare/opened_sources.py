@@ -45,7 +45,7 @@ def open_sources(config: Config, task: Task) -> Sources:
             file=data.target_source,
             settings=("data.target_source",),
         )
-    opened = partial(open_source, data, columns=task.columns, whole=_is_read_whole(config, task))
+    opened = partial(open_source, data, columns=task.columns, whole=_is_read_whole(config.data, config.task, task))
     own = data.validation_source if data.validation == "source" else None
     return opened(data.source), opened(own, split="") if own else None
 
@@ -57,9 +57,9 @@ def check_sources(data: DataConfig, sources: Sources, count_file: Callable[[], o
             check_source(source, count_file)
 
 
-def _is_read_whole(config: Config, task: Task) -> bool:
+def _is_read_whole(data: DataConfig, task_name: str, task: Task) -> bool:
     # Steps and measurements need whole documents.
-    return task.window is None or build_cleaning(config, task) is not None
+    return task.window is None or build_cleaning(data, task_name, task) is not None
 
 
 @dataclass
@@ -82,7 +82,7 @@ class OpenedSources:
 
     def open(self, config: Config, task: Task, log: Log) -> Sources:
         """Returns what `open_sources` does. Raises DataError."""
-        key = repr((config.task, config.data, task.columns, _is_read_whole(config, task)))
+        key = repr((config.task, config.data, task.columns, _is_read_whole(config.data, config.task, task)))
         opened = self._opened.get(key)
         if opened is None or time.monotonic() - opened.used > MAX_UNUSED_S:
             place = redact_uris(config.data.source)

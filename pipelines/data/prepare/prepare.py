@@ -177,7 +177,7 @@ def _check_first_rows(context: RunContext, config: Config, task: Task) -> list[s
                 labels.update(item.document[-1:] if has_labels else ())
             elif config.data.on_error == "raise":
                 raise item.error()
-    lost = sample.measure_or_refuse(config)
+    lost = sample.measure_or_refuse(config.tokenizer, config.model)
     classes = describe_classes(labels, title.format(labels.total())) if labels else []
     return [*describe_files(facts), *classes, *describe_lost_text(lost)]
 
@@ -197,7 +197,7 @@ def _learn_from_sources(context: RunContext, task: Task, known: Identity, on_ray
         source, validation = sources = context.open_sources(own, task.under(own))
         readers = {"train": source.reader, "validation": (validation or source).reader}
         skip = own.data.on_error == "skip"
-        cleaning = build_cleaning(own, task.under(own))
+        cleaning = build_cleaning(own.data, own.task, task.under(own))
         # Facts of several sources include near-duplicates, which are searched for later.
         cleaning = cleaning and replace(cleaning, data=replace(own.data, near_duplicates=0.0))
         job = Preparation(

@@ -296,8 +296,8 @@ def tokenise_table(job: Preparation, table: pa.Table) -> pa.Table:
         ids: list[np.ndarray] = []
         faults: dict[int, str] = {}
         fields = len(job.task.columns)
-        columns = (table[name].to_pylist() for name in ("text", "begins", "ends"))
-        for row, (text, begins, ends) in enumerate(zip(*columns, strict=True)):
+        rows = zip(*(table[name].to_pylist() for name in ("text", "begins", "ends")), strict=True)
+        for row, (text, begins, ends) in enumerate(rows):
             example = _EMPTY_EXAMPLE
             if text is not None:
                 try:

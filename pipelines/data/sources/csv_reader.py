@@ -25,7 +25,7 @@ from raystride.pipelines.data.sources.dialects import (
     row_without_spaces,
 )
 from raystride.pipelines.data.sources.faults import REMEDY, Fault, FaultError
-from raystride.pipelines.data.sources.fields import Columns, attach_row, build_document, make_unique
+from raystride.pipelines.data.sources.fields import Columns, Items, attach_row, build_document, make_unique
 from raystride.pipelines.data.sources.image_files import ImageAccess
 from raystride.pipelines.data.sources.pieces import File, Piece, Slice
 from raystride.pipelines.data.sources.streams import ByteRange, open_range, read_lines, read_lines_any_ending, text_length
@@ -102,16 +102,14 @@ class CsvReader:
             return None
         return dialect.quoted if dialect.quotes_matter else None
 
-    def _parse_row(self, row: list[str], dialect: Dialect, place: str, image_access: ImageAccess) -> Iterator[Piece | Fault]:
-        """Yields a row's document, or the fault of a row without exactly a field for each column."""
+    def _parse_row(self, row: list[str], dialect: Dialect, place: str, image_access: ImageAccess) -> Items:
+        """Returns a row's document, or the fault of a row without exactly a field for each column."""
         if not dialect.has_all_fields(row):
             if any(field.strip() for field in row):
-                yield self._wrong_fields_fault(row, dialect, place)
-                return
+                return (self._wrong_fields_fault(row, dialect, place),)
             row = [""] * len(dialect.names)
-        yield from build_document(
-            [row[index] for index in dialect.column_indices], place, self.columns, image_access, keep=self.keep
-        )
+        values = [row[index] for index in dialect.column_indices]
+        return build_document(values, place, self.columns, image_access, keep=self.keep)
 
     def _wrong_fields_fault(self, row: list[str], dialect: Dialect, place: str) -> Fault:
         delimiter = DELIMITER_NAMES.get(dialect.delimiter, repr(dialect.delimiter))

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from shutil import which
 
-from raystride.pipelines.config import Config
+from raystride.pipelines.config import Config, ScalingConfig, TrainConfig
 from raystride.pipelines.launch.cluster.cluster import run_on_node
 from raystride.pipelines.observability.hardware.torch_gpus import (
     TIMEOUT_S,
@@ -119,7 +119,7 @@ def resolve_allocation(config: Config, resources: Resources) -> Allocation:
     """Returns the allocation, with a fitting value for every `auto`. Raises SettingError if settings are contradictory."""
     scaling, slots = config.scaling, config.train.slots
     device = resources.choose_device(scaling.device)
-    _check_device(config, device)
+    _check_device(config.train, config.scaling, device)
     free = int(resources.cpus) - (config.data.start_after_mib > 0)  # one CPU for preparation
     if config.launch.mode == "inline":
         if isinstance(scaling.workers, int) and scaling.workers > 1:
@@ -149,9 +149,8 @@ def resolve_allocation(config: Config, resources: Resources) -> Allocation:
     return Allocation(workers, device, threads, min(scaling.min_workers, workers))
 
 
-def _check_device(config: Config, device: str) -> None:
+def _check_device(train: TrainConfig, scaling: ScalingConfig, device: str) -> None:
     """Raises SettingError for settings that this device or machine does not support."""
-    train, scaling = config.train, config.scaling
     if device == "cpu" and train.precision == "tf32":
         raise train.error("precision", "must be another on CPUs, which have no TF32: use `fp32` or `bf16`")
     if device == "cpu" and scaling.offload:
@@ -160,9 +159,9 @@ def _check_device(config: Config, device: str) -> None:
         raise train.error(
             "compile", "must be `none` where there is no C++ compiler (g++), which torch.compile needs on CPUs"
         )
-    if scaling.strategy == "deepspeed" and find_spec("deepspeed") is None:
+    if (package := scaling.kind.package) and find_spec(package) is None:
         raise scaling.error(
-            "strategy", 'needs DeepSpeed, which is not installed: pip install "raystride[deepspeed]", or use `fsdp`'
+            "strategy", f'needs {package}, which is not installed: pip install "raystride[{package}]", or use `fsdp`'
         )
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from raystride.pipelines.config import Config, SettingError
+from raystride.pipelines.config import ModelConfig, SettingError
 from raystride.pipelines.config.combinations import DECODERS
 from raystride.pipelines.config.deploy import DeployServeConfig
 from raystride.pipelines.config.stored_run import missing_run, read_settings
@@ -33,7 +33,7 @@ def write_serving_config(settings: DeployServeConfig) -> list[str]:
             storage, settings.run, [name for name in storage.names() if (storage / name).exists("config.yaml")]
         )
     config = read_settings(folder)
-    text = render_serving_config(settings, config)
+    text = render_serving_config(settings, config.task, config.model)
     flags = f"--checkpoint {settings.checkpoint} --average {settings.average} --to hugging_face"
     flags += " --merge true" if config.lora.rank else ""
     output = Path(settings.output or f"serve-{settings.run}")
@@ -45,23 +45,23 @@ def write_serving_config(settings: DeployServeConfig) -> list[str]:
     ]
 
 
-def render_serving_config(settings: DeployServeConfig, config: Config) -> str:
+def render_serving_config(settings: DeployServeConfig, task: str, model_config: ModelConfig) -> str:
     """Returns the configuration as YAML. Raises SettingError if the model is no decoder or has no Hugging Face layout."""
     from raystride.model.hugging_face_config import model_type
 
-    if config.task not in DECODERS:
+    if task not in DECODERS:
         raise SettingError(
-            f"task is {config.task!r}: Ray Serve LLM serves decoders; `mlflow models serve` serves this one",
+            f"task is {task!r}: Ray Serve LLM serves decoders; `mlflow models serve` serves this one",
             setting="task",
-            value=config.task,
+            value=task,
         )
     try:
-        model_type(config.model)
+        model_type(model_config)
     except ValueError as error:
         raise SettingError.from_error(error) from error
     place = load_place(settings.place) if settings.place else None
     storage = place.storage if place else Folder.from_uri(settings.storage).uri
-    engine: dict[str, Any] = {"max_model_len": config.model.context, "tensor_parallel_size": settings.gpus}
+    engine: dict[str, Any] = {"max_model_len": model_config.context, "tensor_parallel_size": settings.gpus}
     replicas = {"min_replicas": settings.min_replicas, "max_replicas": settings.max_replicas}
     model: dict[str, Any] = {
         "model_loading_config": {

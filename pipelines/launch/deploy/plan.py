@@ -17,7 +17,6 @@ import yaml
 
 from raystride.locations import PACKAGE
 from raystride.pipelines.config import Config, SettingError
-from raystride.pipelines.config.combinations import SHARDED
 from raystride.pipelines.config.deploy import DeployConfig, TargetConfig
 from raystride.pipelines.config.parse import Parsed, load_settings
 from raystride.pipelines.data.prepare.choose_task import choose_task, choose_validation
@@ -178,7 +177,7 @@ def _with_wait_for_nodes(config: Config, nodes: int) -> Config:
 def _estimate_grace_s(config: Config, allocation: Allocation, nodes: int) -> int:
     """Returns the seconds, in whole minutes, to save and to close the record; every node writes its part of a checkpoint."""
     memory_estimate = estimate_memory(config, allocation)
-    copies = allocation.workers if config.scaling.strategy in SHARDED else 1
+    copies = allocation.workers if config.scaling.kind.is_sharded else 1
     checkpoint_bytes = (memory_estimate.parameters + memory_estimate.optimizer) * copies if memory_estimate else GIB
     return max(MIN_GRACE_S, 60 + math.ceil(checkpoint_bytes / nodes / (MIN_SAVE_MIB_PER_S << 20) / 60) * 60)
 

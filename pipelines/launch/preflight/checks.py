@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 
-from raystride.pipelines.config import Config, ModelConfig
-from raystride.pipelines.config.combinations import MESHED_DECODERS, MESHLESS, SHARDED
+from raystride.pipelines.config import Config, ModelConfig, ScalingConfig, TrainConfig
+from raystride.pipelines.config.combinations import MESHED_DECODERS, MESHLESS
 from raystride.pipelines.data.plugins import BUILT_IN_TASKS
 from raystride.pipelines.launch.cluster.cluster import CannotRun
 from raystride.pipelines.launch.cluster.resources import Allocation, Resources
@@ -60,7 +60,7 @@ def check_settings(
     """
     return [
         _check_kernels(config.model, allocation),
-        _check_slots(config, allocation),
+        _check_slots(config.train, config.scaling, allocation),
         _check_resources(allocation, resources),
         _check_memory(decided or config, allocation, resources),
     ]
@@ -76,10 +76,10 @@ def _check_kernels(model: ModelConfig, allocation: Allocation) -> Check:
     return Check("kernels", runs, f"model.kernels is {choice}, the device {allocation.device}", remedy)
 
 
-def _check_slots(config: Config, allocation: Allocation) -> Check:
-    slots = config.train.slots
-    groups = allocation.workers // config.scaling.group
-    found = f"{slots} slots a step for {groups} {'groups of workers' if config.scaling.group > 1 else 'workers'}"
+def _check_slots(train: TrainConfig, scaling: ScalingConfig, allocation: Allocation) -> Check:
+    slots = train.slots
+    groups = allocation.workers // scaling.group
+    found = f"{slots} slots a step for {groups} {'groups of workers' if scaling.group > 1 else 'workers'}"
     return Check("slots", groups <= slots, found, f"raise train.slots to {groups} or lower scaling.workers")
 
 
@@ -153,9 +153,9 @@ def _suggest_less_memory(config: Config, allocation: Allocation, need: MemoryEst
     if config.task in MESHED_DECODERS and not config.model.context % (4 * scaling.context):
         for_activations.append(f"set scaling.context {2 * scaling.context} on more workers")
     for_states = []
-    if scaling.strategy not in SHARDED and allocation.workers > 1 and not train.exact:
+    if not scaling.kind.is_sharded and allocation.workers > 1 and not train.exact:
         for_states.append("set scaling.strategy fsdp")
-    elif scaling.strategy in SHARDED and allocation.device == "cuda" and not scaling.offload:
+    elif scaling.kind.is_sharded and allocation.device == "cuda" and not scaling.offload:
         for_states.append("set scaling.offload true")
     if train.precision != "pure_bf16":
         for_states.append("set train.precision pure_bf16" + (" or bf16" if allocation.device == "cuda" else ""))

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from math import gcd
 
-from raystride.pipelines.config import Config, SettingError
+from raystride.pipelines.config import Config, ModelConfig, SettingError
 from raystride.pipelines.config.combinations import MESHED_DECODERS
 from raystride.pipelines.config.run import ScalingConfig
 from raystride.pipelines.launch.cluster.resources import Allocation, Resources, resolve_allocation
@@ -85,22 +85,22 @@ def _list_candidates(config: Config, resources: Resources, storage: Folder | Non
         stored = read_sealed(storage, _mesh_file(config), "remove it: it only says what a sweep recommended")
         recommended = replace(config.scaling, **{name: stored[name] for name in MESH_SETTINGS})
         yield recommended, f"as sweep {stored['sweep']} recommends"
-    for scaling in _list_meshes(config, resources):
+    for scaling in _list_meshes(config.scaling, config.model, config.task, resources):
         yield scaling, "the smallest that fits"
 
 
-def _list_meshes(config: Config, resources: Resources) -> list[ScalingConfig]:
+def _list_meshes(scaling: ScalingConfig, model: ModelConfig, task: str, resources: Resources) -> list[ScalingConfig]:
     """Returns the candidate meshes in the order above; a dimension with an explicit value above 1 keeps it."""
-    scaling, shape, decoder = config.scaling, config.model, config.task in MESHED_DECODERS
+    decoder = task in MESHED_DECODERS
     devices = int(resources.gpus if resources.gpus and scaling.device != "cpu" else resources.cpus)
     max_workers = scaling.workers if isinstance(scaling.workers, int) else max(1, devices)
     devices_per_node = max(1, devices // resources.nodes)
-    heads = gcd(shape.heads, shape.kv_heads or shape.heads)
+    heads = gcd(model.heads, model.kv_heads or model.heads)
     tensors = _candidate_sizes(scaling.tensor, [n for n in range(1, min(devices_per_node, heads) + 1) if heads % n == 0])
     contexts = _candidate_sizes(
-        scaling.context, [n for n in range(1, devices_per_node + 1) if shape.context % (2 * n) == 0] if decoder else [1]
+        scaling.context, [n for n in range(1, devices_per_node + 1) if model.context % (2 * n) == 0] if decoder else [1]
     )
-    pipelines = _candidate_sizes(scaling.pipeline, list(range(1, min(shape.layers, max_workers) + 1)) if decoder else [1])
+    pipelines = _candidate_sizes(scaling.pipeline, list(range(1, min(model.layers, max_workers) + 1)) if decoder else [1])
     meshes = [
         replace(scaling, tensor=tensor, pipeline=pipeline, context=context, strategy=strategy)
         for tensor in tensors

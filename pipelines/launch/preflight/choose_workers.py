@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
 
-from raystride.pipelines.config import Config
+from raystride.pipelines.config import Config, ScalingConfig, TrainConfig
 from raystride.pipelines.launch.cluster.resources import Allocation, Resources
 from raystride.pipelines.system.machine_table import machine_table
 from raystride.pipelines.train.checkpoint.layout import beginning_manifest, newest_manifest
@@ -38,7 +38,7 @@ def choose_workers(
         return allocation
     if (previous := _previous_layout(job, resources, log)) is not None:
         return replace(allocation, workers=previous[0], threads=previous[1])
-    layouts = list(worker_layouts(config, resources))
+    layouts = list(worker_layouts(config.train, config.scaling, resources))
     if not layouts:  # more threads are requested than there are cores; Ray reports it
         return allocation
     prior = replace(allocation, workers=layouts[0][0], threads=layouts[0][1])
@@ -78,12 +78,12 @@ def _previous_layout(job: Job, resources: Resources, log: Callable[[str], None])
     return None
 
 
-def worker_layouts(config: Config, resources: Resources) -> Iterator[tuple[int, int]]:
+def worker_layouts(train: TrainConfig, scaling: ScalingConfig, resources: Resources) -> Iterator[tuple[int, int]]:
     """Yields numbers of workers to measure, with threads a worker: 1, 2, 4 and so on up to one worker a core."""
     cores = max(1, int(resources.cpus))
     workers = 1
-    while workers <= min(cores, config.train.slots):
-        threads = config.scaling.threads or cores // workers
+    while workers <= min(cores, train.slots):
+        threads = scaling.threads or cores // workers
         if resources.num_fitting_workers(threads) >= workers:
             yield workers, threads
         workers *= 2

@@ -6,7 +6,7 @@ admission.is_complete, admission.previous, admission.context.kept
 
 from dataclasses import dataclass, replace
 
-from raystride.pipelines.config import Config
+from raystride.pipelines.config import Config, TrainConfig
 from raystride.pipelines.config.base_model import is_run
 from raystride.pipelines.data.prepare.prepare import check_data
 from raystride.pipelines.data.prepare.run_context import Log, RunContext
@@ -94,7 +94,9 @@ def _begin_branch(
     context: RunContext, previous: PreviousAttempt | None, begins_anew: bool
 ) -> tuple[RunContext, PreviousAttempt | None]:
     """Returns the context, and the parent of a branch that has no checkpoint. Raises SettingError if it differs from it."""
-    has_own = newest_step(context.run_folder) is not None or (previous and describe_completion(previous, context.config))
+    has_own = newest_step(context.run_folder) is not None or (
+        previous and describe_completion(previous, context.config.train, context.config.validation)
+    )
     if not context.config.train.branch_from or (has_own and not begins_anew):
         return context, None
     context, parent = begin_branch(context)
@@ -108,10 +110,12 @@ def _has_nothing_left(context: RunContext, previous: PreviousAttempt | None, beg
     """Shows the run and whether it resumes; returns whether nothing is left to do. Raises SettingError."""
     config, folder, log = context.config, context.run_folder, context.log
     resumed = None if begins_anew else previous
-    reached, step = (describe_completion(resumed, config), newest_step(folder)) if resumed else (None, None)
+    reached, step = (
+        (describe_completion(resumed, config.train, config.validation), newest_step(folder)) if resumed else (None, None)
+    )
     _check_settings(context, previous)
     if resumed:
-        refuse_less(resumed, config, step)
+        refuse_less(resumed, config.train, config.run, step)
     goes_on = f", going on from step {step}" if step and not reached else ""
     log(f"run {config.run} in {context.storage}{goes_on}")
     if resumed:
@@ -125,7 +129,7 @@ def _has_nothing_left(context: RunContext, previous: PreviousAttempt | None, beg
         highest = config.validation.better == "max"
         log(f"best checkpoint: the {'highest' if highest else 'lowest'} {config.validation.metric} (validation.direction)")
     if resumed and reached:
-        context.notice(_describe_completed_run(folder, config, reached, resumed))
+        context.notice(_describe_completed_run(folder, config.train, config.run, reached, resumed))
         log(closing_screen(_with_ended_record(context, resumed).summary or {}, folder))
         return True
     return False
@@ -190,13 +194,15 @@ def _with_ended_record(context: RunContext, previous: PreviousAttempt) -> Previo
         return previous
 
 
-def _describe_completed_run(folder: Folder, config: Config, reached: str, previous: PreviousAttempt) -> str:
+def _describe_completed_run(
+    folder: Folder, train: TrainConfig, run: str | None, reached: str, previous: PreviousAttempt
+) -> str:
     """Returns the message about a run that has nothing left to do."""
-    more = 2 * max(1, (previous.summary or {}).get("steps") or config.train.steps)
+    more = 2 * max(1, (previous.summary or {}).get("steps") or train.steps)
     return "\n".join(
         [
-            f"run {config.run} is complete ({reached}), and stays as it is. To train it further, give more steps or epochs:",
-            f"  {shell_command('train', str(config.run), str(folder.parent), f'--train.steps {more}')}",
+            f"run {run} is complete ({reached}), and stays as it is. To train it further, give more steps or epochs:",
+            f"  {shell_command('train', str(run), str(folder.parent), f'--train.steps {more}')}",
             "and to train another one, another name (--run NAME, in Python run=)",
         ]
     )
@@ -220,7 +226,7 @@ def _check_base(config: Config, previous: PreviousAttempt | None, log: Log) -> B
     if previous or not base_path:
         return None
     if is_run(base_path):
-        check_run(config, Folder(base_path))
+        check_run(config.model, config.task, Folder(base_path))
         return None
     base = check_base(config, base_path)
     log(f"base {base_path}: {base}; context {config.model.context:,}")

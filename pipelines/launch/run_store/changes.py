@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from raystride.pipelines.config import Config, SettingError
+from raystride.pipelines.config import Config, ResumeConfig, SettingError
 from raystride.pipelines.config.mixture import defines_source
 from raystride.pipelines.data.prepare.manifest import load_finished_manifest
 from raystride.pipelines.data.prepare.run_context import RunContext
@@ -61,20 +61,20 @@ class Changes:
         if self.code:
             notice(f"run {config.run} goes on with other code: {'; '.join(self.code)}")
         if not complete and self.data:
-            self._accept_data(config, notice)
+            self._accept_data(config.resume, config.run, notice)
 
-    def _accept_data(self, config: Config, notice: Callable[[str], None]) -> None:
+    def _accept_data(self, resume: ResumeConfig, run: str | None, notice: Callable[[str], None]) -> None:
         listed = "; ".join(self.data)
-        if config.resume.accept != "data":
+        if resume.accept != "data":
             rule = "must be `data` for a run to go on with other data"
             raise SettingError(
-                f"resume.accept is {config.resume.accept!r}: it {rule}: {listed}. Give the former data, start another run "
+                f"resume.accept is {resume.accept!r}: it {rule}: {listed}. Give the former data, start another run "
                 "(--run NAME, in Python run=), or take it by --resume.accept data",
                 setting="resume.accept",
-                value=config.resume.accept,
+                value=resume.accept,
                 allowed="data",
             )
-        notice(f"run {config.run} goes on with other data: {listed}")
+        notice(f"run {run} goes on with other data: {listed}")
 
 
 def find_changes(previous: PreviousAttempt, context: RunContext, *, check_raw_files: bool) -> Changes:
@@ -150,14 +150,14 @@ def describe_difference(before: Any, now: Any) -> tuple[str, str]:
 
 def _compare_settings(previous: Config, config: Config) -> dict[str, tuple[Any, Any]]:
     """Returns the free settings that shape the result and differ; a mixture's sources may come and go, too."""
-    before, now = ({**own.free_result_settings(), **_mixture(own)} for own in (previous, config))
+    before, now = ({**own.free_result_settings(), **_mixture(own.flat())} for own in (previous, config))
     free = [key for key in {**before, **now} if not (defines_source(key) and key in before and key in now)]
     pairs = {key: (redact_all_uris(before.get(key)), redact_all_uris(now.get(key))) for key in free}
     return {key: (old, new) for key, (old, new) in pairs.items() if _as_list(old) != _as_list(new)}
 
 
-def _mixture(config: Config) -> dict[str, Any]:
-    return {key: value for key, value in config.flat().items() if key.startswith("data.sources.")}
+def _mixture(settings: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in settings.items() if key.startswith("data.sources.")}
 
 
 def _as_list(value: Any) -> Any:

@@ -100,17 +100,17 @@ def with_data(parsed: Parsed[Any]) -> Any:
     if not parsed.has_source and getattr(TASKS.get(config.task), "reads_dataset", False):
         return replace(config, data=replace(config.data, source=config.task))
     if not parsed.has_source and config.run and parsed.preset == "run":
-        _refuse_missing_run(config)
+        _refuse_missing_run(config.storage, config.run)
     parsed.require_source()
     return config
 
 
-def _refuse_missing_run(config: Config) -> None:
+def _refuse_missing_run(place: str, run: str | None) -> None:
     """Raises SettingError if settings that name a run but no data name one that is not there."""
-    storage = Folder.from_uri(config.storage, storage_base())
-    if not (storage / str(config.run)).exists(SETTINGS_FILE):
+    storage = Folder.from_uri(place, storage_base())
+    if not (storage / str(run)).exists(SETTINGS_FILE):
         known = [name for name in storage.names() if (storage / name).exists(SETTINGS_FILE)]
-        missing = missing_run(storage, str(config.run), known)
+        missing = missing_run(storage, str(run), known)
         message = f"{missing}. To begin one, name its data: --config NAME, or --data.source"
         raise SettingError(message, setting=missing.setting, value=missing.value)
 

@@ -15,7 +15,15 @@ from dataclasses import dataclass, field, fields, replace
 from shlex import quote
 from typing import Any, TypeVar, cast
 
-from raystride.pipelines.config import Config, ModelConfig, ResumeConfig, SettingError, TokenizerConfig
+from raystride.pipelines.config import (
+    Config,
+    ModelConfig,
+    ResumeConfig,
+    SettingError,
+    TokenizerConfig,
+    TrainConfig,
+    ValidationConfig,
+)
 from raystride.pipelines.config.attempts import SETTINGS_FILE
 from raystride.pipelines.config.base_model import can_be_read
 from raystride.pipelines.config.mixture import defines_source
@@ -330,9 +338,9 @@ def _normalize_path(value: str) -> str:
     return absolute_uri(value) if is_local(value) else value
 
 
-def describe_completion(previous: PreviousAttempt, config: Config) -> str | None:
+def describe_completion(previous: PreviousAttempt, train: TrainConfig, validation: ValidationConfig) -> str | None:
     """Returns the run's progress as text if there is nothing left to do with these settings, else None."""
-    summary, train, previous_train = previous.summary, config.train, previous.config.train
+    summary, previous_train = previous.summary, previous.config.train
     if not summary or summary.get("status") != "finished" or not summary.get("complete"):
         return None
     steps, reached = summary["steps"] or 0, f"{summary['steps']:,} steps"
@@ -340,7 +348,7 @@ def describe_completion(previous: PreviousAttempt, config: Config) -> str | None
     ended_by_steps = 0 < previous_train.steps <= steps
     is_over = 0 < train.steps <= steps or (not ended_by_steps and 0 < train.epochs <= previous_train.epochs)
     if summary.get("ending") == "stopped_early":
-        is_over = config.validation == previous.config.validation
+        is_over = validation == previous.config.validation
         reached += ", stopped early"
     return reached if is_over else None
 
@@ -350,20 +358,23 @@ def newest_step(folder: Folder) -> int | None:
     return newest_committed_step(folder / "checkpoints")
 
 
-def refuse_less(previous: PreviousAttempt, config: Config, saved: int | None) -> None:
+def refuse_less(previous: PreviousAttempt, train: TrainConfig, run: str | None, saved: int | None) -> None:
     """Raises SettingError if a run is already past the requested steps, or has ended with more epochs.
 
     `saved` is the step of its newest checkpoint.
     """
-    train, summary = config.train, previous.summary or {}
+    summary = previous.summary or {}
     reached = max(saved or 0, (summary.get("steps") or 0) if summary.get("complete") else 0)
     remedy = "give more, or start another with --run NAME (in Python run=)"
     if 0 < train.steps < reached:
-        raise train.error("steps", f"must be at least {reached}, where run {config.run} is already: {remedy}")
-    ended = describe_completion(previous, previous.config) and not 0 < previous.config.train.steps <= reached
+        raise train.error("steps", f"must be at least {reached}, where run {run} is already: {remedy}")
+    ended = (
+        describe_completion(previous, previous.config.train, previous.config.validation)
+        and not 0 < previous.config.train.steps <= reached
+    )
     if ended and not train.steps and 0 < train.epochs < previous.config.train.epochs:
         least = previous.config.train.epochs
-        raise train.error("epochs", f"must be at least {least:g}, with which run {config.run} has ended: {remedy}")
+        raise train.error("epochs", f"must be at least {least:g}, with which run {run} has ended: {remedy}")
 
 
 def describe_bit_dependencies(

@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from contextlib import suppress
 from typing import Any, TypedDict, cast
 
+from raystride.pipelines.config.metrics import is_mean_per_token
 from raystride.pipelines.observability.record.entry import Entry, NodeTotals
 from raystride.pipelines.observability.record.journal import stream_entries
 from raystride.pipelines.observability.record.summary import RunSummary, build_summary
@@ -20,8 +21,6 @@ WINDOW = 64
 MAX_WARNINGS = 20
 SAVE_REFUSED = "the checkpoint of step "
 """The beginning of the warning of a save that the storage refused."""
-LOSSES = ("val_loss", "val_perplexity")
-"""Figures of a validation that are not the task's own scores."""
 
 
 class TrainingState(TypedDict, total=False):
@@ -106,7 +105,9 @@ class StateTracker:
             "steps": self.steps,
             "loss": self.newest.get("train_loss"),
             "val_loss": self.newest.get("val_loss"),
-            "scores": {name: value for name, value in self.newest.items() if name.startswith("val_") and name not in LOSSES},
+            "scores": {
+                name: value for name, value in self.newest.items() if name.startswith("val_") and not is_mean_per_token(name)
+            },
             "tokens_per_second": self.newest.get("tokens_per_second"),
             "eta": self._estimate_eta_s(),
             "warnings": list(self.warnings),

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
-from raystride.pipelines.config.train import known_direction
+from raystride.pipelines.config.metrics import known_direction
 from raystride.pipelines.observability.phases import EXCLUSIVE_PHASES
 from raystride.pipelines.observability.record.entry import Entry, Metrics, System
 

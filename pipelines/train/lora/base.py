@@ -18,7 +18,7 @@ from torch import nn
 from raystride.model.hugging_face import hf_names
 from raystride.model.lora import attach_adapters, cast_base, start_adapters, subtract_initial_delta
 from raystride.model.side_by_side import share_base
-from raystride.pipelines.config import Config, ModelConfig, SettingError
+from raystride.pipelines.config import Config, LoraConfig, ModelConfig, SettingError
 from raystride.pipelines.data.tasks import Task
 from raystride.pipelines.system.storage.folder import Folder
 from raystride.pipelines.train.checkpoint.manager import Checkpoints, ValidCheckpoint
@@ -68,14 +68,15 @@ def network_factory(task: Task, config: Config, tokenizer: Folder, log: Callable
     return AdaptedModelFactory(task, config, tokenizer, log) if config.lora.rank else task.build_model
 
 
-def init_adapters(model: nn.Module, config: Config, found: ValidCheckpoint | None, checkpoints: Checkpoints) -> None:
+def init_adapters(
+    model: nn.Module, lora: LoraConfig, seed: int, found: ValidCheckpoint | None, checkpoints: Checkpoints
+) -> None:
     """Gives adapters their first values.
 
     `found`: the checkpoint to resume from; its values are loaded later, except those that the base needs now. Raises
     SettingError if `lora.init_from` names no adapter of this kind.
     """
-    lora = config.lora
-    start_adapters(model, lora, config.seed)
+    start_adapters(model, lora, seed)
     if found and lora.init in ("pissa", "olora"):
         checkpoints.load_newest(found, model)
     elif lora.init_from and not found:
@@ -109,6 +110,6 @@ def open_base(config: Config, task: Task, found: ValidCheckpoint) -> nn.Module:
     """
     model = AdaptedModelFactory(task, config, found.data / "tokenizer", lambda _: None)()
     checkpoints = Checkpoints(found.folder, attempt="", keep=1)
-    init_adapters(model, config, found, checkpoints)
+    init_adapters(model, config.lora, config.seed, found, checkpoints)
     check_base(found, finalize_base(model), config.model)
     return model

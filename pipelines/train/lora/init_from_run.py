@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
-from raystride.pipelines.config import Config, SettingError
+from raystride.pipelines.config import ModelConfig, SettingError
 from raystride.pipelines.config.base_model import FREE, is_run
 from raystride.pipelines.config.stored_run import read_settings
 from raystride.pipelines.data.tasks import Task
@@ -26,17 +26,17 @@ if TYPE_CHECKING:
     from raystride.pipelines.train.checkpoint.manager import ValidCheckpoint
 
 
-def check_run(config: Config, folder: Folder) -> None:
+def check_run(model: ModelConfig, task: str, folder: Folder) -> None:
     """Raises SettingError if the run in a folder trained another network, or adapters."""
     run_config = read_settings(folder)
     if run_config.lora.rank:
         raise _setting_error(folder, "that run has trained adapters; merge them first, `raystride export --merge true`")
-    if run_config.task != config.task and "classification" in (run_config.task, config.task):
+    if run_config.task != task and "classification" in (run_config.task, task):
         raise _setting_error(folder, f"that run's task is `{run_config.task}`, whose network is another one")
     differing: dict[str, Any] = {}
-    for item in fields(config.model):
+    for item in fields(model):
         value = getattr(run_config.model, item.name)
-        if item.metadata.get("fixed") and item.name not in FREE and getattr(config.model, item.name) != value:
+        if item.metadata.get("fixed") and item.name not in FREE and getattr(model, item.name) != value:
             differing[f"model.{item.name}"] = value
     if differing:
         flags = " ".join(f"--{name} {shlex.quote(str(value))}" for name, value in differing.items())

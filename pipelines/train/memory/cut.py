@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from raystride.model.shape import head_size, hidden_width
-from raystride.pipelines.config import Config
+from raystride.pipelines.config import Config, ModelConfig
 from raystride.pipelines.config.run import ScalingConfig
 from raystride.pipelines.train.strategies.mesh.pipeline_plan import (
     assign_stages,
@@ -43,14 +43,13 @@ class NetworkPart:
     """Maximum of micro-batches that each stage keeps."""
 
 
-def network_parts(config: Config, vocab_size: int, slots: int) -> Iterator[NetworkPart]:
+def network_parts(scaling: ScalingConfig, model: ModelConfig, vocab_size: int, slots: int) -> Iterator[NetworkPart]:
     """Yields the part of each worker of a pipeline, for `slots` slots a step in a group; without a pipeline one for all."""
-    scaling = config.scaling
     whole = NetworkPart(scaling.tensor, scaling.context, scaling.expert)
     if scaling.pipeline == 1:
         yield whole
         return
-    blocks = [len(stage_blocks) for stage_blocks in split_into_stages(config.model, vocab_size, scaling.stages)]
+    blocks = [len(stage_blocks) for stage_blocks in split_into_stages(model, vocab_size, scaling.stages)]
     workers = assign_stages(scaling.stages, scaling.pipeline, scaling.schedule)
     for worker in range(scaling.pipeline):
         own_stages = [stage for stage, owner in enumerate(workers) if owner == worker]

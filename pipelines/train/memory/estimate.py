@@ -24,7 +24,7 @@ at once (`lora.adapters`) share the base; each has its own tokens in the common 
 from dataclasses import dataclass, replace
 
 from raystride.model.shape import ENCODERS, dense_sizes, expert_width, head_size, hidden_width
-from raystride.pipelines.config import Config, ModelConfig, ScalingConfig
+from raystride.pipelines.config import Config, LoraConfig, ModelConfig, OptimizerConfig, ScalingConfig, TrainConfig
 from raystride.pipelines.config.optimizers import OPTIMIZERS
 from raystride.pipelines.train.memory.activations import FP32, Arithmetic, Moment, Network, list_moments
 from raystride.pipelines.train.memory.cut import NetworkPart, cut_config, cut_facts, network_parts
@@ -88,35 +88,35 @@ def block_linears(shape: ModelConfig) -> list[BlockLinear]:
     ]
 
 
-def select_targets(config: Config) -> list[BlockLinear]:
+def select_targets(model: ModelConfig, lora: LoraConfig) -> list[BlockLinear]:
     """Returns the linear layers of a block that get an adapter; a name of only some blocks counts as if all had it."""
-    linears = block_linears(config.model)
-    if config.lora.all_linear:
+    linears = block_linears(model)
+    if lora.all_linear:
         return linears
-    target_names = {name.rpartition(".")[2] for name in config.lora.named_layers}
+    target_names = {name.rpartition(".")[2] for name in lora.named_layers}
     return [site for site in linears if target_names & set(site.names)]
 
 
-def count_adapter_parameters(config: Config) -> int:
+def count_adapter_parameters(model: ModelConfig, task: str, lora: LoraConfig) -> int:
     """Returns the numbers in A and B of all blocks. A translator has those of encoder and decoder, with double attention.
 
     The dense layer of an encoder before its head is counted, as it is trained whole. The head is not; its labels are
     unknown.
     """
-    rank, find_targets = config.lora.rank, select_targets(config)
-    per_block = sum(rank * (site.inputs + site.outputs) + config.lora.dora * site.outputs for site in find_targets)
-    blocks = config.model.layers
-    if config.task == "translation":
-        blocks = 2 * blocks + (config.model.encoder_layers or blocks)
-    dense = sum(dense_sizes(config.model)) if config.model.architecture in ENCODERS else 0
+    rank, find_targets = lora.rank, select_targets(model, lora)
+    per_block = sum(rank * (site.inputs + site.outputs) + lora.dora * site.outputs for site in find_targets)
+    blocks = model.layers
+    if task == "translation":
+        blocks = 2 * blocks + (model.encoder_layers or blocks)
+    dense = sum(dense_sizes(model)) if model.architecture in ENCODERS else 0
     return per_block * blocks + dense
 
 
-def low_rank_activation_bytes(config: Config, tokens: int) -> float:
+def low_rank_activation_bytes(model: ModelConfig, lora: LoraConfig, tokens: int) -> float:
     """Returns the bytes that the adapters save for the backward of `tokens` tokens, with the peak of temporary ones."""
-    find_targets = select_targets(config)
+    find_targets = select_targets(model, lora)
     widest = max((site.outputs for site in find_targets), default=0)
-    return 4.0 * tokens * (config.model.layers * len(find_targets) * config.lora.rank + 2 * widest)
+    return 4.0 * tokens * (model.layers * len(find_targets) * lora.rank + 2 * widest)
 
 
 FRAMEWORK_BYTES = 400 * 2**20
@@ -151,7 +151,9 @@ def estimate(config: Config, facts: Facts, *, workers: int, device: str) -> Memo
     In a mesh it is the worker that needs most. `facts` are those of preparation, or `networks.expected_facts`.
     """
     groups = workers // config.scaling.group
-    parts = network_parts(config, int(facts.get("vocabulary_size", 0)), -(-config.train.slots // groups))
+    parts = network_parts(
+        config.scaling, config.model, int(facts.get("vocabulary_size", 0)), -(-config.train.slots // groups)
+    )
     estimates = [_estimate_part(config, facts, part, workers=groups, device=device) for part in parts]
     found = max(
         (estimate_of_part for estimate_of_part in estimates if estimate_of_part),
@@ -168,7 +170,7 @@ def _teacher_bytes(config: Config, facts: Facts) -> float:
     """Returns the bytes of a teacher's weights, of which every worker has all."""
     from raystride.pipelines.data.teacher import teacher_shape
 
-    network = decoder_network(replace(Config(), model=teacher_shape(config)), facts, 1, Arithmetic())
+    network = decoder_network(replace(Config(), model=teacher_shape(config.model, config.objective)), facts, 1, Arithmetic())
     return float((HALF if config.train.precision == "pure_bf16" else FP32) * network.num_parameters)
 
 
@@ -179,7 +181,7 @@ def _estimate_part(config: Config, facts: Facts, part: NetworkPart, *, workers: 
         config, facts = cut_config(config, part), cut_facts(facts, config.scaling)
     slots = -(-config.train.slots // workers)
     slots_at_once = min(slots, config.train.together or slots)
-    arithmetic = arithmetic_for(config, device)
+    arithmetic = arithmetic_for(config.train, config.model, device)
     network = describe_network(config, facts, slots=slots_at_once * config.lora.adapters, arithmetic=arithmetic, part=part)
     if network is None:
         return None
@@ -227,22 +229,21 @@ def _in_flight_bytes(
     return extra_bytes
 
 
-def arithmetic_for(config: Config, device: str) -> Arithmetic:
+def arithmetic_for(train: TrainConfig, model: ModelConfig, device: str) -> Arithmetic:
     """Returns the bytes per number of a run's activations. `model.kernels auto` counts as PyTorch: what is not proved is."""
-    gpu, precision = device == "cuda", config.train.precision
+    gpu, precision = device == "cuda", train.precision
     stream = HALF if precision == "pure_bf16" else FP32
     # On CPUs bf16 rounds the factors inside of products; every tensor stays fp32.
     matmul = HALF if stream == HALF or precision == "fp16" or (gpu and precision == "bf16") else FP32
-    kernels = config.model.kernels == "triton"
+    kernels = model.kernels == "triton"
     return Arithmetic(stream=stream, matmul=matmul, kernels=kernels, mask=1 if gpu else matmul)
 
 
-def _num_optimizer_moments(config: Config, network: Network) -> float:
+def _num_optimizer_moments(optimizer: OptimizerConfig, train: TrainConfig, network: Network) -> float:
     """Returns the numbers that the optimiser keeps for a parameter, an average of it included."""
     if network.optimizer_moments is not None:
         return network.optimizer_moments
-    optimizer = config.optimizer
-    return OPTIMIZERS[optimizer.kind].num_moments(optimizer.momentum) + bool(config.train.ema)
+    return OPTIMIZERS[optimizer.kind].num_moments(optimizer.momentum) + bool(train.ema)
 
 
 def _estimate_data_parallel(
@@ -252,10 +253,11 @@ def _estimate_data_parallel(
     num_parameters = network.num_parameters
     is_pure, stochastic = config.train.precision == "pure_bf16", config.train.stochastic_rounding
     parameters = (HALF if is_pure else FP32) * num_parameters
-    optimizer = FP32 * num_parameters * (_num_optimizer_moments(config, network) + (is_pure and not stochastic))
+    moments = _num_optimizer_moments(config.optimizer, config.train, network)
+    optimizer = FP32 * num_parameters * (moments + (is_pure and not stochastic))
     gradients = float(FP32 * num_parameters)
     if config.train.exact:
-        gradients = _exact_gradients(config, network, workers)
+        gradients = _exact_gradients(config.train, config.scaling, network, workers)
     # The update widens all parameters of a group before it rounds them; norms of updates need a copy.
     updating = Moment(FP32 * num_parameters * (stochastic + config.train.log_norms), num_parameters)
     gradients_resident = has_buckets or accumulates
@@ -277,7 +279,8 @@ def _estimate_adapters(config: Config, network: Network, activations: float, tok
     The activations are those of training all weights, an upper bound.
     """
     number_bytes = HALF if config.lora.base_precision == "bf16" else FP32
-    base, trained = float(number_bytes * network.num_parameters), count_adapter_parameters(config) * config.lora.adapters
+    base, lora = float(number_bytes * network.num_parameters), config.lora
+    trained = count_adapter_parameters(config.model, config.task, lora) * lora.adapters
     if config.scaling.strategy == "fsdp":
         blocks = [block.num_parameters for block in network.blocks]
         # What lies outside of blocks is gathered for the step, a block while the next one comes, each with its buffer.
@@ -285,24 +288,25 @@ def _estimate_adapters(config: Config, network: Network, activations: float, tok
         base /= config.scaling.shard_workers or workers
     elif number_bytes == HALF:
         activations += FP32 * max(network.sizes)  # a matrix is widened for its product
-    activations += low_rank_activation_bytes(config, tokens)
+    activations += low_rank_activation_bytes(config.model, config.lora, tokens)
     gradients = float(FP32 * trained)
     if config.train.exact:
-        gradients = _exact_gradients(config, replace(network, sizes=[trained]), workers)
-    parameters, optimizer = base + FP32 * trained, FP32 * trained * _num_optimizer_moments(config, network)
+        gradients = _exact_gradients(config.train, config.scaling, replace(network, sizes=[trained]), workers)
+    parameters = base + FP32 * trained
+    optimizer = FP32 * trained * _num_optimizer_moments(config.optimizer, config.train, network)
     return MemoryEstimate(parameters, gradients, optimizer, activations, parameters + gradients + optimizer + activations)
 
 
-def _exact_gradients(config: Config, network: Network, workers: int) -> float:
+def _exact_gradients(train: TrainConfig, scaling: ScalingConfig, network: Network, workers: int) -> float:
     """Returns the bytes of `exact.ExactBuckets`: a set of buckets a level of the tree, and two receive buffers."""
     from raystride.pipelines.data.feed.plan import worker_slots  # imports NumPy
 
-    slots = config.train.slots
+    slots = train.slots
     shares = [worker_slots(slots, rank, workers) for rank in range(workers)]
     subtrees = [covering_subtrees(range(slots), slots_of_worker) for slots_of_worker in shares]
     rows = max(1 + max(visit.row for visit in plan_visits(subtree).values()) for subtree in subtrees)
     senders = sum(map(len, subtrees)) - min(map(len, subtrees))
-    largest = _largest_bucket(config.scaling, network)
+    largest = _largest_bucket(scaling, network)
     return FP32 * rows * network.num_parameters + 2 * largest / workers * senders
 
 
@@ -321,7 +325,7 @@ def _estimate_fsdp(unsharded: "UnshardedMemory", step_moments: list[Moment], wor
     config, network, blocks = unsharded.config, unsharded.network, unsharded.blocks
     shards = config.scaling.shard_workers or workers
     shard = FP32 * network.num_parameters / shards
-    optimizer = shard * _num_optimizer_moments(config, network)
+    optimizer = shard * _num_optimizer_moments(config.optimizer, config.train, network)
     activations = max(moment.activations + unsharded.bytes_at(moment) for moment in step_moments)
     peak = max(
         moment.activations + unsharded.bytes_at(moment) + FP32 * sum(blocks[len(blocks) - moment.num_blocks_done :]) / shards
@@ -344,7 +348,7 @@ def _estimate_deepspeed(
     number_bytes = HALF if config.train.precision == "pure_bf16" else FP32
     parameters = number_bytes * num_parameters / (workers if stage == 3 else 1)
     gradients = FP32 * num_parameters / workers
-    optimizer = gradients * (_num_optimizer_moments(config, network) + 1)
+    optimizer = gradients * (_num_optimizer_moments(config.optimizer, config.train, network) + 1)
     block = max(block_memory.num_parameters for block_memory in network.blocks)
     bucket = config.scaling.bucket_mib * 2**20
     if stage == 3:

@@ -24,7 +24,7 @@ from raystride.model.shape import (
     pooled_width,
     window_sizes,
 )
-from raystride.pipelines.config import Config, TrainConfig
+from raystride.pipelines.config import Config, ObjectiveConfig, TrainConfig
 from raystride.pipelines.config.model import ModelConfig
 from raystride.pipelines.data.plugins import TASKS
 from raystride.pipelines.train.memory.activations import FP32, Arithmetic, BlockMemory, Moment, Network, PartMemory
@@ -110,7 +110,7 @@ def decoder_network(
     final_moment = max(saved.stream, saved.gathered_stream) + 2 * FP32 * head * tied
     loss: list[Moment] = []
     if config.objective.teacher:
-        loss = _distilled_loss_moments(config, saved, vocab_size, tied=tied)
+        loss = _distilled_loss_moments(config.model, config.objective, saved, vocab_size, tied=tied)
     elif part.last:
         loss = _token_loss_moments(saved, vocab_size, tied=tied)
     return Network(
@@ -324,17 +324,19 @@ def _capped_loss_moments(saved: TransformerActivations, vocab_size: int, *, tied
     return [Moment(saved.final_norm + 2 * hidden + chunk + FP32 * head * (tied + several), own, own)]
 
 
-def _distilled_loss_moments(config: Config, saved: TransformerActivations, vocab_size: int, *, tied: bool) -> list[Moment]:
+def _distilled_loss_moments(
+    model: ModelConfig, objective: ObjectiveConfig, saved: TransformerActivations, vocab_size: int, *, tied: bool
+) -> list[Moment]:
     """Returns the moments of a teacher's forward, of a chunk of both models' logits, and of the loss's backward.
 
     A chunk is four matrices, one more with a temperature; the head's gradient is summed in fp32.
     """
     from raystride.pipelines.data.teacher import teacher_shape
 
-    teacher = TransformerActivations(teacher_shape(config), saved.arithmetic, saved.tokens)
+    teacher = TransformerActivations(teacher_shape(model, objective), saved.arithmetic, saved.tokens)
     hidden = 2 * saved.tokens * saved.shape.hidden_size * FP32  # and its gradient
     head, own = FP32 * vocab_size * saved.shape.hidden_size, 0 if tied else vocab_size * saved.shape.hidden_size
-    chunk = (4 + (config.objective.temperature != 1)) * FP32 * min(saved.tokens, DISTILLED_ROWS) * vocab_size
+    chunk = (4 + (objective.temperature != 1)) * FP32 * min(saved.tokens, DISTILLED_ROWS) * vocab_size
     taught = saved.final_norm + teacher.block().saved_bytes + 2 * teacher.stream
     forward = saved.final_norm + hidden + teacher.stream + max(head + chunk, 2 * head + chunk / 2)
     return [Moment(taught), Moment(forward), Moment(saved.final_norm + hidden + head * (1 + tied), own, own)]

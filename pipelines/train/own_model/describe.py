@@ -18,7 +18,6 @@ import torch
 from torch import nn
 
 from raystride.pipelines.config import Config, SettingError, TrainConfig
-from raystride.pipelines.config.combinations import SHARDED
 from raystride.pipelines.data.feed.order import Order
 from raystride.pipelines.data.prepare.code_hash import hash_code, qualified_name
 from raystride.pipelines.data.sources.faults import DataError
@@ -331,7 +330,7 @@ def check_strategy(sizes: Mapping[str, list[int]], moving: Mapping[str, bool], c
     def refuse(setting: str, value: Any, rule: str, names: Iterable[str]) -> NoReturn:
         raise SettingError(f"{setting} {rule} ({next(iter(names))})", setting=setting, value=value, allowed=rule)
 
-    if scalars and scaling.strategy in SHARDED:
+    if scalars and scaling.kind.is_sharded:
         rule = "must not be fsdp or deepspeed for parameters without a dimension: use `ddp`, or give them one"
         refuse("scaling.strategy", scaling.strategy, rule, scalars)
     if wrapped and scaling.strategy == "deepspeed" and scaling.zero == 3:
@@ -340,7 +339,7 @@ def check_strategy(sizes: Mapping[str, list[int]], moving: Mapping[str, bool], c
     if moving and config.train.exact:
         rule = "must be false where a forward changes parameters, whose values depend on how workers share the samples"
         refuse("train.exact", True, rule, moving)
-    if moving and scaling.strategy in SHARDED:
+    if moving and scaling.kind.is_sharded:
         rule = "must not be fsdp or deepspeed where a forward changes parameters, whose shards do not see it; use `ddp`"
         refuse("scaling.strategy", scaling.strategy, rule, moving)
     if trained and not alone:

@@ -52,7 +52,7 @@ class OwnModelTask(Task):
             raise config.train.error("slot_tokens", "must be 0 for a model of your own: set train.batch")
         if config.lora.rank:
             raise config.lora.error("rank", "must be 0 for a model of your own: freeze and adapt it in `model`")
-        if self.own_model.optimizer and config.scaling.strategy == "deepspeed":
+        if self.own_model.optimizer and config.scaling.kind.runs_engine:
             raise config.scaling.error("strategy", "must be another with an `optimizer` of your own: use `ddp` or `fsdp`")
         if self.own_model.optimizer and config.train.precision == "pure_bf16":
             raise config.train.error("precision", "must be another with an `optimizer` of your own: use `bf16`")

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from raystride.pipelines.config import Config
+    from raystride.pipelines.config import Config, ScalingConfig, TrainConfig
     from raystride.pipelines.train.strategies.reduction import Buckets
     from raystride.pipelines.train.strategies.strategy import Strategy
 
@@ -49,7 +49,7 @@ def build_strategy(config: "Config", *, device: "torch.device", rank: int, world
             device,
             rank,
             world,
-            _bucket_factory(config, rank, world),
+            _bucket_factory(config.train, config.scaling, rank, world),
             shard_workers=scaling.shard_workers,
             reshard=scaling.reshard,
             offload=scaling.offload,
@@ -83,21 +83,21 @@ def build_strategy(config: "Config", *, device: "torch.device", rank: int, world
     if train.exact or world > 1:
         from raystride.pipelines.train.strategies.ddp import DataParallel
 
-        return DataParallel(device, rank, world, _bucket_factory(config, rank, world))
+        return DataParallel(device, rank, world, _bucket_factory(config.train, config.scaling, rank, world))
     from raystride.pipelines.train.strategies.strategy import Single
 
     return Single(device)
 
 
-def _bucket_factory(config: "Config", rank: int, world: int) -> "Callable[..., Buckets]":
+def _bucket_factory(train: "TrainConfig", scaling: "ScalingConfig", rank: int, world: int) -> "Callable[..., Buckets]":
     """Returns a factory of gradient buckets; with train.exact they sum along the reduction tree."""
-    bucket_bytes = int(config.scaling.bucket_mib * 2**20)
-    if not config.train.exact:
+    bucket_bytes = int(scaling.bucket_mib * 2**20)
+    if not train.exact:
         from raystride.pipelines.train.strategies.reduction import Buckets
 
         return partial(Buckets, bucket_bytes=bucket_bytes, extra=len(SUMMED))
     from raystride.pipelines.data.feed.plan import worker_slots
     from raystride.pipelines.train.strategies.exact import ExactBuckets
 
-    slot_ranges = [worker_slots(config.train.slots, worker, world) for worker in range(world)]
+    slot_ranges = [worker_slots(train.slots, worker, world) for worker in range(world)]
     return partial(ExactBuckets, bucket_bytes=bucket_bytes, extra=len(SUMMED), slot_ranges=slot_ranges, rank=rank)

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from raystride.model.shape import head_size
-from raystride.pipelines.config import Config
+from raystride.pipelines.config import ModelConfig, TrainConfig
 from raystride.triton_kernels.attention import attention
 from raystride.triton_kernels.attention_packed import attention_packed, packed_library_reason
 from raystride.triton_kernels.configurations import architecture_family, uncovered_reason
@@ -36,7 +36,8 @@ _IMPLEMENTATIONS = {"sm_90": "FA3", "sm_100": "FA4"}
 
 
 def choose_attention(
-    config: Config,
+    model: ModelConfig,
+    train: TrainConfig,
     chosen_before: Mapping[str, Any] | None,
     *,
     device: torch.device,
@@ -46,29 +47,31 @@ def choose_attention(
 ) -> dict[str, Any]:
     """Sets the backend of plain attention calls in this process; returns the entries of a checkpoint's `bits`. Collective.
 
-    Call it after `choose_kernels`. `config.train.precision` is resolved; `chosen_before` has the `bits` of the run's
+    Call it after `choose_kernels`. `train.precision` is resolved; `chosen_before` has the `bits` of the run's
     checkpoint, or of the run that it repeats. On CPUs, and on GPUs without kernels, there is no choice.
     """
     use_library(False)
     if device.type != "cuda" or uncovered_reason(architecture(device)):
         return {}
     gpu_family, gpu = architecture_family(architecture(device)), torch.cuda.get_device_name(device)
-    if config.model.attention != "triton":
+    if model.attention != "triton":
         activate_flash_attention(gpu_family, log)
-    if config.model.attention != "triton" and config.train.deterministic:
+    if model.attention != "triton" and train.deterministic:
         log("PyTorch's attention without cuDNN, which train.deterministic leaves out")
-    packed = config.train.packing != "none"
-    dtype = torch.float16 if config.train.precision == "fp16" else torch.bfloat16
-    if reason_for_own_kernel(config, gpu_family) or not is_chosen("attention_packed" if packed else "attention", dtype):
+    packed = train.packing != "none"
+    dtype = torch.float16 if train.precision == "fp16" else torch.bfloat16
+    if reason_for_own_kernel(model, train, gpu_family) or not is_chosen(
+        "attention_packed" if packed else "attention", dtype
+    ):
         return {}
     if packed and (reason := packed_library_reason(device)):
         log(f"packed attention by our kernel: {reason}")
         return {}
     chosen: list[Any] = [None]
-    if config.model.attention == "library":
+    if model.attention == "library":
         chosen = [{"attention": "library"}]
     elif rank == 0:
-        chosen = [previous_choice(chosen_before or {}, gpu) or choose_faster(time_attention(config, device))]
+        chosen = [previous_choice(chosen_before or {}, gpu) or choose_faster(time_attention(model, train, device))]
     if world > 1:
         dist.broadcast_object_list(chosen, src=0, device=torch.device("cpu"))
     bits: dict[str, Any] = chosen[0] | {"gpu": gpu}
@@ -78,9 +81,8 @@ def choose_attention(
     return bits
 
 
-def reason_for_own_kernel(config: Config, gpu_family: str) -> str:
+def reason_for_own_kernel(model: ModelConfig, train: TrainConfig, gpu_family: str) -> str:
     """Returns why a run must use our attention kernel, whatever is faster; "" if there is a choice."""
-    model, train = config.model, config.train
     if model.attention == "triton" or model.kernels == "torch":
         return "the settings say so"
     if train.exact:
@@ -109,13 +111,14 @@ def choose_faster(seconds: Mapping[str, float]) -> dict[str, Any]:
     return {"attention": chosen, "attention_gain": round(gain, 3)}
 
 
-def time_attention(config: Config, device: torch.device, clock: Callable[[], float] = time.perf_counter) -> dict[str, float]:
+def time_attention(
+    model: ModelConfig, train: TrainConfig, device: torch.device, clock: Callable[[], float] = time.perf_counter
+) -> dict[str, float]:
     """Returns the seconds of forward and backward of each backend on the run's batch shape, the best of alternating
     rounds; packed documents are as long as the context. A library that refuses a call takes infinitely long."""
-    model = config.model
     # Ones: random draws here would shift the training's random numbers, on the first worker only.
-    rows = max(1, min(config.train.slot_samples, MAX_ROWS // model.context))
-    dtype = torch.float16 if config.train.precision == "fp16" else torch.bfloat16
+    rows = max(1, min(train.slot_samples, MAX_ROWS // model.context))
+    dtype = torch.float16 if train.precision == "fp16" else torch.bfloat16
     shapes = [
         (rows, model.context, heads, head_size(model)) for heads in (model.heads, *[model.kv_heads or model.heads] * 2)
     ]
@@ -124,7 +127,7 @@ def time_attention(config: Config, device: torch.device, clock: Callable[[], flo
     offsets = torch.arange(0, rows + 1, dtype=torch.int32, device=device) * model.context
 
     def attend() -> torch.Tensor:
-        if config.train.packing == "none":
+        if train.packing == "none":
             return attention(*(x.transpose(1, 2) for x in (q, k, v)), causal=True).transpose(1, 2)
         tokens = (q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1))
         return attention_packed(*tokens, offsets, offsets, causal=True, longest=model.context).view_as(grad)

@@ -20,8 +20,7 @@ import torch.distributed as dist
 from raystride.model.distillation import Distillation
 from raystride.model.dropout import RowKeys, number_dropouts
 from raystride.model.transformer import Decoder
-from raystride.pipelines.config import Config
-from raystride.pipelines.config.combinations import SHARDED
+from raystride.pipelines.config import Config, DataConfig, ModelConfig, ObjectiveConfig, ScalingConfig, TrainConfig
 from raystride.pipelines.config.train import parse_branch
 from raystride.pipelines.data.feed.growth import StreamingOrder
 from raystride.pipelines.data.feed.loader import Loader, Requests
@@ -76,7 +75,7 @@ def set_up_device(job: Job, worker: WorkerInfo) -> torch.device:
         device = torch.device("cpu")
         torch.set_num_threads(job.threads)
         keep_freed_memory()
-    if not dist.is_initialized() and (worker.world > 1 or job.config.scaling.strategy in SHARDED):
+    if not dist.is_initialized() and (worker.world > 1 or job.config.scaling.kind.is_sharded):
         backend = "cpu:gloo,cuda:nccl" if job.device == "cuda" else "gloo"
         join_group(backend, worker.rank, worker.world)
     return device
@@ -130,13 +129,17 @@ def build_training(
         facts = dict(built.task.facts) | {"tokenizers": list(built.task.tokenizers)}
         built.checkpoints.extra["facts.json"] = json.dumps(facts).encode()
     chosen_before = _read_choices(job, found)
-    choice = _choose_matmul_backends(job, config, worker, built.network, feed.train, chosen_before, log)
-    loader = _build_loader(config, worker, strategy, feed, state)
+    choice = _choose_matmul_backends(
+        job, config.train, config.scaling, worker, built.network, feed.train, chosen_before, log
+    )
+    loader = _build_loader(config.train, config.data, worker, strategy, feed, state)
     feed.beside.start()  # after the loader has forked its readers
     built.checkpoints.verify_data = feed.beside.finish
     kernels = choose_kernels(config, chosen_before, device=device, world=worker.world, storage=job.folder.parent, log=log)
     bits = choice.bits | kernels
-    bits |= choose_attention(config, chosen_before, device=device, rank=worker.rank, world=worker.world, log=log)
+    bits |= choose_attention(
+        config.model, config.train, chosen_before, device=device, rank=worker.rank, world=worker.world, log=log
+    )
     header = {"run": job.run, "bits": bits, "data": manifest.fingerprint}
     facts = job.facts | ({"bits": job.facts["bits"] | kernels} if kernels and "bits" in job.facts else {})
     return Training(
@@ -199,12 +202,14 @@ def _build_model(
     rows = _make_row_keys(config, task, network, found)
     task = with_base_ids(task, config.model.init_from, found)
     if config.lora.rank:
-        init_adapters(model, config, found, parent or checkpoints)
+        init_adapters(model, config.lora, config.seed, found, parent or checkpoints)
     elif config.model.init_from and not found:  # a resumed run no longer needs that folder
         init_weights(model, config.model.init_from, task, job.prepared / "tokenizer", log)
     base = finalize_base(model) if config.lora.rank and layout_of(model) is None else ""
     precision.convert_model(model, sharded=strategy.sharded)
-    teacher = _attach_teacher(config, network, precision, strategy.device, job.prepared / "tokenizer", found, log)
+    teacher = _attach_teacher(
+        config.model, config.objective, network, precision, strategy.device, job.prepared / "tokenizer", found, log
+    )
     rule = config.optimizer.absent_gradients
     if is_own := hasattr(network, "users_module"):
         rule = (found.manifest.get("absent_gradients", "zero") if found else "skip") if rule == "auto" else rule
@@ -241,7 +246,8 @@ TEACHER = "teacher_sha256"
 
 
 def _attach_teacher(
-    config: Config,
+    model: ModelConfig,
+    objective: ObjectiveConfig,
     network: torch.nn.Module,
     precision: Precision,
     device: torch.device,
@@ -253,20 +259,19 @@ def _attach_teacher(
 
     Raises SettingError if it is another than before, or cannot teach this run.
     """
-    if not config.objective.teacher:
+    if not objective.teacher:
         return ""
     assert isinstance(network, Decoder), "the settings say so"
-    teacher = load_teacher(config, tokenizer, network.vocabulary_size, log)
+    teacher = load_teacher(model, objective, tokenizer, network.vocabulary_size, log)
     digest = network_sha256(teacher)
     before = found.manifest.get(TEACHER, digest) if found else digest
     if before != digest:
-        raise config.objective.error(
+        raise objective.error(
             "teacher",
             f"must have the weights that taught this run (SHA-256 {before[:12]} before, {digest[:12]} now): put them back, "
             "or start another run, --run NAME",
         )
     precision.convert_model(teacher, sharded=False)
-    objective = config.objective
     rules = {"kd_ratio": objective.kd_ratio, "temperature": objective.temperature}
     network.distillation = Distillation(teacher.to(device), objective.divergence, **rules)
     return digest
@@ -343,7 +348,8 @@ def _read_choices(job: Job, found: ValidCheckpoint | None) -> Mapping[str, Any] 
 
 def _choose_matmul_backends(
     job: Job,
-    config: Config,
+    train: TrainConfig,
+    scaling: ScalingConfig,
     worker: WorkerInfo,
     model: torch.nn.Module,
     samples: Samples,
@@ -351,9 +357,8 @@ def _choose_matmul_backends(
     log: Callable[[str], None],
 ) -> MatmulChoice:
     """Chooses the matmul backend on CPUs that is fastest for this worker's micro-batches."""
-    if job.device != "cpu" or config.scaling.group > 1:  # workers of a mesh have different shapes but must choose the same
+    if job.device != "cpu" or scaling.group > 1:  # workers of a mesh have different shapes but must choose the same
         return MatmulChoice()
-    train = config.train
     slots = train.together or -(-train.slots // worker.world)
     rows = round(samples.tokens * train.slot_samples * slots)
     return choose_matmul_backends(
@@ -376,22 +381,24 @@ def _make_agreement(worker: WorkerInfo, order: SampleOrder) -> Callable[[Request
     return partial(order.agree_on_readable, group=dist.new_group(backend="gloo"))
 
 
-def _build_loader(config: Config, worker: WorkerInfo, strategy: Strategy, feed: Feed, state: TrainState) -> Loader:
+def _build_loader(
+    train: TrainConfig, data: DataConfig, worker: WorkerInfo, strategy: Strategy, feed: Feed, state: TrainState
+) -> Loader:
     """Builds the loader of this worker's micro-batches, from the state's position."""
     return Loader(
         plan=feed.plan,
         samples=feed.train,
         rank=strategy.rank,
         world=strategy.world,
-        micro_batch_slots=config.train.together,
+        micro_batch_slots=train.together,
         equal_micro_batches=strategy.needs_equal_micro_batches,
         every_slot=strategy.is_slot_per_micro_batch,
         counts_samples=strategy.is_group_leader,
         left_out=frozenset((skipped.step, skipped.slot) for skipped in state.left_out),
-        prefetch=config.data.prefetch,
+        prefetch=data.prefetch,
         agree_on_requests=_make_agreement(worker, feed.plan.order),
         device=strategy.device,
-        read_ahead=feed.read_ahead(config.data, strategy.rank, strategy.world),
+        read_ahead=feed.read_ahead(data, strategy.rank, strategy.world),
         beside=feed.beside,
     )
 

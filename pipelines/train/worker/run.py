@@ -208,7 +208,7 @@ def _run_facts(job: Job, worker: WorkerInfo, training: Training) -> RunFacts:
     # A frozen weight has no gradient: two matrix products instead of three.
     flops = flops * 2 / 3 if flops and config.lora.rank else flops
     if flops and config.objective.teacher:
-        flops += teacher_flops_per_token(config, int(samples.task.facts["vocabulary_size"]))
+        flops += teacher_flops_per_token(config.objective, config.model, int(samples.task.facts["vocabulary_size"]))
     return RunFacts(
         run=job.run,
         attempt=job.attempt,

@@ -17,11 +17,19 @@ from raystride.pipelines.config import (
     ObjectiveConfig,
     OptimizerConfig,
     ScalingConfig,
+    SettingError,
     TrainConfig,
 )
+from raystride.pipelines.config.metrics import METRICS
 from raystride.pipelines.config.optimizers import OPTIMIZERS, OptimizerKind, OptimizerName
+from raystride.pipelines.config.schedules import SCHEDULES, ScheduleName
+from raystride.pipelines.config.strategies import STRATEGIES, StrategyName
+from raystride.pipelines.config.sweep import SEARCHES, SearchName, SweepConfig
+from raystride.pipelines.data.plugins import BUILT_IN_TASKS
+from raystride.pipelines.data.tasks import build_task
 from raystride.pipelines.launch.cluster.resources import Resources, resolve_allocation
 from tests.errors import refused
+from tests.settings_page import _cell
 
 EXPERTS = ModelConfig(architecture="llama", experts=6)
 CPU = Resources(cpus=4, gpus=0, memory_bytes=2.0**34, gpu_memory_bytes=None)
@@ -234,12 +242,15 @@ def test_no_blocks_need_windows_and_windows_a_size() -> None:
         (DIVERGENCES, DivergenceName, "objective"),
         (PAIR_LOSSES, PairLossName, "objective"),
         (OPTIMIZERS, OptimizerName, "optimizer"),
+        (SCHEDULES, ScheduleName, "optimizer"),
+        (SEARCHES, SearchName, "sweep"),
+        (STRATEGIES, StrategyName, "scaling"),
     ],
 )
 def test_a_table_has_each_choice_by_its_name_and_so_has_its_page(table: Mapping[str, Any], names: Any, section: str) -> None:
     assert set(table) == set(get_args(names))
     page = (Path(__file__).parents[3] / "docs" / "settings" / f"{section}.md").read_text()
-    assert not [name for name in table if name not in page]
+    assert not [name for name, row in table.items() if f"`{name}`: {_cell(row.sentence)}." not in page]
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
@@ -251,6 +262,56 @@ def test_an_optimizer_of_whole_matrices_is_refused_where_there_are_none(name: Op
             Config(**meshed)  # type: ignore[arg-type]
     else:
         assert Config(**meshed).scaling.tensor == 2  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_a_strategy_is_refused_by_its_conditions(name: StrategyName) -> None:
+    kind, own = STRATEGIES[name], {"strategy": name}
+    refusals: list[tuple[bool, str, dict[str, Any]]] = [
+        (kind.has_several_workers, "scaling.strategy", {"scaling": ScalingConfig(workers=2, **own)}),
+        (kind.is_hybrid, "scaling.shard_workers", {"scaling": ScalingConfig(shard_workers=2, **own)}),
+        (kind.is_sharded, "scaling.offload", {"scaling": ScalingConfig(offload=True, **own)}),
+        (kind.is_meshed, "scaling.strategy", {"scaling": ScalingConfig(tensor=2, **own)}),
+        (not kind.is_sharded, "scaling.strategy", {"scaling": ScalingConfig(**own), "train": TrainConfig(exact=True)}),
+        (not kind.runs_engine, "train.ema", {"scaling": ScalingConfig(**own), "train": TrainConfig(ema=0.9)}),
+        (not kind.runs_engine, "train.compile", {"scaling": ScalingConfig(**own), "train": TrainConfig(compile="block")}),
+        (not kind.runs_engine, "scaling.strategy", {"scaling": ScalingConfig(**own), "model": EXPERTS}),
+    ]
+    for is_allowed, setting, sections in refusals:
+        if is_allowed:
+            Config(**sections)
+            continue
+        with pytest.raises(SettingError) as caught:
+            Config(**sections)
+        assert caught.value.setting == setting
+
+
+@pytest.mark.parametrize("name", SEARCHES)
+def test_a_search_is_refused_by_its_conditions(name: SearchName) -> None:
+    search, lists = SEARCHES[name], {"optimizer.learning_rate": [1e-3, 1e-2]}
+    refusals: list[tuple[bool, str, dict[str, Any]]] = [
+        (search.lists_all, "sweep.shard", {"space": lists, "shard": "0/2"}),
+        (search.takes_ranges, "sweep.search", {"space": {"model.dropout": {"uniform": [0, 0.5]}}}),
+        (not search.is_adaptive, "sweep.share_base", {"space": lists, "share_base": True}),
+    ]
+    for is_allowed, setting, settings in refusals:
+        if is_allowed:
+            SweepConfig(search=name, **settings)
+            continue
+        with pytest.raises(SettingError) as caught:
+            SweepConfig(search=name, **settings)
+        assert caught.value.setting == setting
+
+
+def test_every_metric_of_our_tasks_has_a_row_and_stands_in_the_page() -> None:
+    names = {
+        metric
+        for task in BUILT_IN_TASKS
+        for metric in build_task(Config(task=task, model=ModelConfig(init_from=""))).metrics
+    }
+    assert {name.removeprefix("val_") for name in names} == set(METRICS)
+    page = (Path(__file__).parents[3] / "docs" / "settings" / "validation.md").read_text()
+    assert not [name for name in METRICS if name not in page]
 
 
 @pytest.mark.parametrize("name", PAIR_LOSSES)

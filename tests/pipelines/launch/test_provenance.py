@@ -68,7 +68,7 @@ def test_a_checkpoint_says_where_it_was_made_and_an_exact_one_what_its_bits_depe
     taken, found = replace(exact, resume=ResumeConfig(accept="bits")), environment()
     facts = checkpoint_facts(taken, folder, found, Allocation(2, "cpu", 4))
     assert (facts["bits"]["changed_at"], found["bits_changed_at"]) == ([2], [2])  # type: ignore[index]
-    tags, lines = run_tags(found, taken, Allocation(2, "cpu", 4), None), list[str]()
+    tags, lines = run_tags(found, taken.scaling, taken.record, Allocation(2, "cpu", 4), None), list[str]()
     show_pages(folder, tags, lines.append)
     assert "after step 2 " in lines[0]
 
@@ -100,7 +100,7 @@ def test_what_is_kept_of_the_data_is_its_fingerprint_and_those_of_its_sources(tm
 def test_tags_say_what_is_known(strategy: Any, workers: int, named: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["/somewhere/ray_jobs/train.py"])
     config = replace(tiny(PLACE), scaling=ScalingConfig(strategy=strategy))
-    assert run_tags(environment(dirty=None), config, Allocation(workers, "cpu", 1), None) == {
+    assert run_tags(environment(dirty=None), config.scaling, config.record, Allocation(workers, "cpu", 1), None) == {
         "raystride.strategy": named,
         "raystride.version": "0.5",
         "raystride.commit": "c" * 40,
@@ -112,7 +112,10 @@ def test_tags_say_what_is_known(strategy: Any, workers: int, named: str, monkeyp
         "mlflow.source.type": "LOCAL",
         "mlflow.source.git.commit": "c" * 40,
     }
-    assert run_tags(environment(), config, Allocation(workers, "cuda", 1), None)["raystride.dirty"] == "True"
+    assert (
+        run_tags(environment(), config.scaling, config.record, Allocation(workers, "cuda", 1), None)["raystride.dirty"]
+        == "True"
+    )
     assert _ray_tags(None) == {}
 
 
@@ -168,7 +171,7 @@ def test_an_owner_is_given_or_of_the_job_or_of_the_shell(monkeypatch: pytest.Mon
 def test_owner_and_tags_go_to_mlflow_ray_and_metrics() -> None:
     record = RecordConfig(tags={"project": "parser", "cost_center": 42})
     config = replace(tiny(PLACE), record=record)
-    tags = run_tags(environment(owner="ann"), config, Allocation(1, "cpu", 1), None)
+    tags = run_tags(environment(owner="ann"), config.scaling, config.record, Allocation(1, "cpu", 1), None)
     given = {"raystride.owner": "ann", "project": "parser", "cost_center": "42"}
     assert {key: tags[key] for key in (*given, "mlflow.user")} == given | {"mlflow.user": "ann"}
     assert job_metadata("mine", "runs", False, owner_tags("ann", record)).items() >= given.items()
@@ -178,7 +181,7 @@ def test_owner_and_tags_go_to_mlflow_ray_and_metrics() -> None:
 
 def test_a_trial_names_its_sweep_and_not_rays_worker(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["/ray/workers/default_worker.py"])
-    tags = run_tags(environment(), tiny(PLACE), Allocation(1, "cpu", 1), None)
+    tags = run_tags(environment(), tiny(PLACE).scaling, tiny(PLACE).record, Allocation(1, "cpu", 1), None)
     assert tags["mlflow.source.name"] == "raystride"
     base = replace(SweepJobConfig(), run="swept")
     trial = SweepPlan(base, Folder("/runs"), 0.0, Resources(1, 1, 1, 7), owner="ann").tags

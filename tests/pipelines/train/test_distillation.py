@@ -103,10 +103,11 @@ def test_validation_has_the_labels_loss(folder: Path) -> None:
 
 def test_the_teachers_network_and_operations_are_known(folder: Path) -> None:
     config = _config(folder)
-    shape = teacher_shape(config)
+    shape = teacher_shape(config.model, config.objective)
     assert (shape.layers, shape.kv_heads, shape.context) == (2, 2, config.model.context)
     assert check_teacher(config).vocabulary_size == 257
-    assert teacher_flops_per_token(config, 257) > 0 == teacher_flops_per_token(tiny(folder / "text.txt"), 257)
+    assert teacher_flops_per_token(config.objective, config.model, 257) > 0
+    assert teacher_flops_per_token(ObjectiveConfig(), config.model, 257) == 0
 
 
 def test_the_estimate_has_the_teachers_weights_and_a_chunk_of_logits(folder: Path) -> None:
@@ -115,7 +116,9 @@ def test_the_estimate_has_the_teachers_weights_and_a_chunk_of_logits(folder: Pat
     taught = estimate(config, facts, workers=1, device="cpu")
     assert plain
     assert taught
-    weights = sum(parameter.numel() for parameter in Decoder(teacher_shape(config), 30_000).parameters())
+    weights = sum(
+        parameter.numel() for parameter in Decoder(teacher_shape(config.model, config.objective), 30_000).parameters()
+    )
     assert taught.parameters - plain.parameters == 4 * weights
     many = replace(config, train=replace(STEPS, slots=64, slot_size=64, exact=False))
     several = estimate(many, facts, workers=1, device="cpu")
@@ -143,7 +146,7 @@ def test_another_vocabulary_and_what_is_no_model_are_refused(make: Any, words: s
     config = _config(folder, objective=ObjectiveConfig(teacher=str(teacher)))
     job = make_job(_config(folder), folder, "refused")
     with refused("objective.teacher", str(teacher), names=[words]):
-        load_teacher(config, job.prepared / "tokenizer", 257, print)
+        load_teacher(config.model, config.objective, job.prepared / "tokenizer", 257, print)
     with refused("objective.teacher", str(teacher), names=[words]):
         check_teacher(config)
 

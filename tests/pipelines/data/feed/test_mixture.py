@@ -279,11 +279,15 @@ def test_positions_of_ten_to_the_twelve_are_found_at_once() -> None:
 
 def test_a_source_that_comes_back_as_another_one_is_refused() -> None:
     config = Config(data=DataConfig(sources={name: {"source": name} for name in ("web", "code")}))
-    past = build_mixture(config, {"web": 100, "code": 50})
-    without = build_mixture(replace(config, data=DataConfig(sources={"code": {"source": "code"}})), {"code": 50}, past, 40)
-    assert build_mixture(config, {"web": 100, "code": 50}, without, 60).counts(40).tolist() == [20, 20]
+    past = build_mixture(config.train, config.data, config.seed, {"web": 100, "code": 50})
+    without = build_mixture(
+        config.train, DataConfig(sources={"code": {"source": "code"}}), config.seed, {"code": 50}, past, 40
+    )
+    assert build_mixture(config.train, config.data, config.seed, {"web": 100, "code": 50}, without, 60).counts(
+        40
+    ).tolist() == [20, 20]
     with refused("data.sources.web", 101, names=[" 101 ", " 100 "]):
-        build_mixture(config, {"web": 101, "code": 50}, without, 60)
+        build_mixture(config.train, config.data, config.seed, {"web": 101, "code": 50}, without, 60)
 
 
 def test_more_sources_than_shares_there_are_is_refused() -> None:

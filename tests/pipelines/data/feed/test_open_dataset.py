@@ -10,6 +10,7 @@ import pytest
 
 from raystride.pipelines.config import Config, DataConfig, TrainConfig
 from raystride.pipelines.data.feed import open_dataset
+from raystride.pipelines.data.feed.mixture import Mixture
 from raystride.pipelines.data.feed.open_dataset import (
     Feed,
     _describe_reading,
@@ -46,8 +47,12 @@ def config_of(sources: dict[str, Any], **data: Any) -> Config:
     return Config(train=TrainConfig(slots=2, slot_size=2), data=DataConfig(sources=entries, shuffle="full", **data))
 
 
+def _mixture(config: Config, *arguments: Any) -> Mixture:
+    return build_mixture(config.train, config.data, config.seed, *arguments)
+
+
 def test_a_mixtures_sources_have_their_orders_ends_and_weights() -> None:
-    mixture = build_mixture(config_of({"web": {"weight": 3, "epochs_at_most": 1.55}, "code": {}}), {"web": 10, "code": 7})
+    mixture = _mixture(config_of({"web": {"weight": 3, "epochs_at_most": 1.55}, "code": {}}), {"web": 10, "code": 7})
     web, code = mixture.sources
     assert (web.name, web.order, web.max_samples) == ("web", Order(10, _source_seed(0, "web"), "full", *orders_rest()), 15)
     assert (code.name, code.order.samples, code.order.seed, code.max_samples) == (
@@ -67,19 +72,19 @@ def orders_rest() -> tuple[int, int, int]:
 
 def test_weights_of_a_curriculum_hold_from_its_steps_first_sample() -> None:
     curriculum = ({"from_step": 4, "weights": {"web": 0, "code": 1}},)
-    mixture = build_mixture(config_of({"web": {}, "code": {"weight": 0}}, curriculum=curriculum), {"web": 100, "code": 100})
+    mixture = _mixture(config_of({"web": {}, "code": {"weight": 0}}, curriculum=curriculum), {"web": 100, "code": 100})
     assert [mixture.counts(position).tolist() for position in (16, 17, 20)] == [[16, 0], [16, 1], [16, 4]]
 
 
 def test_a_resumed_mixture_keeps_what_was_fed_and_refuses_another_source_under_a_name() -> None:
     config, samples = config_of({"web": {}, "code": {}}), {"web": 100, "code": 100}
-    past = build_mixture(config, samples)
-    after = build_mixture(config_of({"web": {"weight": 0}, "code": {}}), samples, past, 10)
+    past = _mixture(config, samples)
+    after = _mixture(config_of({"web": {"weight": 0}, "code": {}}), samples, past, 10)
     assert [after.counts(position).tolist() for position in (10, 14)] == [[5, 5], [5, 9]]
     with refused("data.sources.web", 99) as raised:
-        build_mixture(config, samples | {"web": 99}, past, 10)
+        _mixture(config, samples | {"web": 99}, past, 10)
     assert raised.value.allowed == 100
-    build_mixture(config_of({"web": {}, "code": {}, "more": {}}), samples | {"more": 5}, past, 10)
+    _mixture(config_of({"web": {}, "code": {}, "more": {}}), samples | {"more": 5}, past, 10)
 
 
 def test_what_is_read_of_far_shards_is_all_of_them_by_the_largest_piece(tmp_path: Path) -> None:

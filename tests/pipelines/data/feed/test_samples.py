@@ -66,7 +66,7 @@ def _config(path: Path, **train: int) -> Config:
 
 def _samples(prepared: PreparedData, config: Config, split: str = "train") -> Samples:
     stream = TokenStream(prepared.folder, prepared.manifest, split, NodeCache(Path("/none"), 0))
-    return open_samples(config, Lines(config, prepared.manifest.facts), stream)
+    return open_samples(config.train, config.seed, Lines(config, prepared.manifest.facts), stream)
 
 
 def _texts(inputs: Inputs) -> list[str]:

@@ -128,7 +128,7 @@ def test_a_step_that_fails_is_named_with_its_part_and_cause(tmp_path: Path, step
 def test_a_missing_step_raises(step: str, cause: str) -> None:
     config = Config(data=DataConfig(transforms=(step,)))
     with refused("data.transforms", (step,), names=[f"names {step!r}", cause]):
-        build_cleaning(config, build_task(config))
+        build_cleaning(config.data, config.task, build_task(config))
     with refused("data.transforms", (step,)):
         identity(config, build_task(config))
 
@@ -140,9 +140,17 @@ def test_names_other_than_import_paths_raise() -> None:
     with refused("data.max_characters", 4):
         DataConfig(min_characters=5, max_characters=4)
     with refused("data.near_duplicates", 0.8, names=["task `images`"]):
-        build_cleaning(config := Config(task="images", data=DataConfig(near_duplicates=0.8)), build_task(config))
+        build_cleaning(
+            (config := Config(task="images", data=DataConfig(near_duplicates=0.8))).data,
+            (config := Config(task="images", data=DataConfig(near_duplicates=0.8))).task,
+            build_task(config),
+        )
     with refused("data.languages", ("xx",), names=["'xx'"]):
-        build_cleaning(config := Config(data=DataConfig(languages=("xx",))), build_task(config))
+        build_cleaning(
+            (config := Config(data=DataConfig(languages=("xx",)))).data,
+            (config := Config(data=DataConfig(languages=("xx",)))).task,
+            build_task(config),
+        )
 
 
 def test_the_code_of_a_step_is_part_of_the_fingerprint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

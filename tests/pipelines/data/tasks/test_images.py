@@ -196,7 +196,9 @@ def _load_pictures(folder: Path, **data: object) -> "tuple[Callable[..., dict[in
     config = replace(tiny(folder, data=own), task="images", model=ModelConfig(channels=(4,), hidden=(8,)))
     made = prepare(RunContext(config, Folder.from_uri(str(folder)), log=lambda _: None), build_task(config), on_ray=False)
     task = build_task(config, made.manifest.facts)
-    samples = open_samples(config, task, TokenStream(made.folder, made.manifest, "train", NodeCache(folder, 1 << 30)))
+    samples = open_samples(
+        config.train, config.seed, task, TokenStream(made.folder, made.manifest, "train", NodeCache(folder, 1 << 30))
+    )
     plan = Plan(Order(samples.num_samples, 5), slots=6, slot_size=3, epochs=2)
 
     def fed(world: int = 1, first: int = 0, group: int = 1) -> dict[int, bytes]:

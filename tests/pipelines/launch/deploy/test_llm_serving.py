@@ -45,14 +45,14 @@ def test_a_run_is_rendered_as_an_application(tmp_path: Path, capsys: pytest.Capt
 
 
 def test_a_place_gives_the_storage_of_the_model() -> None:
-    text = render_serving_config(DeployServeConfig(run="mine", place="kubernetes"), CONFIG)
+    text = render_serving_config(DeployServeConfig(run="mine", place="kubernetes"), CONFIG.task, CONFIG.model)
     (model,) = _load_models(text)
     assert not model["model_loading_config"]["model_source"].startswith(str(Path.cwd()))
 
 
 def test_the_model_address_has_no_credentials_or_options() -> None:
     storage = "s3://key:secret@bucket/runs?region=eu-west-1&endpoint_override=http://minio:9000"
-    (model,) = _load_models(render_serving_config(DeployServeConfig(run="mine", storage=storage), CONFIG))
+    (model,) = _load_models(render_serving_config(DeployServeConfig(run="mine", storage=storage), CONFIG.task, CONFIG.model))
     assert model["model_loading_config"]["model_source"] == "s3://bucket/runs/mine/export/hugging_face"
 
 
@@ -70,15 +70,15 @@ def _load_models(text: str) -> Any:
     ],
 )
 def test_a_wrong_field_is_found(old: str, new: str, names: tuple[str, ...]) -> None:
-    text = render_serving_config(DeployServeConfig(run="mine"), CONFIG)
+    text = render_serving_config(DeployServeConfig(run="mine"), CONFIG.task, CONFIG.model)
     faults = find_schema_faults(serve_schema(), yaml.safe_load(text.replace(old, new)))
     assert any(all(name in fault for name in names) for fault in faults), faults
 
 
 def test_models_that_ray_serve_llm_cannot_serve_are_refused() -> None:
     with refused("task", "classification", names=["`mlflow models serve`"]):
-        render_serving_config(DeployServeConfig(run="mine"), replace(CONFIG, task="classification"))
+        render_serving_config(DeployServeConfig(run="mine"), "classification", CONFIG.model)
     with refused("model.norm", "post", names=["`pre`"]):
-        render_serving_config(DeployServeConfig(run="mine"), Config(model=ModelConfig(norm="post")))
+        render_serving_config(DeployServeConfig(run="mine"), CONFIG.task, ModelConfig(norm="post"))
     with refused("min_replicas", 4, names=["max_replicas, 1"]):
         DeployServeConfig(run="mine", min_replicas=4)

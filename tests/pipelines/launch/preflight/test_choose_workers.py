@@ -124,8 +124,8 @@ def test_a_run_goes_on_with_what_it_had_where_that_finds_places(tmp_path: Path, 
 
 
 def test_places_share_out_the_cores_and_never_exceed_the_slots() -> None:
-    assert list(worker_layouts(CONFIG, _there(6))) == [(1, 6), (2, 3), (4, 1)]
-    assert list(worker_layouts(replace(CONFIG, train=replace(CONFIG.train, slots=2)), _there(6))) == [(1, 6), (2, 3)]
-    assert list(worker_layouts(replace(CONFIG, scaling=ScalingConfig(threads=2)), _there(6))) == [(1, 2), (2, 2)]
+    assert list(worker_layouts(CONFIG.train, CONFIG.scaling, _there(6))) == [(1, 6), (2, 3), (4, 1)]
+    assert list(worker_layouts(replace(CONFIG.train, slots=2), CONFIG.scaling, _there(6))) == [(1, 6), (2, 3)]
+    assert list(worker_layouts(CONFIG.train, ScalingConfig(threads=2), _there(6))) == [(1, 2), (2, 2)]
     assert describe_layout_speed((1, 2), Speed(0, 11900.4, 0)) == "1 worker of 2 threads: 11,900 tokens/s"
     assert describe_layout_speed((2, 1), Speed(0, 9000, 0)) == "2 workers of 1 thread: 9,000 tokens/s"

@@ -31,11 +31,13 @@ PLACE = Path("text.txt")
 def test_a_complete_run_says_how_to_train_it_further(tmp_path: Path, steps: int | None, more: int) -> None:
     folder, config = Folder(str(tmp_path / "my run")), replace(tiny(PLACE), run="my run")
     earlier = PreviousAttempt(config, None, {"steps": steps, "status": "finished", "run": "my run"})  # type: ignore[typeddict-item]
-    first, command, other = _describe_completed_run(folder, config, "500 steps", earlier).splitlines()
+    first, command, other = _describe_completed_run(folder, config.train, config.run, "500 steps", earlier).splitlines()
     assert "complete (500 steps)" in first
     assert command.endswith(f"train --run 'my run' --storage {tmp_path} --train.steps {more}")
     assert "--run NAME" in other
-    assert f"--train.steps {2 * 6}" in _describe_completed_run(folder, config, "", PreviousAttempt(config, None, None))
+    assert f"--train.steps {2 * 6}" in _describe_completed_run(
+        folder, config.train, config.run, "", PreviousAttempt(config, None, None)
+    )
 
 
 @pytest.mark.parametrize("section", ["model", "lora"])

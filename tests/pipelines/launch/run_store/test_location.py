@@ -76,7 +76,7 @@ def test_every_place_is_changed_and_none_is_made() -> None:
 
 def test_a_run_under_its_name_of_0_3_is_taken_if_its_result_is_the_same(here: Path) -> None:
     """Until 0.3 a name left out the learning rate, so its run may be one of another rate."""
-    given = replace(Config(storage="runs", record=RecordConfig(mlflow=False)), data=DataConfig(source="a.txt", validation="tail"))
+    given = Config(storage="runs", record=RecordConfig(mlflow=False), data=DataConfig(source="a.txt", validation="tail"))
     digits, earlier = given.default_run("p"), given.default_run_of_0_3("p")
     assert digits != earlier
     assert locate_run(Parsed(given, "p"))[0].run == digits
@@ -93,9 +93,8 @@ def test_a_run_under_its_name_of_0_3_is_taken_if_its_result_is_the_same(here: Pa
 def test_adapters_under_their_names_of_0_3_are_taken_if_all_are_the_same(here: Path) -> None:
     lora = LoraConfig(rank=2, adapters=2, variants={"optimizer.learning_rate": [0.1, 0.2]})
     model = ModelConfig(init_from=str(here))
-    given = Config(
-        storage="runs", record=RecordConfig(mlflow=False), data=DataConfig(source="a.txt", validation="tail"), lora=lora, model=model
-    )
+    data = DataConfig(source="a.txt", validation="tail")
+    given = Config(storage="runs", record=RecordConfig(mlflow=False), data=data, lora=lora, model=model)
     earlier = given.default_run_of_0_3("p")
     for own in expand_adapters(replace(given, run=earlier)):
         put_attempt(Folder(f"{here}/runs/{own.run}"), "a1", own, {})

@@ -58,6 +58,14 @@ def _train(**changes: Any) -> Config:
     return replace(CONFIG, train=replace(CONFIG.train, **changes))
 
 
+def _completion(previous: PreviousAttempt, config: Config) -> str | None:
+    return describe_completion(previous, config.train, config.validation)
+
+
+def _refuse_less(previous: PreviousAttempt, config: Config, saved: int | None) -> None:
+    refuse_less(previous, config.train, config.run, saved)
+
+
 def test_every_fixed_setting_that_changed_is_shown() -> None:
     now = replace(CONFIG, seed=3, model=replace(CONFIG.model, hidden_size=32), data=replace(CONFIG.data, shuffle="none"))
     lines = ("seed: 0 before, 3 now", "model.hidden_size: 16 before, 32 now", "data.shuffle: 'full' before, 'none' now")
@@ -175,47 +183,47 @@ def test_damaged_settings_are_an_error_that_names_the_file(tmp_path: Path, conte
 
 
 def test_a_run_is_complete_when_its_steps_are_done() -> None:
-    assert describe_completion(_earlier(), CONFIG) == "6 steps"
-    assert describe_completion(_earlier(), _train(steps=4)) == "6 steps"
-    assert describe_completion(_earlier(), _train(steps=7)) is None
-    assert describe_completion(_earlier(), _train(hours=1.0)) == "6 steps"
+    assert _completion(_earlier(), CONFIG) == "6 steps"
+    assert _completion(_earlier(), _train(steps=4)) == "6 steps"
+    assert _completion(_earlier(), _train(steps=7)) is None
+    assert _completion(_earlier(), _train(hours=1.0)) == "6 steps"
 
 
 def test_epochs_end_a_run_as_well() -> None:
     once = _train(steps=0, epochs=1.0)
-    assert describe_completion(_earlier(once), once) == "6 steps"
-    assert describe_completion(_earlier(once), _train(steps=0, epochs=0.5)) == "6 steps"
-    assert describe_completion(_earlier(once), _train(steps=0, epochs=2.0)) is None
-    assert describe_completion(_earlier(once), _train(steps=100, epochs=1.0)) == "6 steps"
-    assert describe_completion(_earlier(once), _train(steps=100, epochs=2.0)) is None
-    assert describe_completion(_earlier(once), _train(steps=100)) is None
-    assert describe_completion(_earlier(), once) is None
+    assert _completion(_earlier(once), once) == "6 steps"
+    assert _completion(_earlier(once), _train(steps=0, epochs=0.5)) == "6 steps"
+    assert _completion(_earlier(once), _train(steps=0, epochs=2.0)) is None
+    assert _completion(_earlier(once), _train(steps=100, epochs=1.0)) == "6 steps"
+    assert _completion(_earlier(once), _train(steps=100, epochs=2.0)) is None
+    assert _completion(_earlier(once), _train(steps=100)) is None
+    assert _completion(_earlier(), once) is None
 
 
 def test_a_run_that_its_steps_ended_within_its_epochs_can_go_on() -> None:
     both = _train(steps=6, epochs=3.0)
-    assert describe_completion(_earlier(both), both) == "6 steps"
-    assert describe_completion(_earlier(both), _train(steps=100, epochs=3.0)) is None
-    assert describe_completion(_earlier(both), _train(steps=0, epochs=3.0)) is None
+    assert _completion(_earlier(both), both) == "6 steps"
+    assert _completion(_earlier(both), _train(steps=100, epochs=3.0)) is None
+    assert _completion(_earlier(both), _train(steps=0, epochs=3.0)) is None
     more = _train(steps=7, epochs=3.0)  # its epochs ended it, after 6 of 7 steps
-    assert describe_completion(_earlier(more), _train(steps=100, epochs=3.0)) == "6 steps"
+    assert _completion(_earlier(more), _train(steps=100, epochs=3.0)) == "6 steps"
 
 
 def test_a_run_whose_patience_ended_goes_on_under_another_validation() -> None:
     early = {"ending": "stopped_early"}
-    assert describe_completion(_earlier(**early), _train(steps=1000)) == "6 steps, stopped early"
+    assert _completion(_earlier(**early), _train(steps=1000)) == "6 steps, stopped early"
     other = replace(_train(steps=1000), validation=replace(CONFIG.validation, patience=9))
-    assert describe_completion(_earlier(**early), other) is None
-    assert describe_completion(_earlier(**early), replace(CONFIG, validation=ValidationConfig(every=2, patience=1))) is None
+    assert _completion(_earlier(**early), other) is None
+    assert _completion(_earlier(**early), replace(CONFIG, validation=ValidationConfig(every=2, patience=1))) is None
 
 
 @pytest.mark.parametrize("summary", [{"status": "stopped"}, {"status": "failed"}, {"complete": False}, {"complete": None}])
 def test_a_run_that_did_not_come_to_its_end_is_not_complete(summary: dict[str, Any]) -> None:
-    assert describe_completion(_earlier(**summary), CONFIG) is None
+    assert _completion(_earlier(**summary), CONFIG) is None
 
 
 def test_a_run_without_a_summary_is_not_complete() -> None:
-    assert describe_completion(PreviousAttempt(CONFIG, None, None), CONFIG) is None
+    assert _completion(PreviousAttempt(CONFIG, None, None), CONFIG) is None
 
 
 def test_an_attempt_that_was_killed_does_not_pass_for_the_one_before_it(tmp_path: Path) -> None:
@@ -226,7 +234,7 @@ def test_an_attempt_that_was_killed_does_not_pass_for_the_one_before_it(tmp_path
     write_settings(folder, "a2", twice, {})  # and then it is killed
     found = read_previous_attempt(folder)
     assert found
-    assert describe_completion(found, twice) is None
+    assert _completion(found, twice) is None
 
 
 def test_a_run_that_is_past_its_end_is_refused(tmp_path: Path) -> None:
@@ -236,26 +244,26 @@ def test_a_run_that_is_past_its_end_is_refused(tmp_path: Path) -> None:
     folder.put("checkpoints/step-00000200/data.bin", "never committed")
     assert newest_step(folder) == 174
     killed = PreviousAttempt(CONFIG, None, None)
-    refuse_less(killed, _train(steps=174), 174)
-    refuse_less(killed, _train(steps=0, epochs=2), 174)
-    refuse_less(killed, _train(steps=90), None)
+    _refuse_less(killed, _train(steps=174), 174)
+    _refuse_less(killed, _train(steps=0, epochs=2), 174)
+    _refuse_less(killed, _train(steps=90), None)
     with refused("train.steps", 90, names=["174"]):
-        refuse_less(killed, _train(steps=90), 174)
+        _refuse_less(killed, _train(steps=90), 174)
 
 
 def test_less_than_a_complete_run_has_is_refused() -> None:
     """It would be returned for a start that asks for another length."""
-    refuse_less(_earlier(), _train(steps=6), 6)
+    _refuse_less(_earlier(), _train(steps=6), 6)
     with refused("train.steps", 4, names=["6"]):
-        refuse_less(_earlier(), _train(steps=4), 6)
+        _refuse_less(_earlier(), _train(steps=4), 6)
     with refused("train.steps", 4, names=["6"]):
-        refuse_less(_earlier(), _train(steps=4), None)  # checkpoint.every is 0
+        _refuse_less(_earlier(), _train(steps=4), None)  # checkpoint.every is 0
     once = _train(steps=0, epochs=1.0)
-    refuse_less(_earlier(once), once, 6)
-    refuse_less(_earlier(once), _train(steps=0, epochs=2.0), 6)
-    refuse_less(_earlier(once, complete=False), _train(steps=0, epochs=0.5), 6)
+    _refuse_less(_earlier(once), once, 6)
+    _refuse_less(_earlier(once), _train(steps=0, epochs=2.0), 6)
+    _refuse_less(_earlier(once, complete=False), _train(steps=0, epochs=0.5), 6)
     with refused("train.epochs", 0.5, names=["at least 1,"]):
-        refuse_less(_earlier(once), _train(steps=0, epochs=0.5), 6)
+        _refuse_less(_earlier(once), _train(steps=0, epochs=0.5), 6)
 
 
 def test_places_are_compared_and_not_their_writing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

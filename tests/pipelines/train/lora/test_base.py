@@ -149,9 +149,9 @@ def test_a_run_that_goes_on_has_what_its_base_must_know_at_once(init: Any, loade
     saved = {name: each.detach().clone() for name, each in training.model.named_parameters() if each.requires_grad}
     task = build_task(config, Manifest.load(job.prepared).facts, Tokenizers(job.prepared, ("tokenizer",)))
     fresh: Any = AdaptedModelFactory(task, config, job.prepared / "tokenizer", lambda _: None)()
-    init_adapters(fresh, config, checkpoints.find_newest(), checkpoints)
+    init_adapters(fresh, config.lora, config.seed, checkpoints.find_newest(), checkpoints)
     own = {name: each.detach() for name, each in fresh.named_parameters() if each.requires_grad}
     assert own.keys() == saved.keys() != set()
     assert all(torch.equal(own[name], value) for name, value in saved.items()) is loaded
-    init_adapters(fresh, config, None, checkpoints)
+    init_adapters(fresh, config.lora, config.seed, None, checkpoints)
     assert not all(torch.equal(own[name], value) for name, value in saved.items())

@@ -49,7 +49,7 @@ def test_a_run_begins_with_anothers_best_weights(earlier: tuple[Config, Training
     config, first = earlier
     again = replace(config, model=replace(config.model, init_from=str(tmp_path / "first"), dropout=0.1))
     assert is_run(str(tmp_path / "first"))
-    check_run(again, Folder(str(tmp_path / "first")))
+    check_run(again.model, again.task, Folder(str(tmp_path / "first")))
     second = _training(again, tmp_path, "second")
     assert all(torch.equal(a, b) for a, b in zip(first.model.parameters(), second.model.parameters(), strict=True))
 
@@ -73,7 +73,7 @@ def test_adapters_on_a_run_of_ours_leave_it_as_it_was(earlier: tuple[Config, Tra
     assert all(torch.equal(each, base[name]) for name, each in first.model.named_parameters())
     stacked = replace(again, model=replace(config.model, init_from=str(tmp_path / "second")))
     with refused("model.init_from", str(tmp_path / "second"), names=["adapters", "raystride export --merge true"]):
-        check_run(stacked, Folder(str(tmp_path / "second")))
+        check_run(stacked.model, stacked.task, Folder(str(tmp_path / "second")))
 
 
 def test_a_classifier_gets_adapters_on_a_run_of_its_task(tmp_path: Path) -> None:
@@ -139,7 +139,7 @@ def test_another_network_is_refused_with_the_flags_that_make_it_this_one(
 ) -> None:
     config = replace(earlier[0], model=replace(model, init_from=str(tmp_path / "first")))
     with refused("model.init_from", str(tmp_path / "first"), names=[flags]) as raised:
-        check_run(config, Folder(str(tmp_path / "first")))
+        check_run(config.model, config.task, Folder(str(tmp_path / "first")))
     assert raised.value.allowed == wanted
 
 

@@ -22,6 +22,10 @@ def _config(lora: LoraConfig, model: ModelConfig = LARGE, **changes: Any) -> Con
     return replace(tiny(Path("text.txt")), **{"model": replace(model, init_from="base"), "lora": lora} | changes)
 
 
+def _count(config: Config) -> float:
+    return count_adapter_parameters(config.model, config.task, config.lora)
+
+
 def _estimate_memory(config: Config, workers: int = 1) -> MemoryEstimate:
     need = estimate(config, {"vocabulary_size": 1000}, workers=workers, device="cpu")
     assert need
@@ -37,7 +41,7 @@ def test_adapters_have_the_counted_parameters(kind: str, lora: LoraConfig) -> No
     model = Decoder(SHAPES[kind], 50)
     attach_adapters(model, lora, hf_names(model))
     trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
-    assert count_adapter_parameters(_config(lora, SHAPES[kind])) == trained
+    assert _count(_config(lora, SHAPES[kind])) == trained
 
 
 @pytest.mark.parametrize("kind", ENCODERS)
@@ -49,7 +53,7 @@ def test_adapters_of_an_encoder_include_its_dense_layer(kind: str, lora: LoraCon
     attach_adapters(model, lora, hf_names(model))
     trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     head = sum(parameter.numel() for parameter in model.head.parameters())
-    assert count_adapter_parameters(_config(lora, ENCODERS[kind], task="classification")) == trained - head
+    assert _count(_config(lora, ENCODERS[kind], task="classification")) == trained - head
 
 
 def test_a_frozen_base_has_neither_gradients_nor_moments() -> None:

@@ -60,7 +60,7 @@ def test_more_workers_need_less_each() -> None:
 def test_pipeline_workers_cover_the_network(schedule: Any, stages: int) -> None:
     shape = ModelConfig(layers=9, heads=4, hidden_size=64, context=32, tie_embeddings=False)
     config = Config(model=shape, scaling=ScalingConfig(pipeline=4, schedule=schedule), train=TrainConfig(slots=8))
-    parts = list(network_parts(config, 257, slots=8))
+    parts = list(network_parts(config.scaling, config.model, 257, slots=8))
     assert [len(part.stages) for part in parts] == [stages] * 4
     assert sum(sum(part.stages) for part in parts) == 9
     assert [sum(flags) for flags in zip(*((part.first, part.last) for part in parts), strict=True)] == [1, 1]

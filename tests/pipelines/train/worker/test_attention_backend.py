@@ -40,7 +40,10 @@ def as_before() -> Iterator[None]:
 def test_on_cpus_there_is_nothing_to_choose() -> None:
     use_library(True)
     said: list[str] = []
-    assert choose_attention(CONFIG, None, device=torch.device("cpu"), rank=0, world=1, log=said.append) == {}
+    assert (
+        choose_attention(CONFIG.model, CONFIG.train, None, device=torch.device("cpu"), rank=0, world=1, log=said.append)
+        == {}
+    )
     attention(*torch.randn(3, 1, 2, 4, 16).half(), causal=True)
     assert (kernels_ran()["attention"], said) == ("triton", [])
 
@@ -60,11 +63,12 @@ def test_on_cpus_there_is_nothing_to_choose() -> None:
     ],
 )
 def test_when_it_is_ours_without_a_timing(changes: dict[str, Any], why: str) -> None:
-    assert reason_for_own_kernel(replace(CONFIG, **changes), "sm_90") == why
+    config = replace(CONFIG, **changes)
+    assert reason_for_own_kernel(config.model, config.train, "sm_90") == why
 
 
 def test_older_gpus_time_nothing() -> None:
-    assert reason_for_own_kernel(CONFIG, "sm_80") == "no library is faster here"
+    assert reason_for_own_kernel(CONFIG.model, CONFIG.train, "sm_80") == "no library is faster here"
 
 
 def test_the_library_must_gain_something() -> None:
@@ -94,8 +98,11 @@ class CountLibraryCalls(TorchFunctionMode):
 def test_both_are_timed(packing: Any) -> None:
     config = replace(CONFIG, train=replace(CONFIG.train, packing=packing))
     with CountLibraryCalls() as calls:  # on a clock on which nothing but a call of PyTorch's takes time
-        assert time_attention(config, torch.device("cpu"), lambda: float(calls.count)) == {"triton": 0, "library": 1}
-    assert all(0 < each < float("inf") for each in time_attention(config, torch.device("cpu")).values())
+        assert time_attention(config.model, config.train, torch.device("cpu"), lambda: float(calls.count)) == {
+            "triton": 0,
+            "library": 1,
+        }
+    assert all(0 < each < float("inf") for each in time_attention(config.model, config.train, torch.device("cpu")).values())
 
 
 def test_a_library_that_refuses_a_call_is_not_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -103,7 +110,7 @@ def test_a_library_that_refuses_a_call_is_not_chosen(monkeypatch: pytest.MonkeyP
         raise RuntimeError("no kernel for this head size")
 
     monkeypatch.setattr("raystride.triton_kernels.attention.attention_reference", refuse)
-    seconds = time_attention(CONFIG, torch.device("cpu"))
+    seconds = time_attention(CONFIG.model, CONFIG.train, torch.device("cpu"))
     assert seconds["library"] == float("inf")
     assert choose_faster(seconds)["attention"] == "triton"
 
