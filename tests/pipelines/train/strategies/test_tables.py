@@ -275,6 +275,9 @@ CUT: dict[str, tuple[int, ScalingConfig]] = {
 }
 
 
+SLOW = [pytest.mark.weekly, pytest.mark.timeout(3600)]
+
+
 def _all_cuts() -> tuple[list[Cut], list[Cut]]:
     """Returns combinations that have every pair of two choices, and the others."""
     choices = ALL, ("adamw", "sgd", "muon"), ("fp32", "bf16", "fp16", "pure_bf16"), tuple(CUT)
@@ -296,7 +299,7 @@ def _all_cuts() -> tuple[list[Cut], list[Cut]]:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("others", [False, pytest.param(True, marks=pytest.mark.weekly)], ids=["pairs", "others"])
+@pytest.mark.parametrize("others", [False, pytest.param(True, marks=SLOW)], ids=["pairs", "others"])
 @pytest.mark.parametrize("name", [pytest.param(name, marks=NO_DEEPSPEED if name == "deepspeed" else []) for name in CUT])
 def test_a_cut_run_has_the_bits_of_a_whole_one(folder: Path, name: str, others: bool) -> None:
     """Each task with each optimiser, strategy and precision: what a checkpoint lacked would differ here."""
