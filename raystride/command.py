@@ -37,12 +37,17 @@ JOBS = {
     "completion": ("jobs.completion", "print a shell's completion script"),
 }
 """By word: the module with the job's `main`, and the job's description."""
+OWN_HANDLERS = ("serve",)
+"""Jobs that handle Ctrl-C themselves."""
+DEFECTS = {"prepare": "preparation"}
+"""Jobs whose own errors are some lines with their place, and no traceback: by word, what is said to have failed."""
 
 
 def run(arguments: Sequence[str] | None = None) -> int:
     """Runs a command line (the process's, if none is given); returns the exit code.
 
-    Handles termination signals, and survives output that cannot be written.
+    This is the one place where errors become a line and an exit code. Handles termination signals, and survives output that
+    cannot be written.
     """
     exempt_loopback_from_proxies()
     with protected_output():
@@ -73,4 +78,7 @@ def _run_command(arguments: Sequence[str] | None) -> int:
         print(f"error: unknown command {word!r}; {meant}", file=sys.stderr)
         return 2
     put_working_folder_last()
-    return int(import_module(f"raystride.{JOBS[word][0]}").main(rest))
+    from raystride.pipelines.launch.console.exit_codes import run_with_exit_code  # slow, and nothing above needs it
+
+    module = import_module(f"raystride.{JOBS[word][0]}")
+    return run_with_exit_code(lambda: int(module.main(rest)), own_handlers=word in OWN_HANDLERS, what=DEFECTS.get(word, ""))

@@ -32,7 +32,7 @@ from raystride.pipelines.config.run import ARGUMENTS, is_argument
 from raystride.pipelines.config.section import find_alias, nearest
 from raystride.pipelines.config.stored import find_stored_folder, mark_stored, stored_names
 from raystride.pipelines.config.words import refuse_words, words_to_flags
-from raystride.pipelines.system.credentials import MissingSecret, redact_all_uris
+from raystride.pipelines.system.credentials import redact_all_uris
 from raystride.pipelines.system.errors import SettingError
 from raystride.pipelines.system.storage.folder import Folder
 from raystride.pipelines.system.writer import refuse_unknown
@@ -583,12 +583,8 @@ def command(
 
     `common` and `examples` are settings and lines on the first screen of its help. `stored_in`: see `parse`.
 
-    Wrong settings, found by the parser or the job, are one line and exit code 2.
+    Raises what parser and job raise: the caller, the command `raystride`, makes a line and an exit code of it.
     """
-    try:
-        given = sys.argv[1:] if arguments is None else arguments
-        usage = {"program": program, "description": description}
-        return job(parse(cls, given, **usage, common=common, examples=examples, stored_in=stored_in))
-    except (SettingError, MissingSecret) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    given = sys.argv[1:] if arguments is None else arguments
+    usage = {"program": program, "description": description}
+    return job(parse(cls, given, **usage, common=common, examples=examples, stored_in=stored_in))

@@ -32,7 +32,7 @@ from raystride.pipelines.data.prepare.run_context import RunContext
 from raystride.pipelines.data.sources.faults import DataError
 from raystride.pipelines.launch.cluster.cluster import cluster, uses_running_cluster
 from raystride.pipelines.launch.cluster.internals import listen_on_loopback
-from raystride.pipelines.launch.console.exit_codes import DONE, run_with_exit_code
+from raystride.pipelines.launch.console.exit_codes import DONE
 from raystride.pipelines.launch.console.screen import Screen
 from raystride.pipelines.launch.preflight.check import resolve_resources
 from raystride.pipelines.launch.run_store.lease import RunLease, RunLocked, new_attempt
@@ -50,10 +50,7 @@ OTHER_PROCESS_POLL_S = 5.0
 
 def run_preparation(parsed: Parsed[Config]) -> int:
     """Prepares the data of a configuration; returns the exit code."""
-    return run_with_exit_code(lambda: _prepare(RunContext(*locate_run(parsed), log=Screen().log)), what="preparation")
-
-
-def _prepare(context: RunContext) -> int:
+    context = RunContext(*locate_run(parsed), log=Screen().log)
     check_data(context)
     launch = context.config.launch
     on_ray = not context.is_inline and (uses_running_cluster(launch) or needs_ray(context))

@@ -20,7 +20,7 @@ from raystride.pipelines.data.prepare.run_context import RunContext
 from raystride.pipelines.launch.adapters_job import train_adapters
 from raystride.pipelines.launch.cluster.cluster import cluster, has_started_head
 from raystride.pipelines.launch.cluster.resubmission import arrange_resubmission, is_resubmitted
-from raystride.pipelines.launch.console.exit_codes import DONE, run_with_exit_code
+from raystride.pipelines.launch.console.exit_codes import DONE
 from raystride.pipelines.launch.console.ray_job_status import JobStatusReporter, job_metadata, short_stop_warning
 from raystride.pipelines.launch.console.screen import Screen
 from raystride.pipelines.launch.console.session import SessionHooks, Watcher
@@ -135,11 +135,7 @@ def train_on_workers(
 
 
 def run_training(parsed: Parsed[Config]) -> int:
-    """Trains or resumes a run, or reports that it is complete; returns the exit code and handles all errors of users."""
-    return run_with_exit_code(lambda: _train(parsed))
-
-
-def _train(parsed: Parsed[Config]) -> int:
+    """Trains or resumes a run, or reports that it is complete; returns the exit code."""
     config, storage = locate_run(parsed)
     if (code := run_under_profiler(config, storage)) is not None:
         return code

@@ -27,7 +27,7 @@ from raystride.pipelines.launch.cluster.cluster import cluster, uses_running_clu
 from raystride.pipelines.launch.cluster.internals import update_job_metadata
 from raystride.pipelines.launch.cluster.resources import Resources
 from raystride.pipelines.launch.cluster.wait_for_nodes import wait_for_nodes
-from raystride.pipelines.launch.console.exit_codes import DONE, FAILED, run_with_exit_code
+from raystride.pipelines.launch.console.exit_codes import DONE, FAILED
 from raystride.pipelines.launch.console.ray_job_status import job_metadata
 from raystride.pipelines.launch.console.screen import Screen
 from raystride.pipelines.launch.preflight.choose_mesh import store_mesh
@@ -69,8 +69,8 @@ CODE_FILE = "code.json"
 
 
 def run_sweep(parsed: Parsed[SweepJobConfig]) -> int:
-    """Measures missing trials, writes the report and `recommended.yaml`; returns the exit code. Raises no user errors."""
-    return run_with_exit_code(lambda: DONE if run_trials(*resolve_storage(parsed), Screen()).best else FAILED)
+    """Measures missing trials, writes the report and `recommended.yaml`; returns the exit code."""
+    return DONE if run_trials(*resolve_storage(parsed), Screen()).best else FAILED
 
 
 def resolve_storage(parsed: Parsed[SweepJobConfig]) -> tuple[SweepJobConfig, Folder]:

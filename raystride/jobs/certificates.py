@@ -8,12 +8,11 @@ arguments.
 """
 
 import argparse
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from shlex import quote
 
-from raystride.pipelines.launch.cluster.certificates import AUTHORITY_KEY, ENV_FILE, BadCertificates, make_certificates
+from raystride.pipelines.launch.cluster.certificates import AUTHORITY_KEY, ENV_FILE, make_certificates
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -26,11 +25,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--days", type=int, default=365, help="how long they hold (default 365)")
     args = parser.parse_args(arguments)
-    try:
-        made = make_certificates(Path(args.output), args.hosts, args.host_folder, args.days)
-    except (BadCertificates, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    made = make_certificates(Path(args.output), args.hosts, args.host_folder, args.days)
     print(f"results  {args.output}: folders for hosts, and {AUTHORITY_KEY}, which stays with you")
     for folder in made:
         print(f"copy     {copy_command(folder, args.host_folder)}")

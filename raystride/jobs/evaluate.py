@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from raystride.pipelines.config.jobs import EvaluateConfig
 from raystride.pipelines.config.parse import Parsed, command
-from raystride.pipelines.launch.console.exit_codes import DONE, run_with_exit_code
+from raystride.pipelines.launch.console.exit_codes import DONE
 from raystride.pipelines.observability.report.run_figures import step_text
 from raystride.pipelines.system.commands import shell_command
 from raystride.pipelines.system.storage.folder import Folder
@@ -28,7 +28,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run_job(parsed: Parsed[EvaluateConfig]) -> int:
-    return run_with_exit_code(lambda: _evaluate_and_print(parsed.settings))
+    return _evaluate_and_print(parsed.settings)
 
 
 def _evaluate_and_print(settings: EvaluateConfig) -> int:

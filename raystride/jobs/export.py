@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from raystride.pipelines.config.jobs import ExportConfig
 from raystride.pipelines.config.parse import Parsed, command
-from raystride.pipelines.launch.console.exit_codes import DONE, run_with_exit_code
+from raystride.pipelines.launch.console.exit_codes import DONE
 from raystride.pipelines.system.commands import shell_command
 from raystride.pipelines.system.credentials import redact
 from raystride.pipelines.system.hub import is_hub_name
@@ -29,7 +29,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run_job(parsed: Parsed[ExportConfig]) -> int:
-    return run_with_exit_code(lambda: _export_and_print(parsed.settings))
+    return _export_and_print(parsed.settings)
 
 
 def _export_and_print(settings: ExportConfig) -> int:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from raystride.pipelines.config.jobs import GenerateConfig
 from raystride.pipelines.config.parse import Parsed, command
-from raystride.pipelines.launch.console.exit_codes import DONE, run_with_exit_code
+from raystride.pipelines.launch.console.exit_codes import DONE
 from raystride.pipelines.system.commands import shell_command
 from raystride.pipelines.system.storage.folder import Folder
 
@@ -19,7 +19,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run_job(parsed: Parsed[GenerateConfig]) -> int:
-    return run_with_exit_code(lambda: _generate_and_print(parsed.settings))
+    return _generate_and_print(parsed.settings)
 
 
 def _generate_and_print(settings: GenerateConfig) -> int:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from raystride.pipelines.config.jobs import PredictConfig
 from raystride.pipelines.config.parse import Parsed, command
-from raystride.pipelines.launch.console.exit_codes import DONE, run_with_exit_code
+from raystride.pipelines.launch.console.exit_codes import DONE
 from raystride.pipelines.observability.report.run_figures import step_text
 from raystride.pipelines.system.commands import shell_command
 from raystride.pipelines.system.storage.folder import Folder
@@ -24,9 +24,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _run_job(parsed: Parsed[PredictConfig]) -> int:
     settings = parsed.settings
-    return run_with_exit_code(
-        lambda: _answer_files(settings) if settings.text is None else _answer_one(settings, settings.text)
-    )
+    return _answer_files(settings) if settings.text is None else _answer_one(settings, settings.text)
 
 
 def _answer_files(settings: PredictConfig) -> int:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from shlex import quote
 
 from raystride.pipelines.config.stored_run import missing_run
-from raystride.pipelines.launch.console.exit_codes import DONE, WRONG_SETTINGS, run_with_exit_code
+from raystride.pipelines.launch.console.exit_codes import DONE, WRONG_SETTINGS
 from raystride.pipelines.launch.run_store.commands import run_names
 from raystride.pipelines.observability.record.journal import stream_entries
 from raystride.pipelines.observability.record.summary import read_summary
@@ -26,7 +26,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--run", required=True, help="the run's name")
     parser.add_argument("--storage", default="runs", help="folder or URI that the run lies in (default: runs)")
     given = parser.parse_args(arguments)
-    return run_with_exit_code(lambda: _report(given.run, given.storage))
+    return _report(given.run, given.storage)
 
 
 def _report(run: str, uri: str) -> int:

@@ -16,11 +16,10 @@ storage cannot be written.
 
 import argparse
 import re
-import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from raystride.pipelines.launch.console.exit_codes import DONE, WRONG_SETTINGS, run_with_exit_code
+from raystride.pipelines.launch.console.exit_codes import DONE
 from raystride.pipelines.launch.run_store.commands import (
     CommandRefused,
     audit_run,
@@ -31,10 +30,7 @@ from raystride.pipelines.launch.run_store.commands import (
 )
 from raystride.pipelines.launch.run_store.prune import DAY_S, Selection, prune, prune_unused
 from raystride.pipelines.observability.record.mlflow.links import UI_PORT
-from raystride.pipelines.system.credentials import MissingSecret, redact
-from raystride.pipelines.system.errors import SettingError
 from raystride.pipelines.system.storage.folder import Folder
-from raystride.pipelines.system.storage.sealed import SealBroken
 
 STATUSES_TO_PRUNE = ("finished", "stopped", "failed", "interrupted", "damaged")
 
@@ -43,15 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command; returns the exit code."""
     given = vars(_build_parser().parse_args(arguments))
     verb, storage = given.pop("verb"), Folder.from_uri(given.pop("storage"))
-    return run_with_exit_code(lambda: _run_verb(verb, storage, given))
-
-
-def _run_verb(verb: Callable[..., int | None], storage: Folder, given: dict[str, Any]) -> int:
-    try:
-        return int(verb(storage, **given) or DONE)
-    except (CommandRefused, SettingError, MissingSecret, SealBroken) as refusal:
-        print(redact(str(refusal)), file=sys.stderr)
-        return WRONG_SETTINGS
+    return int(verb(storage, **given) or DONE)
 
 
 def _prune(storage: Folder, *, unused: bool, dry_run: bool, yes: bool, **given: Any) -> None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from raystride.pipelines.config.jobs import ServeConfig
 from raystride.pipelines.config.parse import Parsed, command
-from raystride.pipelines.launch.console.exit_codes import DONE, run_with_exit_code
+from raystride.pipelines.launch.console.exit_codes import DONE
 
 if TYPE_CHECKING:
     from raystride.pipelines.evaluate.load_run import LoadedModel
@@ -28,9 +28,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run_job(parsed: Parsed[ServeConfig]) -> int:
-    return run_with_exit_code(
-        lambda: _serve_until_interrupted(parsed.settings), own_handlers=True
-    )  # uvicorn handles Ctrl-C itself
+    return _serve_until_interrupted(parsed.settings)
 
 
 def _serve_until_interrupted(settings: ServeConfig) -> int:

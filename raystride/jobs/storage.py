@@ -7,11 +7,9 @@ Exit codes: 0 done, 2 there is no such storage, 3 it cannot be read.
 """
 
 import argparse
-import sys
 from collections.abc import Sequence
 
-from raystride.pipelines.launch.console.exit_codes import DONE, WRONG_SETTINGS, run_with_exit_code
-from raystride.pipelines.launch.run_store.commands import CommandRefused
+from raystride.pipelines.launch.console.exit_codes import DONE
 from raystride.pipelines.launch.run_store.contents import show_storage
 from raystride.pipelines.system.storage.folder import Folder
 
@@ -19,15 +17,7 @@ from raystride.pipelines.system.storage.folder import Folder
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command; returns the exit code."""
     given = build_parser().parse_args(arguments)
-    return run_with_exit_code(lambda: _show(given.storage, given.json))
-
-
-def _show(storage: str, as_json: bool) -> int:
-    try:
-        show_storage(Folder.from_uri(storage), as_json=as_json)
-    except CommandRefused as refusal:
-        print(refusal, file=sys.stderr)
-        return WRONG_SETTINGS
+    show_storage(Folder.from_uri(given.storage), as_json=given.json)
     return DONE
 
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from raystride.pipelines.config import Config, SettingError
+from raystride.pipelines.config import Config
 from raystride.pipelines.config.parse import Parsed, command, to_yaml
 from raystride.pipelines.config.presets import presets
 from raystride.pipelines.config.stored_run import parse_settings, read_settings
@@ -75,11 +75,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     words = words_to_flags(Config, sys.argv[1:] if arguments is None else arguments, presets())
     folder = _named_run(words)
     with ExitStack() as stack:
-        try:
-            given = stack.enter_context(stored_settings(words))
-        except SettingError as error:
-            print(f"error: {error}", file=sys.stderr)
-            return 2
+        given = stack.enter_context(stored_settings(words))
         return command(
             Config,
             _run_job,

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from playwright.sync_api import Browser
 
-from raystride.jobs import runs
+from raystride.command import run as run_command
 from raystride.pipelines.config import Config, LaunchConfig, OptimizerConfig, RecordConfig, TrainConfig
 from raystride.pipelines.observability.record import read_entries
 from raystride.pipelines.observability.record.mlflow.links import VIEW_METRICS, VIEW_PARAMETERS, VIEW_TAGS, run_link
@@ -144,7 +144,7 @@ def test_mlflow_shows_the_report_among_the_artifacts(config: Config, links: page
 def test_the_comparison_shows_both_runs_and_the_one_setting_in_which_they_differ(
     config: Config, links: pages.Links, visit: Visit, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert runs.main(["compare", *RATES, "--storage", config.storage, "--port", str(links.port)]) == 0
+    assert run_command(["runs", "compare", *RATES, "--storage", config.storage, "--port", str(links.port)]) == 0
     link = re.search(r"http\S+compare-runs\S+", capsys.readouterr().out)
     assert link is not None
     pages.open_comparison(visit.page, link.group())

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
-from raystride.pipelines.launch.deploy import driver as deploy
+from raystride.command import run as run_command
 from tests.deploy.faults import find_faults
 from tests.deploy.rendering import render_for
 from tests.waiting import wait_until
@@ -140,7 +140,7 @@ def test_too_few_machines_by_ssh_write_nothing(tmp_path: Path, capsys: pytest.Ca
         "--output",
         str(tmp_path / "out"),
     ]
-    assert deploy.main(["launcher", *flags]) == 3
+    assert run_command(["deploy", "launcher", *flags]) == 3
     assert "4 nodes asked, 0 in cloud.hosts" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
 
@@ -159,7 +159,7 @@ def test_the_bundled_places_accept_the_run_of_the_readme(kind: str, place: str, 
         "--output",
         str(tmp_path / "out"),
     ]
-    assert deploy.main([kind, *flags, *(["--place", place] if place else [])]) == 0
+    assert run_command(["deploy", kind, *flags, *(["--place", place] if place else [])]) == 0
     assert (tmp_path / "out").is_dir()
 
 
@@ -172,5 +172,5 @@ def test_local_data_is_refused_unless_it_is_below_the_storage(tmp_path: Path) ->
         (folder / "text.txt").write_text("x")
         flags = ["--config", "lm_python", "--nodes", "2", "--place", str(tmp_path / "place.yaml")]
         flags += ["--output", str(tmp_path / "out"), "--data.source", str(folder / "text.txt")]
-        codes.append(deploy.main(["launcher", *flags]))
+        codes.append(run_command(["deploy", "launcher", *flags]))
     assert codes == [3, 0]

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from raystride.pipelines.launch.deploy.driver import main as run_deploy
+from raystride.command import run as run_command
 from raystride.pipelines.launch.deploy.own_ray import reserve_ports
 from raystride.pipelines.launch.deploy.render import write_files
 from tests.deploy.containers import Engine, find_missing, read_pip_settings
@@ -45,7 +45,7 @@ def _mark_long(test: Callable[..., None]) -> Callable[..., None]:
 
 def _write_files(folder: Path, *flags: str) -> dict[str, str]:
     """Runs `raystride deploy compose`. Returns the texts of the written files by path."""
-    assert run_deploy(["compose", *flags, "--output", str(folder)]) == 0
+    assert run_command(["deploy", "compose", *flags, "--output", str(folder)]) == 0
     return {path.relative_to(folder).as_posix(): path.read_text() for path in folder.rglob("*") if path.is_file()}
 
 

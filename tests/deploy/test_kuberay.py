@@ -11,7 +11,7 @@ import kubernetes_validate
 import pytest
 import yaml
 
-from raystride.pipelines.launch.deploy import driver as deploy
+from raystride.command import run as run_command
 from tests.deploy.faults import find_faults, find_kuberay_faults, iterate_pods
 from tests.deploy.kustomize import Document, build_folder, find_folders
 from tests.deploy.rendering import find_entry_point, find_ray_object, render_for
@@ -229,7 +229,7 @@ def test_a_place_that_cannot_run_the_job_writes_nothing(tmp_path: Path, capsys: 
         "--output",
         str(tmp_path / "out"),
     ]
-    assert deploy.main(["kuberay", *flags]) == 3
+    assert run_command(["deploy", "kuberay", *flags]) == 3
     assert "kubernetes.storage_class is empty" in capsys.readouterr().err
-    assert deploy.main(["kuberay", *flags, "--nodes", "9"]) == 3
+    assert run_command(["deploy", "kuberay", *flags, "--nodes", "9"]) == 3
     assert not (tmp_path / "out").exists()

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from raystride.pipelines.launch.deploy import driver as deploy
+from raystride.command import run as run_command
 from tests.deploy.ssh import SshHosts, ssh_skip_reason
 from tests.tiny import write_text
 
@@ -48,7 +48,7 @@ def _write_job(machines: SshHosts) -> Path:
     written = folder / "written"
     flags = f"--nodes 2 --place {folder / 'place.yaml'} --output {written} --config {folder / 'tiny.yaml'} --run tiny"
     flags += f" --data.source {write_text(folder / 'runs')} --scaling.workers 2"
-    assert deploy.main(["launcher", *flags.split()]) == 0
+    assert run_command(["deploy", "launcher", *flags.split()]) == 0
     return written
 
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+from raystride.command import run as run_command
 from raystride.jobs import train
-from raystride.pipelines.launch.deploy import driver as deploy
 from tests.cluster import in_the_clear
 from tests.deploy.slurm import Slurm, slurm_skip_reason, wait_until
 from tests.tiny import write_text
@@ -58,7 +58,7 @@ def _write_job(slurm: Slurm, run: str, steps: int, nodes: int = 2, tls: bool = F
     written = folder / f"job-{run}"
     flags = f"--nodes {nodes} --place {folder / 'place.yaml'} --output {written} --config {folder / 'tiny.yaml'} --run {run}"
     flags += f" --data.source {text} --train.steps {steps} --scaling.workers {nodes}"
-    assert deploy.main(["slurm", *flags.split()]) == 0
+    assert run_command(["deploy", "slurm", *flags.split()]) == 0
     return written
 
 
@@ -155,7 +155,7 @@ def test_the_jobs_of_an_array_share_one_sweep(slurm: Slurm) -> None:
     place.write_text(yaml.safe_dump(_place_values(slurm)))
     written = slurm.folder / "job-array"
     flags = f"--job sweep --array 2 --place {place} --output {written} --config {slurm.folder / 'sweep.yaml'} --run grid"
-    assert deploy.main(["slurm", *flags.split()]) == 0
+    assert run_command(["deploy", "slurm", *flags.split()]) == 0
     job = slurm.submit(written)
     for element in (f"{job}_0", f"{job}_1"):
         slurm.wait_for_state(element, "COMPLETED")

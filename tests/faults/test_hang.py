@@ -138,6 +138,7 @@ def _train_and_hang(config: Config, screen: Path) -> None:
 
     from raystride.pipelines.config.parse import Parsed
     from raystride.pipelines.launch import inline
+    from raystride.pipelines.launch.console.exit_codes import run_with_exit_code
     from raystride.pipelines.launch.train_job import run_training
 
     inline.LEAVE_S = 0.5
@@ -157,4 +158,4 @@ def _train_and_hang(config: Config, screen: Path) -> None:
     HangDetector.check = check_and_tell  # type: ignore[method-assign]
     torch.nn.modules.module.register_module_forward_pre_hook(hang)
     sys.stderr = screen.open("w", buffering=1)
-    sys.exit(run_training(Parsed(config, preset="tiny")))
+    sys.exit(run_with_exit_code(lambda: run_training(Parsed(config, preset="tiny"))))

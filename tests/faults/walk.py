@@ -199,6 +199,7 @@ def _configs(storage: Storage) -> dict[str, Config]:
 def _sweep(storage: Storage, name: str) -> None:
     """Measures what is missing of a sweep."""
     from raystride.pipelines.config.parse import Parsed
+    from raystride.pipelines.launch.console.exit_codes import run_with_exit_code
     from raystride.pipelines.sweep.sweep_job import run_sweep
 
     config = _configs(storage)["refined" if name == "swept" else "decoder"]
@@ -208,7 +209,8 @@ def _sweep(storage: Storage, name: str) -> None:
     else:
         config = replace(config, launch=LaunchConfig(address="local"), scaling=ScalingConfig(workers=1))
     config = replace(config, run=name, storage=storage.address, train=replace(config.train, exact=False))
-    if code := run_sweep(Parsed(SweepJobConfig(**vars(config), sweep=sweep), preset="", has_source=True)):
+    parsed = Parsed(SweepJobConfig(**vars(config), sweep=sweep), preset="", has_source=True)
+    if code := run_with_exit_code(lambda: run_sweep(parsed)):
         sys.exit(code)
 
 

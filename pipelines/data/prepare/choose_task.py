@@ -1,7 +1,7 @@
 """Task selection for `task: auto`, by the columns of the data; validation on the end of a single text.
 
     config = choose_task(config)        # task completion, data.messages_column "messages", for a file of chats
-    config = choose_validation(config)  # data.validation "tail", for input.txt
+    choose_validation(config.data, config.task).validation  # "tail", for input.txt
 
 | columns                                                    | task             |
 | ---------------------------------------------------------- | ---------------- |
@@ -84,17 +84,16 @@ def choose_task(config: Config, storage: Folder | None = None) -> Config:
     )
 
 
-def choose_validation(config: Config) -> Config:
-    """Returns the settings with `data.validation tail` for a language model's single text file, one document: a hash of it
-    would leave nothing to validate on, or to train on.
+def choose_validation(data: DataConfig, task: str) -> DataConfig:
+    """Returns the settings with `validation tail` for a language model's single text file, one document: a hash of it would
+    leave nothing to validate on, or to train on.
     """
-    data = config.data
     is_text = data.kind in (AUTO, "text") and file_format(data.source) == "text" and not is_archive(data.source)
-    if data.validation != "hash" or data.sources or config.task != "language_model" or not is_text:
-        return config
+    if data.validation != "hash" or data.sources or task != "language_model" or not is_text:
+        return data
     if "://" in data.source or not Path(absolute_uri(data.source)).is_file():
-        return config
-    return replace(config, data=replace(data, validation="tail"))
+        return data
+    return replace(data, validation="tail")
 
 
 def _candidate_tasks(data: DataConfig) -> Iterator[tuple[str, dict[str, Any]]]:

@@ -10,6 +10,7 @@ of that file in the manifest, as in a Merkle tree of two levels: the manifest au
 
 import hashlib
 from dataclasses import dataclass
+from typing import Any
 
 from raystride.pipelines.system.storage.folder import Folder
 
@@ -62,3 +63,12 @@ def parse_hash_list(content: bytes, top_hash: str) -> HashList:
 
 def _blake2b(content: bytes | memoryview) -> bytes:
     return hashlib.blake2b(content, digest_size=HASH_BYTES).digest()
+
+
+def is_intact(folder: Folder, shard: dict[str, Any]) -> bool:
+    """Returns whether a shard of an interrupted preparation is present and unchanged."""
+    try:
+        on_disk = not shard.get("top_hash") or folder.exists(hash_list_name(shard["file"]))
+        return on_disk and folder.sha256(shard["file"]) == str(shard["sha256"])
+    except OSError:
+        return False

@@ -30,6 +30,7 @@ from raystride.pipelines.data.prepare.fingerprint import (
     open_as_prepared,
 )
 from raystride.pipelines.data.prepare.generations import Describe, Publisher, Records, validation_first
+from raystride.pipelines.data.prepare.hash_list import is_intact
 from raystride.pipelines.data.prepare.learn_facts import (
     FACTS,
     LearnedFacts,
@@ -62,7 +63,6 @@ from raystride.pipelines.data.prepare.progress import (
 from raystride.pipelines.data.prepare.raw_files import write_raw_files
 from raystride.pipelines.data.prepare.run_context import Log, OnRay, RunContext
 from raystride.pipelines.data.prepare.sections import SECTIONS, shards_of_record
-from raystride.pipelines.data.prepare.shards import is_intact
 from raystride.pipelines.data.prepare.stages import (
     SPLITS,
     SURVEYS_FOLDER,

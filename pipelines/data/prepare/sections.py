@@ -12,7 +12,7 @@ for section in load_sections(folder, 3): ...              # those that an interr
 from collections.abc import Mapping
 from typing import Any
 
-from raystride.pipelines.data.prepare.shards import is_intact
+from raystride.pipelines.data.prepare.hash_list import is_intact
 from raystride.pipelines.system.storage.folder import Folder
 from raystride.pipelines.system.storage.sealed import read_sealed
 

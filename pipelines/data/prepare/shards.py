@@ -16,13 +16,13 @@ import tempfile
 from array import array
 from contextlib import nullcontext
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 import numpy as np
 import pyarrow as pa
 
 from raystride.pipelines.data.prepare.columns import as_array, number_column, numpy_type, read_bools, read_numbers
-from raystride.pipelines.data.prepare.hash_list import LEAF_BYTES, hash_list, hash_list_name, put_hash_list
+from raystride.pipelines.data.prepare.hash_list import LEAF_BYTES, hash_list, put_hash_list
 from raystride.pipelines.data.prepare.manifest import Shard
 from raystride.pipelines.system.storage.folder import Folder
 
@@ -170,12 +170,3 @@ def _read_back(path: Path, expected: dict[str, tuple[int, pa.Buffer]]) -> tuple[
                     raise OSError(message)
             position += size
     return digest.hexdigest(), b"".join(leaves)
-
-
-def is_intact(folder: Folder, shard: dict[str, Any]) -> bool:
-    """Returns whether a shard of an interrupted preparation is present and unchanged."""
-    try:
-        on_disk = not shard.get("top_hash") or folder.exists(hash_list_name(shard["file"]))
-        return on_disk and folder.sha256(shard["file"]) == str(shard["sha256"])
-    except OSError:
-        return False

@@ -20,6 +20,8 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
+from raystride.pipelines.system.errors import SettingError
+
 AUTHORITY, AUTHORITY_KEY = "ca.pem", "ca.key"
 CERTIFICATE, KEY, ENV_FILE = "host.pem", "host.key", "ray.env"
 BACKDATED_BY = timedelta(days=1)
@@ -27,17 +29,6 @@ BACKDATED_BY = timedelta(days=1)
 AUTHORITY_DAYS = 3650
 LOCAL_NAMES = ("localhost", "127.0.0.1")
 """Further names of every host, used by its own processes."""
-
-
-class BadCertificates(ValueError):
-    """A host, folder or validity for which no certificate can be made; the message says how to fix it.
-
-    `flag` is `hosts`, `output` or `days`, and `value` the value given for it.
-    """
-
-    def __init__(self, message: str = "", *, flag: str = "", value: object = None) -> None:
-        super().__init__(message)
-        self.flag, self.value = flag, value
 
 
 def days_left(environment: Mapping[str, str] = os.environ) -> float | None:
@@ -55,18 +46,18 @@ def days_left(environment: Mapping[str, str] = os.environ) -> float | None:
 def make_certificates(output_folder: Path, hosts: Sequence[str], host_folder: str, days: int) -> list[Path]:
     """Writes a folder below `output_folder` for each host, named by its first name; returns the folders.
 
-    Reuses the authority in the folder if there is one. Raises BadCertificates before anything is written.
+    Reuses the authority in the folder if there is one. Raises SettingError before anything is written.
     """
     if days < 1:
-        raise BadCertificates(f"--days is {days}: certificates hold for at least a day", flag="days", value=days)
+        raise SettingError(f"--days is {days}: certificates hold for at least a day", setting="days", value=days)
     names_by_host = [_parse_host(host) for host in hosts]
     output_folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     authority, key = _load_or_create_authority(output_folder)
     if authority.not_valid_after_utc < datetime.now(UTC) + timedelta(days=days):
-        raise BadCertificates(
+        raise SettingError(
             f"--days is {days}, but the authority in {output_folder} ends on {authority.not_valid_after_utc:%Y-%m-%d}: "
             "give fewer, or another --output, with new certificates for all hosts",
-            flag="days",
+            setting="days",
             value=days,
         )
     return [
@@ -76,15 +67,15 @@ def make_certificates(output_folder: Path, hosts: Sequence[str], host_folder: st
 
 
 def _parse_host(host: str) -> list[str]:
-    """Splits a host of the command line into its address and names. Raises BadCertificates."""
+    """Splits a host of the command line into its address and names. Raises SettingError."""
     names = host.split(",")
     for name in names:
         if not _is_address(name) and not re.fullmatch(r"[A-Za-z0-9]([A-Za-z0-9.\-]*[A-Za-z0-9])?", name):
             message = f"{host!r} is no host: give its address in the cluster, and names after commas"
-            raise BadCertificates(message, flag="hosts", value=host)
+            raise SettingError(message, setting="hosts", value=host)
     if not _is_address(names[0]):
         message = f"{host!r} begins with a name: Ray calls hosts by their addresses, so that comes first"
-        raise BadCertificates(message, flag="hosts", value=host)
+        raise SettingError(message, setting="hosts", value=host)
     return names
 
 
@@ -97,7 +88,7 @@ def _is_address(name: str) -> bool:
 
 
 def _load_or_create_authority(output_folder: Path) -> tuple[x509.Certificate, ec.EllipticCurvePrivateKey]:
-    """Returns the authority in a folder, created if there is none. Raises BadCertificates if its files are incomplete."""
+    """Returns the authority in a folder, created if there is none. Raises SettingError if its files are incomplete."""
     files = output_folder / AUTHORITY, output_folder / AUTHORITY_KEY
     if not any(file.exists() for file in files):
         key = ec.generate_private_key(ec.SECP256R1())
@@ -116,10 +107,10 @@ def _load_or_create_authority(output_folder: Path) -> tuple[x509.Certificate, ec
         key_found = serialization.load_pem_private_key(files[1].read_bytes(), None)
     except (OSError, ValueError) as error:
         message = f"{output_folder} has no whole authority ({error}): give another --output"
-        raise BadCertificates(message, flag="output", value=output_folder) from None
+        raise SettingError(message, setting="output", value=output_folder) from None
     if not isinstance(key_found, ec.EllipticCurvePrivateKey) or key_found.public_key() != found.public_key():
         message = f"{files[1]} is not the key of {files[0]}: give another --output"
-        raise BadCertificates(message, flag="output", value=output_folder)
+        raise SettingError(message, setting="output", value=output_folder)
     return found, key_found
 
 

@@ -13,7 +13,7 @@ from raystride.pipelines.config.deploy import DeployConfig, DeployServeConfig
 from raystride.pipelines.config.parse import Parsed, parse
 from raystride.pipelines.config.section import nearest
 from raystride.pipelines.config.sweep import SweepJobConfig
-from raystride.pipelines.launch.console.exit_codes import DONE, run_with_exit_code
+from raystride.pipelines.launch.console.exit_codes import DONE
 from raystride.pipelines.launch.deploy.llm_serving import write_serving_config
 from raystride.pipelines.launch.deploy.plan import (
     DEFAULT_PLACES,
@@ -60,12 +60,7 @@ DATABASE_KEY_COMMAND = (
 """On Kubernetes, creates the password of MLflow's database, if MLflow is deployed too; no file holds the password."""
 
 
-def main(arguments: Sequence[str]) -> int:
-    """Runs the command line. Returns the exit code; raises no error that a user can cause."""
-    return run_with_exit_code(lambda: _deploy(list(arguments)))
-
-
-def _deploy(arguments: list[str]) -> int:
+def main(arguments: list[str]) -> int:
     """Plans, renders and writes the files, and prints the summary. Returns the exit code. Raises SettingError."""
     if not arguments or arguments[0] in ("-h", "--help"):
         print(_help_text())
@@ -74,7 +69,7 @@ def _deploy(arguments: list[str]) -> int:
         flags = [_normalize_flag(argument) for argument in arguments[1:]]
         print("\n".join(write_serving_config(parse(DeployServeConfig, flags, program="raystride deploy serve").settings)))
         return DONE
-    kind = _parse_kind(arguments.pop(0))
+    kind, arguments = _parse_kind(arguments[0]), arguments[1:]
     deploy_flags, run_flags = _split_flags(arguments)
     if {"-h", "--help"} & set(run_flags):
         parse(DeployConfig, ["--help"], program=f"raystride deploy {kind}", description=_help_text())

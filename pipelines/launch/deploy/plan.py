@@ -122,7 +122,8 @@ def plan_deployment(kind: Kind, request: DeployConfig, place: TargetConfig, pars
     `parsed` holds a Config, or for the job `sweep` a SweepJobConfig. Raises CannotRun, with a line for each reason, if the
     place cannot run it, and SettingError if settings contradict each other.
     """
-    chosen: Config = choose_validation(choose_task(with_data(parsed)))
+    chosen: Config = choose_task(with_data(parsed))
+    chosen = replace(chosen, data=choose_validation(chosen.data, chosen.task))
     run = chosen.run or chosen.default_run(parsed.preset)
     config = _resolve_local_paths(chosen)
     cpus, memory = _node_share(request, place)

@@ -21,7 +21,7 @@ from raystride.pipelines.launch.cluster.network import measure_network
 from raystride.pipelines.launch.cluster.resources import Allocation, Resources
 from raystride.pipelines.launch.cluster.versions import describe_other_packages
 from raystride.pipelines.launch.cluster.wait_for_nodes import wait_for_nodes
-from raystride.pipelines.launch.console.exit_codes import CANNOT_RUN, DONE, run_with_exit_code
+from raystride.pipelines.launch.console.exit_codes import CANNOT_RUN, DONE
 from raystride.pipelines.launch.preflight.checks import Check, preflight, raise_for_failures
 from raystride.pipelines.launch.preflight.choose_mesh import choose_mesh
 from raystride.pipelines.launch.preflight.hosts import probe_hosts
@@ -32,10 +32,7 @@ from raystride.pipelines.system.storage.folder import Folder
 
 def run_check(parsed: Parsed[Config], prove: Callable[["ResolvedRun"], list[str]] = lambda resolved: []) -> int:
     """Prints the checks and whether the configuration will run; returns the exit code. The lines of `prove` come last."""
-    return run_with_exit_code(lambda: _run_check(RunContext(*locate_run(parsed)), prove))
-
-
-def _run_check(context: RunContext, prove: Callable[["ResolvedRun"], list[str]]) -> int:
+    context = RunContext(*locate_run(parsed))
     data, lines = _check_first_rows(context)  # no cluster is started for data that cannot be read
     launch = context.config.launch
     if not data.passed:

@@ -32,6 +32,7 @@ from raystride.pipelines.observability.report.closing import format_figures
 from raystride.pipelines.observability.report.run_figures import list_metrics, list_run_figures
 from raystride.pipelines.system.commands import shell_command
 from raystride.pipelines.system.credentials import redact
+from raystride.pipelines.system.errors import SettingError
 from raystride.pipelines.system.storage.folder import Folder
 from raystride.pipelines.system.storage.sealed import SealBroken
 
@@ -39,7 +40,7 @@ FILES_OF_A_RUN = ("config.yaml", "journal", "summary.json", "checkpoints", "owne
 """Files and folders of which one at least is in the folder of a run or sweep."""
 
 
-class CommandRefused(Exception):
+class CommandRefused(SettingError):
     """The command cannot be executed; the message gives the reason and the remedy."""
 
 

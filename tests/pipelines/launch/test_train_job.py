@@ -8,7 +8,7 @@ import pytest
 
 from raystride.pipelines.config import DataConfig, LaunchConfig, ModelConfig, ValidationConfig
 from raystride.pipelines.config.parse import Parsed
-from raystride.pipelines.launch.console.exit_codes import DONE, WRONG_SETTINGS
+from raystride.pipelines.launch.console.exit_codes import DONE, WRONG_SETTINGS, run_with_exit_code
 from raystride.pipelines.launch.train_job import run_training
 from raystride.pipelines.system.storage.folder import Folder
 from tests.ray_jobs.jobs import finish_job, start_job
@@ -29,7 +29,7 @@ def test_what_cannot_work_is_refused_at_once(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], changes: dict[str, object], message: str
 ) -> None:
     config = tiny(write_text(tmp_path), storage=str(tmp_path), launch=LaunchConfig(mode="inline"), **changes)
-    assert run_training(Parsed(config, "tiny")) == WRONG_SETTINGS
+    assert run_with_exit_code(lambda: run_training(Parsed(config, "tiny"))) == WRONG_SETTINGS
     assert message in capsys.readouterr().err
 
 
@@ -55,7 +55,7 @@ def test_weights_of_another_network_are_refused_before_the_name_is_taken(
     (tmp_path / "config.json").write_text('{"model_type": "qwen3"}')
     model = ModelConfig(layers=2, heads=2, hidden_size=16, context=16, init_from=str(tmp_path))
     config = tiny(write_text(tmp_path), storage=str(tmp_path / "runs"), launch=LaunchConfig(mode="inline"), model=model)
-    assert run_training(Parsed(config, "tiny")) == WRONG_SETTINGS
+    assert run_with_exit_code(lambda: run_training(Parsed(config, "tiny"))) == WRONG_SETTINGS
     assert f"model.init_from is '{tmp_path}': " in capsys.readouterr().err
     assert not list((tmp_path / "runs").glob("*/config.yaml"))
 
@@ -66,6 +66,6 @@ def test_a_decoder_of_hugging_face_is_no_base_of_a_classifier(tmp_path: Path, ca
     data = DataConfig(source="trec", kind="huggingface")
     config = tiny(write_text(tmp_path), storage=str(tmp_path / "runs"), task="classification", model=model)
     config = replace(config, launch=LaunchConfig(mode="inline"), data=data)
-    assert run_training(Parsed(config, "tiny")) == WRONG_SETTINGS
+    assert run_with_exit_code(lambda: run_training(Parsed(config, "tiny"))) == WRONG_SETTINGS
     assert "model.init_from is " in (said := capsys.readouterr().err)
     assert "task `classification`" in said

@@ -9,6 +9,7 @@ import pytest
 from raystride.pipelines.config import OptimizerConfig, ValidationConfig
 from raystride.pipelines.config.parse import Parsed
 from raystride.pipelines.config.sweep import SweepJobConfig
+from raystride.pipelines.launch.console.exit_codes import run_with_exit_code
 from raystride.pipelines.launch.console.screen import SilentScreen
 from raystride.pipelines.sweep.choice import confirming_round
 from raystride.pipelines.sweep.result import Result, load_candidate_result, load_results, save_result
@@ -28,7 +29,7 @@ from tests.pipelines.sweep.test_report_page import CLUSTER, sweep, trial
 
 def refusal_message(base: SweepJobConfig, capsys: pytest.CaptureFixture[str]) -> str:
     """Runs the job, and returns its error line."""
-    assert run_sweep(Parsed(base, "s")) == 2
+    assert run_with_exit_code(lambda: run_sweep(Parsed(base, "s"))) == 2
     said = capsys.readouterr()
     assert not said.out
     assert said.err.startswith("error: ")
@@ -201,7 +202,7 @@ def test_a_share_that_is_none_is_refused(tmp_path: Path, share: str) -> None:
 
 
 def test_shares_are_of_a_grid(tmp_path: Path) -> None:
-    with refused("sweep.shard", "0/2", names=["sweep.search grid", "optuna"]):
+    with refused("sweep.shard", "0/2", names=["sweep.search `grid`", "optuna"]):
         sweep_in(tmp_path, shard="0/2", search="optuna")
 
 

@@ -151,6 +151,6 @@ def test_a_single_text_is_validated_on_its_end(tmp_path: Path, name: str, change
     (tmp_path / "input.txt").write_text("a text")
     if name:
         (tmp_path / name).write_text("a text")
-    config = Config(data=DataConfig(source=str(tmp_path / name), **changes))
-    assert choose_validation(config).data.validation == chosen
-    assert choose_validation(replace(config, task="completion")).data == config.data
+    data = DataConfig(source=str(tmp_path / name), **changes)
+    assert choose_validation(data, "language_model").validation == chosen
+    assert choose_validation(data, "completion") == data

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raystride.pipelines.data.prepare.hash_list import hash_list_name
+from raystride.pipelines.data.prepare.hash_list import hash_list_name, is_intact
 from raystride.pipelines.data.prepare.manifest import Shard
-from raystride.pipelines.data.prepare.shards import ShardWriter, is_intact
+from raystride.pipelines.data.prepare.shards import ShardWriter
 from raystride.pipelines.system.storage.folder import Folder
 
 Row = tuple[int, bool, bool, list[int], list[int] | None]

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from raystride.jobs.certificates import copy_command, main
-from raystride.pipelines.launch.cluster.certificates import BadCertificates, days_left, make_certificates, ray_environment
+from raystride.pipelines.config import SettingError
+from raystride.pipelines.launch.cluster.certificates import days_left, make_certificates, ray_environment
 
 
 def _server(folder: Path) -> ssl.SSLContext:
@@ -91,26 +92,26 @@ def test_a_hosts_folder_is_what_ray_asks_for_and_nobody_elses(tmp_path: Path, ca
 def test_what_can_be_no_certificate_is_refused_before_anything_is_written(
     hosts: list[str], days: int, flag: str, said: str, tmp_path: Path
 ) -> None:
-    with pytest.raises(BadCertificates, match=said) as raised:
+    with pytest.raises(SettingError, match=said) as raised:
         make_certificates(tmp_path / "tls", hosts, "/etc/tls", days)
-    assert (raised.value.flag, raised.value.value) == (flag, days if flag == "days" else hosts[0])
+    assert (raised.value.setting, raised.value.value) == (flag, days if flag == "days" else hosts[0])
     assert not (tmp_path / "tls").exists()
 
 
 def test_an_authority_that_is_not_whole_is_not_replaced(tmp_path: Path) -> None:
     make_certificates(tmp_path, ["10.0.0.1"], "/etc/tls", 30)
     make_certificates(tmp_path / "other", ["10.0.0.1"], "/etc/tls", 30)
-    with pytest.raises(BadCertificates, match="--days is 5000") as raised:
+    with pytest.raises(SettingError, match="--days is 5000") as raised:
         make_certificates(tmp_path, ["10.0.0.1"], "/etc/tls", 5000)
-    assert (raised.value.flag, raised.value.value) == ("days", 5000)
+    assert (raised.value.setting, raised.value.value) == ("days", 5000)
     (tmp_path / "ca.key").write_bytes((tmp_path / "other" / "ca.key").read_bytes())
-    with pytest.raises(BadCertificates, match=r"ca\.key is not .*--output") as raised:
+    with pytest.raises(SettingError, match=r"ca\.key is not .*--output") as raised:
         make_certificates(tmp_path, ["10.0.0.1"], "/etc/tls", 30)
-    assert (raised.value.flag, raised.value.value) == ("output", tmp_path)
+    assert (raised.value.setting, raised.value.value) == ("output", tmp_path)
     (tmp_path / "ca.key").unlink()
-    with pytest.raises(BadCertificates, match="authority") as raised:
+    with pytest.raises(SettingError, match="authority") as raised:
         make_certificates(tmp_path, ["10.0.0.1"], "/etc/tls", 30)
-    assert (raised.value.flag, raised.value.value) == ("output", tmp_path)
+    assert (raised.value.setting, raised.value.value) == ("output", tmp_path)
     assert not (tmp_path / "ca.key").exists()
 
 

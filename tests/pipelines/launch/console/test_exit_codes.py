@@ -5,9 +5,11 @@ import os
 import signal
 import threading
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
+from raystride.command import run as run_command
 from raystride.pipelines.config import SettingError
 from raystride.pipelines.data.sources.faults import DataError
 from raystride.pipelines.launch.cluster.cluster import CannotRun
@@ -136,3 +138,35 @@ def test_a_defect_of_named_work_is_some_lines_with_its_place(error: Exception, c
     assert first == f"preparation failed: {type(error).__name__}: {error}"
     assert "exit_codes.py" in place
     assert len(more) <= 3
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("certificates 10.0.0.1 --days 0 --output tls", "--days is 0"),
+        ("deploy moon --config lm_python", "moon"),
+        ("evaluate --run none --storage runs", "there is no"),
+        ("export --run none --storage runs", "there is no"),
+        ("generate --run none --storage runs", "there is no"),
+        ("predict --run none --storage runs --text a", "there is no"),
+        ("prepare --data.source nowhere.txt", "nowhere.txt"),
+        ("presets none", "unknown preset 'none'"),
+        ("report --run none --storage runs", "there is no"),
+        ("runs show none --storage runs", "there is no"),
+        ("serve --run none --storage runs", "there is no"),
+        ("storage --storage runs", "there is no"),
+        ("sweep --data.source nowhere.txt --sweep.space {}", "sweep.space"),
+        ("train --run none --storage runs", "there is no"),
+        ("train --config none", "none"),
+        ("trian", "did you mean train?"),
+    ],
+)
+def test_each_command_ends_a_users_error_in_a_line_with_2(
+    line: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert run_command(line.split()) == WRONG_SETTINGS
+    said = capsys.readouterr().err
+    assert said.startswith("error: ")
+    assert words in said
+    assert "Traceback" not in said

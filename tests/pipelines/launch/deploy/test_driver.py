@@ -6,13 +6,13 @@ from pathlib import Path
 import pytest
 import yaml
 
-from raystride.pipelines.launch.deploy.driver import main
+from raystride.command import run as run_command
 
 FLAGS = "slurm --config lm_124m --data.source python --nodes 4 --gpus-per-node 8"
 
 
 def _deploy(line: str, folder: Path) -> int:
-    return main([*line.split(), "--output", str(folder)])
+    return run_command(["deploy", *line.split(), "--output", str(folder)])
 
 
 def test_files_are_written_and_the_next_commands_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -30,7 +30,7 @@ def test_each_kind_has_its_folder_an_example_is_called_one_and_the_image_comes_f
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert main([*f"{kind} --config lm_python --run mine".split()]) == 0
+    assert run_command(["deploy", *f"{kind} --config lm_python --run mine".split()]) == 0
     assert [path.name for path in tmp_path.iterdir()] == [f"deploy-{kind}-mine"]
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("place    the example ")
@@ -78,7 +78,7 @@ def test_changed_files_are_not_overwritten_without_the_flag(tmp_path: Path, caps
 def test_names_are_quoted_for_the_shell(tmp_path: Path) -> None:
     strange = 'it\'s $(touch gone) "x"'
     written = tmp_path / "job"
-    assert main([*FLAGS.split(), "--output", str(written), "--run", strange]) == 0
+    assert run_command(["deploy", *FLAGS.split(), "--output", str(written), "--run", strange]) == 0
     commands = [line for line in (written / "job.sbatch").read_text().splitlines() if "--run-folder" in line]
     echo = commands[0].rstrip("\\").replace("--run-folder", "printf %s")
     done = subprocess.run(["bash", "-c", echo], capture_output=True, text=True, cwd=tmp_path)
@@ -94,5 +94,5 @@ def test_an_array_of_jobs_shares_a_sweep(tmp_path: Path) -> None:
 
 
 def test_help_lists_the_places_without_settings(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--help"]) == 0
+    assert run_command(["deploy", "--help"]) == 0
     assert "slurm_two_nodes_of_eight" in capsys.readouterr().out

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import yaml
 
+from raystride.command import run as run_command
 from raystride.pipelines.config import Config, LoraConfig, ModelConfig
 from raystride.pipelines.config.deploy import DeployServeConfig
 from raystride.pipelines.config.parse import to_yaml
-from raystride.pipelines.launch.deploy.driver import main
 from raystride.pipelines.launch.deploy.llm_serving import FILE_NAME, render_serving_config
 from raystride.pipelines.system.storage.folder import Folder
 from tests.deploy.schemas import find_schema_faults, serve_schema
@@ -23,7 +23,7 @@ def test_a_run_is_rendered_as_an_application(tmp_path: Path, capsys: pytest.Capt
     Folder(f"{tmp_path}/runs/mine").put("config.yaml", to_yaml(CONFIG))
     output = tmp_path / "out"
     flags = ["serve", "--run", "mine", "--storage", f"{tmp_path}/runs", "--gpus", "2", "--output", str(output)]
-    assert main([*flags, "--max-replicas", "3", "--accelerator", "H100"]) == 0
+    assert run_command(["deploy", *flags, "--max-replicas", "3", "--accelerator", "H100"]) == 0
     written = yaml.safe_load((output / FILE_NAME).read_text())
     assert not find_schema_faults(serve_schema(), written)
     assert written["http_options"]["host"] == "127.0.0.1"
@@ -38,9 +38,9 @@ def test_a_run_is_rendered_as_an_application(tmp_path: Path, capsys: pytest.Capt
     assert f"serve deploy {output}/{FILE_NAME}" in said
     tuned = replace(CONFIG, model=replace(CONFIG.model, init_from="base"), lora=LoraConfig(rank=2))
     Folder(f"{tmp_path}/runs/mine").put("config.yaml", to_yaml(tuned))
-    assert main([*flags, "--overwrite", "true"]) == 0
+    assert run_command(["deploy", *flags, "--overwrite", "true"]) == 0
     assert "--to hugging_face --merge true\n" in capsys.readouterr().out
-    assert main([*flags, "--run", "none"]) == 2
+    assert run_command(["deploy", *flags, "--run", "none"]) == 2
     assert "there is no run" in capsys.readouterr().err
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from raystride.jobs import check
+from raystride.command import run as run_command
 from raystride.pipelines.config import Config, DataConfig, LaunchConfig, ScalingConfig, TrainConfig
 from raystride.pipelines.config.parse import Parsed, to_yaml
 from raystride.pipelines.data.prepare.prepare import prepare
@@ -52,7 +52,7 @@ def test_what_will_run_passes_every_check_and_says_what_comes_next(
 def test_kernels_are_proved_ahead_where_there_is_a_gpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     settings = tmp_path / "settings.yaml"
     settings.write_text(to_yaml(config_of(tmp_path)))
-    assert check.main(["--config", str(settings), "--kernels"]) == DONE
+    assert run_command(["check", "--config", str(settings), "--kernels"]) == DONE
     said = capsys.readouterr().out
     assert "note kernels on this machine: not run: it has no GPU, and CPUs compute by PyTorch" in said
 

@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 
-from raystride.jobs import runs
+from raystride.command import run as run_command
+from raystride.jobs.runs import _build_parser
 from raystride.pipelines.launch.run_store import lease
 from raystride.pipelines.launch.run_store.lease import Owner, RunLease, RunLocked
 from raystride.pipelines.system.storage.folder import Folder
@@ -51,24 +52,24 @@ def data_of(run: Path) -> list[str]:
 
 
 def test_list_and_show(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert runs.main(["list", "--storage", str(run.parent)]) == 0
+    assert run_command(["runs", "list", "--storage", str(run.parent)]) == 0
     table = capsys.readouterr().out
     assert all(word in table for word in ("small-1f3a", "finished", "300", "2.5000", "NaN"))
-    assert runs.main(["show", run.name, "--storage", str(run.parent)]) == 0
+    assert run_command(["runs", "show", run.name, "--storage", str(run.parent)]) == 0
     shown = capsys.readouterr().out
     assert "training loss    2.5000" in shown
     assert [line.split()[0] for line in shown.splitlines()[-3:]] == ["results", "mlflow", "next"]
 
 
 def test_a_storage_without_runs_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert runs.main(["list", "--storage", str(tmp_path)]) == 0
+    assert run_command(["runs", "list", "--storage", str(tmp_path)]) == 0
     assert capsys.readouterr().out == f"no runs in {tmp_path}\n"
 
 
 def test_a_replay_is_told_where_to(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    given = runs._build_parser().parse_args(["replay", run.name, "--mlflow-uri", "http://there", "--experiment", "words"])
+    given = _build_parser().parse_args(["replay", run.name, "--mlflow-uri", "http://there", "--experiment", "words"])
     assert (given.mlflow_uri, given.experiment, given.storage, given.name) == ("http://there", "words", "runs", run.name)
-    given = runs._build_parser().parse_args(["replay", run.name])
+    given = _build_parser().parse_args(["replay", run.name])
     assert (given.mlflow_uri, given.experiment) == (None, None)
 
 
@@ -80,19 +81,19 @@ def test_two_runs_are_compared_by_what_they_differ_in(run: Path, capsys: pytest.
     )
     for folder, width in ((run, 64), (other, 128)):
         (folder / "config.yaml").write_text(f"seed: 3\nmodel:\n  width: {width}\n")
-    assert runs.main(["compare", run.name, other.name, "--storage", str(run.parent)]) == 0
+    assert run_command(["runs", "compare", run.name, other.name, "--storage", str(run.parent)]) == 0
     shown = capsys.readouterr().out
     lines = [line.split() for line in shown.splitlines()]
     assert lines[0] == [run.name, other.name]
     assert ["model.hidden_size", "64", "128"] in lines
     assert not [line for line in lines if line and line[0] == "seed"], "they have it in common"
     assert "mlflow   has no page that compares them" in shown
-    assert runs.main(["compare", run.name, run.name, "--storage", str(run.parent)]) == 2
+    assert run_command(["runs", "compare", run.name, run.name, "--storage", str(run.parent)]) == 2
     assert f"compare is given one run, {run.name}" in capsys.readouterr().err
 
 
 def test_prune_keeps_the_newest_the_best_and_every_manifest(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert runs.main(["prune", run.name, "--keep", "1", "--storage", str(run.parent)]) == 0
+    assert run_command(["runs", "prune", run.name, "--keep", "1", "--storage", str(run.parent)]) == 0
     assert "1.0 MiB freed" in capsys.readouterr().out
     assert data_of(run) == ["step-00000100", "step-00000300"]
     assert len(list(run.glob("checkpoints/*/MANIFEST.json"))) == 3
@@ -103,24 +104,24 @@ def test_prune_takes_the_greatest_step_for_the_newest(run: Path) -> None:
         (run / "checkpoints" / before).rename(run / "checkpoints" / after)
     for hint in ("best", "last"):
         (run / "checkpoints" / hint).write_text("step-00000100\n")
-    assert runs.main(["prune", run.name, "--keep", "1", "--storage", str(run.parent)]) == 0
+    assert run_command(["runs", "prune", run.name, "--keep", "1", "--storage", str(run.parent)]) == 0
     assert data_of(run) == ["step-00000100", "step-100000000"]
 
 
 @pytest.mark.parametrize("words", [["prune", "--all"], ["delete"]], ids=" ".join)
 def test_a_whole_run_is_removed_if_it_is_meant(words: list[str], run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     command = [words[0], run.name, *words[1:], "--storage", str(run.parent)]
-    assert runs.main([*command, "--dry-run"]) == 0
-    assert runs.main(command) == 2, "there is nobody to ask"
+    assert run_command(["runs", *command, "--dry-run"]) == 0
+    assert run_command(["runs", *command]) == 2, "there is nobody to ask"
     assert run.exists()
-    assert runs.main([*command, "--yes"]) == 0
+    assert run_command(["runs", *command, "--yes"]) == 0
     assert str(run) in capsys.readouterr().out
     assert not run.exists()
 
 
 def test_the_figures_of_a_killed_run_are_those_of_its_journal(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (run / "summary.json").unlink()
-    assert runs.main(["list", "--storage", str(run.parent)]) == 0
+    assert run_command(["runs", "list", "--storage", str(run.parent)]) == 0
     row = capsys.readouterr().out.splitlines()[1].split()
     assert row[:3] == [run.name, "interrupted", "300"]
     assert "2.5000" in row
@@ -132,7 +133,7 @@ COMMANDS = (["prune", "small-1f3a", "--all", "--yes"], ["prune", "small-1f3a"], 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_a_run_with_a_living_owner_is_not_touched(run: Path, command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     own(run)
-    assert runs.main([*command, "--storage", str(run.parent)]) == 2
+    assert run_command(["runs", *command, "--storage", str(run.parent)]) == 2
     assert "stop it first" in capsys.readouterr().err
     assert len(data_of(run)) == 3
 
@@ -156,8 +157,8 @@ def test_an_owner_on_another_host_is_watched_whatever_its_clock_says(
     thread = threading.Thread(target=renew)
     thread.start()
     try:
-        assert runs.main([*command, "--storage", str(run.parent)]) == 2
-        assert runs.main(["list", "--storage", str(run.parent)]) == 0
+        assert run_command(["runs", *command, "--storage", str(run.parent)]) == 2
+        assert run_command(["runs", "list", "--storage", str(run.parent)]) == 0
     finally:
         ended.set()
         thread.join()
@@ -176,7 +177,10 @@ def test_runs_of_dead_hosts_are_watched_at_once(
     for other in others:
         shutil.copytree(run, other)
         own(other, **ELSEWHERE)
-    assert runs.main(["prune", *(other.name for other in others), "--all", "--yes", "--storage", str(run.parent)]) == 0
+    assert (
+        run_command(["runs", "prune", *(other.name for other in others), "--all", "--yes", "--storage", str(run.parent)])
+        == 0
+    )
     assert len(re.findall("waiting up to", capsys.readouterr().err)) == 1
     assert [path.name for path in run.parent.iterdir()] == [run.name]
 
@@ -192,7 +196,7 @@ def test_a_run_is_owned_while_it_is_removed(run: Path, monkeypatch: pytest.Monke
         remove(folder, name)
 
     monkeypatch.setattr(Folder, "remove", start)
-    assert runs.main(["prune", run.name, "--all", "--yes", "--storage", str(run.parent)]) == 0
+    assert run_command(["runs", "prune", run.name, "--all", "--yes", "--storage", str(run.parent)]) == 0
     assert len(refused) == 3  # checkpoints, journal, summary
     assert not run.exists()
 
@@ -204,14 +208,14 @@ def test_a_storage_that_cannot_be_written_is_a_line(
         raise OSError(errno.EROFS, "Read-only file system", str(run))
 
     monkeypatch.setattr(Folder, "put", refuse)
-    assert runs.main(["prune", run.name, "--storage", str(run.parent)]) == 3
+    assert run_command(["runs", "prune", run.name, "--storage", str(run.parent)]) == 3
     assert "Read-only file system" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("changes", [{"pid": 2**22 + 1}, {"ticks": 1}])
 def test_a_dead_owner_is_none(run: Path, changes: dict[str, Any]) -> None:
     own(run, **changes)  # no such process, one that took the number over
-    assert runs.main(["prune", run.name, "--storage", str(run.parent)]) == 0
+    assert run_command(["runs", "prune", run.name, "--storage", str(run.parent)]) == 0
 
 
 @pytest.mark.parametrize(("command", "times"), [(["show", "small-1f3a"], 0), (["list"], 1)])
@@ -223,20 +227,20 @@ def test_other_runs_are_listed_no_more_than_once(
     monkeypatch.setattr(Folder, "names", lambda folder: listed.update([folder.uri]) or names(folder))
     for number in range(3):
         shutil.copytree(run, run.with_name(f"other{number}"))
-    assert runs.main([*command, "--storage", str(run.parent)]) == 0
+    assert run_command(["runs", *command, "--storage", str(run.parent)]) == 0
     assert [listed[str(run.with_name(f"other{number}"))] for number in range(3)] == [times] * 3
 
 
 @pytest.mark.parametrize("name", ["small-1f3a/checkpoints", ".", "", "../small-1f3a"])
 def test_a_path_is_no_run(run: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert runs.main(["prune", name, "--all", "--storage", str(run.parent)]) == 2
+    assert run_command(["runs", "prune", name, "--all", "--storage", str(run.parent)]) == 2
     assert "there is no run" in capsys.readouterr().err
     assert len(data_of(run)) == 3
 
 
 def test_an_unknown_run_is_refused_with_those_that_there_are(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert runs.main(["show", "other", "--storage", str(run.parent)]) == 2
+    assert run_command(["runs", "show", "other", "--storage", str(run.parent)]) == 2
     assert "small-1f3a" in capsys.readouterr().err
     with pytest.raises(SystemExit) as ended:
-        runs.main(["prune", run.name, "--keep", "0"])
+        run_command(["runs", "prune", run.name, "--keep", "0"])
     assert ended.value.code == 2

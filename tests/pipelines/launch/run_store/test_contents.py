@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from raystride.jobs import storage
+from raystride.command import run as run_command
 from raystride.pipelines.launch.run_store import contents
 from raystride.pipelines.system.storage.folder import Folder
 from raystride.pipelines.system.storage.sealed import put_sealed
@@ -68,7 +68,7 @@ def runs(tmp_path: Path) -> Path:
 
 def show(place: object, capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
     """What the command says for programs."""
-    assert storage.main(["--storage", str(place), "--json"]) == 0
+    assert run_command(["storage", "--storage", str(place), "--json"]) == 0
     shown: dict[str, Any] = json.loads(capsys.readouterr().out)
     return shown
 
@@ -133,7 +133,7 @@ def test_the_table_has_a_row_for_all_trials_and_says_what_no_run_uses(
 ) -> None:
     other = runs / "swept-32b351f7f1c91407"
     shutil.copytree(runs / f"swept-{KEY}", other)
-    assert storage.main(["--storage", str(runs)]) == 0
+    assert run_command(["storage", "--storage", str(runs)]) == 0
     shown = capsys.readouterr()
     assert not shown.err
     rows = [" ".join(line.split()) for line in shown.out.splitlines()]
@@ -156,7 +156,7 @@ def test_caches_of_this_machine_are_listed_beside_the_total(
         (machine / name).mkdir()
         (machine / name / "store").write_bytes(b"x")
     total = show(runs, capsys)["bytes"]
-    assert storage.main(["--storage", str(runs)]) == 0
+    assert run_command(["storage", "--storage", str(runs)]) == 0
     rows = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
     assert any(row.startswith(f"cache {copies} 11 B 1 ") for row in rows)
     assert any(row.startswith(f"2 temporary {machine}/raystride-meeting-* 2 B 2 ") for row in rows)
@@ -171,7 +171,7 @@ def test_what_cannot_be_read_is_named_and_the_rest_is_listed(runs: Path, capsys:
     try:
         with bound_by_permissions():
             shown = show(runs, capsys)
-            assert storage.main(["--storage", str(runs)]) == 0
+            assert run_command(["storage", "--storage", str(runs)]) == 0
     finally:
         (runs / "base" / "export").chmod(0o755)
     assert set(shown["unreadable"]) == {str(sealed), str(runs / "base" / "export")}
@@ -218,15 +218,15 @@ def test_a_long_listing_says_how_far_it_is(
     runs: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(contents, "NOTICE_S", 0.0)
-    assert storage.main(["--storage", str(runs)]) == 0
+    assert run_command(["storage", "--storage", str(runs)]) == 0
     said = capsys.readouterr().err
     assert f"listing {runs / 'base'}: " in said
     assert "reading what tuned uses: run " in said
 
 
 def test_a_storage_that_is_not_there_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert storage.main(["--storage", str(tmp_path / "nowhere")]) == 2
-    assert capsys.readouterr().err.startswith(f"there is no storage {tmp_path / 'nowhere'}")
+    assert run_command(["storage", "--storage", str(tmp_path / "nowhere")]) == 2
+    assert capsys.readouterr().err.startswith(f"error: there is no storage {tmp_path / 'nowhere'}")
     os.mkdir(tmp_path / "empty")
     assert show(tmp_path / "empty", capsys) | {"storage": ""} == {
         "storage": "", "bytes": 0, "files": 0, "entries": [], "caches": [], "unreadable": {}

@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 from mlflow import MlflowClient
 
-from raystride.jobs import runs as command
+from raystride.command import run as run_command
+from raystride.jobs.runs import _parse_duration
 from raystride.pipelines.config import Config, LaunchConfig, RecordConfig
 from raystride.pipelines.launch.run_store import contents, prune
 from raystride.pipelines.launch.run_store.lease import Owner, RunLease
@@ -81,7 +82,7 @@ def age(folder: Path, to: float = MONTH_AGO) -> None:
 
 
 def run(place: object, *flags: str) -> int:
-    return command.main(["prune", *flags, "--storage", str(place)])
+    return run_command(["runs", "prune", *flags, "--storage", str(place)])
 
 
 def left(folder: Path) -> set[str]:
@@ -165,9 +166,9 @@ def test_a_selection_without_sense_is_refused(
 
 @pytest.mark.parametrize(("text", "seconds"), [("30", 30 * 86400), ("2w", 14 * 86400), ("1.5h", 5400), ("90min", 5400)])
 def test_an_age_is_days_or_has_a_unit(text: str, seconds: float) -> None:
-    assert command._parse_duration(text) == seconds
+    assert _parse_duration(text) == seconds
     with pytest.raises(ValueError, match="3x"):
-        command._parse_duration("3x")
+        _parse_duration("3x")
 
 
 def test_a_run_that_is_trained_is_left_and_named(storage: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -301,7 +302,7 @@ def test_mlflow_s_row_and_artifacts_go_with_a_run(tmp_path: Path, request: pytes
     assert (place / "mlartifacts" / kept / "artifacts/report.html").exists(), "its run is here, and names it"
     shutil.rmtree(place / "mlartifacts" / kept)
     request.getfixturevalue("monkeypatch").setattr(tempfile, "gettempdir", lambda: temporary)
-    assert command.main(["replay", "two", "--storage", str(place)]) == 0
+    assert run_command(["runs", "replay", "two", "--storage", str(place)]) == 0
     assert read_stages(Folder(str(place))) == {kept: "active"}
     assert (place / "mlartifacts" / kept / "artifacts/report.html").exists()
 
@@ -309,7 +310,7 @@ def test_mlflow_s_row_and_artifacts_go_with_a_run(tmp_path: Path, request: pytes
 PRUNING = """
 import sys, time
 from pathlib import Path
-from raystride.jobs import runs
+from raystride.command import run as run_command
 from raystride.pipelines.launch.run_store import prune
 gate, where = Path(sys.argv[2]), sys.argv[3]
 original = getattr(prune, where)
@@ -319,7 +320,7 @@ def wait(*given):
         time.sleep(0.01)
     return original(*given)
 setattr(prune, where, wait)
-sys.exit(runs.main(["prune", "--unused", "--yes", "--storage", sys.argv[1]]))
+sys.exit(run_command(["runs", "prune", "--unused", "--yes", "--storage", sys.argv[1]]))
 """
 Start = Callable[..., "subprocess.Popen[str]"]
 
@@ -360,7 +361,7 @@ def test_a_run_that_starts_while_its_data_is_pruned_trains_and_keeps_it(
     assert (run_of_data.returncode, pruning.returncode) == (0, 0), said + pruned
     assert ("is used by run second, which has just started" in pruned) is (where == "list_marked")
     assert "looks whether anybody uses" in said
-    assert command.main(["audit", "second", "--storage", str(storage)]) == 0
+    assert run_command(["runs", "audit", "second", "--storage", str(storage)]) == 0
     (data,) = [path for path in (storage / ".prepared").iterdir() if not path.name.startswith(".")]
     assert (data / "manifest.json").exists()
     assert not (data / "removal.json").exists()

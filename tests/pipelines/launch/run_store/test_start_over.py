@@ -7,7 +7,7 @@ import pytest
 
 from raystride.pipelines.config import CheckpointConfig, Config, LaunchConfig
 from raystride.pipelines.config.parse import Parsed, from_yaml
-from raystride.pipelines.launch.console.exit_codes import DONE, FAILED, WRONG_SETTINGS
+from raystride.pipelines.launch.console.exit_codes import DONE, FAILED, WRONG_SETTINGS, run_with_exit_code
 from raystride.pipelines.launch.run_store.start_over import starts_over
 from raystride.pipelines.launch.train_job import run_training
 from raystride.pipelines.system.storage.folder import Folder
@@ -33,7 +33,8 @@ def config(tmp_path: Path) -> Config:
 
 
 def _train(config: Config, steps: int = 0) -> int:
-    return run_training(Parsed(replace(config, train=replace(config.train, steps=steps or config.train.steps)), "tiny"))
+    config = replace(config, train=replace(config.train, steps=steps or config.train.steps))
+    return run_with_exit_code(lambda: run_training(Parsed(config, "tiny")))
 
 
 def _files(folder: Path) -> dict[str, bytes]:

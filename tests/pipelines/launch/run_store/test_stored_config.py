@@ -9,7 +9,7 @@ import pytest
 
 import raystride
 from raystride.command import run as run_command
-from raystride.jobs.train import main, stored_settings
+from raystride.jobs.train import stored_settings
 from raystride.pipelines.config import Config, ValidationConfig
 from raystride.pipelines.config.attempts import read_environment
 from raystride.pipelines.config.parse import from_yaml, parse, read_stored_settings, to_stored_yaml, to_yaml
@@ -62,7 +62,7 @@ def test_a_damaged_file_is_refused_by_name_whatever_it_says(
     run, words = Folder(str(tmp_path / "runs" / "my run")), ("--run", "my run", "--storage", str(tmp_path / "runs"))
     put_attempt(run, "20261129-0712-ab12", stored, {})
     run.put("config.yaml", run.read("config.yaml").replace(b"data:", b"dada:"))  # an unknown section, so there is no source
-    assert main(words) == 2
+    assert run_command(["train", *words]) == 2
     assert f"{run / 'config.yaml'} was changed by hand" in capsys.readouterr().err
     assert read(*words, "--resume.edited", "true").data.source != stored.data.source
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from raystride.jobs import runs
+from raystride.command import run as run_command
 from raystride.pipelines.config import LaunchConfig
 from raystride.pipelines.observability.record.entry import new_entry
 from raystride.pipelines.observability.record.recorder import Recorder
@@ -66,10 +66,10 @@ def test_owners_are_listed_with_their_hours(tmp_path: Path, capsys: pytest.Captu
     record(Folder(str(tmp_path / "killed")), "20261101-000000-aaaa", device="cuda", end=False)
     (tmp_path / "old").mkdir()
     (tmp_path / "old" / "config.yaml").write_text("")
-    assert runs.main(["list", "--by", "owner", "--storage", str(tmp_path)]) == 0
+    assert run_command(["runs", "list", "--by", "owner", "--storage", str(tmp_path)]) == 0
     rows = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert rows[1:] == [["ann", "2", "0.13", "0.13"], ["bob", "1", "0.07", "0.07"], ["-", "2", "0.07", "0.07", "1"]]
-    assert runs.main(["list", "--storage", str(tmp_path)]) == 0
+    assert run_command(["runs", "list", "--storage", str(tmp_path)]) == 0
     assert capsys.readouterr().out.split("\n")[0].split()[-2:] == ["owner", "when"]
 
 
@@ -78,9 +78,9 @@ def test_only_runs_that_were_written_since_are_listed(tmp_path: Path, capsys: py
         record(Folder(str(tmp_path / name)), "20261101-000000-aaaa", device="cpu", end=True)
     for path in (tmp_path / "old").rglob("*"):
         os.utime(path, (1e9, 1e9))
-    assert runs.main(["list", "--since", "2d", "--storage", str(tmp_path)]) == 0
+    assert run_command(["runs", "list", "--since", "2d", "--storage", str(tmp_path)]) == 0
     assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == ["run", "new"]
-    assert runs.main(["list", "--since", "0", "--by", "owner", "--storage", str(tmp_path)]) == 0
+    assert run_command(["runs", "list", "--since", "0", "--by", "owner", "--storage", str(tmp_path)]) == 0
     assert "no runs" in capsys.readouterr().out
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import raystride
-from raystride.jobs.export import main as export_job
+from raystride.command import run as run_command
 from raystride.pipelines.config import Config, FitConfig, SettingError
 from raystride.pipelines.data import plugins
 from raystride.pipelines.data.feed.loader import MicroBatch
@@ -109,7 +109,7 @@ def test_the_step_that_is_used_is_named_if_it_is_not_the_last(tmp_path: Path, ca
         assert "step 4 of 12" in text
     written = run.predict(DATA, {"launch.mode": "inline", "output": str(tmp_path / "rows")}, fn=lambda m, b: m(b["x"]))
     assert (written.step, written.last_step) == (4, 12)
-    assert export_job(["--run", "own", "--storage", str(tmp_path)]) == 0
+    assert run_command(["export", "--run", "own", "--storage", str(tmp_path)]) == 0
     assert "of step 4 of 12: " in capsys.readouterr().out
     assert "step 12" not in list_text(run.summary | {"best_step": 12})
 

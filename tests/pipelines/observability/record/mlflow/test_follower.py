@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from raystride.jobs import runs
+from raystride.command import run as run_command
 from raystride.pipelines.config.run import RecordConfig
 from raystride.pipelines.observability.record import Sender, read_entries
 from raystride.pipelines.observability.record import recorder as recorder_module
@@ -100,7 +100,7 @@ def test_a_server_that_is_killed_and_comes_back_lacks_nothing(
     summary = recorder.finish("finished")  # one that waits for it waits for ever
     assert f"raystride runs replay {name} --storage {storage}" in recorder.state()["warnings"][-1]
     os.killpg(second.pid, signal.SIGCONT)
-    assert runs.main(["replay", name, "--storage", storage.uri]) == 0
+    assert run_command(["runs", "replay", name, "--storage", storage.uri]) == 0
     run = only_run(storage, name)
     assert (run.info.run_id, run.info.status) == (summary["mlflow_run_id"], "FINISHED")
     points = history(storage, run.info.run_id, "train/loss")

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from raystride.jobs import runs
+from raystride.command import run as run_command
 from raystride.pipelines.config import Config, OptimizerConfig
 from raystride.pipelines.config.parse import to_yaml
 from raystride.pipelines.config.run import RecordConfig
@@ -75,7 +75,7 @@ def test_mlflow_has_the_table_and_a_description_that_a_person_may_replace(
     assert f"[raysubmit_x]({PAGE})" in run.data.tags[NOTE_TAG]
     assert str(storage / "slow") in run.data.tags[NOTE_TAG]
 
-    assert runs.main(["compare", "slow", "fast", "--storage", storage.uri, "--port", "5077"]) == 0
+    assert run_command(["runs", "compare", "slow", "fast", "--storage", storage.uri, "--port", "5077"]) == 0
     said = capsys.readouterr().out
     rows = {line.split("  ")[0]: line.split()[-2:] for line in said.splitlines()}
     assert rows["training loss"] == ["8.0000", "4.0000"]
@@ -92,5 +92,5 @@ def test_mlflow_has_the_table_and_a_description_that_a_person_may_replace(
 
 def test_a_comparison_of_one_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "one" / "journal").mkdir(parents=True)
-    assert runs.main(["compare", "one", "one", "--storage", str(tmp_path)]) == 2
+    assert run_command(["runs", "compare", "one", "one", "--storage", str(tmp_path)]) == 2
     assert "name at least two" in capsys.readouterr().err
