@@ -122,7 +122,7 @@ def _try_network(own: OwnModel, config: Config, network: nn.Module, probe: _Prob
     sizes = {name: list(value.shape) for name, value in network.named_parameters()}
     bits = compares_bits(config.fit, network)
     before = _mark_parameters(network, bits)
-    others, saved = _run_step(own, network, probe, exact=config.train.exact)
+    others, saved = _run_step(own, network, probe, exact=config.train.exact, tries_samples=bits)
     stepped = _mark_parameters(network, bits)
     moving = {name: network.get_parameter(name).requires_grad for name in stepped if stepped[name] != before[name]}
     check_strategy(sizes, moving, config)
@@ -202,8 +202,13 @@ def _hash_parts(own: OwnModel) -> str:
     return "-".join([found, *streams])
 
 
-def _run_step(own: OwnModel, network: nn.Module, probe: _Probe, *, exact: bool) -> tuple[dict[str, Any], int]:
-    """Returns the further figures of the loss, and the bytes saved, by a forward and backward. Raises SettingError."""
+def _run_step(
+    own: OwnModel, network: nn.Module, probe: _Probe, *, exact: bool, tries_samples: bool
+) -> tuple[dict[str, Any], int]:
+    """Returns the further figures of the loss, and the bytes saved, by a forward and backward. Raises SettingError.
+
+    `tries_samples`: whether a loss without a count is compared with those of its samples, which takes three more forwards.
+    """
     trained = [(name, parameter) for name, parameter in network.named_parameters() if parameter.requires_grad]
     if not trained:
         rule = "must have parameters that require gradients"
@@ -230,7 +235,8 @@ def _run_step(own: OwnModel, network: nn.Module, probe: _Probe, *, exact: bool) 
     _refuse_foreign_parameters(network, own, loss_sum)
     call_users("loss", loss_sum.backward)
     is_pair = isinstance(returned["loss"] if isinstance(returned, Mapping) else returned, tuple | list)
-    _check_parts(own, network, probe, counted if is_pair else None)
+    if is_pair or tries_samples:
+        _check_parts(own, network, probe, counted if is_pair else None)
     unused = [name for name, parameter in trained if parameter.grad is None]
     if unused:
         warnings.warn(
