@@ -15,7 +15,7 @@ from mlflow.pyfunc.model import PythonModel
 from raystride.pipelines.config import Config, PredictorConfig, SampleConfig
 from raystride.pipelines.config.parse import from_yaml
 from raystride.pipelines.data.sources.faults import Fault
-from raystride.pipelines.data.sources.fields import build_document
+from raystride.pipelines.data.sources.fields import read_document
 from raystride.pipelines.evaluate.answering import Predictor
 from raystride.pipelines.evaluate.load_run import LoadedModel, load_task, load_weights
 from raystride.pipelines.system.storage.folder import Folder
@@ -47,7 +47,7 @@ class MlflowModel(PythonModel):  # type: ignore[misc]
         columns, predictor, examples = self._predictor.task.asked, self._predictor, []
         rows = model_input[[column.name for column in columns]].itertuples(index=False)
         for number, row in enumerate(rows, 1):
-            piece = next(iter(build_document(row, f"row {number}", columns)), Fault(f"row {number}", "is empty"))
+            piece = next(iter(read_document(row, f"row {number}", columns)), Fault(f"row {number}", "is empty"))
             if isinstance(piece, Fault):
                 raise ValueError(f"{piece.place}: {piece.reason}")
             examples += predictor.build_examples(piece)

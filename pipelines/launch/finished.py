@@ -139,7 +139,7 @@ def predict_inputs(settings: PredictConfig, inputs: Sequence[Any], log: Log = la
     log(chosen.step_text)
     # Imported only after the run was found.
     from raystride.pipelines.data.sources.faults import Fault
-    from raystride.pipelines.data.sources.fields import build_document
+    from raystride.pipelines.data.sources.fields import read_document
     from raystride.pipelines.data.sources.image_files import ANY_FILE
     from raystride.pipelines.evaluate.answering import Predictor
     from raystride.pipelines.evaluate.parts import name_probabilities
@@ -151,7 +151,7 @@ def predict_inputs(settings: PredictConfig, inputs: Sequence[Any], log: Log = la
         for question in inputs:
             values = list(question) if isinstance(question, tuple) else [question]
             piece = next(
-                iter(build_document(values, "the question", columns[: len(values)], ANY_FILE)),
+                iter(read_document(values, "the question", columns[: len(values)], ANY_FILE)),
                 Fault("the question", "is empty"),
             )
             if isinstance(piece, Fault):

@@ -49,7 +49,7 @@ def words_of(span: str) -> list[str]:
 COMMANDS = list(dict.fromkeys(span for span in SPANS if words_of(span)))
 
 
-class Parsed(Exception):
+class Parsed(BaseException):
     """The arguments were accepted."""
 
 

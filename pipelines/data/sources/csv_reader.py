@@ -25,7 +25,7 @@ from raystride.pipelines.data.sources.dialects import (
     row_without_spaces,
 )
 from raystride.pipelines.data.sources.faults import REMEDY, Fault, FaultError
-from raystride.pipelines.data.sources.fields import Columns, Items, attach_row, build_document, make_unique
+from raystride.pipelines.data.sources.fields import Columns, Items, attach_row, make_unique, read_document
 from raystride.pipelines.data.sources.image_files import ImageAccess
 from raystride.pipelines.data.sources.pieces import File, Piece, Slice
 from raystride.pipelines.data.sources.streams import ByteRange, open_range, read_lines, read_lines_any_ending, text_length
@@ -109,7 +109,7 @@ class CsvReader:
                 return (self._wrong_fields_fault(row, dialect, place),)
             row = [""] * len(dialect.names)
         values = [row[index] for index in dialect.column_indices]
-        return build_document(values, place, self.columns, image_access, keep=self.keep)
+        return read_document(values, place, self.columns, image_access, keep=self.keep)
 
     def _wrong_fields_fault(self, row: list[str], dialect: Dialect, place: str) -> Fault:
         delimiter = DELIMITER_NAMES.get(dialect.delimiter, repr(dialect.delimiter))
@@ -199,7 +199,7 @@ def _row_by_name(row: list[str], names: tuple[str, ...]) -> dict[str, str]:
 
 
 class _DecodedLines:
-    """An iterator over lines as text; invalid UTF-8 becomes lone surrogates, to be reported by `build_document`."""
+    """An iterator over lines as text; invalid UTF-8 becomes lone surrogates, to be reported by `read_document`."""
 
     def __init__(self, stream: ByteRange, *, any_line_end: bool = False) -> None:
         """`any_line_end`: lines end with LF, CR LF or CR and keep it, else with LF alone."""

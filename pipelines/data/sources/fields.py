@@ -3,13 +3,13 @@
 A text is unchanged, a label becomes text, an image (bytes, Hugging Face's {"bytes", "path"}, or the path of a file that the
 row may access) a data URI (RFC 2397).
 
-    for piece in build_document(["free money", 1], "mails.csv, line 7", (Column(...), Column(..., "label"))):
+    for piece in read_document(["free money", 1], "mails.csv, line 7", (Column(...), Column(..., "label"))):
         piece.document                                        # ("free money", "1")
 """
 
 import json
 from base64 import b64encode
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import count
 from typing import Any
@@ -29,7 +29,7 @@ _EXPECTED = {"text": "text", "messages": "text or a list of messages"}
 _SIGNATURES = {b"\x89PNG": "png", b"\xff\xd8\xff": "jpeg", b"GIF8": "gif", b"BM": "bmp", b"RIFF": "webp"}
 
 
-def build_document(
+def read_document(
     values: Sequence[Any], place: str, columns: Columns, image_access: ImageAccess = NO_FILES, *, keep: bool = False
 ) -> Items:
     """Returns the document of the columns' values; nothing if all are empty, but a fault with `keep`.
@@ -55,6 +55,11 @@ def build_document(
     return ()
 
 
+def build_document(*given: Any, **named: Any) -> Iterator[Piece | Fault]:
+    """Yields what `read_document` returns: models that 0.3 has exported call it so."""
+    yield from read_document(*given, **named)
+
+
 def attach_row(items: Items, row: Callable[[], Mapping[str, Any]], keep: bool) -> Items:
     """Attaches the complete row to each item, if `keep` is set."""
     return tuple(replace(item, row=row()) for item in items) if keep else items
@@ -63,7 +68,7 @@ def attach_row(items: Items, row: Callable[[], Mapping[str, Any]], keep: bool) -
 def document_from_row(
     row: Mapping[str, Any], place: str, columns: Columns, image_access: ImageAccess = NO_FILES, *, keep: bool = False
 ) -> Items:
-    """Returns the document of a row, a mapping by column name, as `build_document` does."""
+    """Returns the document of a row, a mapping by column name, as `read_document` does."""
     values = []
     for column in columns:
         name = column.name
@@ -75,7 +80,7 @@ def document_from_row(
             optional = [other.name for other in columns if other.kind == "tools" and other.name not in row]
             return (missing_column_fault(place, column, [*row, *optional]),)
         values.append(nested_value(row[key], field))
-    return build_document(values, place, columns, image_access, keep=keep)
+    return read_document(values, place, columns, image_access, keep=keep)
 
 
 def missing_column_fault(place: str, column: Column, found: Sequence[str]) -> Fault:

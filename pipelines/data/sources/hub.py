@@ -21,10 +21,10 @@ from raystride.pipelines.data.sources.faults import DataError, Fault
 from raystride.pipelines.data.sources.fields import (
     Columns,
     attach_row,
-    build_document,
     drop_added_keys,
     find_columns,
     nested_value,
+    read_document,
 )
 from raystride.pipelines.data.sources.image_files import ImageAccess
 from raystride.pipelines.data.sources.parquet_reader import BATCH_BYTES, BatchRow
@@ -96,7 +96,7 @@ class HuggingFaceReader:
             for row, values in enumerate(zip(*fields, strict=True), first + 1):
                 place = f"{self.source}, split {self.split}, row {row}"
                 values = tuple(map(drop_added_keys, values, self.columns))
-                found = build_document(values, place, self.columns, image_access, keep=self.keep)
+                found = read_document(values, place, self.columns, image_access, keep=self.keep)
                 yield from attach_row(found, partial(BatchRow, shown, row - first - 1), self.keep)
 
     def kept_schema(self, file: File) -> Any:

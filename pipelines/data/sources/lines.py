@@ -16,7 +16,7 @@ from itertools import islice, pairwise
 from typing import Any
 
 from raystride.pipelines.data.sources.faults import REMEDY, DataError, Fault, FaultError, explain_not_utf8, not_utf8_fault
-from raystride.pipelines.data.sources.fields import Columns, Items, attach_row, build_document, document_from_row
+from raystride.pipelines.data.sources.fields import Columns, Items, attach_row, document_from_row, read_document
 from raystride.pipelines.data.sources.image_files import NO_FILES
 from raystride.pipelines.data.sources.pieces import PIECE_BYTES, File, Piece, Slice, empty_file_fault
 from raystride.pipelines.data.sources.streams import (
@@ -86,7 +86,7 @@ class LineReader:
             yield empty_file_fault(piece.file, "no lines")
 
     def _parse_line(self, line: str, place: str, file: File) -> Items:
-        return build_document([line], place, self.columns, keep=self.keep)
+        return read_document([line], place, self.columns, keep=self.keep)
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ class LabelledReader(LineReader):
             reason = f"has more than one label: {label} and {text.split()[0]}"
             return (Fault(place, reason, row={} if self.keep else None),)
         values = {"label": label.removeprefix(_FASTTEXT), "text": text}
-        return build_document([values[column.kind] for column in self.columns], place, self.columns, keep=self.keep)
+        return read_document([values[column.kind] for column in self.columns], place, self.columns, keep=self.keep)
 
 
 @dataclass(frozen=True)
@@ -253,4 +253,4 @@ class ParallelReader:
                 except UnicodeDecodeError as error:
                     yield not_utf8_fault(f"{uri}, line {number}", error, head=read_head(other if uri == other.uri else file))
                 else:
-                    yield from build_document([source, target], place, self.columns)
+                    yield from read_document([source, target], place, self.columns)

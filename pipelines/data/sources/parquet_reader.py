@@ -18,11 +18,11 @@ from raystride.pipelines.data.sources.faults import Fault, FaultError, raise_as_
 from raystride.pipelines.data.sources.fields import (
     Columns,
     attach_row,
-    build_document,
     drop_added_keys,
     find_columns,
     make_unique,
     nested_value,
+    read_document,
 )
 from raystride.pipelines.data.sources.pieces import File, Piece, Slice, empty_file_fault
 from raystride.pipelines.system.storage.folder import resolve_filesystem
@@ -112,7 +112,7 @@ class ParquetReader:
                     yield from attach_row((faulty.fault,), keep, self.keep)
                     continue
                 yield from attach_row(
-                    build_document(named, place, self.columns, file.image_access, keep=self.keep), keep, self.keep
+                    read_document(named, place, self.columns, file.image_access, keep=self.keep), keep, self.keep
                 )
 
     def kept_schema(self, file: File) -> Any:

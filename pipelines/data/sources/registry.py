@@ -16,7 +16,7 @@ from typing import Any
 
 from raystride.pipelines.data.plugins import SOURCES, DocumentFunction, installed_plugins, load_plugins
 from raystride.pipelines.data.sources.faults import DataError, Fault, FaultError
-from raystride.pipelines.data.sources.fields import Columns, attach_row, build_document, document_from_row
+from raystride.pipelines.data.sources.fields import Columns, attach_row, document_from_row, read_document
 from raystride.pipelines.data.sources.image_files import NO_FILES, ImageAccess
 from raystride.pipelines.data.sources.pieces import File, Piece, Slice
 
@@ -94,7 +94,7 @@ class RegisteredReader:
                 continue
             values = value if isinstance(value, tuple) else (value,)
             if len(values) == len(self.columns):
-                yield from build_document(values, place, self.columns, self._image_access, keep=self.keep)
+                yield from read_document(values, place, self.columns, self._image_access, keep=self.keep)
             else:
                 reason = f"is {len(values)} values for the columns {', '.join(column.name for column in self.columns)}"
                 yield Fault(place, reason, "yield a tuple of them, or a dict", row={} if self.keep else None)

@@ -16,7 +16,7 @@ from typing import Any
 
 from raystride.pipelines.data.sources.archives import ensure_unpacked
 from raystride.pipelines.data.sources.faults import Fault, FaultError, not_utf8_fault
-from raystride.pipelines.data.sources.fields import Columns, build_document
+from raystride.pipelines.data.sources.fields import Columns, read_document
 from raystride.pipelines.data.sources.pieces import HEAD_CHARACTERS, PIECE_BYTES, File, Piece, Slice, empty_file_fault
 from raystride.pipelines.data.sources.streams import ByteRange, open_range, text_length
 from raystride.pipelines.system.credentials import redact_uris
@@ -192,6 +192,6 @@ class FolderReader:
                     yield replace(item, empty=file.size == 0, row={}) if self.keep else item
                     return
                 values["text"] = item.document[0]
-        yield from build_document(
+        yield from read_document(
             [values[column.kind] for column in self.columns], file.uri, self.columns, file.image_access, keep=self.keep
         )

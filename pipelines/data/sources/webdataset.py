@@ -21,7 +21,7 @@ from typing import IO, Any, cast
 from raystride.pipelines.data.first_bytes import TAR, has_controls
 from raystride.pipelines.data.sources.archives import TAR_ENDINGS
 from raystride.pipelines.data.sources.faults import BINARY_REMEDY, ENCODING_REMEDY, REMEDY, Fault, FaultError
-from raystride.pipelines.data.sources.fields import Columns, build_document, nested_value
+from raystride.pipelines.data.sources.fields import Columns, nested_value, read_document
 from raystride.pipelines.data.sources.image_files import MAX_BYTES
 from raystride.pipelines.data.sources.pieces import PIECE_BYTES, File, Piece, Slice, empty_file_fault
 from raystride.pipelines.data.sources.streams import ByteRange, open_range
@@ -88,7 +88,7 @@ class WebDatasetReader:
             except FaultError as faulty:
                 yield replace(faulty.fault, row={}) if self.keep else faulty.fault
             else:
-                yield from build_document(values, place, self.columns, keep=self.keep)
+                yield from read_document(values, place, self.columns, keep=self.keep)
         if sample is None and file.is_whole_source:
             yield empty_file_fault(file, "no members")
 

@@ -261,7 +261,7 @@ def test_nobody_is_told_to_install_a_name_that_is_not_ours_or_given_here() -> No
     shown = {re.split(r", |'?\)|\"$| # |; else", line.replace("\\", ""))[0].strip("'\" ") for line in found}
     assert shown == {
         "raystride[serve]",
-        "raystride[deepspeed]",
+        "raystride[{package}]",  # of a strategy, by their table
         "raystride[tensorboard]",
         "raystride[{extra}]",  # dedup or languages
         "{package}",  # of SacreBLEU, by a table of that package

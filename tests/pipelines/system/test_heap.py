@@ -28,9 +28,10 @@ PAGES = 24 * 4 * 1_400_000 // os.sysconf("SC_PAGESIZE")
 """Pages of the blocks that live at once in the third step."""
 TRAINING = """
 from types import SimpleNamespace
+from raystride.pipelines.config import ScalingConfig
 from raystride.pipelines.train.worker.build import set_up_device
 from raystride.pipelines.train.worker.job import WorkerInfo
-config = SimpleNamespace(scaling=SimpleNamespace(strategy="ddp"))
+config = SimpleNamespace(scaling=ScalingConfig(strategy="ddp"))
 set_up_device(SimpleNamespace(device="cpu", threads=1, config=config), WorkerInfo(rank=0, world=1))
 """
 PREDICTION = """

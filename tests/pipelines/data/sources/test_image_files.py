@@ -12,7 +12,7 @@ import pytest
 from raystride.pipelines.config import DataConfig
 from raystride.pipelines.data.prepare.fingerprint import identity
 from raystride.pipelines.data.sources.faults import Fault, FaultError
-from raystride.pipelines.data.sources.fields import build_document, data_uri
+from raystride.pipelines.data.sources.fields import data_uri, read_document
 from raystride.pipelines.data.sources.image_files import ANY_FILE, MAX_BYTES, NO_FILES, ImageAccess, read_image
 from raystride.pipelines.data.tasks.task import Column
 from raystride.pipelines.system.storage.folder import Folder
@@ -171,7 +171,7 @@ def visits() -> Iterator[tuple[str, list[str]]]:
 
 
 def _fault(value: str, image_access: ImageAccess) -> str:
-    (found,) = build_document([value], "row 1", (IMAGE,), image_access)
+    (found,) = read_document([value], "row 1", (IMAGE,), image_access)
     assert isinstance(found, Fault)
     return found.reason
 
@@ -184,7 +184,7 @@ def test_a_request_carries_its_images(data: Path, visits: tuple[str, list[str]])
         assert _fault(name, NO_FILES) == f"column 'image' names {name!r}, which is refused: no file is read here"
     assert not asked
     for carried in (data_uri(PNG), PNG):
-        (found,) = build_document([carried], "row 1", (IMAGE,))
+        (found,) = read_document([carried], "row 1", (IMAGE,))
         assert not isinstance(found, Fault)
         assert found.document == (data_uri(PNG),)
     assert "larger than 128 MiB" in _fault("data:" + "A" * (2 * MAX_BYTES), NO_FILES)
@@ -193,7 +193,7 @@ def test_a_request_carries_its_images(data: Path, visits: tuple[str, list[str]])
 def test_remote_images_lie_below_their_own_place_alone(visits: tuple[str, list[str]]) -> None:
     address, asked = visits
     image_access = ImageAccess(f"{address}/birds", (f"{address}/birds",))
-    (found,) = build_document(["a/bird.png"], "row 1", (IMAGE,), image_access)
+    (found,) = read_document(["a/bird.png"], "row 1", (IMAGE,), image_access)
     assert not isinstance(found, Fault)
     assert found.document == (data_uri(PNG),)
     assert set(asked) == {"/birds/a/bird.png"}
@@ -204,7 +204,7 @@ def test_remote_images_lie_below_their_own_place_alone(visits: tuple[str, list[s
 
 
 def test_who_typed_a_path_may_read_it(data: Path) -> None:
-    (found,) = build_document([str(data / "link.png")], "the question", (IMAGE,), ANY_FILE)
+    (found,) = read_document([str(data / "link.png")], "the question", (IMAGE,), ANY_FILE)
     assert not isinstance(found, Fault)
     assert found.document == (data_uri(SECRET),)
     assert "no regular file" in _fault("/dev/zero", ANY_FILE)
