@@ -42,8 +42,7 @@ class TokenRequired:
             await self._application(scope, receive, send)
             return
         message = "send the token that `raystride serve` printed or was given, as `Authorization: Bearer TOKEN`"
-        error = {"error": {"message": message, "type": "invalid_request_error", "code": "invalid_api_key"}}
-        await _send_json(send, 401, error, (b"www-authenticate", b"Bearer"))
+        await _refuse(send, 401, message, (b"www-authenticate", b"Bearer"), code="invalid_api_key")
 
 
 class ModelList:
@@ -69,8 +68,7 @@ class ModelList:
             await _send_json(send, 200, self._model)
         else:
             message = f"there is no model {name!r}; this server has {self._model['id']!r}"
-            error = {"message": message, "type": "invalid_request_error", "param": "model", "code": "model_not_found"}
-            await _send_json(send, 404, {"error": error})
+            await _refuse(send, 404, message, param="model", code="model_not_found")
 
 
 class CheckedRequests:
@@ -93,8 +91,7 @@ class CheckedRequests:
             body, more = body + message.get("body", b""), message.get("more_body", False)
         if (refused := refuse_question(kind, body, has_chat=self._has_chat)) is not None:
             parameter, reason = refused
-            error = {"message": f"{parameter} {reason}", "type": "invalid_request_error", "param": parameter, "code": None}
-            await _send_json(send, 400, {"error": error})
+            await _refuse(send, 400, f"{parameter} {reason}", param=parameter, code=None)
             return
         waiting = [{"type": "http.request", "body": body, "more_body": False}]
 
@@ -162,6 +159,11 @@ def refuse_question(kind: str, body: bytes, *, has_chat: bool) -> tuple[str, str
         elif not is_taken(value):
             return name, rule
     return None
+
+
+async def _refuse(send: Any, status: int, message: str, *headers: tuple[bytes, bytes], **about: str | None) -> None:
+    """Sends an error in the form of OpenAI's protocol; `about`: its `param` and `code`."""
+    await _send_json(send, status, {"error": {"message": message, "type": "invalid_request_error", **about}}, *headers)
 
 
 async def _send_json(send: Any, status: int, content: object, *headers: tuple[bytes, bytes]) -> None:

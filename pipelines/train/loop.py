@@ -352,7 +352,7 @@ class Training:
         """Measures the validation samples; returns whether these parameters are the best so far."""
         began = time.perf_counter()
         if self._at_start:
-            self._at_start.refuse_changes(self.model, self.state.step)
+            self._at_start.refuse_changes(self.state.step)
         average_buffers(self.model, self.strategy)
         with phase("validation"), evaluated_weights(self.optimizer):
             self.metrics = self.validate()
@@ -387,7 +387,7 @@ class Training:
         assert self.checkpoints is not None
         began = time.perf_counter()
         if self._at_start:
-            self._at_start.refuse_changes(self.model, self.state.step)
+            self._at_start.refuse_changes(self.state.step)
         own = [(value, value.clone()) for value in replicated_state(self.model) if timed and self.strategy.world > 1]
         average_buffers(self.model, self.strategy)
         self._update_counters()

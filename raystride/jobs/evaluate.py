@@ -28,10 +28,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run_job(parsed: Parsed[EvaluateConfig]) -> int:
-    return _evaluate_and_print(parsed.settings)
-
-
-def _evaluate_and_print(settings: EvaluateConfig) -> int:
+    settings = parsed.settings
     from raystride.pipelines.launch.finished import evaluate_run
 
     scored, problem = evaluate_run(settings)

@@ -29,10 +29,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run_job(parsed: Parsed[ExportConfig]) -> int:
-    return _export_and_print(parsed.settings)
-
-
-def _export_and_print(settings: ExportConfig) -> int:
+    settings = parsed.settings
     from raystride.pipelines.launch.finished import export_run, push_run, writes_adapter
 
     storage = Folder.from_uri(settings.storage)

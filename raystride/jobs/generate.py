@@ -19,10 +19,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run_job(parsed: Parsed[GenerateConfig]) -> int:
-    return _generate_and_print(parsed.settings)
-
-
-def _generate_and_print(settings: GenerateConfig) -> int:
+    settings = parsed.settings
     from raystride.pipelines.evaluate.load_run import select_named_run
 
     storage = Folder.from_uri(settings.storage)

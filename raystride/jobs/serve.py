@@ -28,10 +28,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run_job(parsed: Parsed[ServeConfig]) -> int:
-    return _serve_until_interrupted(parsed.settings)
-
-
-def _serve_until_interrupted(settings: ServeConfig) -> int:
+    settings = parsed.settings
     from raystride.pipelines.evaluate.serving import Server, listen_on, require_packages
 
     require_packages()

@@ -105,7 +105,7 @@ class Publisher:
         )
         self._parts: list[Part] = []
         self._finished: list[_Finished] = []
-        """What follows the published parts and sections."""
+        """Parts and sections after the published ones."""
         self.published, self._sections, self._number = self._find_generations()
         """Parts that are in generations whole, sections that are of the part after them, and the number of generations."""
 

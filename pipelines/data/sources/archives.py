@@ -146,7 +146,7 @@ def _unpack_once(archive: Archive) -> None:
     )
     with file_lock(root / "lock", LOCK_TIMEOUT_S, refusal):
         if not folder.is_dir():
-            _remove_listed(root, time.time() - MAX_AGE_S)
+            _remove_folders(root, time.time() - MAX_AGE_S)
             temporary = folder.parent.with_name(f"{folder.parent.name}.tmp-{uuid.uuid4().hex[:8]}")
             try:
                 _extract_members(archive, temporary / folder.name)
@@ -157,7 +157,7 @@ def _unpack_once(archive: Archive) -> None:
         os.utime(folder.parent)  # `list_unread` reads the time of the last use from it
 
 
-def _remove_listed(root: Path, before: float) -> None:
+def _remove_folders(root: Path, before: float) -> None:
     """Removes what `list_unread` returns. The lock must be held."""
     for folder in list_unread(root, before):
         shutil.rmtree(folder, ignore_errors=True)
@@ -176,7 +176,7 @@ def list_unread(root: Path, before: float) -> list[Path]:
 def remove_unread(root: Path, before: float) -> None:
     """Removes what `list_unread` returns while nobody unpacks; who still needs a member unpacks again."""
     with file_lock(root / "lock", LOCK_TIMEOUT_S):
-        _remove_listed(root, before)
+        _remove_folders(root, before)
 
 
 def _extract_members(archive: Archive, folder: Path) -> None:

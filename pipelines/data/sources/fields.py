@@ -23,7 +23,7 @@ from raystride.pipelines.system.credentials import redact_uris
 
 Columns = tuple[Column, ...]
 Items = tuple[Piece | Fault, ...]
-"""What a row gives: at most one document or fault."""
+"""At most one document or fault of a row."""
 
 _EXPECTED = {"text": "text", "messages": "text or a list of messages"}
 _SIGNATURES = {b"\x89PNG": "png", b"\xff\xd8\xff": "jpeg", b"GIF8": "gif", b"BM": "bmp", b"RIFF": "webp"}
@@ -37,13 +37,14 @@ def read_document(
     `image_access` restricts the paths of images; by default no file may be read.
     """
     try:
-        fields = tuple([_convert_field(value, place, columns[i], image_access) for i, value in enumerate(values)])
+        pairs = zip(values, columns, strict=True)
+        fields = tuple([_convert_field(value, place, column, image_access) for value, column in pairs])
     except FaultError as faulty:
         return (faulty.fault,)
     if all(fields):
         # Chats with the same system prompt begin alike: the complete chat is hashed for the validation split.
         head = fields[0] if columns[0].kind == "messages" else None
-        return (Piece(fields, True, True, head, redact_uris(place)),)
+        return (Piece(fields, head=head, place=redact_uris(place)),)
     if any(fields):
         empty = columns[fields.index("")]
         remedy = f"fill it, name another column with --{empty.setting}, or leave such rows out with --data.on_error skip"
@@ -69,17 +70,15 @@ def document_from_row(
     row: Mapping[str, Any], place: str, columns: Columns, image_access: ImageAccess = NO_FILES, *, keep: bool = False
 ) -> Items:
     """Returns the document of a row, a mapping by column name, as `read_document` does."""
-    values = []
-    for column in columns:
-        name = column.name
-        if name in row or column.kind == "tools":
-            values.append(row.get(name))
-            continue
-        key, _, field = name.partition(".")
-        if key not in row:
-            optional = [other.name for other in columns if other.kind == "tools" and other.name not in row]
-            return (missing_column_fault(place, column, [*row, *optional]),)
-        values.append(nested_value(row[key], field))
+    if all(column.name in row for column in columns):
+        values = [row[column.name] for column in columns]
+    else:
+        optional = [column.name for column in columns if column.kind == "tools" and column.name not in row]
+        try:
+            keys = find_columns(place, columns, [*row, *optional], nested=True)
+        except FaultError as faulty:
+            return (faulty.fault,)
+        values = [nested_value(row.get(key), field) for key, field in keys]
     return read_document(values, place, columns, image_access, keep=keep)
 
 

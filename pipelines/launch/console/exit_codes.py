@@ -14,7 +14,7 @@ from raystride.pipelines.launch.cluster.cluster import CannotRun
 from raystride.pipelines.launch.cluster.resubmission import ISOLATED_EXIT_CODE
 from raystride.pipelines.launch.console.failure import TrainingFailed, describe_failure, find_remedies
 from raystride.pipelines.launch.run_store.lease import DriverIsolated
-from raystride.pipelines.system.credentials import MissingSecret, redact_exception
+from raystride.pipelines.system.credentials import MissingSecret, redact, redact_exception
 from raystride.pipelines.system.errors import Unreadable
 from raystride.pipelines.system.output import protected_output
 from raystride.pipelines.system.signals import exit_code_of, raise_on_signals, report_interruption, sigint_is_ignored
@@ -23,7 +23,7 @@ from raystride.pipelines.system.storage.sealed import SealBroken
 
 DONE, FAILED, WRONG_SETTINGS, CANNOT_RUN = range(4)
 """Success; the training failed; wrong settings or data; the cluster or a disk cannot run the job."""
-MISPLACED_ERRNOS = (errno.EISDIR, errno.ENOTDIR)
+MISPLACED_ERRNOS = (errno.EISDIR, errno.ENOTDIR, errno.EEXIST)
 """Error numbers of a folder that lies where a file belongs, or the other way round."""
 UNUSABLE_ERRNOS = (*UNWRITABLE_ERRNOS, *FAILING_ERRNOS, *MISPLACED_ERRNOS)
 
@@ -56,14 +56,11 @@ def _run_with_exit_code(job: Callable[[], int], own_handlers: bool, what: str) -
             return CANNOT_RUN
         return exit_code_of(failed.cause) if isinstance(failed.cause, KeyboardInterrupt) else FAILED
     except (SettingError, DataError, MissingSecret) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return WRONG_SETTINGS
+        return _report(error, WRONG_SETTINGS)
     except DriverIsolated as error:  # this code counts as a lost driver, so the job is resubmitted
-        print(f"error: {error}", file=sys.stderr)
-        return ISOLATED_EXIT_CODE
+        return _report(error, ISOLATED_EXIT_CODE)
     except (CannotRun, SealBroken, Unreadable) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return CANNOT_RUN
+        return _report(error, CANNOT_RUN)
     except OSError as error:
         redact_exception(error)
         if error.errno not in UNUSABLE_ERRNOS:
@@ -72,6 +69,12 @@ def _run_with_exit_code(job: Callable[[], int], own_handlers: bool, what: str) -
         return CANNOT_RUN
     except Exception as error:
         return _report_defect(error, what)
+
+
+def _report(error: Exception, code: int) -> int:
+    """Prints an error, without secrets, and returns the exit code."""
+    print(f"error: {redact(str(error))}", file=sys.stderr)
+    return code
 
 
 def _report_defect(error: Exception, what: str) -> int:

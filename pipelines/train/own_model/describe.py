@@ -127,7 +127,7 @@ def _try_network(own: OwnModel, config: Config, network: nn.Module, probe: _Prob
     moving = {name: network.get_parameter(name).requires_grad for name in stepped if stepped[name] != before[name]}
     check_strategy(sizes, moving, config)
     found = _run_validation(own, network, held or probe, others, is_given=held is not None)
-    for name, mark in _mark_parameters(network, bits).items():
+    for name, mark in _mark_parameters(network, bits).items() if own.metrics else ():
         if mark != stepped[name] and name not in moving:
             rule = "must leave the model's parameters as they are"
             raise SettingError(f"metrics {rule}, and change {name}", setting="metrics", value=name, allowed=rule)
@@ -357,7 +357,8 @@ def _check_parts(own: OwnModel, network: nn.Module, probe: _Probe, counted: torc
     """Raises SettingError for a second value that is no count, as that of a batch is the sum of its samples' `counted`; and
     for a loss without one that is a sum over the samples, and no mean.
     """
-    (total, count), sums = (0.0, float(counted.detach()) if counted is not None else 1.0), list[tuple[float, float]]()
+    total, count = 0.0, float(counted.detach()) if counted is not None else 1.0
+    sums = list[tuple[float, float]]()
     batches = [NestedBatch(probe.batches[0]).copy().content, *probe.singles]
     with suppress(Exception), evaluation_mode(network), torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of a sample by itself, which norms over a batch do not take

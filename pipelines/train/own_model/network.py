@@ -83,7 +83,8 @@ class OwnNetwork(nn.Module):
 
     def _stack_figures(self, figures: Mapping[str, Any], num_samples: int, device: torch.device) -> torch.Tensor:
         names = [*self._logged_names, *(name for name in self._measured_names if name not in self._logged_names)]
-        for name in figures.keys() ^ {*names, *self._set_figure_names}:
+        if differing := sorted(figures.keys() ^ {*names, *self._set_figure_names}):
+            name = differing[0]
             found = f"{name!r} for one batch" if name in figures else f"no {name!r} for a batch"
             raise SettingError(
                 f"metrics returned {found}, unlike for the first: return the same names each time",

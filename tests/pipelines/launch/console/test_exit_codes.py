@@ -22,7 +22,7 @@ from raystride.pipelines.launch.console.exit_codes import (
     run_with_exit_code,
 )
 from raystride.pipelines.launch.console.failure import TrainingFailed
-from raystride.pipelines.system.credentials import MissingSecret
+from raystride.pipelines.system.credentials import MissingSecret, remember_secrets
 from raystride.pipelines.system.errors import Unreadable
 from raystride.pipelines.system.signals import HUNG_UP, INTERRUPTED, TERMINATED, HungUp, Terminated, signal_exception
 from raystride.pipelines.system.storage.sealed import SealBroken
@@ -138,6 +138,19 @@ def test_a_defect_of_named_work_is_some_lines_with_its_place(error: Exception, c
     assert first == f"preparation failed: {type(error).__name__}: {error}"
     assert "exit_codes.py" in place
     assert len(more) <= 3
+
+
+def test_a_file_in_the_place_of_a_folder_is_a_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "tls").write_text("")
+    assert run_command(["certificates", "10.0.0.1", "--output", str(tmp_path / "tls")]) == CANNOT_RUN
+    assert capsys.readouterr().err.startswith("error: ")
+
+
+def test_no_error_tells_a_secret(capsys: pytest.CaptureFixture[str]) -> None:
+    remember_secrets("s3://key:hush-hush@host/runs")
+    for error in (SettingError("it says hush-hush"), SealBroken("it says hush-hush"), CannotRun("it says hush-hush")):
+        run_with_exit_code(raising(error))
+    assert "hush-hush" not in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
